@@ -1,0 +1,54 @@
+"""kvloom: smaller KV caches for any Hugging Face model, with memory really freed.
+
+    import kvloom
+    kvloom.attach(model, "kivi")      # every later model.generate() uses a 2-bit cache
+    cache = kvloom.Cache(model, "kivi:bits=4")      # or one cache of your own
+    model.generate(**inputs, past_key_values=cache)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from .hf.attach import Report, attach, detach
+    from .hf.cache import Cache
+    from .keep import Budget, Keep
+    from .recipe import Protect, Recall, Recipe
+    from .recipes import resolve as recipe
+    from .reference import reference_model, reference_tokenizer
+    from .store import Packed, Store
+
+_WHERE = {
+    "attach": "hf.attach",
+    "detach": "hf.attach",
+    "Report": "hf.attach",
+    "Cache": "hf.cache",
+    "Recipe": "recipe",
+    "Protect": "recipe",
+    "Recall": "recipe",
+    "Budget": "keep",
+    "Keep": "keep",
+    "Packed": "store",
+    "Store": "store",
+    "recipe": "recipes",
+    "reference_model": "reference",
+    "reference_tokenizer": "reference",
+}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used: `import kvloom` itself stays light."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f".{_WHERE[name]}", __name__)
+    return getattr(module, "resolve" if name == "recipe" else name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,31 @@
+"""The errors a user can meet. Each message is one sentence: expected, received, remedy.
+
+They derive from the built-in error a caller would expect (``ValueError``, ``RuntimeError``), so
+code that knows nothing of kvloom can catch them too.
+"""
+
+from __future__ import annotations
+
+
+class RecipeError(ValueError):
+    """A recipe name, option or value that does not exist or is out of range."""
+
+
+class IncompatibleRecipe(ValueError):
+    """A sound recipe that does not fit this model; lists every problem at once."""
+
+    def __init__(self, recipe: str, problems: list[str]):
+        self.problems = problems
+        super().__init__(f"recipe {recipe!r} does not fit this model: " + "; ".join(problems))
+
+
+class UnsupportedModel(ValueError):
+    """A model whose attention cannot be routed to kvloom."""
+
+
+class CacheMisuse(RuntimeError):
+    """A cache used with the wrong model, shape, dtype or order of calls."""
+
+
+class NotFinite(ValueError):
+    """NaN or infinity in keys or values."""

@@ -1,0 +1,1 @@
+"""How kvloom gets under a Hugging Face transformers model."""

@@ -1,0 +1,192 @@
+"""Make a recipe the default of a model, and undo it.
+
+Decides what is changed on a model: its attention implementation, the hook that builds a cache for
+direct calls, and `_prepare_cache_for_generation`. All of it is kept in one place, `model._kvloom`,
+and restored by `detach`.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import CacheMisuse
+from ..recipe import Recipe
+from ..recipes import resolve
+from ..shapes import Geometry
+from . import attention, compat
+from .cache import Cache
+
+
+@dataclass
+class _Routing:
+    """What `detach` restores, and the recipe of fresh caches (None: route only)."""
+
+    implementations: list[tuple[Any, str]]
+    hook: Any
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `attach` did: printable, and plain data."""
+
+    model: str
+    recipe: Recipe
+    geometry: Geometry
+    compressed: tuple[int, ...]
+    skipped: dict[int, str]
+    full_token_nbytes: int
+    token_nbytes: float
+
+    def __str__(self) -> str:
+        total = len(self.compressed) + len(self.skipped)
+        lines = [
+            f"kvloom: {self.recipe.name} on {self.model}: {len(self.compressed)} of {total} layers "
+            f"compressed ({_ranges(self.compressed)})"
+        ]
+        for reason in dict.fromkeys(self.skipped.values()):
+            which = tuple(i for i, r in self.skipped.items() if r == reason)
+            lines.append(f"  not compressed: layers {_ranges(which)}: {reason}")
+        if self.compressed:
+            times = self.full_token_nbytes / self.token_nbytes if self.token_nbytes else 0
+            if times:
+                lines.append(
+                    f"  {self.token_nbytes:,.0f} bytes a token at 32k tokens instead of "
+                    f"{self.full_token_nbytes:,} ({times:.1f}x smaller)"
+                )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def route(model: PreTrainedModel) -> None:
+    """Send the model's attention through kvloom; caches that are not kvloom's notice nothing."""
+    attention.register()
+    if getattr(model, "_kvloom", None) is None:
+        hook = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        model._kvloom = _Routing(_implementations(model), hook)
+        model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
+    if compat.decoder_config(model)._attn_implementation != attention.NAME:
+        model.set_attn_implementation(attention.NAME)
+
+
+def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
+    """Give every later `generate()` or call of this model a fresh cache of `recipe`.
+
+    A cache passed by the caller, use_cache=False and cache_implementation keep their meaning.
+    Returns a `Report` of which layers are compressed. Raises `UnsupportedModel`, `RecipeError` or
+    `IncompatibleRecipe` before anything is changed, `CacheMisuse` if a recipe is attached already.
+    """
+    compat.refuse_unsupported(model)
+    routing = getattr(model, "_kvloom", None)
+    if routing is not None and routing.recipe is not None:
+        raise CacheMisuse(
+            f"recipe {routing.recipe.name!r} is attached to this model already; "
+            "call kvloom.detach(model) first"
+        )
+    recipe = resolve(recipe)
+    recipe.check(compat.geometry(model))
+    report = _report(model, recipe)
+    route(model)
+    model._kvloom.recipe = recipe
+    return report
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Restore the model as it was before `attach` or `Cache` touched it."""
+    routing = getattr(model, "_kvloom", None)
+    if routing is None:
+        raise CacheMisuse("nothing is attached to this model")
+    routing.hook.remove()
+    for config, implementation in routing.implementations:
+        config._attn_implementation_internal = implementation
+    del model._prepare_cache_for_generation
+    del model._kvloom
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """The attention implementation of every config in the model."""
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    text = compat.decoder_config(model)
+    configs[id(text)] = text
+    return [(config, config._attn_implementation) for config in configs.values()]
+
+
+def _prepare_cache(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict,
+    generation_mode: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Build our cache where transformers would have built its default one."""
+    recipe, given = model._kvloom.recipe, model_kwargs.get("past_key_values")
+    ours = given is None and recipe is not None and generation_config.use_cache is not False
+    if ours and generation_config.cache_implementation is None:
+        given = model_kwargs["past_key_values"] = Cache(model, recipe)
+    if isinstance(given, Cache):
+        records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
+        for layer in given.routed:
+            layer.record_past = bool(records)
+    return type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, *args, **kwargs
+    )
+
+
+def _before_forward(
+    model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Give a direct call of the model our cache where transformers would have made its own."""
+    recipe = model._kvloom.recipe
+    if recipe is None or model.training or kwargs.get("past_key_values") is not None:
+        return None
+    use = kwargs.get("use_cache")
+    if use is None:
+        use = getattr(compat.decoder_config(model), "use_cache", True)
+    if not use or torch.compiler.is_compiling():
+        return None
+    return args, {**kwargs, "past_key_values": Cache(model, recipe), "use_cache": True}
+
+
+def _report(model: PreTrainedModel, recipe: Recipe) -> Report:
+    kinds = compat.layer_types(compat.decoder_config(model))
+    reasons = {
+        "sliding_attention": "its sliding window already bounds it; kept as transformers has it",
+    }
+    skipped = {
+        i: reasons.get(kind, f"{kind} holds no ordinary keys and values")
+        for i, kind in enumerate(kinds)
+        if kind != "full_attention"
+    }
+    compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
+    full = compat.geometry(model)
+    geometry = Geometry(
+        len(compressed), full.q_heads, full.kv_heads, full.head_dim, full.dtype
+    )
+    tokens = 32768
+    return Report(
+        type(model).__name__,
+        recipe,
+        geometry,
+        compressed,
+        skipped,
+        geometry.token_nbytes(),
+        recipe.nbytes(tokens, geometry) / tokens,
+    )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"

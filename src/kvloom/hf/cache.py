@@ -1,0 +1,225 @@
+"""kvloom's cache as transformers sees it: `Cache`, one `RoutedLayer` a compressed layer.
+
+Decides how the calls of transformers map onto `LayerCache`; computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import CacheMisuse
+from ..layer import LayerCache
+from ..recipe import Recipe
+from ..recipes import resolve
+from . import compat
+
+
+class RoutedLayer(CacheLayerMixin):
+    """Hands a `LayerCache` over to the attention function on the key that `update` returns."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: LayerCache, fingerprint: tuple) -> None:
+        super().__init__()
+        self.cache = cache
+        self.fingerprint = fingerprint
+        self.armed = False  # between `update` and the attention that must follow it
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first attention step shapes the cache."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the present keys and values; the past joins them inside attention."""
+        if self.armed:
+            raise CacheMisuse(
+                f"{self.cache.name}: the last step's attention did not reach kvloom (attention "
+                "implementation changed, or the step failed); call kvloom.detach and "
+                "kvloom.attach again and start with a new cache"
+            )
+        self.cache.check(key_states, value_states)
+        key = key_states.view(key_states.shape)  # a view, so that the model's tensor stays bare
+        key._kvloom_layer = self  # type: ignore[attr-defined]
+        self.armed = True
+        return key, value_states
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend for `module`, once after every `update`."""
+        if not self.armed:
+            raise CacheMisuse(
+                f"{self.cache.name}: attention came twice for one update; models whose layers "
+                "share keys and values are not supported"
+            )
+        config = getattr(module, "config", None)
+        if config is not None and compat.fingerprint(config) != self.fingerprint:
+            raise CacheMisuse(
+                f"{self.cache.name}: this cache was made for another model "
+                f"({self.fingerprint[0]}); make a new one for {compat.fingerprint(config)[0]}"
+            )
+        self.armed = False
+        return self.cache.attend(q, k, v, scale=scale, valid=mask, softcap=softcap)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(tokens seen + query tokens, 0): masks speak of logical indices, not of slots."""
+        n = query_length if isinstance(query_length, int) else len(query_length)
+        return self.cache.seen + n, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens seen, dropped ones included."""
+        return self.cache.seen
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+    def activate_past_recording(self) -> None:
+        """Drop and pack nothing until `crop` says what stays."""
+        self.cache.recording = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether dropping and packing wait for `crop`."""
+        return self.cache.recording
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.cache.recording = value
+
+    def crop(self, tokens: int) -> None:
+        """Remove -tokens tokens (0: none), then drop and pack what waited."""
+        remove = -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)
+        recording, self.cache.recording = self.cache.recording, False
+        try:
+            self.cache.crop(remove)
+        finally:
+            self.cache.recording = recording
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.cache.reset()
+        self.armed = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams: row i becomes row beam_idx[i]."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`."""
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        """Refuse: tiers are a matter of the recipe."""
+        raise CacheMisuse("a kvloom cache cannot be offloaded by transformers")
+
+    prefetch = offload
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.cache.map(fn)
+
+
+class Cache(transformers.Cache):
+    """A compressed cache for `model.generate(past_key_values=cache)` and `model(...)`.
+
+    model: any supported model; its attention is routed through kvloom from here on, which changes
+    nothing for other caches (`kvloom.detach` undoes it). recipe: a `Recipe`, or its name with
+    overrides ("kivi:bits=4,group=64"). Raises `UnsupportedModel` or `IncompatibleRecipe` before
+    anything is changed.
+    """
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe | str = "kivi") -> None:
+        from .attach import route
+
+        compat.refuse_unsupported(model)
+        self.recipe = resolve(recipe)
+        self.geometry = compat.geometry(model)
+        self.recipe.check(self.geometry)
+        config = compat.decoder_config(model)
+        mark = compat.fingerprint(config)
+        layers = [
+            RoutedLayer(LayerCache(self.recipe, f"layer {i}"), mark)
+            if kind == "full_attention"
+            else compat.stock_layer(config, i)
+            for i, kind in enumerate(compat.layer_types(config))
+        ]
+        super().__init__(layers=layers)
+        route(model)
+
+    def __bool__(self) -> bool:
+        """Always true: an empty cache is a cache."""
+        return True
+
+    @property
+    def routed(self) -> list[RoutedLayer]:
+        """The layers that kvloom holds."""
+        return [layer for layer in self.layers if isinstance(layer, RoutedLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, in every layer, spare room included."""
+        return sum(
+            layer.cache.nbytes if isinstance(layer, RoutedLayer) else _stock_nbytes(layer)
+            for layer in self.layers
+        )
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes an exact cache of the same tokens holds, in the layers that kvloom holds."""
+        return sum(_full_nbytes(layer.cache) for layer in self.routed)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits held a key or value seen, metadata and exact windows included."""
+        held = sum(layer.cache.nbytes for layer in self.routed)
+        values = sum(_values(layer.cache) for layer in self.routed)
+        return 8 * held / values if values else 0.0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove -tokens_to_remove tokens from every layer, or from none if one cannot."""
+        for layer in self.routed:
+            seen = layer.cache.seen
+            remove = -tokens_to_remove if tokens_to_remove <= 0 else seen - tokens_to_remove
+            layer.cache.check_crop(max(0, remove))
+        super().crop(tokens_to_remove)
+
+
+def _values(cache: LayerCache) -> int:
+    """Numbers seen by a layer's keys and values together."""
+    if cache.like is None:
+        return 0
+    b, h, _, d = cache.like.shape
+    return 2 * b * h * d * cache.seen
+
+
+def _full_nbytes(cache: LayerCache) -> int:
+    return 0 if cache.like is None else _values(cache) * cache.like.element_size()
+
+
+def _stock_nbytes(layer: Any) -> int:
+    held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return sum(x.nbytes for x in held if isinstance(x, Tensor))

@@ -1,0 +1,99 @@
+"""What differs between models and between versions of transformers; the only such checks.
+
+Decides whether a model can be supported and what its layers are. Written against transformers
+5.10 to 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, cache_utils
+
+from ..errors import UnsupportedModel
+from ..shapes import Geometry
+
+# Models that use the attention interface but do not cache what they attend to.
+_REFUSED = {
+    "jetmoe": "it repeats its keys before attention",
+}
+
+
+def decoder_config(model: PreTrainedModel) -> Any:
+    """The config of the text decoder, also of a multimodal model."""
+    return model.config.get_text_config(decoder=True)
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModel`, by name and with the reason, if attention cannot be routed."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(
+            f"expected a transformers PreTrainedModel, got {type(model).__name__}"
+        )
+    config = decoder_config(model)
+    reason = None
+    if model.config.is_encoder_decoder:
+        reason = "encoder-decoder models are not supported"
+    elif not model.can_generate():
+        reason = "it cannot generate: load it as a ...ForCausalLM"
+    elif getattr(config, "kv_lora_rank", None):
+        reason = "it caches latents instead of keys and values (MLA)"
+    elif getattr(config, "num_kv_shared_layers", 0):
+        reason = "some of its layers share the keys and values of others"
+    elif config.model_type in _REFUSED:
+        reason = _REFUSED[config.model_type]
+    elif not model._can_set_attn_implementation():
+        reason = "its attention does not go through transformers' attention interface"
+    if reason:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
+
+
+def geometry(model: PreTrainedModel) -> Geometry:
+    """Layers, heads, head dimension and dtype of a supported model."""
+    config = decoder_config(model)
+    q_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
+    return Geometry(config.num_hidden_layers, q_heads, kv_heads, head_dim, model.dtype)
+
+
+def layer_types(config: Any) -> list[str]:
+    """The type of each layer's cache: "full_attention", "sliding_attention", …"""
+    return [kind for kind, _ in _layers(config)]
+
+
+def stock_layer(config: Any, index: int) -> Any:
+    """The cache layer that transformers itself would use for layer `index`."""
+    return cache_utils.DynamicCache(config=config).layers[index]
+
+
+def fingerprint(config: Any) -> tuple:
+    """What tells one model from another: a cache is refused by a model that differs in it."""
+    names = ("model_type", "name_or_path", "num_hidden_layers", "hidden_size", "vocab_size")
+    return tuple(getattr(config, name, None) for name in names)
+
+
+def is_recording_mode(generation_mode: Any) -> bool:
+    """Whether generation will take tokens back (assisted decoding, prompt lookup)."""
+    return "assisted" in str(getattr(generation_mode, "value", generation_mode)).lower()
+
+
+def _layers(config: Any) -> list[tuple[str, Any]]:
+    """(type, stock layer) of every layer, by the class transformers picks for it."""
+    names = {
+        "DynamicLayer": "full_attention",
+        "DynamicSlidingWindowLayer": "sliding_attention",
+    }
+    layers = cache_utils.DynamicCache(config=config).layers
+    if not layers:  # a config without layer types: every layer attends to everything
+        return [("full_attention", None)] * config.num_hidden_layers
+    return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+
+
+def padding_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A 2-D mask [B, n] as bool [B, tokens]: cut, or filled with False, as transformers does."""
+    mask = mask.bool()
+    if mask.shape[-1] < tokens:
+        mask = torch.nn.functional.pad(mask, (0, tokens - mask.shape[-1]))
+    return mask[:, :tokens]

@@ -1,0 +1,121 @@
+"""Attention over one stretch of tokens as a mergeable state, in plain torch.
+
+Attention over a set of tokens splits exactly: attend to each part, keep (out, lse), merge. For
+part p with logits s_j: lse_p = log sum_j exp(s_j), out_p = sum_j exp(s_j - lse_p) v_j; then
+lse = log sum_p exp(lse_p), out = sum_p exp(lse_p - lse) out_p. The empty part is the identity
+(lse = -inf, out = 0). Everything here is computed in fp32; keys and values are never repeated for
+grouped-query attention.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Logits of one block of query rows hold at most this many numbers (64 MiB in fp32).
+_BLOCK_NUMEL = 1 << 24
+
+
+class State(NamedTuple):
+    """Attention over one part: out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
+) -> State:
+    """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D].
+
+    causal: the T queries are the last T of the N tokens, and see no later one. valid: bool
+    [B, 1 or Hk, N], False hides a token. softcap c: logits become c * tanh(logits / c).
+    """
+    b, hq, t, d = q.shape
+    hk, n = k.shape[1], k.shape[2]
+    r = hq // hk
+    out = q.new_empty(b, hk, r, t, v.shape[-1], dtype=torch.float32)
+    lse = q.new_empty(b, hk, r, t, dtype=torch.float32)
+    keys, values = k.float().transpose(-1, -2), v.float()
+    rows = q.reshape(b, hk, r, t, d)
+    step = max(1, _BLOCK_NUMEL // max(1, b * hq * n))
+    for lo in range(0, t, step):
+        hi = min(t, lo + step)
+        block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
+        logits = (block @ keys).mul_(scale).view(b, hk, r, hi - lo, n)  # [B, Hk, R, rows, N]
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if causal:
+            ahead = torch.ones(hi - lo, n, dtype=torch.bool, device=q.device)
+            logits.masked_fill_(ahead.triu_(n - t + lo + 1), -torch.inf)
+        if valid is not None:
+            logits.masked_fill_(~valid[:, :, None, None, :], -torch.inf)
+        o, s = _softmax(logits, values)
+        out[:, :, :, lo:hi], lse[:, :, :, lo:hi] = o, s
+    return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
+
+
+def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of logits [B, Hk, R, T, N] times values [B, Hk, N, D]; all-hidden rows give 0."""
+    b, hk, r, t, n = logits.shape
+    if n == 0:
+        return values.new_zeros(b, hk, r, t, values.shape[-1]), logits.new_full(
+            (b, hk, r, t), -torch.inf
+        )
+    top = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - torch.where(top == -torch.inf, 0.0, top)).exp_()
+    total = weights.sum(dim=-1, keepdim=True)  # 0 for a row that sees nothing
+    out = (weights.view(b, hk, r * t, n) @ values).view(b, hk, r, t, -1)
+    lse = (total.log() + top).squeeze(-1)
+    return out / total.clamp_min(torch.finfo(torch.float32).tiny), lse
+
+
+def merge(states: list[State]) -> State:
+    """Merge attention over disjoint parts into attention over their union; exact, any order."""
+    if len(states) == 1:
+        return states[0]
+    lse = torch.stack([s.lse for s in states])  # [parts, B, Hq, T]
+    top = lse.amax(dim=0)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = (lse - top).exp_()
+    total = weights.sum(dim=0)
+    out = torch.stack([s.out for s in states]).mul_(weights.unsqueeze(-1)).sum(dim=0)
+    out /= total.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return State(out, total.log() + top)
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, valid: Tensor | None
+) -> Tensor:
+    """Attend as `attend` does, by torch's fused kernel and without the lse: [B, Hq, T, D].
+
+    Every query sees at least itself, also where `valid` hides it (padding rows must not be NaN).
+    """
+    b, hq, t, d = q.shape
+    hk, n = k.shape[1], k.shape[2]
+    mask = None if valid is None else valid[:, :, None, :]
+    if t == 1:
+        # One query row a head: the R heads of a group become rows over the same keys.
+        rows = q.view(b, hk, hq // hk, d)
+        return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).view(b, hq, 1, -1)
+    if causal and (mask is not None or n > t):
+        see = torch.ones(t, n, dtype=torch.bool, device=q.device).tril_(n - t)
+        if mask is not None:
+            itself = torch.eye(t, n, dtype=torch.bool, device=q.device).roll(n - t, dims=1)
+            see = (see & mask) | itself
+            if see.shape[1] not in (1, hq):
+                see = see.repeat_interleave(hq // hk, dim=1)
+        mask, causal = see, False
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=hq != hk
+    )

@@ -1,0 +1,1 @@
+"""Packing and unpacking of groups of n-bit codes."""

@@ -1,0 +1,231 @@
+"""One attention layer's cache: attend, then take in.
+
+A step is always past + present: the T new queries attend to every stored segment and causally to
+the T new keys, exactly as given; the states are merged; then the new tokens are taken in and what
+is due is dropped or packed. A prompt, a decode step, a second turn, a chunk and a speculative
+draft differ in T alone. Decides the order of these; formats, scores and kernels live elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .errors import CacheMisuse, NotFinite
+from .kernels.attend import ref
+from .recipe import Recipe
+from .segment import Piece, Segment, Sinks
+from .store import Lane
+from .store.formats import META
+
+# Up to this many new tokens are written behind the tail before attention, so that tail and
+# present are one stretch; more would make the tail of a packed store large for a moment.
+_SHORT = 64
+
+
+class LayerCache:
+    """The cache of one layer, batch rows together, head counts taken from the first keys."""
+
+    def __init__(self, recipe: Recipe, name: str = "this layer") -> None:
+        self.recipe, self.name = recipe, name
+        self.recording = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        store, recents = self.recipe.store, self.recipe.protect.recents
+        self.body = Segment(Lane(store.keys, recents[0]), Lane(store.values, recents[1]))
+        count = self.recipe.protect.sinks
+        self.sinks = Sinks(count) if count else None
+        self.seen = 0
+        self.budget: int | None = None
+        self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self.body.nbytes + (0 if self.sinks is None else self.sinks.nbytes)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        valid: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attend q [B, Hq, T, D] to all that is held and to k, v [B, Hk, T, D]; take k, v in.
+
+        valid: bool [B, seen + T], False hides padding. Returns [B, Hq, T, D] in q's dtype.
+        Raises `CacheMisuse` or `NotFinite` before anything has changed.
+        """
+        self.check(k, v)
+        t, past = k.shape[2], self.seen
+        see = None if valid is None else valid[:, None, :]
+        if see is not None:
+            k, v = _unpadded(k, v, see[:, :, past:])
+        early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
+        if early:
+            self.body.append(k.detach(), v.detach())
+            pieces = self._past(see, present=t)
+        else:
+            here = None if see is None else see[:, :, past:]
+            pieces = [*(self._past(see, present=0) if past else []), Piece(k, v, here, causal=t)]
+        out = _attend(q, pieces, scale, softcap)
+        self.seen = past + t
+        if early:
+            self._settle()
+        else:
+            self._take(k.detach(), v.detach(), see)
+        return out
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Refuse keys or values that do not belong here."""
+        if k.shape[2] == 0:
+            raise CacheMisuse(f"{self.name}: no tokens to attend with; give at least one")
+        if self.like is not None:
+            want, got = self.like, k
+            for what, a, b in (
+                ("batch size", want.shape[0], got.shape[0]),
+                ("key/value heads", want.shape[1], got.shape[1]),
+                ("head dimension", want.shape[3], got.shape[3]),
+                ("dtype", want.dtype, got.dtype),
+                ("device", want.device, got.device),
+            ):
+                if a != b:
+                    raise CacheMisuse(
+                        f"{self.name}: this cache holds {what} {a} and was given {b}; "
+                        "make a new cache for another model, dtype or batch"
+                    )
+        if k.is_cuda and k.shape[2] == 1:
+            return  # reading the answer back would stall the device at every step
+        for what, x, fmt in zip(
+            ("keys", "values"),
+            (k, v),
+            (self.recipe.store.keys, self.recipe.store.values),
+            strict=True,
+        ):
+            low, high = x.detach().aminmax()
+            limit = torch.finfo(x.dtype if fmt is None else META[fmt.meta]).max
+            if not (low >= -limit and high <= limit):
+                found = "NaN or infinity" if not torch.isfinite(x).all() else f"|x| > {limit:g}"
+                remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'
+                raise NotFinite(f"{self.name}: {found} in {what}; {remedy}")
+
+    def commit(self) -> None:
+        """Drop and pack what was held back while recording."""
+        if self.seen:
+            self._settle()
+
+    def check_crop(self, tokens: int) -> None:
+        """Refuse to remove the newest `tokens` tokens where that cannot be done."""
+        dropped = self.budget is not None and not self.recording and self.seen > self.budget
+        if tokens and dropped:
+            raise CacheMisuse(
+                f"{self.name}: crop cannot bring back the tokens that were dropped since; "
+                "call activate_past_recording() before the step that is to be undone"
+            )
+        exact = self.body.exact
+        if tokens > exact and tokens < self.seen:
+            raise CacheMisuse(
+                f"{self.name}: crop of {tokens} tokens reaches into packed tokens; the newest "
+                f"{exact} are still exact, or call activate_past_recording() before the step"
+            )
+
+    def crop(self, tokens: int) -> None:
+        """Remove the newest `tokens` tokens and settle what is left."""
+        self.check_crop(tokens)
+        if tokens >= self.seen:
+            self.reset()
+            return
+        if tokens:
+            self.body.drop_back(tokens)
+            self.seen -= tokens
+        self.commit()
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        if self.like is not None:
+            self.body.map(fn)
+            if self.sinks is not None:
+                self.sinks.map(fn)
+            self.like = fn(self.like)
+
+    @property
+    def _dense(self) -> bool:
+        """Whether all tokens stay, exact: then the tail is the whole store."""
+        return self.recipe.keep is None and self.body.keys.packed is self.body.values.packed is None
+
+    @property
+    def _sinks_full(self) -> bool:
+        return self.sinks is None or self.sinks.full(self.seen)
+
+    def _past(self, see: Tensor | None, present: int) -> list[Piece]:
+        pieces = []
+        if self.sinks is not None:
+            pieces.append(self.sinks.piece(self.seen))
+            see = self.sinks.hide(see)
+        if len(self.body):
+            pieces += self.body.pieces(see, present)
+        return pieces
+
+    def _take(self, k: Tensor, v: Tensor, see: Tensor | None) -> None:
+        """Take in the present; the prompt of a packed store never lies exact beside its codes."""
+        if self.like is None:
+            self.like = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
+            keep = self.recipe.keep
+            self.budget = None if keep is None else keep.budget.resolve(self.seen)
+        if self.sinks is not None:
+            skip = self.sinks.take(k, v, self.seen - k.shape[2], see)
+            self.body.first += skip
+            k, v = k[:, :, skip:], v[:, :, skip:]
+        if self.recording:
+            self.body.append(k, v)
+        elif k.shape[2]:
+            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]))
+
+    def _settle(self) -> None:
+        if self.recording:
+            return
+        surplus = self._surplus(len(self.body))
+        if surplus:
+            self.body.drop_front(surplus)
+        self.body.seal()
+
+    def _surplus(self, tokens: int) -> int:
+        """How many of `tokens` tokens in the body are over the budget."""
+        if self.budget is None:
+            return 0
+        return max(0, tokens - max(0, self.budget - self.recipe.protect.sinks))
+
+
+def _attend(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
+    """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
+    only = pieces[0]
+    if len(pieces) == 1 and softcap is None and isinstance(only.keys, Tensor):
+        assert isinstance(only.values, Tensor)
+        return ref.sdpa(
+            q, only.keys, only.values, scale, causal=only.causal > 1, valid=only.valid
+        )
+    return ref.merge([p.attend(q, scale, softcap) for p in pieces]).out.to(q.dtype)
+
+
+def _unpadded(k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """k, v with padding replaced by the row's first real token of the step.
+
+    Padding is never attended to, but it shares quantization groups with real tokens: this way it
+    does not widen their range. real: bool [B, 1, T].
+    """
+    if real.all():
+        return k, v
+    first = real[:, 0].int().argmax(dim=-1)[:, None, None, None]
+    mask = real[:, :, :, None]
+
+    def fill(x: Tensor) -> Tensor:
+        return torch.where(mask, x, x.gather(2, first.expand(-1, x.shape[1], 1, x.shape[3])))
+
+    return fill(k), fill(v)

@@ -1,0 +1,82 @@
+"""The named recipes, and the compact spelling "name:option=value,option=value"."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+from ..errors import RecipeError
+from ..recipe import Recipe
+from .exact import full
+from .kivi import kivi, kivi_4
+from .rtn import rtn
+from .window import streaming, window
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "full": full,
+    "kivi": kivi,
+    "kivi-4": kivi_4,
+    "rtn": rtn,
+    "streaming": streaming,
+    "window": window,
+}
+ALIASES = {"kivi-2": "kivi"}
+
+
+def resolve(recipe: Recipe | str) -> Recipe:
+    """A `Recipe` as it is, or one built from its name: "kivi", "kivi:group=64,residual=64".
+
+    Raises `RecipeError` for an unknown name, option or value, with what is allowed.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise RecipeError(f"a recipe is a Recipe or a name, not {type(recipe).__name__}")
+    name, _, rest = recipe.partition(":")
+    name = ALIASES.get(name.strip(), name.strip())
+    if name not in RECIPES:
+        raise RecipeError(
+            f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
+        )
+    build = RECIPES[name]
+    options = dict(_option(name, build, item) for item in rest.split(",") if item.strip())
+    return replace(build(**options), name=recipe)
+
+
+def summary(name: str) -> str:
+    """The first line of a recipe's docstring."""
+    return (inspect.getdoc(RECIPES[name]) or "").splitlines()[0]
+
+
+def options(name: str) -> dict[str, Any]:
+    """The options of a recipe and their defaults."""
+    return {p.name: p.default for p in inspect.signature(RECIPES[name]).parameters.values()}
+
+
+def _option(name: str, build: Callable[..., Recipe], item: str) -> tuple[str, Any]:
+    key, equals, text = (part.strip() for part in item.partition("="))
+    allowed = options(name)
+    if key not in allowed:
+        has = f"it has {', '.join(allowed)}" if allowed else "it has no options"
+        raise RecipeError(f"recipe {name!r} has no option {key!r}{_nearest(key, allowed)}; {has}")
+    if not equals or not text:
+        raise RecipeError(f"option {key!r} of recipe {name!r} needs a value: {key}=…")
+    hint = str(get_type_hints(build)[key])
+    for kind, convert in (("int", int), ("float", float)):
+        if kind in hint:
+            try:
+                return key, convert(text)
+            except ValueError:
+                continue
+    if "str" in hint:
+        return key, text
+    expected = "a whole number" if "float" not in hint else "a number"
+    raise RecipeError(f"option {key!r} of recipe {name!r} must be {expected}, not {text!r}")
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,195 @@
+"""A stretch of tokens in one format, and the sinks.
+
+A segment knows the logical index of each token it holds (its place in the sequence, padding
+included); padding, causality and positions follow from it. Knows nothing of recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kernels.attend import ref
+from .store.lane import Lane
+from .store.packed import PackedView
+
+
+class Piece(NamedTuple):
+    """Tokens whose keys share one form and whose values share one form, ready to attend to.
+
+    The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
+    valid: bool [B, 1, N], or None when every token may be seen.
+    """
+
+    keys: Tensor | PackedView
+    values: Tensor | PackedView
+    valid: Tensor | None
+    causal: int = 0
+
+    def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
+        """Attend q [B, Hq, T, D] to this piece."""
+        return ref.attend(
+            q,
+            _exact(self.keys),
+            _exact(self.values),
+            scale,
+            causal=self.causal > 0,
+            valid=self.valid,
+            softcap=softcap,
+        )
+
+
+class Segment:
+    """Contiguous tokens first, first + 1, …; keys and values packed on schedules of their own."""
+
+    def __init__(self, keys: Lane, values: Lane) -> None:
+        self.keys, self.values = keys, values
+        self.first = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def exact(self) -> int:
+        """Newest tokens whose keys and values are both still exact: those that crop can remove."""
+        return len(self) - max(self.keys.sealed, self.values.sealed)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Add k, v [B, Hk, T, D], exact for now."""
+        self.keys.append(k)
+        self.values.append(v)
+
+    def take(self, k: Tensor, v: Tensor, drop: int) -> None:
+        """Add k, v, drop the `drop` oldest tokens, seal what is due."""
+        self.keys.take(k, drop)
+        self.values.take(v, drop)
+        self.first += drop
+
+    def drop_front(self, n: int) -> None:
+        """Drop the n oldest tokens, which must be exact."""
+        self.keys.tail.drop_front(n)
+        self.values.tail.drop_front(n)
+        self.first += n
+
+    def drop_back(self, n: int) -> None:
+        """Drop the n newest tokens, which must be exact."""
+        self.keys.tail.drop_back(n)
+        self.values.tail.drop_back(n)
+
+    def seal(self) -> None:
+        """Pack what the schedules no longer keep exact."""
+        self.keys.seal()
+        self.values.seal()
+
+    def pieces(self, valid: Tensor | None, present: int) -> list[Piece]:
+        """Split at the ends of the two packed prefixes; the last `present` tokens are the step's.
+
+        valid: bool [B, 1, seen tokens] by logical index.
+        """
+        n = len(self)
+        cuts = sorted({0, self.keys.sealed, self.values.sealed, n})
+        pieces = []
+        for lo, hi in zip(cuts, cuts[1:], strict=False):
+            see = None if valid is None else valid[:, :, self.first + lo : self.first + hi]
+            pieces.append(
+                Piece(
+                    self.keys.view(lo, hi),
+                    self.values.view(lo, hi),
+                    see,
+                    present if hi == n else 0,
+                )
+            )
+        return pieces
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        self.keys.map(fn)
+        self.values.map(fn)
+
+
+class Sinks:
+    """The first `count` real tokens of every row, always exact.
+
+    Without padding the body begins behind them. Rows of a left-padded batch begin at different
+    logical indices (`start` [B]); there the body holds all tokens and `hide` masks the sinks in it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.padded = False
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.start: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        held = (self.keys, self.values, self.start)
+        return sum(t.nbytes for t in held if t is not None)
+
+    def take(self, k: Tensor, v: Tensor, seen: int, valid: Tensor | None) -> int:
+        """Copy the sinks among k, v [B, Hk, T, D], logical indices seen..; return how many tokens
+        at the front of k, v the body need not hold.
+        """  # noqa: D205
+        b, h, t, _ = k.shape
+        if self.keys is None or self.values is None:
+            self.padded = valid is not None
+            self.keys = k.new_zeros(b, h, self.count, k.shape[-1])
+            self.values = v.new_zeros(b, h, self.count, v.shape[-1])
+        if self.padded:
+            assert valid is not None, "a padded batch keeps its mask"
+            none = ~valid[:, 0].any(dim=-1)
+            self.start = valid[:, 0].int().argmax(dim=-1).masked_fill(none, seen + t)
+        else:
+            self.start = torch.zeros(b, dtype=torch.long, device=k.device)
+        slot = self._index() - seen  # [B, count]
+        here = ((slot >= 0) & (slot < t))[:, None, :, None]
+        slot = slot.clamp(0, t - 1)[:, None, :, None].expand(b, h, self.count, 1)
+        for held, new in ((self.keys, k), (self.values, v)):
+            found = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
+            held.copy_(torch.where(here, found, held))
+        return 0 if self.padded else min(t, max(0, self.count - seen))
+
+    def full(self, seen: int) -> bool:
+        """Whether the first `seen` tokens hold every row's sinks."""
+        if self.start is None:
+            return False
+        return seen >= self.count + (int(self.start.max()) if self.padded else 0)
+
+    def piece(self, seen: int) -> Piece:
+        """The sinks among the first `seen` tokens, as something to attend to."""
+        assert self.keys is not None and self.values is not None
+        if not self.padded and seen >= self.count:
+            return Piece(self.keys, self.values, None)
+        return Piece(self.keys, self.values, (self._index() < seen)[:, None, :])
+
+    def hide(self, valid: Tensor | None) -> Tensor | None:
+        """`valid` [B, 1, seen] without the sinks, for a body that holds them too."""
+        if not self.padded or valid is None:
+            return valid
+        index = torch.arange(valid.shape[-1], device=valid.device)
+        begin = self._index()[:, :1]
+        return valid & ((index < begin) | (index >= begin + self.count))[:, None, :]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        if self.keys is not None and self.values is not None and self.start is not None:
+            self.keys, self.values = fn(self.keys), fn(self.values)
+            self.start = fn(self.start)
+
+    def _index(self) -> Tensor:
+        """Logical indices of the sinks [B, count]."""
+        assert self.start is not None
+        return self.start[:, None] + torch.arange(self.count, device=self.start.device)
+
+
+def _exact(x: Tensor | PackedView) -> Tensor:
+    return x if isinstance(x, Tensor) else x.tensor()

@@ -1,0 +1,84 @@
+"""A tensor of tokens that grows and shrinks without a copy a step.
+
+Decides capacity: room is made a sixteenth at a time (at least 32 tokens), so a step copies O(1)
+tokens on average and at most a sixteenth of what is held is spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Buffer:
+    """Tokens along dimension 2 of a [B, Hk, capacity, D] tensor; live ones are start..stop."""
+
+    def __init__(self) -> None:
+        self.data: Tensor | None = None
+        self.start = 0
+        self.stop = 0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor held, spare room included."""
+        return 0 if self.data is None else self.data.nbytes
+
+    def view(self) -> Tensor:
+        """Live tokens [B, Hk, N, D], a view."""
+        assert self.data is not None, "an empty buffer has no shape yet"
+        return self.data[:, :, self.start : self.stop]
+
+    def append(self, x: Tensor) -> None:
+        """Add x [B, Hk, T, D] behind the live tokens."""
+        t = x.shape[2]
+        if self.data is None:
+            self.replace(x)
+            return
+        if self.stop + t > self.data.shape[2]:
+            self._make_room(t)
+        self.data[:, :, self.stop : self.stop + t] = x
+        self.stop += t
+
+    def replace(self, x: Tensor) -> None:
+        """Hold a copy of x [B, Hk, N, D] and nothing else, without spare room."""
+        self.data = x.detach().clone(memory_format=torch.contiguous_format)
+        self.start, self.stop = 0, x.shape[2]
+
+    def drop_front(self, n: int) -> None:
+        """Forget the n oldest tokens; give memory back once most of it is unused."""
+        self.start += n
+        self._shrink()
+
+    def drop_back(self, n: int) -> None:
+        """Forget the n newest tokens."""
+        self.stop -= n
+        self._shrink()
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace the storage by fn(storage), fn acting on the batch dimension."""
+        if self.data is not None:
+            self.data = fn(self.data)
+
+    def _make_room(self, t: int) -> None:
+        assert self.data is not None
+        live = self.view()
+        need = len(self) + t
+        capacity = need + max(32, need // 16)
+        if capacity <= self.data.shape[2]:  # the front is free: move instead of growing
+            self.data[:, :, : len(self)] = live.clone()
+        else:
+            b, h, _, *rest = self.data.shape
+            grown = self.data.new_empty(b, h, capacity, *rest)
+            grown[:, :, : len(self)] = live
+            self.data = grown
+        self.start, self.stop = 0, need - t
+
+    def _shrink(self) -> None:
+        assert self.data is not None
+        if self.data.shape[2] > 4 * len(self) + 64:
+            self.replace(self.view())

@@ -1,0 +1,90 @@
+"""Formats of the store: what a recipe may ask of keys and values, and its exact size.
+
+Decides validity and byte counts; the arithmetic is in `kernels.quant`, the containers in `lane`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import RecipeError
+from ..kernels.quant import ref
+
+META = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+GROUPS = (16, 32, 64, 128)
+AXES = ("channel", "token")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quant.ref`).
+
+    bits: 2, 3, 4 or 8. axis: "channel" groups `group` consecutive tokens of one channel, "token"
+    groups `group` consecutive channels of one token. meta: dtype of scale and zero. block: tokens
+    are packed this many at a time; up to block - 1 wait exact in the residual.
+    """
+
+    bits: int
+    axis: str
+    group: int = 32
+    meta: str = "fp16"
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
+        _choice("axis", self.axis, AXES)
+        _choice("group", self.group, GROUPS)
+        _choice("meta", self.meta, tuple(META))
+        if not isinstance(self.block, int) or self.block < 1:
+            raise RecipeError(f"block={self.block!r} must be a whole number of tokens, 1 or more")
+        if self.axis == "channel" and self.block % self.group:
+            raise RecipeError(
+                f"residual={self.block} is not a multiple of group={self.group}: keys are packed "
+                f"in whole groups of tokens; use {self.group} or {4 * self.group}, for example"
+            )
+
+    def to_pack(self, tokens: int, recent: int) -> int:
+        """How many of `tokens` are packed when the newest `recent` stay exact."""
+        return max(0, tokens - recent) // self.block * self.block
+
+    def bits_a_value(self) -> float:
+        """Bits a packed value costs, scale and zero included: b + 2 * metadata bits / G."""
+        return self.bits + 2 * 8 * META[self.meta].itemsize / self.group
+
+    def nbytes(self, tokens: int, head_dim: int) -> int:
+        """Bytes of `tokens` packed tokens of one head: codes, scale and zero."""
+        groups = tokens * head_dim // self.group
+        return ref.rows_for(tokens, self.bits) * head_dim + 2 * groups * META[self.meta].itemsize
+
+    def problems(self, head_dim: int) -> list[str]:
+        """Why this format does not fit a head dimension; empty if it does."""
+        if self.axis == "token" and head_dim % self.group:
+            fits = [str(g) for g in GROUPS if head_dim % g == 0]
+            remedy = f"use {' or '.join(fits)}" if fits else "no group fits; store values exact"
+            return [f"group={self.group} does not divide head_dim={head_dim}; {remedy}"]
+        return []
+
+
+@dataclass(frozen=True)
+class Store:
+    """Formats of keys and values; None keeps them exact in the model's dtype."""
+
+    keys: Packed | None = None
+    values: Packed | None = None
+
+    def problems(self, head_dim: int) -> list[str]:
+        """Why these formats do not fit a head dimension."""
+        return [
+            f"{side}: {problem}"
+            for side, fmt in (("keys", self.keys), ("values", self.values))
+            if fmt is not None
+            for problem in fmt.problems(head_dim)
+        ]
+
+
+def _choice(name: str, value: object, allowed: tuple) -> None:
+    if value not in allowed or isinstance(value, bool):
+        choices = ", ".join(map(str, allowed))
+        raise RecipeError(f"{name}={value!r} is not one of {choices}")

@@ -1,0 +1,81 @@
+"""Keys or values of a segment: a packed prefix followed by an exact tail.
+
+Decides when tokens move from the tail into the packed prefix; knows nothing of attention.
+
+KIVI's two schedules are the two ends of one rule: of N tokens, floor((N - recent) / block) * block
+are packed. Keys: recent 0, block R (the residual fills to R and is emptied whole). Values: recent
+R, block 1 (a queue of R exact tokens). The rule counts from the first token, so it does not depend
+on how a prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .buffer import Buffer
+from .formats import Packed
+from .packed import PackedTokens, PackedView
+
+
+class Lane:
+    """One of the two streams (keys, values) of a segment."""
+
+    def __init__(self, fmt: Packed | None, recent: int) -> None:
+        self.packed = None if fmt is None else PackedTokens(fmt)
+        self.recent = recent
+        self.tail = Buffer()
+
+    def __len__(self) -> int:
+        return self.sealed + len(self.tail)
+
+    @property
+    def sealed(self) -> int:
+        """Tokens in the packed prefix."""
+        return 0 if self.packed is None else len(self.packed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
+
+    def append(self, x: Tensor) -> None:
+        """Add x [B, Hk, T, D] to the exact tail."""
+        self.tail.append(x)
+
+    def take(self, x: Tensor, drop: int) -> None:
+        """Add x, forget the `drop` oldest tokens, seal: a long x never enters the tail whole."""
+        exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
+        surplus = drop + self._surplus(self.sealed + exact.shape[2] - drop)
+        if surplus and self.packed is not None:
+            self.packed.append(exact[:, :, drop:surplus])
+        self.tail.replace(exact[:, :, surplus:])
+
+    def seal(self) -> None:
+        """Pack what the schedule no longer keeps exact."""
+        surplus = self._surplus(len(self))
+        if surplus:
+            assert self.packed is not None
+            self.packed.append(self.tail.view()[:, :, :surplus])
+            self.tail.drop_front(surplus)
+
+    def view(self, lo: int, hi: int) -> Tensor | PackedView:
+        """Tokens lo..hi, which must not cross the end of the packed prefix."""
+        if hi <= self.sealed:
+            assert self.packed is not None
+            return self.packed.view(lo, hi)
+        return self.tail.view()[:, :, lo - self.sealed : hi - self.sealed]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        self.tail.map(fn)
+        if self.packed is not None:
+            self.packed.map(fn)
+
+    def _surplus(self, tokens: int) -> int:
+        """How many of the exact tokens are to be packed when the lane holds `tokens`."""
+        if self.packed is None:
+            return 0
+        return max(0, self.packed.fmt.to_pack(tokens, self.recent) - self.sealed)

@@ -1,0 +1,102 @@
+"""Packed tokens: codes, scales and zeros that grow together.
+
+Decides how codes are appended behind codes that share their last byte; the arithmetic is in
+`kernels.quant`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.quant import ref
+from .buffer import Buffer
+from .formats import META, Packed
+
+# Tokens quantized at once: bounds the fp32 copies made on the way.
+_CHUNK = 4096
+
+
+class PackedView(NamedTuple):
+    """A stretch of packed tokens as kernels see it: storage, token range and format."""
+
+    codes: Tensor  # uint8 [B, Hk, rows, D]
+    scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]
+    zero: Tensor
+    fmt: Packed
+    lo: int
+    hi: int
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
+        fmt = self.fmt
+        atom, rows = ref.ATOM[fmt.bits]
+        per_meta = fmt.group if fmt.axis == "channel" else 1  # tokens that share a scale
+        unit = math.lcm(per_meta, atom)
+        lo = self.lo // unit * unit  # start where both bytes and groups start
+        hi = -(-self.hi // per_meta) * per_meta
+        codes = ref.unpack_codes(
+            self.codes[:, :, lo // atom * rows : ref.rows_for(hi, fmt.bits)], fmt.bits, hi - lo
+        )
+        meta = slice(lo // per_meta, hi // per_meta)
+        x = ref.dequantize(
+            codes, self.scale[:, :, meta], self.zero[:, :, meta], fmt.axis, fmt.group, self.dtype
+        )
+        return x[:, :, self.lo - lo : self.hi - lo]
+
+
+class PackedTokens:
+    """The packed prefix of a lane."""
+
+    def __init__(self, fmt: Packed) -> None:
+        self.fmt = fmt
+        self.codes, self.scale, self.zero = Buffer(), Buffer(), Buffer()
+        self.count = 0
+        self.dtype = torch.float32
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+
+    def append(self, x: Tensor) -> None:
+        """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group."""
+        fmt = self.fmt
+        for part in x.split(_CHUNK, dim=2):
+            codes, scale, zero = ref.quantize(part, fmt.bits, fmt.axis, fmt.group, META[fmt.meta])
+            self._append_codes(codes)
+            self.scale.append(scale)
+            self.zero.append(zero)
+        self.dtype = x.dtype
+
+    def view(self, lo: int = 0, hi: int | None = None) -> PackedView:
+        """Tokens lo..hi of this prefix."""
+        hi = self.count if hi is None else hi
+        return PackedView(
+            self.codes.view(), self.scale.view(), self.zero.view(), self.fmt, lo, hi, self.dtype
+        )
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        for buffer in (self.codes, self.scale, self.zero):
+            buffer.map(fn)
+
+    def _append_codes(self, codes: Tensor) -> None:
+        bits = self.fmt.bits
+        atom, rows = ref.ATOM[bits]
+        n = codes.shape[2]
+        begun = self.count % atom
+        if begun:  # the last atom is not full: pack it again together with the new codes
+            old = ref.unpack_codes(self.codes.view()[:, :, -rows:], bits, begun)
+            self.codes.drop_back(rows)
+            codes = torch.cat([old, codes], dim=2)
+        self.codes.append(ref.pack_codes(codes, bits))
+        self.count += n

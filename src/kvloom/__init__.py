@@ -1,9 +1,9 @@
 """kvloom: smaller KV caches for any Hugging Face model, with memory really freed.
 
-    import kvloom
-    kvloom.attach(model, "kivi")      # every later model.generate() uses a 2-bit cache
-    cache = kvloom.Cache(model, "kivi:bits=4")      # or one cache of your own
-    model.generate(**inputs, past_key_values=cache)
+import kvloom
+kvloom.attach(model, "kivi")      # every later model.generate() uses a 2-bit cache
+cache = kvloom.Cache(model, "kivi:bits=4")      # or one cache of your own
+model.generate(**inputs, past_key_values=cache)
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .hf.cache import Cache
     from .keep import Budget, Keep
     from .recipe import Protect, Recall, Recipe
-    from .recipes import resolve as recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store
 
@@ -33,11 +32,24 @@ _WHERE = {
     "Keep": "keep",
     "Packed": "store",
     "Store": "store",
-    "recipe": "recipes",
     "reference_model": "reference",
     "reference_tokenizer": "reference",
 }
-__all__ = sorted(_WHERE)
+__all__ = [
+    "Budget",
+    "Cache",
+    "Keep",
+    "Packed",
+    "Protect",
+    "Recall",
+    "Recipe",
+    "Report",
+    "Store",
+    "attach",
+    "detach",
+    "reference_model",
+    "reference_tokenizer",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -46,8 +58,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
     from importlib import import_module
 
-    module = import_module(f".{_WHERE[name]}", __name__)
-    return getattr(module, "resolve" if name == "recipe" else name)
+    return getattr(import_module(f".{_WHERE[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -40,6 +40,7 @@ class LayerCache:
         count = self.recipe.protect.sinks
         self.sinks = Sinks(count) if count else None
         self.seen = 0
+        self.pending = 0  # newest tokens not yet settled, while recording
         self.budget: int | None = None
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
 
@@ -77,7 +78,9 @@ class LayerCache:
             pieces = [*(self._past(see, present=0) if past else []), Piece(k, v, here, causal=t)]
         out = _attend(q, pieces, scale, softcap)
         self.seen = past + t
-        if early:
+        if early and self.recording:
+            self.pending += t
+        elif early:
             self._settle()
         else:
             self._take(k.detach(), v.detach(), see)
@@ -116,15 +119,10 @@ class LayerCache:
                 remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'
                 raise NotFinite(f"{self.name}: {found} in {what}; {remedy}")
 
-    def commit(self) -> None:
-        """Drop and pack what was held back while recording."""
-        if self.seen:
-            self._settle()
-
     def check_crop(self, tokens: int) -> None:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
-        dropped = self.budget is not None and not self.recording and self.seen > self.budget
-        if tokens and dropped:
+        dropped = self.budget is not None and self.seen > self.budget
+        if dropped and tokens > self.pending:
             raise CacheMisuse(
                 f"{self.name}: crop cannot bring back the tokens that were dropped since; "
                 "call activate_past_recording() before the step that is to be undone"
@@ -137,7 +135,7 @@ class LayerCache:
             )
 
     def crop(self, tokens: int) -> None:
-        """Remove the newest `tokens` tokens and settle what is left."""
+        """Remove the newest `tokens` tokens, then drop and pack what was held back."""
         self.check_crop(tokens)
         if tokens >= self.seen:
             self.reset()
@@ -145,7 +143,7 @@ class LayerCache:
         if tokens:
             self.body.drop_back(tokens)
             self.seen -= tokens
-        self.commit()
+        self._settle()
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -183,14 +181,15 @@ class LayerCache:
             skip = self.sinks.take(k, v, self.seen - k.shape[2], see)
             self.body.first += skip
             k, v = k[:, :, skip:], v[:, :, skip:]
-        if self.recording:
+        if self.recording and k.shape[2]:
+            self.pending += k.shape[2]
             self.body.append(k, v)
         elif k.shape[2]:
             self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]))
 
     def _settle(self) -> None:
-        if self.recording:
-            return
+        """Drop what is over the budget and pack what is due."""
+        self.pending = 0
         surplus = self._surplus(len(self.body))
         if surplus:
             self.body.drop_front(surplus)
@@ -208,9 +207,7 @@ def _attend(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None)
     only = pieces[0]
     if len(pieces) == 1 and softcap is None and isinstance(only.keys, Tensor):
         assert isinstance(only.values, Tensor)
-        return ref.sdpa(
-            q, only.keys, only.values, scale, causal=only.causal > 1, valid=only.valid
-        )
+        return ref.sdpa(q, only.keys, only.values, scale, causal=only.causal > 1, valid=only.valid)
     return ref.merge([p.attend(q, scale, softcap) for p in pieces]).out.to(q.dtype)
 
 

@@ -145,9 +145,7 @@ def _build(cls: type, fields: dict[str, Any]) -> Any:
     known = cls.__dataclass_fields__  # type: ignore[attr-defined]
     unknown = sorted(set(fields) - set(known))
     if unknown:
-        raise RecipeError(
-            f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}"
-        )
+        raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}")
     try:
         return cls(**fields)
     except TypeError as error:

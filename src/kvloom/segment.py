@@ -7,6 +7,7 @@ included); padding, causality and positions follow from it. Knows nothing of rec
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class Segment:
         n = len(self)
         cuts = sorted({0, self.keys.sealed, self.values.sealed, n})
         pieces = []
-        for lo, hi in zip(cuts, cuts[1:], strict=False):
+        for lo, hi in pairwise(cuts):
             see = None if valid is None else valid[:, :, self.first + lo : self.first + hi]
             pieces.append(
                 Piece(
@@ -138,7 +139,7 @@ class Sinks:
     def take(self, k: Tensor, v: Tensor, seen: int, valid: Tensor | None) -> int:
         """Copy the sinks among k, v [B, Hk, T, D], logical indices seen..; return how many tokens
         at the front of k, v the body need not hold.
-        """  # noqa: D205
+        """
         b, h, t, _ = k.shape
         if self.keys is None or self.values is None:
             self.padded = valid is not None
@@ -166,7 +167,8 @@ class Sinks:
 
     def piece(self, seen: int) -> Piece:
         """The sinks among the first `seen` tokens, as something to attend to."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         if not self.padded and seen >= self.count:
             return Piece(self.keys, self.values, None)
         return Piece(self.keys, self.values, (self._index() < seen)[:, None, :])

@@ -27,7 +27,7 @@ class _Routing:
     """What `detach` restores, and the recipe of fresh caches (None: route only)."""
 
     implementations: list[tuple[Any, str]]
-    hook: Any
+    hooks: list[Any]
     recipe: Recipe | None = None
 
 
@@ -66,13 +66,17 @@ class Report:
 
 def route(model: PreTrainedModel) -> None:
     """Send the model's attention through kvloom; caches that are not kvloom's notice nothing."""
+    if getattr(model, "_kvloom", None) is not None:
+        _check_implementation(model)
+        return
     attention.register()
-    if getattr(model, "_kvloom", None) is None:
-        hook = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-        model._kvloom = _Routing(_implementations(model), hook)
-        model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
-    if compat.decoder_config(model)._attn_implementation != attention.NAME:
-        model.set_attn_implementation(attention.NAME)
+    hooks = [
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+        model.register_forward_hook(_after_forward, with_kwargs=True),
+    ]
+    model._kvloom = _Routing(_implementations(model), hooks)
+    model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
+    model.set_attn_implementation(attention.NAME)
 
 
 def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
@@ -102,7 +106,8 @@ def detach(model: PreTrainedModel) -> None:
     routing = getattr(model, "_kvloom", None)
     if routing is None:
         raise CacheMisuse("nothing is attached to this model")
-    routing.hook.remove()
+    for hook in routing.hooks:
+        hook.remove()
     for config, implementation in routing.implementations:
         config._attn_implementation_internal = implementation
     del model._prepare_cache_for_generation
@@ -143,8 +148,13 @@ def _before_forward(
     model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Give a direct call of the model our cache where transformers would have made its own."""
-    recipe = model._kvloom.recipe
-    if recipe is None or model.training or kwargs.get("past_key_values") is not None:
+    given = kwargs.get("input_ids", args[0] if args else None)
+    if given is not None and given.shape[-1] == 0:
+        raise CacheMisuse("the prompt is empty: give at least one token")
+    recipe, cache = model._kvloom.recipe, kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
+        _check_implementation(model)
+    if recipe is None or model.training or cache is not None:
         return None
     use = kwargs.get("use_cache")
     if use is None:
@@ -152,6 +162,29 @@ def _before_forward(
     if not use or torch.compiler.is_compiling():
         return None
     return args, {**kwargs, "past_key_values": Cache(model, recipe), "use_cache": True}
+
+
+def _after_forward(
+    model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any
+) -> None:
+    """Refuse an answer whose attention did not see the cache."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and any(layer.armed for layer in cache.routed):
+        missed = tuple(i for i, layer in enumerate(cache.layers) if getattr(layer, "armed", False))
+        raise CacheMisuse(
+            f"the attention of layers {_ranges(missed)} did not reach kvloom, so this step's "
+            "answer is wrong; the model's attention was replaced: call kvloom.detach and "
+            "kvloom.attach again, and start with a new cache"
+        )
+
+
+def _check_implementation(model: PreTrainedModel) -> None:
+    found = compat.decoder_config(model)._attn_implementation
+    if found != attention.NAME:
+        raise CacheMisuse(
+            f"the model's attention implementation is {found!r} now and its attention would not "
+            'reach kvloom; call model.set_attn_implementation("kvloom"), or kvloom.detach(model)'
+        )
 
 
 def _report(model: PreTrainedModel, recipe: Recipe) -> Report:
@@ -166,9 +199,7 @@ def _report(model: PreTrainedModel, recipe: Recipe) -> Report:
     }
     compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
     full = compat.geometry(model)
-    geometry = Geometry(
-        len(compressed), full.q_heads, full.kv_heads, full.head_dim, full.dtype
-    )
+    geometry = Geometry(len(compressed), full.q_heads, full.kv_heads, full.head_dim, full.dtype)
     tokens = 32768
     return Report(
         type(model).__name__,

@@ -64,8 +64,10 @@ def _stock(
     if mask is not None and mask.dim() == 2:
         see = torch.ones(t, n, dtype=torch.bool, device=query.device).tril_(n - t)
         itself = torch.eye(t, n, dtype=torch.bool, device=query.device).roll(n - t, dims=1)
-        mask = ((see & padding_mask(mask, n)[:, None, None, :]) | itself) if t > 1 else (
-            padding_mask(mask, n)[:, None, None, :]
+        mask = (
+            ((see & padding_mask(mask, n)[:, None, None, :]) | itself)
+            if t > 1
+            else (padding_mask(mask, n)[:, None, None, :])
         )
     if softcap is None:
         if mask is None and t > 1 and n > t:  # transformers would align causality to the left

@@ -44,9 +44,8 @@ class RoutedLayer(CacheLayerMixin):
         """Return the present keys and values; the past joins them inside attention."""
         if self.armed:
             raise CacheMisuse(
-                f"{self.cache.name}: the last step's attention did not reach kvloom (attention "
-                "implementation changed, or the step failed); call kvloom.detach and "
-                "kvloom.attach again and start with a new cache"
+                f"{self.cache.name}: the last step's attention did not reach kvloom, or that step "
+                "failed; start with a new cache"
             )
         self.cache.check(key_states, value_states)
         key = key_states.view(key_states.shape)  # a view, so that the model's tensor stays bare
@@ -110,11 +109,7 @@ class RoutedLayer(CacheLayerMixin):
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
         remove = -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)
-        recording, self.cache.recording = self.cache.recording, False
-        try:
-            self.cache.crop(remove)
-        finally:
-            self.cache.recording = recording
+        self.cache.crop(remove)
 
     def reset(self) -> None:
         """Forget everything."""

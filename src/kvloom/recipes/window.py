@@ -17,6 +17,4 @@ def window(tokens: int = 1024) -> Recipe:
 
 def streaming(tokens: int = 1024, sinks: int = 4) -> Recipe:
     """StreamingLLM (arXiv:2309.17453): attention sinks and the newest tokens."""
-    return Recipe(
-        keep=Keep(Budget(tokens=tokens)), protect=Protect(sinks=sinks), name="streaming"
-    )
+    return Recipe(keep=Keep(Budget(tokens=tokens)), protect=Protect(sinks=sinks), name="streaming")

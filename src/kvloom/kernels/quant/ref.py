@@ -33,7 +33,7 @@ def rows_for(tokens: int, bits: int) -> int:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes uint8 [..., N, D] into bytes uint8 [..., rows_for(N, bits), D], zeros as filler."""
+    """Pack codes uint8 [..., N, D] into bytes [..., rows_for(N, bits), D], zeros as filler."""
     atom, _ = ATOM[bits]
     *lead, n, d = codes.shape
     if n % atom:

@@ -1,0 +1,89 @@
+"""`full` is plain transformers, token for token, on every supported architecture."""
+
+import pytest
+import torch
+import zoo
+from transformers import DynamicCache
+
+import kvloom
+
+
+@pytest.fixture(params=list(zoo.CONFIGS))
+def model(request):
+    return zoo.build(request.param)
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_full_gives_the_tokens_of_plain_transformers(model, beams):
+    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams}
+    expected = model.generate(**zoo.batch(), **options)
+    kvloom.attach(model, "full")
+    assert torch.equal(model.generate(**zoo.batch(), **options), expected)
+    kvloom.detach(model)
+    assert torch.equal(model.generate(**zoo.batch(), **options), expected)
+
+
+def test_direct_call_gives_the_logits_of_plain_transformers(model):
+    prompt = zoo.batch()
+    real = prompt["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**prompt).logits
+        kvloom.attach(model, "full")
+        out = model(**prompt)
+    assert isinstance(out.past_key_values, kvloom.Cache)
+    torch.testing.assert_close(out.logits[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+def decode(model, cache, ids, **step):
+    """Logits of tokens 100.. fed one by one behind a prompt of 100 [1, 50, vocabulary]."""
+    with torch.no_grad():
+        model(input_ids=ids[:, :100], past_key_values=cache)
+        steps = [
+            model(
+                input_ids=ids[:, i : i + 1],
+                past_key_values=cache,
+                **{name: value(i) for name, value in step.items()},
+            ).logits
+            for i in range(100, 150)
+        ]
+    return torch.cat(steps, dim=1).log_softmax(-1)
+
+
+@pytest.mark.parametrize(("recipe", "sinks"), [("window", 0), ("streaming", 4)])
+def test_dropping_equals_hiding_in_a_full_cache(model, recipe, sinks):
+    """The oracle: plain transformers, the dropped tokens masked, positions as they were."""
+    ids = zoo.batch(rows=1, tokens=150, padding=(0,))["input_ids"]
+    dropped = decode(model, kvloom.Cache(model, f"{recipe}:tokens=40"), ids)
+    kvloom.detach(model)
+    if len(kvloom.attach(model, recipe).skipped) > 0:
+        pytest.skip("a 2-D mask hides tokens from the sliding layers too")
+    kvloom.detach(model)
+
+    def mask(i):
+        seen = torch.zeros(1, i + 1, dtype=torch.long)
+        seen[:, :sinks] = seen[:, -(40 - sinks) - 1 :] = 1
+        return seen
+
+    oracle = decode(
+        model,
+        DynamicCache(config=model.config),
+        ids,
+        attention_mask=mask,
+        position_ids=lambda i: torch.tensor([[i]]),
+    )
+    torch.testing.assert_close(dropped, oracle, rtol=1e-4, atol=2e-5)
+
+
+def test_fewer_bits_stray_further_from_the_full_cache(model):
+    ids = zoo.batch(rows=1, tokens=150, padding=(0,))["input_ids"]
+    full = decode(model, kvloom.Cache(model, "full"), ids)
+    divergence = {}
+    for bits in (2, 4, 8):
+        cache = kvloom.Cache(model, f"kivi:bits={bits},group=16,residual=32")
+        kivi = decode(model, cache, ids)
+        divergence[bits] = (full.exp() * (full - kivi)).sum(-1).mean().item()
+    if not any(layer.cache.nbytes for layer in cache.routed):
+        assert divergence == {2: 0, 4: 0, 8: 0}
+    else:
+        assert divergence[8] < 1e-4
+        assert divergence[8] < divergence[4] < divergence[2] < 0.15

@@ -1,0 +1,222 @@
+"""Every way transformers drives a cache: it works, and `full` changes no token."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import zoo
+from transformers import DynamicCache
+
+import kvloom
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+KIVI = "kivi:group=16,residual=32"
+
+
+@pytest.fixture
+def model():
+    return zoo.build("llama-gqa")
+
+
+def test_a_fresh_cache_for_every_generate(model):
+    kvloom.attach(model, KIVI)
+    first = model.generate(**zoo.batch(), **GREEDY, return_dict_in_generate=True)
+    second = model.generate(**zoo.batch(), **GREEDY, return_dict_in_generate=True)
+    assert first.past_key_values is not second.past_key_values
+    assert torch.equal(first.sequences, second.sequences)
+
+
+def test_explicit_cache_without_attach(model):
+    expected = model.generate(**zoo.batch(), **GREEDY)
+    cache = kvloom.Cache(model, "full")
+    assert torch.equal(model.generate(**zoo.batch(), **GREEDY, past_key_values=cache), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    assert torch.equal(model.generate(**zoo.batch(), **GREEDY), expected), "stock cache still works"
+
+
+def test_a_stock_cache_given_to_an_attached_model_is_used(model):
+    expected = model.generate(**zoo.batch(), **GREEDY)
+    kvloom.attach(model, KIVI)
+    stock = DynamicCache(config=model.config)
+    assert torch.equal(model.generate(**zoo.batch(), **GREEDY, past_key_values=stock), expected)
+    assert stock.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_no_cache_at_all(name):
+    model = zoo.build(name)
+    expected = model.generate(**zoo.batch(), **GREEDY, use_cache=False)
+    kvloom.attach(model, KIVI)
+    assert torch.equal(model.generate(**zoo.batch(), **GREEDY, use_cache=False), expected)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gemma3"])
+def test_stock_cache_takes_a_second_prompt_on_an_attached_model(name):
+    model = zoo.build(name)
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+
+    def two_prompts():
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids[:, :40], past_key_values=cache)
+            return model(input_ids=ids[:, 40:], past_key_values=cache).logits
+
+    expected = two_prompts()
+    kvloom.attach(model, KIVI)
+    torch.testing.assert_close(two_prompts(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sampling(model):
+    def sample():
+        torch.manual_seed(3)
+        return model.generate(
+            **zoo.batch(), max_new_tokens=16, do_sample=True, top_k=20, num_return_sequences=3
+        )
+
+    expected = sample()
+    kvloom.attach(model, "full")
+    assert torch.equal(sample(), expected)
+
+
+@pytest.mark.parametrize("recipe", ["full", KIVI, "window:tokens=40"])
+def test_assisted_decoding(model, recipe):
+    """Drafts are taken back by crop: what is packed or dropped never holds a rejected token."""
+    prompt = zoo.batch(rows=1, padding=(0,))
+    assistant = zoo.build("llama-gqa", seed=0)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))  # right often, not always
+    kvloom.attach(model, recipe)
+    cache = kvloom.Cache(model, recipe)
+    plain = model.generate(**prompt, max_new_tokens=60, do_sample=False)
+    out = model.generate(
+        **prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant,
+        past_key_values=cache,
+    )  # fmt: skip
+    assert out.shape == plain.shape
+    assert cache.get_seq_length() == out.shape[1] - 1
+    if recipe == "full":
+        assert torch.equal(out, plain)
+    else:
+        assert cache.nbytes < cache.full_nbytes
+
+
+def test_prompt_lookup_decoding(model):
+    prompt = zoo.batch(rows=1, padding=(0,))
+    expected = model.generate(**prompt, **GREEDY)
+    kvloom.attach(model, "full")
+    assert torch.equal(model.generate(**prompt, **GREEDY, prompt_lookup_num_tokens=3), expected)
+
+
+@pytest.mark.parametrize("recipe", ["full", KIVI, "rtn:group=16", "streaming:tokens=40"])
+def test_a_second_prompt_on_the_same_cache(model, recipe):
+    ids = zoo.batch(rows=1, tokens=90, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, recipe)
+    turn = model.generate(ids[:, :50], **GREEDY, past_key_values=cache)
+    longer = torch.cat([turn, ids[:, 50:]], dim=1)
+    out = model.generate(longer, **GREEDY, past_key_values=cache)
+    assert out.shape[1] == longer.shape[1] + 24
+    assert cache.get_seq_length() == out.shape[1] - 1
+    if recipe == "full":
+        kvloom.detach(model)
+        assert torch.equal(out, model.generate(longer, **GREEDY))
+
+
+def test_a_prompt_in_chunks(model):
+    prompt = zoo.batch(tokens=100)
+    expected = model.generate(**prompt, **GREEDY)
+    kvloom.attach(model, "full")
+    assert torch.equal(model.generate(**prompt, **GREEDY, prefill_chunk_size=30), expected)
+    kvloom.detach(model)
+    kvloom.attach(model, KIVI)
+    out = model.generate(**prompt, **GREEDY, prefill_chunk_size=30, return_dict_in_generate=True)
+    whole = model.generate(**prompt, **GREEDY, return_dict_in_generate=True)
+    chunked, at_once = (x.past_key_values.routed[0].cache.body for x in (out, whole))
+    assert chunked.keys.sealed == at_once.keys.sealed
+    assert chunked.values.sealed == at_once.values.sealed
+
+
+def test_inputs_embeds(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    embeds = model.get_input_embeddings()(ids)
+    expected = model.generate(inputs_embeds=embeds, **GREEDY)
+    kvloom.attach(model, "full")
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("recipe", ["full", KIVI, "streaming:tokens=40"])
+def test_one_prefix_many_continuations(model, recipe, duplicate):
+    ids = zoo.batch(rows=1, tokens=80, padding=(0,))["input_ids"]
+    prefix = kvloom.Cache(model, recipe)
+    with torch.no_grad():
+        model(input_ids=ids[:, :60], past_key_values=prefix)
+        held = prefix.nbytes
+        answers = []
+        for _ in range(2):
+            copied = duplicate(prefix)
+            answers.append(model(input_ids=ids[:, 60:], past_key_values=copied).logits)
+    assert torch.equal(*answers)
+    assert prefix.nbytes == held
+    assert prefix.get_seq_length() == 60
+
+
+def test_padding_changes_nothing_for_other_rows(model):
+    """The unpadded row of a padded batch generates what it generates alone."""
+    kvloom.attach(model, KIVI)
+    together = zoo.batch()
+    alone = {k: v[:1] for k, v in together.items()}
+    assert torch.equal(model.generate(**together, **GREEDY)[:1], model.generate(**alone, **GREEDY))
+
+
+@pytest.mark.parametrize("recipe", ["full", "window:tokens=40", "streaming:tokens=40"])
+def test_a_padded_row_generates_what_it_generates_alone(model, recipe):
+    kvloom.attach(model, recipe)
+    together, pads = zoo.batch(), (0, 17, 40)
+    out = model.generate(**together, **GREEDY)
+    for row, pad in enumerate(pads):
+        alone = model.generate(together["input_ids"][row : row + 1, pad:], **GREEDY)
+        assert torch.equal(out[row, pad:], alone[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(model, dtype):
+    model = model.to(dtype)
+    prompt = zoo.batch()
+    with torch.no_grad():
+        expected = model(**prompt).logits.float()
+        for recipe in ("full", "kivi:bits=8,group=16,residual=32"):
+            out = model(**prompt, past_key_values=kvloom.Cache(model, recipe)).logits.float()
+            assert (out - expected)[prompt["attention_mask"].bool()].abs().max() < 0.1
+    kvloom.attach(model, KIVI)
+    assert model.generate(**prompt, **GREEDY).shape == (3, 85)
+
+
+def test_pipeline(model):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = {f"w{i}": i for i in range(199)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+    text = " ".join(f"w{i}" for i in range(5, 70))
+    generate = pipeline("text-generation", model=model, tokenizer=fast)
+    expected = generate(text, max_new_tokens=12, do_sample=False)
+    kvloom.attach(model, "full")
+    assert generate(text, max_new_tokens=12, do_sample=False) == expected
+    kvloom.detach(model)
+    kvloom.attach(model, KIVI)
+    assert generate([text, text], max_new_tokens=12, do_sample=False, batch_size=2)
+
+
+def test_training_is_left_alone(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    expected = model(input_ids=ids, labels=ids).loss
+    kvloom.attach(model, KIVI)
+    model.train()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0

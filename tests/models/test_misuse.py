@@ -1,0 +1,191 @@
+"""What cannot work is refused in one sentence, and nothing has changed."""
+
+import pytest
+import torch
+import transformers as tf
+import zoo
+
+import kvloom
+from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
+
+KIVI = "kivi:group=16,residual=32"
+
+
+def untouched(model) -> bool:
+    return (
+        getattr(model, "_kvloom", None) is None
+        and model.config._attn_implementation != "kvloom"
+        and not model._forward_pre_hooks
+        and "_prepare_cache_for_generation" not in vars(model)
+    )
+
+
+@pytest.fixture
+def model():
+    return zoo.build("llama-gqa")
+
+
+def test_attach_twice(model):
+    kvloom.attach(model, KIVI)
+    with pytest.raises(CacheMisuse, match=r"'kivi:group=16,residual=32' is attached .*detach"):
+        kvloom.attach(model, "full")
+    kvloom.detach(model)
+    assert untouched(model)
+
+
+def test_detach_without_attach(model):
+    with pytest.raises(CacheMisuse, match="nothing is attached"):
+        kvloom.detach(model)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "says"),
+    [
+        ("kivvi", RecipeError, r"did you mean 'kivi'\?.*there are full, kivi"),
+        ("kivi:grop=32", RecipeError, r"did you mean 'group'\?.*bits, group, residual"),
+        ("kivi:group=48", RecipeError, r"group=48 is not one of 16, 32, 64, 128"),
+        ("kivi:group=32,residual=100", RecipeError, r"residual=100 is not a multiple of group=32"),
+        ("kivi:bits=two", RecipeError, r"must be a whole number, not 'two'"),
+        ("kivi:group=32", IncompatibleRecipe, r"group=32 does not divide head_dim=16; use 16"),
+    ],
+)  # fmt: skip
+def test_bad_recipes_change_nothing(model, recipe, error, says):
+    for use in (kvloom.attach, kvloom.Cache):
+        with pytest.raises(error, match=says):
+            use(model, recipe)
+        assert untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (tf.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=99),
+         "T5ForConditionalGeneration .* encoder-decoder"),
+        (tf.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=99),
+         "BloomForCausalLM .* attention interface"),
+        (tf.JetMoeConfig(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2,
+                         kv_channels=16, intermediate_size=32, vocab_size=99),
+         "JetMoeForCausalLM .* repeats its keys"),
+        (tf.DeepseekV3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                             num_key_value_heads=2, intermediate_size=32, vocab_size=99,
+                             moe_intermediate_size=16, n_routed_experts=8),
+         r"DeepseekV3ForCausalLM .*\(MLA\)"),
+    ],
+)  # fmt: skip
+def test_unsupported_models_are_refused_by_name(config, says):
+    build = tf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else tf.AutoModelForCausalLM
+    model = build.from_config(config)
+    for use in (kvloom.attach, kvloom.Cache):
+        with pytest.raises(UnsupportedModel, match=says):
+            use(model, "full")
+        assert untouched(model)
+
+
+def test_a_headless_model_is_refused():
+    model = tf.AutoModel.from_config(zoo.CONFIGS["llama-gqa"]())
+    with pytest.raises(UnsupportedModel, match="cannot generate"):
+        kvloom.attach(model, "full")
+
+
+def test_another_attention_implementation_behind_our_back(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    kvloom.attach(model, KIVI)
+    cache = kvloom.Cache(model, KIVI)
+    model(input_ids=ids, past_key_values=cache)
+    model.set_attn_implementation("sdpa")
+    held = cache.nbytes
+    with pytest.raises(CacheMisuse, match="implementation is 'sdpa' now"):
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="implementation is 'sdpa' now"):
+        model.generate(ids, max_new_tokens=3)
+    assert (cache.nbytes, cache.get_seq_length()) == (held, 61)
+    model.set_attn_implementation("kvloom")
+    model(input_ids=ids[:, :1], past_key_values=cache)
+    kvloom.detach(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_step_whose_attention_did_not_reach_kvloom(model, monkeypatch):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    attention = model.model.layers[1].self_attn
+    plain = attention.config
+    attention.config = tf.LlamaConfig(**{**plain.to_dict(), "attn_implementation": "sdpa"})
+    with pytest.raises(CacheMisuse, match="attention of layers 1 did not reach kvloom"):
+        model(input_ids=ids, past_key_values=cache)
+
+
+def test_a_cache_of_another_model(model):
+    other = zoo.build("qwen3")
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    kvloom.Cache(other, KIVI)
+    model(input_ids=ids, past_key_values=cache)
+    held = cache.nbytes
+    with pytest.raises(CacheMisuse, match=r"made for another model \(llama\).*qwen3"):
+        other(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.nbytes == held
+    assert cache.get_seq_length() == 61
+
+
+def test_another_batch_size_or_dtype(model):
+    ids = zoo.batch()["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="holds batch size 3 and was given 2"):
+        model(input_ids=ids[:2, :1], past_key_values=cache)
+    with pytest.raises(CacheMisuse, match=r"holds dtype torch.float32 and was given torch.bf"):
+        model.bfloat16()(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 61
+    model.float()(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 62
+
+
+def test_crop_into_packed_tokens_touches_no_layer(model):
+    ids = zoo.batch(rows=1, tokens=100, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(CacheMisuse, match=r"layer 0: crop of 30 tokens reaches into packed"):
+        cache.crop(-30)
+    assert [layer.cache.seen for layer in cache.routed] == [100] * 3
+    cache.crop(-4)
+    assert cache.get_seq_length() == 96
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_nan_in_keys_or_values_names_the_layer(model, bad, side):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    projection = getattr(model.model.layers[1].self_attn, f"{side}_proj")
+    with torch.no_grad():
+        projection.weight[0, 0] = bad
+    what = {"k": "keys", "v": "values"}[side]
+    with pytest.raises(NotFinite, match=rf"layer 1: NaN or infinity in {what}"):
+        model(input_ids=ids, past_key_values=cache)
+    assert cache.routed[1].cache.nbytes == 0
+
+
+def test_an_empty_prompt(model):
+    kvloom.attach(model, KIVI)
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    with pytest.raises(CacheMisuse, match="at least one token"):
+        model(input_ids=empty)
+
+
+def test_a_4d_mask(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    kvloom.attach(model, KIVI)
+    mask = torch.ones(1, 1, 61, 61, dtype=torch.bool).tril()
+    with pytest.raises(CacheMisuse, match="2-D padding mask"):
+        model(input_ids=ids, attention_mask=mask)
+
+
+def test_report_says_what_is_compressed_and_what_is_not():
+    report = kvloom.attach(zoo.build("gemma3"), KIVI)
+    assert report.compressed == (2,)
+    assert "1 of 3 layers compressed (2)" in str(report)
+    assert "not compressed: layers 0-1: its sliding window" in str(report)
+    full = kvloom.attach(zoo.build("llama-gqa"), "kivi-4:group=16")
+    assert full.full_token_nbytes == 2 * 3 * 2 * 16 * 4
+    assert "3 of 3 layers" in repr(full)

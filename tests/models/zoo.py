@@ -1,0 +1,79 @@
+"""Tiny random models of every supported architecture, built from configs."""
+
+from __future__ import annotations
+
+import torch
+import transformers as tf
+
+_COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 199,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_GQA = {**_COMMON, "num_key_value_heads": 2, "head_dim": 16}
+
+CONFIGS = {
+    "llama-gqa": lambda: tf.LlamaConfig(**_GQA),
+    "llama-mha": lambda: tf.LlamaConfig(**{**_GQA, "num_key_value_heads": 4}),
+    "llama-mqa": lambda: tf.LlamaConfig(**{**_GQA, "num_key_value_heads": 1}),
+    "mistral": lambda: tf.MistralConfig(**_GQA, sliding_window=None),
+    "mistral-sliding": lambda: tf.MistralConfig(**_GQA, sliding_window=24),
+    "qwen2": lambda: tf.Qwen2Config(**{k: v for k, v in _GQA.items() if k != "head_dim"}),
+    "qwen3": lambda: tf.Qwen3Config(**_GQA),
+    "phi3": lambda: tf.Phi3Config(**{k: v for k, v in _GQA.items() if k != "head_dim"}),
+    "gemma2": lambda: tf.Gemma2Config(
+        **_GQA, sliding_window=24, query_pre_attn_scalar=16, attn_logit_softcapping=20.0
+    ),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **_GQA,
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "glm4": lambda: tf.Glm4Config(**_GQA, partial_rotary_factor=0.5),
+    "gpt2": lambda: tf.GPT2Config(
+        n_embd=64, n_layer=3, n_head=4, vocab_size=199, n_positions=1024,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    ),
+    "opt": lambda: tf.OPTConfig(
+        hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=199,
+        max_position_embeddings=1024, word_embed_proj_dim=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(**_COMMON, rotary_pct=0.25),
+    "stablelm": lambda: tf.StableLmConfig(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"}, partial_rotary_factor=0.25
+    ),
+}  # fmt: skip
+
+
+def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
+    """A model in eval mode, fp32, with weights large enough for attention to matter."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    model.generation_config.eos_token_id = None  # random models: never stop early
+    return model
+
+
+def batch(rows: int = 3, tokens: int = 61, padding: tuple[int, ...] = (0, 17, 40)) -> dict:
+    """Prompts [rows, tokens] of random tokens, left-padded."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, 199, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(padding[:rows]):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,110 @@
+"""KIVI's figures on the reference model: bytes held, 2 bit beside `rtn`, and the paper's Table 1.
+
+Table 1 (arXiv:2402.02750): keys and values each quantized per channel (C) or per token (T) at
+2 bit, group 32, no token left exact. The paper's order: K-C V-T best, then K-T V-T; values per
+channel ruin the model.
+
+    python benchmarks/kivi.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+import torch
+
+import kvloom
+import record
+from kvloom import Packed, Protect, Recipe, Store
+from kvloom.compare import Row, Settings, compare, load, prepare
+from kvloom.compare.text import library_text
+from kvloom.hf.compat import geometry
+from kvloom.recipes import resolve
+
+GROUP = 32
+
+
+def fake(axis: str) -> Packed:
+    """2 bit, group 32; per channel in blocks of one group."""
+    return Packed(2, axis, GROUP, block=GROUP if axis == "channel" else 1)
+
+
+def grid() -> list[Recipe]:
+    """Return the four cells of Table 1, nothing exact but what does not fill a group."""
+    return [
+        Recipe(
+            store=Store(fake(keys), fake(values)),
+            protect=Protect(),
+            name=f"K-{keys[0].upper()} V-{values[0].upper()}",
+        )
+        for keys in ("channel", "token")
+        for values in ("channel", "token")
+    ]
+
+
+def held(model, tokens: int) -> list[dict]:
+    """Bytes held after a prompt beside the formula, for KIVI at every bit width."""
+    rows = []
+    for bits in (2, 3, 4, 8):
+        recipe = resolve(f"kivi:bits={bits}")
+        cache = kvloom.Cache(model, recipe)
+        ids = torch.randint(3, model.config.vocab_size, (1, tokens))
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        g = geometry(model)
+        packed = tokens // 128 * 128, tokens - 128  # keys, values
+        bits_held = sum(n * (bits + 32 / GROUP) for n in packed)
+        exact = (2 * tokens - sum(packed)) * 8 * model.dtype.itemsize
+        formula = g.layers * g.kv_heads * g.head_dim * (bits_held + exact) / 8
+        rows.append({"bits": bits, "held": cache.nbytes, "formula": formula,
+                     "predicted": recipe.nbytes(tokens, g), "full": cache.full_nbytes})  # fmt: skip
+        print(
+            f"kivi {bits} bit at {tokens} tokens: {cache.nbytes:,} bytes held, formula "
+            f"{formula:,.0f} ({cache.nbytes / formula:.4f}), "
+            f"{cache.full_nbytes / cache.nbytes:.2f}x smaller than {model.dtype}"
+        )
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """Print rows, perplexity as a ratio to the first's."""
+    for row in rows:
+        print(
+            f"{row.recipe:>10}: {row.bits_per_value:5.2f} bits, perplexity {row.perplexity:9.3f} "
+            f"({row.perplexity / rows[0].perplexity:7.3f}x), agreement {row.agreement:6.1%}, "
+            f"needles {row.needle:6.1%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, default=3840)
+    parser.add_argument("--questions", type=int, default=200)
+    options = parser.parse_args()
+    model, tokenizer = load()
+    bytes_held = held(model, 4096)
+    settings = Settings(
+        context=options.context, new_tokens=192, batch=8, questions=options.questions
+    )
+    task = prepare(model, tokenizer, library_text(), settings)
+    beside = compare(
+        model, tokenizer, ["kivi", "kivi:residual=32", "kivi-4", "rtn", "rtn:bits=4"], task
+    )
+    show(beside)
+    print("Table 1, 2 bit, group 32, nothing exact:")
+    table = compare(model, tokenizer, grid(), task)
+    show(table)
+    record.write(
+        "kivi",
+        {
+            "environment": record.environment(**asdict(settings), dtype=str(model.dtype)),
+            "bytes": bytes_held,
+            "beside": [asdict(r) for r in beside],
+            "table1": [asdict(r) for r in table],
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

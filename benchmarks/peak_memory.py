@@ -1,0 +1,67 @@
+"""Peak memory of the process that reads a long prompt, `full` against `kivi`.
+
+Layers are packed as they run, so the exact cache never exists: the peaks differ by what the
+cache saves. Each recipe runs in a process of its own; the peak is the operating system's figure
+(maximum resident set), less what was resident before the prompt.
+
+    python benchmarks/peak_memory.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+
+import record
+
+
+def one(recipe: str, tokens: int) -> dict[str, float]:
+    """Read a prompt of `tokens` tokens with a recipe; bytes held and bytes of the peak."""
+    import torch
+
+    import kvloom
+
+    model = kvloom.reference_model(torch.float32)
+    ids = torch.randint(3, model.config.vocab_size, (1, tokens))
+    with torch.inference_mode():
+        model(input_ids=ids[:, :64], past_key_values=kvloom.Cache(model, recipe))
+        before = _peak()
+        cache = kvloom.Cache(model, recipe)
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    return {"held": cache.nbytes, "peak": _peak() - before}
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--one", metavar="RECIPE", help="measure in this process, print JSON")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(options.one, options.tokens)))
+        return
+    rows = {}
+    for recipe in ("full", "kivi"):
+        command = [sys.executable, __file__, "--one", recipe, "--tokens", str(options.tokens)]
+        rows[recipe] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+        print(
+            f"{recipe:>5}: holds {rows[recipe]['held'] / 2**20:7.1f} MiB, "
+            f"the prompt's peak is {rows[recipe]['peak'] / 2**20:7.1f} MiB"
+        )
+    saved = rows["full"]["held"] - rows["kivi"]["held"]
+    below = rows["full"]["peak"] - rows["kivi"]["peak"]
+    print(f"kivi holds {saved / 2**20:.1f} MiB less and peaks {below / 2**20:.1f} MiB lower")
+    record.write(
+        "peak_memory",
+        {"environment": record.environment(tokens=options.tokens, dtype="float32"), "rows": rows},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint train clean
+.PHONY: demo test test-oldest lint train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+# The models tests against the oldest transformers supported.
+test-oldest: .venv-oldest/ready
+	.venv-oldest/bin/python -m pytest tests/models
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -24,5 +28,13 @@ train: .venv/ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+.venv-oldest/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -v -e transformers -e tokenizers constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt torch
+	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt \
+		'transformers==5.10.4' -e . pytest
+	touch $@
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -60,7 +60,9 @@ def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     config = CONFIGS[name]()
     for key, value in changes.items():
         setattr(config, key, value)
-    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    # eager is plain for every model: sdpa drops Gemma 2's softcap in some versions
+    attention = "eager" if name == "gemma2" else "sdpa"
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -212,7 +212,7 @@ def _attend(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None)
 
 
 def _unpadded(k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """k, v with padding replaced by the row's first real token of the step.
+    """k, v with padding replaced by the row's first real token of the step (zero if none is).
 
     Padding is never attended to, but it shares quantization groups with real tokens: this way it
     does not widen their range. real: bool [B, 1, T].
@@ -220,9 +220,11 @@ def _unpadded(k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     if real.all():
         return k, v
     first = real[:, 0].int().argmax(dim=-1)[:, None, None, None]
+    some = real.any(dim=-1)[:, :, None, None]
     mask = real[:, :, :, None]
 
     def fill(x: Tensor) -> Tensor:
-        return torch.where(mask, x, x.gather(2, first.expand(-1, x.shape[1], 1, x.shape[3])))
+        token = x.gather(2, first.expand(-1, x.shape[1], 1, x.shape[3]))
+        return torch.where(mask, x, torch.where(some, token, 0))
 
     return fill(k), fill(v)

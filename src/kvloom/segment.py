@@ -17,6 +17,9 @@ from .kernels.attend import ref
 from .store.lane import Lane
 from .store.packed import PackedView
 
+# Packed tokens are unpacked this many at a time: bounds the exact copy a step makes of them.
+_UNPACK = 8192
+
 
 class Piece(NamedTuple):
     """Tokens whose keys share one form and whose values share one form, ready to attend to.
@@ -91,12 +94,13 @@ class Segment:
         self.values.seal()
 
     def pieces(self, valid: Tensor | None, present: int) -> list[Piece]:
-        """Split at the ends of the two packed prefixes; the last `present` tokens are the step's.
+        """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
 
         valid: bool [B, 1, seen tokens] by logical index.
         """
         n = len(self)
-        cuts = sorted({0, self.keys.sealed, self.values.sealed, n})
+        packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
+        cuts = sorted({0, *packed, self.keys.sealed, self.values.sealed, n})
         pieces = []
         for lo, hi in pairwise(cuts):
             see = None if valid is None else valid[:, :, self.first + lo : self.first + hi]

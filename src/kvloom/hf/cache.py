@@ -76,7 +76,8 @@ class RoutedLayer(CacheLayerMixin):
                 f"({self.fingerprint[0]}); make a new one for {compat.fingerprint(config)[0]}"
             )
         self.armed = False
-        return self.cache.attend(q, k, v, scale=scale, valid=mask, softcap=softcap)
+        valid = None if mask is None else mask.to(q.device)
+        return self.cache.attend(q, k, v, scale=scale, valid=valid, softcap=softcap)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """(tokens seen + query tokens, 0): masks speak of logical indices, not of slots."""

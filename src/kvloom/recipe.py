@@ -164,7 +164,8 @@ def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
     lines += [f"{k} = {_toml_value(v)}" for k, v in plain.items()]
     for key, value in table.items():
         if isinstance(value, dict) and value:
-            lines += ["", *_toml_lines(value, f"{path}.{key}" if path else key)]
+            below = _toml_lines(value, f"{path}.{key}" if path else key)
+            lines += below if below[0] == "" else ["", *below]
     return lines
 
 

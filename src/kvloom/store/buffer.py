@@ -1,6 +1,6 @@
 """A tensor of tokens that grows and shrinks without a copy a step.
 
-Decides capacity: room is made a sixteenth at a time (at least 32 tokens), so a step copies O(1)
+Decides capacity: room is made a sixteenth at a time (at least 16 tokens), so a step copies O(1)
 tokens on average and at most a sixteenth of what is held is spare.
 """
 
@@ -68,7 +68,7 @@ class Buffer:
         assert self.data is not None
         live = self.view()
         need = len(self) + t
-        capacity = need + max(32, need // 16)
+        capacity = need + max(16, need // 16)
         if capacity <= self.data.shape[2]:  # the front is free: move instead of growing
             self.data[:, :, : len(self)] = live.clone()
         else:

@@ -1,0 +1,45 @@
+"""The command line: one file a verb, each of them thin.
+
+Nothing heavy is imported before a verb runs, so that `kvloom --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from . import compare, generate, recipes
+
+app = typer.Typer(
+    name="kvloom",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("compare")(compare.command)
+app.command("generate")(generate.command)
+app.command("recipes")(recipes.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvloom(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Smaller KV caches for Hugging Face models, with memory really freed."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

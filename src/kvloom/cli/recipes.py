@@ -1,0 +1,78 @@
+"""`kvloom recipes`: what there is, and what one recipe says in full."""
+
+from __future__ import annotations
+
+import inspect
+import json as js
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from .edge import told
+
+
+def command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help='One recipe, such as "kivi:bits=4".')
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """List the recipes and their options; with a name, show that recipe, its TOML and its source.
+
+    A recipe's options follow its name: "kivi:bits=4,group=64".
+    """
+    with told():
+        from ..recipes import RECIPES
+
+        if name is not None:
+            found = describe(name)
+            typer.echo(js.dumps(found, indent=2, ensure_ascii=False) if json else _page(found))
+        elif json:
+            listed = [_brief(n) for n in RECIPES]
+            typer.echo(js.dumps(listed, indent=2, ensure_ascii=False))
+        else:
+            _print_list([_brief(n) for n in RECIPES])
+
+
+def describe(spec: str) -> dict[str, Any]:
+    """Return name, summary, options, docs, and the recipe as data and as TOML."""
+    from ..recipes import ALIASES, RECIPES, resolve
+
+    recipe = resolve(spec)
+    name = spec.partition(":")[0].strip()
+    name = ALIASES.get(name, name)
+    module = sys.modules[RECIPES[name].__module__]
+    docs = inspect.cleandoc(module.__doc__ or "")
+    return {**_brief(name), "docs": docs, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
+
+
+def _brief(name: str) -> dict[str, Any]:
+    from ..recipes import options, summary
+
+    return {"name": name, "summary": summary(name), "options": options(name)}
+
+
+def _options(found: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in found["options"].items())
+
+
+def _page(found: dict[str, Any]) -> str:
+    options = _options(found) or "none"
+    head = f"{found['name']}: {found['summary']}\n\noptions and their defaults: {options}"
+    return f"{head}\n\n{found['docs']}\n\nas TOML:\n\n{found['toml'].rstrip()}"
+
+
+def _print_list(found: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    for one in found:
+        table.add_row(Text(one["name"], "bold"), Text(one["summary"]))
+        if one["options"]:
+            table.add_row("", Text(_options(one), "dim"))
+    console = Console()
+    (console if console.is_terminal else Console(width=100)).print(table)

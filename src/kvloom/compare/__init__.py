@@ -1,0 +1,34 @@
+"""Compare recipes on one model and one text: memory, speed, perplexity, agreement, recall.
+
+    from kvloom.compare import Settings, compare, load
+    model, tokenizer = load()                          # the reference model; or load("org/model")
+    rows = compare(model, tokenizer, ["full", "kivi:bits=4"], text, Settings(context=1024))
+
+`text` finds and cuts text, `needles` hides facts and asks for them, `measure` runs one recipe,
+`run` runs a list of them, `report` and `plot` show rows. Nothing here knows how a cache works.
+"""
+
+from __future__ import annotations
+
+from .environment import environment
+from .errors import InputError
+from .measure import Row, Task, measure
+from .models import load
+from .plot import plot
+from .report import table, to_json
+from .run import Settings, compare, prepare
+
+__all__ = [
+    "InputError",
+    "Row",
+    "Settings",
+    "Task",
+    "compare",
+    "environment",
+    "load",
+    "measure",
+    "plot",
+    "prepare",
+    "table",
+    "to_json",
+]

@@ -1,0 +1,53 @@
+"""What figures depend on besides the recipe: versions, hardware, sizes."""
+
+from __future__ import annotations
+
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from .. import __version__
+from .measure import Task
+
+
+def environment(
+    model: PreTrainedModel, name: str, task: Task, seed: int, text: str = ""
+) -> dict[str, Any]:
+    """Return versions, hardware and sizes as plain data.
+
+    name: what the model is called; text: what the text is called.
+    """
+    gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
+    return {
+        "python": platform.python_version(),
+        "kvloom": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cpu": cpu_name(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": name,
+        "text": text,
+        "context": task.context,
+        "new_tokens": task.new_tokens,
+        "batch": task.text.shape[0],
+        "questions": task.questions,
+        "seed": seed,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

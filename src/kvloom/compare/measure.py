@@ -1,0 +1,183 @@
+"""One recipe, measured: what it holds, how fast it is, what it costs in quality.
+
+Decides how each figure is taken. Every recipe gets the same task; figures that compare with the
+exact cache need the measurement of the recipe `full` on that task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import IncompatibleRecipe, NotFinite
+from ..hf.cache import Cache
+from ..recipe import Recipe
+from .needles import Haystack, count_right
+from .step import now, step
+
+WARMUP_STEPS = 4
+
+Progress = Callable[[str, int], None]
+"""Called with what is being done and how many of `Task.units` were done since the last call."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe is measured on.
+
+    text: int64 [B, context + new_tokens + 1], real text; haystacks: contexts with questions.
+    """
+
+    text: Tensor
+    context: int
+    haystacks: list[Haystack]
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the text fed one by one after the context."""
+        return self.text.shape[1] - self.context - 1
+
+    @property
+    def questions(self) -> int:
+        """Questions in all haystacks."""
+        return sum(len(h.questions) for h in self.haystacks)
+
+    @property
+    def units(self) -> int:
+        """Units of progress of one recipe."""
+        return 2 + self.new_tokens + self.questions
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one recipe; all None where `problem` says why it could not run.
+
+    bits_per_value: bits held for each key or value seen, metadata, exact windows and spare room
+    included, in the layers that kvloom holds (None if it holds none). kv_bytes: bytes of the
+    tensors held in all layers, whole batch. times_smaller: the kv_bytes of `full` over its own.
+    prefill_s: seconds for the whole batch's contexts. decode_tokens_s: tokens a second, all rows
+    together. perplexity: of the continuation. agreement: fraction of positions at which the
+    greedy next token is that of `full`. needle: fraction of questions answered right, None if
+    none were asked.
+    """
+
+    recipe: str
+    bits_per_value: float | None = None
+    kv_bytes: int | None = None
+    times_smaller: float | None = None
+    prefill_s: float | None = None
+    decode_tokens_s: float | None = None
+    perplexity: float | None = None
+    agreement: float | None = None
+    needle: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row, and the greedy next tokens [B, new_tokens] with which others agree or not."""
+
+    row: Row
+    greedy: Tensor | None = None
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: Recipe,
+    task: Task,
+    full: Measured | None = None,
+    progress: Progress | None = None,
+) -> Measured:
+    """Measure a recipe; `full` is the measurement of the exact cache, None for that one itself.
+
+    The contexts of all rows are prefilled at once, then their continuations are fed token by
+    token, so that every prediction that counts reads the compressed cache and every step packs or
+    drops what is due. Both are timed without the work of scoring, after a run over the same
+    contexts that does not count. Bytes and bits are those held at the end of the continuation.
+    A recipe that does not fit the model, or whose numbers overflow on it, gets a row that says so.
+    """
+    tell = progress or (lambda what, units: None)
+    try:
+        with torch.inference_mode():
+            return _measure(model, tokenizer, recipe, task, full, tell)
+    except (IncompatibleRecipe, NotFinite) as error:
+        if full is None:
+            raise
+        problems = getattr(error, "problems", [str(error)])
+        return Measured(Row(recipe.name, problem="; ".join(problems)))
+
+
+def _measure(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: Recipe,
+    task: Task,
+    full: Measured | None,
+    tell: Progress,
+) -> Measured:
+    name, device = recipe.name, model.device
+    text = task.text.to(device)
+    context, batch = task.context, text.shape[0]
+
+    tell(f"{name}: warming up", 0)
+    cache = Cache(model, recipe)
+    step(model, text[:, :context], cache)
+    for i in range(context, context + min(WARMUP_STEPS, task.new_tokens)):
+        step(model, text[:, i : i + 1], cache)
+    tell(f"{name}: reading the context", 1)
+    del cache
+
+    cache = Cache(model, recipe)
+    begin = now(device)
+    step(model, text[:, :context], cache)
+    prefill_s = now(device) - begin
+    tell(f"{name}: decoding", 1)
+
+    decode_s, losses, greedy = 0.0, [], []
+    for i in range(context, context + task.new_tokens):
+        begin = now(device)
+        logits = step(model, text[:, i : i + 1], cache)  # [B, V]
+        best = logits.argmax(-1)
+        decode_s += now(device) - begin
+        losses.append(F.cross_entropy(logits.float(), text[:, i + 1], reduction="none"))
+        greedy.append(best)
+        tell(f"{name}: decoding", 1)
+    chosen = torch.stack(greedy, dim=1).cpu()  # [B, new_tokens]
+    kv_bytes, bits = cache.nbytes, cache.bits_per_value if cache.routed else None
+    del cache
+
+    tell(f"{name}: looking for needles", 0)
+    right = 0
+    for haystack in task.haystacks:
+        cache = Cache(model, recipe)
+        step(model, torch.tensor([haystack.context_ids], device=device), cache)
+        right += count_right(model, tokenizer, cache, haystack, batch)
+        tell(f"{name}: looking for needles", len(haystack.questions))
+
+    exact = Measured(Row(name, kv_bytes=kv_bytes), chosen) if full is None else full
+    assert exact.row.kv_bytes is not None
+    assert exact.greedy is not None
+    row = Row(
+        recipe=name,
+        bits_per_value=bits,
+        kv_bytes=kv_bytes,
+        times_smaller=exact.row.kv_bytes / kv_bytes,
+        prefill_s=prefill_s,
+        decode_tokens_s=batch * task.new_tokens / decode_s,
+        perplexity=_exp(torch.stack(losses).mean().item()),
+        agreement=(chosen == exact.greedy).float().mean().item(),
+        needle=right / task.questions if task.questions else None,
+    )
+    return Measured(row, chosen)
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf

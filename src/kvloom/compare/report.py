@@ -1,0 +1,78 @@
+"""Rows as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from .measure import Row
+
+_COLUMNS = (
+    "bits a\nvalue", "KV\nMiB", "times\nsmaller", "prefill\ns", "decode\ntok/s", "perplexity",
+    "agrees", "needles\nright",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
+    """Return a rich table of the rows with what it was measured on, readable at 100 columns."""
+    e = environment
+    title = f"{e['model']} ({e['dtype']}), {_device(e)}"
+    built = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
+    built.add_column("recipe", overflow="fold")
+    for name in _COLUMNS:
+        built.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        built.add_row(Text(row.recipe), *_cells(row, e["questions"]))
+    problems = [Text(f"{r.recipe} cannot run: {r.problem}", "yellow") for r in rows if r.problem]
+    return Group(built, *problems, Text(_caption(e), "dim"))
+
+
+def to_json(rows: Sequence[Row], environment: dict[str, Any]) -> str:
+    """Return `{"environment": …, "rows": […]}`; figures that do not exist are null."""
+    plain = [{k: _finite(v) for k, v in asdict(row).items()} for row in rows]
+    return json.dumps({"environment": environment, "rows": plain}, indent=2, ensure_ascii=False)
+
+
+def _cells(row: Row, questions: int) -> list[str]:
+    if row.problem is not None:
+        return ["–"] * len(_COLUMNS)
+    assert row.kv_bytes is not None
+    needles = "–" if row.needle is None else f"{round(row.needle * questions)}/{questions}"
+    return [
+        "–" if row.bits_per_value is None else f"{row.bits_per_value:.2f}",
+        f"{row.kv_bytes / 2**20:,.2f}",
+        f"{row.times_smaller:.1f}x",
+        f"{row.prefill_s:.2f}",
+        f"{row.decode_tokens_s:,.1f}",
+        f"{row.perplexity:,.3f}" if (row.perplexity or 0) < 1000 else f"{row.perplexity:,.0f}",
+        f"{row.agreement:.1%}",
+        needles,
+    ]
+
+
+def _caption(e: dict[str, Any]) -> str:
+    rows = "1 row" if e["batch"] == 1 else f"{e['batch']} rows"
+    return (
+        f"{rows} of {e['context']:,} tokens of {e['text'] or 'text'}, {e['new_tokens']} more fed "
+        "one by one. bits, MiB: held at the end, exact windows, metadata and spare room included; "
+        "tok/s: all rows together; agrees: the likeliest next token is that of full."
+    )
+
+
+def _device(e: dict[str, Any]) -> str:
+    threads = "1 thread" if e["threads"] == 1 else f"{e['threads']} threads"
+    return e["gpu"] or f"{e['cpu']}, {threads}"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

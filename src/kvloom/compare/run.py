@@ -1,0 +1,117 @@
+"""A list of recipes on one model and one text: the same task for all, one row each.
+
+Decides the sizes of the task, and that `full` is always measured, first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..hf import attach, compat
+from ..recipe import Recipe
+from ..recipes import resolve
+from . import needles, text
+from .errors import InputError
+from .measure import Progress, Row, Task, measure
+
+DEFAULT_CONTEXT = 2048
+LEAST_STEPS = 32  # fewer say little about decoding speed
+QUESTION_ROOM = 64  # tokens a question and its answer may take behind the context
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure.
+
+    context: tokens prefilled (None: 2048, or as many as the model has positions for). new_tokens:
+    tokens of real text fed one by one after it. batch: rows of text side by side, and questions
+    asked side by side. questions: needles asked for in all, eight to a context. seed: which parts
+    of the text are read, and which needles are hidden where.
+    """
+
+    context: int | None = None
+    new_tokens: int = 160
+    batch: int = 4
+    questions: int = 48
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"context": 1, "new_tokens": LEAST_STEPS, "batch": 1, "questions": 0, "seed": 0}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise InputError(f"{name}={value} must be {lowest} or more")
+
+    @property
+    def room(self) -> int:
+        """Positions needed behind the context."""
+        return max(self.new_tokens + 1, QUESTION_ROOM)
+
+
+def prepare(
+    model: PreTrainedModel, tokenizer: Any, words: str, settings: Settings | None = None
+) -> Task:
+    """Return the task these settings make of a text; raises `InputError` if that is too short."""
+    settings = settings or Settings()
+    context = _context(model, settings)
+    ids, first = text.tokenize(tokenizer, words), text.opening(tokenizer)
+    rows = text.rows(ids, first, settings.batch, context + settings.new_tokens + 1, settings.seed)
+    hay = needles.haystacks(
+        tokenizer,
+        ids,
+        first,
+        context=context,
+        questions=settings.questions,
+        seed=settings.seed,
+    )
+    return Task(rows, context, hay)
+
+
+def compare(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipes: Sequence[Recipe | str],
+    task: Task,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Measure recipes on a task; returns one `Row` each, that of `full` always first.
+
+    recipes: recipes, or names with overrides. progress is called as work goes on; there are
+    `task.units` units to each recipe of `with_full(recipes)`. The model is left as it was.
+    """
+    compat.refuse_unsupported(model)
+    chosen = with_full(recipes)
+    routed_before = getattr(model, "_kvloom", None) is not None
+    try:
+        full = measure(model, tokenizer, chosen[0], task, None, progress)
+        rest = [measure(model, tokenizer, r, task, full, progress).row for r in chosen[1:]]
+    finally:
+        if not routed_before and getattr(model, "_kvloom", None) is not None:
+            attach.detach(model)
+    return [full.row, *rest]
+
+
+def with_full(recipes: Sequence[Recipe | str]) -> list[Recipe]:
+    """Return the recipes, resolved, each once, with `full` in front."""
+    return list(dict.fromkeys(resolve(recipe) for recipe in ("full", *recipes)))
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """Return the tokens that the model has positions for, None if it does not say."""
+    return getattr(compat.decoder_config(model), "max_position_embeddings", None)
+
+
+def _context(model: PreTrainedModel, settings: Settings) -> int:
+    most = positions(model)
+    longest = DEFAULT_CONTEXT if most is None else max(1, most - settings.room)
+    context = settings.context or min(DEFAULT_CONTEXT, longest)
+    if most is not None and context + settings.room > most:
+        raise InputError(
+            f"context={context} and what follows take {context + settings.room} positions and the "
+            f"model has {most}; use a context of {longest} or less"
+        )
+    return context

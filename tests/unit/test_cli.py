@@ -1,0 +1,283 @@
+"""The command line: output, exit codes, and one sentence for every mistake."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from typer.testing import CliRunner
+
+import kvloom
+from kvloom.cli import app
+from kvloom.cli.compare import split
+from kvloom.recipes import RECIPES, resolve
+from kvloom.reference import WEIGHTS
+from kvloom.reference.tokenizer import train_tokenizer
+
+TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in range(500))
+SMALL = ["--context", "120", "--new-tokens", "32", "--batch", "2", "--questions", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Models this small are fastest on one thread, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with a saved model, a text, an empty file and files that are no text."""
+    folder = tmp_path_factory.mktemp("cli")
+    tokenizer = train_tokenizer([TEXT, "The magic number for Question:"] * 3, 400)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=1024,
+        initializer_range=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    t5 = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
+    tokenizer.save_pretrained(folder / "t5")
+    (folder / "no-model").mkdir()
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "short.txt").write_text("a few words\n")
+    (folder / "empty.txt").write_text("\n")
+    (folder / "bytes.bin").write_bytes(b"\xff\xfe\x00\x81")
+    return folder
+
+
+def run(*args, **kwargs):
+    return CliRunner().invoke(app, [str(a) for a in args], **kwargs)
+
+
+def refused(*args, **kwargs):
+    """Return the one sentence of a run that must end with exit code 2."""
+    found = run(*args, **kwargs)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    (line,) = found.stderr.strip().splitlines()
+    assert line.startswith("kvloom: ")
+    return line
+
+
+# compare
+
+
+def test_compare_prints_a_table_and_writes_files(here):
+    found = run(
+        "compare", here / "text.txt", "--model", here / "model", *SMALL,
+        "--recipes", "kivi:group=32,residual=32,window:tokens=64,kivi:group=64",
+        "--json", here / "out.json", "--plot", here / "out.png",
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    assert "text.txt" in found.stdout
+    assert "kivi:group=64 cannot run: " in found.stdout
+    rows = json.loads((here / "out.json").read_text())["rows"]
+    names = ["full", "kivi:group=32,residual=32", "window:tokens=64", "kivi:group=64"]
+    assert [row["recipe"] for row in rows] == names
+    assert all(name in found.stdout for name in names)
+    assert [row["problem"] is None for row in rows] == [True, True, True, False]
+    assert rows[2]["kv_bytes"] < rows[0]["kv_bytes"]
+    assert (here / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_to_stdout_is_nothing_else(here):
+    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-")
+    data = json.loads(found.stdout)
+    assert [row["recipe"] for row in data["rows"]] == list(RECIPES)
+    assert data["environment"]["context"] == 120
+    assert data["environment"]["batch"] == 2
+    assert data["environment"]["text"] == "text.txt"
+
+
+def test_compare_reads_the_library_by_default(here):
+    found = run("compare", "--model", here / "model", *SMALL, "--recipes", "full", "--json", "-")
+    assert json.loads(found.stdout)["environment"]["text"] == "CPython's library"
+
+
+@pytest.mark.skipif(not any(WEIGHTS.glob("*.safetensors")), reason="no weights yet")
+def test_compare_takes_the_reference_model_by_default():
+    args = ["--context", "256", "--new-tokens", "32", "--batch", "1", "--questions", "2"]
+    found = json.loads(run("compare", *args, "--recipes", "kivi", "--json", "-").stdout)
+    full, kivi = found["rows"]
+    assert found["environment"]["model"] == "reference"
+    assert found["environment"]["dtype"] == "bfloat16"
+    assert full["perplexity"] < 100
+    assert kivi["bits_per_value"] < full["bits_per_value"]
+
+
+def test_the_same_seed_gives_the_same_quality(here):
+    args = ["compare", here / "text.txt", "--model", here / "model", *SMALL, "--recipes", "rtn",
+            "--json", "-", "--seed"]  # fmt: skip
+    first, again, other = (json.loads(run(*args, s).stdout)["rows"][1] for s in (1, 1, 2))
+    assert first["perplexity"] == again["perplexity"]
+    assert first["perplexity"] != other["perplexity"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("full,kivi", ["full", "kivi"]),
+        ("kivi:bits=4,group=64,rtn", ["kivi:bits=4,group=64", "rtn"]),
+        ("rtn, kivi:bits=4 , window:tokens=8", ["rtn", "kivi:bits=4", "window:tokens=8"]),
+        ("kivi,bits=4", ["kivi", "bits=4"]),
+    ],
+)
+def test_recipes_are_parted_at_names(spec, parts):
+    assert split(spec) == parts
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["none.txt"], "there is no file 'none.txt'"),
+        (["{}/empty.txt"], "empty.txt' is empty; give a file with text"),
+        (["{}/no-model"], "no-model' is a folder; give text files"),
+        (["{}/bytes.bin"], "bytes.bin' is not UTF-8 text"),
+        (["{}/short.txt", "--model", "{}/model"], "the text has .* tokens, context and"),
+        (["--recipes", "kivy"], r"no recipe named 'kivy' \(did you mean 'kivi'\?\)"),
+        (["--recipes", "kivi,bits=4"], "no recipe named 'bits=4'"),
+        (["--recipes", "kivi:bts=4"], r"no option 'bts' \(did you mean 'bits'\?\)"),
+        (["--recipes", "kivi:residual=100"], "residual|block"),
+        (["--recipes", ","], "--recipes names no recipe; there are full, "),
+        (["--new-tokens", "3"], "new_tokens=3 must be 32 or more"),
+        (["--plot", "a.xyz"], r"must end in one of \.png"),
+        (["--plot", "{}/nowhere/a.png"], "give a file in a folder that exists"),
+        (["--json", "{}/no-model"], "give a file in a folder that exists"),
+        (["--model", "nobody/nothing"], "there is no model 'nobody/nothing': .* hub id"),
+        (["--model", "{}/no-model"], "is a folder without config.json"),
+        (["--model", "{}/t5"], "model .* cannot be loaded: |cannot be used with kvloom"),
+        (["--model", "{}/model", "--context", "1000"], "use a context of 863 or less"),
+        (["--model", "{}/model", "--dtype", "fp8"], "dtype='fp8' is not one of auto"),
+    ],
+)
+def test_compare_says_what_is_wrong(here, args, said):
+    line = refused("compare", *(a.format(here) for a in args))
+    assert re.search(said, line), line
+
+
+# generate
+
+
+def test_generate_is_plain_generation_and_reports_the_cache(here):
+    args = ["--model", here / "model", "--recipe", "full", "--max-new-tokens", "12"]
+    found = run("generate", "line 7: the", *args)
+    assert found.exit_code == 0, found.output
+    model, tokenizer = kvloom.compare.load(str(here / "model"))
+    ids = tokenizer("line 7: the", return_tensors="pt")["input_ids"]
+    out = AutoModelForCausalLM.from_pretrained(here / "model").generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+    )
+    said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert found.stdout.strip() == said.strip()
+    assert f"full: {ids.shape[1]} + 12 tokens, " in found.stderr
+    for figure in ("MiB held", "x smaller than full", "bits a value", "tokens/s"):
+        assert figure in found.stderr
+    assert model.dtype == torch.float32
+
+
+def test_generate_reads_stdin_and_compresses(here):
+    args = ["--model", here / "model", "--recipe", "rtn", "--max-new-tokens", "4"]
+    found = run("generate", "-", *args, input=TEXT[:1500])
+    assert found.exit_code == 0, found.output
+    times = float(re.search(r"([\d.]+)x smaller", found.stderr)[1])
+    assert times > 4
+    assert run("generate", *args, input=TEXT[:1500]).stdout == found.stdout
+
+
+def test_generate_samples_by_seed(here):
+    args = ["generate", "line", "--model", here / "model", "--temperature", "1.5",
+            "--max-new-tokens", "20", "--seed"]  # fmt: skip
+    first, again, other = (run(*args, seed).stdout for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([""], "the prompt is empty"),
+        (["hi", "--recipe", "kivvi"], "did you mean 'kivi'"),
+        (["hi", "--model", "{}/model", "--recipe", "kivi:group=64"], "does not divide head_dim=32"),
+        (["hi", "--model", "{}/model", "--max-new-tokens", "2000"], "the model has 1024"),
+        (["hi", "--model", "{}/nothing"], "there is no model"),
+    ],
+)
+def test_generate_says_what_is_wrong(here, args, said):
+    line = refused("generate", *(a.format(here) for a in args))
+    assert said in line
+
+
+def test_generate_without_a_prompt_on_stdin(here):
+    assert "the prompt is empty" in refused("generate", input="")
+
+
+# recipes
+
+
+def test_recipes_lists_every_recipe_in_one_line():
+    lines = run("recipes").stdout.splitlines()
+    for name in RECIPES:
+        assert any(line.split()[:1] == [name] for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
+def test_recipes_as_json_have_options_and_defaults():
+    found = json.loads(run("recipes", "--json").stdout)
+    assert [one["name"] for one in found] == list(RECIPES)
+    kivi = next(one for one in found if one["name"] == "kivi")
+    assert kivi["options"]["group"] == 32
+    assert kivi["summary"].startswith("KIVI")
+
+
+def test_one_recipe_in_full():
+    page = run("recipes", "kivi-2:bits=4").stdout
+    assert "arXiv:2402.02750" in page
+    assert "residual=128" in page
+    found = json.loads(run("recipes", "kivi-2:bits=4", "--json").stdout)
+    assert found["toml"].rstrip() in page
+    recipe = kvloom.Recipe.from_toml(found["toml"])
+    assert recipe == resolve("kivi-2:bits=4") == kvloom.Recipe.from_dict(found["recipe"])
+
+
+def test_a_wrong_recipe_name_is_told():
+    assert "did you mean 'window'" in refused("recipes", "windw")
+
+
+# the program
+
+
+def test_version_and_help():
+    assert run("--version").stdout.strip() == f"kvloom {kvloom.__version__}"
+    shown = run("--help").stdout
+    assert all(verb in shown for verb in ("compare", "generate", "recipes"))
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import sys, kvloom.cli; print([m for m in ('torch', 'rich') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_python_m_kvloom():
+    args = [sys.executable, "-m", "kvloom", "--version"]
+    found = subprocess.run(args, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("kvloom ")

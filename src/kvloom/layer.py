@@ -40,7 +40,9 @@ class LayerCache:
         count = self.recipe.protect.sinks
         self.sinks = Sinks(count) if count else None
         self.seen = 0
+        self.body.first = count
         self.pending = 0  # newest tokens not yet settled, while recording
+        self.held: Tensor | None = None  # their padding mask [B, 1, seen]
         self.budget: int | None = None
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
 
@@ -67,8 +69,9 @@ class LayerCache:
         self.check(k, v)
         t, past = k.shape[2], self.seen
         see = None if valid is None else valid[:, None, :]
-        if see is not None:
-            k, v = _unpadded(k, v, see[:, :, past:])
+        if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
+            pad = ~see[:, :, past:, None]
+            k, v = k.masked_fill(pad, 0.0), v.masked_fill(pad, 0.0)
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             self.body.append(k.detach(), v.detach())
@@ -76,12 +79,17 @@ class LayerCache:
         else:
             here = None if see is None else see[:, :, past:]
             pieces = [*(self._past(see, present=0) if past else []), Piece(k, v, here, causal=t)]
-        out = _attend(q, pieces, scale, softcap)
+        try:
+            out = _attend(q, pieces, scale, softcap)
+        except BaseException:  # out of memory, an interrupt: as if never called
+            if early:
+                self.body.drop_back(t)
+            raise
         self.seen = past + t
         if early and self.recording:
-            self.pending += t
+            self._hold(t, see)
         elif early:
-            self._settle()
+            self._settle(see)
         else:
             self._take(k.detach(), v.detach(), see)
         return out
@@ -90,6 +98,11 @@ class LayerCache:
         """Refuse keys or values that do not belong here."""
         if k.shape[2] == 0:
             raise CacheMisuse(f"{self.name}: no tokens to attend with; give at least one")
+        if k.shape != v.shape or k.dtype != v.dtype:
+            raise CacheMisuse(
+                f"{self.name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
+                f"{v.dtype} do not belong together; give one value a key"
+            )
         if self.like is not None:
             want, got = self.like, k
             for what, a, b in (
@@ -121,6 +134,8 @@ class LayerCache:
 
     def check_crop(self, tokens: int) -> None:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
+        if tokens >= self.seen:
+            return
         dropped = self.budget is not None and self.seen > self.budget
         if dropped and tokens > self.pending:
             raise CacheMisuse(
@@ -128,7 +143,7 @@ class LayerCache:
                 "call activate_past_recording() before the step that is to be undone"
             )
         exact = self.body.exact
-        if tokens > exact and tokens < self.seen:
+        if tokens > exact and exact < len(self.body):
             raise CacheMisuse(
                 f"{self.name}: crop of {tokens} tokens reaches into packed tokens; the newest "
                 f"{exact} are still exact, or call activate_past_recording() before the step"
@@ -140,10 +155,10 @@ class LayerCache:
         if tokens >= self.seen:
             self.reset()
             return
-        if tokens:
-            self.body.drop_back(tokens)
-            self.seen -= tokens
-        self._settle()
+        self.seen -= tokens
+        if tokens and len(self.body):
+            self.body.drop_back(min(tokens, len(self.body)))
+        self._settle(None if self.held is None else self.held[:, :, : self.seen])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -152,6 +167,7 @@ class LayerCache:
             if self.sinks is not None:
                 self.sinks.map(fn)
             self.like = fn(self.like)
+            self.held = None if self.held is None else fn(self.held)
 
     @property
     def _dense(self) -> bool:
@@ -165,7 +181,7 @@ class LayerCache:
     def _past(self, see: Tensor | None, present: int) -> list[Piece]:
         pieces = []
         if self.sinks is not None:
-            pieces.append(self.sinks.piece(self.seen))
+            pieces.append(self.sinks.piece(self.seen, see))
             see = self.sinks.hide(see)
         if len(self.body):
             pieces += self.body.pieces(see, present)
@@ -176,24 +192,34 @@ class LayerCache:
         if self.like is None:
             self.like = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
             keep = self.recipe.keep
-            self.budget = None if keep is None else keep.budget.resolve(self.seen)
+            if keep is not None:
+                protect = self.recipe.protect
+                least = protect.sinks + max(protect.recents)
+                self.budget = max(least, keep.budget.resolve(self.seen))
         if self.sinks is not None:
             skip = self.sinks.take(k, v, self.seen - k.shape[2], see)
-            self.body.first += skip
             k, v = k[:, :, skip:], v[:, :, skip:]
-        if self.recording and k.shape[2]:
-            self.pending += k.shape[2]
-            self.body.append(k, v)
-        elif k.shape[2]:
-            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]))
+        if self.recording:
+            self._hold(k.shape[2], see)
+            if k.shape[2]:
+                self.body.append(k, v)
+            return
+        self.pending, self.held = 0, None
+        if k.shape[2]:
+            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]), see)
 
-    def _settle(self) -> None:
+    def _hold(self, tokens: int, see: Tensor | None) -> None:
+        """Note that the newest `tokens` tokens may be taken back."""
+        self.pending += tokens
+        self.held = see
+
+    def _settle(self, see: Tensor | None) -> None:
         """Drop what is over the budget and pack what is due."""
-        self.pending = 0
+        self.pending, self.held = 0, None
         surplus = self._surplus(len(self.body))
         if surplus:
             self.body.drop_front(surplus)
-        self.body.seal()
+        self.body.seal(see)
 
     def _surplus(self, tokens: int) -> int:
         """How many of `tokens` tokens in the body are over the budget."""
@@ -209,22 +235,3 @@ def _attend(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None)
         assert isinstance(only.values, Tensor)
         return ref.sdpa(q, only.keys, only.values, scale, causal=only.causal > 1, valid=only.valid)
     return ref.merge([p.attend(q, scale, softcap) for p in pieces]).out.to(q.dtype)
-
-
-def _unpadded(k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """k, v with padding replaced by the row's first real token of the step (zero if none is).
-
-    Padding is never attended to, but it shares quantization groups with real tokens: this way it
-    does not widen their range. real: bool [B, 1, T].
-    """
-    if real.all():
-        return k, v
-    first = real[:, 0].int().argmax(dim=-1)[:, None, None, None]
-    some = real.any(dim=-1)[:, :, None, None]
-    mask = real[:, :, :, None]
-
-    def fill(x: Tensor) -> Tensor:
-        token = x.gather(2, first.expand(-1, x.shape[1], 1, x.shape[3]))
-        return torch.where(mask, x, torch.where(some, token, 0))
-
-    return fill(k), fill(v)

@@ -22,32 +22,34 @@ class Packed:
     """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quant.ref`).
 
     bits: 2, 3, 4 or 8. axis: "channel" groups `group` consecutive tokens of one channel, "token"
-    groups `group` consecutive channels of one token. meta: dtype of scale and zero. block: tokens
-    are packed this many at a time; up to block - 1 wait exact in the residual.
+    groups `group` consecutive channels of one token. meta: dtype of scale and zero. residual: so
+    many exact tokens are gathered before they are packed together; up to residual - 1 wait.
     """
 
     bits: int
     axis: str
     group: int = 32
     meta: str = "fp16"
-    block: int = 1
+    residual: int = 1
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
         _choice("axis", self.axis, AXES)
         _choice("group", self.group, GROUPS)
         _choice("meta", self.meta, tuple(META))
-        if not isinstance(self.block, int) or self.block < 1:
-            raise RecipeError(f"block={self.block!r} must be a whole number of tokens, 1 or more")
-        if self.axis == "channel" and self.block % self.group:
+        if type(self.residual) is not int or self.residual < 1:
             raise RecipeError(
-                f"residual={self.block} is not a multiple of group={self.group}: keys are packed "
-                f"in whole groups of tokens; use {self.group} or {4 * self.group}, for example"
+                f"residual={self.residual!r} must be a whole number of tokens, 1 or more"
+            )
+        if self.axis == "channel" and self.residual % self.group:
+            raise RecipeError(
+                f"residual={self.residual} is not a multiple of group={self.group}: per channel, "
+                f"whole groups of tokens are packed; use {self.group} or {4 * self.group}"
             )
 
     def to_pack(self, tokens: int, recent: int) -> int:
         """How many of `tokens` are packed when the newest `recent` stay exact."""
-        return max(0, tokens - recent) // self.block * self.block
+        return max(0, tokens - recent) // self.residual * self.residual
 
     def bits_a_value(self) -> float:
         """Bits a packed value costs, scale and zero included: b + 2 * metadata bits / G."""
@@ -85,6 +87,6 @@ class Store:
 
 
 def _choice(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed or isinstance(value, bool):
+    if value not in allowed or type(value) is not type(allowed[0]):
         choices = ", ".join(map(str, allowed))
         raise RecipeError(f"{name}={value!r} is not one of {choices}")

@@ -64,6 +64,26 @@ def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, se
     torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("recording", [False, True])
+@given(pads, cuts)
+def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
+    """Keys are far from 0, where padding might stand: every group spans its real keys only."""
+    (q, k, v), valid = draw(0, TOKENS, batch=3), padded(pads)
+    k = k + 100
+    cache = LayerCache(resolve("kivi:group=16,residual=16,meta=fp32"))
+    feed(cache, *(x[:, :, :PROMPT] for x in (q, k, v)), cuts, valid[:, :PROMPT])
+    cache.recording = recording
+    feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, valid)
+    cache.crop(0)
+    scale = cache.body.keys.packed.scale.view()
+    for row, pad in enumerate(pads):
+        for g in range(scale.shape[2]):
+            group = k[row, :, max(pad, 16 * g) : 16 * (g + 1)]
+            if group.shape[1]:
+                spread = group.amax(dim=1) - group.amin(dim=1)
+                torch.testing.assert_close(scale[row, :, g], spread / 3)
+
+
 @every_recipe
 @given(pads, cuts, st.integers(0, 999))
 def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, seed):

@@ -9,6 +9,7 @@ draft differ in T alone. Decides the order of these; formats, scores and kernels
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +26,26 @@ from .store.formats import META
 _SHORT = 64
 
 
-class LayerCache:
-    """The cache of one layer, batch rows together, head counts taken from the first keys."""
+class Asked(NamedTuple):
+    """The queries of a step and how they attended: q [B, Hq, T, D], see bool [B, 1, seen + T]."""
 
-    def __init__(self, recipe: Recipe, name: str = "this layer") -> None:
-        self.recipe, self.name = recipe, name
+    q: Tensor
+    scale: float
+    softcap: float | None
+    see: Tensor | None
+
+
+class LayerCache:
+    """The cache of one layer, batch rows together, head counts taken from the first keys.
+
+    Tokens stay by age; `scored.ScoredLayer` chooses by score. place: (number of this layer, layers
+    of the model).
+    """
+
+    def __init__(
+        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.recipe, self.name, self.place = recipe, name, place
         self.recording = False
         self.reset()
 
@@ -76,14 +92,15 @@ class LayerCache:
         else:
             here = None if see is None else see[:, :, past:]
             pieces = [*(self._past(see, present=0) if past else []), Piece(k, v, here, causal=t)]
-        out = _attend(q, pieces, scale, softcap)
+        out = attend_pieces(q, pieces, scale, softcap)
         self.seen = past + t
-        if early and self.recording:
-            self.pending += t
-        elif early:
-            self._settle()
+        asked = Asked(q.detach(), scale, softcap, see)
+        if not early:
+            self._take(k.detach(), v.detach(), asked)
+        elif self.recording:
+            self._hold(asked)
         else:
-            self._take(k.detach(), v.detach(), see)
+            self._settle(asked)
         return out
 
     def check(self, k: Tensor, v: Tensor) -> None:
@@ -121,8 +138,7 @@ class LayerCache:
 
     def check_crop(self, tokens: int) -> None:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
-        dropped = self.budget is not None and self.seen > self.budget
-        if dropped and tokens > self.pending:
+        if self._dropped and tokens > self.pending:
             raise CacheMisuse(
                 f"{self.name}: crop cannot bring back the tokens that were dropped since; "
                 "call activate_past_recording() before the step that is to be undone"
@@ -143,7 +159,7 @@ class LayerCache:
         if tokens:
             self.body.drop_back(tokens)
             self.seen -= tokens
-        self._settle()
+        self._settle(None)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -154,9 +170,14 @@ class LayerCache:
             self.like = fn(self.like)
 
     @property
+    def _dropped(self) -> bool:
+        """Whether tokens were dropped that a crop would need again."""
+        return self.budget is not None and self.seen > self.budget
+
+    @property
     def _dense(self) -> bool:
         """Whether all tokens stay, exact: then the tail is the whole store."""
-        return self.recipe.keep is None and self.body.keys.packed is self.body.values.packed is None
+        return self.recipe.keep is None and self.recipe.store.exact
 
     @property
     def _sinks_full(self) -> bool:
@@ -171,24 +192,28 @@ class LayerCache:
             pieces += self.body.pieces(see, present)
         return pieces
 
-    def _take(self, k: Tensor, v: Tensor, see: Tensor | None) -> None:
+    def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
         """Take in the present; the prompt of a packed store never lies exact beside its codes."""
         if self.like is None:
             self.like = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
             keep = self.recipe.keep
             self.budget = None if keep is None else keep.budget.resolve(self.seen)
         if self.sinks is not None:
-            skip = self.sinks.take(k, v, self.seen - k.shape[2], see)
+            skip = self.sinks.take(k, v, self.seen - k.shape[2], asked.see)
             self.body.first += skip
             k, v = k[:, :, skip:], v[:, :, skip:]
         if self.recording and k.shape[2]:
-            self.pending += k.shape[2]
             self.body.append(k, v)
+            self._hold(asked)
         elif k.shape[2]:
             self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]))
 
-    def _settle(self) -> None:
-        """Drop what is over the budget and pack what is due."""
+    def _hold(self, asked: Asked) -> None:
+        """Note that this step's tokens may be taken back."""
+        self.pending += asked.q.shape[2]
+
+    def _settle(self, asked: Asked | None) -> None:
+        """Drop what is over the budget and pack what is due; None: settle what was held."""
         self.pending = 0
         surplus = self._surplus(len(self.body))
         if surplus:
@@ -202,7 +227,7 @@ class LayerCache:
         return max(0, tokens - max(0, self.budget - self.recipe.protect.sinks))
 
 
-def _attend(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
+def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
     """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
     only = pieces[0]
     if len(pieces) == 1 and softcap is None and isinstance(only.keys, Tensor):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
-from .keep import Budget, Keep
+from .keep import SCORERS, Budget, Keep, Scorer
 from .shapes import Geometry
 from .store import Packed, Store
 
@@ -66,13 +66,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.keep is None:
             return
-        if self.store != Store():
+        if not self.store.exact and (self.keep.when == "step" or self.keep.by_age):
             raise RecipeError(
-                "keep drops single tokens, and packed tokens cannot leave their group alone: "
-                "combine keep with an exact store, or store with keep=None"
+                "keep drops single tokens at every step, and packed tokens cannot leave their "
+                'group alone: drop once (when="prompt"), or keep the store exact'
             )
         tokens = self.keep.budget.tokens
-        least = self.protect.sinks + max(self.protect.recents)
+        least = self.protect.sinks + (max(self.protect.recents) if self.keep.by_age else 0)
         if tokens is not None and tokens <= least:
             raise RecipeError(
                 f"a budget of {tokens} tokens leaves nothing beside {least} protected tokens; "
@@ -106,7 +106,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None: what `from_dict` and TOML take."""
-        return _plain(asdict(self))
+        data = _plain(asdict(self))
+        if self.keep is not None:
+            data["keep"]["scorer"] = {"kind": self.keep.scorer.kind, **data["keep"]["scorer"]}
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recipe:
@@ -114,7 +117,12 @@ class Recipe:
         parts: dict[str, Any] = dict(data)
         if "keep" in parts:
             keep = dict(parts["keep"])
-            keep["budget"] = _build(Budget, keep.get("budget", {}))
+            budget = dict(keep.get("budget", {}))
+            if isinstance(budget.get("layers"), list):
+                budget["layers"] = tuple(budget["layers"])
+            keep["budget"] = _build(Budget, budget)
+            if "scorer" in keep:
+                keep["scorer"] = _scorer(dict(keep["scorer"]))
             parts["keep"] = _build(Keep, keep)
         if "store" in parts:
             sides = {side: _build(Packed, fmt) for side, fmt in parts["store"].items()}
@@ -139,6 +147,13 @@ class Recipe:
             return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise RecipeError(f"not a TOML recipe: {error}") from error
+
+
+def _scorer(fields: dict[str, Any]) -> Scorer:
+    kind = fields.pop("kind", None)
+    if kind not in SCORERS:
+        raise RecipeError(f"scorer kind={kind!r} is not one of {', '.join(SCORERS)}")
+    return _build(SCORERS[kind], fields)
 
 
 def _build(cls: type, fields: dict[str, Any]) -> Any:

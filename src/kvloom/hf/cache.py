@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import CacheMisuse
 from ..layer import LayerCache
+from ..scored import layer_cache
 from ..recipe import Recipe
 from ..recipes import resolve
 from . import compat
@@ -157,11 +158,13 @@ class Cache(transformers.Cache):
         self.recipe.check(self.geometry)
         config = compat.decoder_config(model)
         mark = compat.fingerprint(config)
+        kinds = compat.layer_types(config)
+        held = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         layers = [
-            RoutedLayer(LayerCache(self.recipe, f"layer {i}"), mark)
-            if kind == "full_attention"
+            RoutedLayer(layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held))), mark)
+            if i in held
             else compat.stock_layer(config, i)
-            for i, kind in enumerate(compat.layer_types(config))
+            for i in range(len(kinds))
         ]
         super().__init__(layers=layers)
         route(model)

@@ -22,8 +22,9 @@ class Packed:
     """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quant.ref`).
 
     bits: 2, 3, 4 or 8. axis: "channel" groups `group` consecutive tokens of one channel, "token"
-    groups `group` consecutive channels of one token. meta: dtype of scale and zero. block: tokens
-    are packed this many at a time; up to block - 1 wait exact in the residual.
+    groups `group` consecutive channels of one token. meta: dtype of scale and zero. block: so many
+    tokens are gathered before any is packed; up to block - 1 wait exact in the residual. unit:
+    multiples of it are packed, and a prompt at once (default: the block, KIVI; MiniKV: the group).
     """
 
     bits: int
@@ -31,6 +32,7 @@ class Packed:
     group: int = 32
     meta: str = "fp16"
     block: int = 1
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
@@ -39,15 +41,18 @@ class Packed:
         _choice("meta", self.meta, tuple(META))
         if not isinstance(self.block, int) or self.block < 1:
             raise RecipeError(f"block={self.block!r} must be a whole number of tokens, 1 or more")
-        if self.axis == "channel" and self.block % self.group:
+        if self.unit is not None and (self.unit < 1 or self.block % self.unit):
+            raise RecipeError(f"unit={self.unit} does not divide block={self.block}")
+        if self.axis == "channel" and (self.unit or self.block) % self.group:
             raise RecipeError(
                 f"residual={self.block} is not a multiple of group={self.group}: keys are packed "
                 f"in whole groups of tokens; use {self.group} or {4 * self.group}, for example"
             )
 
-    def to_pack(self, tokens: int, recent: int) -> int:
-        """How many of `tokens` are packed when the newest `recent` stay exact."""
-        return max(0, tokens - recent) // self.block * self.block
+    def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
+        """How many of `tokens` exact tokens are packed when the newest `recent` stay exact."""
+        due, unit = max(0, tokens - recent), self.unit or self.block
+        return due // unit * unit if prompt or due >= self.block else 0
 
     def bits_a_value(self) -> float:
         """Bits a packed value costs, scale and zero included: b + 2 * metadata bits / G."""
@@ -73,6 +78,11 @@ class Store:
 
     keys: Packed | None = None
     values: Packed | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is packed."""
+        return self.keys is None and self.values is None
 
     def problems(self, head_dim: int) -> list[str]:
         """Why these formats do not fit a head dimension."""

@@ -48,14 +48,14 @@ class Lane:
     def take(self, x: Tensor, drop: int) -> None:
         """Add x, forget the `drop` oldest tokens, seal: a long x never enters the tail whole."""
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
-        surplus = drop + self._surplus(self.sealed + exact.shape[2] - drop)
+        surplus = drop + self._surplus(exact.shape[2] - drop, prompt=True)
         if surplus and self.packed is not None:
             self.packed.append(exact[:, :, drop:surplus])
         self.tail.replace(exact[:, :, surplus:])
 
     def seal(self) -> None:
         """Pack what the schedule no longer keeps exact."""
-        surplus = self._surplus(len(self))
+        surplus = self._surplus(len(self.tail), prompt=False)
         if surplus:
             assert self.packed is not None
             self.packed.append(self.tail.view()[:, :, :surplus])
@@ -74,8 +74,8 @@ class Lane:
         if self.packed is not None:
             self.packed.map(fn)
 
-    def _surplus(self, tokens: int) -> int:
-        """How many of the exact tokens are to be packed when the lane holds `tokens`."""
+    def _surplus(self, tokens: int, prompt: bool) -> int:
+        """How many of the `tokens` exact tokens are to be packed."""
         if self.packed is None:
             return 0
-        return max(0, self.packed.fmt.to_pack(tokens, self.recent) - self.sealed)
+        return self.packed.fmt.to_pack(tokens, self.recent, prompt)

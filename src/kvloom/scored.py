@@ -1,0 +1,204 @@
+"""A layer whose tokens stay by score.
+
+The prompt is scored from its own queries, and the budget's best tokens stay. Later, `when="step"`
+scores every step and drops down to the budget again (a single token in `Slots`, where nothing
+moves); `when="prompt"` keeps all that comes after and may pack it. While tokens can still be taken
+back, the queries wait and score when it is known which of them stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .keeper import Keeper
+from .layer import Asked, LayerCache, attend_pieces
+from .recipe import Recipe
+from .segment import Segment, take
+from .slots import Slots
+from .store import Lane
+
+
+class ScoredLayer(LayerCache):
+    """A `LayerCache` with a `Keeper`; sinks stay in their place among the other tokens."""
+
+    keeper: Keeper
+
+    def __init__(
+        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+    ) -> None:
+        assert recipe.keep is not None
+        self.keep = recipe.keep
+        super().__init__(recipe, name, place)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.sinks = None
+        self.keeper = Keeper(self.keep, self.recipe.protect.sinks, self.place)
+        self.slots: Slots | None = None
+        self.votes: Asked | None = None  # queries that have not scored yet
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        slots = 0 if self.slots is None else self.slots.nbytes
+        votes = 0 if self.votes is None else self.votes.q.nbytes
+        return self.body.nbytes + self.keeper.nbytes + slots + votes
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        valid: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attend as `LayerCache.attend` does, in the slots where one token comes and one goes."""
+        if self.slots is not None and (k.shape[2] > 1 or self.recording):
+            self._unroll()
+        if self.slots is None:
+            return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap)
+        self.check(k, v)
+        see = None if valid is None else valid[:, None, :]
+        self.slots.append(k.detach(), v.detach(), self.seen)
+        piece = self.slots.piece(see)
+        out = attend_pieces(q, [piece], scale, softcap)
+        self.seen += 1
+        scores = self.keeper.step(
+            q.detach(), self.slots.keys, scale, softcap, piece.valid, real=None
+        )
+        self.slots.evict(self.keeper.add(self.slots.scores, scores), piece.valid)
+        return out
+
+    def crop(self, tokens: int) -> None:
+        """Remove the newest `tokens` tokens; their queries never score."""
+        self.check_crop(tokens)
+        if self.votes is not None and 0 < tokens < self.seen:
+            waiting = self.votes.q.shape[2] - tokens
+            see = self.votes.see
+            self.votes = self.votes._replace(
+                q=self.votes.q[:, :, :waiting],
+                see=None if see is None else see[:, :, : self.seen - tokens],
+            )
+        super().crop(tokens)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        super().map(fn)
+        self.keeper.map(fn)
+        if self.slots is not None:
+            self.slots.map(fn)
+        if self.votes is not None:
+            see = self.votes.see
+            self.votes = self.votes._replace(
+                q=fn(self.votes.q), see=None if see is None else fn(see)
+            )
+
+    @property
+    def _dropped(self) -> bool:
+        return self.keep.when == "step" and self.seen > self.keeper.room
+
+    @property
+    def _dense(self) -> bool:
+        return not self.keeper.done and self.recipe.store.exact
+
+    def _hold(self, asked: Asked) -> None:
+        super()._hold(asked)
+        if self.keeper.done or (self.keep.when == "prompt" and len(self.keeper.scores)):
+            return
+        if self.votes is not None:
+            asked = asked._replace(q=torch.cat([self.votes.q, asked.q], dim=2))
+        self.votes = asked
+
+    def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
+        t = k.shape[2]
+        if self.seen > t:  # later turns of a packed store: everything stays
+            super()._take(k, v, asked)
+            return
+        self.keeper.begin(t)
+        if not self.recording:
+            self._score(asked, k)
+            slots = self._choose(t, asked.see)
+            if slots is not None:
+                self.body.chosen(slots, t, self._needs_index(asked.see))
+                k, v = take(k, slots), take(v, slots)
+        super()._take(k, v, asked)
+        if not self.recording:
+            self._after_choice()
+
+    def _settle(self, asked: Asked | None) -> None:
+        asked, self.votes = asked or self.votes, None
+        if asked is not None and not self.keeper.done and asked.q.shape[2]:
+            if self.keep.when == "step" or not len(self.keeper.scores):
+                self._score(asked, self.body.exact_keys())
+            slots = self._choose(len(self.body), self.body.see(asked.see))
+            if slots is not None:
+                self.body.keep(slots, self._needs_index(asked.see))
+            self._after_choice()
+        super()._settle(None)
+
+    def _surplus(self, tokens: int) -> int:
+        return 0  # age decides nothing here
+
+    def _needs_index(self, see: Tensor | None) -> bool:
+        """Whether somebody will ask which tokens stayed: only padding does, so far."""
+        return see is not None or self.keep.when == "step"
+
+    def _score(self, asked: Asked, k: Tensor) -> None:
+        """Let the queries vote on the tokens k [B, Hk, N, D] of the body (and the present)."""
+        q, n, t = asked.q, k.shape[2], asked.q.shape[2]
+        see = asked.see
+        if see is not None and len(self.body):
+            see = self.body.see(see)
+        real = None if asked.see is None else asked.see[:, :, -t:]
+        scores = self.keeper.step(q, k, asked.scale, asked.softcap, see, real)
+        assert scores.shape[-1] == n
+        self.keeper.observe(scores, see)
+
+    def _choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
+        slots = self.keeper.choose(tokens, see)
+        if slots is not None:
+            self.keeper.keep_scores(slots)
+        return slots
+
+    def _after_choice(self) -> None:
+        if self.keep.when == "prompt":
+            self.keeper.finish()
+        elif len(self.body) == self.keeper.room and not self.recording:
+            self._roll()
+
+    def _roll(self) -> None:
+        """Move a full body into slots."""
+        body, keys = self.body, self.body.exact_keys()
+        index = body.logical(len(body), keys.device).expand(*keys.shape[:3])
+        self.slots = Slots(
+            keys,
+            body.values.tail.view(),
+            self.keeper.scores.view()[..., 0],
+            self.keeper.recent,
+            index.int(),
+        )
+        self.body = Segment(Lane(None, 0), Lane(None, 0))
+        self.keeper.forget()
+
+    def _unroll(self) -> None:
+        """Move the slots back into a body, oldest first."""
+        assert self.slots is not None
+        keys, values, scores, index = self.slots.unroll()
+        self.body = Segment(Lane(None, 0), Lane(None, 0))
+        self.body.append(keys, values)
+        self.body.index, self.body.kept = index, keys.shape[2]
+        self.body.first = self.seen - keys.shape[2]
+        self.keeper.scores.replace(scores.unsqueeze(-1))
+        self.slots = None
+
+
+def layer_cache(recipe: Recipe, name: str, place: tuple[int, int]) -> LayerCache:
+    """The cache of one layer: by score where the recipe has one, else by age."""
+    scored = recipe.keep is not None and not recipe.keep.by_age
+    return (ScoredLayer if scored else LayerCache)(recipe, name, place)

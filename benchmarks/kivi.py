@@ -27,7 +27,7 @@ GROUP = 32
 
 def fake(axis: str) -> Packed:
     """2 bit, group 32; per channel in blocks of one group."""
-    return Packed(2, axis, GROUP, block=GROUP if axis == "channel" else 1)
+    return Packed(2, axis, GROUP, residual=GROUP if axis == "channel" else 1)
 
 
 def grid() -> list[Recipe]:

@@ -34,6 +34,18 @@ class Asked(NamedTuple):
     softcap: float | None
     see: Tensor | None
 
+    def without(self, tokens: int, queries_only: bool = False) -> Asked:
+        """Without the newest `tokens` tokens."""
+        q = self.q[:, :, : max(0, self.q.shape[2] - tokens)]
+        see = self.see
+        if see is not None and not queries_only:
+            see = see[:, :, : see.shape[2] - tokens]
+        return self._replace(q=q, see=see)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Asked:
+        """Apply fn to the tensors, along the batch dimension."""
+        return self._replace(q=fn(self.q), see=None if self.see is None else fn(self.see))
+
 
 class LayerCache:
     """The cache of one layer, batch rows together, head counts taken from the first keys.
@@ -56,7 +68,9 @@ class LayerCache:
         count = self.recipe.protect.sinks
         self.sinks = Sinks(count) if count else None
         self.seen = 0
+        self.body.first = count
         self.pending = 0  # newest tokens not yet settled, while recording
+        self.held: Asked | None = None  # how they attended
         self.budget: int | None = None
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
 
@@ -83,8 +97,9 @@ class LayerCache:
         self.check(k, v)
         t, past = k.shape[2], self.seen
         see = None if valid is None else valid[:, None, :]
-        if see is not None:
-            k, v = _unpadded(k, v, see[:, :, past:])
+        if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
+            pad = ~see[:, :, past:, None]
+            k, v = k.masked_fill(pad, 0.0), v.masked_fill(pad, 0.0)
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             self.body.append(k.detach(), v.detach())
@@ -92,7 +107,12 @@ class LayerCache:
         else:
             here = None if see is None else see[:, :, past:]
             pieces = [*(self._past(see, present=0) if past else []), Piece(k, v, here, causal=t)]
-        out = attend_pieces(q, pieces, scale, softcap)
+        try:
+            out = attend_pieces(q, pieces, scale, softcap)
+        except BaseException:  # out of memory, an interrupt: as if never called
+            if early:
+                self.body.drop_back(t)
+            raise
         self.seen = past + t
         asked = Asked(q.detach(), scale, softcap, see)
         if not early:
@@ -107,6 +127,11 @@ class LayerCache:
         """Refuse keys or values that do not belong here."""
         if k.shape[2] == 0:
             raise CacheMisuse(f"{self.name}: no tokens to attend with; give at least one")
+        if k.shape != v.shape or k.dtype != v.dtype:
+            raise CacheMisuse(
+                f"{self.name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
+                f"{v.dtype} do not belong together; give one value a key"
+            )
         if self.like is not None:
             want, got = self.like, k
             for what, a, b in (
@@ -138,13 +163,15 @@ class LayerCache:
 
     def check_crop(self, tokens: int) -> None:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
+        if tokens >= self.seen:
+            return
         if self._dropped and tokens > self.pending:
             raise CacheMisuse(
                 f"{self.name}: crop cannot bring back the tokens that were dropped since; "
                 "call activate_past_recording() before the step that is to be undone"
             )
         exact = self.body.exact
-        if tokens > exact and tokens < self.seen:
+        if tokens > exact and exact < len(self.body):
             raise CacheMisuse(
                 f"{self.name}: crop of {tokens} tokens reaches into packed tokens; the newest "
                 f"{exact} are still exact, or call activate_past_recording() before the step"
@@ -156,10 +183,10 @@ class LayerCache:
         if tokens >= self.seen:
             self.reset()
             return
-        if tokens:
-            self.body.drop_back(tokens)
-            self.seen -= tokens
-        self._settle(None)
+        self.seen -= tokens
+        if tokens and len(self.body):
+            self.body.drop_back(min(tokens, len(self.body)))
+        self._settle(None if self.held is None else self.held.without(tokens))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -168,6 +195,7 @@ class LayerCache:
             if self.sinks is not None:
                 self.sinks.map(fn)
             self.like = fn(self.like)
+            self.held = None if self.held is None else self.held.map(fn)
 
     @property
     def _dropped(self) -> bool:
@@ -186,7 +214,7 @@ class LayerCache:
     def _past(self, see: Tensor | None, present: int) -> list[Piece]:
         pieces = []
         if self.sinks is not None:
-            pieces.append(self.sinks.piece(self.seen))
+            pieces.append(self.sinks.piece(self.seen, see))
             see = self.sinks.hide(see)
         if len(self.body):
             pieces += self.body.pieces(see, present)
@@ -197,28 +225,34 @@ class LayerCache:
         if self.like is None:
             self.like = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
             keep = self.recipe.keep
-            self.budget = None if keep is None else keep.budget.resolve(self.seen)
+            if keep is not None:
+                protect = self.recipe.protect
+                least = protect.sinks + max(protect.recents)
+                self.budget = max(least, keep.budget.resolve(self.seen))
         if self.sinks is not None:
             skip = self.sinks.take(k, v, self.seen - k.shape[2], asked.see)
-            self.body.first += skip
             k, v = k[:, :, skip:], v[:, :, skip:]
-        if self.recording and k.shape[2]:
-            self.body.append(k, v)
+        if self.recording:
             self._hold(asked)
-        elif k.shape[2]:
-            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]))
+            if k.shape[2]:
+                self.body.append(k, v)
+            return
+        self.pending, self.held = 0, None
+        if k.shape[2]:
+            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]), asked.see)
 
     def _hold(self, asked: Asked) -> None:
         """Note that this step's tokens may be taken back."""
         self.pending += asked.q.shape[2]
+        self.held = asked.without(asked.q.shape[2], queries_only=True)
 
     def _settle(self, asked: Asked | None) -> None:
-        """Drop what is over the budget and pack what is due; None: settle what was held."""
-        self.pending = 0
+        """Drop what is over the budget and pack what is due."""
+        self.pending, self.held = 0, None
         surplus = self._surplus(len(self.body))
         if surplus:
             self.body.drop_front(surplus)
-        self.body.seal()
+        self.body.seal(None if asked is None else asked.see)
 
     def _surplus(self, tokens: int) -> int:
         """How many of `tokens` tokens in the body are over the budget."""
@@ -234,22 +268,3 @@ def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float |
         assert isinstance(only.values, Tensor)
         return ref.sdpa(q, only.keys, only.values, scale, causal=only.causal > 1, valid=only.valid)
     return ref.merge([p.attend(q, scale, softcap) for p in pieces]).out.to(q.dtype)
-
-
-def _unpadded(k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """k, v with padding replaced by the row's first real token of the step (zero if none is).
-
-    Padding is never attended to, but it shares quantization groups with real tokens: this way it
-    does not widen their range. real: bool [B, 1, T].
-    """
-    if real.all():
-        return k, v
-    first = real[:, 0].int().argmax(dim=-1)[:, None, None, None]
-    some = real.any(dim=-1)[:, :, None, None]
-    mask = real[:, :, :, None]
-
-    def fill(x: Tensor) -> Tensor:
-        token = x.gather(2, first.expand(-1, x.shape[1], 1, x.shape[3]))
-        return torch.where(mask, x, torch.where(some, token, 0))
-
-    return fill(k), fill(v)

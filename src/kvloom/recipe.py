@@ -6,6 +6,7 @@ frozen data, validated when made, and go through a dict or TOML without loss.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,6 +33,8 @@ class Protect:
     recent: int | tuple[int, int] = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.recent, tuple) and len(self.recent) != 2:
+            raise RecipeError(f"recent={self.recent!r} is one number, or (keys, values)")
         for name, value in (("sinks", self.sinks), *(("recent", r) for r in self.recents)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise RecipeError(f"{name}={value!r} must be a whole number of tokens, 0 or more")
@@ -92,7 +95,10 @@ class Recipe:
     def nbytes(self, tokens: int, geometry: Geometry, batch: int = 1) -> int:
         """Bytes held in all layers right after a prompt of `tokens` tokens, without padding."""
         g, recents = geometry, self.protect.recents
-        held = tokens if self.keep is None else min(tokens, self.keep.budget.resolve(tokens))
+        held = tokens
+        if self.keep is not None:
+            least = self.protect.sinks + max(recents)
+            held = min(tokens, max(least, self.keep.budget.resolve(tokens)))
         sinks = min(self.protect.sinks, held)
         total = 0
         for fmt, recent in zip((self.store.keys, self.store.values), recents, strict=True):
@@ -114,27 +120,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recipe:
         """Build from `to_dict`'s data; unknown fields are refused by name."""
-        parts: dict[str, Any] = dict(data)
-        if "keep" in parts:
-            keep = dict(parts["keep"])
-            budget = dict(keep.get("budget", {}))
-            if isinstance(budget.get("layers"), list):
-                budget["layers"] = tuple(budget["layers"])
-            keep["budget"] = _build(Budget, budget)
-            if "scorer" in keep:
-                keep["scorer"] = _scorer(dict(keep["scorer"]))
-            parts["keep"] = _build(Keep, keep)
-        if "store" in parts:
-            sides = {side: _build(Packed, fmt) for side, fmt in parts["store"].items()}
-            parts["store"] = _build(Store, sides)
-        if "recall" in parts:
-            parts["recall"] = _build(Recall, parts["recall"])
-        if "protect" in parts:
-            protect = dict(parts["protect"])
-            if isinstance(protect.get("recent"), list):
-                protect["recent"] = tuple(protect["recent"])
-            parts["protect"] = _build(Protect, protect)
-        return _build(cls, parts)
+        return _build(cls, data)
 
     def to_toml(self) -> str:
         """The recipe as a TOML document."""
@@ -149,22 +135,51 @@ class Recipe:
             raise RecipeError(f"not a TOML recipe: {error}") from error
 
 
-def _scorer(fields: dict[str, Any]) -> Scorer:
-    kind = fields.pop("kind", None)
+def _scorer(fields: Any) -> Scorer:
+    kind = fields.get("kind") if isinstance(fields, dict) else fields
     if kind not in SCORERS:
         raise RecipeError(f"scorer kind={kind!r} is not one of {', '.join(SCORERS)}")
-    return _build(SCORERS[kind], fields)
+    rest = {name: value for name, value in fields.items() if name != "kind"}
+    return _build(SCORERS[kind], rest, "scorer")
 
 
-def _build(cls: type, fields: dict[str, Any]) -> Any:
+def _build(cls: type, fields: Any, where: str = "recipe") -> Any:
     known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    if not isinstance(fields, dict):
+        raise RecipeError(f"{where} must be a table of {', '.join(known)}, not {fields!r}")
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}")
+    if cls is Keep:
+        fields = {"budget": {}, **fields}
+    built = {
+        name: _scorer(value)
+        if name == "scorer"
+        else _build(_PARTS[name], value, name)
+        if name in _PARTS
+        else _tuple(value)
+        for name, value in fields.items()
+    }
     try:
-        return cls(**fields)
+        return cls(**built)
     except TypeError as error:
         raise RecipeError(f"{cls.__name__}: {error}") from error
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_PARTS: dict[str, type] = {
+    "keep": Keep,
+    "budget": Budget,
+    "store": Store,
+    "keys": Packed,
+    "values": Packed,
+    "recall": Recall,
+    "protect": Protect,
+}
+"""The fields of a recipe, at any depth, that are tables."""
 
 
 def _plain(value: Any) -> Any:
@@ -186,7 +201,7 @@ def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return str(value)

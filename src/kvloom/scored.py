@@ -36,17 +36,15 @@ class ScoredLayer(LayerCache):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.sinks = None
+        self.sinks, self.body.first = None, 0
         self.keeper = Keeper(self.keep, self.recipe.protect.sinks, self.place)
         self.slots: Slots | None = None
-        self.votes: Asked | None = None  # queries that have not scored yet
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
         slots = 0 if self.slots is None else self.slots.nbytes
-        votes = 0 if self.votes is None else self.votes.q.nbytes
-        return self.body.nbytes + self.keeper.nbytes + slots + votes
+        return self.body.nbytes + self.keeper.nbytes + slots
 
     def attend(
         self,
@@ -75,29 +73,12 @@ class ScoredLayer(LayerCache):
         self.slots.evict(self.keeper.add(self.slots.scores, scores), piece.valid)
         return out
 
-    def crop(self, tokens: int) -> None:
-        """Remove the newest `tokens` tokens; their queries never score."""
-        self.check_crop(tokens)
-        if self.votes is not None and 0 < tokens < self.seen:
-            waiting = self.votes.q.shape[2] - tokens
-            see = self.votes.see
-            self.votes = self.votes._replace(
-                q=self.votes.q[:, :, :waiting],
-                see=None if see is None else see[:, :, : self.seen - tokens],
-            )
-        super().crop(tokens)
-
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         super().map(fn)
         self.keeper.map(fn)
         if self.slots is not None:
             self.slots.map(fn)
-        if self.votes is not None:
-            see = self.votes.see
-            self.votes = self.votes._replace(
-                q=fn(self.votes.q), see=None if see is None else fn(see)
-            )
 
     @property
     def _dropped(self) -> bool:
@@ -108,12 +89,13 @@ class ScoredLayer(LayerCache):
         return not self.keeper.done and self.recipe.store.exact
 
     def _hold(self, asked: Asked) -> None:
+        before = self.held
         super()._hold(asked)
         if self.keeper.done or (self.keep.when == "prompt" and len(self.keeper.scores)):
             return
-        if self.votes is not None:
-            asked = asked._replace(q=torch.cat([self.votes.q, asked.q], dim=2))
-        self.votes = asked
+        if before is not None:
+            asked = asked._replace(q=torch.cat([before.q, asked.q], dim=2))
+        self.held = asked
 
     def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
         t = k.shape[2]
@@ -132,7 +114,6 @@ class ScoredLayer(LayerCache):
             self._after_choice()
 
     def _settle(self, asked: Asked | None) -> None:
-        asked, self.votes = asked or self.votes, None
         if asked is not None and not self.keeper.done and asked.q.shape[2]:
             if self.keep.when == "step" or not len(self.keeper.scores):
                 self._score(asked, self.body.exact_keys())
@@ -140,7 +121,7 @@ class ScoredLayer(LayerCache):
             if slots is not None:
                 self.body.keep(slots, self._needs_index(asked.see))
             self._after_choice()
-        super()._settle(None)
+        super()._settle(asked)
 
     def _surplus(self, tokens: int) -> int:
         return 0  # age decides nothing here

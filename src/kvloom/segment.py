@@ -83,10 +83,14 @@ class Segment:
         self.keys.append(k)
         self.values.append(v)
 
-    def take(self, k: Tensor, v: Tensor, drop: int) -> None:
-        """Add k, v, drop the `drop` oldest tokens, seal what is due."""
-        self.keys.take(k, drop)
-        self.values.take(v, drop)
+    def take(self, k: Tensor, v: Tensor, drop: int, valid: Tensor | None = None) -> None:
+        """Add k, v, drop the `drop` oldest tokens, seal what is due.
+
+        valid: bool [B, 1, seen tokens] by logical index, False for padding.
+        """
+        real = None if valid is None else self._see(valid, 0, len(self) + k.shape[2])
+        self.keys.take(k, drop, real)
+        self.values.take(v, drop, real)
         self.first += drop
 
     def keep(self, slots: Tensor, index: bool) -> None:
@@ -114,10 +118,11 @@ class Segment:
         self.keys.tail.drop_back(n)
         self.values.tail.drop_back(n)
 
-    def seal(self) -> None:
-        """Pack what the schedules no longer keep exact."""
-        self.keys.seal()
-        self.values.seal()
+    def seal(self, valid: Tensor | None = None) -> None:
+        """Pack what the schedules no longer keep exact; valid as in `take`."""
+        real = self.see(valid)
+        self.keys.seal(real)
+        self.values.seal(real)
 
     def pieces(self, valid: Tensor | None, present: int) -> list[Piece]:
         """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
@@ -177,8 +182,9 @@ def take(x: Tensor, slots: Tensor) -> Tensor:
 class Sinks:
     """The first `count` real tokens of every row, always exact.
 
-    Without padding the body begins behind them. Rows of a left-padded batch begin at different
-    logical indices (`start` [B]); there the body holds all tokens and `hide` masks the sinks in it.
+    Rows of a left-padded batch begin at different logical indices (`start` [B]). The body begins
+    at index `count` in any case: what lies before it is padding or a sink. Where a row's sinks lie
+    behind it, the body holds them too, and `hide` masks them there.
     """
 
     def __init__(self, count: int) -> None:
@@ -195,12 +201,13 @@ class Sinks:
         return sum(t.nbytes for t in held if t is not None)
 
     def take(self, k: Tensor, v: Tensor, seen: int, valid: Tensor | None) -> int:
-        """Copy the sinks among k, v [B, Hk, T, D], logical indices seen..; return how many tokens
-        at the front of k, v the body need not hold.
+        """Copy the sinks among k, v [B, Hk, T, D], which have the logical indices seen and on.
+
+        Returns how many tokens at the front of k, v the body does not hold.
         """
         b, h, t, _ = k.shape
         if self.keys is None or self.values is None:
-            self.padded = valid is not None
+            self.padded = valid is not None and not bool(valid.all())
             self.keys = k.new_zeros(b, h, self.count, k.shape[-1])
             self.values = v.new_zeros(b, h, self.count, v.shape[-1])
         if self.padded:
@@ -215,7 +222,7 @@ class Sinks:
         for held, new in ((self.keys, k), (self.values, v)):
             found = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
             held.copy_(torch.where(here, found, held))
-        return 0 if self.padded else min(t, max(0, self.count - seen))
+        return min(t, max(0, self.count - seen))
 
     def full(self, seen: int) -> bool:
         """Whether the first `seen` tokens hold every row's sinks."""
@@ -223,13 +230,20 @@ class Sinks:
             return False
         return seen >= self.count + (int(self.start.max()) if self.padded else 0)
 
-    def piece(self, seen: int) -> Piece:
-        """The sinks among the first `seen` tokens, as something to attend to."""
+    def piece(self, seen: int, valid: Tensor | None = None) -> Piece:
+        """The sinks among the first `seen` tokens, as something to attend to.
+
+        valid: bool [B, 1, seen or more] by logical index, False for padding.
+        """
         assert self.keys is not None
         assert self.values is not None
         if not self.padded and seen >= self.count:
             return Piece(self.keys, self.values, None)
-        return Piece(self.keys, self.values, (self._index() < seen)[:, None, :])
+        index = self._index()
+        see = index < seen
+        if valid is not None:
+            see &= valid[:, 0].gather(1, index.clamp(max=valid.shape[-1] - 1))
+        return Piece(self.keys, self.values, see[:, None, :])
 
     def hide(self, valid: Tensor | None) -> Tensor | None:
         """`valid` [B, 1, seen] without the sinks, for a body that holds them too."""

@@ -34,9 +34,10 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError("a budget is either tokens or a fraction of the prompt: give one")
-        if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise RecipeError(f"budget tokens={self.tokens!r} must be a whole number, 1 or more")
-        if self.fraction is not None and not 0 < self.fraction <= 1:
+        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
+        if self.fraction is not None and not (number and 0 < self.fraction <= 1):
             raise RecipeError(f"budget fraction={self.fraction!r} must lie in (0, 1]")
         if isinstance(self.recent, float) and not 0 <= self.recent <= 1:
             raise RecipeError(f"recent={self.recent!r} must lie in [0, 1], or be a whole number")

@@ -88,5 +88,5 @@ def _option(name: str, build: Callable[..., Recipe], item: str) -> tuple[str, An
 
 
 def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

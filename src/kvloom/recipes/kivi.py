@@ -20,7 +20,7 @@ def kivi(bits: int = 2, group: int = 32, residual: int = 128, meta: str = "fp16"
     """KIVI (arXiv:2402.02750): keys per channel, values per token, 2 bit."""
     return Recipe(
         store=Store(
-            keys=Packed(bits, "channel", group, meta, block=residual),
+            keys=Packed(bits, "channel", group, meta, residual=residual),
             values=Packed(bits, "token", group, meta),
         ),
         protect=Protect(recent=(0, residual)),

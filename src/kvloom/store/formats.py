@@ -22,16 +22,16 @@ class Packed:
     """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quant.ref`).
 
     bits: 2, 3, 4 or 8. axis: "channel" groups `group` consecutive tokens of one channel, "token"
-    groups `group` consecutive channels of one token. meta: dtype of scale and zero. block: so many
-    tokens are gathered before any is packed; up to block - 1 wait exact in the residual. unit:
-    multiples of it are packed, and a prompt at once (default: the block, KIVI; MiniKV: the group).
+    groups `group` consecutive channels of one token. meta: dtype of scale and zero. residual: so
+    many exact tokens are gathered before any is packed; up to residual - 1 wait. unit: multiples
+    of it are packed, and a prompt at once (default: the residual, as KIVI; MiniKV: the group).
     """
 
     bits: int
     axis: str
     group: int = 32
     meta: str = "fp16"
-    block: int = 1
+    residual: int = 1
     unit: int | None = None
 
     def __post_init__(self) -> None:
@@ -39,20 +39,22 @@ class Packed:
         _choice("axis", self.axis, AXES)
         _choice("group", self.group, GROUPS)
         _choice("meta", self.meta, tuple(META))
-        if not isinstance(self.block, int) or self.block < 1:
-            raise RecipeError(f"block={self.block!r} must be a whole number of tokens, 1 or more")
-        if self.unit is not None and (self.unit < 1 or self.block % self.unit):
-            raise RecipeError(f"unit={self.unit} does not divide block={self.block}")
-        if self.axis == "channel" and (self.unit or self.block) % self.group:
+        if type(self.residual) is not int or self.residual < 1:
             raise RecipeError(
-                f"residual={self.block} is not a multiple of group={self.group}: keys are packed "
-                f"in whole groups of tokens; use {self.group} or {4 * self.group}, for example"
+                f"residual={self.residual!r} must be a whole number of tokens, 1 or more"
+            )
+        if self.unit is not None and (self.unit < 1 or self.residual % self.unit):
+            raise RecipeError(f"unit={self.unit} does not divide residual={self.residual}")
+        if self.axis == "channel" and (self.unit or self.residual) % self.group:
+            raise RecipeError(
+                f"residual={self.residual} is not a multiple of group={self.group}: per channel, "
+                f"whole groups of tokens are packed; use {self.group} or {4 * self.group}"
             )
 
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
         """How many of `tokens` exact tokens are packed when the newest `recent` stay exact."""
-        due, unit = max(0, tokens - recent), self.unit or self.block
-        return due // unit * unit if prompt or due >= self.block else 0
+        due, unit = max(0, tokens - recent), self.unit or self.residual
+        return due // unit * unit if prompt or due >= self.residual else 0
 
     def bits_a_value(self) -> float:
         """Bits a packed value costs, scale and zero included: b + 2 * metadata bits / G."""
@@ -95,6 +97,6 @@ class Store:
 
 
 def _choice(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed or isinstance(value, bool):
+    if value not in allowed or type(value) is not type(allowed[0]):
         choices = ", ".join(map(str, allowed))
         raise RecipeError(f"{name}={value!r} is not one of {choices}")

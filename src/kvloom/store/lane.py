@@ -2,10 +2,10 @@
 
 Decides when tokens move from the tail into the packed prefix; knows nothing of attention.
 
-KIVI's two schedules are the two ends of one rule: of N tokens, floor((N - recent) / block) * block
-are packed. Keys: recent 0, block R (the residual fills to R and is emptied whole). Values: recent
-R, block 1 (a queue of R exact tokens). The rule counts from the first token, so it does not depend
-on how a prompt was cut into chunks.
+KIVI's two schedules are the two ends of one rule. Of N tokens, floor((N - recent) / residual) *
+residual are packed. Keys: recent 0, residual R (R exact tokens are gathered and packed whole).
+Values: recent R, residual 1 (a queue of R exact tokens). The rule counts from the first token, so
+it does not depend on how a prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -45,20 +45,26 @@ class Lane:
         """Add x [B, Hk, T, D] to the exact tail."""
         self.tail.append(x)
 
-    def take(self, x: Tensor, drop: int) -> None:
-        """Add x, forget the `drop` oldest tokens, seal: a long x never enters the tail whole."""
+    def take(self, x: Tensor, drop: int, real: Tensor | None = None) -> None:
+        """Add x, forget the `drop` oldest tokens, seal: a long x never enters the tail whole.
+
+        real: bool [B, 1 or Hk, N] of all tokens of the lane and x, False for padding.
+        """
+        begin = self.sealed
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
         surplus = drop + self._surplus(exact.shape[2] - drop, prompt=True)
         if surplus and self.packed is not None:
-            self.packed.append(exact[:, :, drop:surplus])
+            here = None if real is None else real[:, :, begin + drop : begin + surplus]
+            self.packed.append(exact[:, :, drop:surplus], here)
         self.tail.replace(exact[:, :, surplus:])
 
-    def seal(self) -> None:
-        """Pack what the schedule no longer keeps exact."""
+    def seal(self, real: Tensor | None = None) -> None:
+        """Pack what the schedule no longer keeps exact; real as in `take`."""
         surplus = self._surplus(len(self.tail), prompt=False)
         if surplus:
             assert self.packed is not None
-            self.packed.append(self.tail.view()[:, :, :surplus])
+            here = None if real is None else real[:, :, self.sealed : self.sealed + surplus]
+            self.packed.append(self.tail.view()[:, :, :surplus], here)
             self.tail.drop_front(surplus)
 
     def view(self, lo: int, hi: int) -> Tensor | PackedView:

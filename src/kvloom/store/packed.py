@@ -67,14 +67,24 @@ class PackedTokens:
         """Bytes of the tensors held."""
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
-    def append(self, x: Tensor) -> None:
-        """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group."""
-        fmt = self.fmt
-        for part in x.split(_CHUNK, dim=2):
-            codes, scale, zero = ref.quantize(part, fmt.bits, fmt.axis, fmt.group, META[fmt.meta])
-            self._append_codes(codes)
-            self.scale.append(scale)
-            self.zero.append(zero)
+    def append(self, x: Tensor, real: Tensor | None = None) -> None:
+        """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
+
+        real: bool [B, 1 or Hk, T], False for padding.
+        """
+        fmt, parts = self.fmt, []
+        for lo in range(0, x.shape[2], _CHUNK):
+            part = slice(lo, lo + _CHUNK)
+            here = None if real is None else real[:, :, part]
+            parts.append(
+                ref.quantize(x[:, :, part], fmt.bits, fmt.axis, fmt.group, META[fmt.meta], here)
+            )
+        codes, scale, zero = (
+            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
+        )
+        self._append_codes(codes)
+        self.scale.append(scale)
+        self.zero.append(zero)
         self.dtype = x.dtype
 
     def view(self, lo: int = 0, hi: int | None = None) -> PackedView:

@@ -65,17 +65,17 @@ def unpack_codes(packed: Tensor, bits: int, tokens: int) -> Tensor:
 
 
 def quantize(
-    x: Tensor, bits: int, axis: str, group: int, meta: torch.dtype
+    x: Tensor, bits: int, axis: str, group: int, meta: torch.dtype, real: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x [B, Hk, N, D] to (codes uint8 [B, Hk, N, D], scale, zero).
 
     axis "channel": groups of `group` tokens within a channel, scale and zero [B, Hk, N/G, D].
     axis "token": groups of `group` channels within a token, scale and zero [B, Hk, N, D/G].
-    The metadata dtype is `meta`; a value it cannot hold comes back as infinity for the caller
-    to refuse.
+    The metadata dtype is `meta`; a value it cannot hold becomes infinity there. real: bool
+    [B, 1 or Hk, N], False for padding, which does not enter a group's range.
     """
     grouped, dim = _grouped(x.float(), axis, group)
-    low, high = grouped.aminmax(dim=dim, keepdim=True)
+    low, high = _range(grouped, dim, real if axis == "channel" else None)
     zero = low.to(meta)
     scale = ((high - low) / (2**bits - 1)).to(meta)
     step = scale.float()
@@ -92,6 +92,19 @@ def dequantize(
     grouped, dim = _grouped(codes.float(), axis, group)
     x = torch.addcmul(zero.float().unsqueeze(dim), grouped, scale.float().unsqueeze(dim))
     return x.reshape(codes.shape).to(dtype)
+
+
+def _range(grouped: Tensor, dim: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of each group; of the real tokens only, 0 where a group has none."""
+    if real is None:
+        low, high = grouped.aminmax(dim=dim, keepdim=True)
+        return low, high
+    b, _, blocks, group, _ = grouped.shape
+    pad = ~real.reshape(b, -1, blocks, group, 1)
+    low = grouped.masked_fill(pad, torch.inf).amin(dim=dim, keepdim=True)
+    high = grouped.masked_fill(pad, -torch.inf).amax(dim=dim, keepdim=True)
+    none = pad.all(dim=dim, keepdim=True)
+    return low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
 
 
 def _grouped(x: Tensor, axis: str, group: int) -> tuple[Tensor, int]:

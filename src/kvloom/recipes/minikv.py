@@ -52,7 +52,7 @@ def minikv_snap(
 
 def _minikv(budget: Budget, scorer: Scorer, bits: int, group: int, residual: int) -> Recipe:
     def fmt(axis: str) -> Packed:
-        return Packed(bits, axis, group, block=residual, unit=group)
+        return Packed(bits, axis, group, residual=residual, unit=group)
 
     return Recipe(
         keep=Keep(budget, scorer, when="prompt"),

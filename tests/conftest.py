@@ -1,0 +1,31 @@
+"""Settings of all tests: hypothesis draws the same examples every time, and never times out.
+
+Examples are small as drawn, so a failing one is shown as it is: shrinking takes minutes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+
+# Tiny tensors: a second thread costs more than it gives, and beside another busy process it makes
+# every operation ten times slower.
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "kvloom",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=10,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("kvloom")
+torch.set_num_threads(1)  # with tensors this small, threads only wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

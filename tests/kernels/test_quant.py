@@ -1,0 +1,194 @@
+"""kernels.quant.ref against the float64 formula and a bit-by-bit packer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import naive
+from kvloom.kernels.quant import ref
+from kvloom.store.formats import META, Packed
+
+BITS = (2, 3, 4, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = [
+    (axis, group, dim)
+    for axis in ("channel", "token")
+    for group in (16, 32, 64, 128)
+    for dim in (64, 80, 96, 128, 256)
+    if axis == "channel" or dim % group == 0
+]
+
+
+def drawn(axis: str, group: int, dim: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Tokens [1, 1, N, D] with outlier channels; per token, N fills no atom; one constant group."""
+    g = torch.Generator().manual_seed(seed + group + dim)
+    n = 2 * group if axis == "channel" else 5
+    x = torch.randn(1, 1, n, dim, generator=g) * torch.logspace(-2, 2, dim)
+    x[..., :group, :group] = 0.3  # constant whichever way the group runs
+    return x.to(dtype)
+
+
+def check_against_naive(x, bits, axis, group, meta):
+    """One head x [1, 1, N, D]: metadata, codes, error and inverse, all against float64."""
+    codes, scale, zero = ref.quantize(x, bits, axis, group, META[meta])
+    back = ref.dequantize(codes, scale, zero, axis, group, torch.float32)
+    every = max(1, x.shape[3] // 32) if axis == "channel" else 1  # channels are independent: some
+    exact, scale, zero, back, codes = (
+        a[0, 0, :, ::every].double().numpy() for a in (x, scale, zero, back, codes)
+    )
+    _, true_scale, true_zero = naive.quantize(exact, bits, axis, group)
+    top = 2**bits - 1
+
+    # the zero is the minimum, rounded once; the scale an fp32 quotient, rounded once
+    info = torch.finfo(META[meta])
+    np.testing.assert_array_equal(zero, np.vectorize(naive.META[meta])(true_zero))
+    half_ulp = np.maximum(true_scale * info.eps, info.smallest_normal * info.eps) / 2
+    assert (np.abs(scale - true_scale) <= half_ulp * (1 + 1e-6) + 2**-22 * true_scale).all()
+
+    # the codes are naive's with the stored metadata; only a quotient that fp32 cannot tell from a
+    # half may go either way
+    quotient = naive.quotients(exact, scale, zero, axis, group)
+    clear = np.abs(quotient - np.floor(quotient) - 0.5) > 1e-6 * (1 + np.abs(quotient))
+    want = np.clip(np.rint(quotient), 0, top)
+    np.testing.assert_array_equal(codes[clear], want[clear])
+    assert np.abs(codes - want).max() <= 1
+
+    # x' is code * scale + zero, and off by half a step at most; where the rounded metadata does not
+    # span the group any more, by the distance from the group's end to the nearest level
+    size = 2**-22 * np.abs(exact).max()
+    np.testing.assert_allclose(
+        back, naive.dequantize(codes, scale, zero, axis, group), rtol=0, atol=size
+    )
+    high = true_zero + top * true_scale
+    bound = np.maximum(scale / 2, np.maximum(zero - true_zero, high - zero - top * scale))
+    error, (n, d) = np.abs(back - exact), exact.shape
+    by_group = (n // group, group, d) if axis == "channel" else (n, d // group, group)
+    assert (error.reshape(by_group).max(1 if axis == "channel" else 2) <= bound + size).all()
+    return back
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("axis", "group", "dim"), FORMATS)
+@pytest.mark.parametrize("meta", META)
+def test_quantize_is_the_formula(bits, axis, group, dim, meta):
+    for dtype in DTYPES:
+        check_against_naive(drawn(axis, group, dim, dtype), bits, axis, group, meta)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_error_is_at_most_half_a_step_with_exact_metadata(bits, axis):
+    x = torch.rand(2, 3, 64, 64)
+    codes, scale, zero = ref.quantize(x, bits, axis, 32, torch.float32)
+    back = ref.dequantize(codes, scale, zero, axis, 32, torch.float32)
+    dim = 2 if axis == "channel" else 3
+    step = scale.repeat_interleave(32, dim=dim)
+    assert ((x - back).abs() <= step / 2 + 2**-22).all()
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("meta", META)
+@pytest.mark.parametrize(
+    "values",
+    [
+        (65504.0, -65504.0, 0.0, 1.0),  # the largest fp16 numbers
+        (65504.0, 65472.0, 65440.0, 65504.0),
+        (6e-8, 0.0, 1.2e-7, 1.8e-7),  # subnormal in fp16: the scale may vanish
+        (6.1e-5, -6.1e-5, 6e-8, 0.0),
+        (-0.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_extremes_of_fp16_stay_finite_and_within_bounds(axis, meta, values):
+    x = torch.tensor(values).repeat(16)[torch.randperm(64)].to(torch.float16)
+    x = x.repeat(32, 1)[None, None].contiguous()
+    for bits in BITS:
+        back = check_against_naive(x, bits, axis, 32, meta)
+        assert np.isfinite(back).all()
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_constant_group_comes_back_as_its_zero(axis, bits):
+    x = torch.full((1, 2, 32, 32), 0.3, dtype=torch.float16)
+    codes, scale, zero = ref.quantize(x, bits, axis, 16, torch.float16)
+    assert not codes.any()
+    assert not scale.any()
+    assert torch.equal(ref.dequantize(codes, scale, zero, axis, 16, x.dtype), x)
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("n", [0, 16, 48])
+def test_batch_rows_and_heads_are_quantized_apart(axis, n):
+    x = torch.randn(3, 2, n, 48)
+    whole = ref.quantize(x, 2, axis, 16, torch.float16)
+    for i in range(3):
+        for h in range(2):
+            alone = ref.quantize(x[i : i + 1, h : h + 1], 2, axis, 16, torch.float16)
+            for a, b in zip(whole, alone, strict=True):
+                assert torch.equal(a[i : i + 1, h : h + 1], b)
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_memory_layout_of_the_input_does_not_matter(axis, every):
+    x = torch.randn(2, 64, 3, 128).transpose(1, 2)[:, :, ::every, ::every]
+    got, want = (ref.quantize(y, 4, axis, 16, torch.float16) for y in (x, x.contiguous()))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33])
+def test_packing_codes_is_the_stated_layout_and_is_undone(bits, tokens):
+    codes = torch.randint(0, 2**bits, (2, 3, tokens, 5), dtype=torch.uint8)
+    packed = ref.pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, ref.rows_for(tokens, bits), 5)
+    np.testing.assert_array_equal(packed[1, 2].numpy(), naive.pack(codes[1, 2].numpy(), bits))
+    assert torch.equal(ref.unpack_codes(packed, bits, tokens), codes)
+    np.testing.assert_array_equal(
+        naive.unpack(packed[1, 2].numpy(), bits, tokens), codes[1, 2].numpy()
+    )
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_byte_of_whole_atoms_means_something(bits):
+    rows = 6 * ref.ATOM[bits][1]
+    packed = torch.randint(0, 256, (1, 2, rows, 7), dtype=torch.uint8)
+    tokens = 6 * ref.ATOM[bits][0]
+    codes = ref.unpack_codes(packed, bits, tokens)
+    assert int(codes.max()) < 2**bits
+    assert torch.equal(ref.pack_codes(codes, bits), packed)
+
+
+@given(
+    bits=st.sampled_from(BITS),
+    lengths=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    seed=st.integers(0, 99),
+)
+def test_packing_whole_atoms_apart_is_packing_them_together(bits, lengths, seed):
+    atom = ref.ATOM[bits][0]
+    a, b = lengths[0] * atom, lengths[1]
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (1, 1, a + b, 3), dtype=torch.uint8, generator=g)
+    apart = [ref.pack_codes(codes[:, :, :a], bits), ref.pack_codes(codes[:, :, a:], bits)]
+    assert torch.equal(torch.cat(apart, dim=2), ref.pack_codes(codes, bits))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("meta", META)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bytes_are_what_the_format_says(bits, axis, meta, dim):
+    fmt = Packed(bits, axis, 32, meta, residual=32)
+    for tokens in (0, 32, 96) if axis == "channel" else (0, 1, 7, 8, 33):
+        x = torch.randn(1, 1, tokens, dim)
+        codes, scale, zero = ref.quantize(x, bits, axis, 32, META[meta])
+        held = (ref.pack_codes(codes, bits), scale, zero)
+        assert fmt.nbytes(tokens, dim) == sum(x.nbytes for x in held)
+    # whole atoms: exactly the effective bits of a value
+    assert fmt.nbytes(64, dim) * 8 == fmt.bits_a_value() * 64 * dim

@@ -1,0 +1,130 @@
+"""What is held: never more than budgeted, protected tokens bit by bit, bytes as predicted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.keep import Budget, Keep
+from kvloom.layer import Asked, LayerCache
+from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import resolve
+from kvloom.shapes import Geometry
+from steps import RECIPES, D, build, draw, feed, named_buffers
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+BUDGETS = {
+    "window": resolve("window:tokens=20"),
+    "streaming": resolve("streaming:tokens=24,sinks=4"),
+    "least": resolve("streaming:tokens=3,sinks=2"),
+    "half": Recipe(keep=Keep(Budget(fraction=0.5))),
+    "tenth": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(sinks=4)),
+    "recent": Recipe(keep=Keep(Budget(tokens=30)), protect=Protect(sinks=2, recent=10)),
+    "tenth, recent": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(recent=8)),
+}
+every_budget = pytest.mark.parametrize("recipe", BUDGETS.values(), ids=BUDGETS)
+sizes = st.lists(st.one_of(st.just(1), st.integers(1, 90)), min_size=1, max_size=8)
+seeds = st.integers(0, 999)
+
+
+def held(cache: LayerCache) -> int:
+    """Tokens that a cache holds."""
+    sinks = 0 if cache.sinks is None else min(cache.seen, cache.sinks.count)
+    return sinks + len(cache.body)
+
+
+@every_budget
+@given(sizes, st.booleans(), seeds)
+def test_the_budget_is_never_exceeded(recipe, sizes, padding, seed):
+    q, k, v = draw(seed, sum(sizes), batch=2)
+    valid = torch.ones(2, sum(sizes), dtype=torch.bool)
+    valid[1, : sizes[0] // 2] = False
+    cache, at = LayerCache(recipe), 0
+    protected = recipe.protect.sinks + max(recipe.protect.recents)
+    for t in sizes:
+        part = [x[:, :, at : at + t] for x in (q, k, v)]
+        feed(cache, *part, valid=valid[:, : at + t] if padding else None)
+        at += t
+        budget = max(recipe.keep.budget.resolve(sizes[0]), protected)
+        assert held(cache) <= budget
+        assert held(cache) == min(at, budget) or padding  # and nothing is dropped without need
+
+
+@every_budget
+@given(sizes, seeds)
+def test_sinks_and_the_newest_tokens_survive_a_budget(recipe, sizes, seed):
+    n = sum(sizes)
+    q, k, v = draw(seed, n)
+    cache = build(recipe, q, k, v, sizes)
+    survivors(cache, recipe, k, v)
+    body = len(cache.body)
+    for lane, x in ((cache.body.keys, k), (cache.body.values, v)):
+        assert body == 0 or torch.equal(lane.tail.view(), x[:, :, n - body :])
+
+
+def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
+    """Protected tokens are held bit by bit, outside the packed store."""
+    sinks = min(recipe.protect.sinks, cache.seen)
+    if sinks:
+        assert torch.equal(cache.sinks.keys[:, :, :sinks], k[:, :, :sinks])
+        assert torch.equal(cache.sinks.values[:, :, :sinks], v[:, :, :sinks])
+    lanes = (cache.body.keys, cache.body.values)
+    for lane, recent, x in zip(lanes, recipe.protect.recents, (k, v), strict=True):
+        recent = min(recent, cache.seen - sinks)
+        if recent:
+            newest = lane.tail.view()[:, :, -recent:]
+            assert torch.equal(newest, x[:, :, -recent:])
+
+
+@every_recipe
+@given(sizes, st.sampled_from([torch.float32, torch.bfloat16]), seeds)
+def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
+    q, k, v = (x.to(dtype) for x in draw(seed, sum(sizes)))
+    survivors(build(recipe, q, k, v, sizes), recipe, k, v)
+
+
+@pytest.mark.parametrize("recipe", (RECIPES | BUDGETS).values(), ids=RECIPES | BUDGETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 2))
+def test_predicted_bytes_are_the_bytes_held_after_a_prompt(recipe, dtype, n, batch, hk):
+    q, k, v = (x.to(dtype) for x in draw(0, n, batch, 2, hk))
+    cache = build(recipe, q, k, v)
+    assert cache.nbytes == recipe.nbytes(n, Geometry(1, 2, hk, D, dtype), batch)
+    assert 5 * cache.nbytes == recipe.nbytes(n, Geometry(5, 2, hk, D, dtype), batch)
+
+
+@pytest.mark.parametrize("name", ["kivi", "rtn", "full"])
+def test_predicted_bytes_hold_for_a_prompt_longer_than_one_chunk_of_packing(name):
+    n = 4096 + 300
+    _, k, v = draw(0, n)
+    cache = LayerCache(resolve(name))
+    cache.seen = n
+    cache._take(k, v, Asked(k[:, :, :0], 1.0, None, None))  # what a prompt does after its attention
+    assert cache.nbytes == resolve(name).nbytes(n, Geometry(1, 2, 1, D, torch.float32))
+
+
+@every_recipe
+@pytest.mark.parametrize("prompt", [1, 40, 500])
+def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recipe, prompt):
+    steps = 100
+    q, k, v = draw(0, prompt + steps)
+    cache = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)))
+    geometry = Geometry(1, 2, 1, D, torch.float32)
+    for i in range(prompt, prompt + steps):
+        cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)), scale=1.0)
+        spare = 0
+        for buffer in named_buffers(cache.body).values():
+            if buffer.data is not None:
+                row = buffer.data[:, :, :1].nbytes if buffer.data.shape[2] else 0
+                spare += row * (32 + (len(buffer) + 1) / 16 + 1)  # + 1: the step's own token
+        exact = recipe.nbytes(i + 1, geometry)
+        assert exact <= cache.nbytes <= exact + spare
+
+
+@every_recipe
+def test_reset_gives_everything_back(recipe):
+    cache = build(recipe, *draw(0, 100))
+    cache.reset()
+    assert (cache.seen, cache.nbytes, len(cache.body)) == (0, 0, 0)

@@ -1,0 +1,122 @@
+"""Drafts: what was appended while recording can be undone, exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvloom.layer import LayerCache
+from steps import RECIPES, SOME, SOME_TOKENS, assert_same_state, build, draw, feed, state
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+seeds = st.integers(0, 999)
+
+
+def drafted(
+    recipe, qkv, prompt: int, draft: int, rejected: int, one_by_one=False, valid=None
+) -> LayerCache:
+    """Prompt, then a draft while recording, of which the newest tokens are rejected."""
+    see = None if valid is None else valid[:, :prompt]
+    cache = build(recipe, *(x[:, :, :prompt] for x in qkv), valid=see)
+    cache.recording = True
+    tokens = [x[:, :, prompt : prompt + draft] for x in qkv]
+    feed(cache, *tokens, [1] * draft if one_by_one else [draft], valid)
+    cache.crop(rejected)
+    cache.recording = False
+    return cache
+
+
+@every_recipe
+@given(st.integers(5, 150), st.integers(1, 40), st.integers(0, 40), st.booleans(), seeds)
+def test_crop_undoes_a_draft(recipe, prompt, draft, rejected, one_by_one, seed):
+    assume(rejected <= draft)
+    n = prompt + draft - rejected
+    q, k, v = draw(seed, prompt + draft, batch=2)
+    cropped = drafted(recipe, (q, k, v), prompt, draft, rejected, one_by_one)
+    never = build(recipe, *(x[:, :, :n] for x in (q, k, v)))
+    assert_same_state(state(cropped), state(never))
+    new = draw(seed + 1, SOME_TOKENS, batch=2)
+    outputs = [feed(cache, *new, SOME) for cache in (cropped, never)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    assert_same_state(state(cropped), state(never))
+
+
+@every_recipe
+@given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 40), st.integers(0, 60), seeds)
+def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad, seed):
+    rejected, pad = min(rejected, draft), min(pad, prompt - 1)
+    n, most = prompt + draft - rejected, prompt + draft + SOME_TOKENS
+    valid = torch.arange(most) >= torch.tensor([[0], [pad]])
+    q, k, v = draw(seed, prompt + draft, batch=2)
+    cropped = drafted(recipe, (q, k, v), prompt, draft, rejected, valid=valid)
+    never = build(recipe, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], valid)
+    new = draw(seed + 1, SOME_TOKENS, batch=2)
+    outputs = [feed(cache, *new, SOME, valid) for cache in (cropped, never)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+@every_recipe
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=10), seeds)
+def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
+    drafts = [(draft, min(rejected, draft)) for draft, rejected in drafts]
+    q, k, v = draw(seed, 30 + sum(d for d, _ in drafts))
+    cache = build(recipe, *(x[:, :, :30] for x in (q, k, v)))
+    kept = list(range(30))
+    for draft, rejected in drafts:
+        cache.recording = True
+        start = cache.seen
+        # rejected tokens are others than those that come in their place
+        part = [x[:, :, start : start + draft].clone() for x in (q, k, v)]
+        for x in part:
+            x[:, :, draft - rejected :] += 1
+        feed(cache, *part)
+        cache.crop(rejected)
+        cache.recording = False
+        kept += range(start, start + draft - rejected)
+    assert_same_state(state(cache), state(build(recipe, *(x[:, :, kept] for x in (q, k, v)))))
+
+
+@every_recipe
+@given(st.integers(1, 4), st.integers(1, 8), seeds)
+def test_crop_undoes_a_draft_after_the_shortest_prompts(recipe, prompt, draft, seed):
+    q, k, v = draw(seed, prompt + draft)
+    cropped = drafted(recipe, (q, k, v), prompt, draft, draft)
+    never = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)))
+    new = draw(seed + 1, SOME_TOKENS)
+    outputs = [feed(cache, *new, SOME) for cache in (cropped, never)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    assert_same_state(state(cropped), state(never))
+
+
+@every_recipe
+@given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 60), seeds)
+def test_while_recording_nothing_is_lost(recipe, prompt, draft, pad, seed):
+    """A step in a draft attends to the draft's own tokens exactly, however many there are."""
+    pad = min(pad, prompt - 1)
+    q, k, v = draw(seed, prompt + draft + 1)
+    valid = (torch.arange(prompt + draft + 1) >= pad)[None] if pad else None
+    one, many = LayerCache(recipe), LayerCache(recipe)
+    for cache in (one, many):
+        see = None if valid is None else valid[:, :prompt]
+        feed(cache, *(x[:, :, :prompt] for x in (q, k, v)), valid=see)
+        cache.recording = True
+    rest = [x[:, :, prompt:] for x in (q, k, v)]
+    at_once = feed(one, *rest, valid=valid)
+    by_one = feed(many, *rest, [1] * (draft + 1), valid=valid)
+    torch.testing.assert_close(at_once, by_one, rtol=0, atol=2e-6)
+
+
+@every_recipe
+@given(st.integers(1, 120), st.integers(0, 3), seeds)
+def test_cropping_everything_is_a_new_cache(recipe, n, more, seed):
+    q, k, v = draw(seed, n)
+    cache = LayerCache(recipe)
+    cache.recording = True
+    feed(cache, q, k, v)
+    cache.crop(n + more)
+    assert (cache.seen, cache.nbytes) == (0, 0)
+    cache.recording = False
+    feed(cache, q, k, v)
+    assert_same_state(state(cache), state(build(recipe, q, k, v)))

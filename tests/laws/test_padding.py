@@ -1,0 +1,129 @@
+"""Left padding: what stands in padded slots, and how long other rows are, changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.layer import LayerCache
+from kvloom.recipe import Recipe
+from kvloom.recipes import resolve
+from steps import RECIPES, SOME, SOME_TOKENS, draw, feed
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+PROMPT = 75
+ANSWER = SOME  # the steps after the prompt
+TOKENS = PROMPT + SOME_TOKENS
+# Formats in which a token is stored alike wherever it stands (keys per channel are not).
+FREE_OF_PLACE = ["full", "rtn:group=16", "rtn:bits=3,residual=5", "window:tokens=20", "values only"]
+FREE_OF_PLACE += ["streaming:tokens=24,sinks=4"]
+
+pads = st.lists(st.integers(0, PROMPT - 1), min_size=3, max_size=3)
+cuts = st.sampled_from([[PROMPT], [40, 35], [10, 64, 1], [7] * 10 + [5]])
+
+
+def padded(pads: list[int], n: int = TOKENS) -> torch.Tensor:
+    """The mask of a batch whose row i starts with pads[i] padded slots."""
+    return torch.arange(n) >= torch.tensor(pads)[:, None]
+
+
+def run(recipe: Recipe, qkv, valid, prompt=(PROMPT,)) -> torch.Tensor:
+    """Outputs of a prompt in chunks and of the steps after it."""
+    sizes = [*prompt, *ANSWER]
+    return real(feed(LayerCache(recipe), *qkv, sizes, valid), valid)
+
+
+def real(out: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Outputs of real tokens; what a padded query gets means nothing."""
+    return torch.where(valid[:, None, :, None], out, 0.0)
+
+
+def litter(qkv, valid, size: float, seed: int):
+    """The same tokens with other content, `size` large, in padded slots."""
+    g = torch.Generator().manual_seed(seed)
+    at = valid[:, None, :, None]
+    return [torch.where(at, x, size * torch.randn(x.shape, generator=g).clamp(-1, 1)) for x in qkv]
+
+
+@every_recipe
+@given(pads, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
+def test_content_of_padding_is_irrelevant(recipe, pads, size, seed):
+    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
+    want, got = run(recipe, qkv, valid), run(recipe, litter(qkv, valid, size, seed), valid)
+    assert torch.equal(got, want)
+
+
+@every_recipe
+@given(pads, cuts, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
+def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, seed):
+    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
+    want = run(recipe, qkv, valid, cuts)
+    got = run(recipe, litter(qkv, valid, size, seed), valid, cuts)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+@every_recipe
+@given(pads, cuts, st.integers(0, 999))
+def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, seed):
+    """What is stored is the same: the steps after the prompt cannot tell."""
+    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
+    at_once, chunks = (run(recipe, qkv, valid, p)[:, :, PROMPT:] for p in ([PROMPT], cuts))
+    torch.testing.assert_close(chunks, at_once, rtol=0, atol=2e-6)
+
+
+@every_recipe
+@given(pads, st.integers(0, 999))
+def test_other_rows_padding_changes_nothing(recipe, pads, seed):
+    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
+    together = run(recipe, qkv, valid)
+    for i in range(3):
+        alone = run(recipe, [x[i : i + 1] for x in qkv], valid[i : i + 1])
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=2e-6)
+
+
+@every_recipe
+@given(st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.integers(0, 999))
+def test_a_row_without_padding_does_not_notice_the_batch(recipe, pads, seed):
+    qkv, valid = draw(seed, TOKENS, batch=3), padded([0, *pads])
+    together = run(recipe, qkv, valid)
+    alone = [x[:1] for x in qkv]
+    want = feed(LayerCache(recipe), *alone, [PROMPT, *ANSWER])
+    torch.testing.assert_close(together[:1], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", FREE_OF_PLACE)
+@given(pads, cuts, st.integers(0, 999))
+def test_padding_a_row_is_leaving_it_shorter(name, pads, cuts, seed):
+    recipe = RECIPES[name]
+    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
+    together = run(recipe, qkv, valid)
+    for i, pad in enumerate(pads):
+        short = [x[i : i + 1, :, pad:] for x in qkv]
+        alone = feed(LayerCache(recipe), *short, [PROMPT - pad, *ANSWER])
+        torch.testing.assert_close(together[i : i + 1, :, pad:], alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["full", "window:tokens=200", "streaming:tokens=200"])
+def test_huge_padding_is_no_trouble_where_nothing_is_packed(name):
+    qkv, valid = draw(0, TOKENS, batch=3), padded([0, 30, 74])
+    want = run(resolve(name), qkv, valid)
+    assert torch.equal(run(resolve(name), litter(qkv, valid, 1e38, 1), valid), want)
+
+
+@every_recipe
+@given(
+    st.lists(st.integers(0, 29), min_size=2, max_size=2),
+    st.lists(st.integers(0, 20), min_size=2, max_size=2),
+    st.integers(0, 999),
+)
+def test_padding_between_turns_is_irrelevant_too(recipe, first, second, seed):
+    valid = torch.cat([padded(first, 30), padded(second, 21), padded([0, 0], SOME_TOKENS)], dim=1)
+    qkv = draw(seed, valid.shape[1], batch=2)
+    sizes = [30, 21, *SOME]
+
+    def outputs(tokens):
+        return real(feed(LayerCache(recipe), *tokens, sizes, valid), valid)
+
+    assert torch.equal(outputs(litter(qkv, valid, 6e4, seed)), outputs(qkv))

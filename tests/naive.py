@@ -1,0 +1,208 @@
+"""The papers' formulas in float64, by loops where possible. Imports nothing of kvloom.
+
+Arrays are numpy float64: q [B, Hq, T, D], k and v [B, Hk, N, D]; one head's tokens are [N, D].
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def attention(q, k, v, scale, causal=False, valid=None, softcap=None):
+    """Softmax attention, one query row at a time: (out [B, Hq, T, D], lse [B, Hq, T]).
+
+    causal: query i of T is token N - T + i and sees no later one. valid: bool [B, 1 or Hk, N].
+    A row that sees nothing gives out 0 and lse -inf.
+    """
+    b, hq, t, _ = q.shape
+    hk, n = k.shape[1], k.shape[2]
+    out, lse = np.zeros((b, hq, t, v.shape[-1])), np.full((b, hq, t), -np.inf)
+    for i in range(b):
+        for h in range(hq):
+            g = h // (hq // hk)  # the key/value head that query head h shares
+            for row in range(t):
+                see = np.ones(n, dtype=bool)
+                if causal:
+                    see &= np.arange(n) <= n - t + row
+                if valid is not None:
+                    see &= valid[i, g if valid.shape[1] > 1 else 0]
+                if not see.any():
+                    continue
+                s = k[i, g][see] @ q[i, h, row] * scale
+                if softcap is not None:
+                    s = softcap * np.tanh(s / softcap)
+                w = np.exp(s - s.max())
+                out[i, h, row] = w @ v[i, g][see] / w.sum()
+                lse[i, h, row] = math.log(w.sum()) + s.max()
+    return out, lse
+
+
+def bf16(x: float) -> float:
+    """Round to bfloat16: the upper half of a float32, half to even."""
+    word = int(np.float32(x).view(np.uint32))
+    word += 0x7FFF + ((word >> 16) & 1)
+    return float(np.uint32(word & 0xFFFF0000).view(np.float32))
+
+
+META = {  # how a scale or zero is stored; to 16 bits by way of the fp32 it is computed in
+    "fp64": float,
+    "fp32": lambda x: float(np.float32(x)),
+    "fp16": lambda x: float(np.float16(np.float32(x))),
+    "bf16": bf16,
+}
+META_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def groups(x, axis, group):
+    """Index pairs of the groups of x [N, D]: (place in scale and zero, place in x)."""
+    n, d = x.shape
+    if axis == "channel":  # `group` consecutive tokens of one channel
+        for g in range(n // group):
+            for c in range(d):
+                yield (g, c), (slice(g * group, (g + 1) * group), c)
+    else:  # `group` consecutive channels of one token
+        for i in range(n):
+            for g in range(d // group):
+                yield (i, g), (i, slice(g * group, (g + 1) * group))
+
+
+def quantize(x, bits, axis, group, meta="fp64"):
+    """Codes, scale, zero of x [N, D]: zero = min, scale = (max - min) / (2^b - 1)."""
+    n, d = x.shape
+    shape = (n // group, d) if axis == "channel" else (n, d // group)
+    scale, zero = np.zeros(shape), np.zeros(shape)
+    for at, where in groups(x, axis, group):
+        low, high = x[where].min(), x[where].max()
+        zero[at] = META[meta](low)
+        scale[at] = META[meta]((high - low) / (2**bits - 1))
+    return codes_for(x, scale, zero, bits, axis, group), scale, zero
+
+
+def quotients(x, scale, zero, axis, group):
+    """(x - zero) / scale before rounding; 0 where the scale is 0."""
+    out = np.zeros_like(x)
+    for at, where in groups(x, axis, group):
+        if scale[at] > 0:
+            out[where] = (x[where] - zero[at]) / scale[at]
+    return out
+
+
+def codes_for(x, scale, zero, bits, axis, group):
+    """clamp(round((x - zero) / scale), 0, 2^b - 1), half to even."""
+    return np.clip(np.rint(quotients(x, scale, zero, axis, group)), 0, 2**bits - 1).astype(int)
+
+
+def dequantize(codes, scale, zero, axis, group):
+    """code * scale + zero."""
+    out = np.zeros(codes.shape)
+    for at, where in groups(codes, axis, group):
+        out[where] = codes[where] * scale[at] + zero[at]
+    return out
+
+
+def fake(x, bits, axis, group, meta="fp64"):
+    """What comes back of x [N, D] after packing."""
+    return dequantize(*quantize(x, bits, axis, group, meta), axis, group)
+
+
+def _bit_places(token, bits):
+    """[(bit of the code, byte row, bit of the byte)] of one token's code."""
+    if bits == 3:  # 8 tokens, 3 byte rows: low two bits of 4 + 4 tokens, then all the high bits
+        atom, t = divmod(token, 8)
+        low = (3 * atom + t // 4, 2 * (t % 4))
+        return [(0, low[0], low[1]), (1, low[0], low[1] + 1), (2, 3 * atom + 2, t)]
+    row, t = divmod(token, 8 // bits)
+    return [(bit, row, bits * t + bit) for bit in range(bits)]
+
+
+def atom_tokens(bits):
+    """The least number of tokens whose codes fill whole bytes."""
+    return 8 // math.gcd(8, bits)
+
+
+def pack(codes, bits):
+    """Codes [N, D] to bytes [rows, D], bit by bit."""
+    n, d = codes.shape
+    atom = atom_tokens(bits)
+    out = np.zeros((-(-n // atom) * atom * bits // 8, d), dtype=np.uint8)
+    for token in range(n):
+        for bit, row, place in _bit_places(token, bits):
+            out[row] |= (((codes[token].astype(int) >> bit) & 1) << place).astype(np.uint8)
+    return out
+
+
+def unpack(packed, bits, tokens):
+    """Bytes [rows, D] to codes [tokens, D], bit by bit."""
+    out = np.zeros((tokens, packed.shape[1]), dtype=int)
+    for token in range(tokens):
+        for bit, row, place in _bit_places(token, bits):
+            out[token] |= ((packed[row].astype(int) >> place) & 1) << bit
+    return out
+
+
+class Kivi:
+    """KIVI by its definition (arXiv:2402.02750, Algorithm 1 with the official code's order).
+
+    Keys: of n tokens the first n - n mod R are packed per channel, the rest is exact. Values: all
+    but the newest R are packed per token. A prompt attends exactly; a decode step attends to what
+    was stored before it and to its own exact key and value, and packs afterwards.
+    """
+
+    def __init__(self, bits, group, residual, meta="fp64"):
+        self.bits, self.group, self.residual, self.meta = bits, group, residual, meta
+
+    def prompt(self, q, k, v, scale):
+        """Attend exactly, then store."""
+        n, r = k.shape[2], self.residual
+        out, _ = attention(q, k, v, scale, causal=True)
+        packed = n - n % r
+        self.packed_keys = self._fake(k[:, :, :packed], "channel")
+        self.exact_keys = k[:, :, packed:]
+        self.packed_values = self._fake(v[:, :, : max(0, n - r)], "token")
+        self.exact_values = v[:, :, max(0, n - r) :]
+        return out
+
+    def decode(self, q, k, v, scale):
+        """One token: attend, then pack what is due."""
+        self.exact_keys = np.concatenate([self.exact_keys, k], axis=2)
+        self.exact_values = np.concatenate([self.exact_values, v], axis=2)
+        out, _ = attention(q, self.keys, self.values, scale)
+        if self.exact_keys.shape[2] == self.residual:
+            self.packed_keys = np.concatenate(
+                [self.packed_keys, self._fake(self.exact_keys, "channel")], axis=2
+            )
+            self.exact_keys = self.exact_keys[:, :, :0]
+        if self.exact_values.shape[2] > self.residual:
+            oldest = self._fake(self.exact_values[:, :, :1], "token")
+            self.packed_values = np.concatenate([self.packed_values, oldest], axis=2)
+            self.exact_values = self.exact_values[:, :, 1:]
+        return out
+
+    @property
+    def keys(self):
+        return np.concatenate([self.packed_keys, self.exact_keys], axis=2)
+
+    @property
+    def values(self):
+        return np.concatenate([self.packed_values, self.exact_values], axis=2)
+
+    def _fake(self, x, axis):
+        out = np.zeros(x.shape)
+        for i in range(x.shape[0]):
+            for h in range(x.shape[1]):
+                out[i, h] = fake(x[i, h], self.bits, axis, self.group, self.meta)
+        return out
+
+
+def kivi_nbytes(n, head_dim, bits, group, residual, meta, exact_bytes):
+    """Bytes of one head's n tokens under KIVI; codes in whole bytes, `exact_bytes` a number."""
+
+    def side(packed):
+        atom = atom_tokens(bits)
+        codes = -(-packed // atom) * atom * bits // 8 * head_dim
+        pairs = packed * head_dim // group  # one scale and one zero a group
+        return codes + 2 * META_BYTES[meta] * pairs + (n - packed) * head_dim * exact_bytes
+
+    return side(n - n % residual) + side(max(0, n - residual))

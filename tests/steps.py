@@ -1,0 +1,115 @@
+"""What tests of a layer cache share: random steps, feeding them, and reading the state back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvloom.layer import LayerCache
+from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import resolve
+from kvloom.segment import Segment
+from kvloom.store import Packed, Store
+from kvloom.store.buffer import Buffer
+from kvloom.store.lane import Lane
+
+D = 32  # head dimension of the laws: groups 16 and 32 divide it
+SCALE = D**-0.5
+SOME = [1, 1, 1, 20, 1, 12, 1, 3]  # steps after which every residual has moved on
+SOME_TOKENS = sum(SOME)
+
+
+def _store(keys: Packed | None, values: Packed | None, sinks: int = 0, recent=0) -> Recipe:
+    return Recipe(store=Store(keys, values), protect=Protect(sinks, recent))
+
+
+RECIPES: dict[str, Recipe] = {
+    name: resolve(name)
+    for name in (
+        "full",
+        "kivi:group=32,residual=32",
+        "kivi:group=16,residual=64,meta=fp32",
+        "kivi-4:group=16,residual=16,meta=bf16",
+        "kivi:bits=3,group=32,residual=32",
+        "kivi:bits=8,group=32,residual=96",
+        "rtn:group=16",
+        "rtn:bits=3,residual=5",
+        "window:tokens=20",
+        "streaming:tokens=24,sinks=4",
+    )
+} | {
+    "keys only": _store(Packed(2, "channel", 16, residual=16), None),
+    "values only": _store(None, Packed(3, "token", 16), recent=3),
+    "swapped axes": _store(
+        Packed(4, "token", 16, residual=8), Packed(2, "channel", 32, residual=32), recent=(7, 10)
+    ),
+    "sinks, packed": _store(
+        Packed(2, "channel", 32, residual=32), Packed(2, "token", 32), sinks=3, recent=(0, 32)
+    ),
+}
+
+
+def draw(seed: int, tokens: int, batch: int = 1, hq: int = 2, hk: int = 1, dim: int = D):
+    """Random q, k, v of `tokens` tokens."""
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, h, tokens, dim, generator=g) for h in (hq, hk, hk))
+
+
+def feed(cache: LayerCache, q, k, v, sizes=None, valid=None, scale=SCALE, softcap=None) -> Tensor:
+    """Attend in steps of `sizes` tokens (None: all at once); the outputs one behind the other.
+
+    valid: bool [B, tokens ever seen by the cache].
+    """
+    outs, at, past = [], 0, cache.seen
+    for t in [q.shape[2]] if sizes is None else [t for t in sizes if t]:
+        see = None if valid is None else valid[:, : past + at + t]
+        part = [x[:, :, at : at + t] for x in (q, k, v)]
+        outs.append(cache.attend(*part, scale=scale, valid=see, softcap=softcap))
+        at += t
+    assert at == q.shape[2], "sizes do not sum up to the tokens given"
+    return torch.cat(outs, dim=2)
+
+
+def build(recipe: Recipe, q, k, v, sizes=None, valid=None) -> LayerCache:
+    """A cache that has seen these tokens."""
+    cache = LayerCache(recipe)
+    feed(cache, q, k, v, sizes, valid)
+    return cache
+
+
+def state(cache: LayerCache) -> dict[str, Tensor | int]:
+    """All that a cache holds, by name; empty tensors left out."""
+    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.body.first}
+    buffers = {name: b.view() for name, b in named_buffers(cache.body).items() if len(b)}
+    if cache.sinks is not None and cache.sinks.keys is not None:
+        buffers |= {f"sinks.{n}": getattr(cache.sinks, n) for n in ("keys", "values", "start")}
+    return held | buffers
+
+
+def named_buffers(body: Segment) -> dict[str, Buffer]:
+    """Every buffer of a segment."""
+    found = {}
+    for side, lane in (("keys", body.keys), ("values", body.values)):
+        found[f"{side}.tail"] = lane.tail
+        if lane.packed is not None:
+            found |= {f"{side}.{n}": getattr(lane.packed, n) for n in ("codes", "scale", "zero")}
+    return found
+
+
+def assert_same_state(a, b) -> None:
+    """Both states hold the same things, bit by bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        same = torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
+        assert same, f"{name} differs: {a[name]} != {b[name]}"
+
+
+def rows(held, index: list[int]):
+    """The state of some batch rows only."""
+    return {n: x[index] if isinstance(x, Tensor) else x for n, x in held.items()}
+
+
+def unpacked(lane: Lane) -> Tensor:
+    """All tokens of a lane as attention sees them, [B, Hk, N, D]."""
+    parts = [lane.packed.view().tensor()] if lane.sealed else []
+    return torch.cat([*parts, *([lane.tail.view()] if len(lane.tail) else [])], dim=2)

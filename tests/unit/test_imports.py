@@ -1,0 +1,122 @@
+"""What imports what: `import kvloom` is light, and the parts of the house look one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvloom
+
+SOURCE = Path(kvloom.__file__).parent
+TESTS = Path(__file__).parent.parent
+# A part may import the parts of lower storeys. Parts of one storey do not know each other.
+STOREYS = [
+    {"shapes", "errors"},
+    {"kernels"},
+    {"store", "keep", "recall"},
+    {"segment"},
+    {"recipe"},
+    {"layer"},
+    {"recipes"},
+    {"hf"},
+    {"reference"},
+    {"calibrate"},
+    {"compare", "bench", "eval", "inspect"},
+    {"cli"},
+    {"__main__"},
+]
+STOREY = {part: i for i, parts in enumerate(STOREYS) for part in parts}
+MODULES = sorted(p for p in SOURCE.rglob("*.py") if p != SOURCE / "__init__.py")
+
+
+def part_of(path: Path) -> str:
+    """The part of the house a source file belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The parts that a source file imports, inside functions too."""
+    package = ["kvloom", *path.relative_to(SOURCE).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            # `from . import compat` and `from .hf import attach` may name modules
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    parts = {name.split(".")[1] for name in found if name.startswith("kvloom.")}
+    return parts & (set(STOREY) | {p.stem for p in SOURCE.iterdir()})
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_one_way(path):
+    part = part_of(path)
+    assert part in STOREY, f"give {part} a storey in {Path(__file__).name}"
+    for other in imported_parts(path) - {part}:
+        assert STOREY[other] < STOREY[part], f"{part} imports {other}"
+
+
+def test_the_check_sees_what_it_should():
+    assert "store" in imported_parts(SOURCE / "layer.py")
+    assert imported_parts(SOURCE / "store" / "packed.py") == {"kernels", "store"}
+    assert "errors" in imported_parts(SOURCE / "keep" / "base.py")
+    assert "layer" in imported_parts(SOURCE / "hf" / "cache.py")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level packages that are loaded after `code` in a fresh interpreter."""
+    show = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{show}"], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_import_kvloom_is_light():
+    heavy = {"numba", "triton", "transformers", "tokenizers", "matplotlib", "typer", "rich"}
+    assert not heavy & loaded_by("import kvloom")
+
+
+def test_the_core_does_without_transformers():
+    code = (
+        "import torch, kvloom\n"
+        "from kvloom.layer import LayerCache\n"
+        "from kvloom.recipes import resolve\n"
+        "LayerCache(resolve('kivi')).attend(*torch.randn(3, 1, 1, 9, 32), scale=1.0)"
+    )
+    assert not {"transformers", "numba", "tokenizers", "matplotlib"} & loaded_by(code)
+
+
+@pytest.mark.parametrize("name", kvloom.__all__)
+def test_public_names_are_there_and_listed(name):
+    assert name in dir(kvloom)
+    if name.startswith("reference"):
+        pytest.importorskip("kvloom.reference")
+    assert getattr(kvloom, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kvloom.nothing  # noqa: B018
+
+
+def test_naive_formulas_import_nothing_of_kvloom():
+    tree = ast.parse((TESTS / "naive.py").read_text())
+    names = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or "."]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert names == {"__future__", "math", "numpy"}

@@ -1,0 +1,48 @@
+"""Budget and Keep."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.errors import RecipeError
+from kvloom.keep import Budget, Keep
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "give one"),
+        ({"tokens": 5, "fraction": 0.5}, "give one"),
+        ({"tokens": 0}, "tokens=0 must be a whole number, 1 or more"),
+        ({"tokens": -4}, "tokens=-4"),
+        ({"tokens": 2.5}, "tokens=2.5"),
+        ({"tokens": "8"}, "tokens='8'"),
+        ({"tokens": True}, "tokens=True"),
+        ({"fraction": 0}, r"fraction=0 must lie in \(0, 1\]"),
+        ({"fraction": 1.01}, "fraction=1.01"),
+        ({"fraction": float("nan")}, "fraction=nan"),
+        ({"fraction": "half"}, "fraction='half'"),
+    ],
+)
+def test_a_bad_budget_is_refused(fields, says):
+    with pytest.raises(RecipeError, match=says):
+        Budget(**fields)
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "tokens"),
+    [
+        (Budget(tokens=7), 3, 7),
+        (Budget(tokens=7), 300, 7),
+        (Budget(fraction=0.5), 9, 4),
+        (Budget(fraction=1), 9, 9),
+        (Budget(fraction=0.1), 3, 1),
+    ],
+)
+def test_a_budget_in_tokens(budget, prompt, tokens):
+    assert budget.resolve(prompt) == tokens
+
+
+def test_an_unknown_scorer_is_refused():
+    with pytest.raises(RecipeError, match="scorer='mass' is not one of recent"):
+        Keep(Budget(tokens=8), scorer="mass")

@@ -1,0 +1,90 @@
+"""Lane: when tokens move from the exact tail into the packed prefix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.store import Lane, Packed
+
+LANES = {
+    "exact": (None, 0),
+    "keys of kivi": (Packed(2, "channel", 32, residual=32), 0),
+    "values of kivi": (Packed(2, "token", 32), 32),
+    "nothing exact": (Packed(3, "token", 16), 0),
+    "a block and a window": (Packed(4, "channel", 16, residual=48), 10),
+}
+every_lane = pytest.mark.parametrize(("fmt", "recent"), LANES.values(), ids=LANES)
+
+
+def parts(lane: Lane) -> list[torch.Tensor]:
+    """All that a lane holds."""
+    buffers = [lane.tail]
+    if lane.packed is not None:
+        buffers += [lane.packed.codes, lane.packed.scale, lane.packed.zero]
+    return [b.view() for b in buffers if len(b)]
+
+
+@every_lane
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=5), st.booleans())
+def test_taking_is_appending_and_sealing(fmt, recent, sizes, one_by_one):
+    x = torch.randn(2, 1, sum(sizes), 32)
+    taken, sealed = Lane(fmt, recent), Lane(fmt, recent)
+    for part in x.split(sizes, dim=2):
+        taken.take(part, drop=0)
+        for piece in part.split(1, dim=2) if one_by_one else [part]:
+            sealed.append(piece)
+            sealed.seal()
+    assert len(taken) == len(sealed) == sum(sizes)
+    for a, b in zip(parts(taken), parts(sealed), strict=True):
+        assert torch.equal(a, b)
+    want = 0 if fmt is None else fmt.to_pack(sum(sizes), recent)
+    assert taken.sealed == sealed.sealed == want
+
+
+@every_lane
+def test_the_tail_is_the_newest_tokens_bit_by_bit(fmt, recent):
+    x = torch.randn(1, 2, 150, 32)
+    lane = Lane(fmt, recent)
+    lane.take(x, drop=0)
+    exact = len(lane.tail)
+    assert exact >= recent
+    if exact:
+        assert torch.equal(lane.tail.view(), x[:, :, 150 - exact :])
+
+
+@every_lane
+@pytest.mark.parametrize("n", [40, 150])
+def test_views_of_both_parts_are_the_tokens(fmt, recent, n):
+    x = torch.randn(1, 2, n, 32)
+    lane = Lane(fmt, recent)
+    lane.take(x, drop=0)
+    assert torch.equal(lane.view(n, n) if lane.sealed < n else x[:, :, n:], x[:, :, n:])
+    if lane.sealed:
+        err = (lane.view(0, lane.sealed).tensor() - x[:, :, : lane.sealed]).abs().max()
+        assert 0 < err < 2
+        mid = lane.view(3, lane.sealed - 1).tensor()
+        assert torch.equal(mid, lane.view(0, lane.sealed).tensor()[:, :, 3:-1])
+    if lane.sealed < n:
+        assert torch.equal(lane.view(lane.sealed, n), x[:, :, lane.sealed :])
+
+
+def test_dropping_while_taking_forgets_the_oldest():
+    x = torch.randn(1, 1, 50, 8)
+    lane = Lane(None, 0)
+    lane.take(x[:, :, :30], drop=10)
+    assert torch.equal(lane.tail.view(), x[:, :, 10:30])
+    lane.take(x[:, :, 30:], drop=25)
+    assert torch.equal(lane.tail.view(), x[:, :, 35:])
+
+
+@every_lane
+def test_a_long_prompt_never_enters_the_tail_whole(fmt, recent):
+    lane = Lane(fmt, recent)
+    lane.take(torch.randn(1, 1, 1000, 32), drop=0)
+    assert lane.tail.data.shape[2] == 1000 - lane.sealed
+    assert lane.tail.data.untyped_storage().nbytes() == lane.tail.nbytes
+    per_token = 0 if fmt is None else fmt.nbytes(lane.sealed, 32)
+    assert lane.nbytes == per_token + (1000 - lane.sealed) * 32 * 4

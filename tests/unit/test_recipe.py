@@ -1,0 +1,255 @@
+"""Recipe, Protect, Packed, Store: what is refused, with what words, and the way through TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.errors import IncompatibleRecipe, RecipeError
+from kvloom.keep import Budget, Keep
+from kvloom.recipe import Protect, Recall, Recipe
+from kvloom.recipes import RECIPES, resolve
+from kvloom.shapes import Geometry
+from kvloom.store import Packed, Store
+
+
+def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry:
+    return Geometry(layers, 4, kv_heads, head_dim, torch.bfloat16)
+
+
+# --- validation: what is wrong, and what would be right ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong", "right"),
+    [
+        ({"bits": 5}, "bits=5", "2, 3, 4, 8"),
+        ({"bits": "2"}, "bits='2'", "2, 3, 4, 8"),
+        ({"bits": True}, "bits=True", "2, 3, 4, 8"),
+        ({"bits": 2.0}, "bits=2.0", "2, 3, 4, 8"),
+        ({"axis": "row"}, "axis='row'", "channel, token"),
+        ({"group": 48}, "group=48", "16, 32, 64, 128"),
+        ({"group": 32.0}, "group=32.0", "16, 32, 64, 128"),
+        ({"meta": "fp8"}, "meta='fp8'", "fp32, fp16, bf16"),
+        ({"residual": 0}, "0", "1 or more"),
+        ({"residual": 1.5}, "1.5", "whole number"),
+        ({"residual": 100}, "residual=100 is not a multiple of group=32", "use 32 or 128"),
+        ({"residual": 64, "group": 128}, "residual=64 is not a multiple of group=128", "use 128"),
+    ],
+)
+def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
+    with pytest.raises(RecipeError) as refused:
+        Packed(**{"bits": 2, "axis": "channel", "group": 32, "residual": 32} | fields)
+    assert wrong in str(refused.value)
+    assert right in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"sinks": -1}, "sinks=-1"),
+        ({"sinks": 1.5}, "sinks=1.5"),
+        ({"sinks": True}, "sinks=True"),
+        ({"recent": -3}, "recent=-3"),
+        ({"recent": (0, -3)}, "recent=-3"),
+        ({"recent": "8"}, "recent='8'"),
+        ({"recent": (1, 2, 3)}, "recent=(1, 2, 3)"),
+        ({"recent": (1,)}, "recent=(1,)"),
+    ],
+)
+def test_bad_protection_is_refused(fields, wrong):
+    with pytest.raises(RecipeError) as refused:
+        Protect(**fields)
+    assert wrong in str(refused.value)
+
+
+def test_recall_knows_everything_only():
+    with pytest.raises(RecipeError, match="index='pages' is not one of everything"):
+        Recall("pages")
+
+
+def test_keep_and_a_packed_store_do_not_combine():
+    with pytest.raises(RecipeError, match="combine keep with an exact store") as refused:
+        Recipe(keep=Keep(Budget(tokens=8)), store=Store(Packed(2, "token"), None))
+    assert "cannot leave their group alone" in str(refused.value)
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(8, 0), (4, 4), (0, (2, 9))])
+def test_a_budget_must_leave_room_beside_protected_tokens(sinks, recent):
+    protect = Protect(sinks, recent)
+    least = sinks + max(protect.recents)
+    with pytest.raises(RecipeError, match=f"use {least + 1} or more"):
+        Recipe(keep=Keep(Budget(tokens=least)), protect=protect)
+    Recipe(keep=Keep(Budget(tokens=least + 1)), protect=protect)
+
+
+def test_recipes_are_frozen_plain_data():
+    recipe = resolve("kivi")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.name = "mine"
+    assert recipe == resolve("kivi")
+    assert hash(recipe) == hash(resolve("kivi"))
+
+
+# --- problems with a model -----------------------------------------------------------------------
+
+
+def test_head_dim_80_with_group_32_says_16():
+    assert resolve("kivi").problems(geometry(80)) == [
+        "values: group=32 does not divide head_dim=80; use 16"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "fits"),
+    [(128, 64, "use 16 or 32 or 64"), (64, 96, "use 16 or 32"), (32, 40, "no group fits")],
+)
+def test_a_group_that_does_not_divide_names_those_that_do(group, head_dim, fits):
+    (problem,) = resolve(f"kivi:group={group}").problems(geometry(head_dim))
+    assert f"group={group} does not divide head_dim={head_dim}" in problem
+    assert fits in problem
+
+
+def test_keys_per_channel_fit_every_head_dim():
+    keys = Recipe(store=Store(keys=Packed(2, "channel", 128, residual=128)))
+    assert all(keys.problems(geometry(d)) == [] for d in (40, 64, 80, 96, 256))
+
+
+def test_all_problems_are_raised_together():
+    recipe = resolve("rtn:group=64")
+    with pytest.raises(IncompatibleRecipe) as refused:
+        recipe.check(geometry(80))
+    assert refused.value.problems == recipe.problems(geometry(80))
+    assert [p.split(":")[0] for p in refused.value.problems] == ["keys", "values"]
+    assert all(p in str(refused.value) for p in refused.value.problems)
+    assert "'rtn:group=64'" in str(refused.value)
+
+
+def test_a_recipe_that_fits_passes():
+    for name in RECIPES:
+        resolve(name).check(geometry(64))
+
+
+# --- dict and TOML -------------------------------------------------------------------------------
+
+formats = st.none() | st.builds(
+    Packed,
+    bits=st.sampled_from([2, 3, 4, 8]),
+    axis=st.sampled_from(["channel", "token"]),
+    group=st.sampled_from([16, 32, 64, 128]),
+    meta=st.sampled_from(["fp32", "fp16", "bf16"]),
+    residual=st.sampled_from([128, 256]),
+)
+numbers = st.integers(0, 500)
+protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers, numbers))
+budgets = st.builds(Budget, tokens=st.integers(1001, 10**6)) | st.builds(
+    Budget, fraction=st.floats(1e-9, 1)
+)
+recipes = st.builds(Recipe, store=st.builds(Store, formats, formats), protect=protects) | st.builds(
+    Recipe, keep=st.builds(Keep, budget=budgets), protect=protects
+)
+
+
+@given(recipes)
+def test_any_recipe_comes_back_from_a_dict_and_from_toml(recipe):
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipes_come_back_too(name):
+    recipe = resolve(name)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@given(st.text())
+def test_any_name_comes_back_from_toml(name):
+    assert Recipe.from_toml(Recipe(name=name).to_toml()).name == name
+
+
+def test_a_dict_is_plain_and_without_none():
+    recipe = Recipe(store=Store(values=Packed(4, "token")), protect=Protect(2, (0, 128)))
+    assert recipe.to_dict() == {
+        "store": {
+            "values": {"bits": 4, "axis": "token", "group": 32, "meta": "fp16", "residual": 1}
+        },
+        "recall": {"index": "everything"},
+        "protect": {"sinks": 2, "recent": [0, 128]},
+        "name": "custom",
+    }
+
+
+def test_a_toml_written_by_hand():
+    assert Recipe.from_toml(
+        """
+            name = "mine"
+            [store.keys]
+            bits = 4
+            axis = "channel"
+            residual = 64
+            [protect]
+            recent = [0, 64]
+            """
+    ) == Recipe(
+        store=Store(keys=Packed(4, "channel", residual=64)),
+        protect=Protect(recent=(0, 64)),
+        name="mine",
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"kep": {}}, "Recipe has no field 'kep'; it has keep, store, recall, protect, name"),
+        ({"store": {"both": {"bits": 2, "axis": "token"}}}, "no field 'both'; it has keys, values"),
+        ({"store": {"keys": {"bits": 2, "axes": "token"}}}, "no field 'axes'; it has bits, axis"),
+        ({"store": {"keys": {"bits": 2}}}, "axis"),
+        ({"keep": {}}, "give one"),
+        ({"keep": {"budget": {"tokens": 8}, "score": 1}}, "Keep has no field 'score'"),
+        ({"protect": {"recents": 1}}, "Protect has no field 'recents'; it has sinks, recent"),
+        ({"recall": {"index": "pages"}}, "index='pages'"),
+        # a section that is no section
+        ({"protect": 3}, "protect"),
+        ({"keep": {"budget": 3}}, "budget"),
+        ({"store": {"keys": 2}}, "keys"),
+        ({"store": 2}, "store"),
+    ],
+)
+def test_bad_data_is_refused_by_name(data, says):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.from_dict(data)
+    assert says in str(refused.value)
+
+
+def test_text_that_is_no_toml_is_refused():
+    with pytest.raises(RecipeError, match="not a TOML recipe"):
+        Recipe.from_toml("bits: 2")
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def test_bytes_of_an_exact_cache_are_those_of_its_tokens():
+    g = geometry(64)
+    assert resolve("full").nbytes(100, g, batch=3) == 3 * 100 * g.token_nbytes()
+    assert g.token_nbytes() == 2 * 2 * 2 * 64 * 2  # K and V, layers, heads, head_dim, bf16
+
+
+def test_bytes_of_a_budget_stop_growing():
+    g = geometry(64)
+    at_most = resolve("window:tokens=50")
+    assert at_most.nbytes(20, g) == 20 * g.token_nbytes()
+    assert at_most.nbytes(50, g) == at_most.nbytes(5000, g) == 50 * g.token_nbytes()
+    half = Recipe(keep=Keep(Budget(fraction=0.5)))
+    assert half.nbytes(100, g) == 50 * g.token_nbytes()
+
+
+def test_bytes_of_sinks_and_of_each_rows_first_token():
+    g = geometry(64)
+    streaming = resolve("streaming:tokens=50,sinks=4")
+    assert streaming.nbytes(100, g, batch=3) == 3 * (50 * g.token_nbytes() + 2 * 8)

@@ -1,0 +1,118 @@
+"""The named recipes and the compact spelling."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.errors import RecipeError
+from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import ALIASES, RECIPES, options, resolve, summary
+from kvloom.store import Packed, Store
+
+
+def test_the_names_there_are():
+    assert set(RECIPES) >= {"full", "kivi", "kivi-4", "rtn", "window", "streaming"}
+    assert ALIASES["kivi-2"] == "kivi"
+
+
+def test_kivi_reads_as_the_paper():
+    assert resolve("kivi") == Recipe(
+        store=Store(Packed(2, "channel", 32, "fp16", residual=128), Packed(2, "token", 32, "fp16")),
+        protect=Protect(recent=(0, 128)),
+        name="kivi",
+    )
+
+
+@pytest.mark.parametrize(
+    ("spelling", "same"),
+    [
+        ("kivi-2", "kivi"),
+        ("kivi-4", "kivi:bits=4"),
+        ("kivi:", "kivi"),
+        (" kivi : group = 32 , residual = 128 ", "kivi"),
+        ("kivi:group=64,residual=64,", "kivi:residual=64,group=64"),
+        ("rtn:meta=bf16", "rtn:meta=bf16,bits=2"),
+        ("streaming:sinks=4", "streaming"),
+    ],
+)
+def test_spellings_of_the_same_recipe(spelling, same):
+    a, b = resolve(spelling), resolve(same)
+    assert (a.keep, a.store, a.recall, a.protect) == (b.keep, b.store, b.recall, b.protect)
+
+
+def test_overrides_reach_both_windows():
+    recipe = resolve("kivi:group=64,residual=192,bits=4,meta=fp32")
+    assert recipe.store.keys == Packed(4, "channel", 64, "fp32", residual=192)
+    assert recipe.store.values == Packed(4, "token", 64, "fp32")
+    assert recipe.protect.recents == (0, 192)
+
+
+@pytest.mark.parametrize("name", ["kivi", "kivi:group=64,residual=128", "kivi-2"])
+def test_a_recipe_is_called_what_the_user_called_it(name):
+    assert resolve(name).name == name
+
+
+def test_a_recipe_resolves_to_itself():
+    recipe = Recipe(protect=Protect(sinks=2))
+    assert resolve(recipe) is recipe
+
+
+@pytest.mark.parametrize(
+    ("spelling", "says"),
+    [
+        ("kiwi", ["no recipe named 'kiwi'", "did you mean 'kivi'", *RECIPES]),
+        ("kivi-3", ["no recipe named 'kivi-3'", "did you mean 'kivi"]),
+        ("kivi2", ["no recipe named 'kivi2'", "did you mean 'kivi"]),
+        ("streming", ["did you mean 'streaming'"]),
+        ("KIVI", ["no recipe named 'KIVI'", "did you mean 'kivi'"]),
+        ("", ["no recipe named ''", *RECIPES]),
+        ("zzz", ["no recipe named 'zzz'", *RECIPES]),
+        ("kivi:bit=2", ["no option 'bit'", "did you mean 'bits'", "bits, group, residual, meta"]),
+        ("kivi:residuals=64", ["no option 'residuals'", "did you mean 'residual'"]),
+        ("kivi-4:bits=4", ["'kivi-4' has no option 'bits'", "group, residual, meta"]),
+        ("full:bits=2", ["'full' has no option 'bits'", "it has no options"]),
+        ("kivi:bits", ["option 'bits' of recipe 'kivi' needs a value", "bits=…"]),
+        ("kivi:bits=", ["needs a value"]),
+        ("kivi:bits=two", ["option 'bits' of recipe 'kivi' must be a whole number, not 'two'"]),
+        ("kivi:bits=2.5", ["must be a whole number, not '2.5'"]),
+        ("kivi:bits=5", ["bits=5 is not one of 2, 3, 4, 8"]),
+        ("kivi:group=48", ["group=48 is not one of 16, 32, 64, 128"]),
+        ("kivi:meta=fp8", ["meta='fp8' is not one of fp32, fp16, bf16"]),
+        ("kivi:residual=100", ["residual=100 is not a multiple of group=32", "use 32 or 128"]),
+        ("kivi:group=128,residual=32", ["residual=32 is not a multiple of group=128", "use 128"]),
+        ("kivi:residual=0", ["residual=0"]),
+        ("kivi:residual=-32", ["residual=-32"]),
+        ("window:tokens=0", ["tokens=0", "1 or more"]),
+        ("streaming:tokens=4", ["a budget of 4 tokens leaves nothing", "use 5 or more"]),
+        ("streaming:sinks=-1", ["sinks=-1", "0 or more"]),
+    ],
+)
+def test_a_wrong_name_or_value_says_what_is_allowed(spelling, says):
+    with pytest.raises(RecipeError) as refused:
+        resolve(spelling)
+    for words in says:
+        assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_something_else_is_no_recipe():
+    with pytest.raises(RecipeError, match="a recipe is a Recipe or a name, not int"):
+        resolve(2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_one_line_and_defaults_for_its_options(name):
+    line = summary(name)
+    assert 10 < len(line) <= 100
+    assert line.endswith(".")
+    assert all(default is not None for default in options(name).values())
+    spelled = ",".join(f"{k}={v}" for k, v in options(name).items())
+    assert resolve(f"{name}:{spelled}").store == resolve(name).store
+    assert resolve(f"{name}:{spelled}").keep == resolve(name).keep
+    assert resolve(f"{name}:{spelled}").protect == resolve(name).protect
+
+
+def test_three_recipes_by_their_options():
+    assert options("kivi") == {"bits": 2, "group": 32, "residual": 128, "meta": "fp16"}
+    assert options("streaming") == {"tokens": 1024, "sinks": 4}
+    assert options("full") == {}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .keep import Keep, Step, choose, protect_sinks
+from .keep import Keep, Step, budgets, choose, protect_sinks
 from .segment import take
 from .store.buffer import Buffer
 
@@ -27,11 +27,18 @@ class Keeper:
         self.heavy = self.recent = 0
         self.asked = 0  # observations made, the prompt's included
         self.done = False  # nothing more is dropped
+        self.prompt_tokens = 0
+        self.budget_waits = keep.budget.layers in budgets.BY_VARIANCE
 
     @property
     def nbytes(self) -> int:
         """Bytes of the scores held."""
         return self.scores.nbytes
+
+    @property
+    def waits(self) -> bool:
+        """Whether a decision needs all layers' scores."""
+        return self.keep.shared or self.budget_waits
 
     @property
     def room(self) -> int:
@@ -41,8 +48,15 @@ class Keeper:
     def begin(self, prompt_tokens: int) -> None:
         """Fix this layer's budget, given the first prompt."""
         budget = self.keep.budget
-        self.heavy = budget.heavy(prompt_tokens, self.place[1])[self.place[0]]
+        self.prompt_tokens = prompt_tokens
         self.recent = budget.window(budget.resolve(prompt_tokens))
+        if not self.budget_waits:
+            self.divide(None)
+
+    def divide(self, variances: list[float] | None) -> None:
+        """Fix this layer's heavy hitters; variances: of each layer's scores, where they decide."""
+        shares = self.keep.budget.heavy(self.prompt_tokens, self.place[1], variances)
+        self.heavy, self.budget_waits = shares[self.place[0]], False
 
     def step(
         self,
@@ -77,8 +91,9 @@ class Keeper:
         return torch.where(held == torch.inf, held, scores)
 
     def choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
-        """Slots [B, Hk, M] of `tokens` tokens that stay, ascending; None: all of them.
+        """Slots [B, Hk, M] of `tokens` tokens that stay, ascending, and their scores with them.
 
+        None: all of them stay.
         Tokens newer than the scores all stay: they came after the only prompt that is scored.
         """
         scores = self.scores.view()[..., 0]
@@ -86,13 +101,9 @@ class Keeper:
         chosen = choose(scores, self.heavy, self.recent, None if see is None else see[..., :n])
         if chosen is None:
             return None
+        self.scores.replace(take(self.scores.view(), chosen))
         rest = torch.arange(n, tokens, device=chosen.device).expand(*chosen.shape[:2], -1)
         return torch.cat([chosen, rest], dim=-1)
-
-    def keep_scores(self, slots: Tensor) -> None:
-        """Forget the scores of all tokens but slots [B, Hk, M]."""
-        if self.keep.when == "step":
-            self.scores.replace(take(self.scores.view(), slots))
 
     def forget(self) -> None:
         """Hand the scores over."""

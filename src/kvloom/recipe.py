@@ -204,4 +204,4 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

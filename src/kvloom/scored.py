@@ -39,6 +39,9 @@ class ScoredLayer(LayerCache):
         self.sinks, self.body.first = None, 0
         self.keeper = Keeper(self.keep, self.recipe.protect.sinks, self.place)
         self.slots: Slots | None = None
+        self.fresh: Tensor | None = None  # scores that wait for the other layers'
+        self.see: Tensor | None = None  # the padding mask of the running step
+        self.together: list[ScoredLayer] = getattr(self, "together", [self])
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +70,9 @@ class ScoredLayer(LayerCache):
         piece = self.slots.piece(see)
         out = attend_pieces(q, [piece], scale, softcap)
         self.seen += 1
-        scores = self.keeper.step(
-            q.detach(), self.slots.keys, scale, softcap, piece.valid, real=None
-        )
-        self.slots.evict(self.keeper.add(self.slots.scores, scores), piece.valid)
+        self.see = see
+        keys = self.slots.keys
+        self._vote(self.keeper.step(q.detach(), keys, scale, softcap, piece.valid, real=None))
         return out
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -103,24 +105,66 @@ class ScoredLayer(LayerCache):
             super()._take(k, v, asked)
             return
         self.keeper.begin(t)
-        if not self.recording:
-            self._score(asked, k)
-            slots = self._choose(t, asked.see)
-            if slots is not None:
-                self.body.chosen(slots, t, self._needs_index(asked.see))
-                k, v = take(k, slots), take(v, slots)
+        if self.recording or self.keeper.waits:
+            recording, self.recording = self.recording, True
+            super()._take(k, v, asked)
+            self.recording = recording
+            if not recording:
+                self._settle(self.held)
+            return
+        scores = self._scores(asked, k, asked.see)
+        self.keeper.observe(scores, asked.see)
+        slots = self.keeper.choose(t, asked.see)
+        if slots is not None:
+            self.body.chosen(slots, t, self._needs_index(asked.see))
+            k, v = take(k, slots), take(v, slots)
         super()._take(k, v, asked)
-        if not self.recording:
-            self._after_choice()
+        self._after_choice()
 
     def _settle(self, asked: Asked | None) -> None:
-        if asked is not None and not self.keeper.done and asked.q.shape[2]:
-            if self.keep.when == "step" or not len(self.keeper.scores):
-                self._score(asked, self.body.exact_keys())
-            slots = self._choose(len(self.body), self.body.see(asked.see))
-            if slots is not None:
-                self.body.keep(slots, self._needs_index(asked.see))
-            self._after_choice()
+        if asked is None or self.keeper.done or not asked.q.shape[2]:
+            super()._settle(asked)
+            return
+        self.held = asked
+        see = self.body.see(asked.see)
+        self._vote(self._scores(asked, self.body.exact_keys(), see))
+
+    def _scores(self, asked: Asked, k: Tensor, see: Tensor | None) -> Tensor:
+        """How the queries score the tokens k [B, Hk, N, D]; see: bool [B, 1 or Hk, N]."""
+        real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
+        return self.keeper.step(asked.q, k, asked.scale, asked.softcap, see, real)
+
+    def _vote(self, scores: Tensor) -> None:
+        """Decide by these scores, at once or when the last layer has its own."""
+        if not self.keeper.waits:
+            self._decide(scores)
+            return
+        self.fresh = scores
+        if self is self.together[-1]:
+            votes = [layer.fresh for layer in self.together if layer.fresh is not None]
+            if self.keep.shared:
+                total = torch.stack([vote.to(scores.device) for vote in votes]).sum(dim=0)
+                votes = [total.to(vote.device) for vote in votes]
+            if self.keeper.budget_waits:
+                variances = [vote.var(dim=-1).mean().item() for vote in votes]
+                for layer in self.together:
+                    layer.keeper.divide(variances)
+            for layer, vote in zip(self.together, votes, strict=True):
+                layer.fresh = None
+                layer._decide(vote)
+
+    def _decide(self, scores: Tensor) -> None:
+        """Take a step's scores [B, Hk, N] into account and drop down to the budget."""
+        if self.slots is not None:
+            self.slots.evict(self.keeper.add(self.slots.scores, scores), self.slots.see(self.see))
+            return
+        asked = self.held
+        see = None if asked is None else self.body.see(asked.see)
+        self.keeper.observe(scores, see)
+        slots = self.keeper.choose(len(self.body), see)
+        if slots is not None:
+            self.body.keep(slots, self._needs_index(see))
+        self._after_choice()
         super()._settle(asked)
 
     def _surplus(self, tokens: int) -> int:
@@ -129,23 +173,6 @@ class ScoredLayer(LayerCache):
     def _needs_index(self, see: Tensor | None) -> bool:
         """Whether somebody will ask which tokens stayed: only padding does, so far."""
         return see is not None or self.keep.when == "step"
-
-    def _score(self, asked: Asked, k: Tensor) -> None:
-        """Let the queries vote on the tokens k [B, Hk, N, D] of the body (and the present)."""
-        q, n, t = asked.q, k.shape[2], asked.q.shape[2]
-        see = asked.see
-        if see is not None and len(self.body):
-            see = self.body.see(see)
-        real = None if asked.see is None else asked.see[:, :, -t:]
-        scores = self.keeper.step(q, k, asked.scale, asked.softcap, see, real)
-        assert scores.shape[-1] == n
-        self.keeper.observe(scores, see)
-
-    def _choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
-        slots = self.keeper.choose(tokens, see)
-        if slots is not None:
-            self.keeper.keep_scores(slots)
-        return slots
 
     def _after_choice(self) -> None:
         if self.keep.when == "prompt":
@@ -183,3 +210,10 @@ def layer_cache(recipe: Recipe, name: str, place: tuple[int, int]) -> LayerCache
     """The cache of one layer: by score where the recipe has one, else by age."""
     scored = recipe.keep is not None and not recipe.keep.by_age
     return (ScoredLayer if scored else LayerCache)(recipe, name, place)
+
+
+def link(layers: list[LayerCache]) -> None:
+    """Tell the layers of a cache of each other, first to last."""
+    together = [layer for layer in layers if isinstance(layer, ScoredLayer)]
+    for layer in together:
+        layer.together = together

@@ -16,9 +16,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import CacheMisuse
 from ..layer import LayerCache
-from ..scored import layer_cache
 from ..recipe import Recipe
 from ..recipes import resolve
+from ..scored import layer_cache, link
 from . import compat
 
 
@@ -166,6 +166,7 @@ class Cache(transformers.Cache):
             else compat.stock_layer(config, i)
             for i in range(len(kinds))
         ]
+        link([layer.cache for layer in layers if isinstance(layer, RoutedLayer)])
         super().__init__(layers=layers)
         route(model)
 

@@ -68,28 +68,32 @@ class Budget:
             return min(self.recent, tokens)
         return int(tokens * self.recent)
 
-    def heavy(self, prompt_tokens: int, layers: int) -> list[int]:
+    def heavy(
+        self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
+    ) -> list[int]:
         """Heavy hitters of each layer; their sum is `layers` times the average, where they fit."""
         total = self.resolve(prompt_tokens)
         window = self.window(total)
         most = max(total - window, prompt_tokens - window)
-        return budgets.split(
-            (total - window) * layers, budgets.weights(self.layers, layers), most
-        )
+        shares = budgets.weights(self.layers, layers, variances)
+        return budgets.split((total - window) * layers, shares, most)
 
 
 @dataclass(frozen=True)
 class Keep:
     """Drop all tokens but a budget of them, chosen per key/value head.
 
-    group: how the scores of the query heads of a group become one. seed: of noise and of random
-    scores. Protected sinks count in the budget.
+    group: how the scores of the query heads of a group become one. shared: one score for all
+    layers, their sum, and so the same tokens in all of them. seed: of noise and of random scores.
+    Where layers wait for each other (shared, budgets by variance), the prompt of all of them is
+    held exact until the last has scored. Protected sinks count in the budget.
     """
 
     budget: Budget
     scorer: Scorer = field(default_factory=Recent)
     when: str = "step"
     group: str = "sum"
+    shared: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

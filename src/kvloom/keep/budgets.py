@@ -18,6 +18,7 @@ POLICIES = {
     "variance": "in proportion to the variance of a layer's attention mass",
     "inverse-variance": "in inverse proportion to it",
 }
+BY_VARIANCE = ("variance", "inverse-variance")
 _DEPTH = {"pyramid": 7, "pyramidkv": 20}
 
 
@@ -34,7 +35,7 @@ def weights(
         bottom = 2 - top
         steps = max(1, layers - 1)
         return [bottom + (top - bottom) * i / steps for i in range(layers)] if layers > 1 else [1.0]
-    if policy in ("variance", "inverse-variance"):
+    if policy in BY_VARIANCE:
         assert variances is not None, "these policies wait for every layer's prompt"
         tiny = 1e-12
         return [v + tiny if policy == "variance" else 1 / (v + tiny) for v in variances]

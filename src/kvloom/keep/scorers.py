@@ -92,6 +92,7 @@ class Mass(Scorer):
     accumulates: ClassVar[bool] = True
 
     def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
         return step.mass()
 
 
@@ -116,6 +117,7 @@ class Observation(Scorer):
             )
 
     def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
         mass = step.mass(rows=self.window)
         if self.pool == "none":
             return mass
@@ -146,6 +148,7 @@ class Noisy(Scorer):
             raise RecipeError("tau_begin and tau_end must be above 0, steps 1 or more")
 
     def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
         part = min(1.0, step.number / self.steps)
         tau = self.tau_begin + (self.tau_end - self.tau_begin) * part
         draw, generator = _NOISES[self.noise], step.generator()
@@ -160,6 +163,7 @@ class Random(Scorer):
     kind: ClassVar[str] = "random"
 
     def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
         b, hk, n = step.k.shape[:3]
         shape = (b, hk, n)
         return torch.rand(shape, generator=step.generator(), device=step.k.device)

@@ -93,22 +93,44 @@ class Recipe:
             raise IncompatibleRecipe(self.name, problems)
 
     def nbytes(self, tokens: int, geometry: Geometry, batch: int = 1) -> int:
-        """Bytes held in all layers right after a prompt of `tokens` tokens, without padding."""
-        g, recents = geometry, self.protect.recents
-        held = tokens
-        if self.keep is not None:
-            least = self.protect.sinks + max(recents)
-            held = min(tokens, max(least, self.keep.budget.resolve(tokens)))
-        sinks = min(self.protect.sinks, held)
+        """Bytes held in all layers right after a prompt of `tokens` tokens, without padding.
+
+        Budgets that depend on the scores' variance are counted as if they were uniform.
+        """
+        keep, sinks = self.keep, self.protect.sinks
+        if keep is None or keep.by_age:
+            held = tokens
+            if keep is not None:
+                least = sinks + max(self.protect.recents)
+                held = min(tokens, max(least, keep.budget.resolve(tokens)))
+            heads = self._head_nbytes(held - min(sinks, held), geometry)
+            heads += 2 * sinks * geometry.head_dim * geometry.dtype.itemsize
+            start = 8 * batch if sinks else 0  # each row's first real token
+            return geometry.layers * (heads * geometry.kv_heads * batch + start)
+        heads = 0
+        for room in keep.rooms(tokens, geometry.layers):
+            heads += self._head_nbytes(min(tokens, room), geometry)
+            if keep.when == "step" and room < tokens:
+                window = keep.budget.window(keep.budget.resolve(tokens))
+                heads += self._slots_nbytes(room, window, geometry)
+            elif keep.when == "step":
+                heads += 4 * tokens  # scores
+        return heads * geometry.kv_heads * batch
+
+    def _head_nbytes(self, tokens: int, g: Geometry) -> int:
+        """Bytes of `tokens` tokens of one head's keys and values."""
         total = 0
-        for fmt, recent in zip((self.store.keys, self.store.values), recents, strict=True):
-            packed = 0 if fmt is None else fmt.to_pack(held - sinks, recent)
-            total += (held - sinks - packed) * g.head_dim * g.dtype.itemsize
-            total += self.protect.sinks * g.head_dim * g.dtype.itemsize
-            if fmt is not None:
-                total += fmt.nbytes(packed, g.head_dim)
-        start = 8 * batch if self.protect.sinks else 0  # each row's first real token
-        return g.layers * (total * g.kv_heads * batch + start)
+        sides = (self.store.keys, self.store.values)
+        for fmt, recent in zip(sides, self.protect.recents, strict=True):
+            packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
+            total += (tokens - packed) * g.head_dim * g.dtype.itemsize
+            total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim)
+        return total
+
+    def _slots_nbytes(self, room: int, window: int, g: Geometry) -> int:
+        """Bytes that slots take beside the tokens: a free slot, scores, indices and the ring."""
+        free = 2 * g.head_dim * g.dtype.itemsize
+        return free + (room + 1) * (4 + 4) + window * 8 + 8
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None: what `from_dict` and TOML take."""

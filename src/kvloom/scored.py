@@ -165,6 +165,8 @@ class ScoredLayer(LayerCache):
         if slots is not None:
             self.body.keep(slots, self._needs_index(see))
         self._after_choice()
+        if self.slots is None and self.keeper.done:  # the prompt, which has waited
+            self.body.seal(None if asked is None else asked.see, prompt=True)
         super()._settle(asked)
 
     def _surplus(self, tokens: int) -> int:

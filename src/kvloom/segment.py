@@ -118,11 +118,11 @@ class Segment:
         self.keys.tail.drop_back(n)
         self.values.tail.drop_back(n)
 
-    def seal(self, valid: Tensor | None = None) -> None:
-        """Pack what the schedules no longer keep exact; valid as in `take`."""
+    def seal(self, valid: Tensor | None = None, prompt: bool = False) -> None:
+        """Pack what the schedules no longer keep exact; valid as in `take`, prompt as in `Lane`."""
         real = self.see(valid)
-        self.keys.seal(real)
-        self.values.seal(real)
+        self.keys.seal(real, prompt)
+        self.values.seal(real, prompt)
 
     def pieces(self, valid: Tensor | None, present: int) -> list[Piece]:
         """Split where a packed prefix ends or is long; the last `present` tokens are the step's.

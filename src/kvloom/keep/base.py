@@ -7,7 +7,7 @@ the layer's segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import RecipeError
 from . import budgets
@@ -101,6 +101,14 @@ class Keep:
             raise RecipeError(f"when={self.when!r} is not one of {', '.join(WHEN)}")
         if self.group not in GROUPS:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+
+    def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
+        """Tokens each layer holds at most, budgets by variance counted as uniform."""
+        budget = self.budget
+        if budget.layers in budgets.BY_VARIANCE:
+            budget = replace(budget, layers="uniform")
+        window = budget.window(budget.resolve(prompt_tokens))
+        return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
 
     @property
     def by_age(self) -> bool:

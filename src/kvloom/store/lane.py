@@ -58,9 +58,12 @@ class Lane:
             self.packed.append(exact[:, :, drop:surplus], here)
         self.tail.replace(exact[:, :, surplus:])
 
-    def seal(self, real: Tensor | None = None) -> None:
-        """Pack what the schedule no longer keeps exact; real as in `take`."""
-        surplus = self._surplus(len(self.tail), prompt=False)
+    def seal(self, real: Tensor | None = None, prompt: bool = False) -> None:
+        """Pack what the schedule no longer keeps exact; real as in `take`.
+
+        prompt: the tail holds a prompt, which is packed at once.
+        """
+        surplus = self._surplus(len(self.tail), prompt)
         if surplus:
             assert self.packed is not None
             here = None if real is None else real[:, :, self.sealed : self.sealed + surplus]

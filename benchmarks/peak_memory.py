@@ -2,7 +2,9 @@
 
 Layers are packed as they run, so the exact cache never exists: the peaks differ by what the
 cache saves. Each recipe runs in a process of its own; the peak is the operating system's figure
-(maximum resident set), less what was resident before the prompt.
+(maximum resident set), less what was resident before the prompt. glibc keeps freed blocks of up to
+32 MiB for itself by default, which hides part of what is freed; so each recipe is measured with
+that default and with MALLOC_MMAP_THRESHOLD_ set, under which freed blocks go back.
 
     python benchmarks/peak_memory.py
 """
@@ -11,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 
 import record
+
+THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
 
 def one(recipe: str, tokens: int) -> dict[str, float]:
@@ -46,17 +51,20 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options.one, options.tokens)))
         return
-    rows = {}
-    for recipe in ("full", "kivi"):
-        command = [sys.executable, __file__, "--one", recipe, "--tokens", str(options.tokens)]
-        rows[recipe] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-        print(
-            f"{recipe:>5}: holds {rows[recipe]['held'] / 2**20:7.1f} MiB, "
-            f"the prompt's peak is {rows[recipe]['peak'] / 2**20:7.1f} MiB"
-        )
-    saved = rows["full"]["held"] - rows["kivi"]["held"]
-    below = rows["full"]["peak"] - rows["kivi"]["peak"]
-    print(f"kivi holds {saved / 2**20:.1f} MiB less and peaks {below / 2**20:.1f} MiB lower")
+    rows = []
+    for allocator, changed in (("default", {}), ("returning", {THRESHOLD: "65536"})):
+        measured = {}
+        for recipe in ("full", "kivi"):
+            command = [sys.executable, __file__, "--one", recipe, "--tokens", str(options.tokens)]
+            out = subprocess.check_output(command, text=True, env=os.environ | changed)
+            measured[recipe] = json.loads(out.splitlines()[-1])
+            print(
+                f"{allocator:>9} {recipe}: holds {measured[recipe]['held'] / 2**20:6.1f} MiB, "
+                f"the prompt's peak is {measured[recipe]['peak'] / 2**20:6.1f} MiB"
+            )
+        saved, below = (measured["full"][x] - measured["kivi"][x] for x in ("held", "peak"))
+        print(f"kivi holds {saved / 2**20:.1f} MiB less and peaks {below / 2**20:.1f} MiB lower")
+        rows.append({"allocator": allocator, **measured, "saved": saved, "peak_below": below})
     record.write(
         "peak_memory",
         {"environment": record.environment(tokens=options.tokens, dtype="float32"), "rows": rows},

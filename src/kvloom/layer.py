@@ -155,7 +155,9 @@ class LayerCache:
             strict=True,
         ):
             low, high = x.detach().aminmax()
-            limit = torch.finfo(x.dtype if fmt is None else META[fmt.meta]).max
+            limit = torch.finfo(x.dtype).max
+            if fmt is not None:  # a group's range, up to twice the limit, is taken in fp32
+                limit = min(torch.finfo(META[fmt.meta]).max, torch.finfo(torch.float32).max / 2)
             if not (low >= -limit and high <= limit):
                 found = "NaN or infinity" if not torch.isfinite(x).all() else f"|x| > {limit:g}"
                 remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'

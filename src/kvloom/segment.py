@@ -237,7 +237,7 @@ class Sinks:
         """
         assert self.keys is not None
         assert self.values is not None
-        if not self.padded and seen >= self.count:
+        if valid is None and not self.padded and seen >= self.count:
             return Piece(self.keys, self.values, None)
         index = self._index()
         see = index < seen

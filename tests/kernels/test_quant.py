@@ -120,6 +120,28 @@ def test_a_constant_group_comes_back_as_its_zero(axis, bits):
     assert torch.equal(ref.dequantize(codes, scale, zero, axis, 16, x.dtype), x)
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("pads", [(0, 5), (16, 31), (3, 48)])
+def test_padding_does_not_widen_a_groups_range(bits, pads):
+    """Scale and zero of a group are those of its real tokens; without any, both are 0."""
+    real = torch.arange(48) >= torch.tensor(pads)[:, None, None]
+    x = (torch.randn(2, 3, 48, 20) + 10).masked_fill(~real[..., None], 0.0)
+    codes, scale, zero = ref.quantize(x, bits, "channel", 16, torch.float32, real)
+    back = ref.dequantize(codes, scale, zero, "channel", 16, torch.float32)
+    for row, pad in enumerate(pads):
+        for g in range(3):
+            group = x[row, :, max(pad, 16 * g) : 16 * (g + 1)]
+            if group.shape[1] == 0:
+                assert not scale[row, :, g].any()
+                assert not zero[row, :, g].any()
+                continue
+            low, high = group.amin(dim=1), group.amax(dim=1)
+            assert torch.equal(zero[row, :, g], low)
+            torch.testing.assert_close(scale[row, :, g], (high - low) / (2**bits - 1))
+        step = scale[row].repeat_interleave(16, dim=1)[:, pad:]
+        assert ((back - x)[row, :, pad:].abs() <= step / 2 + 2**-18).all()
+
+
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("n", [0, 16, 48])
 def test_batch_rows_and_heads_are_quantized_apart(axis, n):

@@ -58,6 +58,22 @@ def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad
 
 
 @every_recipe
+@given(st.integers(40, 90), st.integers(30, 40), st.integers(0, 29), st.integers(1, 39), seeds)
+def test_rows_may_move_within_a_draft(recipe, prompt, draft, rejected, pad, seed):
+    n, order = prompt + draft - rejected, [1, 0, 1]
+    valid = torch.arange(prompt + draft) >= torch.tensor([[0], [pad]])
+    q, k, v = (x + 10 for x in draw(seed, prompt + draft, batch=2))
+    moved = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)), valid=valid[:, :prompt])
+    moved.recording = True
+    feed(moved, *(x[:, :, prompt:] for x in (q, k, v)), valid=valid)
+    moved.map(lambda x: x[order])
+    moved.crop(rejected)
+    tokens = (x[order, :, :n] for x in (q, k, v))
+    built = build(recipe, *tokens, [prompt, n - prompt], valid[order])
+    assert_same_state(state(moved), state(built))
+
+
+@every_recipe
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=10), seeds)
 def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
     drafts = [(draft, min(rejected, draft)) for draft, rejected in drafts]

@@ -64,6 +64,26 @@ def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, se
     torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("recording", [False, True])
+@given(pads, cuts)
+def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
+    """Keys are far from 0, where padding might stand: every group spans its real keys only."""
+    (q, k, v), valid = draw(0, TOKENS, batch=3), padded(pads)
+    k = k + 100
+    cache = LayerCache(resolve("kivi:group=16,residual=16,meta=fp32"))
+    feed(cache, *(x[:, :, :PROMPT] for x in (q, k, v)), cuts, valid[:, :PROMPT])
+    cache.recording = recording
+    feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, valid)
+    cache.crop(0)
+    scale = cache.body.keys.packed.scale.view()
+    for row, pad in enumerate(pads):
+        for g in range(scale.shape[2]):
+            group = k[row, :, max(pad, 16 * g) : 16 * (g + 1)]
+            if group.shape[1]:
+                spread = group.amax(dim=1) - group.amin(dim=1)
+                torch.testing.assert_close(scale[row, :, g], spread / 3)
+
+
 @every_recipe
 @given(pads, cuts, st.integers(0, 999))
 def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, seed):
@@ -113,17 +133,35 @@ def test_huge_padding_is_no_trouble_where_nothing_is_packed(name):
 
 
 @every_recipe
-@given(
-    st.lists(st.integers(0, 29), min_size=2, max_size=2),
-    st.lists(st.integers(0, 20), min_size=2, max_size=2),
-    st.integers(0, 999),
-)
-def test_padding_between_turns_is_irrelevant_too(recipe, first, second, seed):
-    valid = torch.cat([padded(first, 30), padded(second, 21), padded([0, 0], SOME_TOKENS)], dim=1)
+@pytest.mark.parametrize("turn", [1, 3, 30])
+@given(st.data(), st.integers(0, 999))
+def test_padding_between_turns_is_irrelevant_too(recipe, turn, data, seed):
+    """Also where the first turn is shorter than the sinks, and with no padding in it."""
+    first = data.draw(st.lists(st.integers(0, turn - 1), min_size=2, max_size=2))
+    second = data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2))
+    for pads in ([0, 0], first):
+        valid = [padded(pads, turn), padded(second, 21), padded([0, 0], SOME_TOKENS)]
+        valid = torch.cat(valid, dim=1)
+        qkv = draw(seed, valid.shape[1], batch=2)
+        sizes = [turn, 21, *SOME]
+        want, got = (
+            real(feed(LayerCache(recipe), *x, sizes, valid), valid)
+            for x in (qkv, litter(qkv, valid, 6e4, seed))
+        )
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["full", "rtn:group=16", "streaming:tokens=200,sinks=4"])
+@pytest.mark.parametrize("turn", [1, 3, 30])
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=2), st.integers(0, 999))
+def test_padding_a_second_turn_is_leaving_it_shorter(name, turn, pads, seed):
+    """Where no window is counted: padding between turns takes room in a window."""
+    recipe = resolve(name)
+    valid = torch.cat([padded([0, 0], turn), padded(pads, 21), padded([0, 0], SOME_TOKENS)], dim=1)
     qkv = draw(seed, valid.shape[1], batch=2)
-    sizes = [30, 21, *SOME]
-
-    def outputs(tokens):
-        return real(feed(LayerCache(recipe), *tokens, sizes, valid), valid)
-
-    assert torch.equal(outputs(litter(qkv, valid, 6e4, seed)), outputs(qkv))
+    together = feed(LayerCache(recipe), *qkv, [turn, 21, *SOME], valid)
+    for i, pad in enumerate(pads):
+        keep = valid[i]
+        short = [x[i : i + 1, :, keep] for x in qkv]
+        alone = feed(LayerCache(recipe), *short, [turn, 21 - pad, *SOME])
+        torch.testing.assert_close(together[i : i + 1, :, keep], alone, rtol=0, atol=2e-6)

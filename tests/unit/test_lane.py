@@ -81,6 +81,16 @@ def test_dropping_while_taking_forgets_the_oldest():
 
 
 @every_lane
+def test_tokens_dropped_on_the_way_in_are_never_packed(fmt, recent):
+    x = torch.randn(1, 1, 150, 32)
+    dropping, without = Lane(fmt, recent), Lane(fmt, recent)
+    dropping.take(x, drop=10)
+    without.take(x[:, :, 10:], drop=0)
+    for a, b in zip(parts(dropping), parts(without), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_lane
 def test_a_long_prompt_never_enters_the_tail_whole(fmt, recent):
     lane = Lane(fmt, recent)
     lane.take(torch.randn(1, 1, 1000, 32), drop=0)

@@ -1,7 +1,8 @@
 """A tensor of tokens that grows and shrinks without a copy a step.
 
 Decides capacity: room is made a sixteenth at a time (at least 16 tokens), so a step copies O(1)
-tokens on average and at most a sixteenth of what is held is spare.
+tokens on average, and a buffer that grows is spare by at most a sixteenth. One that shrinks gives
+its memory back once three quarters of it (and 64 tokens) are unused.
 """
 
 from __future__ import annotations

@@ -1,0 +1,311 @@
+"""Generated long-context tasks whose answers can be counted right or wrong.
+
+Needles in real text, key-value lists, copying and variable tracking. Each task is a context
+and questions about it, all token ids, decided by a seed. A question ends so that greedy
+generation goes on with exactly the answer. Scoring and running belong to the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from kvloom.reference import corpus
+
+ANSWER_DIGITS = 7
+_WORDS = """
+amber anchor apple arrow autumn badge bamboo banjo barrel basket beacon beaver bishop blossom
+bottle bridge bronze bucket butter cabin cactus camel candle canyon carpet castle cedar cherry
+circle clover coffee comet copper coral cotton cradle crystal dagger daisy desert diamond dolphin
+donkey dragon eagle ember engine falcon feather fiddle forest fossil fountain garden garlic ginger
+glacier goblet granite guitar hammer harbor harvest hazel helmet hermit honey horizon island ivory
+jacket jaguar jasmine jungle kettle kitten ladder lagoon lantern lemon leopard lizard lobster
+magnet mango maple marble meadow melon mirror monkey mountain mustard napkin needle nutmeg ocean
+olive onion orange orchid otter oyster paddle panther paper parrot pebble pencil pepper pigeon
+pillow planet pocket pony potato prairie puzzle rabbit raven ribbon river rocket saddle saffron
+salmon sandal satin scarlet shadow shelter silver sparrow spider spiral sponge spring statue
+summer sunset teapot temple thistle thunder ticket tiger timber tomato tulip tunnel turtle valley
+velvet violin volcano walnut willow window winter wizard yellow zebra
+"""
+WORDS = _WORDS.split()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to append to a context.
+
+    `answer_at` is where the answer's ids stand in the context, `depth` the same as a fraction.
+    """
+
+    question_ids: list[int]
+    answer_ids: list[int]
+    key: str
+    answer_at: int
+    depth: float
+
+
+@dataclass(frozen=True)
+class ContextSet:
+    """One context (its first id is BOS) and the questions about it."""
+
+    context_ids: list[int]
+    questions: list[Question]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and the ids that greedy generation should give."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    key: str
+    answer_at: int
+    depth: float
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Ids put into a context, the span of the answer in them, and the question for it."""
+
+    ids: list[int]
+    answer_from: int
+    answer_ids: list[int]
+    question_ids: list[int]
+    key: str
+
+
+class Encoder:
+    """Pieces of text to ids, kept once encoded; words for keys; random text to hide facts in."""
+
+    def __init__(self, tokenizer: Any, text_ids: np.ndarray, words: Sequence[str] = WORDS) -> None:
+        self.tokenizer = tokenizer
+        self.text_ids = text_ids  # [tokens]
+        self.words = words
+        self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ends = [i for t, i in tokenizer.get_vocab().items() if t.startswith(("Ċ", "\n"))]
+        self.line_ends = np.flatnonzero(np.isin(text_ids, ends))
+        self._pieces: dict[str, list[int]] = {}
+
+    def __call__(self, *pieces: str) -> list[int]:
+        """Return the ids of the pieces, each encoded for itself."""
+        ids: list[int] = []
+        for piece in pieces:
+            known = self._pieces.get(piece)
+            if known is None:
+                known = self.tokenizer.encode(piece, add_special_tokens=False)
+                self._pieces[piece] = known
+            ids += known
+        return ids
+
+    def number(self, rng: np.random.Generator) -> list[int]:
+        """Return the ids of a random number of 7 digits, one token a digit."""
+        return self(str(rng.integers(1, 10)), *map(str, rng.integers(0, 10, ANSWER_DIGITS - 1)))
+
+    def keys(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Return `count` different words."""
+        return [self.words[i] for i in rng.choice(len(self.words), count, replace=False)]
+
+    def window(self, rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a random piece of text `[tokens]` and the places in it where a line ends."""
+        start = int(rng.integers(0, max(1, len(self.text_ids) - tokens)))
+        text = np.resize(self.text_ids[start : start + tokens], tokens)
+        low, high = np.searchsorted(self.line_ends, [start, start + tokens])
+        return text, self.line_ends[low:high] - start
+
+
+@lru_cache(maxsize=4)
+def held_out_encoder(tokenizer: Any) -> Encoder:
+    """Return the encoder over held-out text that evaluation uses (made once a tokenizer)."""
+    text = [tokenizer.encode(d.text, add_special_tokens=False) for d in corpus.held_out_documents()]
+    return Encoder(tokenizer, np.concatenate([np.asarray(t, dtype=np.int64) for t in text]))
+
+
+def needle_fact(encode: Encoder, key: str, number: list[int]) -> Fact:
+    """`The magic number for <key> is 1234567.` on a line of its own."""
+    head = encode("\n", "The magic number for", f" {key}", " is ")
+    question = encode("\n", "Question", ":", " The magic number for", f" {key}", " is ")
+    return Fact(head + number + encode(".", "\n"), len(head), number, question, key)
+
+
+def pair_fact(encode: Encoder, key: str, number: list[int]) -> Fact:
+    """`key <key> = 1234567`, one line of a list."""
+    head = encode("key", f" {key}", " = ")
+    return Fact(head + number + encode("\n"), len(head), number, encode("\n") + head, key)
+
+
+def hide(
+    encode: Encoder, rng: np.random.Generator, facts: list[Fact], tokens: int, depths: Any
+) -> tuple[list[int], list[int]]:
+    """Put facts into real text so that BOS, text and facts are exactly `tokens` ids.
+
+    `depths [facts]` in 0 … 1 say how far into the text each fact goes (moved to the next end
+    of a line). Returns the ids and, for each fact, where its answer begins.
+    """
+    room = tokens - len(encode.bos) - sum(len(f.ids) for f in facts)
+    if room < 0:
+        need = tokens - room
+        raise ValueError(
+            f"context_tokens={tokens} does not hold {len(facts)} facts; use {need} or more"
+        )
+    text, breaks = encode.window(rng, room)
+    places = np.asarray(np.asarray(depths) * room, dtype=np.int64)
+    if len(breaks):
+        places = breaks[np.minimum(np.searchsorted(breaks, places), len(breaks) - 1)]
+    ids, begins, done = list(encode.bos), [0] * len(facts), 0
+    for i in np.argsort(places, kind="stable"):
+        ids += text[done : places[i]].tolist()
+        done = int(places[i])
+        begins[i] = len(ids) + facts[i].answer_from
+        ids += facts[i].ids
+    return ids + text[done:].tolist(), begins
+
+
+def needle_set(
+    tokenizer: Any,
+    *,
+    context_tokens: int,
+    n_keys: int = 8,
+    seed: int = 0,
+    depth: float | None = None,
+    encoder: Encoder | None = None,
+) -> ContextSet:
+    """Return a context of exactly `context_tokens` ids hiding `n_keys` needles, all asked for.
+
+    `depth` in 0 … 1 fixes where the first question's needle lies; the others lie anywhere.
+    """
+    encode = encoder or held_out_encoder(tokenizer)
+    rng = np.random.default_rng([seed, n_keys, context_tokens])
+    facts = [needle_fact(encode, key, encode.number(rng)) for key in encode.keys(rng, n_keys)]
+    depths = rng.random(n_keys)
+    if depth is not None:
+        depths[0] = depth
+    return _asked(encode, rng, facts, context_tokens, depths)
+
+
+def needle(
+    tokenizer: Any,
+    *,
+    context_tokens: int,
+    n_keys: int = 4,
+    seed: int = 0,
+    depth: float | None = None,
+    encoder: Encoder | None = None,
+) -> Example:
+    """Return one prompt of exactly `context_tokens` ids, the question included."""
+    encode = encoder or held_out_encoder(tokenizer)
+    asked = len(needle_fact(encode, encode.words[0], []).question_ids)
+    context = needle_set(
+        tokenizer,
+        context_tokens=context_tokens - asked,
+        n_keys=n_keys,
+        seed=seed,
+        depth=depth,
+        encoder=encode,
+    )
+    return _first(context)
+
+
+def key_value_set(
+    tokenizer: Any,
+    *,
+    context_tokens: int,
+    n_questions: int = 8,
+    seed: int = 0,
+    encoder: Encoder | None = None,
+) -> ContextSet:
+    """Return a list of `key <word> = <number>` lines filling the context, some asked for."""
+    encode = encoder or held_out_encoder(tokenizer)
+    rng = np.random.default_rng([seed, n_questions, context_tokens, 1])
+    each = len(pair_fact(encode, encode.words[0], encode.number(rng)).ids)
+    count = min(len(encode.words), (context_tokens - len(encode.bos)) // each)
+    facts = [pair_fact(encode, key, encode.number(rng)) for key in encode.keys(rng, count)]
+    whole = _asked(encode, rng, facts, context_tokens, np.ones(count))
+    chosen = rng.choice(count, min(n_questions, count), replace=False)
+    return ContextSet(whole.context_ids, [whole.questions[i] for i in chosen])
+
+
+def copy_set(
+    tokenizer: Any,
+    *,
+    context_tokens: int,
+    n_words: int = 32,
+    seed: int = 0,
+    encoder: Encoder | None = None,
+) -> ContextSet:
+    """Return a context hiding a row of random words; the question asks for it again."""
+    encode = encoder or held_out_encoder(tokenizer)
+    rng = np.random.default_rng([seed, n_words, context_tokens, 2])
+    fact = copy_fact(encode, rng, n_words)
+    return _asked(encode, rng, [fact], context_tokens, rng.random(1))
+
+
+def copy_fact(encode: Encoder, rng: np.random.Generator, n_words: int) -> Fact:
+    """`List: <words>` on a line of its own; the question begins the line again."""
+    words = encode(*(f" {encode.words[i]}" for i in rng.integers(0, len(encode.words), n_words)))
+    head = encode("\n", "List", ":")
+    return Fact(head + words + encode("\n"), len(head), words, head, "List")
+
+
+def variable_set(
+    tokenizer: Any,
+    *,
+    context_tokens: int,
+    n_chains: int = 4,
+    hops: int = 2,
+    seed: int = 0,
+    encoder: Encoder | None = None,
+) -> ContextSet:
+    """Return chains of assignments in real text; each question asks for a chain's last value."""
+    encode = encoder or held_out_encoder(tokenizer)
+    rng = np.random.default_rng([seed, n_chains, context_tokens, 3, hops])
+    facts = variable_facts(encode, rng, n_chains, hops)
+    depths = np.sort(rng.random((n_chains, hops)), axis=1).T.ravel()
+    asked = _asked(encode, rng, facts, context_tokens, depths)
+    said, last = asked.questions[:n_chains], asked.questions[(hops - 1) * n_chains :]
+    return ContextSet(
+        asked.context_ids,
+        [
+            replace(q, answer_at=first.answer_at, depth=first.depth)
+            for q, first in zip(last, said, strict=True)
+        ],
+    )
+
+
+def variable_facts(
+    encode: Encoder, rng: np.random.Generator, n_chains: int, hops: int
+) -> list[Fact]:
+    """`set <a> = 1234567`, then `set <b> = <a>` …: facts hop by hop, chains side by side."""
+    names = np.array(encode.keys(rng, n_chains * hops)).reshape(hops, n_chains)
+    numbers = [encode.number(rng) for _ in range(n_chains)]
+    facts = []
+    for hop in range(hops):
+        for chain, number in enumerate(numbers):
+            head = encode("\n", "set", f" {names[hop, chain]}", " =")
+            said = encode(" ") + number if hop == 0 else encode(f" {names[hop - 1, chain]}")
+            ask = encode("\n", "value of", f" {names[hop, chain]}", " = ")
+            facts.append(
+                Fact(head + said + encode("\n"), len(head) + 1, number, ask, str(names[hop, chain]))
+            )
+    return facts
+
+
+def _asked(
+    encode: Encoder, rng: np.random.Generator, facts: list[Fact], tokens: int, depths: Any
+) -> ContextSet:
+    ids, begins = hide(encode, rng, facts, tokens, depths)
+    return ContextSet(
+        ids,
+        [
+            Question(f.question_ids, f.answer_ids, f.key, at, at / max(1, tokens))
+            for f, at in zip(facts, begins, strict=True)
+        ],
+    )
+
+
+def _first(context: ContextSet) -> Example:
+    q = context.questions[0]
+    return Example(context.context_ids + q.question_ids, q.answer_ids, q.key, q.answer_at, q.depth)

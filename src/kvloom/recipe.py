@@ -72,7 +72,7 @@ class Recipe:
         if not self.store.exact and (self.keep.when == "step" or self.keep.by_age):
             raise RecipeError(
                 "keep drops single tokens at every step, and packed tokens cannot leave their "
-                'group alone: drop once (when="prompt"), or keep the store exact'
+                'group alone: combine keep with an exact store, or drop by score when="prompt"'
             )
         tokens = self.keep.budget.tokens
         least = self.protect.sinks + (max(self.protect.recents) if self.keep.by_age else 0)

@@ -40,12 +40,8 @@ def test_equals_the_full_softmax(hq, hk, t, n, softcap, tau):
     valid = torch.rand(2, hk, n, generator=g) > 0.3
     real = torch.rand(2, 1, t, generator=g) > 0.3
     noise = lambda logits: torch.full_like(logits, 0.5)  # noqa: E731
-    mass = ref.column_mass(
-        q, k, 0.4, valid=valid, real=real, softcap=softcap, noise=noise, tau=tau
-    )
-    expected = naive(
-        q.numpy(), k.numpy(), 0.4, valid.numpy(), real.numpy(), softcap, 0.5, tau
-    )
+    mass = ref.column_mass(q, k, 0.4, valid=valid, real=real, softcap=softcap, noise=noise, tau=tau)
+    expected = naive(q.numpy(), k.numpy(), 0.4, valid.numpy(), real.numpy(), softcap, 0.5, tau)
     np.testing.assert_allclose(mass.numpy(), expected, rtol=1e-4, atol=1e-6)
 
 

@@ -83,7 +83,8 @@ def run(recipe, r, turns, window=None, at_step=True, sharp=2.0):
         if simulated is None:
             heavy, recent = layer.keeper.heavy, layer.keeper.recent
             sinks = layer.recipe.protect.sinks
-            simulated = {(b, h): Simulated(heavy, recent, sinks) for b in range(B) for h in range(HK)}
+            places = [(b, h) for b in range(B) for h in range(HK)]
+            simulated = {place: Simulated(heavy, recent, sinks) for place in places}
         for (b, h), qh, kh, vh in heads(q, k, v, r):
             one = simulated[b, h]
             expected = one.step(qh, kh, vh, window)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import RecipeError
 from . import budgets
-from .scorers import Recent, Scorer
+from .scorers import SCORERS, Recent, Scorer
 
 WHEN = {"step": "after the prompt and at every step", "prompt": "once, after the first prompt"}
 GROUPS = ("sum", "mean", "max")
@@ -97,6 +97,8 @@ class Keep:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.scorer, Scorer):
+            raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         if self.when not in WHEN:
             raise RecipeError(f"when={self.when!r} is not one of {', '.join(WHEN)}")
         if self.group not in GROUPS:

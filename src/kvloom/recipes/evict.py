@@ -1,7 +1,8 @@
 """Eviction by attention: H2O, SnapKV, PyramidKV, Keyformer.
 
 Every decision is made per key/value head, from the summed scores of its query heads; dropped
-tokens free their memory; tokens keep their own positions.
+tokens free their memory; tokens keep their own positions. A budget is `tokens`, or, where that is
+0, a `fraction` of the prompt.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from ..keep import Budget, Keep, Mass, Noisy, Observation, Random
 from ..recipe import Protect, Recipe
 
 
-def _budget(
-    tokens: int | None, fraction: float, recent: int | float, layers: str = "uniform"
-) -> Budget:
-    share = None if tokens is not None else fraction
-    return Budget(tokens=tokens, fraction=share, recent=recent, layers=layers)
+def _budget(tokens: int, fraction: float, recent: int | float, layers: str = "uniform") -> Budget:
+    """A budget in tokens, or in a fraction of the prompt where tokens is 0."""
+    if tokens:
+        return Budget(tokens=tokens, recent=recent, layers=layers)
+    return Budget(fraction=fraction, recent=recent, layers=layers)
 
 
-def h2o(fraction: float = 0.5, recent: float = 0.5, tokens: int | None = None) -> Recipe:
+def h2o(fraction: float = 0.5, recent: float = 0.5, tokens: int = 0) -> Recipe:
     """H2O (arXiv:2306.14048): heavy hitters by accumulated attention, half of it recent."""
     return Recipe(keep=Keep(_budget(tokens, fraction, recent), Mass()), name="h2o")
 
@@ -28,7 +29,7 @@ def keyformer(
     noise: str = "gumbel",
     tau_end: float = 2.0,
     steps: int = 128,
-    tokens: int | None = None,
+    tokens: int = 0,
 ) -> Recipe:
     """Keyformer (arXiv:2403.09054): key tokens by a Gumbel-noised, tempered score."""
     scorer = Noisy(noise=noise, tau_end=tau_end, steps=steps)
@@ -36,7 +37,7 @@ def keyformer(
 
 
 def snapkv(
-    tokens: int | None = 1024,
+    tokens: int = 1024,
     fraction: float = 0.5,
     window: int = 32,
     kernel: int = 7,
@@ -49,7 +50,7 @@ def snapkv(
     return Recipe(keep=Keep(budget, scorer, when="prompt"), name="snapkv")
 
 
-def pyramidkv(tokens: int | None = 1024, fraction: float = 0.5, window: int = 32) -> Recipe:
+def pyramidkv(tokens: int = 1024, fraction: float = 0.5, window: int = 32) -> Recipe:
     """PyramidKV (arXiv:2406.02069): SnapKV with more tokens in lower layers."""
     return snapkv(tokens, fraction, window, layers="pyramidkv")
 

@@ -9,6 +9,7 @@ draft differ in T alone. Decides the order of these; formats, scores and kernels
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +26,38 @@ from .store.formats import META
 _SHORT = 64
 
 
-class LayerCache:
-    """The cache of one layer, batch rows together, head counts taken from the first keys."""
+class Asked(NamedTuple):
+    """The queries of a step and how they attended: q [B, Hq, T, D], see bool [B, 1, seen + T]."""
 
-    def __init__(self, recipe: Recipe, name: str = "this layer") -> None:
-        self.recipe, self.name = recipe, name
+    q: Tensor
+    scale: float
+    softcap: float | None
+    see: Tensor | None
+
+    def without(self, tokens: int, queries_only: bool = False) -> Asked:
+        """Without the newest `tokens` tokens."""
+        q = self.q[:, :, : max(0, self.q.shape[2] - tokens)]
+        see = self.see
+        if see is not None and not queries_only:
+            see = see[:, :, : see.shape[2] - tokens]
+        return self._replace(q=q, see=see)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Asked:
+        """Apply fn to the tensors, along the batch dimension."""
+        return self._replace(q=fn(self.q), see=None if self.see is None else fn(self.see))
+
+
+class LayerCache:
+    """The cache of one layer, batch rows together, head counts taken from the first keys.
+
+    Tokens stay by age; `scored.ScoredLayer` chooses by score. place: (number of this layer, layers
+    of the model).
+    """
+
+    def __init__(
+        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.recipe, self.name, self.place = recipe, name, place
         self.recording = False
         self.reset()
 
@@ -42,7 +70,7 @@ class LayerCache:
         self.seen = 0
         self.body.first = count
         self.pending = 0  # newest tokens not yet settled, while recording
-        self.held: Tensor | None = None  # their padding mask [B, 1, seen]
+        self.held: Asked | None = None  # how they attended
         self.budget: int | None = None
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
 
@@ -80,18 +108,19 @@ class LayerCache:
             here = None if see is None else see[:, :, past:]
             pieces = [*(self._past(see, present=0) if past else []), Piece(k, v, here, causal=t)]
         try:
-            out = _attend(q, pieces, scale, softcap)
+            out = attend_pieces(q, pieces, scale, softcap)
         except BaseException:  # out of memory, an interrupt: as if never called
             if early:
                 self.body.drop_back(t)
             raise
         self.seen = past + t
-        if early and self.recording:
-            self._hold(t, see)
-        elif early:
-            self._settle(see)
+        asked = Asked(q.detach(), scale, softcap, see)
+        if not early:
+            self._take(k.detach(), v.detach(), asked)
+        elif self.recording:
+            self._hold(asked)
         else:
-            self._take(k.detach(), v.detach(), see)
+            self._settle(asked)
         return out
 
     def check(self, k: Tensor, v: Tensor) -> None:
@@ -138,8 +167,7 @@ class LayerCache:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
         if tokens >= self.seen:
             return
-        dropped = self.budget is not None and self.seen > self.budget
-        if dropped and tokens > self.pending:
+        if self._dropped and tokens > self.pending:
             raise CacheMisuse(
                 f"{self.name}: crop cannot bring back the tokens that were dropped since; "
                 "call activate_past_recording() before the step that is to be undone"
@@ -160,7 +188,7 @@ class LayerCache:
         self.seen -= tokens
         if tokens and len(self.body):
             self.body.drop_back(min(tokens, len(self.body)))
-        self._settle(None if self.held is None else self.held[:, :, : self.seen])
+        self._settle(None if self.held is None else self.held.without(tokens))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -169,12 +197,17 @@ class LayerCache:
             if self.sinks is not None:
                 self.sinks.map(fn)
             self.like = fn(self.like)
-            self.held = None if self.held is None else fn(self.held)
+            self.held = None if self.held is None else self.held.map(fn)
+
+    @property
+    def _dropped(self) -> bool:
+        """Whether tokens were dropped that a crop would need again."""
+        return self.budget is not None and self.seen > self.budget
 
     @property
     def _dense(self) -> bool:
         """Whether all tokens stay, exact: then the tail is the whole store."""
-        return self.recipe.keep is None and self.body.keys.packed is self.body.values.packed is None
+        return self.recipe.keep is None and self.recipe.store.exact
 
     @property
     def _sinks_full(self) -> bool:
@@ -189,7 +222,7 @@ class LayerCache:
             pieces += self.body.pieces(see, present)
         return pieces
 
-    def _take(self, k: Tensor, v: Tensor, see: Tensor | None) -> None:
+    def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
         """Take in the present; the prompt of a packed store never lies exact beside its codes."""
         if self.like is None:
             self.like = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
@@ -199,29 +232,29 @@ class LayerCache:
                 least = protect.sinks + max(protect.recents)
                 self.budget = max(least, keep.budget.resolve(self.seen))
         if self.sinks is not None:
-            skip = self.sinks.take(k, v, self.seen - k.shape[2], see)
+            skip = self.sinks.take(k, v, self.seen - k.shape[2], asked.see)
             k, v = k[:, :, skip:], v[:, :, skip:]
         if self.recording:
-            self._hold(k.shape[2], see)
+            self._hold(asked)
             if k.shape[2]:
                 self.body.append(k, v)
             return
         self.pending, self.held = 0, None
         if k.shape[2]:
-            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]), see)
+            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]), asked.see)
 
-    def _hold(self, tokens: int, see: Tensor | None) -> None:
-        """Note that the newest `tokens` tokens may be taken back."""
-        self.pending += tokens
-        self.held = see
+    def _hold(self, asked: Asked) -> None:
+        """Note that this step's tokens may be taken back."""
+        self.pending += asked.q.shape[2]
+        self.held = asked.without(asked.q.shape[2], queries_only=True)
 
-    def _settle(self, see: Tensor | None) -> None:
+    def _settle(self, asked: Asked | None) -> None:
         """Drop what is over the budget and pack what is due."""
         self.pending, self.held = 0, None
         surplus = self._surplus(len(self.body))
         if surplus:
             self.body.drop_front(surplus)
-        self.body.seal(see)
+        self.body.seal(None if asked is None else asked.see)
 
     def _surplus(self, tokens: int) -> int:
         """How many of `tokens` tokens in the body are over the budget."""
@@ -230,7 +263,7 @@ class LayerCache:
         return max(0, tokens - max(0, self.budget - self.recipe.protect.sinks))
 
 
-def _attend(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
+def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
     """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
     only = pieces[0]
     if len(pieces) == 1 and softcap is None and isinstance(only.keys, Tensor):

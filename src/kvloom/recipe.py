@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
-from .keep import Budget, Keep
+from .keep import SCORERS, Budget, Keep, Scorer
 from .shapes import Geometry
 from .store import Packed, Store
 
@@ -69,13 +69,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.keep is None:
             return
-        if self.store != Store():
+        if not self.store.exact and (self.keep.when == "step" or self.keep.by_age):
             raise RecipeError(
-                "keep drops single tokens, and packed tokens cannot leave their group alone: "
-                "combine keep with an exact store, or store with keep=None"
+                "keep drops single tokens at every step, and packed tokens cannot leave their "
+                'group alone: combine keep with an exact store, or drop by score when="prompt"'
             )
         tokens = self.keep.budget.tokens
-        least = self.protect.sinks + max(self.protect.recents)
+        least = self.protect.sinks + (max(self.protect.recents) if self.keep.by_age else 0)
         if tokens is not None and tokens <= least:
             raise RecipeError(
                 f"a budget of {tokens} tokens leaves nothing beside {least} protected tokens; "
@@ -93,26 +93,51 @@ class Recipe:
             raise IncompatibleRecipe(self.name, problems)
 
     def nbytes(self, tokens: int, geometry: Geometry, batch: int = 1) -> int:
-        """Bytes held in all layers right after a prompt of `tokens` tokens, without padding."""
-        g, recents = geometry, self.protect.recents
-        held = tokens
-        if self.keep is not None:
-            least = self.protect.sinks + max(recents)
-            held = min(tokens, max(least, self.keep.budget.resolve(tokens)))
-        sinks = min(self.protect.sinks, held)
+        """Bytes held in all layers right after a prompt of `tokens` tokens, without padding.
+
+        Budgets that depend on the scores' variance are counted as if they were uniform.
+        """
+        keep, sinks = self.keep, self.protect.sinks
+        if keep is None or keep.by_age:
+            held = tokens
+            if keep is not None:
+                least = sinks + max(self.protect.recents)
+                held = min(tokens, max(least, keep.budget.resolve(tokens)))
+            heads = self._head_nbytes(held - min(sinks, held), geometry)
+            heads += 2 * sinks * geometry.head_dim * geometry.dtype.itemsize
+            start = 8 * batch if sinks else 0  # each row's first real token
+            return geometry.layers * (heads * geometry.kv_heads * batch + start)
+        heads = 0
+        for room in keep.rooms(tokens, geometry.layers):
+            heads += self._head_nbytes(min(tokens, room), geometry)
+            if keep.when == "step" and room < tokens:
+                window = keep.budget.window(keep.budget.resolve(tokens))
+                heads += self._slots_nbytes(room, window, geometry)
+            elif keep.when == "step":
+                heads += 4 * tokens  # scores
+        return heads * geometry.kv_heads * batch
+
+    def _head_nbytes(self, tokens: int, g: Geometry) -> int:
+        """Bytes of `tokens` tokens of one head's keys and values."""
         total = 0
-        for fmt, recent in zip((self.store.keys, self.store.values), recents, strict=True):
-            packed = 0 if fmt is None else fmt.to_pack(held - sinks, recent)
-            total += (held - sinks - packed) * g.head_dim * g.dtype.itemsize
-            total += self.protect.sinks * g.head_dim * g.dtype.itemsize
-            if fmt is not None:
-                total += fmt.nbytes(packed, g.head_dim)
-        start = 8 * batch if self.protect.sinks else 0  # each row's first real token
-        return g.layers * (total * g.kv_heads * batch + start)
+        sides = (self.store.keys, self.store.values)
+        for fmt, recent in zip(sides, self.protect.recents, strict=True):
+            packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
+            total += (tokens - packed) * g.head_dim * g.dtype.itemsize
+            total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim)
+        return total
+
+    def _slots_nbytes(self, room: int, window: int, g: Geometry) -> int:
+        """Bytes that slots take beside the tokens: a free slot, scores, indices and the ring."""
+        free = 2 * g.head_dim * g.dtype.itemsize
+        return free + (room + 1) * (4 + 4) + window * 8 + 8
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None: what `from_dict` and TOML take."""
-        return _plain(asdict(self))
+        data = _plain(asdict(self))
+        if self.keep is not None:
+            data["keep"]["scorer"] = {"kind": self.keep.scorer.kind, **data["keep"]["scorer"]}
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recipe:
@@ -132,6 +157,14 @@ class Recipe:
             raise RecipeError(f"not a TOML recipe: {error}") from error
 
 
+def _scorer(fields: Any) -> Scorer:
+    kind = fields.get("kind") if isinstance(fields, dict) else fields
+    if kind not in SCORERS:
+        raise RecipeError(f"scorer kind={kind!r} is not one of {', '.join(SCORERS)}")
+    rest = {name: value for name, value in fields.items() if name != "kind"}
+    return _build(SCORERS[kind], rest, "scorer")
+
+
 def _build(cls: type, fields: Any, where: str = "recipe") -> Any:
     known = cls.__dataclass_fields__  # type: ignore[attr-defined]
     if not isinstance(fields, dict):
@@ -142,7 +175,11 @@ def _build(cls: type, fields: Any, where: str = "recipe") -> Any:
     if cls is Keep:
         fields = {"budget": {}, **fields}
     built = {
-        name: _build(_PARTS[name], value, name) if name in _PARTS else _tuple(value)
+        name: _scorer(value)
+        if name == "scorer"
+        else _build(_PARTS[name], value, name)
+        if name in _PARTS
+        else _tuple(value)
         for name, value in fields.items()
     }
     try:
@@ -189,4 +226,4 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

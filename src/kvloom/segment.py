@@ -47,11 +47,18 @@ class Piece(NamedTuple):
 
 
 class Segment:
-    """Contiguous tokens first, first + 1, …; keys and values packed on schedules of their own."""
+    """Tokens in order, keys and values packed on schedules of their own.
+
+    Token j has the logical index first + j, but for the first `kept` ones: those were chosen from
+    more, per key/value head, and `index` [B, Hk, kept] says which they are (None: no padding was
+    among them, and nobody asks).
+    """
 
     def __init__(self, keys: Lane, values: Lane) -> None:
         self.keys, self.values = keys, values
         self.first = 0
+        self.kept = 0
+        self.index: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -59,12 +66,17 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return self.keys.nbytes + self.values.nbytes
+        index = 0 if self.index is None else self.index.nbytes
+        return self.keys.nbytes + self.values.nbytes + index
 
     @property
     def exact(self) -> int:
         """Newest tokens whose keys and values are both still exact: those that crop can remove."""
         return len(self) - max(self.keys.sealed, self.values.sealed)
+
+    def exact_keys(self) -> Tensor:
+        """The exact keys [B, Hk, N, D]: all of them where nothing is packed."""
+        return self.keys.tail.view()
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add k, v [B, Hk, T, D], exact for now."""
@@ -76,10 +88,24 @@ class Segment:
 
         valid: bool [B, 1, seen tokens] by logical index, False for padding.
         """
-        real = None if valid is None else valid[:, :, self.first :]
+        real = None if valid is None else self._see(valid, 0, len(self) + k.shape[2])
         self.keys.take(k, drop, real)
         self.values.take(v, drop, real)
         self.first += drop
+
+    def keep(self, slots: Tensor, index: bool) -> None:
+        """Keep only slots [B, Hk, M] of the tokens, all exact; index: remember which they are."""
+        self.chosen(slots, len(self), index)
+        for lane in (self.keys, self.values):
+            lane.tail.replace(take(lane.tail.view(), slots))
+
+    def chosen(self, slots: Tensor, tokens: int, index: bool) -> None:
+        """Note that slots [B, Hk, M] were chosen from `tokens` tokens, before these are dropped."""
+        if index:
+            known = self.logical(tokens, slots.device).expand(*slots.shape[:2], -1)
+            self.index = known.gather(2, slots).int()
+        self.kept = slots.shape[-1]
+        self.first += tokens - self.kept
 
     def drop_front(self, n: int) -> None:
         """Drop the n oldest tokens, which must be exact."""
@@ -92,11 +118,11 @@ class Segment:
         self.keys.tail.drop_back(n)
         self.values.tail.drop_back(n)
 
-    def seal(self, valid: Tensor | None = None) -> None:
-        """Pack what the schedules no longer keep exact; valid as in `take`."""
-        real = None if valid is None else valid[:, :, self.first :]
-        self.keys.seal(real)
-        self.values.seal(real)
+    def seal(self, valid: Tensor | None = None, prompt: bool = False) -> None:
+        """Pack what the schedules no longer keep exact; valid as in `take`, prompt as in `Lane`."""
+        real = self.see(valid)
+        self.keys.seal(real, prompt)
+        self.values.seal(real, prompt)
 
     def pieces(self, valid: Tensor | None, present: int) -> list[Piece]:
         """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
@@ -108,7 +134,7 @@ class Segment:
         cuts = sorted({0, *packed, self.keys.sealed, self.values.sealed, n})
         pieces = []
         for lo, hi in pairwise(cuts):
-            see = None if valid is None else valid[:, :, self.first + lo : self.first + hi]
+            see = None if valid is None else self._see(valid, lo, hi)
             pieces.append(
                 Piece(
                     self.keys.view(lo, hi),
@@ -119,10 +145,38 @@ class Segment:
             )
         return pieces
 
+    def see(self, valid: Tensor | None) -> Tensor | None:
+        """`valid` by token, bool [B, 1 or Hk, N]."""
+        return None if valid is None else self._see(valid, 0, len(self))
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         self.keys.map(fn)
         self.values.map(fn)
+        self.index = None if self.index is None else fn(self.index)
+
+    def _see(self, valid: Tensor, lo: int, hi: int) -> Tensor:
+        rest = valid[:, :, self.first + max(lo, self.kept) : self.first + hi]
+        if lo >= self.kept:
+            return rest
+        if self.index is None:
+            chosen = valid.new_ones(valid.shape[0], 1, min(hi, self.kept) - lo)
+        else:
+            index = self.index[:, :, lo:hi].long()
+            chosen = valid.expand(-1, index.shape[1], -1).gather(2, index)
+        return torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2)
+
+    def logical(self, tokens: int, device: torch.device) -> Tensor:
+        """Logical indices of the first `tokens` tokens, int64 [B or 1, Hk or 1, tokens]."""
+        later = torch.arange(self.first + self.kept, self.first + tokens, device=device)
+        if self.index is None:
+            return later.expand(1, 1, -1)
+        return torch.cat([self.index.long(), later.expand(*self.index.shape[:2], -1)], dim=-1)
+
+
+def take(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B, Hk, N, D] at slots int64 [B, Hk, M]: [B, Hk, M, D]."""
+    return x.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
 
 
 class Sinks:

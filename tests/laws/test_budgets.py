@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.keep import Budget, Keep
-from kvloom.layer import LayerCache
+from kvloom.layer import Asked, LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
 from kvloom.shapes import Geometry
@@ -101,7 +101,7 @@ def test_predicted_bytes_hold_for_a_prompt_longer_than_one_chunk_of_packing(name
     _, k, v = draw(0, n)
     cache = LayerCache(resolve(name))
     cache.seen = n
-    cache._take(k, v, None)  # what a prompt does after its attention
+    cache._take(k, v, Asked(k[:, :, :0], 1.0, None, None))  # what a prompt does after its attention
     assert cache.nbytes == resolve(name).nbytes(n, Geometry(1, 2, 1, D, torch.float32))
 
 

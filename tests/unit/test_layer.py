@@ -89,7 +89,7 @@ def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvloom.layer._attend", out_of_memory)
+        patch.setattr("kvloom.layer.attend_pieces", out_of_memory)
         with pytest.raises(MemoryError):
             attend(cache, *draw(1, t))
     assert_same_state(state(cache), state(same))

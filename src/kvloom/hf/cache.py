@@ -18,6 +18,7 @@ from ..errors import CacheMisuse
 from ..layer import LayerCache
 from ..recipe import Recipe
 from ..recipes import resolve
+from ..scored import layer_cache, link
 from . import compat
 
 
@@ -157,12 +158,15 @@ class Cache(transformers.Cache):
         self.recipe.check(self.geometry)
         config = compat.decoder_config(model)
         mark = compat.fingerprint(config)
+        kinds = compat.layer_types(config)
+        held = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         layers = [
-            RoutedLayer(LayerCache(self.recipe, f"layer {i}"), mark)
-            if kind == "full_attention"
+            RoutedLayer(layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held))), mark)
+            if i in held
             else compat.stock_layer(config, i)
-            for i, kind in enumerate(compat.layer_types(config))
+            for i in range(len(kinds))
         ]
+        link([layer.cache for layer in layers if isinstance(layer, RoutedLayer)])
         super().__init__(layers=layers)
         route(model)
 

@@ -1,5 +1,20 @@
 """Which tokens stay."""
 
 from .base import Budget, Keep
+from .scorers import SCORERS, Mass, Noisy, Observation, Random, Recent, Scorer, Step
+from .select import choose, protect_sinks
 
-__all__ = ["Budget", "Keep"]
+__all__ = [
+    "SCORERS",
+    "Budget",
+    "Keep",
+    "Mass",
+    "Noisy",
+    "Observation",
+    "Random",
+    "Recent",
+    "Scorer",
+    "Step",
+    "choose",
+    "protect_sinks",
+]

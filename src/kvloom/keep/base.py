@@ -1,23 +1,35 @@
-"""How many tokens stay, and by which score the rest is chosen.
+"""How many tokens a layer keeps, which of them are recent by right, and when the rest goes.
 
-Decides the number to drop; the dropping itself is the segment's.
+Decides numbers only: scores are in `scorers`, the choice of tokens in `select`, the dropping in
+the layer's segments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ..errors import RecipeError
+from . import budgets
+from .scorers import SCORERS, Recent, Scorer
 
-SCORERS = {"recent": "the newest tokens stay"}
+WHEN = {"step": "after the prompt and at every step", "prompt": "once, after the first prompt"}
+GROUPS = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many tokens a layer holds: a number of tokens, or a fraction of the first prompt."""
+    """How many tokens a layer holds: a number of tokens, or a fraction of the first prompt.
+
+    recent: of them, how many are the newest (a whole number) or which share of the budget (a
+    fraction); the others are heavy hitters, chosen by score. layers: how the heavy part is divided
+    over the layers, a policy of `budgets.POLICIES` or one weight a layer.
+    """
 
     tokens: int | None = None
     fraction: float | None = None
+    recent: int | float = 1.0
+    layers: str | tuple[float, ...] = "uniform"
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.fraction is None):
@@ -27,22 +39,80 @@ class Budget:
         number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
         if self.fraction is not None and not (number and 0 < self.fraction <= 1):
             raise RecipeError(f"budget fraction={self.fraction!r} must lie in (0, 1]")
+        if isinstance(self.recent, float) and not 0 <= self.recent <= 1:
+            raise RecipeError(f"recent={self.recent!r} must lie in [0, 1], or be a whole number")
+        if isinstance(self.recent, int) and self.recent < 0:
+            raise RecipeError(f"recent={self.recent!r} must be 0 or more")
+        if self.tokens is not None and isinstance(self.recent, int) and self.recent > self.tokens:
+            raise RecipeError(
+                f"a recent window of {self.recent} tokens does not fit a budget of {self.tokens}; "
+                "use a smaller window or a larger budget"
+            )
+        if isinstance(self.layers, str):
+            if self.layers not in budgets.POLICIES:
+                known = ", ".join(budgets.POLICIES)
+                raise RecipeError(f"layers={self.layers!r} is not one of {known}")
+        elif not self.layers or min(self.layers) < 0 or sum(self.layers) <= 0:
+            raise RecipeError("layers: one weight a layer, 0 or more, not all 0")
 
     def resolve(self, prompt_tokens: int) -> int:
-        """Tokens to hold, given the length of the first prompt (at least one)."""
+        """Tokens to hold, averaged over layers, given the first prompt's length (at least one)."""
         if self.tokens is not None:
             return self.tokens
         assert self.fraction is not None
         return max(1, int(prompt_tokens * self.fraction))
 
+    def window(self, tokens: int) -> int:
+        """How many of `tokens` held tokens are the newest."""
+        if isinstance(self.recent, int):
+            return min(self.recent, tokens)
+        return int(tokens * self.recent)
+
+    def heavy(
+        self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
+    ) -> list[int]:
+        """Heavy hitters of each layer; their sum is `layers` times the average, where they fit."""
+        total = self.resolve(prompt_tokens)
+        window = self.window(total)
+        most = max(total - window, prompt_tokens - window)
+        shares = budgets.weights(self.layers, layers, variances)
+        return budgets.split((total - window) * layers, shares, most)
+
 
 @dataclass(frozen=True)
 class Keep:
-    """Drop tokens at every step until the budget is met; protected sinks count in the budget."""
+    """Drop all tokens but a budget of them, chosen per key/value head.
+
+    group: how the scores of the query heads of a group become one. shared: one score for all
+    layers, their sum, and so the same tokens in all of them. seed: of noise and of random scores.
+    Where layers wait for each other (shared, budgets by variance), the prompt of all of them is
+    held exact until the last has scored. Protected sinks count in the budget.
+    """
 
     budget: Budget
-    scorer: str = "recent"
+    scorer: Scorer = field(default_factory=Recent)
+    when: str = "step"
+    group: str = "sum"
+    shared: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.scorer not in SCORERS:
+        if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
+        if self.when not in WHEN:
+            raise RecipeError(f"when={self.when!r} is not one of {', '.join(WHEN)}")
+        if self.group not in GROUPS:
+            raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+
+    def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
+        """Tokens each layer holds at most, budgets by variance counted as uniform."""
+        budget = self.budget
+        if budget.layers in budgets.BY_VARIANCE:
+            budget = replace(budget, layers="uniform")
+        window = budget.window(budget.resolve(prompt_tokens))
+        return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
+
+    @property
+    def by_age(self) -> bool:
+        """Whether age alone decides: then the oldest tokens go, and nothing is scored."""
+        return isinstance(self.scorer, Recent)

@@ -10,16 +10,26 @@ from typing import Any, get_type_hints
 
 from ..errors import RecipeError
 from ..recipe import Recipe
+from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .kivi import kivi, kivi_4
+from .minikv import minikv, minikv_pyramid, minikv_snap
 from .rtn import rtn
 from .window import streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "full": full,
+    "h2o": h2o,
+    "keyformer": keyformer,
     "kivi": kivi,
     "kivi-4": kivi_4,
+    "minikv": minikv,
+    "minikv-pyramid": minikv_pyramid,
+    "minikv-snap": minikv_snap,
+    "pyramidkv": pyramidkv,
+    "random": random,
     "rtn": rtn,
+    "snapkv": snapkv,
     "streaming": streaming,
     "window": window,
 }

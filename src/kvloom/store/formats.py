@@ -23,7 +23,8 @@ class Packed:
 
     bits: 2, 3, 4 or 8. axis: "channel" groups `group` consecutive tokens of one channel, "token"
     groups `group` consecutive channels of one token. meta: dtype of scale and zero. residual: so
-    many exact tokens are gathered before they are packed together; up to residual - 1 wait.
+    many exact tokens are gathered before any is packed; up to residual - 1 wait. unit: multiples
+    of it are packed, and a prompt at once (default: the residual, as KIVI; MiniKV: the group).
     """
 
     bits: int
@@ -31,6 +32,7 @@ class Packed:
     group: int = 32
     meta: str = "fp16"
     residual: int = 1
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
@@ -41,15 +43,18 @@ class Packed:
             raise RecipeError(
                 f"residual={self.residual!r} must be a whole number of tokens, 1 or more"
             )
-        if self.axis == "channel" and self.residual % self.group:
+        if self.unit is not None and (self.unit < 1 or self.residual % self.unit):
+            raise RecipeError(f"unit={self.unit} does not divide residual={self.residual}")
+        if self.axis == "channel" and (self.unit or self.residual) % self.group:
             raise RecipeError(
                 f"residual={self.residual} is not a multiple of group={self.group}: per channel, "
                 f"whole groups of tokens are packed; use {self.group} or {4 * self.group}"
             )
 
-    def to_pack(self, tokens: int, recent: int) -> int:
-        """How many of `tokens` are packed when the newest `recent` stay exact."""
-        return max(0, tokens - recent) // self.residual * self.residual
+    def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
+        """How many of `tokens` exact tokens are packed when the newest `recent` stay exact."""
+        due, unit = max(0, tokens - recent), self.unit or self.residual
+        return due // unit * unit if prompt or due >= self.residual else 0
 
     def bits_a_value(self) -> float:
         """Bits a packed value costs, scale and zero included: b + 2 * metadata bits / G."""
@@ -75,6 +80,11 @@ class Store:
 
     keys: Packed | None = None
     values: Packed | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is packed."""
+        return self.keys is None and self.values is None
 
     def problems(self, head_dim: int) -> list[str]:
         """Why these formats do not fit a head dimension."""

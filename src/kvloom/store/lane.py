@@ -52,15 +52,18 @@ class Lane:
         """
         begin = self.sealed
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
-        surplus = drop + self._surplus(self.sealed + exact.shape[2] - drop)
+        surplus = drop + self._surplus(exact.shape[2] - drop, prompt=True)
         if surplus and self.packed is not None:
             here = None if real is None else real[:, :, begin + drop : begin + surplus]
             self.packed.append(exact[:, :, drop:surplus], here)
         self.tail.replace(exact[:, :, surplus:])
 
-    def seal(self, real: Tensor | None = None) -> None:
-        """Pack what the schedule no longer keeps exact; real as in `take`."""
-        surplus = self._surplus(len(self))
+    def seal(self, real: Tensor | None = None, prompt: bool = False) -> None:
+        """Pack what the schedule no longer keeps exact; real as in `take`.
+
+        prompt: the tail holds a prompt, which is packed at once.
+        """
+        surplus = self._surplus(len(self.tail), prompt)
         if surplus:
             assert self.packed is not None
             here = None if real is None else real[:, :, self.sealed : self.sealed + surplus]
@@ -80,8 +83,8 @@ class Lane:
         if self.packed is not None:
             self.packed.map(fn)
 
-    def _surplus(self, tokens: int) -> int:
-        """How many of the exact tokens are to be packed when the lane holds `tokens`."""
+    def _surplus(self, tokens: int, prompt: bool) -> int:
+        """How many of the `tokens` exact tokens are to be packed."""
         if self.packed is None:
             return 0
-        return max(0, self.packed.fmt.to_pack(tokens, self.recent) - self.sealed)
+        return self.packed.fmt.to_pack(tokens, self.recent, prompt)

@@ -1,0 +1,36 @@
+"""Choose the tokens that stay, given their scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def choose(scores: Tensor, heavy: int, recent: int, valid: Tensor | None = None) -> Tensor | None:
+    """Slots of the `heavy` best-scored tokens and of the newest `recent`, in ascending order.
+
+    scores: fp32 [B, Hk, N], plus infinity for tokens that must stay. valid: bool [B, 1 or Hk, N],
+    False for padding, which stays only where a row has too few real tokens. Returns int64
+    [B, Hk, heavy + recent], or None if that is everything.
+    """
+    n = scores.shape[-1]
+    recent = min(recent, n)
+    if heavy + recent >= n:
+        return None
+    older = scores[..., : n - recent]
+    if valid is not None:
+        older = older.masked_fill(~valid[..., : n - recent], -torch.inf)
+    best = older.topk(heavy, dim=-1).indices.sort(dim=-1).values
+    newest = torch.arange(n - recent, n, device=scores.device).expand(*scores.shape[:2], -1)
+    return torch.cat([best, newest], dim=-1)
+
+
+def protect_sinks(scores: Tensor, sinks: int, valid: Tensor | None) -> Tensor:
+    """Give the first `sinks` real tokens of every row a score of plus infinity."""
+    if sinks == 0:
+        return scores
+    if valid is None:
+        first = torch.arange(scores.shape[-1], device=scores.device)[None, None] < sinks
+    else:
+        first = valid & (valid.cumsum(dim=-1) <= sinks)
+    return scores.masked_fill(first, torch.inf)

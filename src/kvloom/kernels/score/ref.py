@@ -1,0 +1,68 @@
+"""Attention mass per key without the attention matrix, in plain torch.
+
+mass[j] = sum over query rows i of softmax_j((s_ij + noise_ij) / tau), s the scaled, masked logits
+(H2O, arXiv:2306.14048: noise 0, tau 1; Keyformer, arXiv:2403.09054, equation 9: Gumbel noise and
+a temperature). Rows are normalised, exactly: MiniKV's kernel (arXiv:2411.18077) drops that.
+Works through blocks of query rows, so memory grows with N, not with T times N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Logits of one block of query rows hold about this many numbers (16 MiB in fp32) or one row.
+_BLOCK_NUMEL = 1 << 22
+
+Noise = Callable[[Tensor], Tensor]
+"""Takes logits [B, Hk, R, rows, N] and returns the noise to add to them."""
+
+
+def column_mass(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    valid: Tensor | None = None,
+    real: Tensor | None = None,
+    softcap: float | None = None,
+    noise: Noise | None = None,
+    tau: float = 1.0,
+) -> Tensor:
+    """Sum of attention over the rows of q [B, Hq, T, D] for each key of k [B, Hk, N, D].
+
+    The T queries are the last T of the N tokens, causally. valid: bool [B, 1 or Hk, N], False
+    hides a key. real: bool [B, 1, T], False leaves a query row out (padding). Returns fp32
+    [B, Hq, N].
+    """
+    b, hq, t, d = q.shape
+    hk, n = k.shape[1], k.shape[2]
+    r = hq // hk
+    keys = k.float().transpose(-1, -2)
+    mass = q.new_zeros(b, hk, r, n, dtype=torch.float32)
+    step = max(1, _BLOCK_NUMEL // max(1, b * hq * n))
+    rows = q.reshape(b, hk, r, t, d)
+    for lo in range(0, t, step):
+        hi = min(t, lo + step)
+        end = n - t + hi  # no row of this block sees further
+        block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
+        logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if noise is not None:
+            logits = logits + noise(logits)
+        if tau != 1.0:
+            logits = logits / tau
+        ahead = torch.ones(hi - lo, end, dtype=torch.bool, device=q.device)
+        logits = logits.masked_fill(ahead.triu_(end - (hi - lo) + 1), -torch.inf)
+        if valid is not None:
+            logits = logits.masked_fill(~valid[:, :, None, None, :end], -torch.inf)
+        weights = logits.softmax(dim=-1)
+        if valid is not None:
+            weights = weights.nan_to_num(0.0)  # a row that sees nothing
+        if real is not None:
+            weights = weights * real[:, :, None, lo:hi, None]
+        mass[..., :end] += weights.sum(dim=3)
+    return mass.view(b, hq, n)

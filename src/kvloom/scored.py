@@ -1,0 +1,221 @@
+"""A layer whose tokens stay by score.
+
+The prompt is scored from its own queries, and the budget's best tokens stay. Later, `when="step"`
+scores every step and drops down to the budget again (a single token in `Slots`, where nothing
+moves); `when="prompt"` keeps all that comes after and may pack it. While tokens can still be taken
+back, the queries wait and score when it is known which of them stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .keeper import Keeper
+from .layer import Asked, LayerCache, attend_pieces
+from .recipe import Recipe
+from .segment import Segment, take
+from .slots import Slots
+from .store import Lane
+
+
+class ScoredLayer(LayerCache):
+    """A `LayerCache` with a `Keeper`; sinks stay in their place among the other tokens."""
+
+    keeper: Keeper
+
+    def __init__(
+        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+    ) -> None:
+        assert recipe.keep is not None
+        self.keep = recipe.keep
+        super().__init__(recipe, name, place)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.sinks, self.body.first = None, 0
+        self.keeper = Keeper(self.keep, self.recipe.protect.sinks, self.place)
+        self.slots: Slots | None = None
+        self.fresh: Tensor | None = None  # scores that wait for the other layers'
+        self.see: Tensor | None = None  # the padding mask of the running step
+        self.together: list[ScoredLayer] = getattr(self, "together", [self])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        slots = 0 if self.slots is None else self.slots.nbytes
+        return self.body.nbytes + self.keeper.nbytes + slots
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        valid: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attend as `LayerCache.attend` does, in the slots where one token comes and one goes."""
+        if self.slots is not None and (k.shape[2] > 1 or self.recording):
+            self._unroll()
+        if self.slots is None:
+            return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap)
+        self.check(k, v)
+        see = None if valid is None else valid[:, None, :]
+        self.slots.append(k.detach(), v.detach(), self.seen)
+        piece = self.slots.piece(see)
+        out = attend_pieces(q, [piece], scale, softcap)
+        self.seen += 1
+        self.see = see
+        keys = self.slots.keys
+        self._vote(self.keeper.step(q.detach(), keys, scale, softcap, piece.valid, real=None))
+        return out
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        super().map(fn)
+        self.keeper.map(fn)
+        if self.slots is not None:
+            self.slots.map(fn)
+
+    @property
+    def _dropped(self) -> bool:
+        return self.keep.when == "step" and self.seen > self.keeper.room
+
+    @property
+    def _dense(self) -> bool:
+        return not self.keeper.done and self.recipe.store.exact
+
+    def _hold(self, asked: Asked) -> None:
+        before = self.held
+        super()._hold(asked)
+        if self.keeper.done or (self.keep.when == "prompt" and len(self.keeper.scores)):
+            return
+        if before is not None:
+            asked = asked._replace(q=torch.cat([before.q, asked.q], dim=2))
+        self.held = asked
+
+    def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
+        t = k.shape[2]
+        if self.seen > t:  # later turns of a packed store: everything stays
+            super()._take(k, v, asked)
+            return
+        self.keeper.begin(t)
+        if self.recording or self.keeper.waits:
+            recording, self.recording = self.recording, True
+            super()._take(k, v, asked)
+            self.recording = recording
+            if not recording:
+                self._settle(self.held)
+            return
+        scores = self._scores(asked, k, asked.see)
+        self.keeper.observe(scores, asked.see)
+        slots = self.keeper.choose(t, asked.see)
+        if slots is not None:
+            self.body.chosen(slots, t, self._needs_index(asked.see))
+            k, v = take(k, slots), take(v, slots)
+        super()._take(k, v, asked)
+        self._after_choice()
+
+    def _settle(self, asked: Asked | None) -> None:
+        if asked is None or self.keeper.done or not asked.q.shape[2]:
+            super()._settle(asked)
+            return
+        self.held = asked
+        see = self.body.see(asked.see)
+        self._vote(self._scores(asked, self.body.exact_keys(), see))
+
+    def _scores(self, asked: Asked, k: Tensor, see: Tensor | None) -> Tensor:
+        """How the queries score the tokens k [B, Hk, N, D]; see: bool [B, 1 or Hk, N]."""
+        real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
+        return self.keeper.step(asked.q, k, asked.scale, asked.softcap, see, real)
+
+    def _vote(self, scores: Tensor) -> None:
+        """Decide by these scores, at once or when the last layer has its own."""
+        if not self.keeper.waits:
+            self._decide(scores)
+            return
+        self.fresh = scores
+        if self is self.together[-1]:
+            votes = [layer.fresh for layer in self.together if layer.fresh is not None]
+            if self.keep.shared:
+                total = torch.stack([vote.to(scores.device) for vote in votes]).sum(dim=0)
+                votes = [total.to(vote.device) for vote in votes]
+            if self.keeper.budget_waits:
+                variances = [vote.var(dim=-1).mean().item() for vote in votes]
+                for layer in self.together:
+                    layer.keeper.divide(variances)
+            for layer, vote in zip(self.together, votes, strict=True):
+                layer.fresh = None
+                layer._decide(vote)
+
+    def _decide(self, scores: Tensor) -> None:
+        """Take a step's scores [B, Hk, N] into account and drop down to the budget."""
+        if self.slots is not None:
+            self.slots.evict(self.keeper.add(self.slots.scores, scores), self.slots.see(self.see))
+            return
+        asked = self.held
+        see = None if asked is None else self.body.see(asked.see)
+        self.keeper.observe(scores, see)
+        slots = self.keeper.choose(len(self.body), see)
+        if slots is not None:
+            self.body.keep(slots, self._needs_index(see))
+        self._after_choice()
+        if self.slots is None and self.keeper.done:  # the prompt, which has waited
+            self.body.seal(None if asked is None else asked.see, prompt=True)
+        super()._settle(asked)
+
+    def _surplus(self, tokens: int) -> int:
+        return 0  # age decides nothing here
+
+    def _needs_index(self, see: Tensor | None) -> bool:
+        """Whether somebody will ask which tokens stayed: only padding does, so far."""
+        return see is not None or self.keep.when == "step"
+
+    def _after_choice(self) -> None:
+        if self.keep.when == "prompt":
+            self.keeper.finish()
+        elif len(self.body) == self.keeper.room and not self.recording:
+            self._roll()
+
+    def _roll(self) -> None:
+        """Move a full body into slots."""
+        body, keys = self.body, self.body.exact_keys()
+        index = body.logical(len(body), keys.device).expand(*keys.shape[:3])
+        self.slots = Slots(
+            keys,
+            body.values.tail.view(),
+            self.keeper.scores.view()[..., 0],
+            self.keeper.recent,
+            index.int(),
+        )
+        self.body = Segment(Lane(None, 0), Lane(None, 0))
+        self.keeper.forget()
+
+    def _unroll(self) -> None:
+        """Move the slots back into a body, oldest first."""
+        assert self.slots is not None
+        keys, values, scores, index = self.slots.unroll()
+        self.body = Segment(Lane(None, 0), Lane(None, 0))
+        self.body.append(keys, values)
+        self.body.index, self.body.kept = index, keys.shape[2]
+        self.body.first = self.seen - keys.shape[2]
+        self.keeper.scores.replace(scores.unsqueeze(-1))
+        self.slots = None
+
+
+def layer_cache(recipe: Recipe, name: str, place: tuple[int, int]) -> LayerCache:
+    """The cache of one layer: by score where the recipe has one, else by age."""
+    scored = recipe.keep is not None and not recipe.keep.by_age
+    return (ScoredLayer if scored else LayerCache)(recipe, name, place)
+
+
+def link(layers: list[LayerCache]) -> None:
+    """Tell the layers of a cache of each other, first to last."""
+    together = [layer for layer in layers if isinstance(layer, ScoredLayer)]
+    for layer in together:
+        layer.together = together

@@ -1,0 +1,109 @@
+"""A fixed number of exact tokens, one of which gives its place to the next token at every step.
+
+Decides where tokens lie, not which one goes. Nothing moves and nothing is concatenated: the new
+token is written into the free slot, the step attends to all slots, and the slot of the token that
+goes is free again. The newest tokens are a ring of slot numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .segment import Piece, take
+
+
+class Slots:
+    """C slots [B, Hk, C, D], of which one is free between steps.
+
+    scores: fp32 [B, Hk, C]. ring: int64 [B, Hk, recent], slots of the newest tokens, the oldest of
+    them at `turn`. index: logical index of each slot's token, or None where nobody asks.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, scores: Tensor, recent: int, index: Tensor | None
+    ) -> None:
+        """Take over keys and values [B, Hk, N, D], oldest first; one slot more is made."""
+        b, h, n, _ = keys.shape
+        self.keys, self.values = _one_more(keys), _one_more(values)
+        self.scores = _one_more(scores.unsqueeze(-1)).squeeze(-1)
+        newest = torch.arange(n - recent, n, device=keys.device)
+        self.ring = newest.expand(b, h, recent).clone()
+        self.turn = 0
+        self.free = torch.full((b, h, 1), n, device=keys.device)
+        self.index = None if index is None else _one_more(index.unsqueeze(-1)).squeeze(-1)
+        self.occupied = False  # whether the free slot holds the token of the running step
+
+    def __len__(self) -> int:
+        return self.keys.shape[2] - (not self.occupied)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        held = (self.keys, self.values, self.scores, self.ring, self.free, self.index)
+        return sum(t.nbytes for t in held if t is not None)
+
+    def append(self, k: Tensor, v: Tensor, logical: int) -> None:
+        """Write one token k, v [B, Hk, 1, D] with this logical index into the free slot."""
+        at = self.free.unsqueeze(-1)
+        self.keys.scatter_(2, at.expand_as(k), k)
+        self.values.scatter_(2, at.expand_as(v), v)
+        self.scores.scatter_(2, self.free, 0.0)
+        if self.index is not None:
+            self.index.scatter_(2, self.free, logical)
+        self.occupied = True
+
+    def piece(self, valid: Tensor | None) -> Piece:
+        """All slots as one piece; valid: bool [B, 1, seen tokens] by logical index."""
+        return Piece(self.keys, self.values, self.see(valid), causal=1)
+
+    def see(self, valid: Tensor | None) -> Tensor | None:
+        """`valid` by slot, [B, Hk, C]."""
+        if valid is None or self.index is None:
+            return None
+        return valid.expand(-1, self.keys.shape[1], -1).gather(2, self.index.long())
+
+    def evict(self, scores: Tensor, see: Tensor | None) -> None:
+        """Free the slot with the lowest score outside the ring, once the ring has turned.
+
+        scores: fp32 [B, Hk, C] after this step; see: bool [B, Hk, C], False slots go first.
+        """
+        self.scores = scores
+        rank = scores if see is None else scores.masked_fill(~see, -torch.inf)
+        if self.ring.shape[2]:
+            self.ring[:, :, self.turn] = self.free[:, :, 0]
+            self.turn = (self.turn + 1) % self.ring.shape[2]
+            rank = rank.scatter(2, self.ring, torch.inf)
+        self.free = rank.argmin(dim=-1, keepdim=True)
+        self.occupied = False
+
+    def unroll(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Keys, values, scores and index of the tokens held, the newest `recent` last, in order."""
+        b, h, c = self.scores.shape
+        age = torch.arange(c, device=self.scores.device).expand(b, h, c).clone()
+        newest = torch.arange(self.ring.shape[2], device=age.device) + c
+        ring = self.ring.roll(-self.turn, dims=2)
+        age.scatter_(2, ring, newest.expand_as(ring))
+        age.scatter_(2, self.free, -1)
+        order = age.argsort(dim=-1)[..., 1:]
+        return (
+            take(self.keys, order),
+            take(self.values, order),
+            self.scores.gather(2, order),
+            None if self.index is None else self.index.gather(2, order),
+        )
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        self.keys, self.values = fn(self.keys), fn(self.values)
+        self.scores, self.ring, self.free = fn(self.scores), fn(self.ring), fn(self.free)
+        self.index = None if self.index is None else fn(self.index)
+
+
+def _one_more(x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    wider = x.new_zeros(b, h, n + 1, d)
+    wider[:, :, :n] = x
+    return wider

@@ -1,0 +1,104 @@
+"""Keeping by score: drafts leave no trace, rows are alone, beams take their scores along."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvloom.recipes import resolve
+from kvloom.scored import layer_cache
+from steps import draw, feed
+
+NAMES = (
+    "h2o",
+    "h2o:tokens=30,recent=0.0",
+    "h2o:tokens=70",
+    "keyformer:noise=none,tau_end=1.5",
+    "snapkv:tokens=24,window=8",
+    "minikv:group=16,residual=32",
+    "minikv-snap:window=8,residual=32",
+)
+SIZES = [1, 1, 5, 1, 1, 1]
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def fresh(name, *qkv, sizes=None, valid=None):
+    cache = layer_cache(resolve(name), "layer 0", (0, 1))
+    feed(cache, *qkv, sizes, valid)
+    return cache
+
+
+@every
+@pytest.mark.parametrize("rejected", [0, 2, 5])
+@pytest.mark.parametrize("prompt", [5, 50])
+def test_a_rejected_draft_leaves_no_trace(name, rejected, prompt):
+    q, k, v = draw(0, prompt + 5, batch=2)
+    kept = prompt + 5 - rejected
+    drafted = fresh(name, *(x[:, :, :prompt] for x in (q, k, v)))
+    drafted.recording = True
+    feed(drafted, *(x[:, :, prompt:] for x in (q, k, v)))
+    drafted.crop(rejected)
+    drafted.recording = False
+    never = fresh(name, *(x[:, :, :prompt] for x in (q, k, v)))
+    if kept > prompt:
+        never.recording = True
+        feed(never, *(x[:, :, prompt:kept] for x in (q, k, v)))
+        never.crop(0)
+        never.recording = False
+    new = draw(1, 10, batch=2)
+    outputs = [feed(cache, *new, SIZES) for cache in (drafted, never)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    assert len(drafted.slots or drafted.body) == len(never.slots or never.body)
+
+
+@every
+def test_rows_do_not_see_each_other(name):
+    qkv, new = draw(0, 50, batch=3, hq=4, hk=2), draw(1, 10, batch=3, hq=4, hk=2)
+    together = feed(fresh(name, *qkv), *new, SIZES)
+    for row in range(3):
+        alone = fresh(name, *(x[row : row + 1] for x in qkv))
+        out = feed(alone, *(x[row : row + 1] for x in new), SIZES)
+        torch.testing.assert_close(together[row : row + 1], out, rtol=0, atol=2e-6)
+
+
+@every
+def test_scores_and_kept_tokens_follow_the_beams(name):
+    qkv, new, beams = draw(0, 50, batch=3), draw(1, 10, batch=3), torch.tensor([2, 0, 0])
+    moved = fresh(name, *qkv)
+    feed(moved, *draw(2, 3, batch=3), [1, 1, 1])
+    moved.map(lambda x: x.index_select(0, beams))
+    built = fresh(name, *(x[beams] for x in qkv))
+    feed(built, *(x[beams] for x in draw(2, 3, batch=3)), [1, 1, 1])
+    outputs = [feed(cache, *new, SIZES) for cache in (moved, built)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["h2o:tokens=20", "snapkv:tokens=20,window=4"])
+def test_a_padded_row_keeps_what_it_keeps_alone(name):
+    q, k, v = draw(0, 60, batch=2)
+    valid = torch.arange(60) >= torch.tensor([0, 25])[:, None]
+    padded = fresh(name, *(x[:, :, :50] for x in (q, k, v)), valid=valid[:, :50])
+    out = feed(padded, *(x[:, :, 50:] for x in (q, k, v)), SIZES, valid)
+    for row, pad in enumerate((0, 25)):
+        part = [x[row : row + 1, :, pad:] for x in (q, k, v)]
+        alone = fresh(name, *(x[:, :, : 50 - pad] for x in part))
+        want = feed(alone, *(x[:, :, 50 - pad :] for x in part), SIZES)
+        torch.testing.assert_close(out[row : row + 1], want, rtol=0, atol=2e-6)
+
+
+def test_h2o_is_keyformer_without_noise():
+    qkv, new = draw(0, 50), draw(1, 20)
+    budget = "fraction=0.5,recent=0.3"
+    outputs = [
+        feed(fresh(name, *qkv), *new, [1] * 20)
+        for name in (f"h2o:{budget}", f"keyformer:{budget},noise=none,tau_end=1.0")
+    ]
+    assert torch.equal(*outputs)
+
+
+def test_noise_is_reproducible_and_matters():
+    qkv, new = draw(0, 80), draw(1, 20)
+    one, two = (feed(fresh("keyformer", *qkv), *new, [1] * 20) for _ in range(2))
+    assert torch.equal(one, two)
+    without = feed(fresh("keyformer:noise=none", *qkv), *new, [1] * 20)
+    assert not torch.equal(one, without)

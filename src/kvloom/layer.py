@@ -34,12 +34,10 @@ class Asked(NamedTuple):
     softcap: float | None
     see: Tensor | None
 
-    def without(self, tokens: int, queries_only: bool = False) -> Asked:
+    def without(self, tokens: int) -> Asked:
         """Without the newest `tokens` tokens."""
         q = self.q[:, :, : max(0, self.q.shape[2] - tokens)]
-        see = self.see
-        if see is not None and not queries_only:
-            see = see[:, :, : see.shape[2] - tokens]
+        see = None if self.see is None else self.see[:, :, : self.see.shape[2] - tokens]
         return self._replace(q=q, see=see)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Asked:
@@ -226,11 +224,8 @@ class LayerCache:
         """Take in the present; the prompt of a packed store never lies exact beside its codes."""
         if self.like is None:
             self.like = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
-            keep = self.recipe.keep
-            if keep is not None:
-                protect = self.recipe.protect
-                least = protect.sinks + max(protect.recents)
-                self.budget = max(least, keep.budget.resolve(self.seen))
+            if self.recipe.keep is not None:
+                self.budget = self.recipe.budget_tokens(self.seen)
         if self.sinks is not None:
             skip = self.sinks.take(k, v, self.seen - k.shape[2], asked.see)
             k, v = k[:, :, skip:], v[:, :, skip:]
@@ -246,7 +241,7 @@ class LayerCache:
     def _hold(self, asked: Asked) -> None:
         """Note that this step's tokens may be taken back."""
         self.pending += asked.q.shape[2]
-        self.held = asked.without(asked.q.shape[2], queries_only=True)
+        self.held = asked._replace(q=asked.q[:, :, :0].clone())  # age does not ask who asked
 
     def _settle(self, asked: Asked | None) -> None:
         """Drop what is over the budget and pack what is due."""

@@ -44,6 +44,11 @@ class Protect:
         """Exact newest tokens of keys and of values."""
         return self.recent if isinstance(self.recent, tuple) else (self.recent, self.recent)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens protected in all."""
+        return self.sinks + max(self.recents)
+
 
 @dataclass(frozen=True)
 class Recall:
@@ -75,7 +80,7 @@ class Recipe:
                 'group alone: combine keep with an exact store, or drop by score when="prompt"'
             )
         tokens = self.keep.budget.tokens
-        least = self.protect.sinks + (max(self.protect.recents) if self.keep.by_age else 0)
+        least = self.protect.tokens if self.keep.by_age else self.protect.sinks
         if tokens is not None and tokens <= least:
             raise RecipeError(
                 f"a budget of {tokens} tokens leaves nothing beside {least} protected tokens; "
@@ -92,6 +97,11 @@ class Recipe:
         if problems:
             raise IncompatibleRecipe(self.name, problems)
 
+    def budget_tokens(self, prompt_tokens: int) -> int:
+        """Tokens a layer that keeps by age holds: its budget, never less than is protected."""
+        assert self.keep is not None
+        return max(self.protect.tokens, self.keep.budget.resolve(prompt_tokens))
+
     def nbytes(self, tokens: int, geometry: Geometry, batch: int = 1) -> int:
         """Bytes held in all layers right after a prompt of `tokens` tokens, without padding.
 
@@ -99,10 +109,7 @@ class Recipe:
         """
         keep, sinks = self.keep, self.protect.sinks
         if keep is None or keep.by_age:
-            held = tokens
-            if keep is not None:
-                least = sinks + max(self.protect.recents)
-                held = min(tokens, max(least, keep.budget.resolve(tokens)))
+            held = tokens if keep is None else min(tokens, self.budget_tokens(tokens))
             heads = self._head_nbytes(held - min(sinks, held), geometry)
             heads += 2 * sinks * geometry.head_dim * geometry.dtype.itemsize
             start = 8 * batch if sinks else 0  # each row's first real token

@@ -47,7 +47,8 @@ class ScoredLayer(LayerCache):
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
         slots = 0 if self.slots is None else self.slots.nbytes
-        return self.body.nbytes + self.keeper.nbytes + slots
+        waiting = 0 if self.held is None else self.held.q.nbytes
+        return self.body.nbytes + self.keeper.nbytes + slots + waiting
 
     def attend(
         self,

@@ -19,13 +19,13 @@ class Slots:
     """C slots [B, Hk, C, D], of which one is free between steps.
 
     scores: fp32 [B, Hk, C]. ring: int64 [B, Hk, recent], slots of the newest tokens, the oldest of
-    them at `turn`. index: logical index of each slot's token, or None where nobody asks.
+    them at `turn`. index: int32 [B, Hk, C], logical index of each slot's token.
     """
 
     def __init__(
-        self, keys: Tensor, values: Tensor, scores: Tensor, recent: int, index: Tensor | None
+        self, keys: Tensor, values: Tensor, scores: Tensor, recent: int, index: Tensor
     ) -> None:
-        """Take over keys and values [B, Hk, N, D], oldest first; one slot more is made."""
+        """Take over N tokens, oldest first, their scores and indices; one slot more is made."""
         b, h, n, _ = keys.shape
         self.keys, self.values = _one_more(keys), _one_more(values)
         self.scores = _one_more(scores.unsqueeze(-1)).squeeze(-1)
@@ -33,17 +33,16 @@ class Slots:
         self.ring = newest.expand(b, h, recent).clone()
         self.turn = 0
         self.free = torch.full((b, h, 1), n, device=keys.device)
-        self.index = None if index is None else _one_more(index.unsqueeze(-1)).squeeze(-1)
-        self.occupied = False  # whether the free slot holds the token of the running step
+        self.index = _one_more(index.unsqueeze(-1)).squeeze(-1)
 
     def __len__(self) -> int:
-        return self.keys.shape[2] - (not self.occupied)
+        return self.keys.shape[2] - 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
         held = (self.keys, self.values, self.scores, self.ring, self.free, self.index)
-        return sum(t.nbytes for t in held if t is not None)
+        return sum(t.nbytes for t in held)
 
     def append(self, k: Tensor, v: Tensor, logical: int) -> None:
         """Write one token k, v [B, Hk, 1, D] with this logical index into the free slot."""
@@ -51,9 +50,7 @@ class Slots:
         self.keys.scatter_(2, at.expand_as(k), k)
         self.values.scatter_(2, at.expand_as(v), v)
         self.scores.scatter_(2, self.free, 0.0)
-        if self.index is not None:
-            self.index.scatter_(2, self.free, logical)
-        self.occupied = True
+        self.index.scatter_(2, self.free, logical)
 
     def piece(self, valid: Tensor | None) -> Piece:
         """All slots as one piece; valid: bool [B, 1, seen tokens] by logical index."""
@@ -61,7 +58,7 @@ class Slots:
 
     def see(self, valid: Tensor | None) -> Tensor | None:
         """`valid` by slot, [B, Hk, C]."""
-        if valid is None or self.index is None:
+        if valid is None:
             return None
         return valid.expand(-1, self.keys.shape[1], -1).gather(2, self.index.long())
 
@@ -77,9 +74,8 @@ class Slots:
             self.turn = (self.turn + 1) % self.ring.shape[2]
             rank = rank.scatter(2, self.ring, torch.inf)
         self.free = rank.argmin(dim=-1, keepdim=True)
-        self.occupied = False
 
-    def unroll(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def unroll(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, scores and index of the tokens held, the newest `recent` last, in order."""
         b, h, c = self.scores.shape
         age = torch.arange(c, device=self.scores.device).expand(b, h, c).clone()
@@ -92,14 +88,14 @@ class Slots:
             take(self.keys, order),
             take(self.values, order),
             self.scores.gather(2, order),
-            None if self.index is None else self.index.gather(2, order),
+            self.index.gather(2, order),
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         self.keys, self.values = fn(self.keys), fn(self.values)
         self.scores, self.ring, self.free = fn(self.scores), fn(self.ring), fn(self.free)
-        self.index = None if self.index is None else fn(self.index)
+        self.index = fn(self.index)
 
 
 def _one_more(x: Tensor) -> Tensor:

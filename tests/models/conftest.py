@@ -6,7 +6,3 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
-
-import torch
-
-torch.set_num_threads(1)  # tiny models: threads cost more than they give

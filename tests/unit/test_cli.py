@@ -27,15 +27,6 @@ TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in 
 SMALL = ["--context", "120", "--new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Models this small are fastest on one thread, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -32,15 +32,6 @@ WORDS = " ".join(tasks.WORDS)
 TEXT = "".join(f"line {i}: {tasks.WORDS[i * 7 % 90]} is at {i * 7919}.\n" for i in range(600))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Models this small are fastest on one thread, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer([TEXT, WORDS, "The magic number for Question"] * 3, 600)

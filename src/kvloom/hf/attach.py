@@ -188,14 +188,14 @@ def _check_implementation(model: PreTrainedModel) -> None:
 
 
 def _report(model: PreTrainedModel, recipe: Recipe) -> Report:
-    kinds = compat.layer_types(compat.decoder_config(model))
+    kinds = [kind for kind, _ in compat.stock_layers(compat.decoder_config(model))]
     reasons = {
-        "sliding_attention": "its sliding window already bounds it; kept as transformers has it",
+        compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
     }
     skipped = {
         i: reasons.get(kind, f"{kind} holds no ordinary keys and values")
         for i, kind in enumerate(kinds)
-        if kind != "full_attention"
+        if kind != compat.FULL
     }
     compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
     full = compat.geometry(model)

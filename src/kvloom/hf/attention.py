@@ -62,16 +62,12 @@ def _stock(
     """Attend as transformers would, with the mask this module's mask function left 2-D."""
     t, n = query.shape[2], key.shape[2]
     if mask is not None and mask.dim() == 2:
-        see = torch.ones(t, n, dtype=torch.bool, device=query.device).tril_(n - t)
-        itself = torch.eye(t, n, dtype=torch.bool, device=query.device).roll(n - t, dims=1)
-        mask = (
-            ((see & padding_mask(mask, n)[:, None, None, :]) | itself)
-            if t > 1
-            else (padding_mask(mask, n)[:, None, None, :])
-        )
+        mask = padding_mask(mask, n)[:, None, None, :]
+        if t > 1:
+            mask = ref.visible(t, n, mask, query.device)
     if softcap is None:
         if mask is None and t > 1 and n > t:  # transformers would align causality to the left
-            mask = torch.ones(t, n, dtype=torch.bool, device=query.device).tril_(n - t)[None, None]
+            mask = ref.visible(t, n, None, query.device)[None, None]
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )

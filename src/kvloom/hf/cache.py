@@ -5,7 +5,6 @@ Decides how the calls of transformers map onto `LayerCache`; computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ class RoutedLayer(CacheLayerMixin):
                 f"{self.cache.name}: the last step's attention did not reach kvloom, or that step "
                 "failed; start with a new cache"
             )
-        self.cache.check(key_states, value_states)
         key = key_states.view(key_states.shape)  # a view, so that the model's tensor stays bare
         key._kvloom_layer = self  # type: ignore[attr-defined]
         self.armed = True
@@ -110,8 +108,11 @@ class RoutedLayer(CacheLayerMixin):
 
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
-        remove = -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)
-        self.cache.crop(remove)
+        self.cache.crop(self.to_remove(tokens))
+
+    def to_remove(self, tokens: int) -> int:
+        """Tokens that `crop(tokens)` removes; before 5.17 a positive number is what stays."""
+        return -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -120,24 +121,21 @@ class RoutedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams: row i becomes row beam_idx[i]."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.cache.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self.cache.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
-        self._map(lambda x: x[indices.to(x.device)])
+        self.cache.map(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
         """Refuse: tiers are a matter of the recipe."""
         raise CacheMisuse("a kvloom cache cannot be offloaded by transformers")
 
     prefetch = offload
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self.cache.map(fn)
 
 
 class Cache(transformers.Cache):
@@ -158,13 +156,13 @@ class Cache(transformers.Cache):
         self.recipe.check(self.geometry)
         config = compat.decoder_config(model)
         mark = compat.fingerprint(config)
-        kinds = compat.layer_types(config)
-        held = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        stock = compat.stock_layers(config)
+        held = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         layers = [
             RoutedLayer(layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held))), mark)
-            if i in held
-            else compat.stock_layer(config, i)
-            for i in range(len(kinds))
+            if kind == compat.FULL
+            else layer
+            for i, (kind, layer) in enumerate(stock)
         ]
         link([layer.cache for layer in layers if isinstance(layer, RoutedLayer)])
         super().__init__(layers=layers)
@@ -202,9 +200,7 @@ class Cache(transformers.Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove -tokens_to_remove tokens from every layer, or from none if one cannot."""
         for layer in self.routed:
-            seen = layer.cache.seen
-            remove = -tokens_to_remove if tokens_to_remove <= 0 else seen - tokens_to_remove
-            layer.cache.check_crop(max(0, remove))
+            layer.cache.check_crop(layer.to_remove(tokens_to_remove))
         super().crop(tokens_to_remove)
 
 

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, cache_utils
 from ..errors import UnsupportedModel
 from ..shapes import Geometry
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 # Models that use the attention interface but do not cache what they attend to.
 _REFUSED = {
     "jetmoe": "it repeats its keys before attention",
@@ -58,16 +60,6 @@ def geometry(model: PreTrainedModel) -> Geometry:
     return Geometry(config.num_hidden_layers, q_heads, kv_heads, head_dim, model.dtype)
 
 
-def layer_types(config: Any) -> list[str]:
-    """The type of each layer's cache: "full_attention", "sliding_attention", …"""
-    return [kind for kind, _ in _layers(config)]
-
-
-def stock_layer(config: Any, index: int) -> Any:
-    """The cache layer that transformers itself would use for layer `index`."""
-    return cache_utils.DynamicCache(config=config).layers[index]
-
-
 def fingerprint(config: Any) -> tuple:
     """What tells one model from another: a cache is refused by a model that differs in it."""
     names = ("model_type", "name_or_path", "num_hidden_layers", "hidden_size", "vocab_size")
@@ -79,15 +71,15 @@ def is_recording_mode(generation_mode: Any) -> bool:
     return "assisted" in str(getattr(generation_mode, "value", generation_mode)).lower()
 
 
-def _layers(config: Any) -> list[tuple[str, Any]]:
-    """(type, stock layer) of every layer, by the class transformers picks for it."""
-    names = {
-        "DynamicLayer": "full_attention",
-        "DynamicSlidingWindowLayer": "sliding_attention",
-    }
+def stock_layers(config: Any) -> list[tuple[str, Any]]:
+    """(type, fresh cache layer) that transformers itself would use for each layer.
+
+    The type is `FULL`, `SLIDING`, or the name of the class that transformers picks.
+    """
+    names = {"DynamicLayer": FULL, "DynamicSlidingWindowLayer": SLIDING}
     layers = cache_utils.DynamicCache(config=config).layers
     if not layers:  # a config without layer types: every layer attends to everything
-        return [("full_attention", None)] * config.num_hidden_layers
+        return [(FULL, None)] * config.num_hidden_layers
     return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
 
 

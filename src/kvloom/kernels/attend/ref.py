@@ -94,6 +94,18 @@ def merge(states: list[State]) -> State:
     return State(out, total.log() + top)
 
 
+def visible(t: int, n: int, valid: Tensor | None, device: torch.device) -> Tensor:
+    """Which of n keys each of the last t tokens may see: causally, itself in any case.
+
+    valid: bool [B, 1 or Hk, 1, N], False hides a key. Returns bool [T, N], or [B, 1 or Hk, T, N].
+    """
+    see = torch.ones(t, n, dtype=torch.bool, device=device).tril_(n - t)
+    if valid is None:
+        return see
+    itself = torch.eye(t, n, dtype=torch.bool, device=device).roll(n - t, dims=1)
+    return (see & valid) | itself
+
+
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, valid: Tensor | None
 ) -> Tensor:
@@ -109,13 +121,9 @@ def sdpa(
         rows = q.view(b, hk, hq // hk, d)
         return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).view(b, hq, 1, -1)
     if causal and (mask is not None or n > t):
-        see = torch.ones(t, n, dtype=torch.bool, device=q.device).tril_(n - t)
-        if mask is not None:
-            itself = torch.eye(t, n, dtype=torch.bool, device=q.device).roll(n - t, dims=1)
-            see = (see & mask) | itself
-            if see.shape[1] not in (1, hq):
-                see = see.repeat_interleave(hq // hk, dim=1)
-        mask, causal = see, False
+        mask, causal = visible(t, n, mask, q.device), False
+        if mask.dim() == 4 and mask.shape[1] not in (1, hq):
+            mask = mask.repeat_interleave(hq // hk, dim=1)
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=hq != hk
     )

@@ -9,7 +9,7 @@ from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
 from kvloom.segment import Segment
-from kvloom.store import Packed, Store
+from kvloom.store import Packed, Store, Transform
 from kvloom.store.buffer import Buffer
 from kvloom.store.lane import Lane
 
@@ -32,6 +32,8 @@ RECIPES: dict[str, Recipe] = {
         "kivi-4:group=16,residual=16,meta=bf16",
         "kivi:bits=3,group=32,residual=32",
         "kivi:bits=8,group=32,residual=96",
+        "kivi:bits=1.5,group=32,residual=32,meta=fp8",
+        "rtn:bits=1,group=16",
         "rtn:group=16",
         "rtn:bits=3,residual=5",
         "window:tokens=20",
@@ -42,6 +44,12 @@ RECIPES: dict[str, Recipe] = {
     "values only": _store(None, Packed(3, "token", 16), recent=3),
     "swapped axes": _store(
         Packed(4, "token", 16, residual=8), Packed(2, "channel", 32, residual=32), recent=(7, 10)
+    ),
+    "fp8, layer": _store(
+        Packed(1.5, "token", 32, "fp8", transform=Transform(span="layer", clip=0.9)),
+        Packed(2, "token", 16, "fp8", transform=Transform(clip=0.95)),
+        sinks=2,
+        recent=9,
     ),
     "sinks, packed": _store(
         Packed(2, "channel", 32, residual=32), Packed(2, "token", 32), sinks=3, recent=(0, 32)
@@ -100,8 +108,15 @@ def assert_same_state(a, b) -> None:
     """Both states hold the same things, bit by bit."""
     assert a.keys() == b.keys()
     for name in a:
-        same = torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
+        same = equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
         assert same, f"{name} differs: {a[name]} != {b[name]}"
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers: torch compares no float8."""
+    if a.dtype == b.dtype == torch.float8_e4m3fn:
+        a, b = a.float(), b.float()
+    return torch.equal(a, b)
 
 
 def rows(held, index: list[int]):

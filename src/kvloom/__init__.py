@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .keep import Budget, Keep
     from .recipe import Protect, Recall, Recipe
     from .reference import reference_model, reference_tokenizer
-    from .store import Packed, Store
+    from .store import Packed, Store, Transform
 
 _WHERE = {
     "attach": "hf.attach",
@@ -32,6 +32,7 @@ _WHERE = {
     "Keep": "keep",
     "Packed": "store",
     "Store": "store",
+    "Transform": "store",
     "reference_model": "reference",
     "reference_tokenizer": "reference",
 }
@@ -45,6 +46,7 @@ __all__ = [
     "Recipe",
     "Report",
     "Store",
+    "Transform",
     "attach",
     "detach",
     "reference_model",

@@ -19,7 +19,6 @@ from .kernels.attend import ref
 from .recipe import Recipe
 from .segment import Piece, Segment, Sinks
 from .store import Lane
-from .store.formats import META
 
 # Up to this many new tokens are written behind the tail before attention, so that tail and
 # present are one stretch; more would make the tail of a packed store large for a moment.
@@ -98,6 +97,7 @@ class LayerCache:
         if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
             pad = ~see[:, :, past:, None]
             k, v = k.masked_fill(pad, 0.0), v.masked_fill(pad, 0.0)
+        self.check_range(k, v)
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             self.body.append(k.detach(), v.detach())
@@ -144,6 +144,9 @@ class LayerCache:
                         f"{self.name}: this cache holds {what} {a} and was given {b}; "
                         "make a new cache for another model, dtype or batch"
                     )
+
+    def check_range(self, k: Tensor, v: Tensor) -> None:
+        """Refuse numbers that the store cannot hold."""
         if k.is_cuda and k.shape[2] == 1:
             return  # reading the answer back would stall the device at every step
         for what, x, fmt in zip(
@@ -154,8 +157,8 @@ class LayerCache:
         ):
             low, high = x.detach().aminmax()
             limit = torch.finfo(x.dtype).max
-            if fmt is not None:  # a group's range, up to twice the limit, is taken in fp32
-                limit = min(torch.finfo(META[fmt.meta]).max, torch.finfo(torch.float32).max / 2)
+            if fmt is not None:
+                limit = fmt.largest
             if not (low >= -limit and high <= limit):
                 found = "NaN or infinity" if not torch.isfinite(x).all() else f"|x| > {limit:g}"
                 remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'

@@ -14,7 +14,7 @@ from typing import Any
 from .errors import IncompatibleRecipe, RecipeError
 from .keep import SCORERS, Budget, Keep, Scorer
 from .shapes import Geometry
-from .store import Packed, Store
+from .store import Packed, Store, Transform
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,7 +89,7 @@ class Recipe:
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Everything in this recipe that does not fit the model, one sentence each."""
-        return self.store.problems(geometry.head_dim)
+        return self.store.problems(geometry.head_dim, geometry.kv_heads)
 
     def check(self, geometry: Geometry) -> None:
         """Raise `IncompatibleRecipe` with all problems, if there are any."""
@@ -107,35 +107,35 @@ class Recipe:
 
         Budgets that depend on the scores' variance are counted as if they were uniform.
         """
-        keep, sinks = self.keep, self.protect.sinks
+        keep, sinks, g = self.keep, self.protect.sinks, geometry
         if keep is None or keep.by_age:
             held = tokens if keep is None else min(tokens, self.budget_tokens(tokens))
-            heads = self._head_nbytes(held - min(sinks, held), geometry)
-            heads += 2 * sinks * geometry.head_dim * geometry.dtype.itemsize
-            start = 8 * batch if sinks else 0  # each row's first real token
-            return geometry.layers * (heads * geometry.kv_heads * batch + start)
-        heads = 0
-        for room in keep.rooms(tokens, geometry.layers):
-            heads += self._head_nbytes(min(tokens, room), geometry)
+            row = self._layer_nbytes(held - min(sinks, held), g)
+            row += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
+            row += 8 if sinks else 0  # the row's first real token
+            return g.layers * row * batch
+        row = 0
+        for room in keep.rooms(tokens, g.layers):
+            row += self._layer_nbytes(min(tokens, room), g)
             if keep.when == "step" and room < tokens:
                 window = keep.budget.window(keep.budget.resolve(tokens))
-                heads += self._slots_nbytes(room, window, geometry)
+                row += g.kv_heads * self._slots_nbytes(room, window, g)
             elif keep.when == "step":
-                heads += 4 * tokens  # scores
-        return heads * geometry.kv_heads * batch
+                row += g.kv_heads * 4 * tokens  # scores
+        return row * batch
 
-    def _head_nbytes(self, tokens: int, g: Geometry) -> int:
-        """Bytes of `tokens` tokens of one head's keys and values."""
+    def _layer_nbytes(self, tokens: int, g: Geometry) -> int:
+        """Bytes of `tokens` tokens of one row's keys and values in one layer."""
         total = 0
         sides = (self.store.keys, self.store.values)
         for fmt, recent in zip(sides, self.protect.recents, strict=True):
             packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
-            total += (tokens - packed) * g.head_dim * g.dtype.itemsize
-            total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim)
+            total += (tokens - packed) * g.kv_heads * g.head_dim * g.dtype.itemsize
+            total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim, g.kv_heads)
         return total
 
     def _slots_nbytes(self, room: int, window: int, g: Geometry) -> int:
-        """Bytes that slots take beside the tokens: a free slot, scores, indices and the ring."""
+        """Bytes that a head's slots take beside tokens: a free slot, scores, indices, the ring."""
         free = 2 * g.head_dim * g.dtype.itemsize
         return free + (room + 1) * (4 + 4) + window * 8 + 8
 
@@ -205,6 +205,7 @@ _PARTS: dict[str, type] = {
     "store": Store,
     "keys": Packed,
     "values": Packed,
+    "transform": Transform,
     "recall": Recall,
     "protect": Protect,
 }

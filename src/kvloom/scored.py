@@ -66,6 +66,7 @@ class ScoredLayer(LayerCache):
         if self.slots is None:
             return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap)
         self.check(k, v)
+        self.check_range(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
         piece = self.slots.piece(see)

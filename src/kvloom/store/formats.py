@@ -1,6 +1,7 @@
 """Formats of the store: what a recipe may ask of keys and values, and its exact size.
 
-Decides validity and byte counts; the arithmetic is in `kernels.quant`, the containers in `lane`.
+Decides validity and byte counts; the arithmetic is in `kernels.quant`, what calibration knows of a
+layer in `channels`, the containers in `lane`.
 """
 
 from __future__ import annotations
@@ -12,27 +13,72 @@ import torch
 from ..errors import RecipeError
 from ..kernels.quant import ref
 
-META = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+META = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 GROUPS = (16, 32, 64, 128)
 AXES = ("channel", "token")
+SPANS = ("head", "layer")
+CLIPS = ("group", "layer")
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How the channels of a token are grouped and scaled before they are quantized.
+
+    span: a group holds channels of one "head", or of the "layer", all key/value heads together.
+    reorder: channels that are alike in calibration form a group; sizes differ, `group` is their
+    average. clip: groups reach from alpha * min to alpha * max; a number, or calibrated for each
+    "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
+    static: a group's range is that of calibration, so no scale and zero are stored.
+    """
+
+    span: str = "head"
+    reorder: bool = False
+    clip: float | str = 1.0
+    smooth: bool = False
+    static: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("span", self.span, SPANS)
+        if isinstance(self.clip, str):
+            _choice("clip", self.clip, CLIPS)
+        elif isinstance(self.clip, bool) or not 0 < self.clip <= 1:
+            raise RecipeError(
+                f"clip={self.clip!r} must be above 0 and at most 1, or calibrated: "
+                f"{' or '.join(CLIPS)}"
+            )
+        if self.static and self.clip != 1.0:
+            raise RecipeError(f"clip={self.clip!r} clips a token's own range; static=True has none")
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return self.reorder or self.smooth or self.static or isinstance(self.clip, str)
 
 
 @dataclass(frozen=True)
 class Packed:
     """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quant.ref`).
 
-    bits: 2, 3, 4 or 8. axis: "channel" groups `group` consecutive tokens of one channel, "token"
-    groups `group` consecutive channels of one token. meta: dtype of scale and zero. residual: so
-    many exact tokens are gathered before any is packed; up to residual - 1 wait. unit: multiples
-    of it are packed, and a prompt at once (default: the residual, as KIVI; MiniKV: the group).
+    bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8. axis: "channel" groups `group`
+    consecutive tokens of one channel, "token" groups `group` channels of one token, consecutive
+    ones unless a transform says otherwise. meta: dtype of scale and zero; fp8 is e4m3, up to 448.
+    residual: so many exact tokens are gathered before any is packed; up to residual - 1 wait.
+    unit: multiples of it are packed, and a prompt at once (default: the residual, as KIVI; MiniKV:
+    the group).
     """
 
-    bits: int
+    bits: float
     axis: str
     group: int = 32
     meta: str = "fp16"
     residual: int = 1
     unit: int | None = None
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
@@ -50,53 +96,106 @@ class Packed:
                 f"residual={self.residual} is not a multiple of group={self.group}: per channel, "
                 f"whole groups of tokens are packed; use {self.group} or {4 * self.group}"
             )
+        if self.axis == "channel" and self.transform is not None:
+            raise RecipeError('a transform regroups the channels of a token; use axis="token"')
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return self.transform is not None and self.transform.calibrated
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude whose scale and zero can be stored."""
+        if self.transform is not None and self.transform.static:
+            return torch.finfo(torch.float32).max / 2
+        # a scale may be up to twice that over the highest code; ranges are taken in fp32
+        most = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
+        return min(most, torch.finfo(torch.float32).max / 2)
 
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
         """How many of `tokens` exact tokens are packed when the newest `recent` stay exact."""
         due, unit = max(0, tokens - recent), self.unit or self.residual
         return due // unit * unit if prompt or due >= self.residual else 0
 
+    def groups(self, heads: int, head_dim: int) -> int:
+        """Groups of one token (or of `group` tokens, per channel) in all `heads` heads."""
+        if self.axis == "channel":
+            return heads * head_dim
+        if self.transform is not None and self.transform.span == "layer":
+            return max(1, heads * head_dim // self.group)
+        return heads * (head_dim // self.group)
+
     def bits_a_value(self) -> float:
-        """Bits a packed value costs, scale and zero included: b + 2 * metadata bits / G."""
-        return self.bits + 2 * 8 * META[self.meta].itemsize / self.group
+        """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G."""
+        atom, rows = ref.ATOM[self.bits]
+        return 8 * rows / atom + 2 * 8 * self._meta_nbytes / self.group
 
-    def nbytes(self, tokens: int, head_dim: int) -> int:
-        """Bytes of `tokens` packed tokens of one head: codes, scale and zero."""
-        groups = tokens * head_dim // self.group
-        return ref.rows_for(tokens, self.bits) * head_dim + 2 * groups * META[self.meta].itemsize
+    def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
+        """Bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
+        stretches = tokens // self.group if self.axis == "channel" else tokens
+        meta = 2 * stretches * self.groups(heads, head_dim) * self._meta_nbytes
+        return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
 
-    def problems(self, head_dim: int) -> list[str]:
-        """Why this format does not fit a head dimension; empty if it does."""
-        if self.axis == "token" and head_dim % self.group:
-            fits = [str(g) for g in GROUPS if head_dim % g == 0]
-            remedy = f"use {' or '.join(fits)}" if fits else "no group fits; store values exact"
-            return [f"group={self.group} does not divide head_dim={head_dim}; {remedy}"]
-        return []
+    def problems(self, head_dim: int, heads: int = 1) -> list[str]:
+        """Why this format does not fit a layer's heads; empty if it does."""
+        if self.axis == "channel":
+            return []
+        whole, what = head_dim, "head_dim"
+        if self.transform is not None and self.transform.span == "layer":
+            whole, what = heads * head_dim, "the layer's channels"
+        unequal = whole != head_dim and self.transform is not None and self.transform.reorder
+        if whole % self.group == 0 or (unequal and self.group <= whole):
+            return []
+        fits = [str(g) for g in GROUPS if whole % g == 0]
+        remedy = f"use {' or '.join(fits)}" if fits else "no group fits; store values exact"
+        return [f"group={self.group} does not divide {what}={whole}; {remedy}"]
+
+    @property
+    def _meta_nbytes(self) -> int:
+        static = self.transform is not None and self.transform.static
+        return 0 if static else META[self.meta].itemsize
 
 
 @dataclass(frozen=True)
 class Store:
-    """Formats of keys and values; None keeps them exact in the model's dtype."""
+    """Formats of keys and values; None keeps them exact in the model's dtype.
+
+    calibration: the file that `kvloom calibrate` wrote, for formats that need one (None: the one
+    that ships with the reference model).
+    """
 
     keys: Packed | None = None
     values: Packed | None = None
+    calibration: str | None = None
 
     @property
     def exact(self) -> bool:
         """Whether nothing is packed."""
         return self.keys is None and self.values is None
 
-    def problems(self, head_dim: int) -> list[str]:
-        """Why these formats do not fit a head dimension."""
+    @property
+    def sides(self) -> dict[str, Packed]:
+        """The formats of what is packed, by "keys" and "values"."""
+        both = {"keys": self.keys, "values": self.values}
+        return {side: fmt for side, fmt in both.items() if fmt is not None}
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return any(fmt.calibrated for fmt in self.sides.values())
+
+    def problems(self, head_dim: int, heads: int = 1) -> list[str]:
+        """Why these formats do not fit a layer's heads."""
         return [
             f"{side}: {problem}"
-            for side, fmt in (("keys", self.keys), ("values", self.values))
-            if fmt is not None
-            for problem in fmt.problems(head_dim)
+            for side, fmt in self.sides.items()
+            for problem in fmt.problems(head_dim, heads)
         ]
 
 
 def _choice(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed or type(value) is not type(allowed[0]):
+    same = [a for a in allowed if a == value and type(a) is type(value)]
+    if not same:
         choices = ", ".join(map(str, allowed))
         raise RecipeError(f"{name}={value!r} is not one of {choices}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .buffer import Buffer
+from .codec import Channels
 from .formats import Packed
 from .packed import PackedTokens, PackedView
 
@@ -23,8 +24,8 @@ from .packed import PackedTokens, PackedView
 class Lane:
     """One of the two streams (keys, values) of a segment."""
 
-    def __init__(self, fmt: Packed | None, recent: int) -> None:
-        self.packed = None if fmt is None else PackedTokens(fmt)
+    def __init__(self, fmt: Packed | None, recent: int, channels: Channels | None = None) -> None:
+        self.packed = None if fmt is None else PackedTokens(fmt, channels)
         self.recent = recent
         self.tail = Buffer()
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..kernels.quant import ref
 from .buffer import Buffer
-from .formats import META, Packed
+from .codec import Channels, Codec, codec
+from .formats import Packed
 
 # Tokens quantized at once: bounds the fp32 copies made on the way.
 _CHUNK = 4096
@@ -25,12 +26,13 @@ class PackedView(NamedTuple):
     """A stretch of packed tokens as kernels see it: storage, token range and format."""
 
     codes: Tensor  # uint8 [B, Hk, rows, D]
-    scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]
+    scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; with a transform [B, 1, N, groups]
     zero: Tensor
     fmt: Packed
     lo: int
     hi: int
     dtype: torch.dtype
+    codec: Codec
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
@@ -44,17 +46,17 @@ class PackedView(NamedTuple):
             self.codes[:, :, lo // atom * rows : ref.rows_for(hi, fmt.bits)], fmt.bits, hi - lo
         )
         meta = slice(lo // per_meta, hi // per_meta)
-        x = ref.dequantize(
-            codes, self.scale[:, :, meta], self.zero[:, :, meta], fmt.axis, fmt.group, self.dtype
-        )
+        scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
+        x = self.codec.dequantize(codes, scale, zero, self.dtype)
         return x[:, :, self.lo - lo : self.hi - lo]
 
 
 class PackedTokens:
     """The packed prefix of a lane."""
 
-    def __init__(self, fmt: Packed) -> None:
-        self.fmt = fmt
+    def __init__(self, fmt: Packed, channels: Channels | None = None) -> None:
+        self.fmt, self.channels = fmt, channels
+        self.codec: Codec | None = None
         self.codes, self.scale, self.zero = Buffer(), Buffer(), Buffer()
         self.count = 0
         self.dtype = torch.float32
@@ -72,13 +74,13 @@ class PackedTokens:
 
         real: bool [B, 1 or Hk, T], False for padding.
         """
-        fmt, parts = self.fmt, []
+        if self.codec is None:
+            self.codec = codec(self.fmt, self.channels, x)
+        parts = []
         for lo in range(0, x.shape[2], _CHUNK):
             part = slice(lo, lo + _CHUNK)
             here = None if real is None else real[:, :, part]
-            parts.append(
-                ref.quantize(x[:, :, part], fmt.bits, fmt.axis, fmt.group, META[fmt.meta], here)
-            )
+            parts.append(self.codec.quantize(x[:, :, part], here))
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
         )
@@ -89,10 +91,10 @@ class PackedTokens:
 
     def view(self, lo: int = 0, hi: int | None = None) -> PackedView:
         """Tokens lo..hi of this prefix."""
+        assert self.codec is not None, "no tokens yet"
         hi = self.count if hi is None else hi
-        return PackedView(
-            self.codes.view(), self.scale.view(), self.zero.view(), self.fmt, lo, hi, self.dtype
-        )
+        held = (self.codes.view(), self.scale.view(), self.zero.view())
+        return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

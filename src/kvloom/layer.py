@@ -18,7 +18,7 @@ from .errors import CacheMisuse, NotFinite
 from .kernels.attend import ref
 from .recipe import Recipe
 from .segment import Piece, Segment, Sinks
-from .store import Lane
+from .store import NOTHING, Known, Lane
 
 # Up to this many new tokens are written behind the tail before attention, so that tail and
 # present are one stretch; more would make the tail of a packed store large for a moment.
@@ -48,20 +48,30 @@ class LayerCache:
     """The cache of one layer, batch rows together, head counts taken from the first keys.
 
     Tokens stay by age; `scored.ScoredLayer` chooses by score. place: (number of this layer, layers
-    of the model).
+    of the model). known: what the store's formats need to know of this layer.
     """
 
     def __init__(
-        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+        self,
+        recipe: Recipe,
+        name: str = "this layer",
+        place: tuple[int, int] = (0, 1),
+        known: Known = NOTHING,
     ) -> None:
-        self.recipe, self.name, self.place = recipe, name, place
+        if recipe.store.pre_rope and known.rope is None:
+            raise CacheMisuse(f"{name}: keys before RoPE need the model's rotary embedding")
+        self.recipe, self.name, self.place, self.known = recipe, name, place, known
         self.recording = False
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         store, recents = self.recipe.store, self.recipe.protect.recents
-        self.body = Segment(Lane(store.keys, recents[0]), Lane(store.values, recents[1]))
+        known = self.known
+        self.body = Segment(
+            Lane(store.keys, recents[0], known.keys, known.rope),
+            Lane(store.values, recents[1], known.values),
+        )
         count = self.recipe.protect.sinks
         self.sinks = Sinks(count) if count else None
         self.seen = 0

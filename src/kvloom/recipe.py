@@ -140,7 +140,7 @@ class Recipe:
         return free + (room + 1) * (4 + 4) + window * 8 + 8
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested data without None: what `from_dict` and TOML take."""
+        """Plain nested data without None and False: what `from_dict` and TOML take."""
         data = _plain(asdict(self))
         if self.keep is not None:
             data["keep"]["scorer"] = {"kind": self.keep.scorer.kind, **data["keep"]["scorer"]}
@@ -214,7 +214,7 @@ _PARTS: dict[str, type] = {
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if v is not None}
+        return {k: _plain(v) for k, v in value.items() if v is not None and v is not False}
     return list(value) if isinstance(value, tuple) else value
 
 

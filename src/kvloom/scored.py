@@ -18,7 +18,7 @@ from .layer import Asked, LayerCache, attend_pieces
 from .recipe import Recipe
 from .segment import Segment, take
 from .slots import Slots
-from .store import Lane
+from .store import NOTHING, Known, Lane
 
 
 class ScoredLayer(LayerCache):
@@ -27,11 +27,15 @@ class ScoredLayer(LayerCache):
     keeper: Keeper
 
     def __init__(
-        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+        self,
+        recipe: Recipe,
+        name: str = "this layer",
+        place: tuple[int, int] = (0, 1),
+        known: Known = NOTHING,
     ) -> None:
         assert recipe.keep is not None
         self.keep = recipe.keep
-        super().__init__(recipe, name, place)
+        super().__init__(recipe, name, place, known)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -175,8 +179,8 @@ class ScoredLayer(LayerCache):
         return 0  # age decides nothing here
 
     def _needs_index(self, see: Tensor | None) -> bool:
-        """Whether somebody will ask which tokens stayed: only padding does, so far."""
-        return see is not None or self.keep.when == "step"
+        """Whether somebody will ask which tokens stayed: padding does, and keys before RoPE."""
+        return see is not None or self.keep.when == "step" or self.recipe.store.pre_rope
 
     def _after_choice(self) -> None:
         if self.keep.when == "prompt":
@@ -210,10 +214,12 @@ class ScoredLayer(LayerCache):
         self.slots = None
 
 
-def layer_cache(recipe: Recipe, name: str, place: tuple[int, int]) -> LayerCache:
+def layer_cache(
+    recipe: Recipe, name: str, place: tuple[int, int], known: Known = NOTHING
+) -> LayerCache:
     """The cache of one layer: by score where the recipe has one, else by age."""
     scored = recipe.keep is not None and not recipe.keep.by_age
-    return (ScoredLayer if scored else LayerCache)(recipe, name, place)
+    return (ScoredLayer if scored else LayerCache)(recipe, name, place, known)
 
 
 def link(layers: list[LayerCache]) -> None:

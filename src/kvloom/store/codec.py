@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from ..kernels.quant import ref
+from ..rope import Rope
 from .formats import META, Packed, Transform
 
 
@@ -30,6 +31,17 @@ class Channels(NamedTuple):
     divisor: Tensor | None = None
     low: Tensor | None = None
     high: Tensor | None = None
+
+
+class Known(NamedTuple):
+    """What is known of a layer before its first token; formats that ask for nothing need none."""
+
+    keys: Channels | None = None
+    values: Channels | None = None
+    rope: Rope | None = None
+
+
+NOTHING = Known()
 
 
 class Codec(Protocol):

@@ -69,7 +69,8 @@ class Packed:
     ones unless a transform says otherwise. meta: dtype of scale and zero; fp8 is e4m3, up to 448.
     residual: so many exact tokens are gathered before any is packed; up to residual - 1 wait.
     unit: multiples of it are packed, and a prompt at once (default: the residual, as KIVI; MiniKV:
-    the group).
+    the group). pre_rope: keys are packed as they were before RoPE, which is applied again at their
+    positions when a step attends to them.
     """
 
     bits: float
@@ -79,6 +80,7 @@ class Packed:
     residual: int = 1
     unit: int | None = None
     transform: Transform | None = None
+    pre_rope: bool = False
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
@@ -111,6 +113,7 @@ class Packed:
             return torch.finfo(torch.float32).max / 2
         # a scale may be up to twice that over the highest code; ranges are taken in fp32
         most = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
+        most /= 1.5 if self.pre_rope else 1.0  # turning a pair adds up to a factor of sqrt(2)
         return min(most, torch.finfo(torch.float32).max / 2)
 
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
@@ -169,6 +172,10 @@ class Store:
     values: Packed | None = None
     calibration: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.values is not None and self.values.pre_rope:
+            raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
+
     @property
     def exact(self) -> bool:
         """Whether nothing is packed."""
@@ -179,6 +186,11 @@ class Store:
         """The formats of what is packed, by "keys" and "values"."""
         both = {"keys": self.keys, "values": self.values}
         return {side: fmt for side, fmt in both.items() if fmt is not None}
+
+    @property
+    def pre_rope(self) -> bool:
+        """Whether the model's rotary embedding is needed."""
+        return self.keys is not None and self.keys.pre_rope
 
     @property
     def calibrated(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.quant import ref
+from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec
 from .formats import Packed
@@ -33,6 +34,8 @@ class PackedView(NamedTuple):
     hi: int
     dtype: torch.dtype
     codec: Codec
+    rope: Rope | None = None  # the keys are packed as they were before it
+    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo]
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
@@ -47,15 +50,22 @@ class PackedView(NamedTuple):
         )
         meta = slice(lo // per_meta, hi // per_meta)
         scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
-        x = self.codec.dequantize(codes, scale, zero, self.dtype)
-        return x[:, :, self.lo - lo : self.hi - lo]
+        stretch = slice(self.lo - lo, self.hi - lo)
+        if self.rope is None:
+            return self.codec.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
+        assert self.at is not None
+        raw = self.codec.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
+        return self.rope.turn(raw, self.at).to(self.dtype)
 
 
 class PackedTokens:
     """The packed prefix of a lane."""
 
-    def __init__(self, fmt: Packed, channels: Channels | None = None) -> None:
+    def __init__(
+        self, fmt: Packed, channels: Channels | None = None, rope: Rope | None = None
+    ) -> None:
         self.fmt, self.channels = fmt, channels
+        self.rope = rope if fmt.pre_rope else None
         self.codec: Codec | None = None
         self.codes, self.scale, self.zero = Buffer(), Buffer(), Buffer()
         self.count = 0
@@ -69,10 +79,11 @@ class PackedTokens:
         """Bytes of the tensors held."""
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
-    def append(self, x: Tensor, real: Tensor | None = None) -> None:
+    def append(self, x: Tensor, real: Tensor | None = None, at: Tensor | None = None) -> None:
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
 
-        real: bool [B, 1 or Hk, T], False for padding.
+        real: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the tokens'
+        positions, where keys are packed as they were before RoPE.
         """
         if self.codec is None:
             self.codec = codec(self.fmt, self.channels, x)
@@ -80,7 +91,11 @@ class PackedTokens:
         for lo in range(0, x.shape[2], _CHUNK):
             part = slice(lo, lo + _CHUNK)
             here = None if real is None else real[:, :, part]
-            parts.append(self.codec.quantize(x[:, :, part], here))
+            tokens = x[:, :, part]
+            if self.rope is not None:
+                assert at is not None
+                tokens = self.rope.turn(tokens.float(), -at[:, :, part])
+            parts.append(self.codec.quantize(tokens, here))
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
         )
@@ -89,12 +104,12 @@ class PackedTokens:
         self.zero.append(zero)
         self.dtype = x.dtype
 
-    def view(self, lo: int = 0, hi: int | None = None) -> PackedView:
-        """Tokens lo..hi of this prefix."""
+    def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
+        """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
         assert self.codec is not None, "no tokens yet"
         hi = self.count if hi is None else hi
         held = (self.codes.view(), self.scale.view(), self.zero.view())
-        return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec)
+        return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import compare, generate, recipes
+from . import calibrate, compare, generate, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("calibrate")(calibrate.command)
 app.command("compare")(compare.command)
 app.command("generate")(generate.command)
 app.command("recipes")(recipes.command)

@@ -20,6 +20,7 @@ from ..recipes import resolve
 from ..shapes import Geometry
 from . import attention, compat
 from .cache import Cache
+from .known import known
 
 
 @dataclass
@@ -95,6 +96,7 @@ def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
         )
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
+    known(model, recipe)
     report = _report(model, recipe)
     route(model)
     model._kvloom.recipe = recipe

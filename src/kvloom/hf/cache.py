@@ -19,6 +19,7 @@ from ..recipe import Recipe
 from ..recipes import resolve
 from ..scored import layer_cache, link
 from . import compat
+from .known import known
 
 
 class RoutedLayer(CacheLayerMixin):
@@ -154,12 +155,15 @@ class Cache(transformers.Cache):
         self.recipe = resolve(recipe)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
+        told = known(model, self.recipe)
         config = compat.decoder_config(model)
         mark = compat.fingerprint(config)
         stock = compat.stock_layers(config)
         held = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         layers = [
-            RoutedLayer(layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held))), mark)
+            RoutedLayer(
+                layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held)), told[i]), mark
+            )
             if kind == compat.FULL
             else layer
             for i, (kind, layer) in enumerate(stock)

@@ -14,7 +14,10 @@ from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .kivi import kivi, kivi_4
 from .minikv import minikv, minikv_pyramid, minikv_snap
+from .rptq import rptq
 from .rtn import rtn
+from .skvq import skvq, skvq_k2v1_5
+from .smoothquant import smoothquant
 from .window import streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -28,11 +31,16 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "minikv-snap": minikv_snap,
     "pyramidkv": pyramidkv,
     "random": random,
+    "rptq": rptq,
     "rtn": rtn,
+    "skvq": skvq,
+    "skvq-k2v1.5": skvq_k2v1_5,
+    "smoothquant": smoothquant,
     "snapkv": snapkv,
     "streaming": streaming,
     "window": window,
 }
+_BOOLS = {"true": True, "false": False, "1": True, "0": False}
 ALIASES = {"kivi-2": "kivi"}
 
 
@@ -81,9 +89,12 @@ def _option(name: str, build: Callable[..., Recipe], item: str) -> tuple[str, An
                 return key, convert(text)
             except ValueError:
                 continue
+    if "bool" in hint and text.lower() in _BOOLS:
+        return key, _BOOLS[text.lower()]
     if "str" in hint:
         return key, text
     expected = "a whole number" if "float" not in hint else "a number"
+    expected = "true or false" if "bool" in hint else expected
     raise RecipeError(f"option {key!r} of recipe {name!r} must be {expected}, not {text!r}")
 
 

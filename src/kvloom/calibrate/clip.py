@@ -1,0 +1,129 @@
+"""How far to clip each group of channels (SKVQ, arXiv:2405.06219, section 3.2).
+
+The factor alpha of a group is the one on a grid with the least squared error of attention's output
+on sampled queries, everything else exact; of a layer, with all of its groups at one alpha.
+Departures: the output is taken before the projection W_o, which lets one pass over the values
+serve all groups at once; the official code has no search, but one constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..rope import Rope
+from ..store import Packed
+from ..store.codec import Channels, Mapped
+from .record import Seen
+
+GRID = tuple(round(0.6 + 0.02 * i, 2) for i in range(21))
+
+
+class Sample(NamedTuple):
+    """Some queries of a layer, q [B, Hq, S, D], and all that they attend to, k, v [B, Hk, N, D].
+
+    rows: int64 [S], which of the N tokens ask; keys are after RoPE.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Tensor
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, seen: Seen, queries: int) -> Sample:
+        """Take about `queries` query rows, evenly from the second half."""
+        t = seen.q.shape[2]
+        rows = torch.linspace(t // 2, t - 1, min(queries, t - t // 2)).long()
+        q = seen.q[:, :, rows.to(seen.q.device)]
+        return cls(q.cpu(), seen.k.cpu(), seen.v.cpu(), rows, seen.scale, seen.softcap)
+
+
+class Attention:
+    """The exact attention of a sample, and what a change of its logits makes of it."""
+
+    def __init__(self, sample: Sample) -> None:
+        b, hq, s, d = sample.q.shape
+        self.k, self.v = sample.k.float(), sample.v.float()
+        hk, n = self.k.shape[1:3]
+        self.q = sample.q.float().reshape(b, hk, hq // hk, s, d)
+        self.scale, self.softcap = sample.scale, sample.softcap
+        self.logits = self.q @ self.k.transpose(-1, -2).unsqueeze(2) * self.scale
+        self.hidden = torch.arange(n) > sample.rows[:, None]
+        self.weights = self.shifted(0.0)  # [B, Hk, R, S, N]
+
+    def shifted(self, change: Tensor | float) -> Tensor:
+        """Attention when the logits are changed by so much."""
+        logits = self.logits + change
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.masked_fill_(self.hidden, -torch.inf).softmax(dim=-1)
+
+    def missed_by_keys(self, off: Tensor) -> float:
+        """Squared error of the output when the keys are off by `off` [B, Hk, N, D]."""
+        change = self.q @ off.transpose(-1, -2).unsqueeze(2) * self.scale
+        shift = self.shifted(change) - self.weights
+        return (shift @ self.v.unsqueeze(2)).square().sum().item()
+
+    def missed_by_values(self, off: Tensor) -> Tensor:
+        """Squared error of each channel [Hk, D] of the output when the values are off by `off`."""
+        return (self.weights @ off.unsqueeze(2)).square().sum(dim=(0, 2, 3))
+
+
+def search(
+    sample: Sample, side: str, fmt: Packed, channels: Channels, rope: Rope | None
+) -> tuple[Tensor, Tensor]:
+    """Clip factors of a format for "keys" or "values": fp32 [groups], and [1] for the layer.
+
+    channels: what the format is told of the layer, but for the factors. rope: for keys that are
+    packed as before RoPE.
+    """
+    exact, grid = Attention(sample), torch.tensor(GRID)
+    by_side = _keys(exact, fmt, channels, rope) if side == "keys" else _values(exact, fmt, channels)
+    alone, together = by_side  # errors [grid, groups], [grid]
+    return grid[alone.argmin(dim=0)], grid[together.argmin(dim=0, keepdim=True)]
+
+
+def _values(exact: Attention, fmt: Packed, channels: Channels) -> tuple[Tensor, Tensor]:
+    """Errors of values: the output's channels are apart, as the values' are."""
+    assert channels.group_of is not None
+    missed = [exact.missed_by_values(off) for off in _errors(exact.v, fmt, channels)]
+    alone = torch.zeros(len(GRID), int(channels.group_of.max()) + 1)
+    alone.index_add_(1, channels.group_of.reshape(-1), torch.stack(missed).flatten(1))
+    return alone, alone.sum(dim=1)
+
+
+def _keys(
+    exact: Attention, fmt: Packed, channels: Channels, rope: Rope | None
+) -> tuple[Tensor, Tensor]:
+    """Errors of keys: one group off at a time, and all of them."""
+    assert channels.group_of is not None
+    at = torch.arange(exact.k.shape[2]).view(1, 1, -1)
+    keys = exact.k if rope is None else rope.turn(exact.k, -at)
+    groups = int(channels.group_of.max()) + 1
+    alone, together = torch.zeros(len(GRID), groups), torch.zeros(len(GRID))
+
+    def missed(off: Tensor) -> float:
+        return exact.missed_by_keys(off if rope is None else rope.turn(off, at))
+
+    for i, off in enumerate(_errors(keys, fmt, channels)):
+        together[i] = missed(off)
+        for g in range(groups):
+            alone[i, g] = missed(off * (channels.group_of == g)[:, None, :])
+    return alone, together
+
+
+def _errors(x: Tensor, fmt: Packed, channels: Channels) -> Iterator[Tensor]:
+    """What comes back of x, minus x, for every alpha of the grid; metadata not rounded."""
+    assert fmt.transform is not None
+    assert channels.group_of is not None
+    for alpha in GRID:
+        clipped = replace(fmt, meta="fp32", transform=replace(fmt.transform, clip=alpha))
+        by = Mapped(clipped, channels.group_of, channels)
+        yield by.dequantize(*by.quantize(x, None), torch.float32) - x

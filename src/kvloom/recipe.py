@@ -74,9 +74,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.keep is None:
             return
-        if not self.store.exact and (self.keep.when == "step" or self.keep.by_age):
+        if not self.store.exact and (self.keep.when != "prompt" or self.keep.by_age):
             raise RecipeError(
-                "keep drops single tokens at every step, and packed tokens cannot leave their "
+                "keep drops single tokens at later steps, and packed tokens cannot leave their "
                 'group alone: combine keep with an exact store, or drop by score when="prompt"'
             )
         tokens = self.keep.budget.tokens
@@ -109,19 +109,22 @@ class Recipe:
         """
         keep, sinks = self.keep, self.protect.sinks
         if keep is None or keep.by_age:
-            held = tokens if keep is None else min(tokens, self.budget_tokens(tokens))
+            held = tokens
+            if keep is not None and keep.drops(tokens):
+                held = min(tokens, self.budget_tokens(tokens))
             heads = self._head_nbytes(held - min(sinks, held), geometry)
             heads += 2 * sinks * geometry.head_dim * geometry.dtype.itemsize
             start = 8 * batch if sinks else 0  # each row's first real token
             return geometry.layers * (heads * geometry.kv_heads * batch + start)
         heads = 0
         for room in keep.rooms(tokens, geometry.layers):
-            heads += self._head_nbytes(min(tokens, room), geometry)
-            if keep.when == "step" and room < tokens:
+            held = min(tokens, room) if keep.drops(tokens) else tokens
+            heads += self._head_nbytes(held, geometry)
+            if keep.when == "step" and held < tokens:
                 window = keep.budget.window(keep.budget.resolve(tokens))
-                heads += self._slots_nbytes(room, window, geometry)
-            elif keep.when == "step":
-                heads += 4 * tokens  # scores
+                heads += self._slots_nbytes(held, window, geometry)
+            elif keep.when != "prompt":  # scores, and indices once there are gaps
+                heads += 4 * held + (4 * held if held < tokens else 0)
         return heads * geometry.kv_heads * batch
 
     def _head_nbytes(self, tokens: int, g: Geometry) -> int:

@@ -18,7 +18,7 @@ from ..errors import CacheMisuse
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..shapes import Geometry
-from . import attention, compat
+from . import attention, compat, rotary
 from .cache import Cache
 
 
@@ -95,6 +95,7 @@ def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
         )
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
+    rotary.mover(model, recipe)
     report = _report(model, recipe)
     route(model)
     model._kvloom.recipe = recipe
@@ -154,6 +155,9 @@ def _before_forward(
     recipe, cache = model._kvloom.recipe, kwargs.get("past_key_values")
     if isinstance(cache, Cache):
         _check_implementation(model)
+        if cache.learned:
+            new = kwargs["inputs_embeds"] if given is None else given
+            return args, {**kwargs, "position_ids": _closed_up(cache, new, kwargs)}
     if recipe is None or model.training or cache is not None:
         return None
     use = kwargs.get("use_cache")
@@ -162,6 +166,23 @@ def _before_forward(
     if not use or torch.compiler.is_compiling():
         return None
     return args, {**kwargs, "past_key_values": Cache(model, recipe), "use_cache": True}
+
+
+def _closed_up(cache: Cache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Position ids [B or 1, T] of new tokens [B, T, …], as if those dropped had never been."""
+    tokens = new.shape[1]
+    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    padding: Any = 0
+    if mask is not None and mask.dim() == 2:
+        padding = (mask == 0).sum(dim=-1, keepdim=True)
+        if given is None:
+            given = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
+    if given is None:
+        seen = cache.get_seq_length()
+        given = torch.arange(seen, seen + tokens, device=new.device)[None]
+    dropped = cache.routed[0].cache.dropped if cache.routed else 0
+    gone = dropped - torch.as_tensor(padding, device=given.device)
+    return given - gone.clamp(min=0)
 
 
 def _after_forward(

@@ -89,7 +89,13 @@ class Recipe:
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Everything in this recipe that does not fit the model, one sentence each."""
-        return self.store.problems(geometry.head_dim)
+        problems = self.store.problems(geometry.head_dim)
+        if self.keep is not None and geometry.layers and self.keep.budget.tokens is not None:
+            try:  # the prompt is long; a fraction's budget is known when it has come
+                self.keep.rooms(1 << 30, geometry.layers)
+            except RecipeError as error:
+                problems.append(str(error))
+        return problems
 
     def check(self, geometry: Geometry) -> None:
         """Raise `IncompatibleRecipe` with all problems, if there are any."""

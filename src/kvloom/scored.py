@@ -85,6 +85,12 @@ class ScoredLayer(LayerCache):
         self._vote(scores)
         return out
 
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Refuse what `LayerCache.check` does, and a prompt too short for the layers' budgets."""
+        super().check(k, v)
+        if self.like is None:
+            self.keep.rooms(k.shape[2], self.place[1])
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         super().map(fn)

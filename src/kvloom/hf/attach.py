@@ -21,6 +21,8 @@ from ..shapes import Geometry
 from . import attention, compat, rotary
 from .cache import Cache
 
+_TOKENS = 32768  # the prompt for which a report states sizes
+
 
 @dataclass
 class _Routing:
@@ -33,15 +35,19 @@ class _Routing:
 
 @dataclass(frozen=True)
 class Report:
-    """What `attach` did: printable, and plain data."""
+    """What `attach` did: printable, and plain data.
+
+    nbytes: bytes the compressed layers will hold after a prompt of 32,768 tokens; full_nbytes:
+    those of an exact cache.
+    """
 
     model: str
     recipe: Recipe
     geometry: Geometry
     compressed: tuple[int, ...]
     skipped: dict[int, str]
-    full_token_nbytes: int
-    token_nbytes: float
+    full_nbytes: int
+    nbytes: int
 
     def __str__(self) -> str:
         total = len(self.compressed) + len(self.skipped)
@@ -53,12 +59,10 @@ class Report:
             which = tuple(i for i, r in self.skipped.items() if r == reason)
             lines.append(f"  not compressed: layers {_ranges(which)}: {reason}")
         if self.compressed:
-            times = self.full_token_nbytes / self.token_nbytes if self.token_nbytes else 0
-            if times:
-                lines.append(
-                    f"  {self.token_nbytes:,.0f} bytes a token at 32k tokens instead of "
-                    f"{self.full_token_nbytes:,} ({times:.1f}x smaller)"
-                )
+            lines.append(
+                f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "
+                f"{self.full_nbytes / 2**20:,.1f} ({self.full_nbytes / self.nbytes:.1f}x smaller)"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -219,17 +223,15 @@ def _report(model: PreTrainedModel, recipe: Recipe) -> Report:
         if kind != compat.FULL
     }
     compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
-    full = compat.geometry(model)
-    geometry = Geometry(len(compressed), full.q_heads, full.kv_heads, full.head_dim, full.dtype)
-    tokens = 32768
+    geometry = compat.geometry(model)
     return Report(
         type(model).__name__,
         recipe,
         geometry,
         compressed,
         skipped,
-        geometry.token_nbytes(),
-        recipe.nbytes(tokens, geometry) / tokens,
+        _TOKENS * geometry.token_nbytes(),
+        recipe.nbytes(_TOKENS, geometry),
     )
 
 

@@ -79,12 +79,25 @@ class Budget:
     def heavy(
         self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
     ) -> list[int]:
-        """Heavy hitters of each layer; their sum is `layers` times the average, where they fit."""
+        """Heavy hitters of each layer; their sum is `layers` times the average, where they fit.
+
+        A prompt within the budget stays whole, in every layer. Raises `RecipeError` for a pyramid
+        with an empty top, and for a layer without a single token.
+        """
         total = self.resolve(prompt_tokens)
         window = self.window(total)
-        most = max(total - window, prompt_tokens - window)
+        if total >= prompt_tokens:
+            return [total - window] * layers
         shares = budgets.weights(self.layers, layers, variances)
-        return budgets.split((total - window) * layers, shares, most)
+        given = budgets.split((total - window) * layers, shares, prompt_tokens - window)
+        pyramid = self.layers in budgets.DEPTH
+        if total > window and min(given) == 0 and (pyramid or window == 0):
+            raise RecipeError(
+                f"a budget of {total} tokens, {window} of them recent, divided by layers="
+                f"{self.layers!r} leaves layer {given.index(0)} of {layers} without a heavy "
+                "hitter; use a larger budget, or divide it more evenly"
+            )
+        return given
 
 
 @dataclass(frozen=True)

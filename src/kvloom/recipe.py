@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
@@ -86,6 +86,17 @@ class Recipe:
                 f"a budget of {tokens} tokens leaves nothing beside {least} protected tokens; "
                 f"use {least + 1} or more"
             )
+
+    def with_budget(self, budget: int | float) -> Recipe:
+        """Return it with another budget, in tokens (int) or as a fraction of the prompt (float).
+
+        A recipe that drops nothing stays as it is. Raises `RecipeError` for a budget out of range.
+        """
+        if self.keep is None:
+            return self
+        tokens, fraction = (budget, None) if isinstance(budget, int) else (None, budget)
+        changed = replace(self.keep.budget, tokens=tokens, fraction=fraction)
+        return replace(self, keep=replace(self.keep, budget=changed))
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Everything in this recipe that does not fit the model, one sentence each."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import CacheMisuse, NotFinite
 from .kernels.attend import ref
 from .recipe import Recipe
+from .rope import Rope
 from .segment import Piece, Segment, Sinks
 from .store import NOTHING, Known, Lane
 
@@ -48,7 +49,8 @@ class LayerCache:
     """The cache of one layer, batch rows together, head counts taken from the first keys.
 
     Tokens stay by age; `scored.ScoredLayer` chooses by score. place: (number of this layer, layers
-    of the model). known: what the store's formats need to know of this layer.
+    of the model). rope: how the keys are rotated, where the recipe renumbers positions. known: what
+    the store's formats need to know of this layer.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class LayerCache:
         recipe: Recipe,
         name: str = "this layer",
         place: tuple[int, int] = (0, 1),
+        rope: Rope | None = None,
         known: Known = NOTHING,
     ) -> None:
         if recipe.store.pre_rope and known.rope is None:
             raise CacheMisuse(f"{name}: keys before RoPE need the model's rotary embedding")
-        self.recipe, self.name, self.place, self.known = recipe, name, place, known
+        self.recipe, self.name, self.place = recipe, name, place
+        self.rope, self.known = rope, known
         self.recording = False
         self.reset()
 
@@ -178,7 +182,7 @@ class LayerCache:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
         if tokens >= self.seen:
             return
-        if self._dropped and tokens > self.pending:
+        if self._final and tokens > self.pending:
             raise CacheMisuse(
                 f"{self.name}: crop cannot bring back the tokens that were dropped since; "
                 "call activate_past_recording() before the step that is to be undone"
@@ -211,9 +215,14 @@ class LayerCache:
             self.held = None if self.held is None else self.held.map(fn)
 
     @property
-    def _dropped(self) -> bool:
+    def dropped(self) -> int:
+        """Tokens seen, of every row and head, that are not held any more."""
+        return self.body.first - self.recipe.protect.sinks
+
+    @property
+    def _final(self) -> bool:
         """Whether tokens were dropped that a crop would need again."""
-        return self.budget is not None and self.seen > self.budget
+        return self.dropped > 0
 
     @property
     def _dense(self) -> bool:
@@ -227,7 +236,11 @@ class LayerCache:
     def _past(self, see: Tensor | None, present: int) -> list[Piece]:
         pieces = []
         if self.sinks is not None:
-            pieces.append(self.sinks.piece(self.seen, see))
+            piece = self.sinks.piece(self.seen, see)
+            if self.rope is not None:
+                by = self.sinks.behind(self.body.first)
+                piece = piece._replace(keys=self.rope.turn(piece.exact_keys, by))
+            pieces.append(piece)
             see = self.sinks.hide(see)
         if len(self.body):
             pieces += self.body.pieces(see, present)
@@ -266,9 +279,12 @@ class LayerCache:
 
     def _surplus(self, tokens: int) -> int:
         """How many of `tokens` tokens in the body are over the budget."""
-        if self.budget is None:
+        if self.budget is None or self.recipe.keep is None:
             return 0
-        return max(0, tokens - max(0, self.budget - self.recipe.protect.sinks))
+        sinks = self.recipe.protect.sinks
+        if not self.recipe.keep.drops(tokens + sinks):
+            return 0
+        return max(0, tokens - max(0, self.budget - sinks))
 
 
 def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:

@@ -44,7 +44,7 @@ def turned(x: np.ndarray, rope: Rope, by: np.ndarray) -> np.ndarray:
 
 def cached(fmt, rope, sinks=0, recent=0, keep=None) -> LayerCache:
     recipe = Recipe(keep=keep, store=Store(keys=fmt), protect=Protect(sinks, recent))
-    return layer_cache(recipe, "layer 0", (0, 1), Known(rope=rope))
+    return layer_cache(recipe, "layer 0", (0, 1), known=Known(rope=rope))
 
 
 def stored_keys(cache: LayerCache) -> torch.Tensor:

@@ -28,7 +28,7 @@ _READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[Known]]] = WeakKeyDic
 
 
 def known(model: PreTrainedModel, recipe: Recipe) -> list[Known]:
-    """What each layer of the model is told; raises `IncompatibleRecipe` if it cannot be known."""
+    """What each layer of full attention is told; `IncompatibleRecipe` if it cannot be known."""
     store, count = recipe.store, compat.geometry(model).layers
     if not store.calibrated and not store.pre_rope:
         return [NOTHING] * count
@@ -99,10 +99,10 @@ def _layers(
         )
     full = [i for i, (kind, _) in enumerate(compat.stock_layers(compat.decoder_config(model)))
             if kind == compat.FULL]  # fmt: skip
-    layers = [NOTHING] * count
+    layers = []
     for i in full:
         sides = {side: calibration.channels(i, side, f) for side, f in store.sides.items()}
-        layers[i] = Known(sides.get("keys"), sides.get("values"), rope)
+        layers.append(Known(sides.get("keys"), sides.get("values"), rope))
     return layers
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModel
+from ..errors import IncompatibleRecipe, UnsupportedModel
+from ..recipe import Recipe
 from ..rope import Rope
 from . import compat
 
@@ -54,6 +55,34 @@ def rope(model: PreTrainedModel) -> Rope | None:
         f"{type(model).__name__}: kvloom does not understand its rotary embedding, so keys cannot "
         'be moved to other positions; use positions="original"'
     )
+
+
+def mover(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
+    """What moves the model's keys where the recipe renumbers positions; None: nothing has to.
+
+    Raises `UnsupportedModel`, or `IncompatibleRecipe` where positions are learned and the layers
+    would not agree on them.
+    """
+    if recipe.keep is None or recipe.keep.positions == "original":
+        return None
+    found = rope(model)
+    if renumbers_learned(model, recipe) and recipe.keep.budget.layers != "uniform":
+        raise IncompatibleRecipe(
+            recipe.name,
+            [
+                'positions="renumbered" gives a token one learned position for all layers, so they '
+                'must hold equally many tokens; use layers="uniform"'
+            ],
+        )
+    return found
+
+
+def renumbers_learned(model: PreTrainedModel, recipe: Recipe) -> bool:
+    """Whether new tokens need smaller learned positions, since tokens before them are gone."""
+    if recipe.keep is None or recipe.keep.positions == "original":
+        return False
+    alibi = getattr(compat.decoder_config(model), "alibi", False)
+    return not alibi and rope(model) is None
 
 
 def _inv_freq(module: torch.nn.Module) -> Any:

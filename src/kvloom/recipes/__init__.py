@@ -18,10 +18,11 @@ from .rptq import rptq
 from .rtn import rtn
 from .skvq import skvq, skvq_k2v1_5
 from .smoothquant import smoothquant
-from .window import streaming, window
+from .window import dilated, streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "full": full,
+    "dilated": dilated,
     "h2o": h2o,
     "keyformer": keyformer,
     "kivi": kivi,
@@ -40,7 +41,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "streaming": streaming,
     "window": window,
 }
-_BOOLS = {"true": True, "false": False, "1": True, "0": False}
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 ALIASES = {"kivi-2": "kivi"}
 
 
@@ -89,12 +90,12 @@ def _option(name: str, build: Callable[..., Recipe], item: str) -> tuple[str, An
                 return key, convert(text)
             except ValueError:
                 continue
-    if "bool" in hint and text.lower() in _BOOLS:
-        return key, _BOOLS[text.lower()]
     if "str" in hint:
         return key, text
-    expected = "a whole number" if "float" not in hint else "a number"
-    expected = "true or false" if "bool" in hint else expected
+    if "bool" in hint and text.lower() in _TRUTH:
+        return key, _TRUTH[text.lower()]
+    expected = "true or false" if "bool" in hint else "a whole number"
+    expected = "a number" if "float" in hint else expected
     raise RecipeError(f"option {key!r} of recipe {name!r} must be {expected}, not {text!r}")
 
 

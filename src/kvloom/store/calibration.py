@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import CalibrationError
@@ -51,11 +51,8 @@ class Calibration:
                  "settings": self.settings, "sum": checksum(self.tensors)}  # fmt: skip
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file(
-                {n: t.cpu().contiguous() for n, t in self.tensors.items()},
-                fresh,
-                {"kvloom_calibration": json.dumps(about)},
-            )
+            tensors = {n: t.cpu().contiguous() for n, t in self.tensors.items()}
+            fresh.write_bytes(save(tensors, {"kvloom_calibration": json.dumps(about)}))
             os.replace(fresh, path)
         except OSError as error:
             raise CalibrationError(f"{str(path)!r} cannot be written: {error.strerror}") from error

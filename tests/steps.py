@@ -51,6 +51,11 @@ RECIPES: dict[str, Recipe] = {
         sinks=2,
         recent=9,
     ),
+    "rotated": _store(
+        Packed(3, "token", 0, transform=Transform(rotate=True)),
+        Packed(1.5, "token", 16, "fp8", transform=Transform(rotate=True)),
+        recent=4,
+    ),
     "sinks, packed": _store(
         Packed(2, "channel", 32, residual=32), Packed(2, "token", 32), sinks=3, recent=(0, 32)
     ),

@@ -113,6 +113,14 @@ def test_the_factor_of_a_layer_is_the_best_of_the_grid(side, softcap, rope):
     assert together.item() < 1  # at 2 bit, clipping helps
     # each group's own factor is no worse than all of them at 1
     assert spoilt(side, alone, softcap, rope) < errors[-1]
+    # and each of them the best while the others stay at the layer's
+    for g in range(2):
+        base = together.repeat(2)
+        base[g] = alone[g]
+        least = spoilt(side, base, softcap, rope)
+        for a in GRID[::4]:
+            base[g] = a
+            assert spoilt(side, base, softcap, rope) >= least * (1 - 1e-4)
 
 
 def test_values_factors_are_the_best_for_each_group_alone():

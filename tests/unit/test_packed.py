@@ -16,6 +16,7 @@ FORMATS = [Packed(b, "token", 16) for b in BITS]
 FORMATS += [Packed(b, "channel", 16, "fp32", residual=16) for b in BITS]
 FORMATS += [Packed(2, "token", 32, "fp8"), Packed(1.5, "channel", 16, "fp8", residual=16)]
 FORMATS += [Packed(2, "token", 64, "fp8", transform=Transform(span="layer", clip=0.9))]
+FORMATS += [Packed(3, "token", 0, transform=Transform(rotate=True))]
 names = [f"{f.bits} bit per {f.axis}, {f.meta}" for f in FORMATS]
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=names)
 
@@ -98,6 +99,7 @@ def test_effective_bits():
     assert Packed(1.5, "token", 32).bits_a_value() == pytest.approx(1.6 + 1)
     assert Packed(1.5, "token", 128, "fp8").bits_a_value() == pytest.approx(1.6 + 1 / 8)
     assert Packed(2, "token", 128, "fp8").bits_a_value() == 2.125
+    assert Packed(3, "token", 0, transform=Transform(rotate=True)).bits_a_value(128) == 3.125
     assert Packed(1, "token", 64, "fp8").bits_a_value() == 1.25
     assert Packed(2, "token", 32).bits_a_value() == 3
     assert Packed(2, "token", 16).bits_a_value() == 4

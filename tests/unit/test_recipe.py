@@ -35,6 +35,7 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
         ({"group": 48}, "group=48", "16, 32, 64, 128"),
         ({"group": 32.0}, "group=32.0", "16, 32, 64, 128"),
         ({"meta": "fp4"}, "meta='fp4'", "fp32, fp16, bf16, fp8"),
+        ({"group": 0}, "group=0", "16, 32, 64, 128"),
         ({"transform": Transform()}, "transform", 'use axis="token"'),
         ({"residual": 0}, "0", "1 or more"),
         ({"residual": 1.5}, "1.5", "whole number"),
@@ -58,6 +59,7 @@ def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
         ({"clip": True}, "clip=True must be above 0"),
         ({"clip": "head"}, "clip='head' is not one of group, layer"),
         ({"static": True, "clip": 0.9}, "clip=0.9 clips a token's own range; static=True has none"),
+        ({"rotate": True, "smooth": True}, "rotate=True stands alone"),
     ],
 )
 def test_a_bad_transform_is_refused(fields, says):
@@ -189,7 +191,8 @@ formats |= st.builds(
     bits=st.sampled_from([1.5, 2]),
     axis=st.just("token"),
     meta=st.just("fp8"),
-    transform=transforms | st.just(Transform(static=True, reorder=True)),
+    transform=transforms
+    | st.sampled_from([Transform(static=True, reorder=True), Transform(rotate=True)]),
 )
 numbers = st.integers(0, 500)
 protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers, numbers))

@@ -1,15 +1,16 @@
 """How far to clip each group of channels (SKVQ, arXiv:2405.06219, section 3.2).
 
-The factor alpha of a group is the one on a grid with the least squared error of attention's output
-on sampled queries, everything else exact; of a layer, with all of its groups at one alpha.
-Departures: the output is taken before the projection W_o, which lets one pass over the values
-serve all groups at once; the official code has no search, but one constant.
+The factor alpha of a layer is the one on a grid with the least squared error of attention's output
+on sampled queries, all groups at one alpha; that of a group, with all others at the layer's.
+Keys and values are searched apart. Departures: the output is taken before the projection W_o,
+where values' groups do not meet; the official code has no search, but one constant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -84,39 +85,39 @@ def search(
     channels: what the format is told of the layer, but for the factors. rope: for keys that are
     packed as before RoPE.
     """
-    exact, grid = Attention(sample), torch.tensor(GRID)
-    by_side = _keys(exact, fmt, channels, rope) if side == "keys" else _values(exact, fmt, channels)
-    alone, together = by_side  # errors [grid, groups], [grid]
-    return grid[alone.argmin(dim=0)], grid[together.argmin(dim=0, keepdim=True)]
-
-
-def _values(exact: Attention, fmt: Packed, channels: Channels) -> tuple[Tensor, Tensor]:
-    """Errors of values: the output's channels are apart, as the values' are."""
     assert channels.group_of is not None
-    missed = [exact.missed_by_values(off) for off in _errors(exact.v, fmt, channels)]
-    alone = torch.zeros(len(GRID), int(channels.group_of.max()) + 1)
-    alone.index_add_(1, channels.group_of.reshape(-1), torch.stack(missed).flatten(1))
-    return alone, alone.sum(dim=1)
+    exact, grid = Attention(sample), torch.tensor(GRID)
+    if side == "values":
+        missed = [exact.missed_by_values(off) for off in _errors(exact.v, fmt, channels)]
+        alone = torch.zeros(len(GRID), int(channels.group_of.max()) + 1)  # [grid, groups]
+        alone.index_add_(1, channels.group_of.reshape(-1), torch.stack(missed).flatten(1))
+        return grid[alone.argmin(dim=0)], grid[alone.sum(dim=1).argmin()].view(1)
+    return _keys(exact, fmt, channels, rope)
 
 
 def _keys(
     exact: Attention, fmt: Packed, channels: Channels, rope: Rope | None
 ) -> tuple[Tensor, Tensor]:
-    """Errors of keys: one group off at a time, and all of them."""
+    """The layer's factor, and then each group's with all others at the layer's."""
     assert channels.group_of is not None
     at = torch.arange(exact.k.shape[2]).view(1, 1, -1)
     keys = exact.k if rope is None else rope.turn(exact.k, -at)
-    groups = int(channels.group_of.max()) + 1
-    alone, together = torch.zeros(len(GRID), groups), torch.zeros(len(GRID))
 
     def missed(off: Tensor) -> float:
         return exact.missed_by_keys(off if rope is None else rope.turn(off, at))
 
-    for i, off in enumerate(_errors(keys, fmt, channels)):
-        together[i] = missed(off)
-        for g in range(groups):
-            alone[i, g] = missed(off * (channels.group_of == g)[:, None, :])
-    return alone, together
+    together = [missed(off) for off in _errors(keys, fmt, channels)]
+    best = min(range(len(GRID)), key=together.__getitem__)
+    base = next(islice(_errors(keys, fmt, channels), best, None))
+    inside = [(channels.group_of == g)[:, None, :] for g in range(int(channels.group_of.max()) + 1)]
+    found = torch.full((len(inside),), GRID[best])
+    least = [together[best]] * len(inside)
+    for alpha, off in zip(GRID, _errors(keys, fmt, channels), strict=True):
+        for g, here in enumerate(inside):
+            error = missed(torch.where(here, off, base))
+            if error < least[g]:
+                least[g], found[g] = error, alpha
+    return found, torch.tensor([GRID[best]])
 
 
 def _errors(x: Tensor, fmt: Packed, channels: Channels) -> Iterator[Tensor]:

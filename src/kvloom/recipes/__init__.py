@@ -18,6 +18,7 @@ from .rptq import rptq
 from .rtn import rtn
 from .skvq import skvq, skvq_k2v1_5
 from .smoothquant import smoothquant
+from .turbo import turbo
 from .window import dilated, streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -39,6 +40,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "smoothquant": smoothquant,
     "snapkv": snapkv,
     "streaming": streaming,
+    "turbo": turbo,
     "window": window,
 }
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

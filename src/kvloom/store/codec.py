@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from ..kernels.quant import ref
+from ..kernels.quant.rotated import dequantize_rotated, quantize_rotated
 from ..rope import Rope
 from .formats import META, Packed, Transform
 
@@ -57,17 +58,17 @@ class Codec(Protocol):
 class Plain:
     """Groups of consecutive tokens or channels of one head."""
 
-    def __init__(self, fmt: Packed) -> None:
-        self.fmt = fmt
+    def __init__(self, fmt: Packed, head_dim: int) -> None:
+        self.fmt, self.group = fmt, fmt.group or head_dim
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
         fmt = self.fmt
-        return ref.quantize(x, fmt.bits, fmt.axis, fmt.group, META[fmt.meta], real)
+        return ref.quantize(x, fmt.bits, fmt.axis, self.group, META[fmt.meta], real)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
         """Invert `quantize`."""
-        return ref.dequantize(codes, scale, zero, self.fmt.axis, self.fmt.group, dtype)
+        return ref.dequantize(codes, scale, zero, self.fmt.axis, self.group, dtype)
 
 
 class Mapped:
@@ -106,11 +107,30 @@ class Mapped:
         return (x if self.divisor is None else x * self.divisor).to(dtype)
 
 
+class Rotated:
+    """Rotated groups of one head with a scale [B, Hk, N, D/G] and no zero."""
+
+    def __init__(self, fmt: Packed, head_dim: int) -> None:
+        self.fmt, self.group = fmt, fmt.group or head_dim
+
+    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize; a token does not see other tokens, so padding needs no care."""
+        fmt = self.fmt
+        codes, scale = quantize_rotated(x, fmt.bits, self.group, META[fmt.meta])
+        return codes, scale, scale[..., :0]
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Invert `quantize`."""
+        return dequantize_rotated(codes, scale, self.fmt.bits, self.group, dtype)
+
+
 def codec(fmt: Packed, channels: Channels | None, like: Tensor) -> Codec:
     """The codec of a format for tokens shaped, and on the device, like `like` [B, Hk, N, D]."""
     transform = fmt.transform
     if transform is None:
-        return Plain(fmt)
+        return Plain(fmt, like.shape[3])
+    if transform.rotate:
+        return Rotated(fmt, like.shape[3])
     if channels is None:
         if transform.calibrated:
             raise CacheMisuse("a calibrated format needs the calibration of its layer")
@@ -118,7 +138,8 @@ def codec(fmt: Packed, channels: Channels | None, like: Tensor) -> Codec:
     channels = Channels(*(None if x is None else x.to(like.device) for x in channels))
     group_of = channels.group_of
     if group_of is None:
-        group_of = consecutive(fmt.group, transform, like.shape[1], like.shape[3]).to(like.device)
+        group = fmt.group or like.shape[3]
+        group_of = consecutive(group, transform, like.shape[1], like.shape[3]).to(like.device)
     return Mapped(fmt, group_of, channels)
 
 

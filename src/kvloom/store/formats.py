@@ -33,7 +33,9 @@ class Transform:
     reorder: channels that are alike in calibration form a group; sizes differ, `group` is their
     average. clip: groups reach from alpha * min to alpha * max; a number, or calibrated for each
     "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
-    static: a group's range is that of calibration, so no scale and zero are stored.
+    static: a group's range is that of calibration, so no scale and zero are stored. rotate: groups
+    are rotated at random and rounded to the levels of a normal distribution, with a scale and no
+    zero (see `kernels.quant.rotated`); stands alone.
     """
 
     span: str = "head"
@@ -41,6 +43,7 @@ class Transform:
     clip: float | str = 1.0
     smooth: bool = False
     static: bool = False
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         _choice("span", self.span, SPANS)
@@ -54,6 +57,10 @@ class Transform:
         if self.static and self.clip != 1.0:
             raise RecipeError(f"clip={self.clip!r} clips a token's own range; static=True has none")
 
+        others = (self.span, self.reorder, self.clip, self.smooth, self.static)
+        if self.rotate and others != ("head", False, 1.0, False, False):
+            raise RecipeError("rotate=True stands alone: leave the other fields of Transform out")
+
     @property
     def calibrated(self) -> bool:
         """Whether a calibration of the model is needed."""
@@ -66,11 +73,11 @@ class Packed:
 
     bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8. axis: "channel" groups `group`
     consecutive tokens of one channel, "token" groups `group` channels of one token, consecutive
-    ones unless a transform says otherwise. meta: dtype of scale and zero; fp8 is e4m3, up to 448.
-    residual: so many exact tokens are gathered before any is packed; up to residual - 1 wait.
-    unit: multiples of it are packed, and a prompt at once (default: the residual, as KIVI; MiniKV:
-    the group). pre_rope: keys are packed as they were before RoPE, which is applied again at their
-    positions when a step attends to them.
+    ones unless a transform says otherwise, or all of a head where `group` is 0. meta: dtype of
+    scale and zero; fp8 is e4m3, up to 448. residual: so many exact tokens are gathered before any
+    is packed; up to residual - 1 wait. unit: multiples of it are packed, and a prompt at once
+    (default: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed as they were
+    before RoPE, which is applied again at their positions when a step attends to them.
     """
 
     bits: float
@@ -85,7 +92,11 @@ class Packed:
     def __post_init__(self) -> None:
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
         _choice("axis", self.axis, AXES)
-        _choice("group", self.group, GROUPS)
+        _choice("group", self.group, GROUPS if self.axis == "channel" else (*GROUPS, 0))
+        if not self.group and self.transform is not None and self.transform.span == "layer":
+            raise RecipeError(
+                f'group=0 is one head; span="layer" takes {", ".join(map(str, GROUPS))}'
+            )
         _choice("meta", self.meta, tuple(META))
         if type(self.residual) is not int or self.residual < 1:
             raise RecipeError(
@@ -111,6 +122,8 @@ class Packed:
         """The largest magnitude whose scale and zero can be stored."""
         if self.transform is not None and self.transform.static:
             return torch.finfo(torch.float32).max / 2
+        if self.transform is not None and self.transform.rotate:  # squares are summed in fp32
+            return min(torch.finfo(META[self.meta]).max, 1e17)
         # a scale may be up to twice that over the highest code; ranges are taken in fp32
         most = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
         most /= 1.5 if self.pre_rope else 1.0  # turning a pair adds up to a factor of sqrt(2)
@@ -127,22 +140,22 @@ class Packed:
             return heads * head_dim
         if self.transform is not None and self.transform.span == "layer":
             return max(1, heads * head_dim // self.group)
-        return heads * (head_dim // self.group)
+        return heads * (head_dim // (self.group or head_dim))
 
-    def bits_a_value(self) -> float:
+    def bits_a_value(self, head_dim: int = 0) -> float:
         """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G."""
         atom, rows = ref.ATOM[self.bits]
-        return 8 * rows / atom + 2 * 8 * self._meta_nbytes / self.group
+        return 8 * rows / atom + 8 * self._group_nbytes / (self.group or head_dim)
 
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
         """Bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
         stretches = tokens // self.group if self.axis == "channel" else tokens
-        meta = 2 * stretches * self.groups(heads, head_dim) * self._meta_nbytes
+        meta = stretches * self.groups(heads, head_dim) * self._group_nbytes
         return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Why this format does not fit a layer's heads; empty if it does."""
-        if self.axis == "channel":
+        if self.axis == "channel" or not self.group:
             return []
         whole, what = head_dim, "head_dim"
         if self.transform is not None and self.transform.span == "layer":
@@ -155,9 +168,12 @@ class Packed:
         return [f"group={self.group} does not divide {what}={whole}; {remedy}"]
 
     @property
-    def _meta_nbytes(self) -> int:
-        static = self.transform is not None and self.transform.static
-        return 0 if static else META[self.meta].itemsize
+    def _group_nbytes(self) -> int:
+        """Bytes of a group's scale and zero."""
+        numbers = 2
+        if self.transform is not None:
+            numbers = 0 if self.transform.static else 1 if self.transform.rotate else 2
+        return numbers * META[self.meta].itemsize
 
 
 @dataclass(frozen=True)

@@ -153,12 +153,18 @@ def spread(meta: Tensor, group_of: Tensor) -> Tensor:
 
 def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape)."""
-    scale, zero = (high - low) / top(bits), low
+    scale, zero = held_scale((high - low) / top(bits), meta), low
     if meta == torch.float8_e4m3fn:
-        least, most = 2.0**-9, torch.finfo(meta).max
-        scale = torch.where(scale > 0, scale.clamp(least, most), scale)
+        most = torch.finfo(meta).max
         zero = zero.clamp(-most, most)
-    return scale.to(meta), zero.to(meta)
+    return scale, zero.to(meta)
+
+
+def held_scale(scale: Tensor, meta: torch.dtype) -> Tensor:
+    """A scale, 0 or more, as stored: in fp8 neither rounded to 0 nor beyond the largest."""
+    if meta == torch.float8_e4m3fn:
+        scale = torch.where(scale > 0, scale.clamp(2.0**-9, torch.finfo(meta).max), scale)
+    return scale.to(meta)
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:

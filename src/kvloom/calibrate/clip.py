@@ -66,10 +66,13 @@ class Attention:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits.masked_fill_(self.hidden, -torch.inf).softmax(dim=-1)
 
+    def shifted_by_keys(self, off: Tensor) -> Tensor:
+        """Attention when the keys are off by `off` [B, Hk, N, D]."""
+        return self.shifted(self.q @ off.transpose(-1, -2).unsqueeze(2) * self.scale)
+
     def missed_by_keys(self, off: Tensor) -> float:
         """Squared error of the output when the keys are off by `off` [B, Hk, N, D]."""
-        change = self.q @ off.transpose(-1, -2).unsqueeze(2) * self.scale
-        shift = self.shifted(change) - self.weights
+        shift = self.shifted_by_keys(off) - self.weights
         return (shift @ self.v.unsqueeze(2)).square().sum().item()
 
     def missed_by_values(self, off: Tensor) -> Tensor:

@@ -138,8 +138,7 @@ class Recipe:
             held = min(tokens, room) if keep.drops(tokens) else tokens
             heads += self._head_nbytes(held, geometry)
             if keep.when == "step" and held < tokens:
-                window = keep.budget.window(keep.budget.resolve(tokens))
-                heads += self._slots_nbytes(held, window, geometry)
+                heads += self._slots_nbytes(held, geometry)
             elif keep.when != "prompt":  # scores, and indices once there are gaps
                 heads += 4 * held + (4 * held if held < tokens else 0)
         return heads * geometry.kv_heads * batch
@@ -154,10 +153,10 @@ class Recipe:
             total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim)
         return total
 
-    def _slots_nbytes(self, room: int, window: int, g: Geometry) -> int:
-        """Bytes that slots take beside the tokens: a free slot, scores, indices and the ring."""
+    def _slots_nbytes(self, room: int, g: Geometry) -> int:
+        """Bytes that slots take beside the tokens: a free slot, which it is, scores and indices."""
         free = 2 * g.head_dim * g.dtype.itemsize
-        return free + (room + 1) * (4 + 4) + window * 8 + 8
+        return free + (room + 1) * (4 + 4) + 8
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None: what `from_dict` and TOML take."""

@@ -211,7 +211,8 @@ class ScoredLayer(LayerCache):
     def _decide(self, scores: Tensor) -> None:
         """Take a step's scores [B, Hk, N] into account and drop down to the budget."""
         if self.slots is not None:
-            self.slots.evict(self.keeper.add(self.slots.scores, scores), self.slots.see(self.see))
+            total = self.keeper.add(self.slots.scores, scores)
+            self.slots.evict(total, self.slots.see(self.see), self.seen - self.keeper.recent)
             return
         asked = self.held
         see = None if asked is None else self.body.see(asked.see)
@@ -248,7 +249,6 @@ class ScoredLayer(LayerCache):
             keys,
             body.values.tail.view(),
             self.keeper.scores.view()[..., 0],
-            self.keeper.recent,
             index.int(),
         )
         self.body = Segment(Lane(None, 0), Lane(None, 0))

@@ -51,6 +51,11 @@ class Packed:
                 f"whole groups of tokens are packed; use {self.group} or {4 * self.group}"
             )
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether tokens are packed so rarely that a copy each time is little beside their use."""
+        return self.residual >= 32
+
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
         """How many of `tokens` exact tokens are packed when the newest `recent` stay exact."""
         due, unit = max(0, tokens - recent), self.unit or self.residual

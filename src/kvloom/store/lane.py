@@ -26,7 +26,8 @@ class Lane:
     def __init__(self, fmt: Packed | None, recent: int) -> None:
         self.packed = None if fmt is None else PackedTokens(fmt)
         self.recent = recent
-        self.tail = Buffer()
+        blocks = 0 if fmt is None or not fmt.in_blocks else fmt.residual
+        self.tail = Buffer(most=recent + blocks if blocks else 0)
 
     def __len__(self) -> int:
         return self.sealed + len(self.tail)

@@ -55,7 +55,7 @@ class PackedTokens:
 
     def __init__(self, fmt: Packed) -> None:
         self.fmt = fmt
-        self.codes, self.scale, self.zero = Buffer(), Buffer(), Buffer()
+        self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
         self.count = 0
         self.dtype = torch.float32
 

@@ -41,6 +41,7 @@ class ScoredLayer(LayerCache):
         self.slots: Slots | None = None
         self.fresh: Tensor | None = None  # scores that wait for the other layers'
         self.see: Tensor | None = None  # the padding mask of the running step
+        self.choice: tuple[Tensor, Tensor] | None = None  # the last one's, while `trace`
         self.together: list[ScoredLayer] = getattr(self, "together", [self])
 
     @property
@@ -75,6 +76,10 @@ class ScoredLayer(LayerCache):
         keys = self.slots.keys
         self._vote(self.keeper.step(q.detach(), keys, scale, softcap, piece.valid, real=None))
         return out
+
+    def logical(self) -> Tensor:
+        """Logical indices as `LayerCache.logical` gives them, in slots in no order."""
+        return super().logical() if self.slots is None else self.slots.logical()
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -115,6 +120,7 @@ class ScoredLayer(LayerCache):
             return
         scores = self._scores(asked, k, asked.see)
         self.keeper.observe(scores, asked.see)
+        self._note()
         slots = self.keeper.choose(t, asked.see)
         if slots is not None:
             self.body.chosen(slots, t, self._needs_index(asked.see))
@@ -157,11 +163,15 @@ class ScoredLayer(LayerCache):
     def _decide(self, scores: Tensor) -> None:
         """Take a step's scores [B, Hk, N] into account and drop down to the budget."""
         if self.slots is not None:
-            self.slots.evict(self.keeper.add(self.slots.scores, scores), self.slots.see(self.see))
+            scores = self.keeper.add(self.slots.scores, scores)
+            if self.trace:
+                self.choice = self.slots.index.long(), scores
+            self.slots.evict(scores, self.slots.see(self.see))
             return
         asked = self.held
         see = None if asked is None else self.body.see(asked.see)
         self.keeper.observe(scores, see)
+        self._note()
         slots = self.keeper.choose(len(self.body), see)
         if slots is not None:
             self.body.keep(slots, self._needs_index(see))
@@ -174,8 +184,15 @@ class ScoredLayer(LayerCache):
         return 0  # age decides nothing here
 
     def _needs_index(self, see: Tensor | None) -> bool:
-        """Whether somebody will ask which tokens stayed: only padding does, so far."""
-        return see is not None or self.keep.when == "step"
+        """Whether somebody will ask which tokens stayed: padding, a later choice, a trace."""
+        return self.trace or see is not None or self.keep.when == "step"
+
+    def _note(self) -> None:
+        """Let a trace see what the choice is made from: logical indices and scores [B, Hk, N]."""
+        if self.trace:
+            scores = self.keeper.scores.view()[..., 0].clone()
+            index = self.body.logical(scores.shape[-1], scores.device)
+            self.choice = index.expand_as(scores), scores
 
     def _after_choice(self) -> None:
         if self.keep.when == "prompt":

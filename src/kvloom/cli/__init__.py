@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import compare, generate, recipes
+from . import compare, generate, inspect, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("compare")(compare.command)
 app.command("generate")(generate.command)
+app.command("inspect")(inspect.command)
 app.command("recipes")(recipes.command)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .edge import quiet, told
+from .edge import progress, quiet, told, writable
 
 if TYPE_CHECKING:
-    from ..compare import Row, Task
+    from ..compare import Row
 
 
 def command(
@@ -54,6 +54,8 @@ def command(
     """
     with told():
         from .. import compare as work
+        from ..compare.plot import check
+        from ..compare.run import with_full
         from ..compare.text import library_text, read_files
         from ..recipes import RECIPES, resolve
 
@@ -63,12 +65,16 @@ def command(
         settings = work.Settings(context, new_tokens, batch, questions, seed)
         for spec in chosen:
             resolve(spec)  # a wrong name is told before anything is loaded
-        _check_outputs(json, plot)
+        writable(json)
+        if plot:
+            check(plot)
+            writable(plot)
         text = read_files(files) if files else library_text()
         quiet()
         built, tokenizer = work.load(model, dtype)
         task = work.prepare(built, tokenizer, text, settings)
-        rows = _with_progress(built, tokenizer, chosen, task)
+        with progress(task.units * len(with_full(chosen))) as tell:
+            rows = work.compare(built, tokenizer, chosen, task, tell)
 
         source = ", ".join(f.name for f in files) if files else "CPython's library"
         name = Path(model).name if Path(model).is_dir() else model
@@ -92,38 +98,6 @@ def split(recipes: str) -> list[str]:
         elif item:
             parts.append(item)
     return parts
-
-
-def _check_outputs(json: str | None, plot: Path | None) -> None:
-    """Refuse what could not be written before minutes of work, not after."""
-    from ..compare.errors import InputError
-    from ..compare.plot import check
-
-    if plot is not None:
-        check(plot)
-    for path in (plot, None if json in (None, "-") else Path(str(json))):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InputError(f"cannot write {str(path)!r}; give a file in a folder that exists")
-
-
-def _with_progress(model: Any, tokenizer: Any, recipes: list[str], task: Task) -> list[Row]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    from ..compare.run import compare, with_full
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    )  # fmt: skip
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, refresh_per_second=4
-    ) as bar:
-        line = bar.add_task("starting", total=task.units * len(with_full(recipes)))
-
-        def tell(what: str, units: int) -> None:
-            bar.update(line, description=what, advance=units)
-
-        return compare(model, tokenizer, recipes, task, tell)
 
 
 def _print_table(rows: list[Row], environment: dict) -> None:

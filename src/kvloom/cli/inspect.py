@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as js
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -71,9 +72,9 @@ def _words(text: str) -> tuple[str, str]:
     if text == "-":
         return sys.stdin.read(), "text from stdin"
     path = Path(text)
-    if len(text) < 1024 and path.exists():
+    if text and os.path.exists(text):  # Path's own raises where a text is too long for a name
         return read_files([path]), path.name
-    if text.strip() and len(text.split()) == 1 and (path.suffix or len(path.parts) > 1):
+    if len(text.split()) == 1 and (path.suffix or len(path.parts) > 1):
         raise InputError(f"there is no file {text!r}; give a file that exists, or the text itself")
     return text, "text from the command line"
 

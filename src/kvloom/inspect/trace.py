@@ -33,7 +33,7 @@ from ..store import Packed
 NEVER = -1
 
 Progress = Callable[[str, int], None]
-"""Called with what is being done and how many of `new_tokens` + 1 units came since the last call."""
+"""Called with what is being done and how many of the `new_tokens` + 1 units were done since."""
 
 
 def follow(
@@ -166,10 +166,14 @@ class _Note:
                 {
                     "gone": self.gone[h, :tokens].tolist(),
                     "mass": [round(m[h].item(), 6) for m in self.mass],
-                    "scores": {"first": _scores(self.first[h, :tokens]), "last": _scores(self.last[h, :tokens])}
+                    "scores": {
+                        "first": _scores(self.first[h, :tokens]),
+                        "last": _scores(self.last[h, :tokens]),
+                    }
                     if scored
                     else None,
-                    "packed": {side: x[h, :tokens].tolist() for side, x in self.packed.items()} or None,
+                    "packed": {side: x[h, :tokens].tolist() for side, x in self.packed.items()}
+                    or None,
                 }
                 for h in range(len(self.gone))
             ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from itertools import pairwise
 
 import matplotlib.image
 import numpy as np
@@ -157,7 +158,7 @@ def test_the_selectors_change_the_shading(shown):
     shown.choose("layer", -1)
     assert shown.shades() == expected(shown.data, 0, heads=1)
     seen.append(shown.colors())
-    assert all(a != b for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a != b for a, b in pairwise(seen))
 
 
 def test_the_figures_follow_the_selectors(shown):

@@ -254,7 +254,7 @@ def test_the_model_is_left_as_it_was(tokenizer, model):
 def test_what_cannot_be_followed_is_said(model, tokenizer):
     with pytest.raises(InputError, match="the text is empty"):
         follow(model, tokenizer, "h2o", "  \n")
-    with pytest.raises(InputError, match=r"take 514 positions and the model has 512; give a sm"):
+    with pytest.raises(InputError, match=r"take 514 positions and the model has 512; give less"):
         follow(model, tokenizer, "h2o", TEXT, context=500, new_tokens=14)
     with pytest.raises(InputError, match="context=0 must be 1 or more"):
         follow(model, tokenizer, "h2o", TEXT, context=0)

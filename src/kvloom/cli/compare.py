@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from .edge import progress, quiet, told, writable
-
-if TYPE_CHECKING:
-    from ..compare import Row
+from .edge import printed, progress, quiet, told, writable
 
 
 def command(
@@ -86,7 +83,7 @@ def command(
             return
         if json:
             Path(json).write_text(work.to_json(rows, environment) + "\n", encoding="utf-8")
-        _print_table(rows, environment)
+        printed(work.table(rows, environment))
 
 
 def split(recipes: str) -> list[str]:
@@ -98,14 +95,3 @@ def split(recipes: str) -> list[str]:
         elif item:
             parts.append(item)
     return parts
-
-
-def _print_table(rows: list[Row], environment: dict) -> None:
-    from rich.console import Console
-
-    from ..compare import table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)
-    console.print(table(rows, environment))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -39,6 +40,14 @@ def writable(*paths: str | Path | None) -> None:
     for path in (Path(path) for path in paths if path not in (None, "-")):
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {str(path)!r}; give a file in a folder that exists")
+
+
+def printed(shown: Any) -> None:
+    """Print a rich table; 100 columns wide where nobody says how wide."""
+    from rich.console import Console
+
+    console = Console()
+    (console if console.is_terminal else Console(width=100)).print(shown)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .. import __version__
 from ..compare.errors import InputError
-from ..compare.run import positions
+from ..compare.run import check_room
 from ..compare.step import step
 from ..compare.text import opening, tokenize
 from ..hf import attach
@@ -215,12 +215,8 @@ def _ids(
             f"context={context} must be 1 or more and new_tokens={new_tokens} 0 or more"
         )
     whole = [*opening(tokenizer), *tokenize(tokenizer, text).tolist()]
-    ids, most = whole[:context], positions(model)
-    if most is not None and len(ids) + new_tokens > most:
-        raise InputError(
-            f"{len(ids)} tokens of text and {new_tokens} new ones take {len(ids) + new_tokens} "
-            f"positions and the model has {most}; give a smaller --context or --new-tokens"
-        )
+    ids = whole[:context]
+    check_room(model, len(ids), new_tokens)
     return ids, len(whole)
 
 

@@ -175,6 +175,10 @@ def test_the_figures_follow_the_selectors(shown):
     assert f"on them falls {kept(0, [4], [0])} of" in shown.find("#said").text
     rows = [e.text.split() for e in shown.all("#heads button")]
     assert [" ".join(row[-2:]) for row in rows] == [kept(0, [4], [h]) for h in (0, 1)]
+    shown.find("#next").click()
+    assert f"on them falls {kept(1, [4], [0])} of" in shown.find("#said").text
+    rows = [e.text.split() for e in shown.all("#layers button")]
+    assert [" ".join(row[-2:]) for row in rows] == [kept(1, [i], [0]) for i in range(6)]
 
 
 def test_steps_go_on_and_back(shown):

@@ -21,9 +21,11 @@ from kvloom.hf.cache import Cache
 from kvloom.hf.watch import watch
 from kvloom.inspect import follow, page, pieces
 from kvloom.layer import LayerCache
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
 from kvloom.reference.tokenizer import train_tokenizer
 from kvloom.scored import layer_cache
+from kvloom.store import Packed, Store
 from steps import draw, feed
 
 TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in range(60))
@@ -217,6 +219,16 @@ def test_protected_tokens_and_tokens_without_scores(model, tokenizer):
     data = seen_by(model, tokenizer, "random")
     assert data["layers"][0]["heads"][0]["scores"]["first"][:5].count("inf") == 4
     assert seen_by(model, tokenizer, "window:tokens=24")["layers"][0]["heads"][0]["scores"] is None
+
+
+def test_sinks_beside_packed_tokens_are_exact(model, tokenizer):
+    store = Store(Packed(4, "channel", 16, residual=16), Packed(4, "token", 16))
+    recipe = Recipe(store=store, protect=Protect(sinks=3, recent=(0, 9)))
+    packed = seen_by(model, tokenizer, recipe)["layers"][0]["heads"][0]["packed"]
+    body = PROMPT - 3  # keys in groups of 16, values all but the newest 9
+    never = [-1] * 3
+    assert packed["keys"][:PROMPT] == never + [0] * (body // 16 * 16) + [-1] * (body % 16)
+    assert packed["values"] == never + [0] * (body - 9) + [1, 2, 3, 4, 5] + [-1] * 9
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,24 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from kvloom.analyse import attention
 from kvloom.cli import app
 from kvloom.compare import InputError
-from kvloom.errors import CacheMisuse
+from kvloom.errors import UnsupportedModel
 from kvloom.hf.cache import Cache
 from kvloom.hf.watch import watch
 from kvloom.inspect import follow, page, pieces
-from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
 from kvloom.reference.tokenizer import train_tokenizer
-from kvloom.scored import layer_cache
 from kvloom.store import Packed, Store
-from steps import draw, feed
 
 TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in range(60))
-NASTY = 'before </script><script>document.title = "broken"</script> <!-- <script> &lt; @DATA@'
+NASTY = (
+    'before </script><script>document.title = "broken"</script> <!-- <script> &lt; @DATA@ @STYLE@'
+)
 LAYERS, HEADS, PROMPT, NEW = 3, 2, 60, 5
 RECIPES = [
     "full",
@@ -69,59 +68,6 @@ def held_at(head, step):
     """Logical indices of the tokens that a head holds after a step, read from the data."""
     gone = head["gone"][: PROMPT + step]
     return [i for i, at in enumerate(gone) if at == -1 or at > step]
-
-
-# --- what a layer says it holds ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [n for n in RECIPES if resolve(n).store.exact])
-def test_a_layer_knows_which_keys_it_holds(name):
-    """Every key carries its index, so what is held can be read from the keys themselves."""
-    cache = layer_cache(resolve(name), "layer 0", (0, 1))
-    cache.trace = True
-    q, k, v = draw(3, 57, batch=2, hq=4, hk=2)
-    k = k * 1e-3
-    k[..., 0] = torch.arange(57)
-    for upto, size in ((50, 50), (51, 1), (55, 4), (56, 1), (57, 1)):
-        feed(cache, *(x[:, :, upto - size : upto] for x in (q, k, v)))
-        at = cache.logical()
-        slots = getattr(cache, "slots", None)
-        keys = cache.body.exact_keys() if slots is None else slots.keys
-        if slots is not None:  # in order of index, the free slot's key left out
-            free = torch.arange(keys.shape[2]) == slots.free
-            keys = keys[..., 0].masked_fill(free, torch.inf)
-            found = keys.sort(dim=-1).values[..., :-1].long()
-            at = at.sort(dim=-1).values
-        else:
-            found = keys[..., 0].long()
-        if cache.sinks is not None:
-            found = torch.cat([cache.sinks.keys[..., 0].long(), found], dim=-1)
-        assert torch.equal(at, found)
-    assert at.shape[2] < 57 or name in ("full", "h2o:tokens=62")
-
-
-def test_an_empty_layer_holds_nothing_and_one_that_forgot_says_so():
-    cache = layer_cache(resolve("snapkv:tokens=24,window=8"), "layer 0", (0, 1))
-    assert cache.logical().numel() == 0
-    feed(cache, *draw(0, 50))
-    with pytest.raises(CacheMisuse, match=r"layer 0: .* set trace = True before the first prompt"):
-        cache.logical()
-
-
-def test_a_padded_row_has_not_reached_its_sinks():
-    cache = LayerCache(resolve("streaming:tokens=8,sinks=2"))
-    valid = torch.ones(2, 5, dtype=torch.bool)
-    valid[1, :4] = False
-    feed(cache, *draw(0, 5, batch=2), valid=valid)
-    assert cache.logical()[:, 0, :2].tolist() == [[0, 1], [4, -1]]
-
-
-@pytest.mark.parametrize("name", ["snapkv:tokens=24,window=8", "h2o"])
-def test_a_trace_changes_no_answer(name):
-    caches = [layer_cache(resolve(name), "layer 0", (0, 1)) for _ in range(2)]
-    caches[0].trace = True
-    outs = [feed(cache, *draw(0, 60, batch=2), [50, 1, 4, 1, 4]) for cache in caches]
-    assert torch.equal(*outs)
 
 
 # --- the data ------------------------------------------------------------------------------------
@@ -261,6 +207,33 @@ def test_the_model_is_left_as_it_was(tokenizer, model):
     fresh = LlamaForCausalLM(copy.deepcopy(model.config)).eval()
     seen_by(fresh, tokenizer, "h2o")
     assert getattr(fresh, "_kvloom", None) is None
+
+
+def sliding(tokenizer, kinds):
+    """A model whose layers slide or not."""
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=24, layer_types=kinds,
+        num_hidden_layers=len(kinds), eos_token_id=None,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).eval()
+
+
+def test_layers_keep_their_numbers_beside_layers_that_slide(tokenizer):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    data = seen_by(sliding(tokenizer, kinds), tokenizer, "h2o:tokens=20")
+    assert data["stock_layers"] == [0, 2]
+    assert [layer["number"] for layer in data["layers"]] == [1, 3]
+    assert [layer["held"] for layer in data["layers"]] == [[20] * (NEW + 1)] * 2
+
+
+def test_a_model_of_which_nothing_is_held_is_refused_and_left_alone(tokenizer):
+    model = sliding(tokenizer, ["sliding_attention"] * 2)
+    with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
+        seen_by(model, tokenizer, "h2o")
+    with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
+        attention.measure(model, torch.ones(1, 9, dtype=torch.long), context=8)
+    assert getattr(model, "_kvloom", None) is None
 
 
 def test_what_cannot_be_followed_is_said(model, tokenizer):

@@ -81,16 +81,17 @@ def measure(
     """Read ids [1, tokens], the first `context` at once and the others (one at least) one by one.
 
     Returns one `LayerAttention` for each layer that kvloom holds; the model is left as it was.
-    progress is called with units that sum to tokens - context + 1.
+    progress is called with units that sum to tokens - context + 1. Raises what `Cache` and `watch`
+    raise.
     """
     tell = progress or (lambda what, units: None)
     routed_before = getattr(model, "_kvloom", None) is not None
     cache = Cache(model, recipe)
     numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, RoutedLayer)]
     layers = [_Layer(number) for number in numbers]
-    watch(cache, lambda look: layers[look.place].look(look))
     text = ids.to(model.device)
     try:
+        watch(cache, lambda look: layers[look.place].look(look))
         with torch.inference_mode():
             for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
                 tell("reading the prompt" if lo == 0 else "reading on", 0)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedModel
 from ..layer import LayerCache
 from ..store.buffer import Buffer
 from .cache import Cache, RoutedLayer
@@ -56,7 +57,15 @@ class WatchedLayer(RoutedLayer):
 
 
 def watch(cache: Cache, saw: Callable[[Look], None]) -> None:
-    """Show every step of a fresh cache to `saw`, layer by layer; its layers can tell `logical`."""
+    """Show every step of a fresh cache to `saw`, layer by layer; its layers can tell `logical`.
+
+    Raises `UnsupportedModel` where the cache holds no layer of the model.
+    """
+    if not cache.routed:
+        raise UnsupportedModel(
+            "kvloom holds no layer of this model, as sliding windows bound all of them already; "
+            "there is nothing to look at, so give another model"
+        )
     for place, routed in enumerate(cache.routed):
         routed.cache.trace = True
         cache.layers[cache.layers.index(routed)] = WatchedLayer(routed, place, saw)

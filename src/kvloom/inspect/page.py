@@ -1,6 +1,7 @@
 """One HTML file that shows what `follow` noted: no network, no other file.
 
-Decides how data gets into the page safely; what it looks like and does is in `template.html`.
+Decides how the parts get into the page safely. `template.html` is its structure, `style.css` its
+looks, `script.js` what it does; all of them lie beside this file.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ import json
 from importlib.resources import files
 from typing import Any
 
-_PLACE = "@DATA@"
-
 
 def page(data: dict[str, Any]) -> str:
     """Return the page with `follow`'s data in it; further keys (model, source) are shown as well.
 
     No text of a token or a name can end the script element it lies in, nor begin another.
     """
-    template = files(__package__).joinpath("template.html").read_text(encoding="utf-8")
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return template.replace(_PLACE, text.replace("<", "\\u003c"), 1)
+    html = _part("template.html")
+    for place, part in (
+        ("@STYLE@", _part("style.css")),
+        ("@SCRIPT@", _part("script.js")),
+        ("@DATA@", text.replace("<", "\\u003c")),  # last: it may hold anything
+    ):
+        html = html.replace(place, part, 1)
+    return html
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -49,7 +49,7 @@ def follow(
     """Read a text with a recipe's cache, generate greedily, return plain data of what was held.
 
     context: read the first so many tokens only. The model is left as it was. Raises `InputError`
-    for a text that is empty or too long, and what `Cache` raises.
+    for a text that is empty or too long, and what `Cache` and `watch` raise.
 
     Returns tokens (texts), prompt_tokens, text_tokens (before it was cut), steps (new_tokens, or
     fewer if the model ends its text), formats of keys and values, views that are worth showing,

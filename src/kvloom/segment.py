@@ -33,11 +33,16 @@ class Piece(NamedTuple):
     valid: Tensor | None
     causal: int = 0
 
+    @property
+    def exact_keys(self) -> Tensor:
+        """The keys [B, Hk, N, D], unpacked if need be."""
+        return _exact(self.keys)
+
     def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
         """Attend q [B, Hq, T, D] to this piece."""
         return ref.attend(
             q,
-            _exact(self.keys),
+            self.exact_keys,
             _exact(self.values),
             scale,
             causal=self.causal > 0,
@@ -244,6 +249,11 @@ class Sinks:
         if valid is not None:
             see &= valid[:, 0].gather(1, index.clamp(max=valid.shape[-1] - 1))
         return Piece(self.keys, self.values, see[:, None, :])
+
+    def behind(self, first: int) -> Tensor:
+        """How far the sinks lie behind a body that begins at index `first`: int64 [B, 1, count]."""
+        by = first - self.count - self._index()[:, :1]
+        return by.clamp(min=0)[:, None, :].expand(-1, -1, self.count)
 
     def hide(self, valid: Tensor | None) -> Tensor | None:
         """`valid` [B, 1, seen] without the sinks, for a body that holds them too."""

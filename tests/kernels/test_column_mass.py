@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvloom.kernels.score import ref
+from kvloom.kernels.score.noise import Noise
 
 
 def naive(q, k, scale, valid, real, softcap, extra, tau):
@@ -20,7 +21,9 @@ def naive(q, k, scale, valid, real, softcap, extra, tau):
                 x = x * scale
                 if softcap is not None:
                     x = np.tanh(x / softcap) * softcap
-                x = (x + extra) / tau
+                x = (
+                    x + extra[row if extra.shape[0] > 1 else 0, h, i if extra.shape[2] > 1 else 0]
+                ) / tau
                 see = np.arange(n) <= n - t + i
                 if valid is not None:
                     see &= valid[row, h * hk // hq if valid.shape[1] > 1 else 0]
@@ -39,9 +42,11 @@ def test_equals_the_full_softmax(hq, hk, t, n, softcap, tau):
     q, k = torch.randn(2, hq, t, 16, generator=g), torch.randn(2, hk, n, 16, generator=g)
     valid = torch.rand(2, hk, n, generator=g) > 0.3
     real = torch.rand(2, 1, t, generator=g) > 0.3
-    noise = lambda logits: torch.full_like(logits, 0.5)  # noqa: E731
+    fixed, per_head = bool(t % 2), torch.rand(2, hk, n, generator=g).argsort(-1) + 9
+    noise = Noise("gumbel", 5, per_head, first=9 + n - t, fixed=fixed)
+    extra = noise.block(hk, hq // hk, 0, t, n).flatten(1, 2).numpy()
     mass = ref.column_mass(q, k, 0.4, valid=valid, real=real, softcap=softcap, noise=noise, tau=tau)
-    expected = naive(q.numpy(), k.numpy(), 0.4, valid.numpy(), real.numpy(), softcap, 0.5, tau)
+    expected = naive(q.numpy(), k.numpy(), 0.4, valid.numpy(), real.numpy(), softcap, extra, tau)
     np.testing.assert_allclose(mass.numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -51,3 +56,12 @@ def test_rows_are_normalised_and_blocks_do_not_show(monkeypatch):
     torch.testing.assert_close(whole.sum(-1), torch.full((1, 4), 50.0))
     monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
     torch.testing.assert_close(ref.column_mass(q, k, 0.25), whole)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_blocks_do_not_show_in_noise(monkeypatch, fixed):
+    q, k = torch.randn(3, 4, 50, 16), torch.randn(3, 2, 50, 16)
+    noise = Noise("gumbel", 3, torch.arange(50)[None, None], 0, fixed)
+    whole = ref.column_mass(q, k, 0.25, noise=noise)
+    monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
+    torch.testing.assert_close(ref.column_mass(q, k, 0.25, noise=noise), whole)

@@ -17,6 +17,8 @@ NAMES = (
     "streaming:tokens=24,sinks=4",
     "h2o",
     "h2o:tokens=62",
+    "h2o:tokens=30,limit=52",
+    "dilated:tokens=24",
     "snapkv:tokens=24,window=8",
     "random",
 )

@@ -33,6 +33,13 @@ def command(
         int, typer.Option(help="Rows of text, and questions asked, side by side.")
     ] = 4,
     questions: Annotated[int, typer.Option(help="Needles asked for; 0: none.")] = 48,
+    ask: Annotated[
+        str, typer.Option(help="Ask for needles after the context is compressed, or with it.")
+    ] = "after",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Budget of all recipes that have one: tokens (512) or a share (0.25)."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
     ] = "auto",
@@ -59,9 +66,11 @@ def command(
         chosen = list(RECIPES) if recipes is None else split(recipes)
         if not chosen:
             raise work.InputError(f"--recipes names no recipe; there are {', '.join(RECIPES)}")
-        settings = work.Settings(context, new_tokens, batch, questions, seed)
-        for spec in chosen:
-            resolve(spec)  # a wrong name is told before anything is loaded
+        settings = work.Settings(context, new_tokens, batch, questions, ask, seed)
+        share = None if budget is None else _budget(budget)
+        picked = [resolve(spec) for spec in chosen]  # wrong ones are told before anything is loaded
+        if share is not None:
+            picked = [recipe.with_budget(share) for recipe in picked]
         writable(json)
         if plot:
             check(plot)
@@ -70,12 +79,14 @@ def command(
         quiet()
         built, tokenizer = work.load(model, dtype)
         task = work.prepare(built, tokenizer, text, settings)
-        with progress(task.units * len(with_full(chosen))) as tell:
-            rows = work.compare(built, tokenizer, chosen, task, tell)
+        with progress(task.units * len(with_full(picked))) as tell:
+            rows = work.compare(built, tokenizer, picked, task, tell)
 
         source = ", ".join(f.name for f in files) if files else "CPython's library"
         name = Path(model).name if Path(model).is_dir() else model
         environment = work.environment(built, name, task, seed, source)
+        if share is not None:
+            environment["budget"] = share
         if plot:
             work.plot(rows, environment, plot)
         if json == "-":
@@ -95,3 +106,15 @@ def split(recipes: str) -> list[str]:
         elif item:
             parts.append(item)
     return parts
+
+
+def _budget(text: str) -> int | float:
+    """A whole number of tokens, or a fraction."""
+    from ..compare.errors import InputError
+
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise InputError(
+            f"--budget {text!r} is neither whole tokens (512) nor a fraction (0.25)"
+        ) from None

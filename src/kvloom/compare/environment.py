@@ -30,6 +30,7 @@ def environment(
         "new_tokens": task.new_tokens,
         "batch": task.text.shape[0],
         "questions": task.questions,
+        "ask": task.ask,
         "seed": seed,
     }
 

@@ -39,6 +39,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         reason = "encoder-decoder models are not supported"
     elif not model.can_generate():
         reason = "it cannot generate: load it as a ...ForCausalLM"
+    elif getattr(config, "num_attention_heads", None) is None:
+        reason = "it has no attention, and so no keys and values"
     elif getattr(config, "kv_lora_rank", None):
         reason = "it caches latents instead of keys and values (MLA)"
     elif getattr(config, "num_kv_shared_layers", 0):
@@ -52,12 +54,13 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def geometry(model: PreTrainedModel) -> Geometry:
-    """Layers, heads, head dimension and dtype of a supported model."""
+    """Heads, head dimension and dtype of a supported model, and its layers of full attention."""
     config = decoder_config(model)
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    return Geometry(config.num_hidden_layers, q_heads, kv_heads, head_dim, model.dtype)
+    layers = sum(kind == FULL for kind, _ in stock_layers(config))
+    return Geometry(layers, q_heads, kv_heads, head_dim, model.dtype)
 
 
 def fingerprint(config: Any) -> tuple:

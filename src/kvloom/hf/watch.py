@@ -21,7 +21,8 @@ from .cache import Cache, RoutedLayer
 class Look(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
-    place: number of the layer among those that the cache holds. cache: as the step finds it.
+    Both as the model gives them, at their own positions also where the recipe renumbers. place:
+    number of the layer among those that the cache holds. cache: as the step finds it.
     """
 
     place: int

@@ -56,6 +56,12 @@ class Slots:
             return None
         return valid.expand(-1, self.keys.shape[1], -1).gather(2, self.index.long())
 
+    def logical(self) -> Tensor:
+        """Logical indices of the tokens held, int64 [B, Hk, C - 1], in no order."""
+        b, h, c = self.index.shape
+        taken = torch.arange(c, device=self.index.device) != self.free
+        return self.index[taken].view(b, h, c - 1).long()
+
     def evict(self, scores: Tensor, see: Tensor | None, recent: int) -> None:
         """Free the slot with the lowest score among the tokens with an index below `recent`.
 

@@ -26,7 +26,8 @@ STOREYS = [
     {"hf"},
     {"reference"},
     {"calibrate"},
-    {"compare", "bench", "eval", "inspect"},
+    {"compare", "bench", "eval"},
+    {"inspect", "analyse"},
     {"cli"},
     {"__main__"},
 ]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import compare, generate, recipes
+from . import analyse, compare, generate, inspect, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -22,7 +22,9 @@ app = typer.Typer(
 )
 app.command("compare")(compare.command)
 app.command("generate")(generate.command)
+app.command("inspect")(inspect.command)
 app.command("recipes")(recipes.command)
+app.add_typer(analyse.app, name="analyse")
 
 
 def _version(asked: bool) -> None:

@@ -66,6 +66,7 @@ class LayerCache:
         self.recipe, self.name, self.place = recipe, name, place
         self.rope, self.known = rope, known
         self.recording = False
+        self.trace = False  # remember which tokens stay, for `logical`; set before the first prompt
         self.reset()
 
     def reset(self) -> None:
@@ -134,6 +135,27 @@ class LayerCache:
         else:
             self._settle(asked)
         return out
+
+    def logical(self) -> Tensor:
+        """Logical indices of the tokens held, int64 [B, Hk, N], in the order in which they lie.
+
+        Sinks first, then the body, which holds a padded row's sinks once more. -1: a sink that a
+        row has not reached yet. Raises `CacheMisuse` where nobody had them remembered.
+        """
+        if self.like is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        if self.body.kept and self.body.index is None:
+            raise CacheMisuse(
+                f"{self.name}: which tokens stayed was not remembered; set trace = True before "
+                "the first prompt"
+            )
+        b, h, device = self.like.shape[0], self.like.shape[1], self.like.device
+        parts = []
+        if self.sinks is not None:
+            parts.append(self.sinks.logical(self.seen)[:, None, :])
+        if len(self.body):
+            parts.append(self.body.logical(len(self.body), device))
+        return torch.cat([part.expand(b, h, -1) for part in parts], dim=-1)
 
     def check(self, k: Tensor, v: Tensor) -> None:
         """Refuse keys or values that do not belong here."""

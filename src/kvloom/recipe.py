@@ -138,8 +138,7 @@ class Recipe:
             held = min(tokens, room) if keep.drops(tokens) else tokens
             row += self._layer_nbytes(held, g)
             if keep.when == "step" and held < tokens:
-                window = keep.budget.window(keep.budget.resolve(tokens))
-                row += g.kv_heads * self._slots_nbytes(held, window, g)
+                row += g.kv_heads * self._slots_nbytes(held, g)
             elif keep.when != "prompt":  # scores, and indices once there are gaps
                 row += g.kv_heads * (4 * held + (4 * held if held < tokens else 0))
         return row * batch
@@ -154,10 +153,10 @@ class Recipe:
             total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim, g.kv_heads)
         return total
 
-    def _slots_nbytes(self, room: int, window: int, g: Geometry) -> int:
-        """Bytes that a head's slots take beside tokens: a free slot, scores, indices, the ring."""
+    def _slots_nbytes(self, room: int, g: Geometry) -> int:
+        """Bytes a head's slots take beside tokens: a free one, which it is, scores, indices."""
         free = 2 * g.head_dim * g.dtype.itemsize
-        return free + (room + 1) * (4 + 4) + window * 8 + 8
+        return free + (room + 1) * (4 + 4) + 8
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None and False: what `from_dict` and TOML take."""

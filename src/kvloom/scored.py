@@ -47,6 +47,7 @@ class ScoredLayer(LayerCache):
         self.slots: Slots | None = None
         self.fresh: Tensor | None = None  # scores that wait for the other layers'
         self.see: Tensor | None = None  # the padding mask of the running step
+        self.choice: tuple[Tensor, Tensor] | None = None  # the last one's, while `trace`
         self.together: list[ScoredLayer] = getattr(self, "together", [self])
 
     @property
@@ -86,6 +87,10 @@ class ScoredLayer(LayerCache):
         )
         self._vote(scores)
         return out
+
+    def logical(self) -> Tensor:
+        """Logical indices as `LayerCache.logical` gives them, in slots in no order."""
+        return super().logical() if self.slots is None else self.slots.logical()
 
     def check(self, k: Tensor, v: Tensor) -> None:
         """Refuse what `LayerCache.check` does, and a prompt too short for the layers' budgets."""
@@ -138,6 +143,7 @@ class ScoredLayer(LayerCache):
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         scores = self._scores(asked, k, asked.see, index)
         self.keeper.observe(scores, asked.see)
+        self._note()
         slots = self.keeper.choose(t, asked.see)
         if slots is not None:
             self.body.chosen(slots, t, self._needs_index(asked.see))
@@ -213,11 +219,15 @@ class ScoredLayer(LayerCache):
     def _decide(self, scores: Tensor) -> None:
         """Take a step's scores [B, Hk, N] into account and drop down to the budget."""
         if self.slots is not None:
-            self.slots.evict(self.keeper.add(self.slots.scores, scores), self.slots.see(self.see))
+            total = self.keeper.add(self.slots.scores, scores)
+            if self.trace:
+                self.choice = self.slots.index.long(), total
+            self.slots.evict(total, self.slots.see(self.see), self.seen - self.keeper.recent)
             return
         asked = self.held
         see = None if asked is None else self.body.see(asked.see)
         self.keeper.observe(scores, see)
+        self._note()
         slots = self.keeper.choose(len(self.body), see)
         if slots is not None:
             tokens = len(self.body)
@@ -233,8 +243,16 @@ class ScoredLayer(LayerCache):
         return 0  # age decides nothing here
 
     def _needs_index(self, see: Tensor | None) -> bool:
-        """Whether somebody will ask which tokens stayed: padding does, and keys before RoPE."""
-        return see is not None or self.keep.when != "prompt" or self.recipe.store.pre_rope
+        """Whether somebody will ask which tokens stayed: padding, a later choice, a trace, RoPE."""
+        asked = self.trace or see is not None or self.recipe.store.pre_rope
+        return asked or self.keep.when != "prompt"
+
+    def _note(self) -> None:
+        """Let a trace see what the choice is made from: logical indices and scores [B, Hk, N]."""
+        if self.trace:
+            scores = self.keeper.scores.view()[..., 0].clone()
+            index = self.body.logical(scores.shape[-1], scores.device)
+            self.choice = index.expand_as(scores), scores
 
     def _after_choice(self) -> None:
         if self.keep.when == "prompt":
@@ -250,7 +268,6 @@ class ScoredLayer(LayerCache):
             keys,
             body.values.tail.view(),
             self.keeper.scores.view()[..., 0],
-            self.keeper.recent,
             index.int(),
         )
         self.body = Segment(Lane(None, 0), Lane(None, 0))

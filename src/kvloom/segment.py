@@ -292,6 +292,11 @@ class Sinks:
         begin = self._index()[:, :1]
         return valid & ((index < begin) | (index >= begin + self.count))[:, None, :]
 
+    def logical(self, seen: int) -> Tensor:
+        """Logical indices of the sinks among the first `seen` tokens, [B, count]; else -1."""
+        index = self._index()
+        return index.masked_fill(index >= seen, -1)
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         if self.keys is not None and self.values is not None and self.start is not None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import calibrate, compare, generate, recipes
+from . import analyse, calibrate, compare, generate, inspect, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -23,7 +23,9 @@ app = typer.Typer(
 app.command("calibrate")(calibrate.command)
 app.command("compare")(compare.command)
 app.command("generate")(generate.command)
+app.command("inspect")(inspect.command)
 app.command("recipes")(recipes.command)
+app.add_typer(analyse.app, name="analyse")
 
 
 def _version(asked: bool) -> None:

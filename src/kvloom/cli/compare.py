@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .edge import quiet, told
-
-if TYPE_CHECKING:
-    from ..compare import Row, Task
-    from ..recipe import Recipe
+from .edge import printed, progress, quiet, told, writable
 
 
 def command(
@@ -62,6 +58,8 @@ def command(
     """
     with told():
         from .. import compare as work
+        from ..compare.plot import check
+        from ..compare.run import with_full
         from ..compare.text import library_text, read_files
         from ..recipes import RECIPES, resolve
 
@@ -73,12 +71,16 @@ def command(
         picked = [resolve(spec) for spec in chosen]  # wrong ones are told before anything is loaded
         if share is not None:
             picked = [recipe.with_budget(share) for recipe in picked]
-        _check_outputs(json, plot)
+        writable(json)
+        if plot:
+            check(plot)
+            writable(plot)
         text = read_files(files) if files else library_text()
         quiet()
         built, tokenizer = work.load(model, dtype)
         task = work.prepare(built, tokenizer, text, settings)
-        rows = _with_progress(built, tokenizer, picked, task)
+        with progress(task.units * len(with_full(picked))) as tell:
+            rows = work.compare(built, tokenizer, picked, task, tell)
 
         source = ", ".join(f.name for f in files) if files else "CPython's library"
         name = Path(model).name if Path(model).is_dir() else model
@@ -92,7 +94,7 @@ def command(
             return
         if json:
             Path(json).write_text(work.to_json(rows, environment) + "\n", encoding="utf-8")
-        _print_table(rows, environment)
+        printed(work.table(rows, environment))
 
 
 def split(recipes: str) -> list[str]:
@@ -116,46 +118,3 @@ def _budget(text: str) -> int | float:
         raise InputError(
             f"--budget {text!r} is neither whole tokens (512) nor a fraction (0.25)"
         ) from None
-
-
-def _check_outputs(json: str | None, plot: Path | None) -> None:
-    """Refuse what could not be written before minutes of work, not after."""
-    from ..compare.errors import InputError
-    from ..compare.plot import check
-
-    if plot is not None:
-        check(plot)
-    for path in (plot, None if json in (None, "-") else Path(str(json))):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InputError(f"cannot write {str(path)!r}; give a file in a folder that exists")
-
-
-def _with_progress(model: Any, tokenizer: Any, recipes: list[Recipe], task: Task) -> list[Row]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    from ..compare.run import compare, with_full
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    )  # fmt: skip
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, refresh_per_second=4
-    ) as bar:
-        line = bar.add_task("starting", total=task.units * len(with_full(recipes)))
-
-        def tell(what: str, units: int) -> None:
-            bar.update(line, description=what, advance=units)
-
-        return compare(model, tokenizer, recipes, task, tell)
-
-
-def _print_table(rows: list[Row], environment: dict) -> None:
-    from rich.console import Console
-
-    from ..compare import table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)
-    console.print(table(rows, environment))

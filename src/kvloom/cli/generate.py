@@ -36,6 +36,7 @@ def command(
     """Generate text on a compressed cache; figures of the cache go to stderr."""
     with told():
         from ..compare import InputError, load
+        from ..compare.run import check_room
         from ..hf.cache import Cache
         from ..recipes import resolve
 
@@ -47,7 +48,7 @@ def command(
         built, tokenizer = load(model, dtype)
         cache = Cache(built, chosen)
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(built.device)
-        _check_room(built, ids.shape[1], max_new_tokens)
+        check_room(built, ids.shape[1], max_new_tokens)
         clock = _generate(built, tokenizer, ids, cache, max_new_tokens, temperature, seed)
         typer.echo(_figures(cache, ids.shape[1], clock), err=True)
 
@@ -81,19 +82,6 @@ def _generate(
             **chosen,
         )
     return times
-
-
-def _check_room(model: Any, prompt_tokens: int, new_tokens: int) -> None:
-    from ..compare import InputError
-    from ..compare.run import positions
-
-    most = positions(model)
-    if most is not None and prompt_tokens + new_tokens > most:
-        raise InputError(
-            f"{prompt_tokens} tokens of prompt and {new_tokens} new ones take "
-            f"{prompt_tokens + new_tokens} positions and the model has {most}; shorten the prompt "
-            "or give a smaller --max-new-tokens"
-        )
 
 
 def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .edge import told
+from .edge import printed, told
 
 
 def command(
@@ -64,7 +64,6 @@ def _page(found: dict[str, Any]) -> str:
 
 
 def _print_list(found: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -74,5 +73,4 @@ def _print_list(found: list[dict[str, Any]]) -> None:
         table.add_row(Text(one["name"], "bold"), Text(one["summary"]))
         if one["options"]:
             table.add_row("", Text(_options(one), "dim"))
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(table)
+    printed(table)

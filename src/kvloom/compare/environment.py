@@ -22,6 +22,21 @@ def environment(
 
     name: what the model is called; text: what the text is called.
     """
+    return {
+        **machine(model),
+        "model": name,
+        "text": text,
+        "context": task.context,
+        "new_tokens": task.new_tokens,
+        "batch": task.text.shape[0],
+        "questions": task.questions,
+        "ask": task.ask,
+        "seed": seed,
+    }
+
+
+def machine(model: PreTrainedModel) -> dict[str, Any]:
+    """Return versions, hardware, the model's dtype and the time."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
     return {
         "python": platform.python_version(),
@@ -32,14 +47,6 @@ def environment(
         "gpu": gpu,
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "model": name,
-        "text": text,
-        "context": task.context,
-        "new_tokens": task.new_tokens,
-        "batch": task.text.shape[0],
-        "questions": task.questions,
-        "ask": task.ask,
-        "seed": seed,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

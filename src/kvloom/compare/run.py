@@ -109,6 +109,16 @@ def positions(model: PreTrainedModel) -> int | None:
     return getattr(compat.decoder_config(model), "max_position_embeddings", None)
 
 
+def check_room(model: PreTrainedModel, tokens: int, new_tokens: int) -> None:
+    """Raise `InputError` if the model lacks positions for a text and the tokens after it."""
+    most = positions(model)
+    if most is not None and tokens + new_tokens > most:
+        raise InputError(
+            f"{tokens} tokens of text and {new_tokens} after them take {tokens + new_tokens} "
+            f"positions and the model has {most}; give less text, or fewer new tokens"
+        )
+
+
 def _context(model: PreTrainedModel, settings: Settings) -> int:
     most = positions(model)
     longest = DEFAULT_CONTEXT if most is None else max(1, most - settings.room)

@@ -1,8 +1,9 @@
 """A tensor of tokens that grows and shrinks without a copy a step.
 
 Decides capacity: room is made a sixteenth at a time (at least 16 tokens), so a step copies O(1)
-tokens on average, and a buffer that grows is spare by at most a sixteenth. One that shrinks gives
-its memory back once three quarters of it (and 64 tokens) are unused.
+tokens on average, and a buffer that grows is spare by at most a sixteenth. Where tokens come in
+large blocks, or are known to be few, no more room is made than they fill. A buffer that shrinks
+gives its memory back once three quarters of it (and 64 tokens) are unused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from torch import Tensor
 
 
 class Buffer:
-    """Tokens along dimension 2 of a [B, Hk, capacity, D] tensor; live ones are start..stop."""
+    """Tokens along dimension 2 of a [B, Hk, capacity, D] tensor; live ones are start..stop.
 
-    def __init__(self) -> None:
+    tight: make room for what comes and nothing more. most: no spare room above so many tokens.
+    """
+
+    def __init__(self, tight: bool = False, most: int = 0) -> None:
+        self.tight, self.most = tight, most
         self.data: Tensor | None = None
         self.start = 0
         self.stop = 0
@@ -69,7 +74,9 @@ class Buffer:
         assert self.data is not None
         live = self.view()
         need = len(self) + t
-        capacity = need + max(16, need // 16)
+        capacity = need if self.tight else need + max(16, need // 16)
+        if need <= self.most:
+            capacity = min(capacity, self.most)
         if capacity <= self.data.shape[2]:  # the front is free: move instead of growing
             self.data[:, :, : len(self)] = live.clone()
         else:

@@ -129,6 +129,11 @@ class Packed:
         most /= 1.5 if self.pre_rope else 1.0  # turning a pair adds up to a factor of sqrt(2)
         return min(most, torch.finfo(torch.float32).max / 2)
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether tokens are packed so rarely that a copy each time is little beside their use."""
+        return self.residual >= 32
+
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
         """How many of `tokens` exact tokens are packed when the newest `recent` stay exact."""
         due, unit = max(0, tokens - recent), self.unit or self.residual

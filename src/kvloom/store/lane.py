@@ -37,7 +37,8 @@ class Lane:
     ) -> None:
         self.packed = None if fmt is None else PackedTokens(fmt, channels, rope)
         self.recent = recent
-        self.tail = Buffer()
+        blocks = 0 if fmt is None or not fmt.in_blocks else fmt.residual
+        self.tail = Buffer(most=recent + blocks if blocks else 0)
 
     def __len__(self) -> int:
         return self.sealed + len(self.tail)

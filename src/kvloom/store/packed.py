@@ -67,7 +67,7 @@ class PackedTokens:
         self.fmt, self.channels = fmt, channels
         self.rope = rope if fmt.pre_rope else None
         self.codec: Codec | None = None
-        self.codes, self.scale, self.zero = Buffer(), Buffer(), Buffer()
+        self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
         self.count = 0
         self.dtype = torch.float32
 

@@ -1,0 +1,146 @@
+"""Memory of eviction: what scoring takes, and what stays.
+
+1. `column_mass` and the full softmax of the same heads: peak memory beside the inputs, each in a
+   process of its own (maximum resident set), and the error against float64.
+2. Bytes held after a prompt at budgets of 25, 50 and 75 %, beside the papers' formula
+   2 * layers * heads * head_dim * kept tokens * bytes, in layers of Llama-2-7B's shape.
+3. MiniKV at a budget of 50 % against full, prompt 4096 and 511 tokens more, when the exact buffer
+   is fullest (one token before it is packed), in layers of Llama-2-7B's shape.
+
+    python benchmarks/evict_memory.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import torch
+
+import record
+from kvloom.kernels.score import ref
+from kvloom.recipes import resolve
+from kvloom.scored import layer_cache
+from kvloom.shapes import Geometry
+
+HEADS, DIM = 8, 128  # of the scored layer
+LLAMA = Geometry(layers=32, q_heads=32, kv_heads=32, head_dim=128, dtype=torch.float16)
+
+
+def draw(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v [1, heads, tokens, dim] from a fixed seed."""
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, tokens, dim, generator=g).to(dtype) for _ in range(3)]
+
+
+def peak(what: str, tokens: int) -> int:
+    """Bytes of the peak of scoring, beside its inputs and what the first use of torch takes."""
+    q, k, _ = draw(tokens, HEADS, DIM, torch.float32)
+    ref.column_mass(q[:, :, :64], k[:, :, :64], DIM**-0.5)
+    before = _resident()
+    if what == "column_mass":
+        ref.column_mass(q, k, DIM**-0.5)
+    else:
+        weights = (q @ k.transpose(-1, -2)).mul_(DIM**-0.5)
+        weights.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
+        weights.softmax(-1).sum(2)
+    return _resident() - before
+
+
+def _resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def scoring(lengths: list[int]) -> list[dict]:
+    """Peak memory for every length; the full softmax as far as it fits."""
+    rows = []
+    for tokens in lengths:
+        row = {"tokens": tokens}
+        for what in ("column_mass", "softmax"):
+            if what == "softmax" and tokens > 8192:
+                continue
+            command = [sys.executable, __file__, "--peak", what, str(tokens)]
+            changed = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+            row[what] = json.loads(subprocess.check_output(command, env=changed, text=True))
+        row["outputs"] = 4 * HEADS * tokens
+        rows.append(row)
+        full = f", full softmax {row['softmax'] / 2**20:.1f}" if "softmax" in row else ""
+        print(f"scoring {tokens} tokens: column_mass {row['column_mass'] / 2**20:.1f} MiB{full}")
+    return rows
+
+
+def error(tokens: int = 2048) -> float:
+    """Largest relative error of column_mass in fp32 against the full softmax in float64."""
+    q, k, _ = draw(tokens, HEADS, DIM, torch.float32)
+    logits = (q.double() @ k.double().transpose(-1, -2)) * DIM**-0.5
+    logits.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
+    want = logits.softmax(-1).sum(2)
+    return ((ref.column_mass(q, k, DIM**-0.5) - want).abs() / want).max().item()
+
+
+def held(tokens: int) -> list[dict]:
+    """Bytes held after a prompt at three budgets, beside the papers' formula."""
+    rows = []
+    for name in ("h2o", "keyformer", "snapkv:tokens=0", "random"):
+        for fraction in (0.25, 0.5, 0.75):
+            recipe = resolve(name).with_budget(fraction)
+            cache = layer_cache(recipe, "a layer", (0, 1))
+            cache.attend(*draw(tokens, LLAMA.kv_heads, LLAMA.head_dim, LLAMA.dtype), scale=0.09)
+            one = Geometry(1, *(LLAMA.q_heads, LLAMA.kv_heads, LLAMA.head_dim), LLAMA.dtype)
+            formula = one.token_nbytes() * int(tokens * fraction)
+            rows.append({"recipe": name, "fraction": fraction, "held": cache.nbytes,
+                         "predicted": recipe.nbytes(tokens, one), "formula": formula})  # fmt: skip
+            print(
+                f"{name} at {fraction:.0%} of {tokens}: {cache.nbytes:,} bytes held a layer, "
+                f"{cache.nbytes / rows[-1]['predicted']:.4f} of what is predicted, "
+                f"{cache.nbytes / formula:.4f} of the formula without scores and indices"
+            )
+    return rows
+
+
+def minikv(prompt: int = 4096, new: int = 511) -> dict:
+    """MiniKV against full: bytes a layer, measured step by step."""
+    cache = layer_cache(resolve("minikv"), "a layer", (0, 1))
+    q, k, v = draw(prompt + new, LLAMA.kv_heads, LLAMA.head_dim, LLAMA.dtype)
+    most = 0
+    for begin, end in [(0, prompt), *((i, i + 1) for i in range(prompt, prompt + new))]:
+        cache.attend(*(x[:, :, begin:end] for x in (q, k, v)), scale=0.09)
+        most = max(most, cache.nbytes) if begin else 0
+    full = LLAMA.token_nbytes() // LLAMA.layers * (prompt + new)
+    row = {"prompt": prompt, "new": new, "held": cache.nbytes, "most": most, "full": full,
+           "smaller": 1 - cache.nbytes / full}  # fmt: skip
+    print(
+        f"minikv, {prompt} + {new} tokens: {cache.nbytes:,} bytes a layer instead of {full:,}: "
+        f"{row['smaller']:.1%} smaller ({LLAMA.layers} layers: "
+        f"{LLAMA.layers * cache.nbytes / 1e9:.3f} GB instead of {LLAMA.layers * full / 1e9:.3f}); "
+        f"most at any step: {most:,}"
+    )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--peak", nargs=2, metavar=("WHAT", "TOKENS"), help="measure in this process"
+    )
+    options = parser.parse_args()
+    if options.peak:
+        print(peak(options.peak[0], int(options.peak[1])))
+        return
+    figures = {
+        "environment": record.environment(heads=HEADS, head_dim=DIM),
+        "scoring": scoring([2048, 4096, 8192, 16384]),
+        "error": error(),
+        "held": held(2048),
+        "minikv": minikv(),
+    }
+    print(f"column_mass in fp32 against float64: relative error {figures['error']:.1e}")
+    record.write("evict_memory", figures)
+
+
+if __name__ == "__main__":
+    main()

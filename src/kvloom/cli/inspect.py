@@ -1,0 +1,94 @@
+"""`kvloom inspect`: a page that shows which tokens every layer and head holds, step by step."""
+
+from __future__ import annotations
+
+import json as js
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .edge import progress, quiet, told, writable
+
+
+def command(
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="A text file, or the text; -: read it from stdin.")
+    ] = "-",
+    model: Annotated[
+        str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
+    ] = "reference",
+    recipe: Annotated[str, typer.Option(help='Such as "h2o:tokens=128"; see kvloom recipes.')] = (
+        "h2o"
+    ),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
+        "inspect.html"
+    ),
+    context: Annotated[
+        int, typer.Option(min=1, help="Read at most so many tokens of the text.")
+    ] = 1024,
+    new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
+    dtype: Annotated[
+        str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
+    ] = "auto",
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the page's data as JSON too.")
+    ] = None,
+) -> None:
+    """Show what a recipe keeps of a text: one HTML page that needs no network and no other file.
+
+    On it: every token, shaded by how many heads hold it, after the prompt and after each generated
+    token; tokens held and attention mass kept, by layer and head; and every token's score.
+    """
+    with told():
+        from ..compare import load
+        from ..inspect import follow, page
+        from ..recipes import resolve
+
+        resolve(recipe)  # a wrong name is told before anything is loaded
+        writable(out, json)
+        words, source = _words(text)
+        quiet()
+        built, tokenizer = load(model, dtype)
+        with progress(new_tokens + 1) as tell:
+            noted = follow(
+                built, tokenizer, recipe, words,
+                context=context, new_tokens=new_tokens, progress=tell,
+            )  # fmt: skip
+        data = {"model": _name(model), "source": source, **noted}
+        out.write_text(page(data), encoding="utf-8")
+        if json:
+            json.write_text(js.dumps(data, ensure_ascii=False), encoding="utf-8")
+        typer.echo(_told(data, out))
+
+
+def _words(text: str) -> tuple[str, str]:
+    """The text to read and what it is called."""
+    from ..compare.errors import InputError
+    from ..compare.text import read_files
+
+    if text == "-":
+        return sys.stdin.read(), "text from stdin"
+    path = Path(text)
+    if text and os.path.exists(text):  # Path's own raises where a text is too long for a name
+        return read_files([path]), path.name
+    if len(text.split()) == 1 and (path.suffix or len(path.parts) > 1):
+        raise InputError(f"there is no file {text!r}; give a file that exists, or the text itself")
+    return text, "text from the command line"
+
+
+def _name(model: str) -> str:
+    return Path(model).name if Path(model).is_dir() else model
+
+
+def _told(data: dict, out: Path) -> str:
+    read, text = data["prompt_tokens"], data["text_tokens"]
+    cut = f" (the first of {text:,}; --context takes more)" if text > read else ""
+    mass = [head["mass"][0] for layer in data["layers"] for head in layer["heads"]]
+    kept = f", {sum(mass) / len(mass):.1%} of the prompt's attention mass kept" if mass else ""
+    return (
+        f"{data['recipe']}: {read:,} tokens{cut} + {data['steps']} generated{kept}; wrote {out} "
+        f"({out.stat().st_size / 1000:,.0f} kB)"
+    )

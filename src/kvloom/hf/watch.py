@@ -1,0 +1,72 @@
+"""Look on while a cache attends: every layer's queries, beside the exact keys of all tokens.
+
+Decides nothing and changes no answer. The exact keys are held outside the cache, so that what a
+step would have seen with nothing dropped or packed can be told; they do not count in its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedModel
+from ..layer import LayerCache
+from ..store.buffer import Buffer
+from .cache import Cache, RoutedLayer
+
+
+class Look(NamedTuple):
+    """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
+
+    Both as the model gives them, at their own positions also where the recipe renumbers. place:
+    number of the layer among those that the cache holds. cache: as the step finds it.
+    """
+
+    place: int
+    cache: LayerCache
+    q: Tensor
+    keys: Tensor
+    scale: float
+    softcap: float | None
+
+
+class WatchedLayer(RoutedLayer):
+    """A `RoutedLayer` that shows every step to `saw` before it attends."""
+
+    def __init__(self, routed: RoutedLayer, place: int, saw: Callable[[Look], None]) -> None:
+        super().__init__(routed.cache, routed.fingerprint)
+        self.place, self.saw = place, saw
+        self.exact = Buffer()
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend as `RoutedLayer` does."""
+        self.exact.append(k)
+        self.saw(Look(self.place, self.cache, q, self.exact.view(), scale, softcap))
+        return super().attend(module, q, k, v, scale, mask, softcap)
+
+
+def watch(cache: Cache, saw: Callable[[Look], None]) -> None:
+    """Show every step of a fresh cache to `saw`, layer by layer; its layers can tell `logical`.
+
+    Raises `UnsupportedModel` where the cache holds no layer of the model.
+    """
+    if not cache.routed:
+        raise UnsupportedModel(
+            "kvloom holds no layer of this model, as sliding windows bound all of them already; "
+            "there is nothing to look at, so give another model"
+        )
+    for place, routed in enumerate(cache.routed):
+        routed.cache.trace = True
+        cache.layers[cache.layers.index(routed)] = WatchedLayer(routed, place, saw)

@@ -1,0 +1,367 @@
+"""inspect: the data equals what the caches held, and the page cannot be broken by a text."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from kvloom.analyse import attention
+from kvloom.cli import app
+from kvloom.compare import InputError
+from kvloom.errors import UnsupportedModel
+from kvloom.hf.cache import Cache
+from kvloom.hf.watch import watch
+from kvloom.inspect import follow, page, pieces
+from kvloom.recipe import Protect, Recipe
+from kvloom.reference.tokenizer import train_tokenizer
+from kvloom.store import Packed, Store
+
+TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in range(60))
+NASTY = (
+    'before </script><script>document.title = "broken"</script> <!-- <script> &lt; @DATA@ @STYLE@'
+)
+LAYERS, HEADS, PROMPT, NEW = 3, 2, 60, 5
+RECIPES = [
+    "full",
+    "window:tokens=24",
+    "streaming:tokens=24,sinks=4",
+    "h2o",
+    "h2o:tokens=62",
+    "h2o:tokens=30,limit=63",
+    "h2o:positions=renumbered",
+    "streaming:tokens=24,positions=renumbered",
+    "dilated:tokens=24",
+    "snapkv:tokens=24,window=8",
+    "pyramidkv:tokens=24,window=8",
+    "minikv:group=16,residual=32,layers=variance",
+    "kivi:group=16,residual=32",
+    "random",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([TEXT, "The magic number for Question:"] * 3, 400)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=HEADS, head_dim=16, initializer_range=0.3,
+        max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def seen_by(model, tokenizer, recipe):
+    return follow(model, tokenizer, recipe, TEXT, context=PROMPT, new_tokens=NEW)
+
+
+def held_at(head, step):
+    """Logical indices of the tokens that a head holds after a step, read from the data."""
+    gone = head["gone"][: PROMPT + step]
+    return [i for i, at in enumerate(gone) if at == -1 or at > step]
+
+
+# --- the data ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_data_equals_what_the_cache_held(model, tokenizer, name):
+    data = seen_by(model, tokenizer, name)
+    assert (data["prompt_tokens"], data["steps"], len(data["layers"])) == (PROMPT, NEW, LAYERS)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
+    cache = Cache(model, name)
+    for routed in cache.routed:
+        routed.cache.trace = True
+    with torch.inference_mode():
+        for step in range(NEW + 1):
+            logits = model(ids, past_key_values=cache).logits[:, -1]
+            for layer, routed in zip(data["layers"], cache.routed, strict=True):
+                at = routed.cache.logical()[0].sort(dim=-1).values.tolist()
+                assert [held_at(head, step) for head in layer["heads"]] == at
+                assert layer["held"][step] == len(at[0])
+                body = routed.cache.body
+                packed = {"keys": body.keys.sealed, "values": body.values.sealed}
+                for head in layer["heads"]:
+                    for side, marks in (head["packed"] or {}).items():
+                        assert sum(-1 != m <= step for m in marks) == packed[side]
+            ids = logits.argmax(-1, keepdim=True)
+
+
+def exact_mass(model, ids):
+    """Attention of plain transformers, [layers, Hq, T, T]."""
+    eager = LlamaForCausalLM(copy.deepcopy(model.config))
+    eager.load_state_dict(model.state_dict())
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        return torch.stack(eager.eval()(ids, output_attentions=True).attentions)[:, 0].double()
+
+
+@pytest.mark.parametrize("name", ["h2o", "window:tokens=24", "snapkv:tokens=24,window=8", "full"])
+def test_mass_after_the_prompt_is_plain_transformers(model, tokenizer, name):
+    data = seen_by(model, tokenizer, name)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
+    weights = exact_mass(model, ids)
+    for i, layer in enumerate(data["layers"]):
+        for h, head in enumerate(layer["heads"]):
+            group = weights[i, 2 * h : 2 * h + 2].sum(dim=(0, 1))  # [T], two query heads share
+            kept = (group[held_at(head, 0)].sum() / group.sum()).item()
+            assert head["mass"][0] == pytest.approx(kept, abs=2e-5)
+            if name == "full":
+                assert head["mass"] == [1.0] * (NEW + 1)
+
+
+def test_mass_of_a_later_step_is_the_whole_softmax_of_its_query(model, tokenizer):
+    """What a window keeps of a step, by the naive formula over every key of the run."""
+    data = seen_by(model, tokenizer, "window:tokens=24")
+    seen: dict = {}
+    cache = Cache(model, "window:tokens=24")
+    watch(cache, lambda look: seen.update({look.place: look}))
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
+    with torch.inference_mode():
+        for _ in range(NEW + 1):
+            ids = model(ids, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+    for place, look in seen.items():
+        q, k = look.q[0, :, 0].double().numpy(), look.keys[0].double().numpy()
+        for h, head in enumerate(data["layers"][place]["heads"]):
+            logits = q[2 * h : 2 * h + 2] @ k[h].T * look.scale
+            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            kept = weights[:, held_at(head, NEW)].sum() / 2
+            assert head["mass"][NEW] == pytest.approx(kept, abs=2e-5)
+
+
+def test_scores_are_those_the_choice_was_made_from(model, tokenizer):
+    data = seen_by(model, tokenizer, "h2o")
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
+    weights = exact_mass(model, ids)
+    for i, layer in enumerate(data["layers"]):
+        assert layer["budget"] == PROMPT // 2
+        for h, head in enumerate(layer["heads"]):
+            want = weights[i, 2 * h : 2 * h + 2].sum(dim=(0, 1))
+            first = head["scores"]["first"]
+            assert first[:PROMPT] == pytest.approx(want.tolist(), rel=2e-3)
+            assert first[PROMPT:] == [None] * NEW
+            last, gone = head["scores"]["last"], head["gone"]
+            assert None not in last
+            for score, before, at in zip(last, first, gone[:PROMPT], strict=False):
+                assert score == before if at == 0 else score >= before  # dropped scores stay
+            # what was dropped after the prompt scored lower than any older token that stayed
+            old = range(PROMPT - PROMPT // 4)
+            assert max(first[j] for j in old if gone[j] == 0) <= min(
+                first[j] for j in old if gone[j] != 0
+            )
+
+
+def test_protected_tokens_and_tokens_without_scores(model, tokenizer):
+    data = seen_by(model, tokenizer, "random")
+    assert data["layers"][0]["heads"][0]["scores"]["first"][:5].count("inf") == 4
+    assert seen_by(model, tokenizer, "window:tokens=24")["layers"][0]["heads"][0]["scores"] is None
+
+
+def test_sinks_beside_packed_tokens_are_exact(model, tokenizer):
+    store = Store(Packed(4, "channel", 16, residual=16), Packed(4, "token", 16))
+    recipe = Recipe(store=store, protect=Protect(sinks=3, recent=(0, 9)))
+    packed = seen_by(model, tokenizer, recipe)["layers"][0]["heads"][0]["packed"]
+    body = PROMPT - 3  # keys in groups of 16, values all but the newest 9
+    never = [-1] * 3
+    assert packed["keys"][:PROMPT] == never + [0] * (body // 16 * 16) + [-1] * (body % 16)
+    assert packed["values"] == never + [0] * (body - 9) + [1, 2, 3, 4, 5] + [-1] * 9
+
+
+@pytest.mark.parametrize(
+    ("name", "views"),
+    [("h2o", ["kept"]), ("full", ["kept"]), ("minikv", ["kept", "format"]), ("kivi", ["format"])],
+)
+def test_views_are_those_with_something_to_see(model, tokenizer, name, views):
+    spec = name if name in ("h2o", "full") else f"{name}:group=16,residual=32"
+    assert seen_by(model, tokenizer, spec)["views"] == views
+
+
+def test_generation_ends_where_the_model_ends(model, tokenizer):
+    whole = seen_by(model, tokenizer, "full")
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
+    out = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, PROMPT:].tolist()
+    steps = out.index(out[2])  # read before the token that is made the end comes
+    model.generation_config.eos_token_id = [out[2]]
+    try:
+        data = seen_by(model, tokenizer, "full")
+    finally:
+        model.generation_config.eos_token_id = None
+    assert data["steps"] == steps
+    assert data["tokens"] == whole["tokens"][: PROMPT + steps]
+    head = data["layers"][0]["heads"][0]
+    assert len(head["gone"]) == len(data["tokens"])
+    assert len(head["mass"]) == steps + 1
+
+
+def test_the_model_is_left_as_it_was(tokenizer, model):
+    fresh = LlamaForCausalLM(copy.deepcopy(model.config)).eval()
+    seen_by(fresh, tokenizer, "h2o")
+    assert getattr(fresh, "_kvloom", None) is None
+
+
+def sliding(tokenizer, kinds):
+    """A model whose layers slide or not."""
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=24, layer_types=kinds,
+        num_hidden_layers=len(kinds), eos_token_id=None,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).eval()
+
+
+def test_layers_keep_their_numbers_beside_layers_that_slide(tokenizer):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    data = seen_by(sliding(tokenizer, kinds), tokenizer, "h2o:tokens=20")
+    assert data["stock_layers"] == [0, 2]
+    assert [layer["number"] for layer in data["layers"]] == [1, 3]
+    assert [layer["held"] for layer in data["layers"]] == [[20] * (NEW + 1)] * 2
+
+
+def test_a_model_of_which_nothing_is_held_is_refused_and_left_alone(tokenizer):
+    model = sliding(tokenizer, ["sliding_attention"] * 2)
+    with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
+        seen_by(model, tokenizer, "h2o")
+    with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
+        attention.measure(model, torch.ones(1, 9, dtype=torch.long), context=8)
+    assert getattr(model, "_kvloom", None) is None
+
+
+def test_what_cannot_be_followed_is_said(model, tokenizer):
+    with pytest.raises(InputError, match="the text is empty"):
+        follow(model, tokenizer, "h2o", "  \n")
+    with pytest.raises(InputError, match=r"take 514 positions and the model has 512; give less"):
+        follow(model, tokenizer, "h2o", TEXT, context=500, new_tokens=14)
+    with pytest.raises(InputError, match="context=0 must be 1 or more"):
+        follow(model, tokenizer, "h2o", TEXT, context=0)
+
+
+@pytest.mark.parametrize("text", [TEXT, "naïve 日本 🙂🙂 \n\n  x\ttab", NASTY])
+def test_pieces_are_the_text(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = pieces(tokenizer, ids)
+    assert len(found) == len(ids)
+    assert "".join(found) == tokenizer.decode(ids)
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    """Start tags with their attributes, and the text in script elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.scripts = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, text):
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts.append(text)
+
+
+def parse(html):
+    parser = Elements()
+    parser.feed(html)
+    return parser
+
+
+@pytest.fixture(scope="module")
+def nasty(model, tokenizer):
+    data = {"source": NASTY, **follow(model, tokenizer, "h2o", NASTY, new_tokens=2)}
+    return data, page(data)
+
+
+def test_no_text_can_end_its_script(nasty):
+    data, html = nasty
+    found = parse(html)
+    scripts = [attrs for tag, attrs in found.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}, {}]
+    assert json.loads(found.scripts[0]) == data
+    assert "</script>" in "".join(data["tokens"])
+
+
+def test_the_page_loads_nothing(nasty):
+    html = nasty[1]
+    tags = parse(html).tags
+    assert not {"link", "img", "iframe", "base", "object", "embed"} & {tag for tag, _ in tags}
+    assert not [attrs for _, attrs in tags if {"src", "href", "srcset"} & set(attrs)]
+    code = html.replace(html[html.index('id="data">') : html.index("</script>")], "")
+    assert not re.search(r"https?://|//[a-z]|@import|url\(|fetch\(|XMLHttp|import\(", code)
+    policy = next(a["content"] for t, a in tags if t == "meta" and "http-equiv" in a)
+    assert policy.startswith("default-src 'none'")
+
+
+def test_no_number_is_outside_json():
+    with pytest.raises(ValueError, match="Out of range"):
+        page({"x": math.nan})
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(model, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def run(*args, **kwargs):
+    return CliRunner().invoke(app, ["inspect", *map(str, args)], **kwargs)
+
+
+def test_the_command_writes_page_and_json(saved, tmp_path):
+    args = ["--model", saved / "model", "--recipe", "h2o", "--context", 40, "--new-tokens", 3]
+    out, js = tmp_path / "a.html", tmp_path / "a.json"
+    found = run(saved / "text.txt", *args, "--out", out, "--json", js)
+    assert found.exit_code == 0, found.output
+    data = json.loads(js.read_text())
+    assert json.loads(parse(out.read_text()).scripts[0]) == data
+    assert (data["source"], data["model"], data["prompt_tokens"]) == ("text.txt", "model", 40)
+    mass = [m["mass"][0] for layer in data["layers"] for m in layer["heads"]]
+    said = re.sub(r"\s+", " ", found.stdout)
+    assert f"h2o: 40 tokens (the first of {data['text_tokens']:,}; --context takes more)" in said
+    assert f"{np.mean(mass):.1%} of the prompt's attention mass kept; wrote {out}" in said
+    # the same text by hand (longer than any file's name) and from stdin
+    for where in ([TEXT], ["-"]):
+        again = run(*where, *args, "--out", out, "--json", js, input=TEXT)
+        assert again.exit_code == 0, again.output
+        assert json.loads(js.read_text())["layers"] == data["layers"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([""], "the text is empty"),
+        (["none.txt"], "there is no file 'none.txt'; give a file that exists, or the text itself"),
+        (["hi there", "--recipe", "h2oo"], "did you mean 'h2o'"),
+        (["hi there", "--out", "nowhere/a.html"], "give a file in a folder that exists"),
+        (["hi there", "--model", "nobody/nothing"], "there is no model 'nobody/nothing'"),
+    ],
+)
+def test_the_command_says_what_is_wrong(saved, args, said, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = [] if "--model" in args else ["--model", saved / "model"]
+    found = run(*args, *options)
+    assert found.exit_code == 2, found.output
+    (line,) = found.stderr.strip().splitlines()
+    assert line.startswith("kvloom: ")
+    assert said in line

@@ -15,7 +15,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from .hf.attach import Report, attach, detach
     from .hf.cache import Cache
-    from .keep import Budget, Keep
+    from .keep import Budget, Keep, Spare
     from .recipe import Protect, Recall, Recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store, Transform
@@ -30,6 +30,7 @@ _WHERE = {
     "Recall": "recipe",
     "Budget": "keep",
     "Keep": "keep",
+    "Spare": "keep",
     "Packed": "store",
     "Store": "store",
     "Transform": "store",
@@ -45,6 +46,7 @@ __all__ = [
     "Recall",
     "Recipe",
     "Report",
+    "Spare",
     "Store",
     "Transform",
     "attach",

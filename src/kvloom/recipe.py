@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
-from .keep import SCORERS, Budget, Keep, Scorer
+from .keep import SCORERS, Budget, Keep, Scorer, Spare
 from .shapes import Geometry
 from .store import Packed, Store, Transform
 
@@ -26,11 +26,13 @@ else:
 class Protect:
     """Tokens that always stay, exact: the first `sinks` and the newest `recent`.
 
-    recent: one number, or (keys, values) where the two differ, as in KIVI.
+    recent: one number, or (keys, values) where the two differ, as in KIVI. spare: a rule for more
+    tokens of the prompt that are not packed.
     """
 
     sinks: int = 0
     recent: int | tuple[int, int] = 0
+    spare: Spare | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.recent, tuple) and len(self.recent) != 2:
@@ -72,6 +74,11 @@ class Recipe:
     name: str = "custom"
 
     def __post_init__(self) -> None:
+        if self.protect.spare is not None and (self.keep is not None or self.store.exact):
+            raise RecipeError(
+                "protect.spare keeps tokens from being packed: combine it with a packed store and "
+                "no keep, which has a score of its own"
+            )
         if self.keep is None:
             return
         if not self.store.exact and (self.keep.when != "prompt" or self.keep.by_age):
@@ -145,12 +152,16 @@ class Recipe:
 
     def _layer_nbytes(self, tokens: int, g: Geometry) -> int:
         """Bytes of `tokens` tokens of one row's keys and values in one layer."""
-        total = 0
+        total, least = 0, tokens
         sides = (self.store.keys, self.store.values)
         for fmt, recent in zip(sides, self.protect.recents, strict=True):
             packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
             total += (tokens - packed) * g.kv_heads * g.head_dim * g.dtype.itemsize
             total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim, g.kv_heads)
+            least = least if fmt is None else min(least, packed)
+        if self.protect.spare is not None:  # exact copies and their indices
+            spared = min(self.protect.spare.tokens, least)
+            total += spared * g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + 4)
         return total
 
     def _slots_nbytes(self, room: int, g: Geometry) -> int:
@@ -161,8 +172,11 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None and False: what `from_dict` and TOML take."""
         data = _plain(asdict(self))
-        if self.keep is not None:
-            data["keep"]["scorer"] = {"kind": self.keep.scorer.kind, **data["keep"]["scorer"]}
+        for part, holder in (("keep", self.keep), ("spare", self.protect.spare)):
+            if holder is not None:
+                table = data["keep"] if part == "keep" else data["protect"]["spare"]
+                kind = holder.scorer.kind if isinstance(holder, Keep) else holder.kind
+                table["scorer"] = {"kind": kind, **table["scorer"]}
         return data
 
     @classmethod
@@ -227,6 +241,7 @@ _PARTS: dict[str, type] = {
     "transform": Transform,
     "recall": Recall,
     "protect": Protect,
+    "spare": Spare,
 }
 """The fields of a recipe, at any depth, that are tables."""
 

@@ -19,6 +19,7 @@ from .recipe import Recipe
 from .rope import Rope
 from .segment import Piece, Segment, take
 from .slots import Slots
+from .spared import SparedLayer
 from .store import NOTHING, Known, Lane
 
 
@@ -292,9 +293,11 @@ def layer_cache(
     rope: Rope | None = None,
     known: Known = NOTHING,
 ) -> LayerCache:
-    """The cache of one layer: by score where the recipe has one, else by age."""
+    """The cache of one layer: by score where the recipe has one, else by age, or with a rule."""
     scored = recipe.keep is not None and not recipe.keep.by_age
-    return (ScoredLayer if scored else LayerCache)(recipe, name, place, rope, known)
+    spared = recipe.protect.spare is not None
+    kind = ScoredLayer if scored else SparedLayer if spared else LayerCache
+    return kind(recipe, name, place, rope, known)
 
 
 def link(layers: list[LayerCache]) -> None:

@@ -16,7 +16,12 @@ from kvloom.store.calibration import Calibration
 
 SETTINGS = Settings(contexts=6, context=64, sample_contexts=2, sample_tokens=64, queries=8)
 SKVQ = "skvq:group=16,window=8,sinks=2"
-OTHERS = ["skvq:group=32,bits=4,value_bits=1.5,window=0", "rptq:group=16", "smoothquant:group=16"]
+OTHERS = [
+    f"{SKVQ},heavy=4",
+    "skvq:group=32,bits=4,value_bits=1.5,window=0",
+    "rptq:group=16",
+    "smoothquant:group=16",
+]
 
 
 def ids(seed=0, count=6) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from .base import Budget, Keep
 from .scorers import SCORERS, Dilated, Mass, Noisy, Observation, Random, Recent, Scorer, Step
 from .select import choose, protect_sinks
+from .spare import Spare
 
 __all__ = [
     "SCORERS",
@@ -15,6 +16,7 @@ __all__ = [
     "Random",
     "Recent",
     "Scorer",
+    "Spare",
     "Step",
     "choose",
     "protect_sinks",

@@ -10,11 +10,13 @@ Departures: a channel has the number of its group, and nothing is permuted, so t
 fold into weights; codes are computed with the stored, rounded scale and zero; factors are searched
 (the official code has one constant, 0.92: clip=0.92); a token that leaves the window is packed
 after the step, and that step still sees it exact. Every step of the paper's ablation is an option:
-reorder=false, clip=1.0, window=0, sinks=0, meta=fp16, pre_rope=false.
+reorder=false, clip=1.0, window=0, sinks=0, meta=fp16, pre_rope=false. Its filter rules beside sinks
+and window: heavy=64 keeps that many heavy hitters of the prompt exact, for each head.
 """
 
 from __future__ import annotations
 
+from ..keep import Spare
 from ..recipe import Protect, Recipe
 from ..store import Packed, Store, Transform
 
@@ -29,6 +31,7 @@ def skvq(
     reorder: bool = True,
     pre_rope: bool = True,
     meta: str = "fp8",
+    heavy: int = 0,
     calibration: str = "auto",
 ) -> Recipe:
     """SKVQ (arXiv:2405.06219): calibrated groups and clipping, sinks and a window, 2 bit."""
@@ -39,7 +42,7 @@ def skvq(
             values=Packed(value_bits, "token", group, meta, transform=transform),
             calibration=None if calibration == "auto" else calibration,
         ),
-        protect=Protect(sinks, window),
+        protect=Protect(sinks, window, Spare(heavy) if heavy else None),
         name="skvq",
     )
 

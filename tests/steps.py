@@ -113,15 +113,8 @@ def assert_same_state(a, b) -> None:
     """Both states hold the same things, bit by bit."""
     assert a.keys() == b.keys()
     for name in a:
-        same = equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
+        same = torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
         assert same, f"{name} differs: {a[name]} != {b[name]}"
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same numbers: torch compares no float8."""
-    if a.dtype == b.dtype == torch.float8_e4m3fn:
-        a, b = a.float(), b.float()
-    return torch.equal(a, b)
 
 
 def rows(held, index: list[int]):

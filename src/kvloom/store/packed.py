@@ -17,7 +17,7 @@ from ..kernels.quant import ref
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec
-from .formats import Packed
+from .formats import META, Packed
 
 # Tokens quantized at once: bounds the fp32 copies made on the way.
 _CHUNK = 4096
@@ -95,7 +95,8 @@ class PackedTokens:
             if self.rope is not None:
                 assert at is not None
                 tokens = self.rope.turn(tokens.float(), -at[:, :, part])
-            parts.append(self.codec.quantize(tokens, here))
+            found, scale, zero = self.codec.quantize(tokens, here)
+            parts.append((found, _plain(scale), _plain(zero)))
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
         )
@@ -108,7 +109,8 @@ class PackedTokens:
         """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
         assert self.codec is not None, "no tokens yet"
         hi = self.count if hi is None else hi
-        held = (self.codes.view(), self.scale.view(), self.zero.view())
+        meta = META[self.fmt.meta]
+        held = (self.codes.view(), self.scale.view().view(meta), self.zero.view().view(meta))
         return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -127,3 +129,8 @@ class PackedTokens:
             codes = torch.cat([old, codes], dim=2)
         self.codes.append(ref.pack_codes(codes, bits))
         self.count += n
+
+
+def _plain(meta: Tensor) -> Tensor:
+    """Scales and zeros as they are held: fp8 as bytes, which every torch can join and reorder."""
+    return meta.view(torch.uint8) if meta.dtype == torch.float8_e4m3fn else meta

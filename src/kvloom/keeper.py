@@ -66,12 +66,13 @@ class Keeper:
         softcap: float | None,
         see: Tensor | None,
         real: Tensor | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Score one step: fp32 [B, Hk, N] for q [B, Hq, T, D] over k [B, Hk, N, D]."""
         seed = (self.keep.seed * 1_000_003 + self.asked) * 1_009 + self.place[0]
         number, self.asked = self.asked, self.asked + 1
         return self.keep.scorer(
-            Step(q, k, scale, softcap, see, real, number, seed, self.keep.group)
+            Step(q, k, scale, softcap, see, real, number, seed, self.keep.group, bias)
         )
 
     def observe(self, scores: Tensor, see: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .alibi import Alibi
 from .keeper import Keeper
 from .layer import Asked, LayerCache, attend_pieces
 from .recipe import Recipe
@@ -59,21 +60,26 @@ class ScoredLayer(LayerCache):
         scale: float,
         valid: Tensor | None = None,
         softcap: float | None = None,
+        alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend as `LayerCache.attend` does, in the slots where one token comes and one goes."""
         if self.slots is not None and (k.shape[2] > 1 or self.recording):
             self._unroll()
         if self.slots is None:
-            return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap)
+            return super().attend(
+                q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi
+            )
         self.check(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
-        piece = self.slots.piece(see)
+        piece = self.slots.piece(see, alibi)
         out = attend_pieces(q, [piece], scale, softcap)
         self.seen += 1
         self.see = see
         keys = self.slots.keys
-        self._vote(self.keeper.step(q.detach(), keys, scale, softcap, piece.valid, real=None))
+        self._vote(
+            self.keeper.step(q.detach(), keys, scale, softcap, piece.valid, None, piece.bias)
+        )
         return out
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -117,7 +123,7 @@ class ScoredLayer(LayerCache):
         self.keeper.observe(scores, asked.see)
         slots = self.keeper.choose(t, asked.see)
         if slots is not None:
-            self.body.chosen(slots, t, self._needs_index(asked.see))
+            self.body.chosen(slots, t, self._needs_index(asked))
             k, v = take(k, slots), take(v, slots)
         super()._take(k, v, asked)
         self._after_choice()
@@ -133,7 +139,10 @@ class ScoredLayer(LayerCache):
     def _scores(self, asked: Asked, k: Tensor, see: Tensor | None) -> Tensor:
         """How the queries score the tokens k [B, Hk, N, D]; see: bool [B, 1 or Hk, N]."""
         real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
-        return self.keeper.step(asked.q, k, asked.scale, asked.softcap, see, real)
+        bias = None
+        if asked.alibi is not None:
+            bias = asked.alibi.bias(self.body.logical(0, k.shape[2], k.device))
+        return self.keeper.step(asked.q, k, asked.scale, asked.softcap, see, real, bias)
 
     def _vote(self, scores: Tensor) -> None:
         """Decide by these scores, at once or when the last layer has its own."""
@@ -164,7 +173,7 @@ class ScoredLayer(LayerCache):
         self.keeper.observe(scores, see)
         slots = self.keeper.choose(len(self.body), see)
         if slots is not None:
-            self.body.keep(slots, self._needs_index(see))
+            self.body.keep(slots, self._needs_index(asked))
         self._after_choice()
         if self.slots is None and self.keeper.done:  # the prompt, which has waited
             self.body.seal(None if asked is None else asked.see, prompt=True)
@@ -173,9 +182,10 @@ class ScoredLayer(LayerCache):
     def _surplus(self, tokens: int) -> int:
         return 0  # age decides nothing here
 
-    def _needs_index(self, see: Tensor | None) -> bool:
-        """Whether somebody will ask which tokens stayed: only padding does, so far."""
-        return see is not None or self.keep.when == "step"
+    def _needs_index(self, asked: Asked | None) -> bool:
+        """Whether somebody will ask which tokens stayed: padding and ALiBi do."""
+        hidden = asked is not None and not (asked.see is None and asked.alibi is None)
+        return hidden or self.keep.when == "step"
 
     def _after_choice(self) -> None:
         if self.keep.when == "prompt":
@@ -186,7 +196,7 @@ class ScoredLayer(LayerCache):
     def _roll(self) -> None:
         """Move a full body into slots."""
         body, keys = self.body, self.body.exact_keys()
-        index = body.logical(len(body), keys.device).expand(*keys.shape[:3])
+        index = body.logical(0, len(body), keys.device).expand(*keys.shape[:3])
         self.slots = Slots(
             keys,
             body.values.tail.view(),

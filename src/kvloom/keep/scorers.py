@@ -25,7 +25,8 @@ class Step:
 
     q [B, Hq, T, D], k [B, Hk, N, D]; the queries are the last T of the N tokens. valid bool
     [B, 1 or Hk, N] and real bool [B, 1, T] hide padding (None: there is none). number counts the
-    decode steps, 0 for the prompt. seed is different for every layer and step.
+    decode steps, 0 for the prompt. seed is different for every layer and step. bias fp32 [B, Hq, N]
+    is added to the logits.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class Step:
     number: int
     seed: int
     group: str
+    bias: Tensor | None = None
 
     def mass(
         self, rows: int | None = None, noise: ref.Noise | None = None, tau: float = 1.0
@@ -51,6 +53,7 @@ class Step:
             valid=self.valid,
             real=None if self.real is None else self.real[:, :, skip:],
             softcap=self.softcap,
+            bias=self.bias,
             noise=noise,
             tau=tau,
         )

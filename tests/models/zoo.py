@@ -69,6 +69,9 @@ CONFIGS = {
     "bloom": lambda: tf.BloomConfig(**_OLD, hidden_size=96, n_layer=3, n_head=6),
 }  # fmt: skip
 
+# Their attention does not go through transformers' interface.
+ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")
+
 
 def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     """A model in eval mode, fp32, with weights large enough for attention to matter."""

@@ -66,7 +66,11 @@ class Report:
 
 
 def route(model: PreTrainedModel) -> None:
-    """Send the model's attention through kvloom; caches that are not kvloom's notice nothing."""
+    """Send the model's attention through kvloom; caches that are not kvloom's notice nothing.
+
+    A model whose default is use_cache=False (MPT) would use no cache, not even one it is given: it
+    becomes True.
+    """
     if getattr(model, "_kvloom", None) is not None:
         _check_implementation(model)
         return
@@ -75,21 +79,25 @@ def route(model: PreTrainedModel) -> None:
         model.register_forward_hook(_after_forward, with_kwargs=True),
     ]
     model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
+    model._kvloom = _Routing([], hooks)
+    for config in (compat.decoder_config(model), model.generation_config):
+        if getattr(config, "use_cache", True) is False:
+            model._kvloom.changed.append((config, "use_cache", False))
+            config.use_cache = True
     if compat.adapted(model):
-        model._kvloom = _Routing([], hooks + adapters.install(model))
-        return
-    attention.register()
-    model._kvloom = _Routing(_implementations(model), hooks)
-    model.set_attn_implementation(attention.NAME)
+        hooks += adapters.install(model)
+    else:
+        attention.register()
+        model._kvloom.changed += _implementations(model)
+        model.set_attn_implementation(attention.NAME)
 
 
 def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
-    A cache passed by the caller, use_cache=False and cache_implementation keep their meaning;
-    where the model's own default is use_cache=False (MPT), it becomes True. Returns a `Report` of
-    which layers are compressed. Raises `UnsupportedModel`, `RecipeError` or `IncompatibleRecipe`
-    before anything is changed, `CacheMisuse` if a recipe is attached already.
+    A cache passed by the caller, use_cache=False and cache_implementation keep their meaning.
+    Returns a `Report` of which layers are compressed. Raises `UnsupportedModel`, `RecipeError` or
+    `IncompatibleRecipe` before anything is changed, `CacheMisuse` if a recipe is attached already.
     """
     compat.refuse_unsupported(model)
     routing = getattr(model, "_kvloom", None)
@@ -103,10 +111,6 @@ def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
     report = _report(model, recipe)
     route(model)
     model._kvloom.recipe = recipe
-    for config in (compat.decoder_config(model), model.generation_config):
-        if getattr(config, "use_cache", True) is False:
-            model._kvloom.changed.append((config, "use_cache", False))
-            config.use_cache = True
     return report
 
 

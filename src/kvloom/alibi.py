@@ -40,10 +40,6 @@ class Alibi:
         """slopes * (position - newest); a model that rounds says so here."""
         return slopes * (position - newest)
 
-    def without(self, tokens: int) -> Alibi:
-        """Without the newest `tokens` tokens."""
-        return replace(self, position=self.position[:, :, : self.position.shape[2] - tokens])
-
     def map(self, fn: Callable[[Tensor], Tensor]) -> Alibi:
         """Apply fn to the positions, along the batch dimension."""
         return replace(self, position=fn(self.position))

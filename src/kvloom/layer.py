@@ -40,8 +40,7 @@ class Asked(NamedTuple):
         """Without the newest `tokens` tokens."""
         q = self.q[:, :, : max(0, self.q.shape[2] - tokens)]
         see = None if self.see is None else self.see[:, :, : self.see.shape[2] - tokens]
-        alibi = None if self.alibi is None else self.alibi.without(tokens)
-        return self._replace(q=q, see=see, alibi=alibi)
+        return self._replace(q=q, see=see)  # alibi may count from a token that is gone
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Asked:
         """Apply fn to the tensors, along the batch dimension."""
@@ -95,8 +94,9 @@ class LayerCache:
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all that is held and to k, v [B, Hk, T, D]; take k, v in.
 
-        valid: bool [B, seen + T], False hides padding. alibi: of a model that has it. Returns [B, Hq, T, D] in q's dtype.
-        Raises `CacheMisuse` or `NotFinite` before anything has changed.
+        valid: bool [B, seen + T], False hides padding. alibi: of seen + T tokens, where the model
+        has it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite` before
+        anything has changed.
         """
         self.check(k, v)
         t, past = k.shape[2], self.seen

@@ -66,9 +66,7 @@ class ScoredLayer(LayerCache):
         if self.slots is not None and (k.shape[2] > 1 or self.recording):
             self._unroll()
         if self.slots is None:
-            return super().attend(
-                q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi
-            )
+            return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
         self.check(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)

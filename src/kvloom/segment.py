@@ -26,7 +26,8 @@ class Piece(NamedTuple):
     """Tokens whose keys share one form and whose values share one form, ready to attend to.
 
     The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
-    valid: bool [B, 1, N], or None when every token may be seen. bias: fp32 [B, Hq, N] on the logits.
+    valid: bool [B, 1, N], or None when every token may be seen. bias: fp32 [B, Hq, N], added to the
+    logits.
     """
 
     keys: Tensor | PackedView
@@ -127,9 +128,7 @@ class Segment:
         self.keys.seal(real, prompt)
         self.values.seal(real, prompt)
 
-    def pieces(
-        self, valid: Tensor | None, present: int, alibi: Alibi | None = None
-    ) -> list[Piece]:
+    def pieces(self, valid: Tensor | None, present: int, alibi: Alibi | None = None) -> list[Piece]:
         """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
 
         valid: bool [B, 1, seen tokens] by logical index.
@@ -141,7 +140,9 @@ class Segment:
         for lo, hi in pairwise(cuts):
             see = None if valid is None else self._see(valid, lo, hi)
             keys, values = self.keys.view(lo, hi), self.values.view(lo, hi)
-            bias = None if alibi is None else alibi.bias(self.logical(lo, hi, alibi.position.device))
+            bias = (
+                None if alibi is None else alibi.bias(self.logical(lo, hi, alibi.position.device))
+            )
             pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
         return pieces
 
@@ -232,9 +233,7 @@ class Sinks:
             return False
         return seen >= self.count + (int(self.start.max()) if self.padded else 0)
 
-    def piece(
-        self, seen: int, valid: Tensor | None = None, alibi: Alibi | None = None
-    ) -> Piece:
+    def piece(self, seen: int, valid: Tensor | None = None, alibi: Alibi | None = None) -> Piece:
         """The sinks among the first `seen` tokens, as something to attend to.
 
         valid: bool [B, 1, seen or more] by logical index, False for padding.

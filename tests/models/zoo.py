@@ -18,7 +18,9 @@ _COMMON = {
     "tie_word_embeddings": False,
 }
 _GQA = {**_COMMON, "num_key_value_heads": 2, "head_dim": 16}
-_OLD = {name: _COMMON[name] for name in _COMMON if name.endswith("_token_id") or name == "vocab_size"}
+_OLD = {
+    name: _COMMON[name] for name in _COMMON if name.endswith("_token_id") or name == "vocab_size"
+}
 _FALCON = {**_OLD, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 CONFIGS = {

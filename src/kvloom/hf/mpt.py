@@ -23,7 +23,7 @@ def attend(
     attention_mask: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`MptAttention.forward` with a kvloom layer. position_bias: [Hq, 1, max_seq_len], ends in 0."""
+    """`MptAttention.forward` with a kvloom layer; position_bias [Hq, 1, max_seq_len] ends in 0."""
     qkv = module.Wqkv(hidden_states)
     if module.clip_qkv:
         qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)

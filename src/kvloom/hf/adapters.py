@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface
 
 from ..alibi import Alibi
 from . import attention, compat
@@ -120,12 +120,10 @@ def _after(model: PreTrainedModel, args: tuple, output: Any) -> None:
         delattr(model, _IMPLEMENTATION)
 
 
-def _mask(*args: Any, mask_function: Any, **kwargs: Any) -> Tensor:
+def _mask(*args: Any, **kwargs: Any) -> Tensor:
     """The 2-D padding mask, or an empty one where nothing is padding: MPT has no use for None.
 
-    Falcon asks for a mask of its own making in any case; only one that is not plainly causal
-    (packed sequences) is 4-D here.
+    These models are plainly causal, also where Falcon asks for a mask in any case.
     """
-    kwargs["allow_is_causal_skip"] = mask_function is causal_mask_function
-    mask = attention.mask(*args, mask_function=mask_function, **kwargs)
+    mask = attention.mask(*args, **{**kwargs, "allow_is_causal_skip": True})
     return torch.empty(0, 0, dtype=torch.bool) if mask is None else mask

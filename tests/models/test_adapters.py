@@ -176,7 +176,11 @@ def test_detach_leaves_nothing_behind(name):
     kvloom.detach(model)
     assert [set(vars(module)) for module in model.modules()] == [set(b) for b in before]
     assert model.config.to_dict() == config
-    assert all("forward" not in vars(module) for module in model.modules())
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._forward_hooks_always_called
 
 
 def test_a_step_that_fails_leaves_the_models_own_masks(monkeypatch):

@@ -19,11 +19,13 @@ from torch import Tensor
 class Alibi:
     """One step's ALiBi: slopes fp32 [Hq], and where the tokens seen so far stand.
 
-    position: int64 [B, 1, seen + T], by logical index.
+    position: int64 [B, 1, seen + T], by logical index. closed_up: tokens that stay move together,
+    as if those dropped had never been; whoever asks for a bias then gives such indices.
     """
 
     slopes: Tensor
     position: Tensor
+    closed_up: bool = False
 
     def bias(self, index: Tensor) -> Tensor:
         """What to add to the logits of the tokens with these logical indices.

@@ -66,13 +66,18 @@ class Keeper:
         softcap: float | None,
         see: Tensor | None,
         real: Tensor | None,
+        index: Tensor,
+        seen: int,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Score one step: fp32 [B, Hk, N] for q [B, Hq, T, D] over k [B, Hk, N, D]."""
-        seed = (self.keep.seed * 1_000_003 + self.asked) * 1_009 + self.place[0]
+        """Score one step: fp32 [B, Hk, N] for q [B, Hq, T, D] over k [B, Hk, N, D].
+
+        index: int64 [B or 1, Hk or 1, N], the tokens' places among the `seen` tokens.
+        """
+        seed = self.keep.seed * 1_009 + self.place[0]
         number, self.asked = self.asked, self.asked + 1
         return self.keep.scorer(
-            Step(q, k, scale, softcap, see, real, number, seed, self.keep.group, bias)
+            Step(q, k, scale, softcap, see, real, index, seen, number, seed, self.keep.group, bias)
         )
 
     def observe(self, scores: Tensor, see: Tensor | None) -> None:
@@ -87,9 +92,7 @@ class Keeper:
 
     def add(self, held: Tensor, scores: Tensor) -> Tensor:
         """Scores after a step; plus infinity stays."""
-        if self.keep.scorer.accumulates:
-            return held + scores
-        return torch.where(held == torch.inf, held, scores)
+        return torch.where(held == torch.inf, held, self.keep.scorer.join(held, scores))
 
     def choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
         """Slots [B, Hk, M] of `tokens` tokens that stay, ascending, and their scores with them.
@@ -97,6 +100,8 @@ class Keeper:
         None: all of them stay.
         Tokens newer than the scores all stay: they came after the only prompt that is scored.
         """
+        if not self.keep.drops(tokens):
+            return None
         scores = self.scores.view()[..., 0]
         n = scores.shape[-1]
         chosen = choose(scores, self.heavy, self.recent, None if see is None else see[..., :n])

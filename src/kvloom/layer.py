@@ -9,6 +9,7 @@ draft differ in T alone. Decides the order of these; formats, scores and kernels
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from .alibi import Alibi
 from .errors import CacheMisuse, NotFinite
 from .kernels.attend import ref
 from .recipe import Recipe
+from .rope import Rope
 from .segment import Piece, Segment, Sinks
 from .store import Lane
 from .store.formats import META
@@ -53,13 +55,17 @@ class LayerCache:
     """The cache of one layer, batch rows together, head counts taken from the first keys.
 
     Tokens stay by age; `scored.ScoredLayer` chooses by score. place: (number of this layer, layers
-    of the model).
+    of the model). rope: how the keys are rotated, where the recipe renumbers positions.
     """
 
     def __init__(
-        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+        self,
+        recipe: Recipe,
+        name: str = "this layer",
+        place: tuple[int, int] = (0, 1),
+        rope: Rope | None = None,
     ) -> None:
-        self.recipe, self.name, self.place = recipe, name, place
+        self.recipe, self.name, self.place, self.rope = recipe, name, place, rope
         self.recording = False
         self.reset()
 
@@ -99,6 +105,7 @@ class LayerCache:
         anything has changed.
         """
         self.check(k, v)
+        alibi = self._spaced(alibi)
         t, past = k.shape[2], self.seen
         see = None if valid is None else valid[:, None, :]
         if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
@@ -175,7 +182,7 @@ class LayerCache:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
         if tokens >= self.seen:
             return
-        if self._dropped and tokens > self.pending:
+        if self._final and tokens > self.pending:
             raise CacheMisuse(
                 f"{self.name}: crop cannot bring back the tokens that were dropped since; "
                 "call activate_past_recording() before the step that is to be undone"
@@ -208,14 +215,27 @@ class LayerCache:
             self.held = None if self.held is None else self.held.map(fn)
 
     @property
-    def _dropped(self) -> bool:
+    def dropped(self) -> int:
+        """Tokens seen, of every row and head, that are not held any more."""
+        return self.body.first - self.recipe.protect.sinks
+
+    @property
+    def _final(self) -> bool:
         """Whether tokens were dropped that a crop would need again."""
-        return self.budget is not None and self.seen > self.budget
+        return self.dropped > 0
 
     @property
     def _dense(self) -> bool:
         """Whether all tokens stay, exact: then the tail is the whole store."""
         return self.recipe.keep is None and self.recipe.store.exact
+
+    def _spaced(self, alibi: Alibi | None) -> Alibi | None:
+        """ALiBi with the distances that the recipe asks for."""
+        keep = self.recipe.keep
+        if alibi is None or keep is None or keep.positions == "original":
+            return alibi
+        position = alibi.position - self.dropped  # it matters to those who round
+        return replace(alibi, position=position, closed_up=True)
 
     @property
     def _sinks_full(self) -> bool:
@@ -224,7 +244,11 @@ class LayerCache:
     def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
         pieces = []
         if self.sinks is not None:
-            pieces.append(self.sinks.piece(self.seen, see, alibi))
+            piece = self.sinks.piece(self.seen, see, alibi, self.body.first)
+            if self.rope is not None:
+                by = self.sinks.behind(self.body.first)
+                piece = piece._replace(keys=self.rope.turn(piece.exact_keys, by))
+            pieces.append(piece)
             see = self.sinks.hide(see)
         if len(self.body):
             pieces += self.body.pieces(see, present, alibi)
@@ -263,9 +287,12 @@ class LayerCache:
 
     def _surplus(self, tokens: int) -> int:
         """How many of `tokens` tokens in the body are over the budget."""
-        if self.budget is None:
+        if self.budget is None or self.recipe.keep is None:
             return 0
-        return max(0, tokens - max(0, self.budget - self.recipe.protect.sinks))
+        sinks = self.recipe.protect.sinks
+        if not self.recipe.keep.drops(tokens + sinks):
+            return 0
+        return max(0, tokens - max(0, self.budget - sinks))
 
 
 def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
@@ -74,9 +74,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.keep is None:
             return
-        if not self.store.exact and (self.keep.when == "step" or self.keep.by_age):
+        if not self.store.exact and (self.keep.when != "prompt" or self.keep.by_age):
             raise RecipeError(
-                "keep drops single tokens at every step, and packed tokens cannot leave their "
+                "keep drops single tokens at later steps, and packed tokens cannot leave their "
                 'group alone: combine keep with an exact store, or drop by score when="prompt"'
             )
         tokens = self.keep.budget.tokens
@@ -87,9 +87,26 @@ class Recipe:
                 f"use {least + 1} or more"
             )
 
+    def with_budget(self, budget: int | float) -> Recipe:
+        """Return it with another budget, in tokens (int) or as a fraction of the prompt (float).
+
+        A recipe that drops nothing stays as it is. Raises `RecipeError` for a budget out of range.
+        """
+        if self.keep is None:
+            return self
+        tokens, fraction = (budget, None) if isinstance(budget, int) else (None, budget)
+        changed = replace(self.keep.budget, tokens=tokens, fraction=fraction)
+        return replace(self, keep=replace(self.keep, budget=changed))
+
     def problems(self, geometry: Geometry) -> list[str]:
         """Everything in this recipe that does not fit the model, one sentence each."""
-        return self.store.problems(geometry.head_dim)
+        problems = self.store.problems(geometry.head_dim)
+        if self.keep is not None and geometry.layers and self.keep.budget.tokens is not None:
+            try:  # the prompt is long; a fraction's budget is known when it has come
+                self.keep.rooms(1 << 30, geometry.layers)
+            except RecipeError as error:
+                problems.append(str(error))
+        return problems
 
     def check(self, geometry: Geometry) -> None:
         """Raise `IncompatibleRecipe` with all problems, if there are any."""
@@ -109,19 +126,21 @@ class Recipe:
         """
         keep, sinks = self.keep, self.protect.sinks
         if keep is None or keep.by_age:
-            held = tokens if keep is None else min(tokens, self.budget_tokens(tokens))
+            held = tokens
+            if keep is not None and keep.drops(tokens):
+                held = min(tokens, self.budget_tokens(tokens))
             heads = self._head_nbytes(held - min(sinks, held), geometry)
             heads += 2 * sinks * geometry.head_dim * geometry.dtype.itemsize
             start = 8 * batch if sinks else 0  # each row's first real token
             return geometry.layers * (heads * geometry.kv_heads * batch + start)
         heads = 0
         for room in keep.rooms(tokens, geometry.layers):
-            heads += self._head_nbytes(min(tokens, room), geometry)
-            if keep.when == "step" and room < tokens:
-                window = keep.budget.window(keep.budget.resolve(tokens))
-                heads += self._slots_nbytes(room, window, geometry)
-            elif keep.when == "step":
-                heads += 4 * tokens  # scores
+            held = min(tokens, room) if keep.drops(tokens) else tokens
+            heads += self._head_nbytes(held, geometry)
+            if keep.when == "step" and held < tokens:
+                heads += self._slots_nbytes(held, geometry)
+            elif keep.when != "prompt":  # scores, and indices once there are gaps
+                heads += 4 * held + (4 * held if held < tokens else 0)
         return heads * geometry.kv_heads * batch
 
     def _head_nbytes(self, tokens: int, g: Geometry) -> int:
@@ -134,10 +153,10 @@ class Recipe:
             total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim)
         return total
 
-    def _slots_nbytes(self, room: int, window: int, g: Geometry) -> int:
-        """Bytes that slots take beside the tokens: a free slot, scores, indices and the ring."""
+    def _slots_nbytes(self, room: int, g: Geometry) -> int:
+        """Bytes that slots take beside the tokens: a free slot, which it is, scores and indices."""
         free = 2 * g.head_dim * g.dtype.itemsize
-        return free + (room + 1) * (4 + 4) + window * 8 + 8
+        return free + (room + 1) * (4 + 4) + 8
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None: what `from_dict` and TOML take."""

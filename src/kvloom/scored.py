@@ -17,7 +17,8 @@ from .alibi import Alibi
 from .keeper import Keeper
 from .layer import Asked, LayerCache, attend_pieces
 from .recipe import Recipe
-from .segment import Segment, take
+from .rope import Rope
+from .segment import Piece, Segment, take
 from .slots import Slots
 from .store import Lane
 
@@ -28,11 +29,15 @@ class ScoredLayer(LayerCache):
     keeper: Keeper
 
     def __init__(
-        self, recipe: Recipe, name: str = "this layer", place: tuple[int, int] = (0, 1)
+        self,
+        recipe: Recipe,
+        name: str = "this layer",
+        place: tuple[int, int] = (0, 1),
+        rope: Rope | None = None,
     ) -> None:
         assert recipe.keep is not None
         self.keep = recipe.keep
-        super().__init__(recipe, name, place)
+        super().__init__(recipe, name, place, rope)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -70,15 +75,24 @@ class ScoredLayer(LayerCache):
         self.check(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
-        piece = self.slots.piece(see, alibi)
+        piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index.long()
+        if self.rope is not None:
+            piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
         out = attend_pieces(q, [piece], scale, softcap)
         self.seen += 1
         self.see = see
-        keys = self.slots.keys
-        self._vote(
-            self.keeper.step(q.detach(), keys, scale, softcap, piece.valid, None, piece.bias)
+        k, real = piece.exact_keys, None
+        scores = self.keeper.step(
+            q.detach(), k, scale, softcap, piece.valid, real, index, self.seen, piece.bias
         )
+        self._vote(scores)
         return out
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Refuse what `LayerCache.check` does, and a prompt too short for the layers' budgets."""
+        super().check(k, v)
+        if self.like is None:
+            self.keep.rooms(k.shape[2], self.place[1])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -88,8 +102,13 @@ class ScoredLayer(LayerCache):
             self.slots.map(fn)
 
     @property
-    def _dropped(self) -> bool:
-        return self.keep.when == "step" and self.seen > self.keeper.room
+    def dropped(self) -> int:
+        """Tokens seen, of every row and head, that are not held any more."""
+        return self.seen - len(self.body if self.slots is None else self.slots)
+
+    @property
+    def _final(self) -> bool:
+        return self.keep.when != "prompt" and self.dropped > 0
 
     @property
     def _dense(self) -> bool:
@@ -117,12 +136,13 @@ class ScoredLayer(LayerCache):
             if not recording:
                 self._settle(self.held)
             return
-        scores = self._scores(asked, k, asked.see)
+        index = torch.arange(t, device=k.device).expand(1, 1, -1)
+        scores = self._scores(asked, k, asked.see, index)
         self.keeper.observe(scores, asked.see)
         slots = self.keeper.choose(t, asked.see)
         if slots is not None:
             self.body.chosen(slots, t, self._needs_index(asked))
-            k, v = take(k, slots), take(v, slots)
+            k, v = self._closed_up(take(k, slots), slots, t), take(v, slots)
         super()._take(k, v, asked)
         self._after_choice()
 
@@ -131,16 +151,49 @@ class ScoredLayer(LayerCache):
             super()._settle(asked)
             return
         self.held = asked
-        see = self.body.see(asked.see)
-        self._vote(self._scores(asked, self.body.exact_keys(), see))
+        see, keys = self.body.see(asked.see), self.body.exact_keys()
+        index = self.body.logical(0, len(self.body), keys.device)
+        if self._reads_moved:
+            keys = self._moved(keys, index, self.seen - 1)
+        self._vote(self._scores(asked, keys, see, index))
 
-    def _scores(self, asked: Asked, k: Tensor, see: Tensor | None) -> Tensor:
-        """How the queries score the tokens k [B, Hk, N, D]; see: bool [B, 1 or Hk, N]."""
+    def _scores(self, asked: Asked, k: Tensor, see: Tensor | None, index: Tensor) -> Tensor:
+        """How the queries score the tokens k [B, Hk, N, D] at index; see: bool [B, 1 or Hk, N]."""
         real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
-        bias = None
-        if asked.alibi is not None:
-            bias = asked.alibi.bias(self.body.logical(0, k.shape[2], k.device))
-        return self.keeper.step(asked.q, k, asked.scale, asked.softcap, see, real, bias)
+        bias = None if asked.alibi is None else self.body.bias(asked.alibi, 0, k.shape[2])
+        return self.keeper.step(
+            asked.q, k, asked.scale, asked.softcap, see, real, index, self.seen, bias
+        )
+
+    @property
+    def _reads_moved(self) -> bool:
+        """Whether the keys held stand where they were given, and every step moves them.
+
+        What is chosen once moves once, when it is stored.
+        """
+        return self.rope is not None and self.keep.when != "prompt"
+
+    def _moved(self, k: Tensor, index: Tensor, newest: int) -> Tensor:
+        """Keys k [B, Hk, N, D] of tokens at index [B or 1, Hk or 1, N], renumbered up to newest."""
+        assert self.rope is not None
+        rank = index.argsort(dim=-1).argsort(dim=-1)
+        return self.rope.turn(k, newest + 1 - index.shape[-1] + rank - index)
+
+    def _closed_up(self, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
+        """Keys k [B, Hk, M, D], chosen once from `tokens` tokens at slots, renumbered for good."""
+        if self.rope is None or self.keep.when != "prompt":
+            return k
+        m = slots.shape[-1]
+        return self.rope.turn(k, torch.arange(tokens - m, tokens, device=k.device) - slots)
+
+    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
+        pieces = super()._past(see, alibi, present)
+        if not self._reads_moved or not pieces:
+            return pieces
+        (piece,) = pieces  # all exact
+        index = self.body.logical(0, len(self.body), piece.exact_keys.device)
+        newest = self.seen + present - 1
+        return [piece._replace(keys=self._moved(piece.exact_keys, index, newest))]
 
     def _vote(self, scores: Tensor) -> None:
         """Decide by these scores, at once or when the last layer has its own."""
@@ -164,14 +217,18 @@ class ScoredLayer(LayerCache):
     def _decide(self, scores: Tensor) -> None:
         """Take a step's scores [B, Hk, N] into account and drop down to the budget."""
         if self.slots is not None:
-            self.slots.evict(self.keeper.add(self.slots.scores, scores), self.slots.see(self.see))
+            total = self.keeper.add(self.slots.scores, scores)
+            self.slots.evict(total, self.slots.see(self.see), self.seen - self.keeper.recent)
             return
         asked = self.held
         see = None if asked is None else self.body.see(asked.see)
         self.keeper.observe(scores, see)
         slots = self.keeper.choose(len(self.body), see)
         if slots is not None:
+            tokens = len(self.body)
             self.body.keep(slots, self._needs_index(asked))
+            tail = self.body.keys.tail
+            tail.replace(self._closed_up(tail.view(), slots, tokens))
         self._after_choice()
         if self.slots is None and self.keeper.done:  # the prompt, which has waited
             self.body.seal(None if asked is None else asked.see, prompt=True)
@@ -183,12 +240,12 @@ class ScoredLayer(LayerCache):
     def _needs_index(self, asked: Asked | None) -> bool:
         """Whether somebody will ask which tokens stayed: padding and ALiBi do."""
         hidden = asked is not None and not (asked.see is None and asked.alibi is None)
-        return hidden or self.keep.when == "step"
+        return hidden or self.keep.when != "prompt"
 
     def _after_choice(self) -> None:
         if self.keep.when == "prompt":
             self.keeper.finish()
-        elif len(self.body) == self.keeper.room and not self.recording:
+        elif self.keep.when == "step" and len(self.body) == self.keeper.room and not self.recording:
             self._roll()
 
     def _roll(self) -> None:
@@ -199,7 +256,6 @@ class ScoredLayer(LayerCache):
             keys,
             body.values.tail.view(),
             self.keeper.scores.view()[..., 0],
-            self.keeper.recent,
             index.int(),
         )
         self.body = Segment(Lane(None, 0), Lane(None, 0))
@@ -217,10 +273,12 @@ class ScoredLayer(LayerCache):
         self.slots = None
 
 
-def layer_cache(recipe: Recipe, name: str, place: tuple[int, int]) -> LayerCache:
+def layer_cache(
+    recipe: Recipe, name: str, place: tuple[int, int], rope: Rope | None = None
+) -> LayerCache:
     """The cache of one layer: by score where the recipe has one, else by age."""
     scored = recipe.keep is not None and not recipe.keep.by_age
-    return (ScoredLayer if scored else LayerCache)(recipe, name, place)
+    return (ScoredLayer if scored else LayerCache)(recipe, name, place, rope)
 
 
 def link(layers: list[LayerCache]) -> None:

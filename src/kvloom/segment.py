@@ -36,11 +36,16 @@ class Piece(NamedTuple):
     causal: int = 0
     bias: Tensor | None = None
 
+    @property
+    def exact_keys(self) -> Tensor:
+        """The keys [B, Hk, N, D], unpacked if need be."""
+        return _exact(self.keys)
+
     def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
         """Attend q [B, Hq, T, D] to this piece."""
         return ref.attend(
             q,
-            _exact(self.keys),
+            self.exact_keys,
             _exact(self.values),
             scale,
             causal=self.causal > 0,
@@ -140,15 +145,22 @@ class Segment:
         for lo, hi in pairwise(cuts):
             see = None if valid is None else self._see(valid, lo, hi)
             keys, values = self.keys.view(lo, hi), self.values.view(lo, hi)
-            bias = (
-                None if alibi is None else alibi.bias(self.logical(lo, hi, alibi.position.device))
-            )
+            bias = None if alibi is None else self.bias(alibi, lo, hi)
             pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
         return pieces
 
     def see(self, valid: Tensor | None) -> Tensor | None:
         """`valid` by token, bool [B, 1 or Hk, N]."""
         return None if valid is None else self._see(valid, 0, len(self))
+
+    def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
+        """ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
+        device = alibi.position.device
+        if alibi.closed_up:
+            index = torch.arange(self.first + lo, self.first + hi, device=device).expand(1, 1, -1)
+        else:
+            index = self.logical(lo, hi, device)
+        return alibi.bias(index)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -233,16 +245,25 @@ class Sinks:
             return False
         return seen >= self.count + (int(self.start.max()) if self.padded else 0)
 
-    def piece(self, seen: int, valid: Tensor | None = None, alibi: Alibi | None = None) -> Piece:
+    def piece(
+        self,
+        seen: int,
+        valid: Tensor | None = None,
+        alibi: Alibi | None = None,
+        first: int = 0,
+    ) -> Piece:
         """The sinks among the first `seen` tokens, as something to attend to.
 
-        valid: bool [B, 1, seen or more] by logical index, False for padding.
+        valid: bool [B, 1, seen or more] by logical index, False for padding. first: where the body
+        begins.
         """
         assert self.keys is not None
         assert self.values is not None
         bias = None
         if alibi is not None:  # sinks still to come are hidden: any index does
-            bias = alibi.bias(self._index()[:, None].clamp(max=seen - 1))
+            index = self._index()[:, None]
+            index = index + self.behind(first) if alibi.closed_up else index
+            bias = alibi.bias(index.clamp(max=seen - 1))
         if valid is None and not self.padded and seen >= self.count:
             return Piece(self.keys, self.values, None, bias=bias)
         index = self._index()
@@ -250,6 +271,11 @@ class Sinks:
         if valid is not None:
             see &= valid[:, 0].gather(1, index.clamp(max=valid.shape[-1] - 1))
         return Piece(self.keys, self.values, see[:, None, :], bias=bias)
+
+    def behind(self, first: int) -> Tensor:
+        """How far the sinks lie behind a body that begins at index `first`: int64 [B, 1, count]."""
+        by = first - self.count - self._index()[:, :1]
+        return by.clamp(min=0)[:, None, :].expand(-1, -1, self.count)
 
     def hide(self, valid: Tensor | None) -> Tensor | None:
         """`valid` [B, 1, seen] without the sinks, for a body that holds them too."""

@@ -2,7 +2,7 @@
 
 Decides where tokens lie, not which one goes. Nothing moves and nothing is concatenated: the new
 token is written into the free slot, the step attends to all slots, and the slot of the token that
-goes is free again. The newest tokens are a ring of slot numbers.
+goes is free again. Each slot knows the logical index of its token.
 """
 
 from __future__ import annotations
@@ -19,20 +19,14 @@ from .segment import Piece, take
 class Slots:
     """C slots [B, Hk, C, D], of which one is free between steps.
 
-    scores: fp32 [B, Hk, C]. ring: int64 [B, Hk, recent], slots of the newest tokens, the oldest of
-    them at `turn`. index: int32 [B, Hk, C], logical index of each slot's token.
+    scores: fp32 [B, Hk, C]. index: int32 [B, Hk, C], logical index of each slot's token.
     """
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, scores: Tensor, recent: int, index: Tensor
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, scores: Tensor, index: Tensor) -> None:
         """Take over N tokens, oldest first, their scores and indices; one slot more is made."""
         b, h, n, _ = keys.shape
         self.keys, self.values = _one_more(keys), _one_more(values)
         self.scores = _one_more(scores.unsqueeze(-1)).squeeze(-1)
-        newest = torch.arange(n - recent, n, device=keys.device)
-        self.ring = newest.expand(b, h, recent).clone()
-        self.turn = 0
         self.free = torch.full((b, h, 1), n, device=keys.device)
         self.index = _one_more(index.unsqueeze(-1)).squeeze(-1)
 
@@ -42,7 +36,7 @@ class Slots:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        held = (self.keys, self.values, self.scores, self.ring, self.free, self.index)
+        held = (self.keys, self.values, self.scores, self.free, self.index)
         return sum(t.nbytes for t in held)
 
     def append(self, k: Tensor, v: Tensor, logical: int) -> None:
@@ -55,7 +49,12 @@ class Slots:
 
     def piece(self, valid: Tensor | None, alibi: Alibi | None = None) -> Piece:
         """All slots as one piece; valid: bool [B, 1, seen tokens] by logical index."""
-        bias = None if alibi is None else alibi.bias(self.index.long())
+        bias = None
+        if alibi is not None:
+            index = self.index.long()
+            if alibi.closed_up:  # all slots are taken while a step attends to them
+                index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
+            bias = alibi.bias(index)
         return Piece(self.keys, self.values, self.see(valid), causal=1, bias=bias)
 
     def see(self, valid: Tensor | None) -> Tensor | None:
@@ -64,28 +63,19 @@ class Slots:
             return None
         return valid.expand(-1, self.keys.shape[1], -1).gather(2, self.index.long())
 
-    def evict(self, scores: Tensor, see: Tensor | None) -> None:
-        """Free the slot with the lowest score outside the ring, once the ring has turned.
+    def evict(self, scores: Tensor, see: Tensor | None, recent: int) -> None:
+        """Free the slot with the lowest score among the tokens with an index below `recent`.
 
         scores: fp32 [B, Hk, C] after this step; see: bool [B, Hk, C], False slots go first.
         """
         self.scores = scores
         rank = scores if see is None else scores.masked_fill(~see, -torch.inf)
-        if self.ring.shape[2]:
-            self.ring[:, :, self.turn] = self.free[:, :, 0]
-            self.turn = (self.turn + 1) % self.ring.shape[2]
-            rank = rank.scatter(2, self.ring, torch.inf)
+        rank = rank.masked_fill(self.index >= recent, torch.inf)
         self.free = rank.argmin(dim=-1, keepdim=True)
 
     def unroll(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values, scores and index of the tokens held, the newest `recent` last, in order."""
-        b, h, c = self.scores.shape
-        age = torch.arange(c, device=self.scores.device).expand(b, h, c).clone()
-        newest = torch.arange(self.ring.shape[2], device=age.device) + c
-        ring = self.ring.roll(-self.turn, dims=2)
-        age.scatter_(2, ring, newest.expand_as(ring))
-        age.scatter_(2, self.free, -1)
-        order = age.argsort(dim=-1)[..., 1:]
+        """Keys, values, scores and index of the tokens held, oldest first."""
+        order = self.index.scatter(2, self.free, -1).argsort(dim=-1)[..., 1:]
         return (
             take(self.keys, order),
             take(self.values, order),
@@ -96,8 +86,7 @@ class Slots:
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         self.keys, self.values = fn(self.keys), fn(self.values)
-        self.scores, self.ring, self.free = fn(self.scores), fn(self.ring), fn(self.free)
-        self.index = fn(self.index)
+        self.scores, self.free, self.index = fn(self.scores), fn(self.free), fn(self.index)
 
 
 def _one_more(x: Tensor) -> Tensor:

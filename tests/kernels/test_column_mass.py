@@ -6,12 +6,17 @@ import torch
 
 import naive
 from kvloom.kernels.score import ref
+from kvloom.kernels.score.noise import Noise
 
 SHAPES = {"first token": (1, 1), "decode": (1, 65), "prompt": (17, 17), "second turn": (5, 64)}
 T, N, HQ, HK = 17, 40, 4, 2
 
 
 def agrees(mass, q, k, scale, **options):
+    if "noise" in options:
+        (_, hq, t, _), (_, hk, n, _) = q.shape, k.shape
+        noise = options["noise"].block(hk, hq // hk, 0, t, n).flatten(1, 2)
+        options["noise"] = noise.expand(2, hq, t, n)
     options = {n: x.double().numpy() if torch.is_tensor(x) else x for n, x in options.items()}
     for name in ("valid", "real"):
         if options.get(name) is not None:
@@ -34,6 +39,7 @@ def alibi(hq, n):
 
 def options(names, g):
     """What the named parts of a case are, for shapes T, N, HQ, HK."""
+    places, first = torch.rand(2, HK, N, generator=g).argsort(-1) + 9, 9 + N - T
     parts = {
         "left padding": {
             "valid": torch.arange(N) >= torch.tensor([0, 30])[:, None, None],
@@ -42,30 +48,17 @@ def options(names, g):
         "kept by head": {"valid": torch.rand(2, HK, N, generator=g) > 0.4},
         "alibi": {"bias": alibi(HQ, N)},
         "window": {"window": 7},
-        "noise": {"noise": torch.randn(2, HQ, T, N, generator=g)},
+        "noise": {"noise": Noise("gumbel", 5, places, first)},
+        "fixed noise": {"noise": Noise("gumbel", 5, places, first, fixed=True)},
         "tau": {"tau": 1.7},
         "softcap": {"softcap": 3.0},
     }
     return {key: value for name in names for key, value in parts[name].items()}
 
 
-def mass_of(q, k, **given):
-    """column_mass with the noise as one tensor, handed out block by block."""
-    if "noise" in given:
-        left = given["noise"].view(2, HK, HQ // HK, T, N)
-
-        def noise(logits):
-            nonlocal left
-            block, left = left.tensor_split([logits.shape[3]], dim=3)
-            return block[..., : logits.shape[4]]
-
-        given["noise"] = noise
-    return ref.column_mass(q, k, 0.4, **given)
-
-
 ALONE = [
-    (), ("left padding",), ("kept by head",), ("alibi",), ("window",), ("noise",), ("tau",),
-    ("softcap",),
+    (), ("left padding",), ("kept by head",), ("alibi",), ("window",), ("noise",),
+    ("fixed noise",), ("tau",), ("softcap",),
 ]  # fmt: skip
 TOGETHER = [
     ("left padding", "alibi"),
@@ -74,6 +67,7 @@ TOGETHER = [
     ("kept by head", "window", "softcap"),
     ("alibi", "window", "noise", "tau"),
     ("left padding", "alibi", "noise", "tau"),
+    ("kept by head", "alibi", "fixed noise", "tau"),
     ("left padding", "window", "noise", "tau", "softcap"),
     ("left padding", "alibi", "window", "noise", "tau", "softcap"),
     ("kept by head", "alibi", "window", "noise", "tau", "softcap"),
@@ -87,7 +81,7 @@ def test_equals_the_full_softmax(names, blocks, monkeypatch):
     given = options(names, g)
     if blocks == "row by row":
         monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
-    agrees(mass_of(q, k, **given), q, k, 0.4, **given)
+    agrees(ref.column_mass(q, k, 0.4, **given), q, k, 0.4, **given)
 
 
 @pytest.mark.parametrize(("hq", "hk"), [(4, 4), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
@@ -114,3 +108,12 @@ def test_rows_are_normalised_and_blocks_do_not_show(monkeypatch):
     torch.testing.assert_close(whole.sum(-1), torch.full((1, 4), 50.0))
     monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
     torch.testing.assert_close(ref.column_mass(q, k, 0.25), whole)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_blocks_do_not_show_in_noise(monkeypatch, fixed):
+    q, k = torch.randn(3, 4, 50, 16), torch.randn(3, 2, 50, 16)
+    noise = Noise("gumbel", 3, torch.arange(50)[None, None], 0, fixed)
+    whole = ref.column_mass(q, k, 0.25, noise=noise)
+    monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
+    torch.testing.assert_close(ref.column_mass(q, k, 0.25, noise=noise), whole)

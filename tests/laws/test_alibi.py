@@ -24,6 +24,12 @@ BY_SCORE = (
     "minikv:bits=8,group=16,residual=32",
     "minikv-snap:bits=8,window=8,residual=32",
 )
+RENUMBERED = (
+    "streaming:tokens=24,sinks=4,positions=renumbered",
+    "h2o:tokens=24,positions=renumbered",
+    "h2o:tokens=24,limit=40,positions=renumbered",
+    "snapkv:tokens=24,window=8,positions=renumbered",
+)
 SIZES = [50, 1, 1, 1, 9, 1, 1, 30, 1]
 TOKENS = sum(SIZES)
 
@@ -48,7 +54,8 @@ def stored(cache):
 
 @pytest.mark.parametrize(
     ("name", "padded"),
-    [(name, False) for name in BY_AGE + SINKS + BY_SCORE] + [(n, True) for n in BY_AGE + BY_SCORE],
+    [(name, False) for name in BY_AGE + SINKS + BY_SCORE + RENUMBERED]
+    + [(n, True) for n in BY_AGE + BY_SCORE],
 )
 def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
     """The oracle finds out which tokens are held by looking for their keys among all keys."""
@@ -75,6 +82,8 @@ def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
         distance = (
             np.take_along_axis(place[:, None], index.numpy(), 2) - place[:, None, at - 1 : at]
         )
+        if name in RENUMBERED:
+            distance = np.arange(1 - distance.shape[2], 1) + 0 * distance
         expected, _ = naive.attention(
             *(x.double().numpy() for x in (q[:, :, now], keys, values)),
             SCALE,
@@ -86,7 +95,7 @@ def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
         np.testing.assert_allclose(out.double().numpy()[seen], expected[seen], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE])
+@pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED])
 @pytest.mark.parametrize("prompt", [5, 50])
 def test_a_rejected_draft_leaves_no_trace(name, prompt):
     q, k, v = draw(0, prompt + 5, batch=2, hq=4, hk=2)
@@ -104,7 +113,7 @@ def test_a_rejected_draft_leaves_no_trace(name, prompt):
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE])
+@pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED])
 def test_beams_in_the_middle_of_a_draft(name):
     beams = torch.tensor([2, 0, 0])
     qkv, draft, new = (draw(i, n, batch=3, hq=4, hk=2) for i, n in enumerate((50, 3, 6)))

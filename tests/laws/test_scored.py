@@ -13,6 +13,9 @@ NAMES = (
     "h2o",
     "h2o:tokens=30,recent=0.0",
     "h2o:tokens=70",
+    "h2o:tokens=20,limit=40,damping=0.9",
+    "keyformer:fixed=true",
+    "dilated:tokens=20",
     "keyformer:noise=none,tau_end=1.5",
     "snapkv:tokens=24,window=8",
     "minikv:group=16,residual=32",
@@ -96,9 +99,65 @@ def test_h2o_is_keyformer_without_noise():
     assert torch.equal(*outputs)
 
 
-def test_noise_is_reproducible_and_matters():
+@pytest.mark.parametrize("fixed", ["false", "true"])
+def test_noise_is_reproducible_and_matters(fixed):
     qkv, new = draw(0, 80), draw(1, 20)
-    one, two = (feed(fresh("keyformer", *qkv), *new, [1] * 20) for _ in range(2))
+    name = f"keyformer:fixed={fixed}"
+    one, two = (feed(fresh(name, *qkv), *new, [1] * 20) for _ in range(2))
     assert torch.equal(one, two)
     without = feed(fresh("keyformer:noise=none", *qkv), *new, [1] * 20)
     assert not torch.equal(one, without)
+
+
+def test_fixed_noise_is_other_noise():
+    qkv, new = draw(0, 80), draw(1, 20)
+    fixed, drawn = (
+        feed(fresh(f"keyformer:fixed={flag}", *qkv), *new, [1] * 20) for flag in ("true", "false")
+    )
+    assert not torch.equal(fixed, drawn)
+
+
+def test_damping_forgets():
+    """Damped a lot, only the last steps count, so that other tokens stay."""
+    qkv, new = draw(0, 80), draw(1, 20)
+    kept = []
+    for damping in (1.0, 0.01):
+        cache = fresh(f"h2o:recent=0.2,damping={damping}", *qkv)
+        feed(cache, *new, [1] * 20)
+        kept.append(cache.slots.unroll()[3].sort(dim=-1).values)
+    assert not torch.equal(*kept)
+
+
+def test_a_dilated_window_keeps_every_second_token():
+    cache = fresh("dilated:tokens=10", *draw(0, 50))
+    assert cache.slots.unroll()[3][0, 0].sort().values.tolist() == [*range(32, 50, 2), 49]
+    feed(cache, *draw(1, 5), [1] * 5)
+    held = cache.slots.unroll()[3][0, 0].sort().values.tolist()
+    assert held == [*range(36, 54, 2), 54]
+
+
+@pytest.mark.parametrize("name", ["h2o:tokens=20,limit=40", "window:tokens=20,limit=40"])
+def test_a_limit_is_reached_and_then_the_budget_holds(name):
+    cache = fresh(name, *draw(0, 30))
+    assert len(cache.body) == 30
+    sizes = []
+    for i in range(50):
+        cache.attend(*draw(1 + i, 1), scale=0.2)
+        sizes.append(len(cache.body))
+    assert sizes[9:11] == [40, 20]
+    assert sizes[30:32] == [40, 20]
+    assert max(sizes) == 40
+    assert min(sizes) == 20
+
+
+@pytest.mark.parametrize("sizes", [[1] * 24, [10, 14], [3, 20, 1]])
+def test_a_limit_keeps_what_scoring_every_step_keeps(sizes):
+    """The scores at the moment of dropping are sums over the same queries, however they came."""
+    qkv, new = draw(0, 30), draw(1, 24)
+    cache = fresh("h2o:tokens=20,limit=53", *qkv)
+    feed(cache, *new, sizes)
+    assert len(cache.body) == 20
+    once = fresh(
+        "h2o:tokens=20,limit=53", *(torch.cat(both, 2) for both in zip(qkv, new, strict=True))
+    )
+    assert torch.equal(cache.body.index, once.body.index)

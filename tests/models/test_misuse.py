@@ -7,6 +7,8 @@ import zoo
 
 import kvloom
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
+from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe import Recipe
 
 KIVI = "kivi:group=16,residual=32"
 
@@ -187,5 +189,48 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert "1 of 3 layers compressed (2)" in str(report)
     assert "not compressed: layers 0-1: its sliding window" in str(report)
     full = kvloom.attach(zoo.build("llama-gqa"), "kivi-4:group=16")
-    assert full.full_token_nbytes == 2 * 3 * 2 * 16 * 4
+    assert full.full_nbytes == 32768 * 2 * 3 * 2 * 16 * 4
+    assert "instead of 24.0" in str(full)
     assert "3 of 3 layers" in repr(full)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "says"),
+    [
+        ("llama-gqa", "pyramidkv:tokens=40", "leaves layer 2 of 3 without a heavy hitter; use a"),
+        ("llama-gqa", "h2o:tokens=4,layers=pyramid", "leaves layer 2 of 3 without a heavy hitter"),
+        ("gemma3", {"layers": (3.0, 2.0, 1.0)}, "3 layer budgets for a model with 1 layers of"),
+        ("llama-gqa", {"layers": (1.0, 0.0, 1.0), "recent": 0}, "leaves layer 1 of 3 without"),
+    ],
+)
+def test_budgets_that_do_not_fit_the_layers(name, recipe, says):
+    if isinstance(recipe, dict):
+        recipe = Recipe(keep=Keep(Budget(tokens=20, **{"recent": 4, **recipe}), Mass()))
+    model = zoo.build(name)
+    for use in (kvloom.attach, kvloom.Cache):
+        with pytest.raises(IncompatibleRecipe, match=says):
+            use(model, recipe)
+    assert untouched(model)
+
+
+def test_a_prompt_too_short_for_a_pyramid_changes_nothing(model):
+    cache = kvloom.Cache(model, "snapkv:tokens=0,fraction=0.165,window=8,layers=pyramid")
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    with pytest.raises(RecipeError, match=r"a budget of 10 tokens, 8 of them recent.*layer 2 of 3"):
+        model(input_ids=ids, past_key_values=cache)
+    assert cache.nbytes == 0
+
+
+def test_a_prompt_within_the_budget_stays_whole_under_a_pyramid(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    want = model.generate(ids, max_new_tokens=8, do_sample=False)
+    for tokens in (61, 90):
+        cache = kvloom.Cache(model, f"pyramidkv:tokens={tokens}")
+        got = model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        assert torch.equal(got, want)
+
+
+def test_a_model_without_attention_is_refused_by_name():
+    config = tf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9, state_size=4)
+    with pytest.raises(UnsupportedModel, match=r"MambaForCausalLM cannot be used.*no attention"):
+        kvloom.attach(tf.AutoModelForCausalLM.from_config(config), "h2o")

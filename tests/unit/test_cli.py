@@ -100,6 +100,33 @@ def test_json_to_stdout_is_nothing_else(here):
     assert data["environment"]["text"] == "text.txt"
 
 
+def test_one_budget_for_all_and_questions_with_the_prompt(here):
+    args = ["--recipes", "h2o,window,kivi:group=32", "--ask", "with", "--json", "-"]
+    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, *args,
+                "--budget", "0.25")  # fmt: skip
+    data = json.loads(found.stdout)
+    assert data["environment"]["budget"] == 0.25
+    assert data["environment"]["ask"] == "with"
+    full, h2o, window, kivi = data["rows"]
+    assert h2o["kv_bytes"] < 0.4 * full["kv_bytes"]
+    assert window["kv_bytes"] < 0.4 * full["kv_bytes"]
+    assert kivi["bits_per_value"] > 3
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--budget", "half"], "--budget 'half' is neither whole tokens (512) nor a fraction"),
+        (["--budget", "0"], "budget tokens=0 must be a whole number, 1 or more"),
+        (["--budget", "1.5"], "budget fraction=1.5 must lie in (0, 1]"),
+        (["--budget", "16", "--recipes", "snapkv"], "window of 32 tokens does not fit a budget"),
+        (["--ask", "before"], "ask='before' is not one of after, with"),
+    ],
+)
+def test_a_bad_budget_or_question(here, args, says):
+    assert says in refused("compare", here / "text.txt", "--model", here / "model", *SMALL, *args)
+
+
 def test_compare_reads_the_library_by_default(here):
     found = run("compare", "--model", here / "model", *SMALL, "--recipes", "full", "--json", "-")
     assert json.loads(found.stdout)["environment"]["text"] == "CPython's library"

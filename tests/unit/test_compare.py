@@ -25,6 +25,7 @@ import kvloom
 from kvloom import compare as work
 from kvloom.compare import InputError, Row, Settings, needles, text
 from kvloom.compare.run import with_full
+from kvloom.recipes import resolve
 from kvloom.reference import tasks
 from kvloom.reference.tokenizer import train_tokenizer
 
@@ -191,8 +192,9 @@ def test_needles_of_other_tokenizers_read_as_text(other):
         assert len(whole) == len(q.ids) + q.answer_tokens
 
 
-def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer):
-    """Questions of different lengths, side by side, on one prefilled cache that stays as it is."""
+@pytest.mark.parametrize("ask", needles.ASK)
+def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
+    """Questions of different lengths, side by side, after the context or as its end."""
     ids = text.tokenize(tokenizer, TEXT)
     (hay,) = needles.haystacks(tokenizer, ids, [1], context=300, questions=6)
     asked = []
@@ -206,13 +208,9 @@ def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer):
         said = tokenizer.decode(out[0, prompt.shape[1] :]).lstrip()
         answer = said if i != 2 else "not " + said
         asked.append(needles.Question(longer, answer, 5))
-    cache = kvloom.Cache(model, "full")
+    hay = needles.Haystack(hay.context_ids, asked)
     with torch.inference_mode():
-        model(torch.tensor([hay.context_ids]), past_key_values=cache)
-        held = cache.nbytes
-        hay = needles.Haystack(hay.context_ids, asked)
-        assert needles.count_right(model, tokenizer, cache, hay, batch=2) == 5
-    assert (cache.nbytes, cache.get_seq_length()) == (held, 300)
+        assert needles.count_right(model, tokenizer, resolve("full"), hay, 2, ask) == 5
     kvloom.detach(model)
 
 

@@ -44,5 +44,5 @@ def test_a_budget_in_tokens(budget, prompt, tokens):
 
 
 def test_an_unknown_scorer_is_refused():
-    with pytest.raises(RecipeError, match="scorer='mass' is not one of recent, mass"):
+    with pytest.raises(RecipeError, match="scorer='mass' is not one of recent, dilated, mass"):
         Keep(Budget(tokens=8), scorer="mass")

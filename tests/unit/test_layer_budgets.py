@@ -35,7 +35,7 @@ def test_minikvs_pyramid_by_hand():
 
 def test_a_list_of_weights_is_one_a_layer():
     assert split(100, weights((3, 1), 2), 1000) == [75, 25]
-    with pytest.raises(RecipeError, match="2 layer budgets for a model of 3 layers"):
+    with pytest.raises(RecipeError, match="2 layer budgets for a model with 3 layers"):
         weights((3, 1), 3)
 
 

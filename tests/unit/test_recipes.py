@@ -114,5 +114,5 @@ def test_every_recipe_has_one_line_and_defaults_for_its_options(name):
 
 def test_three_recipes_by_their_options():
     assert options("kivi") == {"bits": 2, "group": 32, "residual": 128, "meta": "fp16"}
-    assert options("streaming") == {"tokens": 1024, "sinks": 4}
+    assert options("streaming") == {"tokens": 1024, "sinks": 4, "positions": "original"}
     assert options("full") == {}

@@ -11,6 +11,7 @@ from .edge import quiet, told
 
 if TYPE_CHECKING:
     from ..compare import Row, Task
+    from ..recipe import Recipe
 
 
 def command(
@@ -36,6 +37,13 @@ def command(
         int, typer.Option(help="Rows of text, and questions asked, side by side.")
     ] = 4,
     questions: Annotated[int, typer.Option(help="Needles asked for; 0: none.")] = 48,
+    ask: Annotated[
+        str, typer.Option(help="Ask for needles after the context is compressed, or with it.")
+    ] = "after",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Budget of all recipes that have one: tokens (512) or a share (0.25)."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
     ] = "auto",
@@ -60,19 +68,23 @@ def command(
         chosen = list(RECIPES) if recipes is None else split(recipes)
         if not chosen:
             raise work.InputError(f"--recipes names no recipe; there are {', '.join(RECIPES)}")
-        settings = work.Settings(context, new_tokens, batch, questions, seed)
-        for spec in chosen:
-            resolve(spec)  # a wrong name is told before anything is loaded
+        settings = work.Settings(context, new_tokens, batch, questions, ask, seed)
+        share = None if budget is None else _budget(budget)
+        picked = [resolve(spec) for spec in chosen]  # wrong ones are told before anything is loaded
+        if share is not None:
+            picked = [recipe.with_budget(share) for recipe in picked]
         _check_outputs(json, plot)
         text = read_files(files) if files else library_text()
         quiet()
         built, tokenizer = work.load(model, dtype)
         task = work.prepare(built, tokenizer, text, settings)
-        rows = _with_progress(built, tokenizer, chosen, task)
+        rows = _with_progress(built, tokenizer, picked, task)
 
         source = ", ".join(f.name for f in files) if files else "CPython's library"
         name = Path(model).name if Path(model).is_dir() else model
         environment = work.environment(built, name, task, seed, source)
+        if share is not None:
+            environment["budget"] = share
         if plot:
             work.plot(rows, environment, plot)
         if json == "-":
@@ -94,6 +106,18 @@ def split(recipes: str) -> list[str]:
     return parts
 
 
+def _budget(text: str) -> int | float:
+    """A whole number of tokens, or a fraction."""
+    from ..compare.errors import InputError
+
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise InputError(
+            f"--budget {text!r} is neither whole tokens (512) nor a fraction (0.25)"
+        ) from None
+
+
 def _check_outputs(json: str | None, plot: Path | None) -> None:
     """Refuse what could not be written before minutes of work, not after."""
     from ..compare.errors import InputError
@@ -106,7 +130,7 @@ def _check_outputs(json: str | None, plot: Path | None) -> None:
             raise InputError(f"cannot write {str(path)!r}; give a file in a folder that exists")
 
 
-def _with_progress(model: Any, tokenizer: Any, recipes: list[str], task: Task) -> list[Row]:
+def _with_progress(model: Any, tokenizer: Any, recipes: list[Recipe], task: Task) -> list[Row]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

@@ -38,6 +38,7 @@ def environment(
         "new_tokens": task.new_tokens,
         "batch": task.text.shape[0],
         "questions": task.questions,
+        "ask": task.ask,
         "seed": seed,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -32,12 +32,14 @@ Progress = Callable[[str, int], None]
 class Task:
     """What a recipe is measured on.
 
-    text: int64 [B, context + new_tokens + 1], real text; haystacks: contexts with questions.
+    text: int64 [B, context + new_tokens + 1], real text; haystacks: contexts with questions; ask:
+    when these are asked, a key of `needles.ASK`.
     """
 
     text: Tensor
     context: int
     haystacks: list[Haystack]
+    ask: str = "after"
 
     @property
     def new_tokens(self) -> int:
@@ -157,9 +159,7 @@ def _measure(
     tell(f"{name}: looking for needles", 0)
     right = 0
     for haystack in task.haystacks:
-        cache = Cache(model, recipe)
-        step(model, torch.tensor([haystack.context_ids], device=device), cache)
-        right += count_right(model, tokenizer, cache, haystack, batch)
+        right += count_right(model, tokenizer, recipe, haystack, batch, task.ask)
         tell(f"{name}: looking for needles", len(haystack.questions))
 
     exact = Measured(Row(name, kv_bytes=kv_bytes), chosen) if full is None else full

@@ -1,4 +1,4 @@
-"""Needles: facts hidden in real text, asked for after the text was compressed.
+"""Needles: facts hidden in real text, asked for when the text has been read.
 
 Decides how a fact and a question are written for any tokenizer, and what counts as right: a
 greedy answer whose text begins with the whole number. Where facts lie in the text is decided by
@@ -17,11 +17,16 @@ import torch
 from transformers import PreTrainedModel
 
 from ..hf.cache import Cache
+from ..recipe import Recipe
 from ..reference import tasks
 from .errors import InputError
 from .step import step
 
 IN_A_CONTEXT = 8  # needles hidden in one context, all asked for
+ASK = {
+    "after": "once the context is compressed, which knows nothing of the question",
+    "with": "as the end of the prompt, which is compressed with the question in it",
+}
 
 
 @dataclass(frozen=True)
@@ -68,35 +73,47 @@ def haystacks(
 
 
 def count_right(
-    model: PreTrainedModel, tokenizer: Any, cache: Cache, haystack: Haystack, batch: int
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: Recipe,
+    haystack: Haystack,
+    batch: int,
+    ask: str = "after",
 ) -> int:
     """Return how many questions are answered right, word for word, by greedy decoding.
 
-    cache: holds the haystack's context (one row), and is left as it was: questions are asked on
-    copies of it, up to `batch` side by side, so that none sees another.
+    ask: a key of `ASK`. Up to `batch` questions are asked side by side, and none sees another.
     """
+    context, read = haystack.context_ids, None
+    if ask == "after":
+        read = Cache(model, recipe)
+        step(model, torch.tensor([context], device=model.device), read)
     right = 0
     by_length = sorted(haystack.questions, key=lambda q: len(q.ids))
     for _, same in groupby(by_length, key=lambda q: len(q.ids)):
         group = list(same)
         for at in range(0, len(group), batch):
             asked = group[at : at + batch]
-            texts = _answers(model, tokenizer, cache, asked)
+            if read is None:
+                cache, ids = Cache(model, recipe), [context + q.ids for q in asked]
+            else:
+                cache, ids = copy.deepcopy(read), [q.ids for q in asked]
+                if len(asked) > 1:
+                    cache.batch_repeat_interleave(len(asked))
+            texts = _answers(model, tokenizer, cache, ids, max(q.answer_tokens for q in asked))
             right += sum(t.lstrip().startswith(q.answer) for t, q in zip(texts, asked, strict=True))
     return right
 
 
 def _answers(
-    model: PreTrainedModel, tokenizer: Any, cache: Cache, questions: list[Question]
+    model: PreTrainedModel, tokenizer: Any, cache: Cache, ids: list[list[int]], tokens: int
 ) -> list[str]:
-    cache = copy.deepcopy(cache)
-    if len(questions) > 1:
-        cache.batch_repeat_interleave(len(questions))
-    ids = torch.tensor([q.ids for q in questions], device=model.device)
+    """What follows each row of ids, `tokens` tokens, greedily."""
+    new = torch.tensor(ids, device=model.device)
     found = []
-    for _ in range(max(q.answer_tokens for q in questions)):
-        ids = step(model, ids, cache).argmax(-1, keepdim=True)  # [questions, 1]
-        found.append(ids)
+    for _ in range(tokens):
+        new = step(model, new, cache).argmax(-1, keepdim=True)  # [questions, 1]
+        found.append(new)
     return tokenizer.batch_decode(torch.cat(found, dim=1))
 
 

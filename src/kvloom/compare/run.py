@@ -29,14 +29,16 @@ class Settings:
 
     context: tokens prefilled (None: 2048, or as many as the model has positions for). new_tokens:
     tokens of real text fed one by one after it. batch: rows of text side by side, and questions
-    asked side by side. questions: needles asked for in all, eight to a context. seed: which parts
-    of the text are read, and which needles are hidden where.
+    asked side by side. questions: needles asked for in all, eight to a context. ask: "after" the
+    context is compressed, or "with" it, as the end of the prompt. seed: which parts of the text
+    are read, and which needles are hidden where.
     """
 
     context: int | None = None
     new_tokens: int = 160
     batch: int = 4
     questions: int = 48
+    ask: str = "after"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -45,6 +47,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise InputError(f"{name}={value} must be {lowest} or more")
+        if self.ask not in needles.ASK:
+            raise InputError(f"ask={self.ask!r} is not one of {', '.join(needles.ASK)}")
 
     @property
     def room(self) -> int:
@@ -68,7 +72,7 @@ def prepare(
         questions=settings.questions,
         seed=settings.seed,
     )
-    return Task(rows, context, hay)
+    return Task(rows, context, hay, settings.ask)
 
 
 def compare(

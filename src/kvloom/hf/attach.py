@@ -19,8 +19,10 @@ from ..errors import CacheMisuse
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..shapes import Geometry
-from . import adapters, attention, compat
+from . import adapters, attention, compat, rotary
 from .cache import Cache
+
+_TOKENS = 32768  # the prompt for which a report states sizes
 
 
 @dataclass
@@ -34,15 +36,19 @@ class _Routing:
 
 @dataclass(frozen=True)
 class Report:
-    """What `attach` did: printable, and plain data."""
+    """What `attach` did: printable, and plain data.
+
+    nbytes: bytes the compressed layers will hold after a prompt of 32,768 tokens; full_nbytes:
+    those of an exact cache.
+    """
 
     model: str
     recipe: Recipe
     geometry: Geometry
     compressed: tuple[int, ...]
     skipped: dict[int, str]
-    full_token_nbytes: int
-    token_nbytes: float
+    full_nbytes: int
+    nbytes: int
 
     def __str__(self) -> str:
         total = len(self.compressed) + len(self.skipped)
@@ -54,12 +60,10 @@ class Report:
             which = tuple(i for i, r in self.skipped.items() if r == reason)
             lines.append(f"  not compressed: layers {_ranges(which)}: {reason}")
         if self.compressed:
-            times = self.full_token_nbytes / self.token_nbytes if self.token_nbytes else 0
-            if times:
-                lines.append(
-                    f"  {self.token_nbytes:,.0f} bytes a token at 32k tokens instead of "
-                    f"{self.full_token_nbytes:,} ({times:.1f}x smaller)"
-                )
+            lines.append(
+                f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "
+                f"{self.full_nbytes / 2**20:,.1f} ({self.full_nbytes / self.nbytes:.1f}x smaller)"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -108,6 +112,7 @@ def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
         )
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
+    rotary.mover(model, recipe)
     report = _report(model, recipe)
     route(model)
     model._kvloom.recipe = recipe
@@ -170,6 +175,9 @@ def _before_forward(
     recipe, cache = model._kvloom.recipe, kwargs.get("past_key_values")
     if isinstance(cache, Cache):
         _check_implementation(model)
+        if cache.learned:
+            new = kwargs["inputs_embeds"] if given is None else given
+            return args, {**kwargs, "position_ids": _closed_up(cache, new, kwargs)}
     if recipe is None or model.training or cache is not None:
         return None
     use = kwargs.get("use_cache")
@@ -178,6 +186,23 @@ def _before_forward(
     if not use or torch.compiler.is_compiling():
         return None
     return args, {**kwargs, "past_key_values": Cache(model, recipe), "use_cache": True}
+
+
+def _closed_up(cache: Cache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Position ids [B or 1, T] of new tokens [B, T, …], as if those dropped had never been."""
+    tokens = new.shape[1]
+    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    padding: Any = 0
+    if mask is not None and mask.dim() == 2:
+        padding = (mask == 0).sum(dim=-1, keepdim=True)
+        if given is None:
+            given = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
+    if given is None:
+        seen = cache.get_seq_length()
+        given = torch.arange(seen, seen + tokens, device=new.device)[None]
+    dropped = cache.routed[0].cache.dropped if cache.routed else 0
+    gone = dropped - torch.as_tensor(padding, device=given.device)
+    return given - gone.clamp(min=0)
 
 
 def _after_forward(
@@ -216,17 +241,15 @@ def _report(model: PreTrainedModel, recipe: Recipe) -> Report:
         if kind != compat.FULL
     }
     compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
-    full = compat.geometry(model)
-    geometry = Geometry(len(compressed), full.q_heads, full.kv_heads, full.head_dim, full.dtype)
-    tokens = 32768
+    geometry = compat.geometry(model)
     return Report(
         type(model).__name__,
         recipe,
         geometry,
         compressed,
         skipped,
-        geometry.token_nbytes(),
-        recipe.nbytes(tokens, geometry) / tokens,
+        _TOKENS * geometry.token_nbytes(),
+        recipe.nbytes(_TOKENS, geometry),
     )
 
 

@@ -19,7 +19,7 @@ from ..layer import LayerCache
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..scored import layer_cache, link
-from . import compat
+from . import compat, rotary
 
 
 class RoutedLayer(CacheLayerMixin):
@@ -161,12 +161,16 @@ class Cache(transformers.Cache):
         self.recipe = resolve(recipe)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
+        rope = rotary.mover(model, self.recipe)
+        self.learned = rotary.renumbers_learned(model, self.recipe)
         config = compat.decoder_config(model)
         mark = compat.fingerprint(config)
         stock = compat.stock_layers(config)
         held = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         layers = [
-            RoutedLayer(layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held))), mark)
+            RoutedLayer(
+                layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held)), rope), mark
+            )
             if kind == compat.FULL
             else layer
             for i, (kind, layer) in enumerate(stock)

@@ -41,6 +41,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         reason = "encoder-decoder models are not supported"
     elif not model.can_generate():
         reason = "it cannot generate: load it as a ...ForCausalLM"
+    elif getattr(config, "num_attention_heads", None) is None:
+        reason = "it has no attention, and so no keys and values"
     elif getattr(config, "kv_lora_rank", None):
         reason = "it caches latents instead of keys and values (MLA)"
     elif getattr(config, "num_kv_shared_layers", 0):
@@ -53,13 +55,18 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
 
 
+def has_alibi(config: Any) -> bool:
+    """Whether the model has ALiBi (arXiv:2108.12409) instead of positions."""
+    return bool(config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False))
+
+
 def adapted(model: PreTrainedModel) -> bool:
     """Whether the model's attention modules are patched, see `adapters`."""
     return decoder_config(model).model_type in ADAPTED
 
 
 def geometry(model: PreTrainedModel) -> Geometry:
-    """Layers, heads, head dimension and dtype of a supported model."""
+    """Heads, head dimension and dtype of a supported model, and its layers of full attention."""
     config = decoder_config(model)
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
@@ -67,7 +74,8 @@ def geometry(model: PreTrainedModel) -> Geometry:
         one = config.multi_query and not config.new_decoder_architecture
         kv_heads = 1 if one else config.num_kv_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    return Geometry(config.num_hidden_layers, q_heads, kv_heads, head_dim, model.dtype)
+    layers = sum(kind == FULL for kind, _ in stock_layers(config))
+    return Geometry(layers, q_heads, kv_heads, head_dim, model.dtype)
 
 
 def fingerprint(config: Any) -> tuple:

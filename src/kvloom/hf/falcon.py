@@ -59,7 +59,7 @@ def attend(
     else:
         tokens = layer.cache.seen + q.shape[2]
         position = positions(adapters.hidden(attention_mask), q.shape[0], tokens, q.device)
-        bias = _Rounded(_slopes(module.num_heads, q.device), position, scale)
+        bias = _Rounded(_slopes(module.num_heads, q.device), position, scale=scale)
     out = adapters.attend(module, layer, q, k, v, attention_mask, scale, bias)
     return module.dense(out), None
 

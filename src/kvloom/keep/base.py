@@ -13,8 +13,16 @@ from ..errors import RecipeError
 from . import budgets
 from .scorers import SCORERS, Recent, Scorer
 
-WHEN = {"step": "after the prompt and at every step", "prompt": "once, after the first prompt"}
+WHEN = {
+    "step": "after the prompt and at every step",
+    "prompt": "once, after the first prompt",
+    "limit": "down to the budget whenever more than `limit` tokens are held",
+}
 GROUPS = ("sum", "mean", "max")
+POSITIONS = {
+    "original": "a token keeps its place in the sequence",
+    "renumbered": "the tokens that stay move together, as if the others had never been",
+}
 
 
 @dataclass(frozen=True)
@@ -71,20 +79,36 @@ class Budget:
     def heavy(
         self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
     ) -> list[int]:
-        """Heavy hitters of each layer; their sum is `layers` times the average, where they fit."""
+        """Heavy hitters of each layer; their sum is `layers` times the average, where they fit.
+
+        A prompt within the budget stays whole, in every layer. Raises `RecipeError` for a pyramid
+        with an empty top, and for a layer without a single token.
+        """
         total = self.resolve(prompt_tokens)
         window = self.window(total)
-        most = max(total - window, prompt_tokens - window)
+        if total >= prompt_tokens:
+            return [total - window] * layers
         shares = budgets.weights(self.layers, layers, variances)
-        return budgets.split((total - window) * layers, shares, most)
+        given = budgets.split((total - window) * layers, shares, prompt_tokens - window)
+        pyramid = self.layers in budgets.DEPTH
+        if total > window and min(given) == 0 and (pyramid or window == 0):
+            raise RecipeError(
+                f"a budget of {total} tokens, {window} of them recent, divided by layers="
+                f"{self.layers!r} leaves layer {given.index(0)} of {layers} without a heavy "
+                "hitter; use a larger budget, or divide it more evenly"
+            )
+        return given
 
 
 @dataclass(frozen=True)
 class Keep:
     """Drop all tokens but a budget of them, chosen per key/value head.
 
-    group: how the scores of the query heads of a group become one. shared: one score for all
-    layers, their sum, and so the same tokens in all of them. seed: of noise and of random scores.
+    limit: tokens a layer may gather before it drops, for when="limit". group: how the scores of
+    the query heads of a group become one. shared: one score for all layers, their sum, and so the
+    same tokens in all of them. positions: what kept tokens' distances are, one of `POSITIONS`.
+    seed: of noise and of random scores.
+
     Where layers wait for each other (shared, budgets by variance), the prompt of all of them is
     held exact until the last has scored. Protected sinks count in the budget.
     """
@@ -92,8 +116,10 @@ class Keep:
     budget: Budget
     scorer: Scorer = field(default_factory=Recent)
     when: str = "step"
+    limit: int | None = None
     group: str = "sum"
     shared: bool = False
+    positions: str = "original"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,6 +129,19 @@ class Keep:
             raise RecipeError(f"when={self.when!r} is not one of {', '.join(WHEN)}")
         if self.group not in GROUPS:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.positions not in POSITIONS:
+            raise RecipeError(f"positions={self.positions!r} is not one of {', '.join(POSITIONS)}")
+        if (self.limit is not None) != (self.when == "limit"):
+            raise RecipeError(
+                f"limit={self.limit!r} with when={self.when!r}: a limit is given with "
+                'when="limit", and only then'
+            )
+        least = self.budget.tokens or 1
+        if self.limit is not None and (type(self.limit) is not int or self.limit < least):
+            raise RecipeError(
+                f"limit={self.limit!r} must be a whole number of tokens, and not below the budget; "
+                f"use {least} or more"
+            )
 
     def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
         """Tokens each layer holds at most, budgets by variance counted as uniform."""
@@ -111,6 +150,10 @@ class Keep:
             budget = replace(budget, layers="uniform")
         window = budget.window(budget.resolve(prompt_tokens))
         return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
+
+    def drops(self, tokens: int) -> bool:
+        """Whether a layer that has gathered `tokens` tokens drops down to its budget."""
+        return self.limit is None or tokens > self.limit
 
     @property
     def by_age(self) -> bool:

@@ -19,7 +19,7 @@ POLICIES = {
     "inverse-variance": "in inverse proportion to it",
 }
 BY_VARIANCE = ("variance", "inverse-variance")
-_DEPTH = {"pyramid": 7, "pyramidkv": 20}
+DEPTH = {"pyramid": 7, "pyramidkv": 20}
 
 
 def weights(
@@ -28,10 +28,13 @@ def weights(
     """Weight of each layer; `variances` [layers] for the two policies that need them."""
     if not isinstance(policy, str):
         if len(policy) != layers:
-            raise RecipeError(f"{len(policy)} layer budgets for a model of {layers} layers")
+            raise RecipeError(
+                f"{len(policy)} layer budgets for a model with {layers} layers of full attention; "
+                "give one to each of these, and none to others"
+            )
         return [float(w) for w in policy]
-    if policy in _DEPTH:
-        top = 1 / _DEPTH[policy]
+    if policy in DEPTH:
+        top = 1 / DEPTH[policy]
         bottom = 2 - top
         steps = max(1, layers - 1)
         return [bottom + (top - bottom) * i / steps for i in range(layers)] if layers > 1 else [1.0]

@@ -1,13 +1,12 @@
 """Scores: a number a token, high for those that should stay.
 
-A score is a frozen dataclass with `kind`, `accumulates` and a call that looks at a `Step`; an
-entry in `SCORERS` makes it available to recipes. Decides nothing about how many tokens stay.
+A score is a frozen dataclass with `kind` and a call that looks at a `Step`; `join` says what
+becomes of the score a token had. An entry in `SCORERS` makes it available to recipes. Decides
+nothing about how many tokens stay.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.score import ref
+from ..kernels.score.noise import KINDS, Noise
 
 
 @dataclass
@@ -24,9 +24,10 @@ class Step:
     """What a score may look at: T new queries and the N exact tokens they attended to.
 
     q [B, Hq, T, D], k [B, Hk, N, D]; the queries are the last T of the N tokens. valid bool
-    [B, 1 or Hk, N] and real bool [B, 1, T] hide padding (None: there is none). number counts the
-    decode steps, 0 for the prompt. seed is different for every layer and step. bias fp32 [B, Hq, N]
-    is added to the logits.
+    [B, 1 or Hk, N] and real bool [B, 1, T] hide padding (None: there is none). index int64
+    [B or 1, Hk or 1, N]: the tokens' places in the sequence, of `seen` so far. number counts the
+    decode steps, 0 for the prompt. seed is different for every layer. bias fp32 [B, Hq, N] is added
+    to the logits.
     """
 
     q: Tensor
@@ -35,14 +36,14 @@ class Step:
     softcap: float | None
     valid: Tensor | None
     real: Tensor | None
+    index: Tensor
+    seen: int
     number: int
     seed: int
     group: str
     bias: Tensor | None = None
 
-    def mass(
-        self, rows: int | None = None, noise: ref.Noise | None = None, tau: float = 1.0
-    ) -> Tensor:
+    def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
         """Attention each token gets from the last `rows` queries (None: all), fp32 [B, Hk, N]."""
         t = self.q.shape[2]
         skip = 0 if rows is None else max(0, t - rows)
@@ -63,21 +64,25 @@ class Step:
             return heads.amax(dim=2)
         return heads.sum(dim=2) if self.group == "sum" else heads.mean(dim=2)
 
-    def generator(self) -> torch.Generator:
-        """Random numbers that depend on the seed alone."""
-        return torch.Generator(self.q.device).manual_seed(self.seed)
+    def noise(self, kind: str, fixed: bool) -> Noise:
+        """Noise for these queries and keys; fixed: one number a key, whatever the query."""
+        first = self.seen - self.q.shape[2]
+        return Noise(kind, self.seed, self.index, first, fixed)
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Base of all scores. accumulates: later steps add to a token's score."""
+    """Base of all scores."""
 
     kind: ClassVar[str] = ""
-    accumulates: ClassVar[bool] = False
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
         raise NotImplementedError
+
+    def join(self, held: Tensor, new: Tensor) -> Tensor:
+        """A token's score, given the one it had and this step's: the new one."""
+        return new
 
 
 @dataclass(frozen=True)
@@ -88,15 +93,49 @@ class Recent(Scorer):
 
 
 @dataclass(frozen=True)
-class Mass(Scorer):
-    """Accumulated attention, all queries (H2O, arXiv:2306.14048)."""
+class Dilated(Scorer):
+    """Age with gaps: of the older tokens, every `stride`-th stays (Keyformer's dilated window).
 
+    arXiv:2403.09054, figure 2. Which ones is decided by their place in the sequence, so that a
+    token that stays does so until the window has passed it.
+    """
+
+    stride: int = 2
+    kind: ClassVar[str] = "dilated"
+
+    def __post_init__(self) -> None:
+        if type(self.stride) is not int or self.stride < 1:
+            raise RecipeError(f"stride={self.stride!r} must be a whole number, 1 or more")
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
+        b, hk, n = step.k.shape[:3]
+        age = step.index - step.seen  # -1 for the newest
+        in_gap = step.index % self.stride != 0
+        return torch.where(in_gap, age - step.seen, age).float().expand(b, hk, n)
+
+
+@dataclass(frozen=True)
+class Mass(Scorer):
+    """Accumulated attention, all queries (H2O, arXiv:2306.14048).
+
+    damping: at every step a token's score so far is multiplied by it (Keyformer, section 3.2).
+    """
+
+    damping: float = 1.0
     kind: ClassVar[str] = "mass"
-    accumulates: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping <= 1:
+            raise RecipeError(f"damping={self.damping!r} must lie in (0, 1]")
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
         return step.mass()
+
+    def join(self, held: Tensor, new: Tensor) -> Tensor:
+        """The sum, what was held damped."""
+        return held * self.damping + new
 
 
 @dataclass(frozen=True)
@@ -133,20 +172,20 @@ class Noisy(Scorer):
     """Accumulated softmax of noisy, tempered logits (Keyformer, arXiv:2403.09054, equation 9).
 
     noise: "gumbel", or the paper's ablations "gaussian" (same mean and deviation), "constant" and
-    "none". tau goes from tau_begin to tau_end in `steps` decode steps. Noise is drawn afresh for
-    every row, key and step, as in the official code (Algorithm 1 draws it once).
+    "none". fixed: one number a key for its whole life, as in Algorithm 1; else every query draws
+    its own, as in the official code. tau goes from tau_begin to tau_end in `steps` decode steps.
     """
 
     noise: str = "gumbel"
+    fixed: bool = False
     tau_begin: float = 1.0
     tau_end: float = 2.0
     steps: int = 128
     kind: ClassVar[str] = "noisy"
-    accumulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.noise not in _NOISES:
-            raise RecipeError(f"noise={self.noise!r} is not one of {', '.join(_NOISES)}")
+        if self.noise not in (*KINDS, "none"):
+            raise RecipeError(f"noise={self.noise!r} is not one of {', '.join(KINDS)}, none")
         if min(self.tau_begin, self.tau_end) <= 0 or self.steps < 1:
             raise RecipeError("tau_begin and tau_end must be above 0, steps 1 or more")
 
@@ -154,9 +193,12 @@ class Noisy(Scorer):
         """Return fp32 [B, Hk, N]."""
         part = min(1.0, step.number / self.steps)
         tau = self.tau_begin + (self.tau_end - self.tau_begin) * part
-        draw, generator = _NOISES[self.noise], step.generator()
-        noise = None if draw is None else lambda logits: draw(logits, generator)
+        noise = None if self.noise == "none" else step.noise(self.noise, self.fixed)
         return step.mass(noise=noise, tau=tau)
+
+    def join(self, held: Tensor, new: Tensor) -> Tensor:
+        """The sum."""
+        return held + new
 
 
 @dataclass(frozen=True)
@@ -168,34 +210,10 @@ class Random(Scorer):
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
         b, hk, n = step.k.shape[:3]
-        shape = (b, hk, n)
-        return torch.rand(shape, generator=step.generator(), device=step.k.device)
+        drawn = step.noise("gumbel", fixed=True).block(hk, 1, 0, 1, n)
+        return drawn[:, :, 0, 0].expand(b, hk, n)
 
-
-_EULER = 0.5772156649015329
-
-
-def _gumbel(logits: Tensor, generator: torch.Generator) -> Tensor:
-    uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
-    return -(-uniform.clamp_min(1e-20).log()).clamp_min(1e-20).log()
-
-
-def _gaussian(logits: Tensor, generator: torch.Generator) -> Tensor:
-    normal = torch.randn(logits.shape, generator=generator, device=logits.device)
-    return normal.mul_(math.pi / math.sqrt(6)).add_(_EULER)
-
-
-def _constant(logits: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.full_like(logits, _EULER)
-
-
-_NOISES: dict[str, Callable[[Tensor, torch.Generator], Tensor] | None] = {
-    "gumbel": _gumbel,
-    "gaussian": _gaussian,
-    "constant": _constant,
-    "none": None,
-}
 
 SCORERS: dict[str, type[Scorer]] = {
-    cls.kind: cls for cls in (Recent, Mass, Observation, Noisy, Random)
+    cls.kind: cls for cls in (Recent, Dilated, Mass, Observation, Noisy, Random)
 }

@@ -15,10 +15,11 @@ from .exact import full
 from .kivi import kivi, kivi_4
 from .minikv import minikv, minikv_pyramid, minikv_snap
 from .rtn import rtn
-from .window import streaming, window
+from .window import dilated, streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "full": full,
+    "dilated": dilated,
     "h2o": h2o,
     "keyformer": keyformer,
     "kivi": kivi,
@@ -33,6 +34,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "streaming": streaming,
     "window": window,
 }
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 ALIASES = {"kivi-2": "kivi"}
 
 
@@ -83,7 +85,10 @@ def _option(name: str, build: Callable[..., Recipe], item: str) -> tuple[str, An
                 continue
     if "str" in hint:
         return key, text
-    expected = "a whole number" if "float" not in hint else "a number"
+    if "bool" in hint and text.lower() in _TRUTH:
+        return key, _TRUTH[text.lower()]
+    expected = "true or false" if "bool" in hint else "a whole number"
+    expected = "a number" if "float" in hint else expected
     raise RecipeError(f"option {key!r} of recipe {name!r} must be {expected}, not {text!r}")
 
 

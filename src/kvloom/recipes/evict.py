@@ -1,39 +1,89 @@
-"""Eviction by attention: H2O, SnapKV, PyramidKV, Keyformer.
+"""Eviction by attention: H2O, Keyformer, SnapKV, PyramidKV.
 
 Every decision is made per key/value head, from the summed scores of its query heads; dropped
-tokens free their memory; tokens keep their own positions. A budget is `tokens`, or, where that is
-0, a `fraction` of the prompt.
+tokens free their memory. Options they share:
+
+tokens, fraction: the budget; the fraction is one of the prompt, and counts where tokens is 0.
+recent: how many of the budget (or which share of it) are the newest tokens, whatever their score.
+layers: how the rest is divided over layers. shared: one score, and so one choice, for all layers.
+limit: drop down to the budget only when more than this many tokens are held (0: at every step).
+positions: "original", or "renumbered" as if the dropped tokens had never been.
 """
 
 from __future__ import annotations
 
-from ..keep import Budget, Keep, Mass, Noisy, Observation, Random
+from ..keep import Budget, Keep, Mass, Noisy, Observation, Random, Scorer
 from ..recipe import Protect, Recipe
 
 
-def _budget(tokens: int, fraction: float, recent: int | float, layers: str = "uniform") -> Budget:
-    """A budget in tokens, or in a fraction of the prompt where tokens is 0."""
-    if tokens:
-        return Budget(tokens=tokens, recent=recent, layers=layers)
-    return Budget(fraction=fraction, recent=recent, layers=layers)
+def _recipe(
+    name: str,
+    scorer: Scorer,
+    tokens: int,
+    fraction: float,
+    recent: int | float,
+    *,
+    layers: str = "uniform",
+    when: str = "step",
+    shared: bool = False,
+    limit: int = 0,
+    positions: str = "original",
+    sinks: int = 0,
+) -> Recipe:
+    budget = (
+        Budget(tokens=tokens, recent=recent, layers=layers)
+        if tokens
+        else Budget(fraction=fraction, recent=recent, layers=layers)
+    )
+    keep = Keep(
+        budget,
+        scorer,
+        when="limit" if limit else when,
+        limit=limit or None,
+        shared=shared,
+        positions=positions,
+    )
+    return Recipe(keep=keep, protect=Protect(sinks=sinks), name=name)
 
 
-def h2o(fraction: float = 0.5, recent: float = 0.5, tokens: int = 0) -> Recipe:
+def h2o(
+    fraction: float = 0.5,
+    recent: float = 0.5,
+    tokens: int = 0,
+    layers: str = "uniform",
+    shared: bool = False,
+    limit: int = 0,
+    positions: str = "original",
+    damping: float = 1.0,
+) -> Recipe:
     """H2O (arXiv:2306.14048): heavy hitters by accumulated attention, half of it recent."""
-    return Recipe(keep=Keep(_budget(tokens, fraction, recent), Mass()), name="h2o")
+    return _recipe(
+        "h2o", Mass(damping), tokens, fraction, recent,
+        layers=layers, shared=shared, limit=limit, positions=positions,
+    )  # fmt: skip
 
 
 def keyformer(
     fraction: float = 0.5,
     recent: float = 0.3,
+    tokens: int = 0,
+    layers: str = "uniform",
+    shared: bool = False,
+    limit: int = 0,
+    positions: str = "original",
     noise: str = "gumbel",
+    fixed: bool = False,
     tau_end: float = 2.0,
     steps: int = 128,
-    tokens: int = 0,
 ) -> Recipe:
-    """Keyformer (arXiv:2403.09054): key tokens by a Gumbel-noised, tempered score."""
-    scorer = Noisy(noise=noise, tau_end=tau_end, steps=steps)
-    return Recipe(keep=Keep(_budget(tokens, fraction, recent), scorer), name="keyformer")
+    """Keyformer (arXiv:2403.09054): key tokens by a Gumbel-noised, tempered score.
+
+    The paper's other budget is `keyformer:fraction=0.7`.
+    """
+    return _recipe(
+        "keyformer", Noisy(noise, fixed, tau_end=tau_end, steps=steps), tokens, fraction, recent,
+        layers=layers, shared=shared, limit=limit, positions=positions,
+    )  # fmt: skip
 
 
 def snapkv(
@@ -43,19 +93,27 @@ def snapkv(
     kernel: int = 7,
     pool: str = "avg",
     layers: str = "uniform",
+    positions: str = "original",
 ) -> Recipe:
     """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed."""
-    scorer = Observation(window=window, pool=pool, kernel=kernel)
-    budget = _budget(tokens, fraction, window, layers)
-    return Recipe(keep=Keep(budget, scorer, when="prompt"), name="snapkv")
+    return _recipe(
+        "snapkv", Observation(window, pool, kernel), tokens, fraction, window,
+        layers=layers, when="prompt", positions=positions,
+    )  # fmt: skip
 
 
-def pyramidkv(tokens: int = 1024, fraction: float = 0.5, window: int = 32) -> Recipe:
+def pyramidkv(
+    tokens: int = 1024,
+    fraction: float = 0.5,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "avg",
+    positions: str = "original",
+) -> Recipe:
     """PyramidKV (arXiv:2406.02069): SnapKV with more tokens in lower layers."""
-    return snapkv(tokens, fraction, window, layers="pyramidkv")
+    return snapkv(tokens, fraction, window, kernel, pool, "pyramidkv", positions)
 
 
-def random(fraction: float = 0.5, recent: float = 0.5, sinks: int = 4) -> Recipe:
+def random(fraction: float = 0.5, recent: float = 0.5, tokens: int = 0, sinks: int = 4) -> Recipe:
     """Random tokens beside the recent ones: the floor every score must beat."""
-    keep = Keep(Budget(fraction=fraction, recent=recent), Random(), when="prompt")
-    return Recipe(keep=keep, protect=Protect(sinks=sinks), name="random")
+    return _recipe("random", Random(), tokens, fraction, recent, when="prompt", sinks=sinks)

@@ -8,16 +8,13 @@ Works through blocks of query rows, so memory grows with N, not with T times N.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from .noise import Noise
+
 # Logits of one block of query rows hold about this many numbers (16 MiB in fp32) or one row.
 _BLOCK_NUMEL = 1 << 22
-
-Noise = Callable[[Tensor], Tensor]
-"""Takes logits [B, Hk, R, rows, N] and returns the noise to add to them."""
 
 
 def column_mass(
@@ -57,7 +54,7 @@ def column_mass(
         if bias is not None:
             logits += bias.view(-1, hk, r, 1, n)[..., :end]
         if noise is not None:
-            logits = logits + noise(logits)
+            logits = logits + noise.block(hk, r, lo, hi, end)
         if tau != 1.0:
             logits = logits / tau
         ahead = torch.ones(hi - lo, end, dtype=torch.bool, device=q.device)

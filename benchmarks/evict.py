@@ -1,0 +1,155 @@
+"""What stays, and what it costs: eviction recipes on the reference model, and their ablations.
+
+Sections: `bytes2k` and `bytes4k` (every recipe given the budget at which it holds what KIVI's 2 bit
+hold, and what MiniKV at half the prompt holds), `noise` (Keyformer's table 4), `recent` (share of
+the budget for the newest tokens), `shared` (a score a layer, or one for all), `positions` (original
+or renumbered), `layers` (MiniKV's policies). Every row is written as soon as it is measured; a
+second run goes on where the first stopped.
+
+    python benchmarks/evict.py [SECTION …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import torch
+
+import record
+from kvloom.compare import Settings, load, prepare
+from kvloom.compare.measure import Measured, measure
+from kvloom.compare.needles import count_right
+from kvloom.compare.text import library_text
+from kvloom.hf.compat import geometry
+from kvloom.recipe import Recipe
+from kvloom.recipes import resolve
+from kvloom.shapes import Geometry
+
+QUESTIONS = 208
+NAMES = (
+    *("window", "dilated", "streaming", "random", "h2o", "keyformer", "snapkv", "snapkv:kernel=15"),
+    *("pyramidkv:kernel=15", "minikv", "minikv-pyramid", "minikv-snap:kernel=15", "kivi"),
+)
+HALF = "fraction=0.5,recent=0.3"
+
+
+def fitted(name: str, nbytes: int, tokens: int, g: Geometry) -> Recipe | None:
+    """The recipe with the largest budget that holds at most nbytes after a prompt; None: none."""
+    recipe = resolve(name)
+    if recipe.keep is None:
+        return recipe
+    low, high = 0, tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            fits = recipe.with_budget(middle / tokens).nbytes(tokens, g) <= nbytes
+        except ValueError:
+            fits = True  # too small a budget for its layers
+        low, high = (middle, high) if fits else (low, middle)
+    fraction = low / tokens
+    return replace(recipe.with_budget(fraction), name=f"{name} at {fraction:.3f}")
+
+
+def named(*specs: str) -> list[Recipe]:
+    """Recipes by name."""
+    return [resolve(spec) for spec in specs]
+
+
+def policies() -> Iterator[Recipe]:
+    """MiniKV at 50 % and at 25 %, divided over the layers in every way."""
+    for fraction in (0.5, 0.25):
+        for layers in ("uniform", "pyramid", "variance", "inverse-variance"):
+            yield resolve(f"minikv:fraction={fraction},layers={layers}")
+
+
+def at_equal_bytes(context: int, g: Geometry) -> list[Recipe]:
+    """Every recipe at KIVI's bytes and at MiniKV's."""
+    found = []
+    for rival in ("kivi", "minikv"):
+        nbytes = resolve(rival).nbytes(context, g)
+        for name in NAMES:
+            recipe = fitted(name, nbytes, context, g)
+            if recipe is not None and not (name == "kivi" and rival == "minikv"):
+                found.append(replace(recipe, name=f"{recipe.name}, {rival}'s bytes"))
+    return found
+
+
+def sections(g: Geometry) -> dict[str, tuple[int, list[Recipe]]]:
+    """Context and recipes of every section."""
+    noisy = [f"keyformer:{HALF},{more}" for more in
+             ("noise=gumbel", "noise=gaussian", "noise=constant", "noise=none", "fixed=true",
+              "noise=none,tau_end=1.0")]  # fmt: skip
+    recent = [f"{name}:fraction=0.25,recent={share}" for name in ("h2o", "keyformer")
+              for share in (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)]  # fmt: skip
+    shared = [f"{name}:{HALF},shared={flag}" for name in ("h2o", "keyformer")
+              for flag in ("false", "true")]  # fmt: skip
+    positions = [f"{name}:tokens=512{more},positions={kind}" for name, more in
+                 (("streaming", ""), ("h2o", ""), ("keyformer", ""), ("snapkv", ",kernel=15"))
+                 for kind in ("original", "renumbered")]  # fmt: skip
+    return {
+        "noise": (2048, named(*noisy, f"h2o:{HALF}")),
+        "recent": (2048, named(*recent)),
+        "shared": (2048, named(*shared)),
+        "positions": (2048, named(*positions)),
+        "layers": (2048, list(policies())),
+        "bytes2k": (2048, at_equal_bytes(2048, g)),
+        "bytes4k": (3840, at_equal_bytes(3840, g)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", help="default: all")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    options = parser.parse_args()
+    model, tokenizer = load()
+    path = record.RESULTS / "evict.json"
+    done = json.loads(path.read_text()) if path.exists() and not options.fresh else {}
+    for section, (context, recipes) in sections(geometry(model)).items():
+        if options.sections and section not in options.sections:
+            continue
+        settings = Settings(context=context, new_tokens=192, batch=8, questions=QUESTIONS)
+        task = prepare(model, tokenizer, library_text(), settings)
+        rows = {row["recipe"]: row for row in done.get(section, {}).get("rows", [])}
+        full: Measured | None = None
+        for recipe in [resolve("full"), *recipes]:
+            if recipe.name in rows and recipe.name != "full":
+                continue
+            found = measure(model, tokenizer, recipe, task, full)
+            full = full or found
+            row = asdict(found.row)
+            if section.startswith("bytes") and found.row.problem is None:
+                with torch.inference_mode():
+                    right = sum(count_right(model, tokenizer, recipe, hay, settings.batch, "with")
+                                for hay in task.haystacks[: len(task.haystacks) // 4])  # fmt: skip
+                row["needle_with"] = right / sum(
+                    len(hay.questions) for hay in task.haystacks[: len(task.haystacks) // 4]
+                )
+            rows[recipe.name] = row
+            show(section, row, full.row.perplexity)
+            done[section] = {
+                "environment": record.environment(**asdict(settings), dtype=str(model.dtype)),
+                "rows": list(rows.values()),
+            }
+            record.write("evict", done)
+
+
+def show(section: str, row: dict, full: float | None) -> None:
+    """Print one row."""
+    if row["problem"]:
+        print(f"{section:>9} {row['recipe']}: {row['problem']}")
+        return
+    asked_with = f", {row['needle_with']:6.1%} asked with" if "needle_with" in row else ""
+    print(
+        f"{section:>9} {row['recipe']:<48} {row['times_smaller']:5.2f}x smaller, perplexity "
+        f"{row['perplexity'] / full:6.3f}x, agreement {row['agreement']:6.1%}, "
+        f"needles {row['needle']:6.1%}{asked_with}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""How a model rotates its keys, found by trying its own code.
+
+Decides whether a model's rotary embedding is understood: ours must turn keys from one position to
+another exactly as the model's functions do. Scaled frequencies (linear, Llama 3, YaRN), partial
+rotary and both pairings pass; frequencies that change with the length do not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import IncompatibleRecipe, UnsupportedModel
+from ..recipe import Recipe
+from ..rope import Rope
+from . import compat
+
+_CHANGING = ("dynamic", "longrope")
+
+
+def rope(model: PreTrainedModel) -> Rope | None:
+    """The model's rotary embedding in its full-attention layers; None if it has none.
+
+    Raises `UnsupportedModel` if it has one that cannot be undone and redone.
+    """
+    config = compat.decoder_config(model)
+    if config.model_type == "gptj":
+        dims = config.rotary_dim or config.n_embd // config.n_head
+        return Rope(10000.0 ** -(torch.arange(0, dims, 2).float() / dims), interleaved=True)
+    if compat.has_alibi(config):
+        return None
+    decoder = model.get_decoder() or model
+    found = [m for m in decoder.modules() if _inv_freq(m) is not None]
+    if not found:
+        return None
+    kind = getattr(found[0], "rope_type", "default")
+    kind = kind.get(compat.FULL) if isinstance(kind, dict) else kind
+    if kind in _CHANGING:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: its rotary embedding ({kind}) changes with the length, so "
+            'keys cannot be moved to other positions; use positions="original"'
+        )
+    apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
+    head_dim = compat.geometry(model).head_dim
+    for interleaved in (False, True):
+        guess = Rope(_inv_freq(found[0]).detach().float().clone(), interleaved)
+        if apply is not None and _agrees(guess, found[0], apply, head_dim):
+            return guess
+    raise UnsupportedModel(
+        f"{type(model).__name__}: kvloom does not understand its rotary embedding, so keys cannot "
+        'be moved to other positions; use positions="original"'
+    )
+
+
+def mover(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
+    """What moves the model's keys where the recipe renumbers positions; None: nothing has to.
+
+    Raises `UnsupportedModel`, or `IncompatibleRecipe` where positions are learned and the layers
+    would not agree on them.
+    """
+    if recipe.keep is None or recipe.keep.positions == "original":
+        return None
+    found = rope(model)
+    if renumbers_learned(model, recipe) and recipe.keep.budget.layers != "uniform":
+        raise IncompatibleRecipe(
+            recipe.name,
+            [
+                'positions="renumbered" gives a token one learned position for all layers, so they '
+                'must hold equally many tokens; use layers="uniform"'
+            ],
+        )
+    return found
+
+
+def renumbers_learned(model: PreTrainedModel, recipe: Recipe) -> bool:
+    """Whether new tokens need smaller learned positions, since tokens before them are gone."""
+    if recipe.keep is None or recipe.keep.positions == "original":
+        return False
+    return not compat.has_alibi(compat.decoder_config(model)) and rope(model) is None
+
+
+def _inv_freq(module: torch.nn.Module) -> Any:
+    named = getattr(module, f"{compat.FULL}_inv_freq", None)
+    return getattr(module, "inv_freq", None) if named is None else named
+
+
+def _agrees(rope: Rope, module: torch.nn.Module, apply: Any, head_dim: int) -> bool:
+    """Whether `rope` turns keys from position 3 to position 40 as the model does."""
+    given = inspect.signature(module.forward).parameters
+    extra = {"layer_type": compat.FULL} if "layer_type" in given else {}
+    raw = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0))
+    raw = raw.to(rope.inv_freq.device)
+
+    def at(position: int) -> Tensor:
+        ids = torch.tensor([[position]], device=raw.device)
+        cos, sin = module(raw, ids, **extra)
+        dims = cos.shape[-1]
+        try:
+            return apply(raw, raw, cos, sin)[1]
+        except RuntimeError:  # the model hands over the channels that rotate, and no others
+            return torch.cat([apply(*[raw[..., :dims]] * 2, cos, sin)[1], raw[..., dims:]], -1)
+
+    try:
+        with torch.no_grad():
+            want, start = at(40), at(3)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    by = torch.tensor([[[37]]])
+    return torch.allclose(rope.turn(start, by), want, rtol=1e-3, atol=1e-4)

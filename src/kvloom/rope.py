@@ -1,0 +1,45 @@
+"""Rotary position embedding of keys already rotated: turn them to other positions.
+
+A key at position p is its raw key turned by p; turning composes, so a stored key moves from p to
+p + by without being unrotated first, and by = -p gives the raw key. Decides nothing about which
+model rotates how: `hf.rotary` finds that out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rope(NamedTuple):
+    """How a model rotates: angle of pair i at position p is p * inv_freq[i].
+
+    inv_freq: fp32 [dims / 2]; only the first `dims` of a key's D channels rotate (partial rotary).
+    interleaved: pairs are channels (2i, 2i + 1), else (i, i + dims / 2).
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """Turn x [B, Hk, N, D] by whole positions `by` [B or 1, Hk or 1, N], in x's dtype.
+
+        Angles and products are computed in fp32 (angles in fp64: positions grow large).
+        """
+        inv_freq = self.inv_freq.to(x.device, torch.float64)
+        angle = by.to(x.device, torch.float64).unsqueeze(-1) * inv_freq  # [., ., N, dims / 2]
+        cos, sin = angle.cos().float(), angle.sin().float()
+        dims = 2 * inv_freq.shape[0]
+        rotary = x[..., :dims].float()
+        if self.interleaved:
+            a, b = rotary[..., 0::2], rotary[..., 1::2]
+        else:
+            a, b = rotary.chunk(2, dim=-1)
+        turned = (a * cos - b * sin, b * cos + a * sin)
+        if self.interleaved:
+            rotary = torch.stack(turned, dim=-1).flatten(-2)
+        else:
+            rotary = torch.cat(turned, dim=-1)
+        return torch.cat([rotary.to(x.dtype), x[..., dims:]], dim=-1)

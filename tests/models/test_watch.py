@@ -29,7 +29,7 @@ def test_the_exact_attention_of_every_step(name):
         if seen == 30:
             bias = None if look.bias is None else look.bias[0]
             rows = blocks(look.q[0], look.keys[0], look.scale, look.softcap, bias)
-            whole[look.place] = torch.cat([b for b in rows], dim=1)
+            whole[look.place] = torch.cat(list(rows), dim=1)
 
     cache = Cache(model, "full")
     watch(cache, saw)

@@ -122,7 +122,8 @@ def blocks(
 ) -> Iterator[Tensor]:
     """Attention weights of blocks of rows of q [Hq, T, D] over k [Hk, T, D], causally.
 
-    bias: fp32 [Hq, T], added to the logits. Yields fp32 [Hq, rows, N], N the keys that the block's last row sees; later keys weigh 0.
+    bias: fp32 [Hq, T], added to the logits. Yields fp32 [Hq, rows, N], N the keys that the block's
+    last row sees; later keys weigh 0.
     """
     hq, t, d = q.shape
     hk = k.shape[0]

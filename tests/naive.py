@@ -10,11 +10,12 @@ import math
 import numpy as np
 
 
-def attention(q, k, v, scale, causal=False, valid=None, softcap=None):
+def attention(q, k, v, scale, causal=False, valid=None, softcap=None, bias=None):
     """Softmax attention, one query row at a time: (out [B, Hq, T, D], lse [B, Hq, T]).
 
     causal: query i of T is token N - T + i and sees no later one. valid: bool [B, 1 or Hk, N].
-    A row that sees nothing gives out 0 and lse -inf.
+    bias: [B or 1, Hq, N], added to the logits after softcap. A row that sees nothing gives out 0
+    and lse -inf.
     """
     b, hq, t, _ = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -33,10 +34,58 @@ def attention(q, k, v, scale, causal=False, valid=None, softcap=None):
                 s = k[i, g][see] @ q[i, h, row] * scale
                 if softcap is not None:
                     s = softcap * np.tanh(s / softcap)
+                if bias is not None:
+                    s = s + bias[i % len(bias), h][see]
                 w = np.exp(s - s.max())
                 out[i, h, row] = w @ v[i, g][see] / w.sum()
                 lse[i, h, row] = math.log(w.sum()) + s.max()
     return out, lse
+
+
+def column_mass(
+    q,
+    k,
+    scale,
+    valid=None,
+    real=None,
+    softcap=None,
+    bias=None,
+    window=None,
+    noise=None,
+    tau=1.0,
+):
+    """Sum over query rows of softmax((logits + noise) / tau), one row at a time: [B, Hq, N].
+
+    Query i of T is token N - T + i; it sees no later token and, of those up to itself, the last
+    `window`. valid: bool [B, 1 or Hk, N]. real: bool [B, 1, T]. noise: [B, Hq, T, N].
+    """
+    b, hq, t, _ = q.shape
+    hk, n = k.shape[1], k.shape[2]
+    mass = np.zeros((b, hq, n))
+    for i in range(b):
+        for h in range(hq):
+            g = h // (hq // hk)
+            for row in range(t):
+                if real is not None and not real[i, 0, row]:
+                    continue
+                itself = n - t + row
+                s = k[i, g] @ q[i, h, row] * scale
+                if softcap is not None:
+                    s = softcap * np.tanh(s / softcap)
+                if bias is not None:
+                    s = s + bias[i % len(bias), h]
+                if noise is not None:
+                    s = s + noise[i, h, row]
+                see = [
+                    j
+                    for j in range(itself + 1)
+                    if (window is None or j > itself - window)
+                    and (valid is None or valid[i, g % valid.shape[1], j])
+                ]
+                if see:
+                    w = np.exp((s[see] - s[see].max()) / tau)
+                    mass[i, h, see] += w / w.sum()
+    return mass
 
 
 def bf16(x: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvloom.alibi import Alibi, positions
 from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
@@ -68,16 +69,21 @@ def draw(seed: int, tokens: int, batch: int = 1, hq: int = 2, hk: int = 1, dim: 
     return tuple(torch.randn(batch, h, tokens, dim, generator=g) for h in (hq, hk, hk))
 
 
-def feed(cache: LayerCache, q, k, v, sizes=None, valid=None, scale=SCALE, softcap=None) -> Tensor:
+def feed(
+    cache: LayerCache, q, k, v, sizes=None, valid=None, scale=SCALE, softcap=None, slopes=None
+) -> Tensor:
     """Attend in steps of `sizes` tokens (None: all at once); the outputs one behind the other.
 
-    valid: bool [B, tokens ever seen by the cache].
+    valid: bool [B, tokens ever seen by the cache]. slopes: of ALiBi, fp32 [Hq].
     """
     outs, at, past = [], 0, cache.seen
     for t in [q.shape[2]] if sizes is None else [t for t in sizes if t]:
         see = None if valid is None else valid[:, : past + at + t]
         part = [x[:, :, at : at + t] for x in (q, k, v)]
-        outs.append(cache.attend(*part, scale=scale, valid=see, softcap=softcap))
+        alibi = None
+        if slopes is not None:
+            alibi = Alibi(slopes, positions(see, len(q), past + at + t, q.device))
+        outs.append(cache.attend(*part, scale=scale, valid=see, softcap=softcap, alibi=alibi))
         at += t
     assert at == q.shape[2], "sizes do not sum up to the tokens given"
     return torch.cat(outs, dim=2)

@@ -68,6 +68,7 @@ class Keeper:
         real: Tensor | None,
         index: Tensor,
         seen: int,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Score one step: fp32 [B, Hk, N] for q [B, Hq, T, D] over k [B, Hk, N, D].
 
@@ -76,7 +77,7 @@ class Keeper:
         seed = self.keep.seed * 1_009 + self.place[0]
         number, self.asked = self.asked, self.asked + 1
         return self.keep.scorer(
-            Step(q, k, scale, softcap, see, real, index, seen, number, seed, self.keep.group)
+            Step(q, k, scale, softcap, see, real, index, seen, number, seed, self.keep.group, bias)
         )
 
     def observe(self, scores: Tensor, see: Tensor | None) -> None:

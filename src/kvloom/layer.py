@@ -9,11 +9,13 @@ draft differ in T alone. Decides the order of these; formats, scores and kernels
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .alibi import Alibi
 from .errors import CacheMisuse, NotFinite
 from .kernels.attend import ref
 from .recipe import Recipe
@@ -33,16 +35,19 @@ class Asked(NamedTuple):
     scale: float
     softcap: float | None
     see: Tensor | None
+    alibi: Alibi | None = None
 
     def without(self, tokens: int) -> Asked:
         """Without the newest `tokens` tokens."""
         q = self.q[:, :, : max(0, self.q.shape[2] - tokens)]
         see = None if self.see is None else self.see[:, :, : self.see.shape[2] - tokens]
-        return self._replace(q=q, see=see)
+        return self._replace(q=q, see=see)  # alibi may count from a token that is gone
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Asked:
         """Apply fn to the tensors, along the batch dimension."""
-        return self._replace(q=fn(self.q), see=None if self.see is None else fn(self.see))
+        see = None if self.see is None else fn(self.see)
+        alibi = None if self.alibi is None else self.alibi.map(fn)
+        return self._replace(q=fn(self.q), see=see, alibi=alibi)
 
 
 class LayerCache:
@@ -100,13 +105,16 @@ class LayerCache:
         scale: float,
         valid: Tensor | None = None,
         softcap: float | None = None,
+        alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all that is held and to k, v [B, Hk, T, D]; take k, v in.
 
-        valid: bool [B, seen + T], False hides padding. Returns [B, Hq, T, D] in q's dtype.
-        Raises `CacheMisuse` or `NotFinite` before anything has changed.
+        valid: bool [B, seen + T], False hides padding. alibi: of seen + T tokens, where the model
+        has it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite` before
+        anything has changed.
         """
         self.check(k, v)
+        alibi = self._spaced(alibi)
         t, past = k.shape[2], self.seen
         see = None if valid is None else valid[:, None, :]
         if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
@@ -116,10 +124,14 @@ class LayerCache:
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             self.body.append(k.detach(), v.detach())
-            pieces = self._past(see, present=t)
+            pieces = self._past(see, alibi, present=t)
         else:
             here = None if see is None else see[:, :, past:]
-            pieces = [*(self._past(see, present=0) if past else []), Piece(k, v, here, causal=t)]
+            bias = None
+            if alibi is not None:
+                bias = alibi.bias(torch.arange(past, past + t, device=k.device).expand(1, 1, -1))
+            pieces = self._past(see, alibi, present=0) if past else []
+            pieces.append(Piece(k, v, here, causal=t, bias=bias))
         try:
             out = attend_pieces(q, pieces, scale, softcap)
         except BaseException:  # out of memory, an interrupt: as if never called
@@ -127,7 +139,7 @@ class LayerCache:
                 self.body.drop_back(t)
             raise
         self.seen = past + t
-        asked = Asked(q.detach(), scale, softcap, see)
+        asked = Asked(q.detach(), scale, softcap, see, alibi)
         if not early:
             self._take(k.detach(), v.detach(), asked)
         elif self.recording:
@@ -154,7 +166,7 @@ class LayerCache:
         if self.sinks is not None:
             parts.append(self.sinks.logical(self.seen)[:, None, :])
         if len(self.body):
-            parts.append(self.body.logical(len(self.body), device))
+            parts.append(self.body.logical(0, len(self.body), device))
         return torch.cat([part.expand(b, h, -1) for part in parts], dim=-1)
 
     def check(self, k: Tensor, v: Tensor) -> None:
@@ -251,21 +263,29 @@ class LayerCache:
         """Whether all tokens stay, exact: then the tail is the whole store."""
         return self.recipe.keep is None and self.recipe.store.exact
 
+    def _spaced(self, alibi: Alibi | None) -> Alibi | None:
+        """ALiBi with the distances that the recipe asks for."""
+        keep = self.recipe.keep
+        if alibi is None or keep is None or keep.positions == "original":
+            return alibi
+        position = alibi.position - self.dropped  # it matters to those who round
+        return replace(alibi, position=position, closed_up=True)
+
     @property
     def _sinks_full(self) -> bool:
         return self.sinks is None or self.sinks.full(self.seen)
 
-    def _past(self, see: Tensor | None, present: int) -> list[Piece]:
+    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
         pieces = []
         if self.sinks is not None:
-            piece = self.sinks.piece(self.seen, see)
+            piece = self.sinks.piece(self.seen, see, alibi, self.body.first)
             if self.rope is not None:
                 by = self.sinks.behind(self.body.first)
                 piece = piece._replace(keys=self.rope.turn(piece.exact_keys, by))
             pieces.append(piece)
             see = self.sinks.hide(see)
         if len(self.body):
-            pieces += self.body.pieces(see, present)
+            pieces += self.body.pieces(see, present, alibi)
         return pieces
 
     def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
@@ -312,7 +332,9 @@ class LayerCache:
 def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
     """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
     only = pieces[0]
-    if len(pieces) == 1 and softcap is None and isinstance(only.keys, Tensor):
-        assert isinstance(only.values, Tensor)
-        return ref.sdpa(q, only.keys, only.values, scale, causal=only.causal > 1, valid=only.valid)
+    fused = softcap is None and (only.bias is None or q.shape[2] == 1)
+    if len(pieces) == 1 and fused and isinstance(only.keys, Tensor):
+        k, v, valid = only.keys, only.values, only.valid
+        assert isinstance(v, Tensor)
+        return ref.sdpa(q, k, v, scale, causal=only.causal > 1, valid=valid, bias=only.bias)
     return ref.merge([p.attend(q, scale, softcap) for p in pieces]).out.to(q.dtype)

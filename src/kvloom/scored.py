@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .alibi import Alibi
 from .keeper import Keeper
 from .layer import Asked, LayerCache, attend_pieces
 from .recipe import Recipe
@@ -67,24 +68,26 @@ class ScoredLayer(LayerCache):
         scale: float,
         valid: Tensor | None = None,
         softcap: float | None = None,
+        alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend as `LayerCache.attend` does, in the slots where one token comes and one goes."""
         if self.slots is not None and (k.shape[2] > 1 or self.recording):
             self._unroll()
         if self.slots is None:
-            return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap)
+            return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
         self.check(k, v)
         self.check_range(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
-        piece, index = self.slots.piece(see), self.slots.index.long()
+        piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index.long()
         if self.rope is not None:
             piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
         out = attend_pieces(q, [piece], scale, softcap)
         self.seen += 1
         self.see = see
+        k, real = piece.exact_keys, None
         scores = self.keeper.step(
-            q.detach(), piece.exact_keys, scale, softcap, piece.valid, None, index, self.seen
+            q.detach(), k, scale, softcap, piece.valid, real, index, self.seen, piece.bias
         )
         self._vote(scores)
         return out
@@ -147,7 +150,7 @@ class ScoredLayer(LayerCache):
         self._note()
         slots = self.keeper.choose(t, asked.see)
         if slots is not None:
-            self.body.chosen(slots, t, self._needs_index(asked.see))
+            self.body.chosen(slots, t, self._needs_index(asked))
             k, v = self._closed_up(take(k, slots), slots, t), take(v, slots)
         super()._take(k, v, asked)
         self._after_choice()
@@ -158,7 +161,7 @@ class ScoredLayer(LayerCache):
             return
         self.held = asked
         see, keys = self.body.see(asked.see), self.body.exact_keys()
-        index = self.body.logical(len(self.body), keys.device)
+        index = self.body.logical(0, len(self.body), keys.device)
         if self._reads_moved:
             keys = self._moved(keys, index, self.seen - 1)
         self._vote(self._scores(asked, keys, see, index))
@@ -166,7 +169,10 @@ class ScoredLayer(LayerCache):
     def _scores(self, asked: Asked, k: Tensor, see: Tensor | None, index: Tensor) -> Tensor:
         """How the queries score the tokens k [B, Hk, N, D] at index; see: bool [B, 1 or Hk, N]."""
         real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
-        return self.keeper.step(asked.q, k, asked.scale, asked.softcap, see, real, index, self.seen)
+        bias = None if asked.alibi is None else self.body.bias(asked.alibi, 0, k.shape[2])
+        return self.keeper.step(
+            asked.q, k, asked.scale, asked.softcap, see, real, index, self.seen, bias
+        )
 
     @property
     def _reads_moved(self) -> bool:
@@ -189,12 +195,12 @@ class ScoredLayer(LayerCache):
         m = slots.shape[-1]
         return self.rope.turn(k, torch.arange(tokens - m, tokens, device=k.device) - slots)
 
-    def _past(self, see: Tensor | None, present: int) -> list[Piece]:
-        pieces = super()._past(see, present)
+    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
+        pieces = super()._past(see, alibi, present)
         if not self._reads_moved or not pieces:
             return pieces
         (piece,) = pieces  # all exact
-        index = self.body.logical(len(self.body), piece.exact_keys.device)
+        index = self.body.logical(0, len(self.body), piece.exact_keys.device)
         newest = self.seen + present - 1
         return [piece._replace(keys=self._moved(piece.exact_keys, index, newest))]
 
@@ -232,7 +238,7 @@ class ScoredLayer(LayerCache):
         slots = self.keeper.choose(len(self.body), see)
         if slots is not None:
             tokens = len(self.body)
-            self.body.keep(slots, self._needs_index(see))
+            self.body.keep(slots, self._needs_index(asked))
             tail = self.body.keys.tail
             tail.replace(self._closed_up(tail.view(), slots, tokens))
         self._after_choice()
@@ -243,16 +249,17 @@ class ScoredLayer(LayerCache):
     def _surplus(self, tokens: int) -> int:
         return 0  # age decides nothing here
 
-    def _needs_index(self, see: Tensor | None) -> bool:
-        """Whether somebody will ask which tokens stayed: padding, a later choice, a trace, RoPE."""
-        asked = self.trace or see is not None or self.recipe.store.pre_rope
-        return asked or self.keep.when != "prompt"
+    def _needs_index(self, asked: Asked | None) -> bool:
+        """Whether somebody will ask which stayed: padding, ALiBi, RoPE, a later choice, a trace."""
+        hidden = asked is not None and not (asked.see is None and asked.alibi is None)
+        placed = self.trace or self.recipe.store.pre_rope
+        return placed or hidden or self.keep.when != "prompt"
 
     def _note(self) -> None:
         """Let a trace see what the choice is made from: logical indices and scores [B, Hk, N]."""
         if self.trace:
             scores = self.keeper.scores.view()[..., 0].clone()
-            index = self.body.logical(scores.shape[-1], scores.device)
+            index = self.body.logical(0, scores.shape[-1], scores.device)
             self.choice = index.expand_as(scores), scores
 
     def _after_choice(self) -> None:
@@ -264,7 +271,7 @@ class ScoredLayer(LayerCache):
     def _roll(self) -> None:
         """Move a full body into slots."""
         body, keys = self.body, self.body.exact_keys()
-        index = body.logical(len(body), keys.device).expand(*keys.shape[:3])
+        index = body.logical(0, len(body), keys.device).expand(*keys.shape[:3])
         self.slots = Slots(
             keys,
             body.values.tail.view(),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .alibi import Alibi
 from .kernels.attend import ref
 from .store.lane import Lane
 from .store.packed import PackedView
@@ -25,13 +26,15 @@ class Piece(NamedTuple):
     """Tokens whose keys share one form and whose values share one form, ready to attend to.
 
     The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
-    valid: bool [B, 1, N], or None when every token may be seen.
+    valid: bool [B, 1, N], or None when every token may be seen. bias: fp32 [B, Hq, N], added to the
+    logits.
     """
 
     keys: Tensor | PackedView
     values: Tensor | PackedView
     valid: Tensor | None
     causal: int = 0
+    bias: Tensor | None = None
 
     @property
     def exact_keys(self) -> Tensor:
@@ -48,6 +51,7 @@ class Piece(NamedTuple):
             causal=self.causal > 0,
             valid=self.valid,
             softcap=softcap,
+            bias=self.bias,
         )
 
 
@@ -110,7 +114,7 @@ class Segment:
     def chosen(self, slots: Tensor, tokens: int, index: bool) -> None:
         """Note that slots [B, Hk, M] were chosen from `tokens` tokens, before these are dropped."""
         if index:
-            known = self.logical(tokens, slots.device).expand(*slots.shape[:2], -1)
+            known = self.logical(0, tokens, slots.device).expand(*slots.shape[:2], -1)
             self.index = known.gather(2, slots).int()
         self.kept = slots.shape[-1]
         self.first += tokens - self.kept
@@ -133,7 +137,7 @@ class Segment:
         self.keys.seal(real, prompt, self.positions)
         self.values.seal(real, prompt)
 
-    def pieces(self, valid: Tensor | None, present: int) -> list[Piece]:
+    def pieces(self, valid: Tensor | None, present: int, alibi: Alibi | None = None) -> list[Piece]:
         """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
 
         valid: bool [B, 1, seen tokens] by logical index.
@@ -144,19 +148,25 @@ class Segment:
         pieces = []
         for lo, hi in pairwise(cuts):
             see = None if valid is None else self._see(valid, lo, hi)
+            keys = self.keys.view(lo, hi, self.positions)
+            bias = None if alibi is None else self.bias(alibi, lo, hi)
             pieces.append(
-                Piece(
-                    self.keys.view(lo, hi, self.positions),
-                    self.values.view(lo, hi),
-                    see,
-                    present if hi == n else 0,
-                )
+                Piece(keys, self.values.view(lo, hi), see, present if hi == n else 0, bias)
             )
         return pieces
 
     def see(self, valid: Tensor | None) -> Tensor | None:
         """`valid` by token, bool [B, 1 or Hk, N]."""
         return None if valid is None else self._see(valid, 0, len(self))
+
+    def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
+        """ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
+        device = alibi.position.device
+        if alibi.closed_up:
+            index = torch.arange(self.first + lo, self.first + hi, device=device).expand(1, 1, -1)
+        else:
+            index = self.logical(lo, hi, device)
+        return alibi.bias(index)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -173,11 +183,8 @@ class Segment:
         """
         held = self.start if self.index is None else self.index
         device = torch.device("cpu") if held is None else held.device
-        if lo < self.kept:
-            assert self.index is not None, "positions of chosen tokens need their index"
-            at = self.logical(hi, device)[..., lo:]
-        else:
-            at = torch.arange(self.first + lo, self.first + hi, device=device).view(1, 1, -1)
+        assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
+        at = self.logical(lo, hi, device)
         return at if self.start is None else at - self.start[:, None, None]
 
     def _begin(self, valid: Tensor | None) -> None:
@@ -200,12 +207,14 @@ class Segment:
             chosen = valid.expand(-1, index.shape[1], -1).gather(2, index)
         return torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2)
 
-    def logical(self, tokens: int, device: torch.device) -> Tensor:
-        """Logical indices of the first `tokens` tokens, int64 [B or 1, Hk or 1, tokens]."""
-        later = torch.arange(self.first + self.kept, self.first + tokens, device=device)
-        if self.index is None:
+    def logical(self, lo: int, hi: int, device: torch.device) -> Tensor:
+        """Logical indices of tokens lo to hi, int64 [B or 1, Hk or 1, hi - lo]."""
+        begin, end = max(lo, self.kept), max(hi, self.kept)
+        later = torch.arange(self.first + begin, self.first + end, device=device)
+        if self.index is None or lo >= self.kept:
             return later.expand(1, 1, -1)
-        return torch.cat([self.index.long(), later.expand(*self.index.shape[:2], -1)], dim=-1)
+        index = self.index[:, :, lo:hi].long()
+        return torch.cat([index, later.expand(*index.shape[:2], -1)], dim=-1)
 
 
 def take(x: Tensor, slots: Tensor) -> Tensor:
@@ -264,20 +273,32 @@ class Sinks:
             return False
         return seen >= self.count + (int(self.start.max()) if self.padded else 0)
 
-    def piece(self, seen: int, valid: Tensor | None = None) -> Piece:
+    def piece(
+        self,
+        seen: int,
+        valid: Tensor | None = None,
+        alibi: Alibi | None = None,
+        first: int = 0,
+    ) -> Piece:
         """The sinks among the first `seen` tokens, as something to attend to.
 
-        valid: bool [B, 1, seen or more] by logical index, False for padding.
+        valid: bool [B, 1, seen or more] by logical index, False for padding. first: where the body
+        begins.
         """
         assert self.keys is not None
         assert self.values is not None
+        bias = None
+        if alibi is not None:  # sinks still to come are hidden: any index does
+            index = self._index()[:, None]
+            index = index + self.behind(first) if alibi.closed_up else index
+            bias = alibi.bias(index.clamp(max=seen - 1))
         if valid is None and not self.padded and seen >= self.count:
-            return Piece(self.keys, self.values, None)
+            return Piece(self.keys, self.values, None, bias=bias)
         index = self._index()
         see = index < seen
         if valid is not None:
             see &= valid[:, 0].gather(1, index.clamp(max=valid.shape[-1] - 1))
-        return Piece(self.keys, self.values, see[:, None, :])
+        return Piece(self.keys, self.values, see[:, None, :], bias=bias)
 
     def behind(self, first: int) -> Tensor:
         """How far the sinks lie behind a body that begins at index `first`: int64 [B, 1, count]."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .alibi import Alibi
 from .segment import Piece, take
 
 
@@ -46,9 +47,15 @@ class Slots:
         self.scores.scatter_(2, self.free, 0.0)
         self.index.scatter_(2, self.free, logical)
 
-    def piece(self, valid: Tensor | None) -> Piece:
+    def piece(self, valid: Tensor | None, alibi: Alibi | None = None) -> Piece:
         """All slots as one piece; valid: bool [B, 1, seen tokens] by logical index."""
-        return Piece(self.keys, self.values, self.see(valid), causal=1)
+        bias = None
+        if alibi is not None:
+            index = self.index.long()
+            if alibi.closed_up:  # all slots are taken while a step attends to them
+                index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
+            bias = alibi.bias(index)
+        return Piece(self.keys, self.values, self.see(valid), causal=1, bias=bias)
 
     def see(self, valid: Tensor | None) -> Tensor | None:
         """`valid` by slot, [B, Hk, C]."""

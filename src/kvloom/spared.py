@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .alibi import Alibi
 from .keep import Step, choose
 from .layer import Asked, LayerCache
 from .segment import Piece, Segment, take
@@ -86,7 +87,7 @@ class SparedLayer(LayerCache):
         real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
         step = Step(
             asked.q, k, asked.scale, asked.softcap, asked.see, real, index, n, 0, self.place[0],
-            rule.group,
+            rule.group, None if asked.alibi is None else asked.alibi.bias(index),
         )  # fmt: skip
         scores = rule.scorer(step).to(torch.float32)[..., lo:hi]
         may = asked.see if self.sinks is None else self.sinks.hide(asked.see)
@@ -98,9 +99,9 @@ class SparedLayer(LayerCache):
         self.spared.append(take(k, slots), take(v, slots))
         self.spared.index, self.spared.kept = slots.int(), slots.shape[-1]
 
-    def _past(self, see: Tensor | None, present: int) -> list[Piece]:
+    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
         if self.spared.index is None:
-            return super()._past(see, present)
+            return super()._past(see, alibi, present)
         index = self.spared.index.long()
         b, hk = index.shape[:2]
         if see is None:
@@ -109,4 +110,4 @@ class SparedLayer(LayerCache):
         else:
             rest = see.expand(-1, hk, -1).clone()
         rest.scatter_(2, index, False)
-        return [*self.spared.pieces(see, 0), *super()._past(rest, present)]
+        return [*self.spared.pieces(see, 0, alibi), *super()._past(rest, alibi, present)]

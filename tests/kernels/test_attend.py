@@ -51,6 +51,17 @@ def test_attend_is_softmax_attention(hq, hk, n, t, causal, softcap):
         agrees(got, q, k, v, 0.25, causal=causal, valid=valid, softcap=softcap)
 
 
+@heads
+@pytest.mark.parametrize(("t", "n"), [(1, 1), (1, 65), (3, 64), (17, 17)])
+@pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])
+def test_a_bias_is_added_to_the_logits(hq, hk, t, n, rows):
+    q, k, v = drawn(hq, hk, t, n)
+    bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
+    for valid, softcap in ((None, None), (hidden(2, 1, n), 2.0), (hidden(2, hk, n), None)):
+        given = {"causal": t > 1, "valid": valid, "softcap": softcap, "bias": bias}
+        agrees(ref.attend(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_attended_to_in_fp32(dtype):
     q, k, v = drawn(4, 2, 3, 65, dtype=dtype)
@@ -127,6 +138,23 @@ def test_sdpa_is_attend(hq, hk, t, n, masked, layout):
         sees &= valid[:, :, n - t :].repeat_interleave(hq // valid.shape[1], dim=1)
     torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
     assert not got.isnan().any()
+
+
+@heads
+@pytest.mark.parametrize("n", [1, 64])
+@pytest.mark.parametrize("masked", [None, "a row", "a head"])
+@pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])
+def test_sdpa_of_one_query_takes_a_bias(hq, hk, n, masked, rows):
+    q, k, v = drawn(hq, hk, 1, n)
+    bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
+    valid = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
+    got = ref.sdpa(q, k, v, 0.25, causal=False, valid=valid, bias=bias)
+    want = ref.attend(q, k, v, 0.25, valid=valid, bias=bias)
+    sees = want.lse > -torch.inf
+    torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
+    assert not got.isnan().any()
+    half = ref.sdpa(q.half(), k.half(), v.half(), 0.25, causal=False, valid=valid, bias=bias)
+    torch.testing.assert_close(half[sees].float(), want.out[sees], rtol=0, atol=1e-2)
 
 
 # --- merge -------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_calibrated_recipes_generate_and_hold_what_is_predicted(llama, spec, pad
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "glm4", "gpt-neox", "qwen3", "phi3", "gemma2", "stablelm"]
+    "name", ["llama-gqa", "glm4", "gpt-neox", "qwen3", "phi3", "gemma2", "stablelm", "gptj"]
 )
 def test_fine_codes_before_rope_are_nearly_exact(name):
     """Partial rotary and both pairings: 8 bits of keys before RoPE change hardly anything."""
@@ -228,16 +228,23 @@ def test_a_group_larger_than_the_layer_is_refused(llama):
     assert "group=64 does not divide the layer's channels=32; use 16 or 32" in message
 
 
-def test_models_without_rope_are_refused_before_rope_and_calibrated_after_it(tmp_path):
-    model, path = build("gpt2"), tmp_path / "c.safetensors"
-    with pytest.raises(CalibrationError, match="GPT2LMHeadModel has no rotary embedding"):
+@pytest.mark.parametrize("name", ["gpt2", "mpt", "bloom"])
+def test_models_without_rope_are_refused_before_rope_and_calibrated_after_it(tmp_path, name):
+    model, path = build(name), tmp_path / "c.safetensors"
+    with pytest.raises(CalibrationError, match=f"{type(model).__name__} has no rotary embedding"):
         calibrated(model, path)
-    after = f"{SKVQ},pre_rope=false"
+    after = f"{SKVQ},pre_rope=false,heavy=4"
     calibrated(model, path, [after])
-    kvloom.attach(model, f"{after},calibration={path}")
+    outs = []
+    for spec in ("full", f"{after},bits=8,value_bits=8,clip=1.0,meta=fp32"):
+        cache = kvloom.Cache(model, spec if spec == "full" else f"{spec},calibration={path}")
+        with torch.inference_mode():
+            model(input_ids=ids(), past_key_values=cache)
+            outs.append(model(input_ids=ids(1)[:, :3], past_key_values=cache).logits)
+    assert divergence(outs[1], outs[0]) < 1e-4
     fmt = kvloom.Packed(2, "token", 16, pre_rope=True)
-    message = refused(build("gpt2"), kvloom.Recipe(store=kvloom.Store(keys=fmt)))
-    assert "GPT2LMHeadModel has no rotary embedding" in message
+    message = refused(build(name), kvloom.Recipe(store=kvloom.Store(keys=fmt)))
+    assert "has no rotary embedding" in message
 
 
 def test_too_little_text_is_refused():

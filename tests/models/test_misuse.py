@@ -63,8 +63,8 @@ def test_bad_recipes_change_nothing(model, recipe, error, says):
     [
         (tf.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=99),
          "T5ForConditionalGeneration .* encoder-decoder"),
-        (tf.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=99),
-         "BloomForCausalLM .* attention interface"),
+        (tf.CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=99),
+         "CodeGenForCausalLM .* attention interface"),
         (tf.JetMoeConfig(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2,
                          kv_channels=16, intermediate_size=32, vocab_size=99),
          "JetMoeForCausalLM .* repeats its keys"),

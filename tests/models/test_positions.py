@@ -16,7 +16,7 @@ from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.recipes import resolve
 
 LEARNED = ("gpt2", "opt")
-ROTARY = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]
+MOVABLE = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]
 TOKENS = 41
 BY_AGE = ("streaming:tokens=20,sinks=4,positions=renumbered",)
 BY_SCORE = (
@@ -40,7 +40,9 @@ def kept(cache) -> list[int]:
         return [*range(count), *range(layer.body.first, layer.seen)]
     slots = getattr(layer, "slots", None)
     if slots is None:
-        return layer.body.logical(len(layer.body), torch.device("cpu"))[0, 0].sort().values.tolist()
+        return (
+            layer.body.logical(0, len(layer.body), torch.device("cpu"))[0, 0].sort().values.tolist()
+        )
     held = torch.ones_like(slots.index[0, 0], dtype=torch.bool)
     held[slots.free[0, 0]] = False
     return slots.index[0, 0][held].sort().values.tolist()
@@ -65,7 +67,7 @@ def steps(model, recipe, remember=False):
 
 
 @pytest.mark.parametrize("recipe", BY_AGE)
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("name", MOVABLE)
 def test_tokens_kept_by_age(name, recipe):
     model = one_layer(name)
     for ids, at, t, before, got in steps(model, recipe):

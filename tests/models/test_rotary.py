@@ -19,7 +19,7 @@ SCALED = {
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
 }
-NONE = ("gpt2", "opt")
+NONE = ("gpt2", "opt", "mpt", "falcon-alibi", "bloom")
 
 
 @pytest.mark.parametrize("name", [n for n in zoo.CONFIGS if n not in NONE])
@@ -46,7 +46,7 @@ def test_scaled_frequencies(kind):
 
 
 @pytest.mark.parametrize("name", NONE)
-def test_learned_positions_do_not_rotate(name):
+def test_learned_positions_and_alibi_do_not_rotate(name):
     assert rope(zoo.build(name)) is None
 
 

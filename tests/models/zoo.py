@@ -18,6 +18,10 @@ _COMMON = {
     "tie_word_embeddings": False,
 }
 _GQA = {**_COMMON, "num_key_value_heads": 2, "head_dim": 16}
+_OLD = {
+    name: _COMMON[name] for name in _COMMON if name.endswith("_token_id") or name == "vocab_size"
+}
+_FALCON = {**_OLD, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 CONFIGS = {
     "llama-gqa": lambda: tf.LlamaConfig(**_GQA),
@@ -51,7 +55,24 @@ CONFIGS = {
     "stablelm": lambda: tf.StableLmConfig(
         **{k: v for k, v in _GQA.items() if k != "head_dim"}, partial_rotary_factor=0.25
     ),
+    "gptj": lambda: tf.GPTJConfig(
+        **_OLD, n_embd=64, n_layer=3, n_head=4, rotary_dim=8, n_positions=1024
+    ),
+    "mpt": lambda: tf.MptConfig(**_OLD, d_model=96, n_layers=3, n_heads=6, max_seq_len=1024),
+    "falcon-mqa": lambda: tf.FalconConfig(**_FALCON, multi_query=True, bias=True),
+    "falcon-gqa": lambda: tf.FalconConfig(
+        **_FALCON, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "falcon-alibi": lambda: tf.FalconConfig(
+        # 9 heads: one slope is no power of two, and far biases are rounded unevenly
+        **{**_FALCON, "num_attention_heads": 9, "hidden_size": 144},
+        alibi=True, multi_query=False, parallel_attn=False,
+    ),
+    "bloom": lambda: tf.BloomConfig(**_OLD, hidden_size=96, n_layer=3, n_head=6),
 }  # fmt: skip
+
+# Their attention does not go through transformers' interface.
+ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")
 
 
 def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
@@ -61,7 +82,7 @@ def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     for key, value in changes.items():
         setattr(config, key, value)
     # eager is plain for every model: sdpa drops Gemma 2's softcap in some versions
-    attention = "eager" if name == "gemma2" else "sdpa"
+    attention = "eager" if name in ("gemma2", "gptj", "mpt", "bloom") else "sdpa"
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():

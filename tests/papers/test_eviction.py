@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvloom.alibi import Alibi
 from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
 
@@ -21,8 +22,8 @@ def softmax(x):
 class Simulated:
     """One key/value head: lists, loops, and the formulas of the papers."""
 
-    def __init__(self, heavy, recent, sinks=0):
-        self.heavy, self.recent, self.sinks = heavy, recent, sinks
+    def __init__(self, heavy, recent, sinks=0, slopes=(0.0, 0.0)):
+        self.heavy, self.recent, self.sinks, self.slopes = heavy, recent, sinks, slopes
         self.kept, self.score = [], {}
         self.k, self.v = [], []
 
@@ -38,7 +39,8 @@ class Simulated:
             for j in seen:
                 self.score.setdefault(j, 0.0)
             for h in range(r):
-                p = softmax(np.array([q[h, i] @ self.k[j] for j in seen]) / np.sqrt(d))
+                logits = np.array([q[h, i] @ self.k[j] for j in seen]) / np.sqrt(d)
+                p = softmax(logits + self.slopes[h] * np.array(seen))
                 out[h, i] = sum(w * self.v[j] for w, j in zip(p, seen, strict=True))
                 if window is None or i >= t - window:
                     for w, j in zip(p, seen, strict=True):
@@ -73,18 +75,25 @@ def heads(q, k, v, r):
             )
 
 
-def run(recipe, r, turns, window=None, at_step=True, sharp=2.0):
+def run(recipe, r, turns, window=None, at_step=True, sharp=2.0, slopes=None):
     """Drive a layer and its simulation through `turns` (tokens each); compare every output."""
     layer = layer_cache(resolve(recipe), "layer 0", (0, 1))
     simulated = None
     for number, t in enumerate(turns):
         q, k, v = tensors(r, t, number, sharp)
-        out = layer.attend(q, k, v, scale=D**-0.5)
+        alibi = None
+        if slopes is not None:
+            seen = torch.arange(layer.seen + t).expand(B, 1, -1)
+            alibi = Alibi(torch.tensor(slopes[: HK * r]), seen)
+        out = layer.attend(q, k, v, scale=D**-0.5, alibi=alibi)
         if simulated is None:
             heavy, recent = layer.keeper.heavy, layer.keeper.recent
             sinks = layer.recipe.protect.sinks
             places = [(b, h) for b in range(B) for h in range(HK)]
-            simulated = {place: Simulated(heavy, recent, sinks) for place in places}
+            simulated = {
+                (b, h): Simulated(heavy, recent, sinks, (slopes or [0.0] * 4)[h * r : (h + 1) * r])
+                for b, h in places
+            }
         for (b, h), qh, kh, vh in heads(q, k, v, r):
             one = simulated[b, h]
             expected = one.step(qh, kh, vh, window)
@@ -106,6 +115,20 @@ def test_h2o_step_by_step(r, recent, turns):
     assert all(len(one.kept) == room for one in simulated.values())
     held = len(layer.slots) if layer.slots is not None else len(layer.body)
     assert held == room
+
+
+@pytest.mark.parametrize("r", [1, 2])
+@pytest.mark.parametrize("turns", [[40, *[1] * 25], [40, 1, 1, 7, 1, 1, 1]])
+def test_h2o_sees_alibi(r, turns):
+    """Scores and outputs are those of the biased logits, at the tokens' own distances."""
+    slopes = [0.5, 0.02, 0.1, 0.25]
+    layer, simulated = run("h2o:fraction=0.5", r, turns, slopes=slopes)
+    if layer.slots is not None:
+        index = layer.slots.unroll()[3]
+    else:
+        index = layer.body.logical(0, len(layer.body), torch.device("cpu"))
+    for (b, h), one in simulated.items():
+        assert sorted(index[b, h].tolist()) == one.kept
 
 
 @pytest.mark.parametrize("r", [1, 2])

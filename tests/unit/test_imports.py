@@ -15,7 +15,7 @@ SOURCE = Path(kvloom.__file__).parent
 TESTS = Path(__file__).parent.parent
 # A part may import the parts of lower storeys. Parts of one storey do not know each other.
 STOREYS = [
-    {"shapes", "errors", "rope"},
+    {"shapes", "errors", "rope", "alibi"},
     {"kernels"},
     {"store", "keep", "recall"},
     {"segment"},

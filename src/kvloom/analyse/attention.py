@@ -117,10 +117,13 @@ def variance(mass: Tensor, groups: int) -> float:
     return mass.view(groups, -1, mass.shape[-1]).sum(dim=1).var(dim=-1).mean().item()
 
 
-def blocks(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Iterator[Tensor]:
+def blocks(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None, bias: Tensor | None = None
+) -> Iterator[Tensor]:
     """Attention weights of blocks of rows of q [Hq, T, D] over k [Hk, T, D], causally.
 
-    Yields fp32 [Hq, rows, N], N the keys that the block's last row sees; later keys weigh 0.
+    bias: fp32 [Hq, T], added to the logits. Yields fp32 [Hq, rows, N], N the keys that the block's
+    last row sees; later keys weigh 0.
     """
     hq, t, d = q.shape
     hk = k.shape[0]
@@ -132,6 +135,8 @@ def blocks(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Iterato
         logits = (rows @ keys[..., :hi]).mul_(scale).view(hq, hi - lo, hi)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
+        if bias is not None:
+            logits += bias[:, None, :hi]
         ahead = torch.ones(hi - lo, hi, dtype=torch.bool, device=q.device).triu_(lo + 1)
         yield logits.masked_fill_(ahead, -torch.inf).softmax(dim=-1)
 
@@ -159,9 +164,11 @@ class _Layer:
         """Take in the prompt, or one step: before the layer attends."""
         q, k = look.q[0], look.keys[0]
         if look.cache.seen == 0:
-            self._prompt(q, k, look.scale, look.softcap)
+            self._prompt(q, k, look)
             return
-        weights = ref.column_mass(look.q, look.keys, look.scale, softcap=look.softcap)[0]
+        weights = ref.column_mass(
+            look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias
+        )[0]
         own = self.held.new_ones(len(self.held), 1)
         self.held = torch.cat([self.held, own], dim=1)  # [Hk, N]
         left = weights * self.held.repeat_interleave(len(q) // len(k), dim=0)
@@ -198,12 +205,13 @@ class _Layer:
             after=_bins(self.after / self.queries, there),
         )
 
-    def _prompt(self, q: Tensor, k: Tensor, scale: float, softcap: float | None) -> None:
+    def _prompt(self, q: Tensor, k: Tensor, look: Look) -> None:
         hq, t, _ = q.shape
         self.groups = len(k)
         self.mass = q.new_zeros(hq, t, dtype=torch.float32)
         below = 0
-        for weights in blocks(q, k, scale, softcap):
+        bias = None if look.bias is None else look.bias[0]
+        for weights in blocks(q, k, look.scale, look.softcap, bias):
             below += sparse(weights)
             self.mass[:, : weights.shape[-1]] += weights.sum(dim=1)
         self.sparsity = below / (hq * t * (t + 1) / 2)

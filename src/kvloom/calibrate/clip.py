@@ -27,7 +27,7 @@ GRID = tuple(round(0.6 + 0.02 * i, 2) for i in range(21))
 class Sample(NamedTuple):
     """Some queries of a layer, q [B, Hq, S, D], and all that they attend to, k, v [B, Hk, N, D].
 
-    rows: int64 [S], which of the N tokens ask; keys are after RoPE.
+    rows: int64 [S], which of the N tokens ask; keys are after RoPE. bias: fp32 [B, Hq, N].
     """
 
     q: Tensor
@@ -36,6 +36,7 @@ class Sample(NamedTuple):
     rows: Tensor
     scale: float
     softcap: float | None
+    bias: Tensor | None = None
 
     @classmethod
     def of(cls, seen: Seen, queries: int) -> Sample:
@@ -43,7 +44,8 @@ class Sample(NamedTuple):
         t = seen.q.shape[2]
         rows = torch.linspace(t // 2, t - 1, min(queries, t - t // 2)).long()
         q = seen.q[:, :, rows.to(seen.q.device)]
-        return cls(q.cpu(), seen.k.cpu(), seen.v.cpu(), rows, seen.scale, seen.softcap)
+        bias = None if seen.bias is None else seen.bias.cpu()
+        return cls(q.cpu(), seen.k.cpu(), seen.v.cpu(), rows, seen.scale, seen.softcap, bias)
 
 
 class Attention:
@@ -56,6 +58,8 @@ class Attention:
         self.q = sample.q.float().reshape(b, hk, hq // hk, s, d)
         self.scale, self.softcap = sample.scale, sample.softcap
         self.logits = self.q @ self.k.transpose(-1, -2).unsqueeze(2) * self.scale
+        if sample.bias is not None:
+            self.logits += sample.bias.view(-1, hk, hq // hk, 1, n)
         self.hidden = torch.arange(n) > sample.rows[:, None]
         self.weights = self.shifted(0.0)  # [B, Hk, R, S, N]
 

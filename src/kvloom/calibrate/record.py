@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..alibi import Alibi
 from ..hf.cache import Cache, RoutedLayer
 from ..layer import LayerCache, attend_pieces
 from ..recipe import Recipe
@@ -19,13 +20,17 @@ from ..segment import Piece
 
 
 class Seen(NamedTuple):
-    """What one layer attends with: q [B, Hq, T, D], k and v [B, Hk, T, D]; keys after RoPE."""
+    """What one layer attends with: q [B, Hq, T, D], k and v [B, Hk, T, D]; keys after RoPE.
+
+    bias: fp32 [B, Hq, T], added to the logits (ALiBi).
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
     softcap: float | None
+    bias: Tensor | None = None
 
 
 See = Callable[[int, Seen], None]
@@ -48,12 +53,17 @@ class Recorder(LayerCache):
         scale: float,
         valid: Tensor | None = None,
         softcap: float | None = None,
+        alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend causally; padding is not expected."""
         self.check(k, v)
         self.check_range(k, v)
-        self.show(self.number, Seen(q, k, v, scale, softcap))
-        return attend_pieces(q, [Piece(k, v, None, causal=k.shape[2])], scale, softcap)
+        t = k.shape[2]
+        bias = None
+        if alibi is not None:
+            bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
+        self.show(self.number, Seen(q, k, v, scale, softcap, bias))
+        return attend_pieces(q, [Piece(k, v, None, causal=t, bias=bias)], scale, softcap)
 
 
 def read(model: PreTrainedModel, ids: Tensor, see: See) -> None:

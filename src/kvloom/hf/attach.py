@@ -1,8 +1,9 @@
 """Make a recipe the default of a model, and undo it.
 
-Decides what is changed on a model: its attention implementation, the hook that builds a cache for
-direct calls, and `_prepare_cache_for_generation`. All of it is kept in one place, `model._kvloom`,
-and restored by `detach`.
+Decides what is changed on a model: its attention (the implementation, or for some the modules, see
+`adapters`), the hook that builds a cache for direct calls, `_prepare_cache_for_generation`, and
+use_cache where it is off. All of it is kept in one place, `model._kvloom`, and restored by
+`detach`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..errors import CacheMisuse
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..shapes import Geometry
-from . import attention, compat, rotary
+from . import adapters, attention, compat, rotary
 from .cache import Cache
 from .known import known
 
@@ -29,7 +30,7 @@ _TOKENS = 32768  # the prompt for which a report states sizes
 class _Routing:
     """What `detach` restores, and the recipe of fresh caches (None: route only)."""
 
-    implementations: list[tuple[Any, str]]
+    changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
     hooks: list[Any]
     recipe: Recipe | None = None
 
@@ -70,18 +71,30 @@ class Report:
 
 
 def route(model: PreTrainedModel) -> None:
-    """Send the model's attention through kvloom; caches that are not kvloom's notice nothing."""
+    """Send the model's attention through kvloom; caches that are not kvloom's notice nothing.
+
+    A model whose default is use_cache=False (MPT) would use no cache, not even one it is given: it
+    becomes True.
+    """
     if getattr(model, "_kvloom", None) is not None:
         _check_implementation(model)
         return
-    attention.register()
     hooks = [
         model.register_forward_pre_hook(_before_forward, with_kwargs=True),
         model.register_forward_hook(_after_forward, with_kwargs=True),
     ]
-    model._kvloom = _Routing(_implementations(model), hooks)
     model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
-    model.set_attn_implementation(attention.NAME)
+    model._kvloom = _Routing([], hooks)
+    for config in (compat.decoder_config(model), model.generation_config):
+        if getattr(config, "use_cache", True) is False:
+            model._kvloom.changed.append((config, "use_cache", False))
+            config.use_cache = True
+    if compat.adapted(model):
+        hooks += adapters.install(model)
+    else:
+        attention.register()
+        model._kvloom.changed += _implementations(model)
+        model.set_attn_implementation(attention.NAME)
 
 
 def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
@@ -115,18 +128,21 @@ def detach(model: PreTrainedModel) -> None:
         raise CacheMisuse("nothing is attached to this model")
     for hook in routing.hooks:
         hook.remove()
-    for config, implementation in routing.implementations:
-        config._attn_implementation_internal = implementation
+    for config, attribute, was in routing.changed:
+        setattr(config, attribute, was)
+    if compat.adapted(model):
+        adapters.uninstall(model)
     del model._prepare_cache_for_generation
     del model._kvloom
 
 
-def _implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
     """The attention implementation of every config in the model."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     text = compat.decoder_config(model)
     configs[id(text)] = text
-    return [(config, config._attn_implementation) for config in configs.values()]
+    name = "_attn_implementation_internal"
+    return [(config, name, config._attn_implementation) for config in configs.values()]
 
 
 def _prepare_cache(
@@ -206,6 +222,8 @@ def _after_forward(
 
 
 def _check_implementation(model: PreTrainedModel) -> None:
+    if compat.adapted(model):
+        return
     found = compat.decoder_config(model)._attn_implementation
     if found != attention.NAME:
         raise CacheMisuse(

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..errors import CacheMisuse
 from ..kernels.attend import ref
+from .cache import RoutedLayer
 from .compat import padding_mask
 
 NAME = "kvloom"
@@ -38,14 +39,19 @@ def attention(
         return _stock(
             module, query, key, value, attention_mask, dropout, scaling, softcap, **kwargs
         )
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise CacheMisuse(
-            f"{layer.cache.name}: kvloom takes a 2-D padding mask [batch, tokens], got a mask of "
-            f"shape {tuple(attention_mask.shape)}"
-        )
+    check_mask(layer, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layer.attend(module, query, key, value, scale, attention_mask, softcap)
     return out.transpose(1, 2).contiguous(), None
+
+
+def check_mask(layer: RoutedLayer, mask: Tensor | None) -> None:
+    """Refuse a mask that says more than which tokens are padding."""
+    if mask is not None and mask.dim() != 2:
+        raise CacheMisuse(
+            f"{layer.cache.name}: kvloom takes a 2-D padding mask [batch, tokens], got a mask of "
+            f"shape {tuple(mask.shape)}"
+        )
 
 
 def _stock(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from ..alibi import Alibi
 from ..errors import CacheMisuse
 from ..layer import LayerCache
 from ..recipe import Recipe
@@ -62,6 +63,7 @@ class RoutedLayer(CacheLayerMixin):
         scale: float,
         mask: Tensor | None,
         softcap: float | None,
+        alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend for `module`, once after every `update`."""
         if not self.armed:
@@ -70,14 +72,19 @@ class RoutedLayer(CacheLayerMixin):
                 "share keys and values are not supported"
             )
         config = getattr(module, "config", None)
-        if config is not None and compat.fingerprint(config) != self.fingerprint:
+        if config is not None:
+            self.check_model(config)
+        self.armed = False
+        valid = None if mask is None else mask.to(q.device)
+        return self.cache.attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
+
+    def check_model(self, config: Any) -> None:
+        """Refuse a model other than the one this cache was made for."""
+        if compat.fingerprint(config) != self.fingerprint:
             raise CacheMisuse(
                 f"{self.cache.name}: this cache was made for another model "
                 f"({self.fingerprint[0]}); make a new one for {compat.fingerprint(config)[0]}"
             )
-        self.armed = False
-        valid = None if mask is None else mask.to(q.device)
-        return self.cache.attend(q, k, v, scale=scale, valid=valid, softcap=softcap)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """(tokens seen + query tokens, 0): masks speak of logical indices, not of slots."""

@@ -16,6 +16,8 @@ from ..shapes import Geometry
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+# Models whose attention `adapters` replaces, by model type.
+ADAPTED = ("bloom", "falcon", "gptj", "mpt")
 # Models that use the attention interface but do not cache what they attend to.
 _REFUSED = {
     "jetmoe": "it repeats its keys before attention",
@@ -47,10 +49,20 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         reason = "some of its layers share the keys and values of others"
     elif config.model_type in _REFUSED:
         reason = _REFUSED[config.model_type]
-    elif not model._can_set_attn_implementation():
+    elif not adapted(model) and not model._can_set_attn_implementation():
         reason = "its attention does not go through transformers' attention interface"
     if reason:
         raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
+
+
+def has_alibi(config: Any) -> bool:
+    """Whether the model has ALiBi (arXiv:2108.12409) instead of positions."""
+    return bool(config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False))
+
+
+def adapted(model: PreTrainedModel) -> bool:
+    """Whether the model's attention modules are patched, see `adapters`."""
+    return decoder_config(model).model_type in ADAPTED
 
 
 def geometry(model: PreTrainedModel) -> Geometry:
@@ -58,6 +70,9 @@ def geometry(model: PreTrainedModel) -> Geometry:
     config = decoder_config(model)
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    if config.model_type == "falcon":
+        one = config.multi_query and not config.new_decoder_architecture
+        kv_heads = 1 if one else config.num_kv_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
     layers = sum(kind == FULL for kind, _ in stock_layers(config))
     return Geometry(layers, q_heads, kv_heads, head_dim, model.dtype)

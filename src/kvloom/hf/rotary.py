@@ -32,7 +32,7 @@ def rope(model: PreTrainedModel) -> Rope | None:
     if config.model_type == "gptj":
         dims = config.rotary_dim or config.n_embd // config.n_head
         return Rope(10000.0 ** -(torch.arange(0, dims, 2).float() / dims), interleaved=True)
-    if getattr(config, "alibi", False):
+    if compat.has_alibi(config):
         return None
     decoder = model.get_decoder() or model
     found = [m for m in decoder.modules() if _inv_freq(m) is not None]
@@ -81,8 +81,7 @@ def renumbers_learned(model: PreTrainedModel, recipe: Recipe) -> bool:
     """Whether new tokens need smaller learned positions, since tokens before them are gone."""
     if recipe.keep is None or recipe.keep.positions == "original":
         return False
-    alibi = getattr(compat.decoder_config(model), "alibi", False)
-    return not alibi and rope(model) is None
+    return not compat.has_alibi(compat.decoder_config(model)) and rope(model) is None
 
 
 def _inv_freq(module: torch.nn.Module) -> Any:

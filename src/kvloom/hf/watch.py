@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..alibi import Alibi
 from ..errors import UnsupportedModel
 from ..layer import LayerCache
 from ..store.buffer import Buffer
@@ -22,7 +23,8 @@ class Look(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
     Both as the model gives them, at their own positions also where the recipe renumbers. place:
-    number of the layer among those that the cache holds. cache: as the step finds it.
+    number of the layer among those that the cache holds. cache: as the step finds it. bias: ALiBi's
+    of all tokens, fp32 [B, Hq, N], where the model has it.
     """
 
     place: int
@@ -31,6 +33,7 @@ class Look(NamedTuple):
     keys: Tensor
     scale: float
     softcap: float | None
+    bias: Tensor | None
 
 
 class WatchedLayer(RoutedLayer):
@@ -50,11 +53,15 @@ class WatchedLayer(RoutedLayer):
         scale: float,
         mask: Tensor | None,
         softcap: float | None,
+        alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend as `RoutedLayer` does."""
         self.exact.append(k)
-        self.saw(Look(self.place, self.cache, q, self.exact.view(), scale, softcap))
-        return super().attend(module, q, k, v, scale, mask, softcap)
+        keys = self.exact.view()
+        every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
+        bias = None if alibi is None else alibi.bias(every)
+        self.saw(Look(self.place, self.cache, q, keys, scale, softcap, bias))
+        return super().attend(module, q, k, v, scale, mask, softcap, alibi)
 
 
 def watch(cache: Cache, saw: Callable[[Look], None]) -> None:

@@ -125,7 +125,9 @@ class _Note:
 
     def look(self, look: Look) -> None:
         """Take in the exact attention of a step."""
-        mass = ref.column_mass(look.q, look.keys, look.scale, softcap=look.softcap)[0]
+        mass = ref.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
+            0
+        ]
         heads, n = look.keys.shape[1], look.keys.shape[2]
         self.fresh = mass.view(heads, -1, n).sum(dim=1).cpu()
 

@@ -26,7 +26,8 @@ class Step:
     q [B, Hq, T, D], k [B, Hk, N, D]; the queries are the last T of the N tokens. valid bool
     [B, 1 or Hk, N] and real bool [B, 1, T] hide padding (None: there is none). index int64
     [B or 1, Hk or 1, N]: the tokens' places in the sequence, of `seen` so far. number counts the
-    decode steps, 0 for the prompt. seed is different for every layer.
+    decode steps, 0 for the prompt. seed is different for every layer. bias fp32 [B, Hq, N] is added
+    to the logits.
     """
 
     q: Tensor
@@ -40,6 +41,7 @@ class Step:
     number: int
     seed: int
     group: str
+    bias: Tensor | None = None
 
     def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
         """Attention each token gets from the last `rows` queries (None: all), fp32 [B, Hk, N]."""
@@ -52,6 +54,7 @@ class Step:
             valid=self.valid,
             real=None if self.real is None else self.real[:, :, skip:],
             softcap=self.softcap,
+            bias=self.bias,
             noise=noise,
             tau=tau,
         )

@@ -35,11 +35,13 @@ def attend(
     causal: bool = False,
     valid: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> State:
     """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D].
 
     causal: the T queries are the last T of the N tokens, and see no later one. valid: bool
-    [B, 1 or Hk, N], False hides a token. softcap c: logits become c * tanh(logits / c).
+    [B, 1 or Hk, N], False hides a token. softcap c: logits become c * tanh(logits / c). bias: fp32
+    [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi).
     """
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -55,6 +57,8 @@ def attend(
         logits = (block @ keys).mul_(scale).view(b, hk, r, hi - lo, n)  # [B, Hk, R, rows, N]
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
+        if bias is not None:
+            logits += bias.view(-1, hk, r, 1, n)
         if causal:
             ahead = torch.ones(hi - lo, n, dtype=torch.bool, device=q.device)
             logits.masked_fill_(ahead.triu_(n - t + lo + 1), -torch.inf)
@@ -107,18 +111,30 @@ def visible(t: int, n: int, valid: Tensor | None, device: torch.device) -> Tenso
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, valid: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    valid: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend as `attend` does, by torch's fused kernel and without the lse: [B, Hq, T, D].
 
     Every query sees at least itself, also where `valid` hides it (padding rows must not be NaN).
+    A bias needs T = 1: for more queries the kernel would want it as a matrix [Hq, T, N].
     """
+    assert bias is None or q.shape[2] == 1
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
     mask = None if valid is None else valid[:, :, None, :]
     if t == 1:
         # One query row a head: the R heads of a group become rows over the same keys.
         rows = q.view(b, hk, hq // hk, d)
+        if bias is not None:
+            added = bias.view(-1, hk, hq // hk, n).to(q.dtype)
+            mask = added if mask is None else added.masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).view(b, hq, 1, -1)
     if causal and (mask is not None or n > t):
         mask, causal = visible(t, n, mask, q.device), False

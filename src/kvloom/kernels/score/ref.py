@@ -25,14 +25,17 @@ def column_mass(
     valid: Tensor | None = None,
     real: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    window: int | None = None,
     noise: Noise | None = None,
     tau: float = 1.0,
 ) -> Tensor:
     """Sum of attention over the rows of q [B, Hq, T, D] for each key of k [B, Hk, N, D].
 
     The T queries are the last T of the N tokens, causally. valid: bool [B, 1 or Hk, N], False
-    hides a key. real: bool [B, 1, T], False leaves a query row out (padding). Returns fp32
-    [B, Hq, N].
+    hides a key. real: bool [B, 1, T], False leaves a query row out (padding). softcap and bias as
+    in `attend`. window: a query sees only the last `window` of the keys up to its own. Returns
+    fp32 [B, Hq, N].
     """
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -48,12 +51,17 @@ def column_mass(
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
+        if bias is not None:
+            logits += bias.view(-1, hk, r, 1, n)[..., :end]
         if noise is not None:
             logits = logits + noise.block(hk, r, lo, hi, end)
         if tau != 1.0:
             logits = logits / tau
         ahead = torch.ones(hi - lo, end, dtype=torch.bool, device=q.device)
-        logits = logits.masked_fill(ahead.triu_(end - (hi - lo) + 1), -torch.inf)
+        hidden = ahead.triu(end - (hi - lo) + 1)
+        if window is not None:
+            hidden |= ahead.tril(end - (hi - lo) - window)
+        logits = logits.masked_fill(hidden, -torch.inf)
         if valid is not None:
             logits = logits.masked_fill(~valid[:, :, None, None, :end], -torch.inf)
         weights = logits.softmax(dim=-1)

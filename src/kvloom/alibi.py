@@ -1,0 +1,57 @@
+"""ALiBi (arXiv:2108.12409): a bias on the logits, linear in the distance between query and key.
+
+Softmax does not see what is added to a whole row, so the bias of a key is the same for all
+queries: slope * (position - position of the newest token). Counted from the newest token it stays
+exact in fp32 however long the sequence, and all pieces of a step share the reference, so that
+their states merge. Decides how positions follow from logical indices; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """One step's ALiBi: slopes fp32 [Hq], and where the tokens seen so far stand.
+
+    position: int64 [B, 1, seen + T], by logical index. closed_up: tokens that stay move together,
+    as if those dropped had never been; whoever asks for a bias then gives such indices.
+    """
+
+    slopes: Tensor
+    position: Tensor
+    closed_up: bool = False
+
+    def bias(self, index: Tensor) -> Tensor:
+        """What to add to the logits of the tokens with these logical indices.
+
+        index: int64 [B or 1, Hk or 1, N]. Returns fp32 [B, Hq, N].
+        """
+        b, h = self.position.shape[0], index.shape[1]
+        position = self.position.expand(-1, h, -1).gather(2, index.expand(b, -1, -1))
+        slopes = self.slopes.view(h, -1, 1)  # [h, Hq / h, 1]
+        newest = self.position[:, :, -1:, None]
+        return self.times(slopes, position[:, :, None], newest).flatten(1, 2)
+
+    def times(self, slopes: Tensor, position: Tensor, newest: Tensor) -> Tensor:
+        """slopes * (position - newest); a model that rounds says so here."""
+        return slopes * (position - newest)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Alibi:
+        """Apply fn to the positions, along the batch dimension."""
+        return replace(self, position=fn(self.position))
+
+
+def positions(valid: Tensor | None, batch: int, tokens: int, device: torch.device) -> Tensor:
+    """Positions of the tokens seen, int64 [B, 1, tokens]: how many stand before each.
+
+    valid: bool [B, tokens], False for padding, which does not count (None: everything counts).
+    """
+    if valid is None:
+        return torch.arange(tokens, device=device).expand(batch, 1, -1)
+    return valid.cumsum(dim=-1)[:, None] - 1

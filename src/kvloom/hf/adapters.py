@@ -1,0 +1,129 @@
+"""Models whose attention does not go through transformers' attention interface.
+
+Decides which modules get another forward, and when it is used: only for a step whose cache is
+kvloom's; any other cache, or none, meets the model's own code and the model's own masks. The
+attention of each model is in a file named after its model type, as `ATTENTION` (the class of its
+attention modules) and `attend` (what takes the place of their forward).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from ..alibi import Alibi
+from . import attention, compat
+from .cache import Cache, RoutedLayer
+
+_MASKS = "kvloom-adapted"  # the masks of a step whose cache is kvloom's
+_OWN = "_kvloom_own_forward"
+_IMPLEMENTATION = "_kvloom_own_implementation"
+
+
+def install(model: PreTrainedModel) -> list[Any]:
+    """Route every attention module of an adapted model; returns the handles of the hooks set."""
+    AttentionMaskInterface.register(_MASKS, _mask)
+    adapter = _adapter(model)
+    for module in _attentions(model):
+        name = _name(module)
+        setattr(module, _OWN, getattr(module, name))
+        setattr(module, name, types.MethodType(partial(_forward, adapter.attend), module))
+    base = model.base_model
+    return [
+        base.register_forward_pre_hook(_before, with_kwargs=True),
+        base.register_forward_hook(_after, always_call=True),
+    ]
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Give every attention module its own forward back."""
+    for module in _attentions(model):
+        if _OWN in vars(module):
+            name, own = _name(module), getattr(module, _OWN)
+            delattr(module, _OWN)
+            delattr(module, name)
+            if getattr(module, name, None) != own:  # not its class's: somebody had replaced it
+                setattr(module, name, own)
+
+
+def attend(
+    module: torch.nn.Module,
+    layer: RoutedLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    alibi: Alibi | None = None,
+) -> Tensor:
+    """Attend q [B, Hq, T, D] to all that the layer holds and to k, v [B, Hk, T, D].
+
+    mask: as `_mask` makes it. Returns [B, T, Hq * D].
+    """
+    attention.check_mask(layer, mask)
+    k, v = layer.update(k, v)
+    out = layer.attend(module, q, k, v, scale, hidden(mask), None, alibi)
+    return out.transpose(1, 2).flatten(2)
+
+
+def hidden(mask: Tensor) -> Tensor | None:
+    """A mask made by `_mask`, or None where it hides nothing."""
+    return mask if mask.numel() else None
+
+
+def _adapter(model: PreTrainedModel) -> Any:
+    return import_module(f".{compat.decoder_config(model).model_type}", __package__)
+
+
+def _attentions(model: PreTrainedModel) -> list[torch.nn.Module]:
+    kind = _adapter(model).ATTENTION
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _name(module: torch.nn.Module) -> str:
+    """Where the module's own forward is found: accelerate's hooks move it."""
+    return "_old_forward" if hasattr(module, "_old_forward") else "forward"
+
+
+def _forward(
+    attend: Callable[..., tuple], module: torch.nn.Module, *args: Any, **kwargs: Any
+) -> tuple:
+    """Attend through kvloom if the step's cache is kvloom's."""
+    cache = kwargs.get("layer_past", kwargs.get("past_key_values"))
+    if isinstance(cache, Cache):
+        return attend(module, cache.layers[module.layer_idx], *args, **kwargs)
+    return getattr(module, _OWN)(*args, **kwargs)
+
+
+def _before(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Ask for kvloom's masks in a step whose cache is kvloom's and this model's."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
+        for layer in cache.routed:
+            layer.check_model(model.config)
+        setattr(model, _IMPLEMENTATION, model.config._attn_implementation)
+        model.config._attn_implementation_internal = _MASKS
+
+
+def _after(model: PreTrainedModel, args: tuple, output: Any) -> None:
+    """Put the model's own masks back, after an error too."""
+    if hasattr(model, _IMPLEMENTATION):
+        model.config._attn_implementation_internal = getattr(model, _IMPLEMENTATION)
+        delattr(model, _IMPLEMENTATION)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor:
+    """The 2-D padding mask, or an empty one where nothing is padding: MPT has no use for None.
+
+    These models are plainly causal, also where Falcon asks for a mask in any case.
+    """
+    mask = attention.mask(*args, **{**kwargs, "allow_is_causal_skip": True})
+    return torch.empty(0, 0, dtype=torch.bool) if mask is None else mask

@@ -14,7 +14,9 @@ from kvloom.hf import rotary
 from kvloom.recipes import resolve
 from kvloom.store.calibration import Calibration
 
-SETTINGS = Settings(contexts=6, context=64, sample_contexts=2, sample_tokens=64, queries=8)
+SETTINGS = Settings(
+    contexts=6, context=64, sample_contexts=2, sample_tokens=64, queries=8, recent=8
+)
 SKVQ = "skvq:group=16,window=8,sinks=2"
 OTHERS = [
     f"{SKVQ},heavy=4",

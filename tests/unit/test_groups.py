@@ -139,3 +139,16 @@ def test_attention_of_a_sample_sees_no_later_token():
     assert exact.weights.shape == (2, 2, 2, 8, 48)
     assert not exact.weights[..., exact.hidden].any()
     torch.testing.assert_close(exact.weights.sum(-1), torch.ones(2, 2, 2, 8))
+
+
+def test_what_a_query_sees_exactly_costs_nothing_in_the_search():
+    """One query, token 24, that sees the first 4 and the newest 10 tokens exactly."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 48, 16, generator=g) for h in (4, 2, 2))
+    found = Attention(Sample.of(Seen(q, k, v, 0.25, None), 1, exact=(4, 10)))
+    for token in range(48):
+        off = torch.zeros(2, 2, 48, 16)
+        off[:, :, token] = 9.0
+        counts = 4 <= token <= 14
+        assert (found.missed_by_keys(off) > 0) == counts
+        assert bool(found.missed_by_values(off).any()) == counts

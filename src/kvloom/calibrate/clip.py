@@ -2,7 +2,9 @@
 
 The factor alpha of a layer is the one on a grid with the least squared error of attention's output
 on sampled queries, all groups at one alpha; that of a group, with all others at the layer's.
-Keys and values are searched apart. Departures: the output is taken before the projection W_o,
+Keys and values are searched apart, and as they will be used: a query sees the first and the newest
+tokens exactly. That matters for keys: clipping makes them shorter, and beside exact ones they lose.
+Departures: the output is taken before the projection W_o,
 where values' groups do not meet; the official code has no search, but one constant.
 """
 
@@ -27,7 +29,8 @@ GRID = tuple(round(0.6 + 0.02 * i, 2) for i in range(21))
 class Sample(NamedTuple):
     """Some queries of a layer, q [B, Hq, S, D], and all that they attend to, k, v [B, Hk, N, D].
 
-    rows: int64 [S], which of the N tokens ask; keys are after RoPE. bias: fp32 [B, Hq, N].
+    rows: int64 [S], which of the N tokens ask; keys are after RoPE. exact: so many first and newest
+    tokens that a query sees exactly. bias: fp32 [B, Hq, N].
     """
 
     q: Tensor
@@ -36,16 +39,18 @@ class Sample(NamedTuple):
     rows: Tensor
     scale: float
     softcap: float | None
+    exact: tuple[int, int] = (0, 0)
     bias: Tensor | None = None
 
     @classmethod
-    def of(cls, seen: Seen, queries: int) -> Sample:
+    def of(cls, seen: Seen, queries: int, exact: tuple[int, int] = (0, 0)) -> Sample:
         """Take about `queries` query rows, evenly from the second half."""
         t = seen.q.shape[2]
         rows = torch.linspace(t // 2, t - 1, min(queries, t - t // 2)).long()
         q = seen.q[:, :, rows.to(seen.q.device)]
         bias = None if seen.bias is None else seen.bias.cpu()
-        return cls(q.cpu(), seen.k.cpu(), seen.v.cpu(), rows, seen.scale, seen.softcap, bias)
+        kv = seen.k.cpu(), seen.v.cpu()
+        return cls(q.cpu(), *kv, rows, seen.scale, seen.softcap, exact, bias)
 
 
 class Attention:
@@ -62,6 +67,9 @@ class Attention:
             self.logits += sample.bias.view(-1, hk, hq // hk, 1, n)
         self.hidden = torch.arange(n) > sample.rows[:, None]
         self.weights = self.shifted(0.0)  # [B, Hk, R, S, N]
+        sinks, recent = sample.exact
+        at = torch.arange(n)
+        self.packed = (at >= sinks) & (at <= sample.rows[:, None] - recent)  # [S, N]
 
     def shifted(self, change: Tensor | float) -> Tensor:
         """Attention when the logits are changed by so much."""
@@ -72,7 +80,8 @@ class Attention:
 
     def shifted_by_keys(self, off: Tensor) -> Tensor:
         """Attention when the keys are off by `off` [B, Hk, N, D]."""
-        return self.shifted(self.q @ off.transpose(-1, -2).unsqueeze(2) * self.scale)
+        change = self.q @ off.transpose(-1, -2).unsqueeze(2) * self.scale
+        return self.shifted(change * self.packed)
 
     def missed_by_keys(self, off: Tensor) -> float:
         """Squared error of the output when the keys are off by `off` [B, Hk, N, D]."""
@@ -81,7 +90,7 @@ class Attention:
 
     def missed_by_values(self, off: Tensor) -> Tensor:
         """Squared error of each channel [Hk, D] of the output when the values are off by `off`."""
-        return (self.weights @ off.unsqueeze(2)).square().sum(dim=(0, 2, 3))
+        return (self.weights * self.packed @ off.unsqueeze(2)).square().sum(dim=(0, 2, 3))
 
 
 def search(

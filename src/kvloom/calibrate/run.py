@@ -40,7 +40,8 @@ class Settings:
     """How much to read.
 
     contexts of `context` tokens each give the ranges; clip factors are searched on the first
-    `sample_contexts` of them, `sample_tokens` tokens each, with `queries` queries.
+    `sample_contexts` of them, `sample_tokens` tokens each, with `queries` queries that see the
+    first `sinks` and the newest `recent` tokens exactly.
     """
 
     contexts: int = 64
@@ -48,6 +49,8 @@ class Settings:
     sample_contexts: int = 4
     sample_tokens: int = 1024
     queries: int = 64
+    sinks: int = 5
+    recent: int = 128
 
 
 def contexts(ids: np.ndarray, first: list[int], settings: Settings) -> Tensor:
@@ -122,9 +125,12 @@ def _calibrate(
     samples: dict[int, Sample] = {}
     if searched and int(done[1]) < len(layers):
         some = ids[: settings.sample_contexts, : settings.sample_tokens]
-        record.read(
-            model, some, lambda n, seen: samples.update({n: Sample.of(seen, settings.queries)})
-        )
+        exact = settings.sinks, settings.recent
+
+        def sample(number: int, seen: record.Seen) -> None:
+            samples[number] = Sample.of(seen, settings.queries, exact)
+
+        record.read(model, some, sample)
     for at, layer in enumerate(layers):
         if at < int(done[1]):
             continue

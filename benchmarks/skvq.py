@@ -47,9 +47,7 @@ def by_bits() -> list[str]:
             f"smoothquant:bits={bits},residual={WINDOW}",
             f"rptq:bits={bits},residual={WINDOW}",
             f"kivi:bits={bits}",
-            f"kivi:bits={bits},meta=fp8",
             f"skvq:group=32,bits={bits},value_bits={bits}",
-            f"skvq:group=64,bits={bits},value_bits={bits}",
             f"turbo:bits={bits}",
         ]
     return found
@@ -67,10 +65,10 @@ def show(found: list[Row], errors: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--questions", type=int, default=48)
+    parser.add_argument("--questions", type=int, default=16)
     options = parser.parse_args()
     model, tokenizer = load()
     settings = Settings(**vars(options))

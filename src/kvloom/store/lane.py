@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels.attend.cpu import Strand
 from .buffer import Buffer
 from .formats import Packed
 from .packed import PackedTokens, PackedView
@@ -77,6 +78,10 @@ class Lane:
             assert self.packed is not None
             return self.packed.view(lo, hi)
         return self.tail.view()[:, :, lo - self.sealed : hi - self.sealed]
+
+    def whole(self) -> Strand:
+        """All tokens, as kernels see them that take packed and exact ones together."""
+        return Strand(self.packed.view() if self.packed and self.sealed else None, self.tail.view())
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

@@ -342,4 +342,4 @@ def _strand(x: Tensor | Strand) -> Strand:
 
 
 def _plain(x: Strand) -> Tensor | Strand:
-    return x.tail if x.packed is None else x
+    return x.tail if x.fmt is None else x

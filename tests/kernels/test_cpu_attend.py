@@ -73,13 +73,13 @@ def strand(fmt, sealed, n, b, hk, d, dtype, seed):
     sealed = min(sealed, n)
     sealed -= sealed % fmt.group if fmt.axis == "channel" else 0
     if not sealed:
-        return cpu.Strand(None, x), x.float()
+        return cpu.Strand(None, x, fmt), x.float()
     held = PackedTokens(fmt)
     for lo, hi in itertools.pairwise(sorted({0, sealed // 2 // 128 * 128, sealed})):
         held.append(x[:, :, lo:hi])
     view = held.view()
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
-    return cpu.Strand(view, x[:, :, sealed:]), exact
+    return cpu.Strand(view, x[:, :, sealed:], fmt), exact
 
 
 def agrees(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
@@ -212,7 +212,7 @@ def test_a_constant_group_and_subnormal_scales_come_back(meta):
     x[:, :, 32:, ::2] = 1e-6  # a scale that fp16 holds as a subnormal number
     view = PackedTokens(channel(2, 32, meta))
     view.append(x)
-    keys = cpu.Strand(view.view(), x[:, :, :0])
+    keys = cpu.Strand(view.view(), x[:, :, :0], view.fmt)
     q = draw((1, 1, 1, 128), 3)
     v = draw((1, 1, 64, 128), 4)
     got = cpu.attend(q, keys, cpu.Strand(None, v), 1.0)

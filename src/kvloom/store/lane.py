@@ -81,7 +81,10 @@ class Lane:
 
     def whole(self) -> Strand:
         """All tokens, as kernels see them that take packed and exact ones together."""
-        return Strand(self.packed.view() if self.packed and self.sealed else None, self.tail.view())
+        if self.packed is None:
+            return Strand(None, self.tail.view())
+        packed = self.packed.view() if self.sealed else None
+        return Strand(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

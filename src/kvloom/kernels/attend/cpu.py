@@ -7,6 +7,7 @@ Numba, the first call does.
 
 from __future__ import annotations
 
+import time
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -40,27 +41,24 @@ class Codes(Protocol):
     def zero(self) -> Tensor: ...  # noqa: D102
     @property
     def hi(self) -> int: ...  # noqa: D102
-    @property
-    def fmt(self) -> Any: ...  # noqa: D102
     def tensor(self) -> Tensor:
         """The tokens, unpacked: [B, Hk, hi, D]."""
 
 
 class Strand(NamedTuple):
-    """Keys or values: a packed prefix, and the exact tokens behind it [B, Hk, N, D]."""
+    """Keys or values: a packed prefix in a format, and the exact tokens behind it [B, Hk, N, D].
+
+    packed is None as long as no token is packed; fmt is None where none will ever be.
+    """
 
     packed: Codes | None
     tail: Tensor
+    fmt: Any = None
 
     @property
     def tokens(self) -> int:
         """Tokens of both."""
         return self.tail.shape[2] + (0 if self.packed is None else self.packed.hi)
-
-    @property
-    def fmt(self) -> Any:
-        """The format of the packed prefix, None if there is none."""
-        return None if self.packed is None else self.packed.fmt
 
     def tensor(self) -> Tensor:
         """All tokens [B, Hk, N, D], unpacked."""
@@ -159,8 +157,11 @@ def attend(
 @cache
 def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, Any]:
     """The kernel for a case, and what writes a number into its job."""
+    begin = time.perf_counter()
     from .. import team
     from .fused import Form, kernel
+
+    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
 
     def each(of: Any, default: Any) -> Any:
         return tuple(default if fmt is None else of(fmt) for fmt in formats)

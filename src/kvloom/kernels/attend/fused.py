@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from .. import lanes, team
 from ..lanes import (
     add,
     div,
@@ -35,7 +36,8 @@ from ..lanes import (
     total,
 )
 from ..quant.ref import ATOM
-from ..team import Kernel, count, real, whole
+from ..team import Kernel, count, real, sources, whole
+from . import micro
 from .micro import SIZE, scores, values
 
 TILE = 128  # tokens; every group divides it
@@ -145,8 +147,11 @@ def kernel(form: Form) -> Any:
     msize, vsize = SIZE[kmeta], SIZE[vmeta]
     meta_gap = 4 * max(TILE + 8, 16) * max(1, d // 16)  # bytes of S, then Z
     srow = 4 * (TILE + 16)
+    emitters = sources(lanes, micro, team)
 
     def attend(job):  # type: ignore[no-untyped-def]
+        if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
+            return
         batch, hk, rows, t = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
         n, causal, splits = whole(job, 5), whole(job, 6), whole(job, 7)
         scale, softcap = np.float32(real(job, 8)), np.float32(real(job, 9))

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import steps
 import torch
 
+import steps
 from kvloom.kernels import dispatch
 from kvloom.kernels.attend import ref
 from kvloom.kernels.attend.cpu import Strand

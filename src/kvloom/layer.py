@@ -332,6 +332,10 @@ class LayerCache:
 def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
     """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
     only = pieces[0]
+    if len(pieces) == 1 and only.causal < only.tokens:
+        state = only.fused(q, scale, softcap)
+        if state is not None:
+            return state.out.to(q.dtype)
     fused = softcap is None and (only.bias is None or q.shape[2] == 1)
     if len(pieces) == 1 and fused and isinstance(only.keys, Tensor):
         k, v, valid = only.keys, only.values, only.valid

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .kernels import dispatch
 from .kernels.attend import ref
+from .kernels.attend.cpu import Strand
 from .store.lane import Lane
 from .store.packed import PackedView
 
@@ -30,11 +32,18 @@ class Piece(NamedTuple):
     logits.
     """
 
-    keys: Tensor | PackedView
-    values: Tensor | PackedView
+    keys: Tensor | PackedView | Strand
+    values: Tensor | PackedView | Strand
     valid: Tensor | None
     causal: int = 0
     bias: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        if isinstance(self.keys, PackedView):
+            return self.keys.hi - self.keys.lo
+        return _strand(self.keys).tokens
 
     @property
     def exact_keys(self) -> Tensor:
@@ -43,10 +52,26 @@ class Piece(NamedTuple):
 
     def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
         """Attend q [B, Hq, T, D] to this piece."""
-        return ref.attend(
+        state = self.fused(q, scale, softcap)
+        return state or ref.attend(
             q,
             self.exact_keys,
             _exact(self.values),
+            scale,
+            causal=self.causal > 0,
+            valid=self.valid,
+            softcap=softcap,
+            bias=self.bias,
+        )
+
+    def fused(self, q: Tensor, scale: float, softcap: float | None) -> ref.State | None:
+        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
+        if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
+            return None
+        return dispatch.attend(
+            q,
+            _strand(self.keys),
+            _strand(self.values),
             scale,
             causal=self.causal > 0,
             valid=self.valid,
@@ -138,11 +163,17 @@ class Segment:
         self.values.seal(real, prompt)
 
     def pieces(self, valid: Tensor | None, present: int, alibi: Alibi | None = None) -> list[Piece]:
-        """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
+        """All in one piece for a kernel that takes it so; else cut where a packed prefix ends.
 
-        valid: bool [B, 1, seen tokens] by logical index.
+        The reference unpacks, so a long prefix is cut too. The last `present` tokens are the
+        step's. valid: bool [B, 1, seen tokens] by logical index.
         """
         n = len(self)
+        if present:
+            k, v = self.keys.whole(), self.values.whole()
+            if not dispatch.attends(present, k.tail, k.fmt, v.fmt):
+                bias = None if alibi is None else self.bias(alibi, 0, n)
+                return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
         cuts = sorted({0, *packed, self.keys.sealed, self.values.sealed, n})
         pieces = []
@@ -330,5 +361,13 @@ class Sinks:
         return self.start[:, None] + torch.arange(self.count, device=self.start.device)
 
 
-def _exact(x: Tensor | PackedView) -> Tensor:
+def _exact(x: Tensor | PackedView | Strand) -> Tensor:
     return x if isinstance(x, Tensor) else x.tensor()
+
+
+def _strand(x: Tensor | Strand) -> Strand:
+    return Strand(None, x) if isinstance(x, Tensor) else x
+
+
+def _plain(x: Strand) -> Tensor | Strand:
+    return x.tail if x.fmt is None else x

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels.attend.cpu import Strand
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels
@@ -101,6 +102,13 @@ class Lane:
             assert self.packed is not None
             return self.packed.view(lo, hi, at(lo, hi) if at and self.placed else None)
         return self.tail.view()[:, :, lo - self.sealed : hi - self.sealed]
+
+    def whole(self) -> Strand:
+        """All tokens, as kernels see them that take packed and exact ones together."""
+        if self.packed is None:
+            return Strand(None, self.tail.view())
+        packed = self.packed.view() if self.sealed else None
+        return Strand(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

@@ -15,10 +15,10 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from .hf.attach import Report, attach, detach
     from .hf.cache import Cache
-    from .keep import Budget, Keep
+    from .keep import Budget, Keep, Spare
     from .recipe import Protect, Recall, Recipe
     from .reference import reference_model, reference_tokenizer
-    from .store import Packed, Store
+    from .store import Packed, Store, Transform
 
 _WHERE = {
     "attach": "hf.attach",
@@ -30,8 +30,10 @@ _WHERE = {
     "Recall": "recipe",
     "Budget": "keep",
     "Keep": "keep",
+    "Spare": "keep",
     "Packed": "store",
     "Store": "store",
+    "Transform": "store",
     "reference_model": "reference",
     "reference_tokenizer": "reference",
 }
@@ -44,7 +46,9 @@ __all__ = [
     "Recall",
     "Recipe",
     "Report",
+    "Spare",
     "Store",
+    "Transform",
     "attach",
     "detach",
     "reference_model",

@@ -93,6 +93,8 @@ class Segment:
         self.first = 0
         self.kept = 0
         self.index: Tensor | None = None
+        self.start: Tensor | None = None  # [B], where rows begin; None: at 0, or nobody asks
+        self.begun = False  # start is final
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -100,8 +102,8 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        index = 0 if self.index is None else self.index.nbytes
-        return self.keys.nbytes + self.values.nbytes + index
+        more = (self.index, self.start)
+        return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in more if x is not None)
 
     @property
     def exact(self) -> int:
@@ -123,7 +125,8 @@ class Segment:
         valid: bool [B, 1, seen tokens] by logical index, False for padding.
         """
         real = None if valid is None else self._see(valid, 0, len(self) + k.shape[2])
-        self.keys.take(k, drop, real)
+        self._begin(valid)
+        self.keys.take(k, drop, real, self.positions)
         self.values.take(v, drop, real)
         self.first += drop
 
@@ -155,7 +158,8 @@ class Segment:
     def seal(self, valid: Tensor | None = None, prompt: bool = False) -> None:
         """Pack what the schedules no longer keep exact; valid as in `take`, prompt as in `Lane`."""
         real = self.see(valid)
-        self.keys.seal(real, prompt)
+        self._begin(valid)
+        self.keys.seal(real, prompt, self.positions)
         self.values.seal(real, prompt)
 
     def pieces(self, valid: Tensor | None, present: int, alibi: Alibi | None = None) -> list[Piece]:
@@ -175,9 +179,11 @@ class Segment:
         pieces = []
         for lo, hi in pairwise(cuts):
             see = None if valid is None else self._see(valid, lo, hi)
-            keys, values = self.keys.view(lo, hi), self.values.view(lo, hi)
+            keys = self.keys.view(lo, hi, self.positions)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
+            pieces.append(
+                Piece(keys, self.values.view(lo, hi), see, present if hi == n else 0, bias)
+            )
         return pieces
 
     def see(self, valid: Tensor | None) -> Tensor | None:
@@ -198,6 +204,28 @@ class Segment:
         self.keys.map(fn)
         self.values.map(fn)
         self.index = None if self.index is None else fn(self.index)
+        self.start = None if self.start is None else fn(self.start)
+
+    def positions(self, lo: int, hi: int) -> Tensor:
+        """Positions of tokens lo..hi, padding not counted, int64 [B or 1, Hk or 1, hi - lo].
+
+        Right for padding in front; behind it a constant too high, which turning there and back
+        does not notice.
+        """
+        held = self.start if self.index is None else self.index
+        device = torch.device("cpu") if held is None else held.device
+        assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
+        at = self.logical(lo, hi, device)
+        return at if self.start is None else at - self.start[:, None, None]
+
+    def _begin(self, valid: Tensor | None) -> None:
+        """Note where each row's first real token stands, once, if positions are asked for."""
+        if self.begun or not self.keys.placed:
+            return
+        self.begun, self.start = True, None
+        if valid is not None and not valid[:, 0, 0].all():
+            self.start = valid[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
+            self.begun = bool(valid[:, 0].any(dim=-1).all())
 
     def _see(self, valid: Tensor, lo: int, hi: int) -> Tensor:
         rest = valid[:, :, self.first + max(lo, self.kept) : self.first + hi]

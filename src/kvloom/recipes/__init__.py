@@ -14,7 +14,11 @@ from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .kivi import kivi, kivi_4
 from .minikv import minikv, minikv_pyramid, minikv_snap
+from .rptq import rptq
 from .rtn import rtn
+from .skvq import skvq, skvq_k2v1_5
+from .smoothquant import smoothquant
+from .turbo import turbo
 from .window import dilated, streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -29,9 +33,14 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "minikv-snap": minikv_snap,
     "pyramidkv": pyramidkv,
     "random": random,
+    "rptq": rptq,
     "rtn": rtn,
+    "skvq": skvq,
+    "skvq-k2v1.5": skvq_k2v1_5,
+    "smoothquant": smoothquant,
     "snapkv": snapkv,
     "streaming": streaming,
+    "turbo": turbo,
     "window": window,
 }
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

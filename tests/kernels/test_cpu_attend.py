@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import naive
 from kvloom.kernels.attend import cpu, ref
 from kvloom.store import Packed
+from kvloom.store.formats import Transform
 from kvloom.store.packed import PackedTokens
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -39,6 +40,7 @@ FORMS = {  # keys, values, head dimension, dtype of the exact tokens
     "8 bit": (channel(8, 128), token(8, 32), 96, FP32),
     "axes swapped": (token(2, 32), channel(2, 32), 64, FP32),
     "mixed": (token(3, 32, "bf16"), channel(8, 16), 96, BF16),
+    "a head a group": (token(4, 0), token(2, 0), 96, FP32),
     "keys only": (token(8, 64, "fp32"), None, 256, FP16),
     "values only": (None, token(4, 16), 80, FP32),
     "exact": (None, None, 16, FP32),
@@ -227,9 +229,25 @@ def test_what_is_not_covered_is_said():
     assert len(said) == 4
     assert "head_dim=40" in said[0]
     assert "float64" in said[1]
-    assert said[2] == "values: group=32 is none of 16, 32, 64, 128 that divides head_dim=40"
+    assert said[2] == "values: group=32 is not a multiple of 16 that divides 40"
     assert "9 queries" in said[3]
     assert cpu.problems(1, like.to("meta")) == ["the tensors are on meta"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"bits": 1}, "bits=1 is none of 2, 3, 4, 8"),
+        ({"bits": 1.5}, "bits=1.5 is none of 2, 3, 4, 8"),
+        ({"meta": "fp8"}, "meta=fp8 is none of fp32, fp16, bf16"),
+        ({"transform": Transform(clip=0.9)}, "transform="),
+        ({"pre_rope": True}, "pre_rope=True is not known to it"),
+    ],
+)
+def test_a_format_it_does_not_know_is_left_to_the_reference(changed, problem):
+    fmt = Packed(**{"bits": 2, "axis": "token", "group": 32, **changed})
+    (said,) = cpu.problems(1, torch.zeros(1, 1, 4, 128), fmt)
+    assert said.startswith(f"keys: {problem}")
 
 
 def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():

@@ -98,8 +98,9 @@ def _of_format(fmt: Any, d: int) -> list[str]:
         found.append(f"bits={fmt.bits} is none of {', '.join(map(str, _BITS))}")
     if fmt.meta not in ("fp32", "fp16", "bf16"):
         found.append(f"meta={fmt.meta} is none of fp32, fp16, bf16")
-    if fmt.group < 16 or 128 % fmt.group or (fmt.axis == "token" and d % fmt.group):
-        found.append(f"group={fmt.group} is none of 16, 32, 64, 128 that divides head_dim={d}")
+    group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
+    if group % 16 or whole % group:
+        found.append(f"group={group} is not a multiple of 16 that divides {whole}")
     for field in fields(fmt):
         value = getattr(fmt, field.name)
         plain = field.default is not MISSING and value == field.default
@@ -170,8 +171,8 @@ def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, 
         d,
         min(4, 1 << (rows - 1).bit_length()),
         _NUMBERS[dtype],
-        each(lambda fmt: fmt.bits, 0),
-        each(lambda fmt: fmt.group, 0),
+        each(lambda fmt: int(fmt.bits), 0),
+        each(lambda fmt: fmt.group or d, 0),
         each(lambda fmt: fmt.axis == "channel", False),
         each(lambda fmt: ("fp32", "fp16", "bf16").index(fmt.meta), 0),
     )

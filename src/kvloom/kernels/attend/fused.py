@@ -161,7 +161,7 @@ def kernel(form: Form) -> Any:
         tiles = -(-n // TILE)
         tasks = batch * hk * splits
         pstate = 4 * (rows * d + 32 * rows)  # bytes of a task's state
-        zero16 = splat(np.float32(0.0))
+        zero16, minus = splat(np.float32(0.0)), splat(np.float32(-1.0))
         room = padded * (2 * d + 32) + w * (d + 16) + 2 * (meta_gap // 4)
         scratch = np.empty(room + w * (srow // 4) + 16 * w + 16, np.float32)
         acc = (scratch.ctypes.data + 63) // 64 * 64
@@ -221,13 +221,11 @@ def kernel(form: Form) -> Any:
                                         load_any(kscale + at + c * msize, kmeta),
                                         splat(np.float32(kfactor)),
                                     )
-                                    off = fma(
-                                        big,
-                                        splat(np.float32(-1.0)),
-                                        load_any(kzero + at + c * msize, kmeta),
-                                    )
-                                    store(folded + 4 * (i * d + c), mul(x, big))
-                                    const = fma(x, off, const)
+                                    x_big = mul(x, big)
+                                    store(folded + 4 * (i * d + c), x_big)
+                                    # minus x_big as rounded: the 1 in 1 + c / 2^b cancels
+                                    const = fma(x_big, minus, const)
+                                    const = fma(x, load_any(kzero + at + c * msize, kmeta), const)
                                 store(begin + 64 * i, const)
                             base = kcodes + (lo + g) // kper * khigh * krow
                             for a in range(0, kgroup // kper, kblock):

@@ -16,6 +16,7 @@ from torch import Tensor
 from .alibi import Alibi
 from .keeper import Keeper
 from .layer import Asked, LayerCache, attend_pieces
+from .recalled import RecalledLayer
 from .recipe import Recipe
 from .rope import Rope
 from .segment import Piece, Segment, take
@@ -80,7 +81,7 @@ class ScoredLayer(LayerCache):
         if self.rope is not None:
             piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
         out = attend_pieces(q, [piece], scale, softcap)
-        self.seen += 1
+        self.seen, self.read = self.seen + 1, piece.tokens
         self.see = see
         k, real = piece.exact_keys, None
         scores = self.keeper.step(
@@ -292,7 +293,9 @@ class ScoredLayer(LayerCache):
 def layer_cache(
     recipe: Recipe, name: str, place: tuple[int, int], rope: Rope | None = None
 ) -> LayerCache:
-    """The cache of one layer: by score where the recipe has one, else by age."""
+    """The cache of one layer: by score where the recipe has one, else by age; or it recalls."""
+    if recipe.recall is not None and place[0] >= recipe.recall.full_layers:
+        return RecalledLayer(recipe, name, place, rope)
     scored = recipe.keep is not None and not recipe.keep.by_age
     return (ScoredLayer if scored else LayerCache)(recipe, name, place, rope)
 

@@ -37,6 +37,12 @@ class Piece(NamedTuple):
     bias: Tensor | None = None
 
     @property
+    def tokens(self) -> int:
+        """How many tokens these are."""
+        x = self.keys
+        return x.shape[2] if isinstance(x, Tensor) else x.hi - x.lo
+
+    @property
     def exact_keys(self) -> Tensor:
         """The keys [B, Hk, N, D], unpacked if need be."""
         return _exact(self.keys)
@@ -133,14 +139,17 @@ class Segment:
         self.keys.seal(real, prompt)
         self.values.seal(real, prompt)
 
-    def pieces(self, valid: Tensor | None, present: int, alibi: Alibi | None = None) -> list[Piece]:
+    def pieces(
+        self, valid: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
+    ) -> list[Piece]:
         """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
 
-        valid: bool [B, 1, seen tokens] by logical index.
+        valid: bool [B, 1, seen tokens] by logical index. begin: leave out the tokens before it.
         """
         n = len(self)
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
-        cuts = sorted({0, *packed, self.keys.sealed, self.values.sealed, n})
+        ends = {*packed, self.keys.sealed, self.values.sealed, n}
+        cuts = [begin, *sorted(end for end in ends if end > begin)]
         pieces = []
         for lo, hi in pairwise(cuts):
             see = None if valid is None else self._see(valid, lo, hi)

@@ -21,6 +21,7 @@ STOREYS = [
     {"segment"},
     {"recipe", "keeper", "slots"},
     {"layer"},
+    {"recalled"},
     {"scored"},
     {"recipes"},
     {"hf"},

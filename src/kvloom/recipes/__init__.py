@@ -14,11 +14,14 @@ from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .kivi import kivi, kivi_4
 from .minikv import minikv, minikv_pyramid, minikv_snap
+from .recall import clusterkv, clusterkv_2bit, quest, topk
 from .rtn import rtn
 from .window import dilated, streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "full": full,
+    "clusterkv": clusterkv,
+    "clusterkv-2bit": clusterkv_2bit,
     "dilated": dilated,
     "h2o": h2o,
     "keyformer": keyformer,
@@ -28,10 +31,12 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "minikv-pyramid": minikv_pyramid,
     "minikv-snap": minikv_snap,
     "pyramidkv": pyramidkv,
+    "quest": quest,
     "random": random,
     "rtn": rtn,
     "snapkv": snapkv,
     "streaming": streaming,
+    "topk": topk,
     "window": window,
 }
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

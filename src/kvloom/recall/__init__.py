@@ -1,0 +1,9 @@
+"""Which stored tokens a step reads."""
+
+from .base import GROUPS, Finder, Index, Recall
+from .clusters import Clusters
+from .pages import Pages, TopK
+
+INDEXES: dict[str, type[Index]] = {kind.kind: kind for kind in (Clusters, Pages, TopK)}
+
+__all__ = ["GROUPS", "INDEXES", "Clusters", "Finder", "Index", "Pages", "Recall", "TopK"]

@@ -96,7 +96,8 @@ class RecalledLayer(LayerCache):
 
     def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
         super()._take(k, v, asked)
-        self._index()
+        if not self.recording:
+            self._index()
 
     def _settle(self, asked: Asked | None) -> None:
         super()._settle(asked)
@@ -104,12 +105,12 @@ class RecalledLayer(LayerCache):
 
     def _index(self) -> None:
         """Take into the index what is due."""
-        if self.recording or not len(self.body):
+        if not len(self.body):
             return
         body, index = self.body, self.recall.index
-        ready = len(body) - max(self.recipe.protect.recents)
+        ready = max(0, len(body) - max(self.recipe.protect.recents))
         ready = min([ready, *(x.sealed for x in (body.keys, body.values) if x.packed is not None)])
-        if self.finder.tokens > max(0, ready):  # a crop reached into it
+        if self.finder.tokens > ready:  # a crop reached into it
             self.finder = index.finder()
         see = self.mask
         if see is not None and self.sinks is not None:

@@ -216,7 +216,7 @@ def _of_kind(name: str, fields: Any) -> Any:
     kind = fields.get("kind") if isinstance(fields, dict) else fields
     if kind not in kinds:
         raise RecipeError(f"{name} kind={kind!r} is not one of {', '.join(kinds)}")
-    rest = {key: value for key, value in fields.items() if key != "kind"}
+    rest = {k: v for k, v in fields.items() if k != "kind"} if isinstance(fields, dict) else {}
     return _build(kinds[kind], rest, name)
 
 

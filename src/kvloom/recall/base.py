@@ -103,7 +103,7 @@ class Recall:
     def __post_init__(self) -> None:
         if not isinstance(self.index, Index):
             raise RecipeError(f"index={self.index!r} is not an index; use Clusters, Pages or TopK")
-        whole("tokens", self.tokens, 1)
+        whole("budget tokens", self.tokens, 1)
         whole("full_layers", self.full_layers, 0)
         if self.group not in GROUPS:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")

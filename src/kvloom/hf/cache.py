@@ -202,6 +202,12 @@ class Cache(transformers.Cache):
         return sum(_full_nbytes(layer.cache) for layer in self.routed)
 
     @property
+    def tokens_read(self) -> float:
+        """Tokens that the last step read in a layer, the mean of those that kvloom holds."""
+        read = [layer.cache.read for layer in self.routed]
+        return sum(read) / len(read) if read else 0.0
+
+    @property
     def bits_per_value(self) -> float:
         """Bits held a key or value seen, metadata and exact windows included."""
         held = sum(layer.cache.nbytes for layer in self.routed)

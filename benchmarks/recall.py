@@ -15,6 +15,7 @@ import json
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -123,27 +124,29 @@ def recipe_exact(name: str) -> bool:
     return resolve(name).store.exact
 
 
-def needles(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dict[str, Any]]:
     """Answers right, perplexity and reads at a context of 8k."""
-    settings = Settings(context=8192, new_tokens=128, batch=4, questions=48)
+    settings = Settings(context=8192, new_tokens=96, batch=1, questions=24)
     task = prepare(model, tokenizer, library_text(), settings)
-    made = []
+    made: list[dict[str, Any]] = []
     names = ["full", *(f"{name}:tokens={budget}{more}" for budget in (256, 512, 1024)
-             for name, more in (("clusterkv", ""), ("clusterkv", ",group=each"), ("quest", ""),
-                                ("topk", ""), ("clusterkv-2bit", ""), ("snapkv", ""),
-                                ("streaming", "")))]  # fmt: skip
+             for name in ("clusterkv", "quest", "topk") for more in ("", ",group=each"))]  # fmt: skip
+    names += ["clusterkv-2bit", "snapkv:kernel=15", "streaming"]  # 1024 as well
     for name in names:
         row = {"recipe": name, **perplexity(model, name, task.text, settings.context)}
         recipe = resolve(name)
         right = sum(count_right(model, tokenizer, recipe, hay, 4) for hay in task.haystacks)
         row["needle"] = right / task.questions
         made.append(row)
+        save(made)
         print(f"{name:<34} perplexity {row['perplexity']:.3f}, reads {row['tokens_read']:,.0f} "
               f"tokens, needles {row['needle']:.1%}", flush=True)  # fmt: skip
     return made
 
 
-def lengths(model: Any, ids: Any, first: list[int]) -> list[dict[str, Any]]:
+def lengths(
+    model: Any, ids: Any, first: list[int], save: Callable[[Any], None]
+) -> list[dict[str, Any]]:
     """Perplexity behind contexts up to 32k at a budget of 1024."""
     made = []
     for context in (2048, 4096, 8192, 16384, 32768 - 129):
@@ -152,6 +155,7 @@ def lengths(model: Any, ids: Any, first: list[int]) -> list[dict[str, Any]]:
             spec = name if name == "full" else f"{name}:tokens=1024"
             row = {"context": context, "recipe": name, **perplexity(model, spec, text, context)}
             made.append(row)
+            save(made)
             print(f"{context:>6} {name:<10} perplexity {row['perplexity']:.3f}", flush=True)
     return made
 
@@ -185,6 +189,12 @@ def main() -> None:
     path = record.RESULTS / "recall.json"
     done = json.loads(path.read_text()) if path.exists() else {}
     for section in options.sections:
+
+        def save(figures: Any, section: str = section) -> None:
+            environment = record.environment(dtype=str(model.dtype))
+            done[section] = {"environment": environment, "rows": figures}
+            record.write("recall", done)
+
         with torch.inference_mode():
             if section.startswith("rate"):
                 context = {"rate8k": 8192, "rate32k": 32768 - 17}[section]
@@ -192,14 +202,13 @@ def main() -> None:
                 for name, by in figures.items():
                     shares = " ".join(f"{x:6.1%}" for x in by["mean"].values())
                     print(f"{section} {name:<24} {shares}", flush=True)
+                save(figures)
             elif section == "needles":
-                figures = needles(model, tokenizer)
+                needles(model, tokenizer, save)
             elif section == "length":
-                figures = lengths(model, ids, first)
+                lengths(model, ids, first, save)
             else:
-                figures = prefill()
-        done[section] = {"environment": record.environment(dtype=str(model.dtype)), "rows": figures}
-        record.write("recall", done)
+                save(prefill())
 
 
 if __name__ == "__main__":

@@ -116,22 +116,23 @@ class LayerCache:
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             self.body.append(k.detach(), v.detach())
-            pieces = self._past(see, alibi, present=t)
-        else:
-            here = None if see is None else see[:, :, past:]
-            bias = None
-            if alibi is not None:
-                bias = alibi.bias(torch.arange(past, past + t, device=k.device).expand(1, 1, -1))
-            pieces = self._past(see, alibi, present=0) if past else []
-            pieces.append(Piece(k, v, here, causal=t, bias=bias))
-        self.read = sum(piece.tokens for piece in pieces)
         try:
+            if early:
+                pieces = self._past(see, alibi, present=t)
+            else:
+                here = None if see is None else see[:, :, past:]
+                bias = None
+                if alibi is not None:
+                    index = torch.arange(past, past + t, device=k.device)
+                    bias = alibi.bias(index.expand(1, 1, -1))
+                pieces = self._past(see, alibi, present=0) if past else []
+                pieces.append(Piece(k, v, here, causal=t, bias=bias))
             out = attend_pieces(q, pieces, scale, softcap)
         except BaseException:  # out of memory, an interrupt: as if never called
             if early:
                 self.body.drop_back(t)
             raise
-        self.seen = past + t
+        self.seen, self.read = past + t, sum(piece.tokens for piece in pieces)
         asked = Asked(q.detach(), scale, softcap, see, alibi)
         if not early:
             self._take(k.detach(), v.detach(), asked)

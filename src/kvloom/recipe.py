@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
 from .keep import SCORERS, Budget, Keep
-from .recall import INDEXES, Recall
+from .recall import INDEXES, Recall, Tier
 from .shapes import Geometry
 from .store import Packed, Store
 
@@ -87,6 +87,8 @@ class Recipe:
             raise RecipeError(
                 "recall reads from a cache that keeps everything: leave out keep, or recall"
             )
+        if recall.tier is not None and not self.store.exact:
+            raise RecipeError("a tier holds exact tokens: combine it with an exact store")
         protected, unit = self.protect.tokens, recall.index.unit
         if recall.tokens < protected + unit:
             raise RecipeError(
@@ -257,6 +259,7 @@ _PARTS: dict[str, type] = {
     "keys": Packed,
     "values": Packed,
     "recall": Recall,
+    "tier": Tier,
     "protect": Protect,
 }
 """The fields of a recipe, at any depth, that are tables."""

@@ -57,3 +57,19 @@ def test_beams_padding_and_drafts_run_on_a_small_budget(recipe):
     assert torch.equal(model.generate(**alone, **GREEDY)[0], together[0])
     drafted = model.generate(**alone, **GREEDY, prompt_lookup_num_tokens=3)
     assert drafted.shape == (1, 285)
+
+
+def test_the_cache_of_a_model_tells_what_was_copied():
+    model = zoo.build("llama-gqa")
+    spec = "clusterkv:tokens=24,size=8,sinks=4,full_layers=1"
+    cache, plain = (kvloom.Cache(model, spec + more) for more in (",tier=host", ""))
+    batch = zoo.batch()
+    answers = [
+        model.generate(**batch, past_key_values=c, max_new_tokens=12, do_sample=False)
+        for c in (cache, plain)
+    ]
+    assert torch.equal(*answers)
+    assert plain.traffic == (0, 0, 0)
+    read = 2 * 11 * 3 * 2 * 20  # layers, steps, rows, heads, tokens found
+    assert cache.traffic.hits + cache.traffic.misses == read
+    assert cache.traffic.nbytes == cache.traffic.misses * 2 * 16 * 4

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from .tiers import Tier
 
 GROUPS = {
     "mean": "the query heads of a group choose by the mean of their scores",
@@ -28,6 +29,7 @@ class Index:
     """Options of an index."""
 
     kind: ClassVar[str] = ""
+    reads_keys: ClassVar[bool] = False  # every key is read to find some
 
     def finder(self) -> Finder:
         """Return an empty index."""
@@ -92,13 +94,15 @@ class Recall:
 
     tokens: that a step reads, protected ones included; generated tokens that are not in the index
     yet are read in addition. group: one of `GROUPS`. full_layers: so many first layers read
-    everything. Steps of several tokens (a prompt, a turn, a draft) read everything too.
+    everything. Steps of several tokens (a prompt, a turn, a draft) read everything too. tier: where
+    the indexed tokens live (None: on the device).
     """
 
     index: Index
     tokens: int = 1024
     group: str = "mean"
     full_layers: int = 2
+    tier: Tier | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.index, Index):
@@ -107,6 +111,11 @@ class Recall:
         whole("full_layers", self.full_layers, 0)
         if self.group not in GROUPS:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.tier is not None and self.index.reads_keys:
+            raise RecipeError(
+                f"index={self.index.kind!r} reads every key to find some, and would copy them all "
+                "from the tier at every step; use clusters or pages"
+            )
 
 
 def whole(name: str, value: object, least: int) -> None:

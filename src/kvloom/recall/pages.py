@@ -84,6 +84,7 @@ class TopK(Index):
     """
 
     kind: ClassVar[str] = "topk"
+    reads_keys: ClassVar[bool] = True
 
     def finder(self) -> TopKFinder:
         """Return an empty index."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..recall import Clusters, Index, Pages, Recall, TopK
+from ..recall import Clusters, Index, Pages, Recall, Tier, TopK
 from ..recipe import Protect, Recipe
 from .kivi import kivi
 
@@ -35,11 +35,17 @@ def clusterkv(
     sinks: int = 16,
     group: str = "mean",
     full_layers: int = 2,
+    tier: str = "device",
+    steps: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """ClusterKV (arXiv:2412.03213): everything stays, the nearest clusters are read."""
+    """ClusterKV (arXiv:2412.03213): everything stays, the nearest clusters are read.
+
+    tier: device, host or file. steps: what so many last steps read stays on the device.
+    """
     index = Clusters(size, distance=distance, iterations=iterations, seed=seed)
-    return _recipe(index, tokens, sinks, 0, group, full_layers, "clusterkv")
+    recipe = _recipe(index, tokens, sinks, 0, group, full_layers, "clusterkv")
+    return _in(tier, steps, recipe)
 
 
 def clusterkv_2bit(
@@ -59,9 +65,15 @@ def quest(
     recent: int = 64,
     group: str = "mean",
     full_layers: int = 2,
+    tier: str = "device",
+    steps: int = 1,
 ) -> Recipe:
-    """Quest (arXiv:2406.10774): everything stays, the most promising pages are read."""
-    return _recipe(Pages(page), tokens, sinks, recent, group, full_layers, "quest")
+    """Quest (arXiv:2406.10774): everything stays, the most promising pages are read.
+
+    tier: device, host or file. steps: what so many last steps read stays on the device.
+    """
+    recipe = _recipe(Pages(page), tokens, sinks, recent, group, full_layers, "quest")
+    return _in(tier, steps, recipe)
 
 
 def topk(
@@ -86,3 +98,11 @@ def _recipe(
 ) -> Recipe:
     recall = Recall(index, tokens, group, full_layers)
     return Recipe(recall=recall, protect=Protect(sinks, recent), name=name)
+
+
+def _in(tier: str, steps: int, recipe: Recipe) -> Recipe:
+    """The recipe with its tokens in a tier, "device" for none."""
+    if tier == "device":
+        return recipe
+    assert recipe.recall is not None
+    return replace(recipe, recall=replace(recipe.recall, tier=Tier(tier, steps=steps)))

@@ -129,8 +129,10 @@ def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
     settings = Settings(context=8192, new_tokens=96, batch=1, questions=24)
     task = prepare(model, tokenizer, library_text(), settings)
     made: list[dict[str, Any]] = []
-    names = ["full", *(f"{name}:tokens={budget}{more}" for budget in (256, 512, 1024)
-             for name in ("clusterkv", "quest", "topk") for more in ("", ",group=each"))]  # fmt: skip
+    names = ["full"]
+    for budget in (256, 512, 1024):
+        for name in ("clusterkv", "quest", "topk"):
+            names += [f"{name}:tokens={budget},group={group}" for group in ("mean", "max", "each")]
     names += ["clusterkv-2bit", "snapkv:kernel=15", "streaming"]  # 1024 as well
     for name in names:
         row = {"recipe": name, **perplexity(model, name, task.text, settings.context)}

@@ -304,3 +304,39 @@ def kivi_nbytes(n, head_dim, bits, group, residual, meta, exact_bytes):
         return codes + 2 * META_BYTES[meta] * pairs + (n - packed) * head_dim * exact_bytes
 
     return side(n - n % residual) + side(max(0, n - residual))
+
+
+def nearest(key, centroids, distance):
+    """Number of the centroid nearest to one key [D], the first of equals."""
+    if distance == "l2":
+        return int(np.argmin([np.sum((key - c) ** 2) for c in centroids]))
+    length = (lambda x: math.sqrt(x @ x)) if distance == "cosine" else (lambda x: 1.0)
+    return int(np.argmax([key @ c / (length(key) * length(c)) for c in centroids]))
+
+
+def kmeans(x, start, distance, iterations):
+    """Cluster keys [N, D] from the keys `start`: (centroids [C, D], labels [N]).
+
+    A centroid is the mean of its keys; without keys it stays. arXiv:2412.03213, section III-B.
+    """
+    centroids, labels = np.array([x[int(j)] for j in start]), None
+    for _ in range(iterations):
+        now = np.array([nearest(key, centroids, distance) for key in x])
+        if labels is not None and (now == labels).all():
+            break
+        labels = now
+        for c in range(len(centroids)):
+            if (labels == c).any():
+                centroids[c] = x[labels == c].mean(axis=0)
+    return centroids, labels
+
+
+def select_clusters(scores, labels, m):
+    """The first m tokens, clusters by falling score, tokens of a cluster by age."""
+    best = sorted(range(len(scores)), key=lambda c: -scores[c])
+    return [j for c in best for j in range(len(labels)) if labels[j] == c][:m]
+
+
+def page_score(q, keys):
+    """Quest's bound on q . k for the keys [P, D] of a page (arXiv:2406.10774, algorithm 1)."""
+    return sum(max(q[c] * keys[:, c].min(), q[c] * keys[:, c].max()) for c in range(len(q)))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .hf.attach import Report, attach, detach
     from .hf.cache import Cache
     from .keep import Budget, Keep, Spare
-    from .recipe import Protect, Recall, Recipe
+    from .recall import Clusters, Pages, Recall, TopK
+    from .recipe import Protect, Recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store, Transform
 
@@ -27,7 +28,10 @@ _WHERE = {
     "Cache": "hf.cache",
     "Recipe": "recipe",
     "Protect": "recipe",
-    "Recall": "recipe",
+    "Clusters": "recall",
+    "Pages": "recall",
+    "Recall": "recall",
+    "TopK": "recall",
     "Budget": "keep",
     "Keep": "keep",
     "Spare": "keep",
@@ -40,14 +44,17 @@ _WHERE = {
 __all__ = [
     "Budget",
     "Cache",
+    "Clusters",
     "Keep",
     "Packed",
+    "Pages",
     "Protect",
     "Recall",
     "Recipe",
     "Report",
     "Spare",
     "Store",
+    "TopK",
     "Transform",
     "attach",
     "detach",

@@ -27,6 +27,10 @@ class CacheMisuse(RuntimeError):
     """A cache used with the wrong model, shape, dtype or order of calls."""
 
 
+class TierError(RuntimeError):
+    """A file or host memory that holds tokens of a cache cannot be used any more."""
+
+
 class NotFinite(ValueError):
     """NaN or infinity in keys or values."""
 

@@ -89,6 +89,7 @@ class LayerCache:
         self.pending = 0  # newest tokens not yet settled, while recording
         self.held: Asked | None = None  # how they attended
         self.budget: int | None = None
+        self.read = 0  # tokens that the last step read, of each row and head
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
 
     @property
@@ -124,21 +125,23 @@ class LayerCache:
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             self.body.append(k.detach(), v.detach())
-            pieces = self._past(see, alibi, present=t)
-        else:
-            here = None if see is None else see[:, :, past:]
-            bias = None
-            if alibi is not None:
-                bias = alibi.bias(torch.arange(past, past + t, device=k.device).expand(1, 1, -1))
-            pieces = self._past(see, alibi, present=0) if past else []
-            pieces.append(Piece(k, v, here, causal=t, bias=bias))
         try:
+            if early:
+                pieces = self._past(see, alibi, present=t)
+            else:
+                here = None if see is None else see[:, :, past:]
+                bias = None
+                if alibi is not None:
+                    index = torch.arange(past, past + t, device=k.device)
+                    bias = alibi.bias(index.expand(1, 1, -1))
+                pieces = self._past(see, alibi, present=0) if past else []
+                pieces.append(Piece(k, v, here, causal=t, bias=bias))
             out = attend_pieces(q, pieces, scale, softcap)
         except BaseException:  # out of memory, an interrupt: as if never called
             if early:
                 self.body.drop_back(t)
             raise
-        self.seen = past + t
+        self.seen, self.read = past + t, sum(piece.tokens for piece in pieces)
         asked = Asked(q.detach(), scale, softcap, see, alibi)
         if not early:
             self._take(k.detach(), v.detach(), asked)
@@ -285,8 +288,12 @@ class LayerCache:
             pieces.append(piece)
             see = self.sinks.hide(see)
         if len(self.body):
-            pieces += self.body.pieces(see, present, alibi)
+            pieces += self._read(see, alibi, present)
         return pieces
+
+    def _read(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
+        """What a step reads of the body, its own `present` tokens among it; see without sinks."""
+        return self.body.pieces(see, present, alibi)
 
     def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
         """Take in the present; the prompt of a packed store never lies exact beside its codes."""

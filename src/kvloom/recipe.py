@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
-from .keep import SCORERS, Budget, Keep, Scorer, Spare
+from .keep import SCORERS, Budget, Keep, Spare
+from .recall import INDEXES, Recall, Tier
 from .shapes import Geometry
 from .store import Packed, Store, Transform
 
@@ -53,23 +54,15 @@ class Protect:
 
 
 @dataclass(frozen=True)
-class Recall:
-    """Which stored tokens a step reads. "everything" is the only index so far."""
-
-    index: str = "everything"
-
-    def __post_init__(self) -> None:
-        if self.index != "everything":
-            raise RecipeError(f"index={self.index!r} is not one of everything")
-
-
-@dataclass(frozen=True)
 class Recipe:
-    """keep, store and recall, and what is protected from them."""
+    """keep, store and recall, and what is protected from them.
+
+    keep None: every token stays. recall None: every step reads all that is held.
+    """
 
     keep: Keep | None = None
     store: Store = field(default_factory=Store)
-    recall: Recall = field(default_factory=Recall)
+    recall: Recall | None = None
     protect: Protect = field(default_factory=Protect)
     name: str = "custom"
 
@@ -79,6 +72,8 @@ class Recipe:
                 "protect.spare keeps tokens from being packed: combine it with a packed store and "
                 "no keep, which has a score of its own"
             )
+        if self.recall is not None:
+            self._check_recall(self.recall)
         if self.keep is None:
             return
         if not self.store.exact and (self.keep.when != "prompt" or self.keep.by_age):
@@ -94,11 +89,34 @@ class Recipe:
                 f"use {least + 1} or more"
             )
 
+    def _check_recall(self, recall: Recall) -> None:
+        if self.keep is not None:
+            raise RecipeError(
+                "recall reads from a cache that keeps everything: leave out keep, or recall"
+            )
+        if recall.tier is not None and not self.store.exact:
+            raise RecipeError("a tier holds exact tokens: combine it with an exact store")
+        formats = self.store.sides.values()
+        if self.protect.spare or any(fmt.transform or fmt.pre_rope for fmt in formats):
+            raise RecipeError(
+                "recall takes single tokens out of plain groups: combine it with an exact store, "
+                "or a packed one without transform and pre_rope, and without protect.spare"
+            )
+        protected, unit = self.protect.tokens, recall.index.unit
+        if recall.tokens < protected + unit:
+            raise RecipeError(
+                f"a budget of {recall.tokens} tokens leaves nothing to find beside {protected} "
+                f"protected tokens; use {protected + unit} or more"
+            )
+
     def with_budget(self, budget: int | float) -> Recipe:
         """Return it with another budget, in tokens (int) or as a fraction of the prompt (float).
 
-        A recipe that drops nothing stays as it is. Raises `RecipeError` for a budget out of range.
+        A recipe that drops nothing stays as it is, but for the tokens that a step recalls. Raises
+        `RecipeError` for a budget out of range.
         """
+        if self.recall is not None and isinstance(budget, int):
+            return replace(self, recall=replace(self.recall, tokens=budget))
         if self.keep is None:
             return self
         tokens, fraction = (budget, None) if isinstance(budget, int) else (None, budget)
@@ -139,7 +157,8 @@ class Recipe:
             row = self._layer_nbytes(held - min(sinks, held), g)
             row += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
             row += 8 if sinks else 0  # the row's first real token
-            return g.layers * row * batch
+            index = self._index_nbytes(held - min(sinks, held), g)
+            return (g.layers * row + index * g.kv_heads) * batch
         row = 0
         for room in keep.rooms(tokens, g.layers):
             held = min(tokens, room) if keep.drops(tokens) else tokens
@@ -164,6 +183,19 @@ class Recipe:
             total += spared * g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + 4)
         return total
 
+    def _index_nbytes(self, tokens: int, g: Geometry) -> int:
+        """Bytes of the index of `tokens` tokens of one head, in all layers that recall."""
+        if self.recall is None:
+            return 0
+        ready = tokens - max(self.protect.recents)
+        for fmt, recent in zip(
+            (self.store.keys, self.store.values), self.protect.recents, strict=True
+        ):
+            ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
+        index = self.recall.index
+        layers = max(0, g.layers - self.recall.full_layers)
+        return layers * index.nbytes(index.due(0, max(0, ready)), g.head_dim, g.dtype.itemsize)
+
     def _slots_nbytes(self, room: int, g: Geometry) -> int:
         """Bytes a head's slots take beside tokens: a free one, which it is, scores, indices."""
         free = 2 * g.head_dim * g.dtype.itemsize
@@ -177,6 +209,8 @@ class Recipe:
                 table = data["keep"] if part == "keep" else data["protect"]["spare"]
                 kind = holder.scorer.kind if isinstance(holder, Keep) else holder.kind
                 table["scorer"] = {"kind": kind, **table["scorer"]}
+        if self.recall is not None:
+            data["recall"]["index"] = {"kind": self.recall.index.kind, **data["recall"]["index"]}
         return data
 
     @classmethod
@@ -197,12 +231,14 @@ class Recipe:
             raise RecipeError(f"not a TOML recipe: {error}") from error
 
 
-def _scorer(fields: Any) -> Scorer:
+def _of_kind(name: str, fields: Any) -> Any:
+    """A table that says with its `kind` what it is."""
+    kinds = _KINDS[name]
     kind = fields.get("kind") if isinstance(fields, dict) else fields
-    if kind not in SCORERS:
-        raise RecipeError(f"scorer kind={kind!r} is not one of {', '.join(SCORERS)}")
-    rest = {name: value for name, value in fields.items() if name != "kind"}
-    return _build(SCORERS[kind], rest, "scorer")
+    if kind not in kinds:
+        raise RecipeError(f"{name} kind={kind!r} is not one of {', '.join(kinds)}")
+    rest = {k: v for k, v in fields.items() if k != "kind"} if isinstance(fields, dict) else {}
+    return _build(kinds[kind], rest, name)
 
 
 def _build(cls: type, fields: Any, where: str = "recipe") -> Any:
@@ -215,8 +251,8 @@ def _build(cls: type, fields: Any, where: str = "recipe") -> Any:
     if cls is Keep:
         fields = {"budget": {}, **fields}
     built = {
-        name: _scorer(value)
-        if name == "scorer"
+        name: _of_kind(name, value)
+        if name in _KINDS
         else _build(_PARTS[name], value, name)
         if name in _PARTS
         else _tuple(value)
@@ -232,6 +268,9 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_KINDS: dict[str, dict[str, type]] = {"scorer": {**SCORERS}, "index": {**INDEXES}}
+"""The fields that are tables of several kinds."""
+
 _PARTS: dict[str, type] = {
     "keep": Keep,
     "budget": Budget,
@@ -240,6 +279,7 @@ _PARTS: dict[str, type] = {
     "values": Packed,
     "transform": Transform,
     "recall": Recall,
+    "tier": Tier,
     "protect": Protect,
     "spare": Spare,
 }

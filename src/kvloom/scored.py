@@ -16,6 +16,7 @@ from torch import Tensor
 from .alibi import Alibi
 from .keeper import Keeper
 from .layer import Asked, LayerCache, attend_pieces
+from .recalled import RecalledLayer
 from .recipe import Recipe
 from .rope import Rope
 from .segment import Piece, Segment, take
@@ -83,7 +84,7 @@ class ScoredLayer(LayerCache):
         if self.rope is not None:
             piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
         out = attend_pieces(q, [piece], scale, softcap)
-        self.seen += 1
+        self.seen, self.read = self.seen + 1, piece.tokens
         self.see = see
         k, real = piece.exact_keys, None
         scores = self.keeper.step(
@@ -300,7 +301,9 @@ def layer_cache(
     rope: Rope | None = None,
     known: Known = NOTHING,
 ) -> LayerCache:
-    """The cache of one layer: by score where the recipe has one, else by age, or with a rule."""
+    """The cache of one layer: by score where the recipe has one, else by age; or as it recalls."""
+    if recipe.recall is not None and place[0] >= recipe.recall.full_layers:
+        return RecalledLayer(recipe, name, place, rope, known)
     scored = recipe.keep is not None and not recipe.keep.by_age
     spared = recipe.protect.spare is not None
     kind = ScoredLayer if scored else SparedLayer if spared else LayerCache

@@ -162,20 +162,23 @@ class Segment:
         self.keys.seal(real, prompt, self.positions)
         self.values.seal(real, prompt)
 
-    def pieces(self, valid: Tensor | None, present: int, alibi: Alibi | None = None) -> list[Piece]:
+    def pieces(
+        self, valid: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
+    ) -> list[Piece]:
         """All in one piece for a kernel that takes it so; else cut where a packed prefix ends.
 
         The reference unpacks, so a long prefix is cut too. The last `present` tokens are the
-        step's. valid: bool [B, 1, seen tokens] by logical index.
+        step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out those before it.
         """
         n = len(self)
-        if present:
+        if present and not begin:
             k, v = self.keys.whole(), self.values.whole()
             if not dispatch.attends(present, k.tail, k.fmt, v.fmt):
                 bias = None if alibi is None else self.bias(alibi, 0, n)
                 return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
-        cuts = sorted({0, *packed, self.keys.sealed, self.values.sealed, n})
+        ends = {*packed, self.keys.sealed, self.values.sealed, n}
+        cuts = [begin, *sorted(end for end in ends if end > begin)]
         pieces = []
         for lo, hi in pairwise(cuts):
             see = None if valid is None else self._see(valid, lo, hi)

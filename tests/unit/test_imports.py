@@ -21,7 +21,7 @@ STOREYS = [
     {"segment"},
     {"recipe", "keeper", "slots"},
     {"layer"},
-    {"spared"},
+    {"spared", "recalled"},
     {"scored"},
     {"recipes"},
     {"hf"},

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep
-from kvloom.recipe import Protect, Recall, Recipe
+from kvloom.recall import Clusters, Pages, Recall, TopK
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import RECIPES, resolve
 from kvloom.shapes import Geometry
 from kvloom.store import Packed, Store, Transform
@@ -87,9 +88,56 @@ def test_bad_protection_is_refused(fields, wrong):
     assert wrong in str(refused.value)
 
 
-def test_recall_knows_everything_only():
-    with pytest.raises(RecipeError, match="index='pages' is not one of everything"):
-        Recall("pages")
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: Recall("pages"), "index='pages' is not an index; use Clusters, Pages or TopK"),
+        (lambda: Recall(Pages(), tokens=0), "budget tokens=0 must be a whole number, 1 or"),
+        (lambda: Recall(Pages(), tokens=0.5), "tokens=0.5 must be a whole number, 1 or more"),
+        (lambda: Recall(Pages(), full_layers=-1), "full_layers=-1 must be a whole number, 0 or"),
+        (lambda: Recall(Pages(), group="sum"), "group='sum' is not one of mean, max, each"),
+        (lambda: Pages(0), "page=0 must be a whole number, 1 or more"),
+        (lambda: Clusters(size=0), "size=0 must be a whole number, 1 or more"),
+        (lambda: Clusters(seed=-1), "seed=-1 must be a whole number, 0 or more"),
+        (lambda: Clusters(distance="dot"), "distance='dot' is not one of cosine, l2, inner"),
+        (lambda: Clusters(block=2), "block_clusters=4 is more than the block=2 tokens have room"),
+    ],
+)
+def test_bad_recall_is_refused(build, says):
+    with pytest.raises(RecipeError) as refused:
+        build()
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "protect", "least"),
+    [
+        (Clusters(), Protect(16), 17),
+        (Pages(), Protect(16, 64), 96),
+        (TopK(), Protect(0, (3, 9)), 10),
+    ],
+)
+def test_a_recall_must_find_something_beside_protected_tokens(index, protect, least):
+    with pytest.raises(RecipeError, match=f"use {least} or more"):
+        Recipe(recall=Recall(index, least - 1), protect=protect)
+    Recipe(recall=Recall(index, least), protect=protect)
+
+
+def test_recall_and_keep_do_not_combine():
+    with pytest.raises(RecipeError, match="leave out keep, or recall"):
+        Recipe(keep=Keep(Budget(tokens=8)), recall=Recall(Pages()))
+
+
+def test_an_index_of_no_known_kind_is_refused():
+    data = resolve("quest").to_dict()
+    data["recall"]["index"]["kind"] = "tree"
+    with pytest.raises(RecipeError, match="index kind='tree' is not one of clusters, pages, topk"):
+        Recipe.from_dict(data)
+
+
+def test_a_budget_in_tokens_is_what_a_step_recalls():
+    assert resolve("quest").with_budget(256).recall.tokens == 256
+    assert resolve("quest").with_budget(0.5) == resolve("quest")
 
 
 def test_keep_and_a_packed_store_do_not_combine():
@@ -199,9 +247,21 @@ protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers,
 budgets = st.builds(Budget, tokens=st.integers(1001, 10**6)) | st.builds(
     Budget, fraction=st.floats(1e-9, 1)
 )
-recipes = st.builds(Recipe, store=st.builds(Store, formats, formats), protect=protects) | st.builds(
-    Recipe, keep=st.builds(Keep, budget=budgets), protect=protects
+indexes = st.builds(
+    Clusters, size=st.integers(1, 500), distance=st.sampled_from(["cosine", "l2", "inner"])
+) | st.builds(Pages, page=st.integers(1, 99))
+recalls = st.builds(
+    Recall,
+    index=indexes | st.builds(TopK),
+    tokens=st.integers(1500, 10**6),
+    group=st.sampled_from(["mean", "max", "each"]),
 )
+recipes = st.builds(
+    Recipe, store=st.builds(Store, formats, formats), recall=recalls, protect=protects
+)
+recipes |= st.builds(
+    Recipe, store=st.builds(Store, formats, formats), protect=protects
+) | st.builds(Recipe, keep=st.builds(Keep, budget=budgets), protect=protects)
 
 
 @given(recipes)
@@ -228,7 +288,6 @@ def test_a_dict_is_plain_and_without_none():
         "store": {
             "values": {"bits": 4, "axis": "token", "group": 32, "meta": "fp16", "residual": 1}
         },
-        "recall": {"index": "everything"},
         "protect": {"sinks": 2, "recent": [0, 128]},
         "name": "custom",
     }
@@ -262,7 +321,7 @@ def test_a_toml_written_by_hand():
         ({"keep": {}}, "give one"),
         ({"keep": {"budget": {"tokens": 8}, "score": 1}}, "Keep has no field 'score'"),
         ({"protect": {"recents": 1}}, "Protect has no field 'recents'; it has sinks, recent"),
-        ({"recall": {"index": "pages"}}, "index='pages'"),
+        ({"recall": {"index": "tree"}}, "index kind='tree' is not one of"),
         # a section that is no section
         ({"protect": 3}, "protect"),
         ({"keep": {"budget": 3}}, "budget"),
@@ -303,3 +362,8 @@ def test_bytes_of_sinks_and_of_each_rows_first_token():
     g = geometry(64)
     streaming = resolve("streaming:tokens=50,sinks=4")
     assert streaming.nbytes(100, g, batch=3) == 3 * (50 * g.token_nbytes() + 2 * 8)
+
+
+def test_a_kind_alone_is_its_defaults():
+    table = {"recall": {"index": "pages", "tokens": 500}}
+    assert Recipe.from_dict(table) == Recipe(recall=Recall(Pages(), 500))

@@ -86,6 +86,9 @@ def test_a_recipe_resolves_to_itself():
         ("window:tokens=0", ["tokens=0", "1 or more"]),
         ("streaming:tokens=4", ["a budget of 4 tokens leaves nothing", "use 5 or more"]),
         ("streaming:sinks=-1", ["sinks=-1", "0 or more"]),
+        ("quest:tokens=90", ["leaves nothing to find beside 80 protected tokens; use 96 or more"]),
+        ("clusterkv:distance=l3", ["distance='l3' is not one of cosine, l2, inner"]),
+        ("clusterkv:group=all", ["group='all' is not one of mean, max, each"]),
     ],
 )
 def test_a_wrong_name_or_value_says_what_is_allowed(spelling, says):

@@ -82,7 +82,9 @@ def count_right(
 ) -> int:
     """Return how many questions are answered right, word for word, by greedy decoding.
 
-    ask: a key of `ASK`. Up to `batch` questions are asked side by side, and none sees another.
+    ask: a key of `ASK`. Up to `batch` questions are asked side by side, and none sees another. A
+    recipe that recalls is given a question asked after token by token: a step of several tokens
+    would read everything, and what is asked for would not have to be found.
     """
     context, read = haystack.context_ids, None
     if ask == "after":
@@ -100,6 +102,10 @@ def count_right(
                 cache, ids = copy.deepcopy(read), [q.ids for q in asked]
                 if len(asked) > 1:
                     cache.batch_repeat_interleave(len(asked))
+            if read is not None and recipe.recall is not None:
+                for one in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
+                    step(model, one, cache)
+                ids = [row[-1:] for row in ids]
             texts = _answers(model, tokenizer, cache, ids, max(q.answer_tokens for q in asked))
             right += sum(t.lstrip().startswith(q.answer) for t, q in zip(texts, asked, strict=True))
     return right

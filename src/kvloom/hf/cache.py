@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..alibi import Alibi
 from ..errors import CacheMisuse
 from ..layer import LayerCache
+from ..recall import Traffic
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..scored import layer_cache, link
@@ -201,6 +202,19 @@ class Cache(transformers.Cache):
     def full_nbytes(self) -> int:
         """Bytes an exact cache of the same tokens holds, in the layers that kvloom holds."""
         return sum(_full_nbytes(layer.cache) for layer in self.routed)
+
+    @property
+    def tokens_read(self) -> float:
+        """Tokens that the last step read in a layer, the mean of those that kvloom holds."""
+        read = [layer.cache.read for layer in self.routed]
+        return sum(read) / len(read) if read else 0.0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
+        far = [getattr(layer.cache, "far", None) for layer in self.routed]
+        each = [x.traffic for x in far if x is not None]
+        return Traffic(*(sum(x) for x in zip(*each, strict=True))) if each else Traffic()
 
     @property
     def bits_per_value(self) -> float:

@@ -14,6 +14,7 @@ from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .kivi import kivi, kivi_4
 from .minikv import minikv, minikv_pyramid, minikv_snap
+from .recall import clusterkv, clusterkv_2bit, quest, topk
 from .rptq import rptq
 from .rtn import rtn
 from .skvq import skvq, skvq_k2v1_5
@@ -23,6 +24,8 @@ from .window import dilated, streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "full": full,
+    "clusterkv": clusterkv,
+    "clusterkv-2bit": clusterkv_2bit,
     "dilated": dilated,
     "h2o": h2o,
     "keyformer": keyformer,
@@ -32,6 +35,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "minikv-pyramid": minikv_pyramid,
     "minikv-snap": minikv_snap,
     "pyramidkv": pyramidkv,
+    "quest": quest,
     "random": random,
     "rptq": rptq,
     "rtn": rtn,
@@ -40,6 +44,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "smoothquant": smoothquant,
     "snapkv": snapkv,
     "streaming": streaming,
+    "topk": topk,
     "turbo": turbo,
     "window": window,
 }

@@ -1,0 +1,1 @@
+"""Choose tokens: clusters, pages, and reading the chosen."""

@@ -1,0 +1,131 @@
+"""Semantic clusters of keys (ClusterKV, arXiv:2412.03213, section III).
+
+The prompt's keys are clustered once, generated ones in blocks among themselves; a query takes the
+clusters whose centroids have the largest inner product with it. Departures: seeds are drawn one
+from each of as many equal stretches of the prompt as there are clusters, not from all of it, so
+that they are distinct; what is not a whole block waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..kernels.select import ref
+from .base import Finder, Index, grown, together, whole
+
+
+@dataclass(frozen=True)
+class Clusters(Index):
+    """K-means over keys.
+
+    size: tokens a cluster of the prompt has on average. block: generated tokens that are clustered
+    together, into block_clusters. distance: one of "cosine", "l2", "inner". iterations: at most.
+    """
+
+    size: int = 80
+    block: int = 320
+    block_clusters: int = 4
+    distance: str = "cosine"
+    iterations: int = 20
+    seed: int = 0
+    kind: ClassVar[str] = "clusters"
+
+    def __post_init__(self) -> None:
+        for name in ("size", "block", "block_clusters", "iterations"):
+            whole(name, getattr(self, name), 1)
+        whole("seed", self.seed, 0)
+        if self.distance not in ref.DISTANCES:
+            raise RecipeError(
+                f"distance={self.distance!r} is not one of {', '.join(ref.DISTANCES)}"
+            )
+        if self.block_clusters > self.block:
+            raise RecipeError(
+                f"block_clusters={self.block_clusters} is more than the block={self.block} tokens "
+                f"have room for; use {self.block} or fewer"
+            )
+
+    def finder(self) -> ClusterFinder:
+        """Return an empty index."""
+        return ClusterFinder(self)
+
+    def due(self, held: int, waiting: int) -> int:
+        """The prompt at once, later whole blocks; a prompt within one cluster waits too."""
+        if held == 0:
+            return waiting if waiting >= self.size else 0
+        return self.block if waiting >= self.block else 0
+
+    def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
+        """Centroids, sizes, starts and life signs, and the order of tokens."""
+        return tokens // self.size * (head_dim * itemsize + 4 + 4 + 1) + 4 * tokens
+
+
+class ClusterFinder(Finder):
+    """Clusters of one layer's keys.
+
+    centroids [B, Hk, C, D] in the keys' dtype; size, start: int32 [B, Hk, C], where a cluster's
+    tokens lie in order: int32 [B, Hk, N], slots by cluster, ascending in each. alive: bool
+    [B, Hk, C], False for those that no query takes: of padding, or more than a short row has.
+    """
+
+    centroids: Tensor
+    size: Tensor
+    start: Tensor
+    order: Tensor
+    alive: Tensor
+
+    def __init__(self, options: Clusters) -> None:
+        super().__init__()
+        self.options = options
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of the tensors held."""
+        return ("centroids", "size", "start", "order", "alive")
+
+    def extend(self, keys: Tensor, real: Tensor) -> None:
+        """Cluster keys [B, Hk, T, D] among themselves and add the clusters."""
+        o, t = self.options, keys.shape[2]
+        padded = not bool(real.all())
+        most, per = (t // o.size, o.size) if self.tokens == 0 else (o.block_clusters, None)
+        tokens = real.sum(dim=-1)  # [B, 1]
+        count = (tokens // per if per else tokens).clamp(max=most)
+        count = torch.where(tokens > 0, count.clamp_min(1), 0)
+        generator = torch.Generator().manual_seed(o.seed)
+        start = ref.seeds(real, count, most, generator)
+        alive = torch.arange(most, device=keys.device) < count.unsqueeze(-1)  # [B, 1, C]
+        centroids, labels = ref.kmeans(keys, start, real, alive, o.distance, o.iterations)
+        size = ref.sizes(labels, most + 1)
+        if not padded:
+            size = size[..., :-1]
+        else:  # what takes no part is a cluster that nobody takes
+            centroids = torch.cat([centroids, torch.zeros_like(centroids[:, :, :1])], dim=2)
+            alive = torch.cat([alive, torch.zeros_like(alive[..., :1])], dim=-1)
+        order = labels.argsort(dim=-1, stable=True) + self.tokens
+        begin = size.cumsum(dim=-1) - size + self.tokens
+        for name, new in (
+            ("centroids", centroids.to(keys.dtype)),
+            ("size", size.int()),
+            ("start", begin.int()),
+            ("order", order.int()),
+            ("alive", alive.expand(*size.shape).contiguous()),
+        ):
+            setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
+        self.tokens += t
+
+    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+        """The tokens of the best clusters; of the last, the oldest that still fit."""
+        scores = self.scores(q, group)
+        return ref.select_clusters(scores, self.size, self.start, self.order, tokens)
+
+    def scores(self, q: Tensor, group: str) -> Tensor:
+        """How the queries [B, Hq, D] rate the clusters: fp32 [B, Hk or Hq, C]."""
+        b, hk, c = self.alive.shape
+        scores = ref.dots(q, self.centroids)
+        dead = ~self.alive.unsqueeze(2).expand(b, hk, q.shape[1] // hk, c).reshape(b, -1, c)
+        return together(scores.masked_fill_(dead, -torch.inf), hk, group)

@@ -1,0 +1,306 @@
+"""Recall: reading everything is the plain cache, nothing is lost, rows are alone, drafts undone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.recall import Recall, Tier
+from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import resolve
+from kvloom.scored import layer_cache
+from kvloom.shapes import Geometry
+from steps import assert_same_state, build, draw, feed, state, unpacked
+
+LAYERS, FULL = 3, 2
+PROMPT = 120
+
+
+def small(index: str, tokens: int = 40, packed=False, recent: int = 0, sinks: int = 4, tier=None):
+    """A recipe that recalls few tokens, with an index that takes in tokens often."""
+    names = {"clusters": "clusterkv:size=8", "pages": "quest:page=8", "topk": "topk"}
+    found = resolve(names[index]).recall.index
+    if index == "clusters":
+        found = replace(found, block=20, block_clusters=3)
+    store = resolve("kivi:group=16,residual=16").store if packed else resolve("full").store
+    return Recipe(
+        store=store,
+        recall=Recall(found, tokens, tier=tier),
+        protect=Protect(sinks, recent),
+        name=index,
+    )
+
+
+RECIPES = {
+    "clusters": small("clusters"),
+    "clusters, window": small("clusters", recent=9),
+    "clusters, packed": small("clusters", packed=True),
+    "pages": small("pages", recent=5),
+    "pages, packed": small("pages", packed=True, recent=3),
+    "pages, no sinks": small("pages", sinks=0),
+    "topk": small("topk", recent=5),
+    "topk, packed": small("topk", packed=True),
+    "clusters, host": small("clusters", tier=Tier("host")),
+    "pages, file": small("pages", recent=3, tier=Tier("file", steps=2)),
+}
+every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+STEPS = [1] * 60
+
+
+def fresh(recipe: Recipe):
+    return layer_cache(recipe, "layer 2", (LAYERS - 1, LAYERS))
+
+
+def plain(recipe: Recipe):
+    return layer_cache(replace(recipe, recall=None), "layer 2", (LAYERS - 1, LAYERS))
+
+
+def heads(seed: int, tokens: int, batch: int = 2):
+    return draw(seed, tokens, batch=batch, hq=4, hk=2)
+
+
+@every
+@pytest.mark.parametrize("sizes", [[PROMPT, *STEPS], [70, 50, 7, *STEPS[7:]], [1] * 180])
+def test_with_a_budget_for_all_it_is_the_plain_cache(recipe, sizes):
+    qkv = heads(0, PROMPT + len(STEPS))
+    roomy = replace(recipe, recall=replace(recipe.recall, tokens=1000))
+    caches = fresh(roomy), plain(recipe)
+    got, want = (feed(cache, *qkv, sizes) for cache in caches)
+    atol = 0 if recipe.recall.tier is None else 2e-6  # a tier is a piece of its own
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)
+
+
+@every
+def test_finding_every_token_is_the_plain_cache(recipe):
+    """Through the index, which has all tokens but one unit of them to offer at the last step."""
+    unit = recipe.recall.index.unit
+    qkv = heads(1, PROMPT + 1)
+    cache, want = fresh(recipe), plain(recipe)
+    for c in (cache, want):
+        feed(c, *(x[:, :, :PROMPT] for x in qkv))
+    held = cache.finder.tokens
+    slots = cache.finder.find(qkv[0][:, :, PROMPT], held, "mean", cache._keys)
+    assert torch.equal(slots.sort(dim=-1).values, torch.arange(held).expand_as(slots))
+    room = held - unit + recipe.protect.tokens
+    cache.recall = replace(cache.recall, tokens=room)
+    last = [x[:, :, PROMPT:] for x in qkv]
+    got = feed(cache, *last)
+    assert cache.read == PROMPT + 1 - unit
+    # the tokens left out are those with the least weight: the outputs nearly agree
+    assert (got - feed(want, *last)).abs().max() < 0.2
+
+
+@every
+@given(st.integers(0, 999), st.sampled_from([[PROMPT, *STEPS], [70, 50, 7, *STEPS[7:]]]))
+def test_nothing_is_lost(recipe, seed, sizes):
+    qkv = heads(seed, PROMPT + len(STEPS))
+    cache, want = fresh(recipe), plain(recipe)
+    feed(cache, *qkv, sizes)
+    feed(want, *qkv, sizes)
+    assert cache.chosen is None
+    assert cache.read < want.read == PROMPT + len(STEPS)
+    if recipe.recall.tier is not None:
+        cache._bring_back()
+    assert_same_state(state(cache), state(want))
+    if recipe.store.exact:
+        for lane, x in ((cache.body.keys, qkv[1]), (cache.body.values, qkv[2])):
+            assert torch.equal(unpacked(lane), x[:, :, recipe.protect.sinks :])
+
+
+@every
+def test_a_step_reads_its_budget_and_what_is_not_indexed_yet(recipe):
+    cache, qkv = fresh(recipe), heads(0, PROMPT + len(STEPS))
+    feed(cache, *(x[:, :, :PROMPT] for x in qkv))
+    protect, unit = recipe.protect, recipe.recall.index.unit
+    for t in range(PROMPT, PROMPT + len(STEPS)):
+        behind = t - protect.sinks - cache.finder.tokens
+        feed(cache, *(x[:, :, t : t + 1] for x in qkv))
+        found = (recipe.recall.tokens - protect.tokens) // unit * unit
+        assert cache.read == protect.sinks + found + behind + 1
+        assert behind >= max(protect.recents)
+
+
+@pytest.mark.parametrize("name", ["clusters", "clusters, window", "clusters, packed"])
+@given(st.lists(st.integers(0, 100), min_size=2, max_size=2), st.integers(0, 99))
+def test_the_clusters_hold_every_token_once(name, pads, seed):
+    cache, n = fresh(RECIPES[name]), PROMPT + len(STEPS)
+    valid = torch.arange(n) >= torch.tensor(pads)[:, None]
+    feed(cache, *heads(seed, n), [PROMPT, *STEPS], valid)
+    f = cache.finder
+    every_slot = torch.arange(f.tokens).expand_as(f.order)
+    assert torch.equal(f.order.long().sort(dim=-1).values, every_slot)
+    for b, h in ((0, 0), (1, 1)):
+        spans = sorted(
+            (s, s + n) for s, n in zip(f.start[b, h].tolist(), f.size[b, h].tolist(), strict=True)
+        )
+        spans = [span for span in spans if span[0] < span[1]]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == f.tokens
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+@every
+@pytest.mark.parametrize("rejected", [0, 2, 5])
+def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
+    qkv = heads(0, PROMPT + 5)
+    kept = PROMPT + 5 - rejected
+    drafted, never = fresh(recipe), fresh(recipe)
+    for cache in (drafted, never):
+        feed(cache, *(x[:, :, :PROMPT] for x in qkv))
+    drafted.recording = True
+    feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
+    drafted.crop(rejected)
+    if kept > PROMPT:
+        feed(never, *(x[:, :, PROMPT:kept] for x in qkv))
+    for t in range(30):
+        new = heads(t, 1)
+        outputs = [feed(cache, *new) for cache in (drafted, never)]
+        drafted.crop(0)  # as in assisted generation: recording all the time, settled every round
+        torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    assert drafted.finder.tokens == never.finder.tokens > 0
+
+
+NO_PACKED = [name for name in RECIPES if "packed" not in name]
+
+
+@pytest.mark.parametrize("name", NO_PACKED)
+@pytest.mark.parametrize("tokens", [3, 30, 110])
+@pytest.mark.parametrize("pad", [0, 20])
+def test_a_crop_into_the_index_is_as_if_the_tokens_had_never_been(name, tokens, pad):
+    qkv = heads(0, PROMPT)
+    valid = torch.arange(PROMPT + 30) >= torch.tensor([pad, 0])[:, None]
+    cropped, never = fresh(RECIPES[name]), fresh(RECIPES[name])
+    feed(cropped, *qkv, valid=valid[:, :PROMPT])
+    cropped.crop(tokens)
+    feed(never, *(x[:, :, : PROMPT - tokens] for x in qkv), valid=valid[:, : PROMPT - tokens])
+    new = heads(1, 30)
+    see = valid[:, : PROMPT - tokens + 30]
+    outputs = [feed(cache, *new, [1] * 30, see) for cache in (cropped, never)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+@every
+def test_rows_do_not_see_each_other(recipe):
+    qkv = heads(0, PROMPT + len(STEPS), batch=3)
+    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS])
+    for row in range(3):
+        alone = feed(fresh(recipe), *(x[row : row + 1] for x in qkv), [PROMPT, *STEPS])
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=2e-6)
+
+
+@every
+def test_the_index_follows_the_beams(recipe):
+    beams = torch.tensor([2, 0, 0])
+    qkv, more, new = heads(0, PROMPT, 3), heads(1, 30, 3), heads(2, 30, 3)
+    moved, built = fresh(recipe), fresh(recipe)
+    feed(moved, *qkv)
+    feed(moved, *more, [1] * 30)
+    moved.map(lambda x: x.index_select(0, beams))
+    feed(built, *(x[beams] for x in qkv))
+    feed(built, *(x[beams] for x in more), [1] * 30)
+    outputs = [feed(cache, *new, [1] * 30) for cache in (moved, built)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+def padded(pads: list[int], tokens: int) -> torch.Tensor:
+    return torch.arange(tokens) >= torch.tensor(pads)[:, None]
+
+
+@every
+@given(st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.integers(0, 99))
+def test_content_of_padding_is_irrelevant(recipe, pads, seed):
+    n = PROMPT + len(STEPS)
+    valid, qkv = padded(pads, n), heads(seed, n)
+    real = valid[:, None, :, None]
+    litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
+    outputs = [
+        torch.where(real, feed(fresh(recipe), *x, [PROMPT, *STEPS], valid), 0.0)
+        for x in (qkv, litter)
+    ]
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("name", ["clusters", "clusters, window", "topk", "clusters, host"])
+@given(st.lists(st.integers(0, PROMPT - 30), min_size=2, max_size=2), st.integers(0, 99))
+def test_padding_a_row_is_leaving_it_shorter(name, pads, seed):
+    """Where a token's place does not matter, and the row has enough tokens to be indexed alone."""
+    recipe, n = RECIPES[name], PROMPT + len(STEPS)
+    valid, qkv = padded(pads, n), heads(seed, n)
+    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], valid)
+    for i, pad in enumerate(pads):
+        short = [x[i : i + 1, :, pad:] for x in qkv]
+        alone = feed(fresh(recipe), *short, [PROMPT - pad, *STEPS])
+        torch.testing.assert_close(together[i : i + 1, :, pad:], alone, rtol=0, atol=2e-6)
+
+
+@every
+def test_padding_between_turns_is_irrelevant(recipe):
+    valid = torch.cat([padded([0, 9], 60), padded([25, 0], 60), padded([0, 0], 60)], dim=1)
+    qkv = heads(3, 180)
+    real = valid[:, None, :, None]
+    litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
+    outputs = [
+        torch.where(real, feed(fresh(recipe), *x, [60, 60, *STEPS], valid), 0.0)
+        for x in (qkv, litter)
+    ]
+    assert torch.equal(*outputs)
+
+
+@every
+@pytest.mark.parametrize("tokens", [1, 3, 7, 20, 120, 333])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_predicted_bytes_are_measured_bytes(recipe, tokens, batch):
+    q, k, v = heads(0, tokens, batch)
+    caches = [layer_cache(recipe, "a layer", (i, LAYERS)) for i in range(LAYERS)]
+    for cache in caches:
+        feed(cache, q, k, v)
+    geometry = Geometry(LAYERS, 4, 2, k.shape[-1], k.dtype)
+    assert recipe.nbytes(tokens, geometry, batch) == sum(cache.nbytes for cache in caches)
+
+
+@every
+def test_the_first_layers_read_everything(recipe):
+    for place in range(LAYERS):
+        cache = layer_cache(recipe, "a layer", (place, LAYERS))
+        feed(cache, *heads(0, PROMPT + 1), [PROMPT, 1])
+        assert (cache.read == PROMPT + 1) == (place < FULL)
+
+
+@every
+def test_a_layer_reset_is_a_new_one(recipe):
+    used, new = fresh(recipe), fresh(recipe)
+    feed(used, *heads(0, PROMPT + 30), [PROMPT, *[1] * 30])
+    used.reset()
+    assert used.nbytes == 0
+    qkv = heads(1, PROMPT + 30)
+    outputs = [feed(cache, *qkv, [PROMPT, *[1] * 30]) for cache in (used, new)]
+    assert torch.equal(*outputs)
+
+
+def test_alibi_counts_from_each_tokens_own_place():
+    """A budget for all but one page; the page left out is one that nobody sees."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    qkv = heads(0, 101)
+    recipe = small("pages", tokens=88, sinks=0)
+    q, k, v = qkv
+    k = k.clone()
+    k[:, :, 40:48] = -100 * q[:, ::2, 100:]  # scores far below all others, in both groups
+    q = q[:, ::2].repeat_interleave(2, dim=1)
+    outputs = []
+    for cache in (fresh(recipe), plain(recipe)):
+        outputs.append(feed(cache, q, k, v, [100, 1], slopes=slopes)[:, :, -1:])
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+def test_a_cache_reads_what_a_trace_says():
+    recipe, qkv = RECIPES["pages"], heads(0, PROMPT + 1)
+    cache = fresh(recipe)
+    cache.trace = True
+    feed(cache, *qkv, [PROMPT, 1])
+    assert cache.chosen.shape == (2, 2, 24)
+    assert build(replace(recipe, recall=None), *qkv).read == PROMPT + 1

@@ -1,0 +1,172 @@
+"""Tiers: the same answers, what is copied is what was not there, and files that fail say so."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvloom.errors import CacheMisuse, RecipeError, TierError
+from kvloom.recall import Recall, Tier, TopK
+from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import resolve
+from kvloom.scored import layer_cache
+from kvloom.shapes import Geometry
+from steps import draw, feed
+
+PROMPT, STEPS = 120, 70
+B, HQ, HK, D = 2, 4, 2, 32
+
+
+def recipe(index: str = "clusters", tier: Tier | None = None, group: str = "mean") -> Recipe:
+    found = resolve("quest:page=8" if index == "pages" else "clusterkv:size=8").recall.index
+    if index == "clusters":
+        found = replace(found, block=20, block_clusters=3)
+    recall = Recall(found, 40, group, full_layers=0, tier=tier)
+    return Recipe(recall=recall, protect=Protect(sinks=4, recent=2), name="small")
+
+
+def layer(made: Recipe):
+    return layer_cache(made, "layer 0", (0, 1))
+
+
+def tokens(seed: int, n: int = PROMPT + STEPS):
+    """Queries that move slowly, so that steps ask for some of what the last one did."""
+    q, k, v = draw(seed, n, batch=B, hq=HQ, hk=HK)
+    return q.cumsum(dim=2) / torch.arange(1, n + 1).sqrt()[:, None] * 2, k, v
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("index", ["clusters", "pages"])
+@pytest.mark.parametrize("group", ["mean", "each"])
+def test_a_tier_changes_no_answer_and_copies_what_did_not_lie_ready(kind, steps, index, group):
+    cache, plain = (
+        layer(recipe(index, Tier(kind, steps=steps), group)),
+        layer(recipe(index, None, group)),
+    )
+    qkv = tokens(0)
+    for c in (cache, plain):
+        feed(c, *(x[:, :, :PROMPT] for x in qkv))
+    assert cache.far.traffic == (0, 0, 0)
+    cache.trace = True
+    ready: list = []  # of every step before: for each row and head, the slots it read
+    hits = misses = 0
+    for t in range(PROMPT, PROMPT + STEPS):
+        step = [x[:, :, t : t + 1] for x in qkv]
+        got, want = feed(cache, *step), feed(plain, *step)
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+        read = [set(row) for row in cache.chosen.flatten(0, 1).tolist()]
+        for i, slots in enumerate(read):
+            near = set().union(*(before[i] for before in ready[max(0, len(ready) - steps) :]))
+            hits, misses = hits + len(slots & near), misses + len(slots - near)
+        ready.append(read)
+        assert cache.far.traffic == (hits, misses, misses * 2 * D * 4)
+    assert (hits > misses / 4) == (steps > 0)
+    assert misses > 0
+
+
+def test_what_lies_on_the_device_does_not_grow_with_the_context():
+    sizes = {}
+    for n in (100, 200, 400):
+        cache = layer(recipe("pages", Tier("host", steps=2)))
+        feed(cache, *tokens(0, n + 1), [n, 1])
+        sizes[n] = cache.far.near.nbytes + sum(x.nbytes for x in cache.far.blocks)
+        assert cache.body.nbytes < 30 * 2 * B * HK * D * 4
+        assert cache.nbytes >= cache.far.nbytes > 2 * B * HK * D * 4 * (n - 20)
+    assert len(set(sizes.values())) == 1
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_a_copy_of_a_cache_goes_its_own_way(kind):
+    cache = layer(recipe("clusters", Tier(kind)))
+    feed(cache, *tokens(0), [PROMPT, *[1] * STEPS])
+    twin = copy.deepcopy(cache)
+    feed(cache, *tokens(1, 60), [1] * 60)
+    want = layer(recipe("clusters"))
+    feed(want, *tokens(0), [PROMPT, *[1] * STEPS])
+    outputs = [feed(c, *tokens(2, 60), [1] * 60) for c in (twin, want)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+@pytest.mark.parametrize("n", [3, 50, 300])
+def test_predicted_bytes_are_measured_bytes(kind, n):
+    made = recipe("clusters", Tier(kind))
+    cache = layer(made)
+    _, k, _ = qkv = tokens(0, n)
+    feed(cache, *qkv)
+    assert cache.nbytes == made.nbytes(n, Geometry(1, HQ, HK, D, k.dtype), B)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_a_file_goes_with_its_cache(tmp_path):
+    cache = layer(recipe("clusters", Tier("file", str(tmp_path))))
+    feed(cache, *tokens(0))
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size > 0
+    cache.reset()
+    assert not file.exists()
+    del cache
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path):
+    with pytest.raises(TierError, match=r"no file for the cache can be made in .*nowhere.*exists"):
+        layer(recipe("clusters", Tier("file", str(tmp_path / "nowhere"))))
+
+
+@pytest.mark.parametrize(("harm", "says"), [("unlink", "vanished"), ("cut", "been cut off")])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_file_that_is_lost_ends_the_cache_and_not_the_process(tmp_path, harm, says, size):
+    cache = layer(recipe("clusters", Tier("file", str(tmp_path))))
+    feed(cache, *tokens(0))
+    (file,) = tmp_path.iterdir()
+    if harm == "unlink":
+        file.unlink()
+    else:
+        os.truncate(file, 100)
+    with pytest.raises(TierError, match=f"has {says}, and the tokens in it"):
+        feed(cache, *tokens(1, size))
+    with pytest.raises(CacheMisuse, match=f"no use any more: .*{says}"):
+        feed(cache, *tokens(1, size))
+    cache.reset()
+    feed(cache, *tokens(1, 20))
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    cache = layer(recipe("clusters", Tier("file", str(tmp_path))))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TierError, match=r"cannot hold 114 tokens \(No space left on device\)"):
+        feed(cache, *tokens(0, PROMPT))
+    with pytest.raises(CacheMisuse, match=r"no use any more: .*No space left"):
+        feed(cache, *tokens(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: Tier("cloud"), "tier kind='cloud' is not one of host, file"),
+        (lambda: Tier("host", "/tmp"), "folder='/tmp' needs kind=\"file\", not 'host'"),
+        (lambda: Tier("host", steps=-1), "steps=-1 must be a whole number, 0 or more"),
+        (lambda: Recall(TopK(), tier=Tier()), "index='topk' reads every key"),
+        (
+            lambda: replace(resolve("clusterkv:tier=host"), store=resolve("kivi").store),
+            "a tier holds exact tokens",
+        ),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused(build, says):
+    with pytest.raises(RecipeError) as refused:
+        build()
+    assert says in str(refused.value)

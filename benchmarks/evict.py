@@ -1,10 +1,10 @@
 """What stays, and what it costs: eviction recipes on the reference model, and their ablations.
 
-Sections: `bytes2k` and `bytes4k` (every recipe given the budget at which it holds what KIVI's 2 bit
-hold, and what MiniKV at half the prompt holds), `noise` (Keyformer's table 4), `recent` (share of
-the budget for the newest tokens), `shared` (a score a layer, or one for all), `positions` (original
-or renumbered), `layers` (MiniKV's policies). Every row is written as soon as it is measured; a
-second run goes on where the first stopped.
+Sections: `bytes2k` and `bytes4k` (every recipe given the budget at which it holds, after the
+context, what KIVI's 2 bit hold, and at 2k what MiniKV at half the prompt holds), `noise`
+(Keyformer's table 4), `recent` (share of the budget for the newest tokens), `shared` (a score a
+layer, or one for all), `positions` (original or renumbered), `layers` (MiniKV's policies). Every
+row is written as soon as it is measured; a second run goes on where the first stopped.
 
     python benchmarks/evict.py [SECTION …]
 """
@@ -32,6 +32,10 @@ QUESTIONS = 208
 NAMES = (
     *("window", "dilated", "streaming", "random", "h2o", "keyformer", "snapkv", "snapkv:kernel=15"),
     *("pyramidkv:kernel=15", "minikv", "minikv-pyramid", "minikv-snap:kernel=15", "kivi"),
+)
+AT_4K = (
+    *("window", "streaming", "h2o", "keyformer", "snapkv:kernel=15", "pyramidkv:kernel=15"),
+    *("minikv", "minikv-pyramid", "kivi"),
 )
 HALF = "fraction=0.5,recent=0.3"
 
@@ -65,12 +69,14 @@ def policies() -> Iterator[Recipe]:
             yield resolve(f"minikv:fraction={fraction},layers={layers}")
 
 
-def at_equal_bytes(context: int, g: Geometry) -> list[Recipe]:
-    """Every recipe at KIVI's bytes and at MiniKV's."""
+def at_equal_bytes(
+    context: int, g: Geometry, rivals: tuple[str, ...], names: tuple[str, ...]
+) -> list[Recipe]:
+    """Every recipe at the bytes of the rivals, which are those right after the context."""
     found = []
-    for rival in ("kivi", "minikv"):
+    for rival in rivals:
         nbytes = resolve(rival).nbytes(context, g)
-        for name in NAMES:
+        for name in names:
             recipe = fitted(name, nbytes, context, g)
             if recipe is not None and not (name == "kivi" and rival == "minikv"):
                 found.append(replace(recipe, name=f"{recipe.name}, {rival}'s bytes"))
@@ -95,8 +101,8 @@ def sections(g: Geometry) -> dict[str, tuple[int, list[Recipe]]]:
         "shared": (2048, named(*shared)),
         "positions": (2048, named(*positions)),
         "layers": (2048, list(policies())),
-        "bytes2k": (2048, at_equal_bytes(2048, g)),
-        "bytes4k": (3840, at_equal_bytes(3840, g)),
+        "bytes2k": (2048, at_equal_bytes(2048, g, ("kivi", "minikv"), NAMES)),
+        "bytes4k": (3840, at_equal_bytes(3840, g, ("kivi",), AT_4K)),
     }
 
 

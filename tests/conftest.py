@@ -5,9 +5,15 @@ Examples are small as drawn, so a failing one is shown as it is: shrinking takes
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+# Laws are laws of the reference, which compiles nothing; the kernels have tests of their own. Run
+# with KVLOOM_KERNELS=auto to have everything tested on what a user gets.
+os.environ.setdefault("KVLOOM_KERNELS", "ref")
 
 # Tiny tensors: a second thread costs more than it gives, and beside another busy process it makes
 # every operation ten times slower.

@@ -95,13 +95,32 @@ def bf16(x: float) -> float:
     return float(np.uint32(word & 0xFFFF0000).view(np.float32))
 
 
+def e4m3(x: float) -> float:
+    """Round to fp8 e4m3: 3 bits of fraction, exponents from -6, half to even, at most 448."""
+    if x == 0:
+        return 0.0
+    quantum = 2.0 ** (max(math.floor(math.log2(abs(x))), -6) - 3)
+    return math.copysign(min(np.rint(abs(x) / quantum) * quantum, 448.0), x)
+
+
 META = {  # how a scale or zero is stored; to 16 bits by way of the fp32 it is computed in
     "fp64": float,
     "fp32": lambda x: float(np.float32(x)),
     "fp16": lambda x: float(np.float16(np.float32(x))),
     "bf16": bf16,
+    "fp8": lambda x: e4m3(float(np.float32(x))),
 }
-META_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+META_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def top(bits):
+    """The highest code: 1.5 bit is three levels."""
+    return 2 if bits == 1.5 else 2**bits - 1
+
+
+def holdable(scale, meta):
+    """A scale as large or small as the metadata can hold: fp8 never makes 0 of a scale."""
+    return min(max(scale, 2.0**-9), 448.0) if meta == "fp8" and scale > 0 else scale
 
 
 def groups(x, axis, group):
@@ -118,14 +137,14 @@ def groups(x, axis, group):
 
 
 def quantize(x, bits, axis, group, meta="fp64"):
-    """Codes, scale, zero of x [N, D]: zero = min, scale = (max - min) / (2^b - 1)."""
+    """Codes, scale, zero of x [N, D]: zero = min, scale = (max - min) / top."""
     n, d = x.shape
     shape = (n // group, d) if axis == "channel" else (n, d // group)
     scale, zero = np.zeros(shape), np.zeros(shape)
     for at, where in groups(x, axis, group):
         low, high = x[where].min(), x[where].max()
         zero[at] = META[meta](low)
-        scale[at] = META[meta]((high - low) / (2**bits - 1))
+        scale[at] = META[meta](holdable((high - low) / top(bits), meta))
     return codes_for(x, scale, zero, bits, axis, group), scale, zero
 
 
@@ -139,8 +158,8 @@ def quotients(x, scale, zero, axis, group):
 
 
 def codes_for(x, scale, zero, bits, axis, group):
-    """clamp(round((x - zero) / scale), 0, 2^b - 1), half to even."""
-    return np.clip(np.rint(quotients(x, scale, zero, axis, group)), 0, 2**bits - 1).astype(int)
+    """clamp(round((x - zero) / scale), 0, top), half to even."""
+    return np.clip(np.rint(quotients(x, scale, zero, axis, group)), 0, top(bits)).astype(int)
 
 
 def dequantize(codes, scale, zero, axis, group):
@@ -156,6 +175,27 @@ def fake(x, bits, axis, group, meta="fp64"):
     return dequantize(*quantize(x, bits, axis, group, meta), axis, group)
 
 
+def mapped(x, bits, group_of, meta="fp64", clip=1.0):
+    """What comes back of x [Hk, N, D] in groups of any channels of a token, and scale, zero.
+
+    group_of: [Hk, D]; clip: one alpha, or one a group, times the ends of a group.
+    """
+    count = int(group_of.max()) + 1
+    clip = np.broadcast_to(clip, count)
+    n = x.shape[1]
+    out, scale, zero = np.zeros(x.shape), np.zeros((n, count)), np.zeros((n, count))
+    for i in range(n):
+        for g in range(count):
+            some = x[:, i][group_of == g]
+            low, high = clip[g] * some.min(), clip[g] * some.max()
+            zero[i, g] = META[meta](low)
+            scale[i, g] = META[meta](holdable((high - low) / top(bits), meta))
+            step = scale[i, g] or 1.0
+            codes = np.clip(np.rint((some - zero[i, g]) / step), 0, top(bits))
+            out[:, i][group_of == g] = codes * scale[i, g] + zero[i, g]
+    return out, scale, zero
+
+
 def _bit_places(token, bits):
     """[(bit of the code, byte row, bit of the byte)] of one token's code."""
     if bits == 3:  # 8 tokens, 3 byte rows: low two bits of 4 + 4 tokens, then all the high bits
@@ -167,13 +207,18 @@ def _bit_places(token, bits):
 
 
 def atom_tokens(bits):
-    """The least number of tokens whose codes fill whole bytes."""
-    return 8 // math.gcd(8, bits)
+    """The least number of tokens whose codes fill whole bytes (1.5 bit: 3^5 <= 2^8)."""
+    return 5 if bits == 1.5 else 8 // math.gcd(8, bits)
 
 
 def pack(codes, bits):
-    """Codes [N, D] to bytes [rows, D], bit by bit."""
+    """Codes [N, D] to bytes [rows, D], bit by bit; 1.5 bit: digit by digit in base 3."""
     n, d = codes.shape
+    if bits == 1.5:
+        out = np.zeros((-(-n // 5), d), dtype=np.uint8)
+        for token in range(n):
+            out[token // 5] += (codes[token] * 3 ** (token % 5)).astype(np.uint8)
+        return out
     atom = atom_tokens(bits)
     out = np.zeros((-(-n // atom) * atom * bits // 8, d), dtype=np.uint8)
     for token in range(n):
@@ -183,7 +228,11 @@ def pack(codes, bits):
 
 
 def unpack(packed, bits, tokens):
-    """Bytes [rows, D] to codes [tokens, D], bit by bit."""
+    """Bytes [rows, D] to codes [tokens, D], bit by bit; 1.5 bit: digit by digit in base 3."""
+    if bits == 1.5:
+        digits = [[np.base_repr(b, 3).zfill(5)[::-1] for b in row] for row in packed]
+        codes = [[int(d[t % 5]) for d in digits[t // 5]] for t in range(tokens)]
+        return np.array(codes, dtype=int).reshape(tokens, packed.shape[1])
     out = np.zeros((tokens, packed.shape[1]), dtype=int)
     for token in range(tokens):
         for bit, row, place in _bit_places(token, bits):

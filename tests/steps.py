@@ -10,7 +10,7 @@ from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
 from kvloom.segment import Segment
-from kvloom.store import Packed, Store
+from kvloom.store import Packed, Store, Transform
 from kvloom.store.buffer import Buffer
 from kvloom.store.lane import Lane
 
@@ -33,6 +33,8 @@ RECIPES: dict[str, Recipe] = {
         "kivi-4:group=16,residual=16,meta=bf16",
         "kivi:bits=3,group=32,residual=32",
         "kivi:bits=8,group=32,residual=96",
+        "kivi:bits=1.5,group=32,residual=32,meta=fp8",
+        "rtn:bits=1,group=16",
         "rtn:group=16",
         "rtn:bits=3,residual=5",
         "window:tokens=20",
@@ -43,6 +45,17 @@ RECIPES: dict[str, Recipe] = {
     "values only": _store(None, Packed(3, "token", 16), recent=3),
     "swapped axes": _store(
         Packed(4, "token", 16, residual=8), Packed(2, "channel", 32, residual=32), recent=(7, 10)
+    ),
+    "fp8, layer": _store(
+        Packed(1.5, "token", 32, "fp8", transform=Transform(span="layer", clip=0.9)),
+        Packed(2, "token", 16, "fp8", transform=Transform(clip=0.95)),
+        sinks=2,
+        recent=9,
+    ),
+    "rotated": _store(
+        Packed(3, "token", 0, transform=Transform(rotate=True)),
+        Packed(1.5, "token", 16, "fp8", transform=Transform(rotate=True)),
+        recent=4,
     ),
     "sinks, packed": _store(
         Packed(2, "channel", 32, residual=32), Packed(2, "token", 32), sinks=3, recent=(0, 32)

@@ -15,11 +15,11 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from .hf.attach import Report, attach, detach
     from .hf.cache import Cache
-    from .keep import Budget, Keep
+    from .keep import Budget, Keep, Spare
     from .recall import Clusters, Pages, Recall, TopK
     from .recipe import Protect, Recipe
     from .reference import reference_model, reference_tokenizer
-    from .store import Packed, Store
+    from .store import Packed, Store, Transform
 
 _WHERE = {
     "attach": "hf.attach",
@@ -34,8 +34,10 @@ _WHERE = {
     "TopK": "recall",
     "Budget": "keep",
     "Keep": "keep",
+    "Spare": "keep",
     "Packed": "store",
     "Store": "store",
+    "Transform": "store",
     "reference_model": "reference",
     "reference_tokenizer": "reference",
 }
@@ -50,8 +52,10 @@ __all__ = [
     "Recall",
     "Recipe",
     "Report",
+    "Spare",
     "Store",
     "TopK",
+    "Transform",
     "attach",
     "detach",
     "reference_model",

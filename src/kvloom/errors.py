@@ -33,3 +33,7 @@ class TierError(RuntimeError):
 
 class NotFinite(ValueError):
     """NaN or infinity in keys or values."""
+
+
+class CalibrationError(ValueError):
+    """A calibration that is missing, damaged, of another model, or not made for a format."""

@@ -21,8 +21,7 @@ from .kernels.attend import ref
 from .recipe import Recipe
 from .rope import Rope
 from .segment import Piece, Segment, Sinks
-from .store import Lane
-from .store.formats import META
+from .store import NOTHING, Known, Lane
 
 # Up to this many new tokens are written behind the tail before attention, so that tail and
 # present are one stretch; more would make the tail of a packed store large for a moment.
@@ -55,7 +54,8 @@ class LayerCache:
     """The cache of one layer, batch rows together, head counts taken from the first keys.
 
     Tokens stay by age; `scored.ScoredLayer` chooses by score. place: (number of this layer, layers
-    of the model). rope: how the keys are rotated, where the recipe renumbers positions.
+    of the model). rope: how the keys are rotated, where the recipe renumbers positions. known: what
+    the store's formats need to know of this layer.
     """
 
     def __init__(
@@ -64,8 +64,12 @@ class LayerCache:
         name: str = "this layer",
         place: tuple[int, int] = (0, 1),
         rope: Rope | None = None,
+        known: Known = NOTHING,
     ) -> None:
-        self.recipe, self.name, self.place, self.rope = recipe, name, place, rope
+        if recipe.store.pre_rope and known.rope is None:
+            raise CacheMisuse(f"{name}: keys before RoPE need the model's rotary embedding")
+        self.recipe, self.name, self.place = recipe, name, place
+        self.rope, self.known = rope, known
         self.recording = False
         self.trace = False  # remember which tokens stay, for `logical`; set before the first prompt
         self.reset()
@@ -73,7 +77,11 @@ class LayerCache:
     def reset(self) -> None:
         """Forget everything."""
         store, recents = self.recipe.store, self.recipe.protect.recents
-        self.body = Segment(Lane(store.keys, recents[0]), Lane(store.values, recents[1]))
+        known = self.known
+        self.body = Segment(
+            Lane(store.keys, recents[0], known.keys, known.rope),
+            Lane(store.values, recents[1], known.values),
+        )
         count = self.recipe.protect.sinks
         self.sinks = Sinks(count) if count else None
         self.seen = 0
@@ -113,6 +121,7 @@ class LayerCache:
         if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
             pad = ~see[:, :, past:, None]
             k, v = k.masked_fill(pad, 0.0), v.masked_fill(pad, 0.0)
+        self.check_range(k, v)
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             self.body.append(k.detach(), v.detach())
@@ -186,6 +195,9 @@ class LayerCache:
                         f"{self.name}: this cache holds {what} {a} and was given {b}; "
                         "make a new cache for another model, dtype or batch"
                     )
+
+    def check_range(self, k: Tensor, v: Tensor) -> None:
+        """Refuse numbers that the store cannot hold."""
         if k.is_cuda and k.shape[2] == 1:
             return  # reading the answer back would stall the device at every step
         for what, x, fmt in zip(
@@ -196,8 +208,8 @@ class LayerCache:
         ):
             low, high = x.detach().aminmax()
             limit = torch.finfo(x.dtype).max
-            if fmt is not None:  # a group's range, up to twice the limit, is taken in fp32
-                limit = min(torch.finfo(META[fmt.meta]).max, torch.finfo(torch.float32).max / 2)
+            if fmt is not None:
+                limit = fmt.largest
             if not (low >= -limit and high <= limit):
                 found = "NaN or infinity" if not torch.isfinite(x).all() else f"|x| > {limit:g}"
                 remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'
@@ -327,6 +339,10 @@ class LayerCache:
 def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
     """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
     only = pieces[0]
+    if len(pieces) == 1 and only.causal < only.tokens:
+        state = only.fused(q, scale, softcap)
+        if state is not None:
+            return state.out.to(q.dtype)
     fused = softcap is None and (only.bias is None or q.shape[2] == 1)
     if len(pieces) == 1 and fused and isinstance(only.keys, Tensor):
         k, v, valid = only.keys, only.values, only.valid

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
-from .keep import SCORERS, Budget, Keep
+from .keep import SCORERS, Budget, Keep, Spare
 from .recall import INDEXES, Recall, Tier
 from .shapes import Geometry
-from .store import Packed, Store
+from .store import Packed, Store, Transform
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,11 +27,13 @@ else:
 class Protect:
     """Tokens that always stay, exact: the first `sinks` and the newest `recent`.
 
-    recent: one number, or (keys, values) where the two differ, as in KIVI.
+    recent: one number, or (keys, values) where the two differ, as in KIVI. spare: a rule for more
+    tokens of the prompt that are not packed.
     """
 
     sinks: int = 0
     recent: int | tuple[int, int] = 0
+    spare: Spare | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.recent, tuple) and len(self.recent) != 2:
@@ -67,6 +69,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.recall is not None:
             self._check_recall(self.recall)
+        if self.protect.spare is not None and (self.keep is not None or self.store.exact):
+            raise RecipeError(
+                "protect.spare keeps tokens from being packed: combine it with a packed store and "
+                "no keep, which has a score of its own"
+            )
         if self.keep is None:
             return
         if not self.store.exact and (self.keep.when != "prompt" or self.keep.by_age):
@@ -87,6 +94,8 @@ class Recipe:
             raise RecipeError(
                 "recall reads from a cache that keeps everything: leave out keep, or recall"
             )
+        if self.protect.spare is not None:
+            raise RecipeError("recall reads packed tokens as they are: leave out protect.spare")
         if recall.tier is not None and not self.store.exact:
             raise RecipeError("a tier holds exact tokens: combine it with an exact store")
         protected, unit = self.protect.tokens, recall.index.unit
@@ -112,7 +121,7 @@ class Recipe:
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Everything in this recipe that does not fit the model, one sentence each."""
-        problems = self.store.problems(geometry.head_dim)
+        problems = self.store.problems(geometry.head_dim, geometry.kv_heads)
         if self.keep is not None and geometry.layers and self.keep.budget.tokens is not None:
             try:  # the prompt is long; a fraction's budget is known when it has come
                 self.keep.rooms(1 << 30, geometry.layers)
@@ -136,35 +145,38 @@ class Recipe:
 
         Budgets that depend on the scores' variance are counted as if they were uniform.
         """
-        keep, sinks = self.keep, self.protect.sinks
+        keep, sinks, g = self.keep, self.protect.sinks, geometry
         if keep is None or keep.by_age:
             held = tokens
             if keep is not None and keep.drops(tokens):
                 held = min(tokens, self.budget_tokens(tokens))
-            heads = self._head_nbytes(held - min(sinks, held), geometry)
-            heads += 2 * sinks * geometry.head_dim * geometry.dtype.itemsize
-            start = 8 * batch if sinks else 0  # each row's first real token
-            total = geometry.layers * (heads * geometry.kv_heads * batch + start)
-            index = self._index_nbytes(held - min(sinks, held), geometry)
-            return total + index * geometry.kv_heads * batch
-        heads = 0
-        for room in keep.rooms(tokens, geometry.layers):
+            row = self._layer_nbytes(held - min(sinks, held), g)
+            row += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
+            row += 8 if sinks else 0  # the row's first real token
+            index = self._index_nbytes(held - min(sinks, held), g)
+            return (g.layers * row + g.kv_heads * index) * batch
+        row = 0
+        for room in keep.rooms(tokens, g.layers):
             held = min(tokens, room) if keep.drops(tokens) else tokens
-            heads += self._head_nbytes(held, geometry)
+            row += self._layer_nbytes(held, g)
             if keep.when == "step" and held < tokens:
-                heads += self._slots_nbytes(held, geometry)
+                row += g.kv_heads * self._slots_nbytes(held, g)
             elif keep.when != "prompt":  # scores, and indices once there are gaps
-                heads += 4 * held + (4 * held if held < tokens else 0)
-        return heads * geometry.kv_heads * batch
+                row += g.kv_heads * (4 * held + (4 * held if held < tokens else 0))
+        return row * batch
 
-    def _head_nbytes(self, tokens: int, g: Geometry) -> int:
-        """Bytes of `tokens` tokens of one head's keys and values."""
-        total = 0
+    def _layer_nbytes(self, tokens: int, g: Geometry) -> int:
+        """Bytes of `tokens` tokens of one row's keys and values in one layer."""
+        total, least = 0, tokens
         sides = (self.store.keys, self.store.values)
         for fmt, recent in zip(sides, self.protect.recents, strict=True):
             packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
-            total += (tokens - packed) * g.head_dim * g.dtype.itemsize
-            total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim)
+            total += (tokens - packed) * g.kv_heads * g.head_dim * g.dtype.itemsize
+            total += 0 if fmt is None else fmt.nbytes(packed, g.head_dim, g.kv_heads)
+            least = least if fmt is None else min(least, packed)
+        if self.protect.spare is not None:  # exact copies and their indices
+            spared = min(self.protect.spare.tokens, least)
+            total += spared * g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + 4)
         return total
 
     def _index_nbytes(self, tokens: int, g: Geometry) -> int:
@@ -181,17 +193,20 @@ class Recipe:
         return layers * index.nbytes(index.due(0, max(0, ready)), g.head_dim, g.dtype.itemsize)
 
     def _slots_nbytes(self, room: int, g: Geometry) -> int:
-        """Bytes that slots take beside the tokens: a free slot, which it is, scores and indices."""
+        """Bytes a head's slots take beside tokens: a free one, which it is, scores, indices."""
         free = 2 * g.head_dim * g.dtype.itemsize
         return free + (room + 1) * (4 + 4) + 8
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested data without None: what `from_dict` and TOML take."""
+        """Plain nested data without None and False: what `from_dict` and TOML take."""
         data = _plain(asdict(self))
-        if self.keep is not None:
-            data["keep"]["scorer"] = {"kind": self.keep.scorer.kind, **data["keep"]["scorer"]}
         if self.recall is not None:
             data["recall"]["index"] = {"kind": self.recall.index.kind, **data["recall"]["index"]}
+        for part, holder in (("keep", self.keep), ("spare", self.protect.spare)):
+            if holder is not None:
+                table = data["keep"] if part == "keep" else data["protect"]["spare"]
+                kind = holder.scorer.kind if isinstance(holder, Keep) else holder.kind
+                table["scorer"] = {"kind": kind, **table["scorer"]}
         return data
 
     @classmethod
@@ -258,16 +273,18 @@ _PARTS: dict[str, type] = {
     "store": Store,
     "keys": Packed,
     "values": Packed,
+    "transform": Transform,
     "recall": Recall,
     "tier": Tier,
     "protect": Protect,
+    "spare": Spare,
 }
 """The fields of a recipe, at any depth, that are tables."""
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if v is not None}
+        return {k: _plain(v) for k, v in value.items() if v is not None and v is not False}
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -21,7 +21,8 @@ from .recipe import Recipe
 from .rope import Rope
 from .segment import Piece, Segment, take
 from .slots import Slots
-from .store import Lane
+from .spared import SparedLayer
+from .store import NOTHING, Known, Lane
 
 
 class ScoredLayer(LayerCache):
@@ -35,10 +36,11 @@ class ScoredLayer(LayerCache):
         name: str = "this layer",
         place: tuple[int, int] = (0, 1),
         rope: Rope | None = None,
+        known: Known = NOTHING,
     ) -> None:
         assert recipe.keep is not None
         self.keep = recipe.keep
-        super().__init__(recipe, name, place, rope)
+        super().__init__(recipe, name, place, rope, known)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -75,6 +77,7 @@ class ScoredLayer(LayerCache):
         if self.slots is None:
             return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
         self.check(k, v)
+        self.check_range(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
         piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index.long()
@@ -248,9 +251,10 @@ class ScoredLayer(LayerCache):
         return 0  # age decides nothing here
 
     def _needs_index(self, asked: Asked | None) -> bool:
-        """Whether somebody will ask which stayed: padding, ALiBi, a later choice, a trace."""
+        """Whether somebody will ask which stayed: padding, ALiBi, RoPE, a later choice, a trace."""
         hidden = asked is not None and not (asked.see is None and asked.alibi is None)
-        return self.trace or hidden or self.keep.when != "prompt"
+        placed = self.trace or self.recipe.store.pre_rope
+        return placed or hidden or self.keep.when != "prompt"
 
     def _note(self) -> None:
         """Let a trace see what the choice is made from: logical indices and scores [B, Hk, N]."""
@@ -291,13 +295,22 @@ class ScoredLayer(LayerCache):
 
 
 def layer_cache(
-    recipe: Recipe, name: str, place: tuple[int, int], rope: Rope | None = None
+    recipe: Recipe,
+    name: str,
+    place: tuple[int, int],
+    rope: Rope | None = None,
+    known: Known = NOTHING,
 ) -> LayerCache:
-    """The cache of one layer: by score where the recipe has one, else by age; or it recalls."""
+    """The cache of one layer: by score where the recipe has one, else by age; or with a rule.
+
+    Or it recalls.
+    """
     if recipe.recall is not None and place[0] >= recipe.recall.full_layers:
-        return RecalledLayer(recipe, name, place, rope)
+        return RecalledLayer(recipe, name, place, rope, known)
     scored = recipe.keep is not None and not recipe.keep.by_age
-    return (ScoredLayer if scored else LayerCache)(recipe, name, place, rope)
+    spared = recipe.protect.spare is not None
+    kind = ScoredLayer if scored else SparedLayer if spared else LayerCache
+    return kind(recipe, name, place, rope, known)
 
 
 def link(layers: list[LayerCache]) -> None:

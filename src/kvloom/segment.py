@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .kernels import dispatch
 from .kernels.attend import ref
+from .kernels.attend.cpu import Strand
 from .store.lane import Lane
 from .store.packed import PackedView
 
@@ -30,17 +32,18 @@ class Piece(NamedTuple):
     logits.
     """
 
-    keys: Tensor | PackedView
-    values: Tensor | PackedView
+    keys: Tensor | PackedView | Strand
+    values: Tensor | PackedView | Strand
     valid: Tensor | None
     causal: int = 0
     bias: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """How many tokens these are."""
-        x = self.keys
-        return x.shape[2] if isinstance(x, Tensor) else x.hi - x.lo
+        """How many there are."""
+        if isinstance(self.keys, PackedView):
+            return self.keys.hi - self.keys.lo
+        return _strand(self.keys).tokens
 
     @property
     def exact_keys(self) -> Tensor:
@@ -49,10 +52,26 @@ class Piece(NamedTuple):
 
     def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
         """Attend q [B, Hq, T, D] to this piece."""
-        return ref.attend(
+        state = self.fused(q, scale, softcap)
+        return state or ref.attend(
             q,
             self.exact_keys,
             _exact(self.values),
+            scale,
+            causal=self.causal > 0,
+            valid=self.valid,
+            softcap=softcap,
+            bias=self.bias,
+        )
+
+    def fused(self, q: Tensor, scale: float, softcap: float | None) -> ref.State | None:
+        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
+        if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
+            return None
+        return dispatch.attend(
+            q,
+            _strand(self.keys),
+            _strand(self.values),
             scale,
             causal=self.causal > 0,
             valid=self.valid,
@@ -74,6 +93,8 @@ class Segment:
         self.first = 0
         self.kept = 0
         self.index: Tensor | None = None
+        self.start: Tensor | None = None  # [B], where rows begin; None: at 0, or nobody asks
+        self.begun = False  # start is final
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -81,8 +102,8 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        index = 0 if self.index is None else self.index.nbytes
-        return self.keys.nbytes + self.values.nbytes + index
+        more = (self.index, self.start)
+        return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in more if x is not None)
 
     @property
     def exact(self) -> int:
@@ -104,7 +125,8 @@ class Segment:
         valid: bool [B, 1, seen tokens] by logical index, False for padding.
         """
         real = None if valid is None else self._see(valid, 0, len(self) + k.shape[2])
-        self.keys.take(k, drop, real)
+        self._begin(valid)
+        self.keys.take(k, drop, real, self.positions)
         self.values.take(v, drop, real)
         self.first += drop
 
@@ -136,26 +158,35 @@ class Segment:
     def seal(self, valid: Tensor | None = None, prompt: bool = False) -> None:
         """Pack what the schedules no longer keep exact; valid as in `take`, prompt as in `Lane`."""
         real = self.see(valid)
-        self.keys.seal(real, prompt)
+        self._begin(valid)
+        self.keys.seal(real, prompt, self.positions)
         self.values.seal(real, prompt)
 
     def pieces(
         self, valid: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
     ) -> list[Piece]:
-        """Split where a packed prefix ends or is long; the last `present` tokens are the step's.
+        """All in one piece for a kernel that takes it so; else cut where a packed prefix ends.
 
-        valid: bool [B, 1, seen tokens] by logical index. begin: leave out the tokens before it.
+        The reference unpacks, so a long prefix is cut too. The last `present` tokens are the
+        step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out what is before.
         """
         n = len(self)
+        if present and not begin:
+            k, v = self.keys.whole(), self.values.whole()
+            if not dispatch.attends(present, k.tail, k.fmt, v.fmt):
+                bias = None if alibi is None else self.bias(alibi, 0, n)
+                return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
         ends = {*packed, self.keys.sealed, self.values.sealed, n}
         cuts = [begin, *sorted(end for end in ends if end > begin)]
         pieces = []
         for lo, hi in pairwise(cuts):
             see = None if valid is None else self._see(valid, lo, hi)
-            keys, values = self.keys.view(lo, hi), self.values.view(lo, hi)
+            keys = self.keys.view(lo, hi, self.positions)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
+            pieces.append(
+                Piece(keys, self.values.view(lo, hi), see, present if hi == n else 0, bias)
+            )
         return pieces
 
     def see(self, valid: Tensor | None) -> Tensor | None:
@@ -176,6 +207,28 @@ class Segment:
         self.keys.map(fn)
         self.values.map(fn)
         self.index = None if self.index is None else fn(self.index)
+        self.start = None if self.start is None else fn(self.start)
+
+    def positions(self, lo: int, hi: int) -> Tensor:
+        """Positions of tokens lo..hi, padding not counted, int64 [B or 1, Hk or 1, hi - lo].
+
+        Right for padding in front; behind it a constant too high, which turning there and back
+        does not notice.
+        """
+        held = self.start if self.index is None else self.index
+        device = torch.device("cpu") if held is None else held.device
+        assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
+        at = self.logical(lo, hi, device)
+        return at if self.start is None else at - self.start[:, None, None]
+
+    def _begin(self, valid: Tensor | None) -> None:
+        """Note where each row's first real token stands, once, if positions are asked for."""
+        if self.begun or not self.keys.placed:
+            return
+        self.begun, self.start = True, None
+        if valid is not None and not valid[:, 0, 0].all():
+            self.start = valid[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
+            self.begun = bool(valid[:, 0].any(dim=-1).all())
 
     def _see(self, valid: Tensor, lo: int, hi: int) -> Tensor:
         rest = valid[:, :, self.first + max(lo, self.kept) : self.first + hi]
@@ -311,5 +364,13 @@ class Sinks:
         return self.start[:, None] + torch.arange(self.count, device=self.start.device)
 
 
-def _exact(x: Tensor | PackedView) -> Tensor:
+def _exact(x: Tensor | PackedView | Strand) -> Tensor:
     return x if isinstance(x, Tensor) else x.tensor()
+
+
+def _strand(x: Tensor | Strand) -> Strand:
+    return Strand(None, x) if isinstance(x, Tensor) else x
+
+
+def _plain(x: Strand) -> Tensor | Strand:
+    return x.tail if x.fmt is None else x

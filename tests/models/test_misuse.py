@@ -47,7 +47,7 @@ def test_detach_without_attach(model):
         ("kivi:grop=32", RecipeError, r"did you mean 'group'\?.*bits, group, residual"),
         ("kivi:group=48", RecipeError, r"group=48 is not one of 16, 32, 64, 128"),
         ("kivi:group=32,residual=100", RecipeError, r"residual=100 is not a multiple of group=32"),
-        ("kivi:bits=two", RecipeError, r"must be a whole number, not 'two'"),
+        ("kivi:bits=two", RecipeError, r"must be a number, not 'two'"),
         ("kivi:group=32", IncompatibleRecipe, r"group=32 does not divide head_dim=16; use 16"),
     ],
 )  # fmt: skip

@@ -251,6 +251,43 @@ def test_generate_without_a_prompt_on_stdin(here):
 # recipes
 
 
+def test_calibrate_writes_what_compare_then_uses(here, tmp_path):
+    out, spec = tmp_path / "c.safetensors", "skvq:group=16,window=16"
+    arguments = ["calibrate", here / "model", "--text", here / "text.txt", "--out", out,
+                 "--contexts", "4", "--context", "64", "--recipes", f"{spec},rptq"]  # fmt: skip
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "4 contexts" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+    found = run(
+        "compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-",
+        "--recipes", f"{spec},calibration={out},skvq:group=16",
+    )  # fmt: skip
+    rows = {row["recipe"]: row for row in json.loads(found.stdout)["rows"]}
+    assert rows[f"{spec},calibration={out}"]["bits_per_value"] > 2
+    assert "it needs a calibration of this model" in rows["skvq:group=16"]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--recipes", "kivi"], "recipe 'kivi' needs no calibration"),
+        (["--recipes", "skvk"], "no recipe named 'skvk' (did you mean 'skvq'?)"),
+        (["--out", "nowhere/c.safetensors"], "cannot write 'nowhere/c.safetensors'"),
+        (["--context", "9000"], "calibration needs 4 contexts of 9000; give more text"),
+        (["--text", "bytes.bin"], "is not UTF-8 text"),
+        (["--recipes", "skvq"], "group=128 does not divide the layer's channels=32"),
+    ],
+)
+def test_calibrate_says_what_is_wrong(here, args, said, monkeypatch):
+    monkeypatch.chdir(here)
+    done = run("calibrate", "model", "--text", "text.txt", "--out", "c.safetensors", *args)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+    assert "\n" not in done.stderr.strip()
+    assert not (here / "c.safetensors").exists()
+
+
 def test_recipes_lists_every_recipe_in_one_line():
     lines = run("recipes").stdout.splitlines()
     for name in RECIPES:

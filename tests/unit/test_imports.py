@@ -21,7 +21,7 @@ STOREYS = [
     {"segment"},
     {"recipe", "keeper", "slots"},
     {"layer"},
-    {"recalled"},
+    {"recalled", "spared"},
     {"scored"},
     {"recipes"},
     {"hf"},
@@ -67,7 +67,7 @@ def test_imports_point_one_way(path):
 
 def test_the_check_sees_what_it_should():
     assert "store" in imported_parts(SOURCE / "layer.py")
-    assert imported_parts(SOURCE / "store" / "packed.py") == {"kernels", "store"}
+    assert imported_parts(SOURCE / "store" / "packed.py") == {"kernels", "rope", "store"}
     assert "errors" in imported_parts(SOURCE / "keep" / "base.py")
     assert "layer" in imported_parts(SOURCE / "hf" / "cache.py")
 

@@ -14,6 +14,7 @@ LANES = {
     "keys of kivi": (Packed(2, "channel", 32, residual=32), 0),
     "values of kivi": (Packed(2, "token", 32), 32),
     "nothing exact": (Packed(3, "token", 16), 0),
+    "five codes a byte": (Packed(1.5, "token", 16, "fp32"), 3),
     "a block and a window": (Packed(4, "channel", 16, residual=48), 10),
 }
 every_lane = pytest.mark.parametrize(("fmt", "recent"), LANES.values(), ids=LANES)

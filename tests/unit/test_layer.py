@@ -145,6 +145,19 @@ def test_numbers_too_large_for_the_metadata_are_refused_with_the_remedy():
             assert torch.isfinite(out).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("kivi:meta=fp8", 448), ("rtn:meta=fp8,bits=1", 224), ("rtn:meta=fp16,bits=1", 32752)],
+)
+def test_what_the_metadata_can_hold_depends_on_its_dtype_and_the_highest_code(name, limit):
+    x = torch.full((1, 1, 40, 32), float(limit))
+    x[:, :, ::2, ::2] *= -1
+    held = build(resolve(name), torch.zeros_like(x), x, x)
+    assert torch.isfinite(attend(held, *torch.zeros(3, 1, 1, 1, 32))).all()
+    with pytest.raises(NotFinite, match=rf"\|x\| > {limit} in keys; use meta=\"bf16\""):
+        build(resolve(name), torch.zeros_like(x), x * 1.01, x)
+
+
 def test_the_largest_numbers_that_are_let_in_come_back_finite():
     x = torch.full((1, 1, 64, 32), 65504.0)
     x[:, :, ::2] *= -1

@@ -7,15 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.kernels.quant import ref
-from kvloom.store import Packed
-from kvloom.store.formats import META
+from kvloom.store import Packed, Transform
+from kvloom.store.codec import codec
 from kvloom.store.packed import PackedTokens
 
-BITS = (2, 3, 4, 8)
+BITS = (1, 1.5, 2, 3, 4, 8)
 FORMATS = [Packed(b, "token", 16) for b in BITS]
 FORMATS += [Packed(b, "channel", 16, "fp32", residual=16) for b in BITS]
-names = [f"{f.bits} bit per {f.axis}" for f in FORMATS]
+FORMATS += [Packed(2, "token", 32, "fp8"), Packed(1.5, "channel", 16, "fp8", residual=16)]
+FORMATS += [Packed(2, "token", 64, "fp8", transform=Transform(span="layer", clip=0.9))]
+FORMATS += [Packed(3, "token", 0, transform=Transform(rotate=True))]
+names = [f"{f.bits} bit per {f.axis}, {f.meta}" for f in FORMATS]
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=names)
 
 
@@ -51,8 +53,8 @@ def test_any_stretch_unpacks_to_the_same_tokens(fmt, data):
     lo = data.draw(st.integers(0, n))
     hi = data.draw(st.integers(lo, n))
     packed = held(fmt, x)
-    codes, scale, zero = ref.quantize(x, fmt.bits, fmt.axis, fmt.group, META[fmt.meta])
-    whole = ref.dequantize(codes, scale, zero, fmt.axis, fmt.group, x.dtype)
+    by = codec(fmt, None, x)
+    whole = by.dequantize(*by.quantize(x, None), x.dtype)
     assert torch.equal(packed.view().tensor(), whole)
     assert torch.equal(packed.view(lo, hi).tensor(), whole[:, :, lo:hi])
 
@@ -62,7 +64,7 @@ def test_any_stretch_unpacks_to_the_same_tokens(fmt, data):
 @pytest.mark.parametrize("dim", [32, 64])
 def test_bytes_of_packed_tokens_are_the_formats(fmt, tokens, dim):
     packed = held(fmt, torch.randn(3, 2, tokens, dim))
-    assert packed.nbytes == 3 * 2 * fmt.nbytes(tokens, dim)
+    assert packed.nbytes == 3 * fmt.nbytes(tokens, dim, heads=2)
 
 
 @every_format
@@ -89,6 +91,11 @@ def test_map_acts_on_the_rows_of_all_parts(fmt):
 
 
 def test_effective_bits():
+    assert Packed(1.5, "token", 32).bits_a_value() == pytest.approx(1.6 + 1)
+    assert Packed(1.5, "token", 128, "fp8").bits_a_value() == pytest.approx(1.6 + 1 / 8)
+    assert Packed(2, "token", 128, "fp8").bits_a_value() == 2.125
+    assert Packed(3, "token", 0, transform=Transform(rotate=True)).bits_a_value(128) == 3.125
+    assert Packed(1, "token", 64, "fp8").bits_a_value() == 1.25
     assert Packed(2, "token", 32).bits_a_value() == 3
     assert Packed(2, "token", 16).bits_a_value() == 4
     assert Packed(2, "channel", 128, "fp32", residual=128).bits_a_value() == 2.5

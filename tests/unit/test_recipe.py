@@ -15,7 +15,7 @@ from kvloom.recall import Clusters, Pages, Recall, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import RECIPES, resolve
 from kvloom.shapes import Geometry
-from kvloom.store import Packed, Store
+from kvloom.store import Packed, Store, Transform
 
 
 def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry:
@@ -28,14 +28,16 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
 @pytest.mark.parametrize(
     ("fields", "wrong", "right"),
     [
-        ({"bits": 5}, "bits=5", "2, 3, 4, 8"),
-        ({"bits": "2"}, "bits='2'", "2, 3, 4, 8"),
-        ({"bits": True}, "bits=True", "2, 3, 4, 8"),
-        ({"bits": 2.0}, "bits=2.0", "2, 3, 4, 8"),
+        ({"bits": 5}, "bits=5", "1, 1.5, 2, 3, 4, 8"),
+        ({"bits": "2"}, "bits='2'", "1, 1.5, 2, 3, 4, 8"),
+        ({"bits": True}, "bits=True", "1, 1.5, 2, 3, 4, 8"),
+        ({"bits": 2.0}, "bits=2.0", "1, 1.5, 2, 3, 4, 8"),
         ({"axis": "row"}, "axis='row'", "channel, token"),
         ({"group": 48}, "group=48", "16, 32, 64, 128"),
         ({"group": 32.0}, "group=32.0", "16, 32, 64, 128"),
-        ({"meta": "fp8"}, "meta='fp8'", "fp32, fp16, bf16"),
+        ({"meta": "fp4"}, "meta='fp4'", "fp32, fp16, bf16, fp8"),
+        ({"group": 0}, "group=0", "16, 32, 64, 128"),
+        ({"transform": Transform()}, "transform", 'use axis="token"'),
         ({"residual": 0}, "0", "1 or more"),
         ({"residual": 1.5}, "1.5", "whole number"),
         ({"residual": 100}, "residual=100 is not a multiple of group=32", "use 32 or 128"),
@@ -47,6 +49,24 @@ def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
         Packed(**{"bits": 2, "axis": "channel", "group": 32, "residual": 32} | fields)
     assert wrong in str(refused.value)
     assert right in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"span": "row"}, "span='row' is not one of head, layer"),
+        ({"clip": 0.0}, "clip=0.0 must be above 0 and at most 1, or calibrated: group or layer"),
+        ({"clip": 1.01}, "clip=1.01 must be above 0"),
+        ({"clip": True}, "clip=True must be above 0"),
+        ({"clip": "head"}, "clip='head' is not one of group, layer"),
+        ({"static": True, "clip": 0.9}, "clip=0.9 clips a token's own range; static=True has none"),
+        ({"rotate": True, "smooth": True}, "rotate=True stands alone"),
+    ],
+)
+def test_a_bad_transform_is_refused(fields, says):
+    with pytest.raises(RecipeError) as refused:
+        Transform(**fields)
+    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +182,21 @@ def test_a_group_that_does_not_divide_names_those_that_do(group, head_dim, fits)
     assert fits in problem
 
 
+@pytest.mark.parametrize(
+    ("reorder", "group", "heads", "says"),
+    [
+        (False, 64, 2, None),  # one group over both heads
+        (False, 64, 3, "does not divide the layer's channels=96; use 16 or 32"),
+        (True, 64, 3, None),  # unequal groups need not divide
+        (True, 128, 3, "does not divide the layer's channels=96"),
+    ],
+)
+def test_a_group_over_all_heads_must_fit_the_layer(reorder, group, heads, says):
+    fmt = Packed(2, "token", group, transform=Transform(span="layer", reorder=reorder))
+    problems = Recipe(store=Store(fmt)).problems(geometry(32, kv_heads=heads))
+    assert (not problems) if says is None else says in problems[0]
+
+
 def test_keys_per_channel_fit_every_head_dim():
     keys = Recipe(store=Store(keys=Packed(2, "channel", 128, residual=128)))
     assert all(keys.problems(geometry(d)) == [] for d in (40, 64, 80, 96, 256))
@@ -186,11 +221,26 @@ def test_a_recipe_that_fits_passes():
 
 formats = st.none() | st.builds(
     Packed,
-    bits=st.sampled_from([2, 3, 4, 8]),
+    bits=st.sampled_from([1, 1.5, 2, 3, 4, 8]),
     axis=st.sampled_from(["channel", "token"]),
     group=st.sampled_from([16, 32, 64, 128]),
-    meta=st.sampled_from(["fp32", "fp16", "bf16"]),
+    meta=st.sampled_from(["fp32", "fp16", "bf16", "fp8"]),
     residual=st.sampled_from([128, 256]),
+)
+transforms = st.builds(
+    Transform,
+    span=st.sampled_from(["head", "layer"]),
+    reorder=st.booleans(),
+    clip=st.sampled_from([1.0, 0.9, "group", "layer"]),
+    smooth=st.booleans(),
+)
+formats |= st.builds(
+    Packed,
+    bits=st.sampled_from([1.5, 2]),
+    axis=st.just("token"),
+    meta=st.just("fp8"),
+    transform=transforms
+    | st.sampled_from([Transform(static=True, reorder=True), Transform(rotate=True)]),
 )
 numbers = st.integers(0, 500)
 protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers, numbers))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import analyse, compare, generate, inspect, recipes
+from . import analyse, calibrate, compare, generate, inspect, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("calibrate")(calibrate.command)
 app.command("compare")(compare.command)
 app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)

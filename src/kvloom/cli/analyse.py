@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,15 +17,26 @@ def _analyse() -> None:
     """Draw the papers' plots for a model and a text."""
 
 
+_FILES = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="FILE", help="Text to read; default: CPython's library."),
+]
+_MODEL = Annotated[
+    str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
+]
+_DTYPE = Annotated[
+    str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
+]
+_SEED = Annotated[int, typer.Option(help="Which part of the text.")]
+_JSON = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write figures as JSON; -: to stdout.")
+]
+
+
 @app.command("attention")
 def attention(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE", help="Text to read; default: CPython's library."),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
-    ] = "reference",
+    files: _FILES = None,
+    model: _MODEL = "reference",
     recipe: Annotated[
         str, typer.Option(help="Whose scores to compare with those of the full cache.")
     ] = "h2o",
@@ -33,13 +44,9 @@ def attention(
     new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the text fed one by one after them.")
     ] = 64,
-    dtype: Annotated[
-        str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
-    ] = "auto",
-    seed: Annotated[int, typer.Option(help="Which part of the text.")] = 0,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write figures as JSON; -: to stdout.")
-    ] = None,
+    dtype: _DTYPE = "auto",
+    seed: _SEED = 0,
+    json: _JSON = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the four plots.")] = None,
 ) -> None:
     """Attention by layer: sparsity, mass of the best tokens, variance, scores after eviction.
@@ -68,18 +75,119 @@ def attention(
         text = rows(tokenize(tokenizer, words), opening(tokenizer), 1, tokens, seed)
         with progress(new_tokens + 1) as tell:
             layers = work.measure(built, text, context=context, recipe=recipe, progress=tell)
-
-        source = ", ".join(f.name for f in files) if files else "CPython's library"
-        name = Path(model).name if Path(model).is_dir() else model
-        facts = {
-            **machine(built), "model": name, "text": source, "recipe": recipe, "context": context,
-            "new_tokens": new_tokens, "seed": seed,
-        }  # fmt: skip
+        facts = _facts(machine(built), model, files, recipe, context, seed)
+        facts["new_tokens"] = new_tokens
         if plot:
             report.plot(layers, facts, plot)
-        if json == "-":
-            typer.echo(report.to_json(layers, facts))
-            return
-        if json:
-            Path(json).write_text(report.to_json(layers, facts) + "\n", encoding="utf-8")
-        printed(report.table(layers, facts))
+        _show(report.to_json(layers, facts), json, report.table(layers, facts))
+
+
+@app.command("error")
+def error(
+    files: _FILES = None,
+    model: _MODEL = "reference",
+    recipes: Annotated[
+        str, typer.Option(help="Whose formats to compare, with their options.")
+    ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
+    context: Annotated[int, typer.Option(min=64, help="Tokens of each context.")] = 1024,
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts read.")] = 2,
+    dtype: _DTYPE = "auto",
+    seed: _SEED = 0,
+    json: _JSON = None,
+) -> None:
+    """What formats do to keys, values and attention, layer by layer (KIVI's table 2).
+
+    Every token is packed, without windows or sinks: formats are compared, not recipes.
+    """
+    with told():
+        from ..analyse import error as work
+        from ..analyse import error_report as report
+        from ..compare import load
+        from ..compare.environment import machine
+        from ..compare.run import check_room
+        from ..compare.text import library_text, opening, read_files, rows, tokenize
+        from ..recipes import resolve
+        from .compare import split
+
+        chosen = [resolve(spec) for spec in split(recipes)]
+        writable(json)
+        words = read_files(files) if files else library_text()
+        quiet()
+        built, tokenizer = load(model, dtype)
+        check_room(built, context, 0)
+        text = rows(tokenize(tokenizer, words), opening(tokenizer), contexts, context, seed)
+        with progress(contexts) as tell:
+            found = work.measure(built, text, chosen, progress=tell)
+        facts = _facts(machine(built), model, files, recipes, context, seed)
+        facts["contexts"] = contexts
+        _show(report.to_json(found, facts), json, report.table(found, facts))
+
+
+@app.command("distribution")
+def distribution(
+    files: _FILES = None,
+    model: _MODEL = "reference",
+    recipe: Annotated[
+        str, typer.Option(help="Whose calibrated groups of channels to compare with plain ones.")
+    ] = "skvq:group=32",
+    context: Annotated[int, typer.Option(min=2, help="Tokens read.")] = 512,
+    layers: Annotated[
+        str | None, typer.Option(help='Such as "0,3,5"; default: all. Three are drawn.')
+    ] = None,
+    dtype: _DTYPE = "auto",
+    seed: _SEED = 0,
+    json: _JSON = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw magnitudes.")] = None,
+) -> None:
+    """Magnitudes of keys and values by channel and token, also in calibrated order.
+
+    As in KIVI's figure 2 and SKVQ's figure 2. A recipe without calibration draws them as they are.
+    """
+    with told():
+        from ..analyse import distribution as work
+        from ..analyse import distribution_report as report
+        from ..compare import InputError, load
+        from ..compare.environment import machine
+        from ..compare.plot import check
+        from ..compare.run import check_room
+        from ..compare.text import library_text, opening, read_files, rows, tokenize
+        from ..recipes import resolve
+
+        chosen = resolve(recipe)
+        try:
+            numbers = None if layers is None else [int(n) for n in layers.split(",")]
+        except ValueError:
+            raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
+        writable(json, plot)
+        if plot:
+            check(plot)
+        words = read_files(files) if files else library_text()
+        quiet()
+        built, tokenizer = load(model, dtype)
+        check_room(built, context, 0)
+        text = rows(tokenize(tokenizer, words), opening(tokenizer), 1, context, seed)
+        found = work.measure(built, text, chosen, numbers)
+        facts = _facts(machine(built), model, files, recipe, context, seed)
+        if plot:
+            report.plot(found, facts, plot)
+        _show(report.to_json(found, facts), json, report.table(found, facts))
+
+
+def _facts(
+    machine: dict, model: str, files: list[Path] | None, recipe: str, context: int, seed: int
+) -> dict:
+    """What figures depend on."""
+    source = ", ".join(f.name for f in files) if files else "CPython's library"
+    name = Path(model).name if Path(model).is_dir() else model
+    return {**machine, "model": name, "text": source, "recipe": recipe, "context": context,
+            "seed": seed}  # fmt: skip
+
+
+def _show(data: str, json: str | None, table: Any) -> None:
+    """Print the table, or the data where that goes to stdout; write it where it goes to a file."""
+    if json == "-":
+        typer.echo(data)
+        return
+    if json:
+        Path(json).write_text(data + "\n", encoding="utf-8")
+    printed(table)

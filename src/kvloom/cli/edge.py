@@ -13,13 +13,14 @@ import typer
 @contextmanager
 def told() -> Iterator[None]:
     """Say what a user did wrong in one sentence on stderr and leave with exit code 2."""
+    from .. import errors as known
     from ..compare.errors import InputError
-    from ..errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
 
     try:
         yield
     except (
-        CacheMisuse, IncompatibleRecipe, InputError, NotFinite, RecipeError, UnsupportedModel
+        InputError, known.CacheMisuse, known.CalibrationError, known.IncompatibleRecipe,
+        known.NotFinite, known.RecipeError, known.UnsupportedModel,
     ) as error:  # fmt: skip
         typer.echo(f"kvloom: {error}", err=True)
         raise typer.Exit(2) from None

@@ -56,13 +56,18 @@ def command(
 def _generate(
     model: Any, tokenizer: Any, ids: Any, cache: Cache, most: int, temperature: float, seed: int
 ) -> list[float]:
-    """Stream the continuation to stdout; return the times at which tokens came, the start first."""
+    """Stream the continuation to stdout; return the times at which tokens came, the start first.
+
+    The clock stands still while kernels are compiled.
+    """
     import torch
     from transformers import TextStreamer
 
+    from ..kernels.dispatch import compile_seconds
+
     class Clocked(TextStreamer):
         def put(self, value: Any) -> None:
-            times.append(time.perf_counter())
+            times.append(time.perf_counter() - compile_seconds())
             super().put(value)
 
     times: list[float] = []
@@ -85,6 +90,8 @@ def _generate(
 
 
 def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
+    from ..kernels.dispatch import compile_seconds
+
     new = len(times) - 1
     saved = cache.full_nbytes - sum(layer.cache.nbytes for layer in cache.routed)
     parts = [
@@ -95,4 +102,6 @@ def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
     ]
     if new > 1:
         parts.append(f"{(new - 1) / (times[-1] - times[1]):.1f} tokens/s")
+    if compile_seconds() > 0.1:
+        parts.append(f"kernels ready after {compile_seconds():.1f} s more")
     return ", ".join(parts)

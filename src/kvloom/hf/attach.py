@@ -21,6 +21,7 @@ from ..recipes import resolve
 from ..shapes import Geometry
 from . import adapters, attention, compat, rotary
 from .cache import Cache
+from .known import known
 
 _TOKENS = 32768  # the prompt for which a report states sizes
 
@@ -112,6 +113,7 @@ def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
         )
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
+    known(model, recipe)
     rotary.mover(model, recipe)
     report = _report(model, recipe)
     route(model)

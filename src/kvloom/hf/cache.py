@@ -21,6 +21,7 @@ from ..recipe import Recipe
 from ..recipes import resolve
 from ..scored import layer_cache, link
 from . import compat, rotary
+from .known import known
 
 
 class RoutedLayer(CacheLayerMixin):
@@ -162,19 +163,19 @@ class Cache(transformers.Cache):
         self.recipe = resolve(recipe)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
+        told = known(model, self.recipe)
         rope = rotary.mover(model, self.recipe)
         self.learned = rotary.renumbers_learned(model, self.recipe)
         config = compat.decoder_config(model)
         mark = compat.fingerprint(config)
         stock = compat.stock_layers(config)
         held = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
+        ours = {
+            i: layer_cache(self.recipe, f"layer {i}", (at, len(held)), rope, told[at])
+            for at, i in enumerate(held)
+        }
         layers = [
-            RoutedLayer(
-                layer_cache(self.recipe, f"layer {i}", (held.index(i), len(held)), rope), mark
-            )
-            if kind == compat.FULL
-            else layer
-            for i, (kind, layer) in enumerate(stock)
+            RoutedLayer(ours[i], mark) if i in ours else layer for i, (_, layer) in enumerate(stock)
         ]
         link([layer.cache for layer in layers if isinstance(layer, RoutedLayer)])
         super().__init__(layers=layers)

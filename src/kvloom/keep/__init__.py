@@ -3,6 +3,7 @@
 from .base import POSITIONS, Budget, Keep
 from .scorers import SCORERS, Dilated, Mass, Noisy, Observation, Random, Recent, Scorer, Step
 from .select import choose, protect_sinks
+from .spare import Spare
 
 __all__ = [
     "POSITIONS",
@@ -16,6 +17,7 @@ __all__ = [
     "Random",
     "Recent",
     "Scorer",
+    "Spare",
     "Step",
     "choose",
     "protect_sinks",

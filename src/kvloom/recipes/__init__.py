@@ -15,7 +15,11 @@ from .exact import full
 from .kivi import kivi, kivi_4
 from .minikv import minikv, minikv_pyramid, minikv_snap
 from .recall import clusterkv, clusterkv_2bit, quest, topk
+from .rptq import rptq
 from .rtn import rtn
+from .skvq import skvq, skvq_k2v1_5
+from .smoothquant import smoothquant
+from .turbo import turbo
 from .window import dilated, streaming, window
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -33,10 +37,15 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "pyramidkv": pyramidkv,
     "quest": quest,
     "random": random,
+    "rptq": rptq,
     "rtn": rtn,
+    "skvq": skvq,
+    "skvq-k2v1.5": skvq_k2v1_5,
+    "smoothquant": smoothquant,
     "snapkv": snapkv,
     "streaming": streaming,
     "topk": topk,
+    "turbo": turbo,
     "window": window,
 }
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

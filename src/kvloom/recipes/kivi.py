@@ -16,7 +16,7 @@ from ..recipe import Protect, Recipe
 from ..store import Packed, Store
 
 
-def kivi(bits: int = 2, group: int = 32, residual: int = 128, meta: str = "fp16") -> Recipe:
+def kivi(bits: int | float = 2, group: int = 32, residual: int = 128, meta: str = "fp16") -> Recipe:
     """KIVI (arXiv:2402.02750): keys per channel, values per token, 2 bit."""
     return Recipe(
         store=Store(

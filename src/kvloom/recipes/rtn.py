@@ -6,7 +6,7 @@ from ..recipe import Protect, Recipe
 from ..store import Packed, Store
 
 
-def rtn(bits: int = 2, group: int = 32, residual: int = 0, meta: str = "fp16") -> Recipe:
+def rtn(bits: int | float = 2, group: int = 32, residual: int = 0, meta: str = "fp16") -> Recipe:
     """Round-to-nearest per token, keys and values alike, nothing exact: the baseline."""
     fmt = Packed(bits, "token", group, meta)
     return Recipe(store=Store(fmt, fmt), protect=Protect(recent=residual), name="rtn")

@@ -1,6 +1,7 @@
 """In what format a segment holds its tokens."""
 
-from .formats import Packed, Store
+from .codec import NOTHING, Known
+from .formats import Packed, Store, Transform
 from .lane import Lane
 
-__all__ = ["Lane", "Packed", "Store"]
+__all__ = ["NOTHING", "Known", "Lane", "Packed", "Store", "Transform"]

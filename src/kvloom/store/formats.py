@@ -1,6 +1,7 @@
 """Formats of the store: what a recipe may ask of keys and values, and its exact size.
 
-Decides validity and byte counts; the arithmetic is in `kernels.quant`, the containers in `lane`.
+Decides validity and byte counts; the arithmetic is in `kernels.quant`, what calibration knows of a
+layer in `channels`, the containers in `lane`.
 """
 
 from __future__ import annotations
@@ -12,32 +13,90 @@ import torch
 from ..errors import RecipeError
 from ..kernels.quant import ref
 
-META = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+META = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 GROUPS = (16, 32, 64, 128)
 AXES = ("channel", "token")
+SPANS = ("head", "layer")
+CLIPS = ("group", "layer")
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How the channels of a token are grouped and scaled before they are quantized.
+
+    span: a group holds channels of one "head", or of the "layer", all key/value heads together.
+    reorder: channels that are alike in calibration form a group; sizes differ, `group` is their
+    average. clip: groups reach from alpha * min to alpha * max; a number, or calibrated for each
+    "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
+    static: a group's range is that of calibration, so no scale and zero are stored. rotate: groups
+    are rotated at random and rounded to the levels of a normal distribution, with a scale and no
+    zero (see `kernels.quant.rotated`); stands alone.
+    """
+
+    span: str = "head"
+    reorder: bool = False
+    clip: float | str = 1.0
+    smooth: bool = False
+    static: bool = False
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("span", self.span, SPANS)
+        if isinstance(self.clip, str):
+            _choice("clip", self.clip, CLIPS)
+        elif isinstance(self.clip, bool) or not 0 < self.clip <= 1:
+            raise RecipeError(
+                f"clip={self.clip!r} must be above 0 and at most 1, or calibrated: "
+                f"{' or '.join(CLIPS)}"
+            )
+        if self.static and self.clip != 1.0:
+            raise RecipeError(f"clip={self.clip!r} clips a token's own range; static=True has none")
+
+        others = (self.span, self.reorder, self.clip, self.smooth, self.static)
+        if self.rotate and others != ("head", False, 1.0, False, False):
+            raise RecipeError("rotate=True stands alone: leave the other fields of Transform out")
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return self.reorder or self.smooth or self.static or isinstance(self.clip, str)
 
 
 @dataclass(frozen=True)
 class Packed:
     """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quant.ref`).
 
-    bits: 2, 3, 4 or 8. axis: "channel" groups `group` consecutive tokens of one channel, "token"
-    groups `group` consecutive channels of one token. meta: dtype of scale and zero. residual: so
-    many exact tokens are gathered before any is packed; up to residual - 1 wait. unit: multiples
-    of it are packed, and a prompt at once (default: the residual, as KIVI; MiniKV: the group).
+    bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8. axis: "channel" groups `group`
+    consecutive tokens of one channel, "token" groups `group` channels of one token, consecutive
+    ones unless a transform says otherwise, or all of a head where `group` is 0. meta: dtype of
+    scale and zero; fp8 is e4m3, up to 448. residual: so many exact tokens are gathered before any
+    is packed; up to residual - 1 wait. unit: multiples of it are packed, and a prompt at once
+    (default: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed as they were
+    before RoPE, which is applied again at their positions when a step attends to them.
     """
 
-    bits: int
+    bits: float
     axis: str
     group: int = 32
     meta: str = "fp16"
     residual: int = 1
     unit: int | None = None
+    transform: Transform | None = None
+    pre_rope: bool = False
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
         _choice("axis", self.axis, AXES)
-        _choice("group", self.group, GROUPS)
+        _choice("group", self.group, GROUPS if self.axis == "channel" else (*GROUPS, 0))
+        if not self.group and self.transform is not None and self.transform.span == "layer":
+            raise RecipeError(
+                f'group=0 is one head; span="layer" takes {", ".join(map(str, GROUPS))}'
+            )
         _choice("meta", self.meta, tuple(META))
         if type(self.residual) is not int or self.residual < 1:
             raise RecipeError(
@@ -50,6 +109,25 @@ class Packed:
                 f"residual={self.residual} is not a multiple of group={self.group}: per channel, "
                 f"whole groups of tokens are packed; use {self.group} or {4 * self.group}"
             )
+        if self.axis == "channel" and self.transform is not None:
+            raise RecipeError('a transform regroups the channels of a token; use axis="token"')
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return self.transform is not None and self.transform.calibrated
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude whose scale and zero can be stored."""
+        if self.transform is not None and self.transform.static:
+            return torch.finfo(torch.float32).max / 2
+        if self.transform is not None and self.transform.rotate:  # squares are summed in fp32
+            return min(torch.finfo(META[self.meta]).max, 1e17)
+        # a scale may be up to twice that over the highest code; ranges are taken in fp32
+        most = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
+        most /= 1.5 if self.pre_rope else 1.0  # turning a pair adds up to a factor of sqrt(2)
+        return min(most, torch.finfo(torch.float32).max / 2)
 
     @property
     def in_blocks(self) -> bool:
@@ -61,47 +139,96 @@ class Packed:
         due, unit = max(0, tokens - recent), self.unit or self.residual
         return due // unit * unit if prompt or due >= self.residual else 0
 
-    def bits_a_value(self) -> float:
-        """Bits a packed value costs, scale and zero included: b + 2 * metadata bits / G."""
-        return self.bits + 2 * 8 * META[self.meta].itemsize / self.group
+    def groups(self, heads: int, head_dim: int) -> int:
+        """Groups of one token (or of `group` tokens, per channel) in all `heads` heads."""
+        if self.axis == "channel":
+            return heads * head_dim
+        if self.transform is not None and self.transform.span == "layer":
+            return max(1, heads * head_dim // self.group)
+        return heads * (head_dim // (self.group or head_dim))
 
-    def nbytes(self, tokens: int, head_dim: int) -> int:
-        """Bytes of `tokens` packed tokens of one head: codes, scale and zero."""
-        groups = tokens * head_dim // self.group
-        return ref.rows_for(tokens, self.bits) * head_dim + 2 * groups * META[self.meta].itemsize
+    def bits_a_value(self, head_dim: int = 0) -> float:
+        """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G."""
+        atom, rows = ref.ATOM[self.bits]
+        return 8 * rows / atom + 8 * self._group_nbytes / (self.group or head_dim)
 
-    def problems(self, head_dim: int) -> list[str]:
-        """Why this format does not fit a head dimension; empty if it does."""
-        if self.axis == "token" and head_dim % self.group:
-            fits = [str(g) for g in GROUPS if head_dim % g == 0]
-            remedy = f"use {' or '.join(fits)}" if fits else "no group fits; store values exact"
-            return [f"group={self.group} does not divide head_dim={head_dim}; {remedy}"]
-        return []
+    def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
+        """Bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
+        stretches = tokens // self.group if self.axis == "channel" else tokens
+        meta = stretches * self.groups(heads, head_dim) * self._group_nbytes
+        return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
+
+    def problems(self, head_dim: int, heads: int = 1) -> list[str]:
+        """Why this format does not fit a layer's heads; empty if it does."""
+        if self.axis == "channel" or not self.group:
+            return []
+        whole, what = head_dim, "head_dim"
+        if self.transform is not None and self.transform.span == "layer":
+            whole, what = heads * head_dim, "the layer's channels"
+        unequal = whole != head_dim and self.transform is not None and self.transform.reorder
+        if whole % self.group == 0 or (unequal and self.group <= whole):
+            return []
+        fits = [str(g) for g in GROUPS if whole % g == 0]
+        remedy = f"use {' or '.join(fits)}" if fits else "no group fits; store values exact"
+        return [f"group={self.group} does not divide {what}={whole}; {remedy}"]
+
+    @property
+    def _group_nbytes(self) -> int:
+        """Bytes of a group's scale and zero."""
+        numbers = 2
+        if self.transform is not None:
+            numbers = 0 if self.transform.static else 1 if self.transform.rotate else 2
+        return numbers * META[self.meta].itemsize
 
 
 @dataclass(frozen=True)
 class Store:
-    """Formats of keys and values; None keeps them exact in the model's dtype."""
+    """Formats of keys and values; None keeps them exact in the model's dtype.
+
+    calibration: the file that `kvloom calibrate` wrote, for formats that need one (None: the one
+    that ships with the reference model).
+    """
 
     keys: Packed | None = None
     values: Packed | None = None
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.values is not None and self.values.pre_rope:
+            raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
 
     @property
     def exact(self) -> bool:
         """Whether nothing is packed."""
         return self.keys is None and self.values is None
 
-    def problems(self, head_dim: int) -> list[str]:
-        """Why these formats do not fit a head dimension."""
+    @property
+    def sides(self) -> dict[str, Packed]:
+        """The formats of what is packed, by "keys" and "values"."""
+        both = {"keys": self.keys, "values": self.values}
+        return {side: fmt for side, fmt in both.items() if fmt is not None}
+
+    @property
+    def pre_rope(self) -> bool:
+        """Whether the model's rotary embedding is needed."""
+        return self.keys is not None and self.keys.pre_rope
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return any(fmt.calibrated for fmt in self.sides.values())
+
+    def problems(self, head_dim: int, heads: int = 1) -> list[str]:
+        """Why these formats do not fit a layer's heads."""
         return [
             f"{side}: {problem}"
-            for side, fmt in (("keys", self.keys), ("values", self.values))
-            if fmt is not None
-            for problem in fmt.problems(head_dim)
+            for side, fmt in self.sides.items()
+            for problem in fmt.problems(head_dim, heads)
         ]
 
 
 def _choice(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed or type(value) is not type(allowed[0]):
+    same = [a for a in allowed if a == value and type(a) is type(value)]
+    if not same:
         choices = ", ".join(map(str, allowed))
         raise RecipeError(f"{name}={value!r} is not one of {choices}")

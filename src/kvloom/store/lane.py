@@ -15,16 +15,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels.attend.cpu import Strand
+from ..rope import Rope
 from .buffer import Buffer
+from .codec import Channels
 from .formats import Packed
 from .packed import PackedTokens, PackedView
+
+Positions = Callable[[int, int], Tensor]
+"""The positions of tokens lo..hi of a lane, int64 [B or 1, Hk or 1, hi - lo]."""
 
 
 class Lane:
     """One of the two streams (keys, values) of a segment."""
 
-    def __init__(self, fmt: Packed | None, recent: int) -> None:
-        self.packed = None if fmt is None else PackedTokens(fmt)
+    def __init__(
+        self,
+        fmt: Packed | None,
+        recent: int,
+        channels: Channels | None = None,
+        rope: Rope | None = None,
+    ) -> None:
+        self.packed = None if fmt is None else PackedTokens(fmt, channels, rope)
         self.recent = recent
         blocks = 0 if fmt is None or not fmt.in_blocks else fmt.residual
         self.tail = Buffer(most=recent + blocks if blocks else 0)
@@ -38,6 +50,11 @@ class Lane:
         return 0 if self.packed is None else len(self.packed)
 
     @property
+    def placed(self) -> bool:
+        """Whether what is packed depends on where it stands."""
+        return self.packed is not None and self.packed.rope is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
         return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
@@ -46,21 +63,27 @@ class Lane:
         """Add x [B, Hk, T, D] to the exact tail."""
         self.tail.append(x)
 
-    def take(self, x: Tensor, drop: int, real: Tensor | None = None) -> None:
+    def take(
+        self, x: Tensor, drop: int, real: Tensor | None = None, at: Positions | None = None
+    ) -> None:
         """Add x, forget the `drop` oldest tokens, seal: a long x never enters the tail whole.
 
-        real: bool [B, 1 or Hk, N] of all tokens of the lane and x, False for padding.
+        real: bool [B, 1 or Hk, N] of all tokens of the lane and x, False for padding. at: the
+        positions of any stretch of them, asked where keys are packed as before RoPE.
         """
         begin = self.sealed
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
         surplus = drop + self._surplus(exact.shape[2] - drop, prompt=True)
         if surplus and self.packed is not None:
             here = None if real is None else real[:, :, begin + drop : begin + surplus]
-            self.packed.append(exact[:, :, drop:surplus], here)
+            there = at(begin + drop, begin + surplus) if at and self.placed else None
+            self.packed.append(exact[:, :, drop:surplus], here, there)
         self.tail.replace(exact[:, :, surplus:])
 
-    def seal(self, real: Tensor | None = None, prompt: bool = False) -> None:
-        """Pack what the schedule no longer keeps exact; real as in `take`.
+    def seal(
+        self, real: Tensor | None = None, prompt: bool = False, at: Positions | None = None
+    ) -> None:
+        """Pack what the schedule no longer keeps exact; real and at as in `take`.
 
         prompt: the tail holds a prompt, which is packed at once.
         """
@@ -68,15 +91,24 @@ class Lane:
         if surplus:
             assert self.packed is not None
             here = None if real is None else real[:, :, self.sealed : self.sealed + surplus]
-            self.packed.append(self.tail.view()[:, :, :surplus], here)
+            begin = self.sealed
+            there = at(begin, begin + surplus) if at and self.placed else None
+            self.packed.append(self.tail.view()[:, :, :surplus], here, there)
             self.tail.drop_front(surplus)
 
-    def view(self, lo: int, hi: int) -> Tensor | PackedView:
-        """Tokens lo..hi, which must not cross the end of the packed prefix."""
+    def view(self, lo: int, hi: int, at: Positions | None = None) -> Tensor | PackedView:
+        """Tokens lo..hi, which must not cross the end of the packed prefix; at as in `take`."""
         if hi <= self.sealed:
             assert self.packed is not None
-            return self.packed.view(lo, hi)
+            return self.packed.view(lo, hi, at(lo, hi) if at and self.placed else None)
         return self.tail.view()[:, :, lo - self.sealed : hi - self.sealed]
+
+    def whole(self) -> Strand:
+        """All tokens, as kernels see them that take packed and exact ones together."""
+        if self.packed is None:
+            return Strand(None, self.tail.view())
+        packed = self.packed.view() if self.sealed else None
+        return Strand(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

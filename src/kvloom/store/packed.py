@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.quant import ref
+from ..rope import Rope
 from .buffer import Buffer
+from .codec import Channels, Codec, codec
 from .formats import META, Packed
 
 # Tokens quantized at once: bounds the fp32 copies made on the way.
@@ -25,12 +27,15 @@ class PackedView(NamedTuple):
     """A stretch of packed tokens as kernels see it: storage, token range and format."""
 
     codes: Tensor  # uint8 [B, Hk, rows, D]
-    scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]
+    scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; with a transform [B, 1, N, groups]
     zero: Tensor
     fmt: Packed
     lo: int
     hi: int
     dtype: torch.dtype
+    codec: Codec
+    rope: Rope | None = None  # the keys are packed as they were before it
+    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo]
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
@@ -44,17 +49,24 @@ class PackedView(NamedTuple):
             self.codes[:, :, lo // atom * rows : ref.rows_for(hi, fmt.bits)], fmt.bits, hi - lo
         )
         meta = slice(lo // per_meta, hi // per_meta)
-        x = ref.dequantize(
-            codes, self.scale[:, :, meta], self.zero[:, :, meta], fmt.axis, fmt.group, self.dtype
-        )
-        return x[:, :, self.lo - lo : self.hi - lo]
+        scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
+        stretch = slice(self.lo - lo, self.hi - lo)
+        if self.rope is None:
+            return self.codec.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
+        assert self.at is not None
+        raw = self.codec.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
+        return self.rope.turn(raw, self.at).to(self.dtype)
 
 
 class PackedTokens:
     """The packed prefix of a lane."""
 
-    def __init__(self, fmt: Packed) -> None:
-        self.fmt = fmt
+    def __init__(
+        self, fmt: Packed, channels: Channels | None = None, rope: Rope | None = None
+    ) -> None:
+        self.fmt, self.channels = fmt, channels
+        self.rope = rope if fmt.pre_rope else None
+        self.codec: Codec | None = None
         self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
         self.count = 0
         self.dtype = torch.float32
@@ -67,18 +79,24 @@ class PackedTokens:
         """Bytes of the tensors held."""
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
-    def append(self, x: Tensor, real: Tensor | None = None) -> None:
+    def append(self, x: Tensor, real: Tensor | None = None, at: Tensor | None = None) -> None:
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
 
-        real: bool [B, 1 or Hk, T], False for padding.
+        real: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the tokens'
+        positions, where keys are packed as they were before RoPE.
         """
-        fmt, parts = self.fmt, []
+        if self.codec is None:
+            self.codec = codec(self.fmt, self.channels, x)
+        parts = []
         for lo in range(0, x.shape[2], _CHUNK):
             part = slice(lo, lo + _CHUNK)
             here = None if real is None else real[:, :, part]
-            parts.append(
-                ref.quantize(x[:, :, part], fmt.bits, fmt.axis, fmt.group, META[fmt.meta], here)
-            )
+            tokens = x[:, :, part]
+            if self.rope is not None:
+                assert at is not None
+                tokens = self.rope.turn(tokens.float(), -at[:, :, part])
+            found, scale, zero = self.codec.quantize(tokens, here)
+            parts.append((found, _plain(scale), _plain(zero)))
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
         )
@@ -87,12 +105,13 @@ class PackedTokens:
         self.zero.append(zero)
         self.dtype = x.dtype
 
-    def view(self, lo: int = 0, hi: int | None = None) -> PackedView:
-        """Tokens lo..hi of this prefix."""
+    def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
+        """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
+        assert self.codec is not None, "no tokens yet"
         hi = self.count if hi is None else hi
-        return PackedView(
-            self.codes.view(), self.scale.view(), self.zero.view(), self.fmt, lo, hi, self.dtype
-        )
+        meta = META[self.fmt.meta]
+        held = (self.codes.view(), self.scale.view().view(meta), self.zero.view().view(meta))
+        return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -110,3 +129,8 @@ class PackedTokens:
             codes = torch.cat([old, codes], dim=2)
         self.codes.append(ref.pack_codes(codes, bits))
         self.count += n
+
+
+def _plain(meta: Tensor) -> Tensor:
+    """Scales and zeros as they are held: fp8 as bytes, which every torch can join and reorder."""
+    return meta.view(torch.uint8) if meta.dtype == torch.float8_e4m3fn else meta

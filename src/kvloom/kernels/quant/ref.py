@@ -2,11 +2,14 @@
 
 Decides the arithmetic and the byte layout; knows nothing of when tokens are packed.
 
-For a group x with b bits: zero = min(x), scale = (max(x) - min(x)) / (2^b - 1),
-code = clamp(round((x - zero) / scale), 0, 2^b - 1), x' = code * scale + zero
-(KIVI, arXiv:2402.02750, section 3.1). Codes are computed with the *stored* (rounded) scale and
-zero, so |x - x'| <= scale / 2 holds up to the rounding of the metadata; a constant group has
-scale 0 and comes back as its zero.
+For a group x with b bits, that is codes 0 .. top with top = 2^b - 1: zero = min(x),
+scale = (max(x) - min(x)) / top, code = clamp(round((x - zero) / scale), 0, top),
+x' = code * scale + zero (KIVI, arXiv:2402.02750, section 3.1). "1.5 bit" is three codes, top = 2
+(SKVQ, arXiv:2405.06219). Clipping by alpha takes alpha * min(x) and alpha * max(x) for the ends of
+a group (SKVQ, section 3.2). Codes are computed with the *stored* (rounded) scale and zero, so
+|x - x'| <= scale / 2 holds up to clipping and the rounding of the metadata; a constant group has
+scale 0 and comes back as its zero. A scale that fp8 would round to 0 is its least positive number
+instead: half of 2^-9 is the most such a group is off.
 
 Layout: tokens share bytes, channels stay contiguous. An *atom* is the least number of tokens that
 fills whole bytes; it takes `rows` byte rows of D bytes each:
@@ -16,6 +19,8 @@ fills whole bytes; it takes `rows` byte rows of D bytes each:
     4     2     1      token t at bits 4t
     3     8     3      rows 0, 1: low two bits of tokens 4r+t at bits 2t; row 2: high bit of t at t
     2     4     1      token t at bits 2t
+    1.5   5     1      sum of code t * 3^t: 243 of 256 values, 1.6 bits a code
+    1     8     1      token t at bit t
 """
 
 from __future__ import annotations
@@ -23,16 +28,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ATOM = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1)}
+ATOM = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1.5: (5, 1), 1: (8, 1)}
 
 
-def rows_for(tokens: int, bits: int) -> int:
+def top(bits: float) -> int:
+    """The highest code of `bits` bits; 1.5 bits have three codes."""
+    return 2 if bits == 1.5 else 2 ** int(bits) - 1
+
+
+def rows_for(tokens: int, bits: float) -> int:
     """Byte rows that hold `tokens` codes of `bits` bits."""
     atom, rows = ATOM[bits]
     return -(-tokens // atom) * rows
 
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: float) -> Tensor:
     """Pack codes uint8 [..., N, D] into bytes [..., rows_for(N, bits), D], zeros as filler."""
     atom, _ = ATOM[bits]
     *lead, n, d = codes.shape
@@ -46,10 +56,15 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
             [_join(low[..., :4, :], 2), _join(low[..., 4:, :], 2), _join(by_atom >> 2, 1)], dim=-2
         )
         return packed.reshape(*lead, -1, d)
-    return codes if bits == 8 else _join(by_atom, bits).reshape(*lead, -1, d)
+    if bits == 1.5:
+        packed = by_atom[..., 4, :].clone()
+        for t in (3, 2, 1, 0):
+            packed.mul_(3).add_(by_atom[..., t, :])
+        return packed
+    return codes if bits == 8 else _join(by_atom, int(bits)).reshape(*lead, -1, d)
 
 
-def unpack_codes(packed: Tensor, bits: int, tokens: int) -> Tensor:
+def unpack_codes(packed: Tensor, bits: float, tokens: int) -> Tensor:
     """Invert `pack_codes`: bytes uint8 [..., rows, D] to the first `tokens` codes [..., N, D]."""
     _, rows = ATOM[bits]
     *lead, n_rows, d = packed.shape
@@ -59,29 +74,32 @@ def unpack_codes(packed: Tensor, bits: int, tokens: int) -> Tensor:
     if bits == 3:
         low = torch.cat([_split(by_atom[..., 0, :], 2), _split(by_atom[..., 1, :], 2)], dim=-2)
         codes = low | (_split(by_atom[..., 2, :], 1) << 2)
+    elif bits == 1.5:
+        codes = torch.stack([by_atom[..., 0, :] // 3**t % 3 for t in range(5)], dim=-2)
     else:
-        codes = _split(by_atom[..., 0, :], bits)
+        codes = _split(by_atom[..., 0, :], int(bits))
     return codes.reshape(*lead, -1, d)[..., :tokens, :]
 
 
 def quantize(
-    x: Tensor, bits: int, axis: str, group: int, meta: torch.dtype, real: Tensor | None = None
+    x: Tensor,
+    bits: float,
+    axis: str,
+    group: int,
+    meta: torch.dtype,
+    real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x [B, Hk, N, D] to (codes uint8 [B, Hk, N, D], scale, zero).
 
     axis "channel": groups of `group` tokens within a channel, scale and zero [B, Hk, N/G, D].
     axis "token": groups of `group` channels within a token, scale and zero [B, Hk, N, D/G].
-    The metadata dtype is `meta`; a value it cannot hold becomes infinity there. real: bool
-    [B, 1 or Hk, N], False for padding, which does not enter a group's range.
+    The metadata dtype is `meta`; a value it cannot hold becomes infinity there (fp8: its largest).
+    real: bool [B, 1 or Hk, N], False for padding, which does not enter a group's range.
     """
     grouped, dim = _grouped(x.float(), axis, group)
     low, high = _range(grouped, dim, real if axis == "channel" else None)
-    zero = low.to(meta)
-    scale = ((high - low) / (2**bits - 1)).to(meta)
-    step = scale.float()
-    step = torch.where(step > 0, step, torch.ones_like(step))
-    codes = ((grouped - zero.float()) / step).round_().clamp_(0, 2**bits - 1)
-    codes = torch.where(scale > 0, codes, torch.zeros_like(codes)).to(torch.uint8)
+    scale, zero = metadata(low, high, bits, meta)
+    codes = encode(grouped, scale, zero, bits)
     return codes.reshape(x.shape), scale.squeeze(dim), zero.squeeze(dim)
 
 
@@ -92,6 +110,70 @@ def dequantize(
     grouped, dim = _grouped(codes.float(), axis, group)
     x = torch.addcmul(zero.float().unsqueeze(dim), grouped, scale.float().unsqueeze(dim))
     return x.reshape(codes.shape).to(dtype)
+
+
+def quantize_mapped(
+    x: Tensor,
+    bits: float,
+    group_of: Tensor,
+    meta: torch.dtype,
+    clip: Tensor | float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize x [B, Hk, N, D] per token in groups of any channels of any heads.
+
+    group_of: int64 [Hk, D], the group of each channel; groups are numbered from 0 and none is
+    empty. clip: alpha, one or one a group. Returns (codes uint8 [B, Hk, N, D], scale, zero
+    [B, 1, N, groups]).
+    """
+    b, h, n, d = x.shape
+    groups = int(group_of.max()) + 1
+    flat = x.float().transpose(1, 2).reshape(b, n, h * d)
+    index = group_of.reshape(-1).expand_as(flat)
+    low = flat.new_full((b, n, groups), torch.inf).scatter_reduce(-1, index, flat, "amin")
+    high = flat.new_full((b, n, groups), -torch.inf).scatter_reduce(-1, index, flat, "amax")
+    scale, zero = metadata(low * clip, high * clip, bits, meta)
+    scale, zero = scale.unsqueeze(1), zero.unsqueeze(1)
+    codes = encode(x.float(), spread(scale, group_of), spread(zero, group_of), bits)
+    return codes, scale, zero
+
+
+def dequantize_mapped(
+    codes: Tensor, scale: Tensor, zero: Tensor, group_of: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Invert `quantize_mapped`: code * scale + zero in fp32, cast to `dtype`, [B, Hk, N, D]."""
+    scale, zero = spread(scale, group_of), spread(zero, group_of)
+    return torch.addcmul(zero, codes.float(), scale).to(dtype)
+
+
+def spread(meta: Tensor, group_of: Tensor) -> Tensor:
+    """Numbers of groups [B, 1, N, groups] to those of their channels, fp32 [B, Hk, N, D]."""
+    by_channel = meta[:, 0].float().index_select(-1, group_of.reshape(-1))  # [B, N, Hk * D]
+    return by_channel.unflatten(-1, group_of.shape).transpose(1, 2)
+
+
+def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape)."""
+    scale, zero = held_scale((high - low) / top(bits), meta), low
+    if meta == torch.float8_e4m3fn:
+        most = torch.finfo(meta).max
+        zero = zero.clamp(-most, most)
+    return scale, zero.to(meta)
+
+
+def held_scale(scale: Tensor, meta: torch.dtype) -> Tensor:
+    """A scale, 0 or more, as stored: in fp8 neither rounded to 0 nor beyond the largest."""
+    if meta == torch.float8_e4m3fn:
+        scale = torch.where(scale > 0, scale.clamp(2.0**-9, torch.finfo(meta).max), scale)
+    return scale.to(meta)
+
+
+def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:
+    """Codes uint8 of x fp32, given stored scale and zero that broadcast against it."""
+    step = scale.float()
+    some = step > 0
+    codes = (x - zero.float()) / torch.where(some, step, torch.ones_like(step))
+    codes = codes.round_().clamp_(0, top(bits))
+    return torch.where(some, codes, torch.zeros_like(codes)).to(torch.uint8)
 
 
 def _range(grouped: Tensor, dim: int, real: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -161,7 +161,7 @@ def gather_packed(
     codes: Tensor,
     scale: Tensor,
     zero: Tensor,
-    bits: int,
+    bits: float,
     axis: str,
     group: int,
     slots: Tensor,

@@ -1,0 +1,169 @@
+"""Decode attention of one layer: kvloom's packed and exact caches beside torch's SDPA.
+
+Per shape, all sides attend one query to the same tokens, alternating, so that whatever else the
+machine does meets all. `ms` is the median wall time of a call, `cpu_ms` the median of the CPU time
+that all threads spent. GB/s counts the bytes of keys and values that a call reads once; the
+machine's own read bandwidth stands beside it. Compiling is not timed. "rows" gives SDPA the query
+heads of a group as rows over the same keys, which torch does not do by itself.
+
+    python benchmarks/decode.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import record
+from kvloom.kernels import dispatch
+from kvloom.layer import LayerCache
+from kvloom.recipes import resolve
+
+D = 128
+RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4")
+
+
+def read_gb_s(seconds: float = 1.0) -> float:
+    """The best rate at which a sum over 512 MiB reads memory."""
+    x = torch.ones(1 << 27)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        x.sum()
+        best = max(best, x.nbytes / (time.perf_counter() - begin) / 1e9)
+    return best
+
+
+def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:
+    """A layer that holds k, v, and the bytes that a step reads."""
+    cache = LayerCache(resolve(recipe))
+    dim = k.shape[-1]
+    for lo in range(0, k.shape[2], 4096):
+        part = slice(lo, lo + 4096)
+        q = torch.zeros(1, hq, 1, dim, dtype=k.dtype).expand(-1, -1, k[:, :, part].shape[2], -1)
+        asked = cache.recipe.keep
+        assert asked is None, "a cache that keeps chooses by its queries"
+        _fill(cache, q, k[:, :, part], v[:, :, part])
+    return cache, cache.nbytes
+
+
+def _fill(cache: LayerCache, q, k, v) -> None:
+    """Take tokens in without attending."""
+    from kvloom.layer import Asked
+
+    cache.check(k, v)
+    cache.seen += k.shape[2]
+    cache._take(k, v, Asked(q, 1.0, None, None))
+
+
+def sides(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """What is timed: name -> (call, bytes of keys and values it reads)."""
+    g = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 1, hk, tokens, D, generator=g)
+    q = torch.randn(1, hq, 1, D, generator=g)
+    half = [x.bfloat16() for x in (q, k, v)]
+    found: dict[str, tuple[Callable[[], object], int]] = {}
+    for name, (a, b, c) in (("fp32", (q, k, v)), ("bf16", half)):
+        nbytes = b.nbytes + c.nbytes
+        found[f"SDPA {name}"] = (
+            lambda a=a, b=b, c=c: F.scaled_dot_product_attention(a, b, c, enable_gqa=True),
+            nbytes,
+        )
+        if hq != hk:
+            rows = a.view(1, hk, hq // hk, D)
+            found[f"SDPA {name} rows"] = (
+                lambda a=rows, b=b, c=c: F.scaled_dot_product_attention(a, b, c),
+                nbytes,
+            )
+    for recipe in RECIPES:
+        for name, (a, b, c) in (("fp32", (q, k, v)), ("bf16", half)):
+            if name == "fp32" and recipe not in ("full", "kivi"):
+                continue
+            cache, nbytes = cache_of(recipe, b, c, hq)
+            found[f"{recipe} {name}"] = (step(cache, a, b, c), nbytes)
+    return found
+
+
+def step(cache: LayerCache, q, k, v) -> Callable[[], object]:
+    """One decode step that is taken back again."""
+    new_k, new_v = k[:, :, :1], v[:, :, :1]
+    cache.recording = True
+
+    def call() -> object:
+        out = cache.attend(q, new_k, new_v, scale=D**-0.5)
+        cache.body.drop_back(1)
+        cache.seen -= 1
+        cache.pending = 0
+        return out
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=40)
+    options = parser.parse_args()
+    limit = read_gb_s()
+    print(f"read bandwidth {limit:.1f} GB/s, {torch.get_num_threads()} threads")
+    rows = []
+    with torch.inference_mode():
+        for hq, hk in ((8, 8), (32, 8)):
+            timed = sides(hq, hk, options.tokens)
+            wall: dict[str, list[float]] = {name: [] for name in timed}
+            cpu: dict[str, list[float]] = {name: [] for name in timed}
+            dispatch.ran.clear()
+            for i in range(options.repeats + 3):
+                for name, (call, _) in timed.items():
+                    begin, begin_cpu = time.perf_counter(), time.process_time()
+                    call()
+                    if i >= 3:
+                        wall[name].append(1e3 * (time.perf_counter() - begin))
+                        cpu[name].append(1e3 * (time.process_time() - begin_cpu))
+            fell = {key for key in dispatch.ran if key[1] != "cpu"}
+            assert not fell, f"not run by the kernels: {fell}"
+            for name, (_, nbytes) in timed.items():
+                ms, cpu_ms = statistics.median(wall[name]), statistics.median(cpu[name])
+                row = {
+                    "name": name,
+                    "shape": f"{hq}q/{hk}kv x {D}",
+                    "context": options.tokens,
+                    "ms": ms,
+                    "least_ms": min(wall[name]),
+                    "cpu_ms": cpu_ms,
+                    "kv_bytes": nbytes,
+                    "gb_s": nbytes / ms / 1e6,
+                    "ratios": {
+                        against: {
+                            "ms": statistics.median(wall[against]) / ms,
+                            "cpu_ms": statistics.median(cpu[against]) / cpu_ms,
+                        }
+                        for against in ("SDPA fp32", "SDPA bf16")
+                    },
+                }
+                rows.append(row)
+                beside = ", ".join(
+                    f"{r['ms']:.1f}x ({r['cpu_ms']:.1f}x CPU) {against}"
+                    for against, r in row["ratios"].items()
+                )
+                print(
+                    f"{row['shape']} {name:>16}: {ms:7.2f} ms, least {row['least_ms']:6.2f}, CPU "
+                    f"{cpu_ms:7.2f}, {row['gb_s']:5.1f} GB/s; {beside}"
+                )
+    record.write(
+        "decode",
+        {
+            "environment": record.environment(compile_s=dispatch.compile_seconds()),
+            "limits": {"read_gb_s": limit},
+            "rows": rows,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

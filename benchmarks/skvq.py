@@ -1,0 +1,106 @@
+"""SKVQ's figures on the reference model: its ladder, and quality against true bits.
+
+Ladder: the ablation of SKVQ (arXiv:2405.06219, Table 3) at 2 bit, group 32, a step a row, with keys
+before RoPE as a step of its own. The paper's order, by average LongBench score: RTN 35.55, +window
+45.73, +clipping 46.44, +reorder 47.99, +sinks 48.14, +fp8 48.04. Bits: its Table 2's shape, every
+method at 4, 3, 2 and 1.5 bit, perplexity against the bits held, each with the same exact window.
+
+    python benchmarks/skvq.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+
+import record
+from kvloom.analyse import error
+from kvloom.compare import Row, Settings, compare, environment, load, plot, prepare
+from kvloom.compare.text import library_text, opening, rows, tokenize
+from kvloom.recipe import Recipe
+from kvloom.recipes import resolve
+
+BARE = "group=32,reorder=false,pre_rope=false,clip=1.0,window=0,sinks=0,meta=fp16"
+WINDOW = 128
+
+
+def ladder() -> list[Recipe]:
+    """SKVQ with ever more of its parts; named by the part that a step adds."""
+    steps = {
+        "RTN": BARE,
+        "+ window": "group=32,reorder=false,pre_rope=false,clip=1.0,sinks=0,meta=fp16",
+        "+ clipping": "group=32,reorder=false,pre_rope=false,sinks=0,meta=fp16",
+        "+ reorder": "group=32,pre_rope=false,sinks=0,meta=fp16",
+        "+ before RoPE": "group=32,sinks=0,meta=fp16",
+        "+ sinks": "group=32,meta=fp16",
+        "+ fp8": "group=32",
+    }
+    return [replace(resolve(f"skvq:{options}"), name=name) for name, options in steps.items()]
+
+
+def by_bits() -> list[str]:
+    """Every method at every width, the newest 128 tokens exact in all of them."""
+    found = []
+    for bits in (4, 3, 2, 1.5):
+        found += [
+            f"rtn:bits={bits},residual={WINDOW}",
+            f"smoothquant:bits={bits},residual={WINDOW}",
+            f"rptq:bits={bits},residual={WINDOW}",
+            f"kivi:bits={bits}",
+            f"skvq:group=32,bits={bits},value_bits={bits}",
+            f"turbo:bits={bits}",
+        ]
+    return found
+
+
+def show(found: list[Row], errors: dict) -> None:
+    """Print rows; the output's error is that of the formats, no window and no sinks."""
+    for row in found:
+        off = f"output off {errors[row.recipe].output:6.1%}, " if row.recipe in errors else ""
+        print(
+            f"{row.recipe:>42}: {row.bits_per_value:5.2f} bits, {off}perplexity "
+            f"{row.perplexity:8.3f}, agreement {row.agreement:6.1%}, needles {row.needle:6.1%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--questions", type=int, default=16)
+    options = parser.parse_args()
+    model, tokenizer = load()
+    settings = Settings(**vars(options))
+    task = prepare(model, tokenizer, library_text(), settings)
+    ids = rows(tokenize(tokenizer, library_text()), opening(tokenizer), 4, 1024, 0)
+    steps, widths = ladder(), [resolve(spec) for spec in by_bits()]
+    found = error.measure(model, ids, [*steps, *widths])
+    means = {name: error.mean(errors) for name, errors in found.items()}
+
+    climbed = compare(model, tokenizer, steps, task)
+    show(climbed, means)
+    print("perplexity against bits:")
+    wide = compare(model, tokenizer, widths, task)
+    show(wide, means)
+    about = environment(model, "reference", task, 0, "CPython's library")
+    plot(wide, about, record.RESULTS / "skvq.png")
+
+    def plain(table: list[Row]) -> list[dict]:
+        return [
+            {**asdict(r), "output_error": means[r.recipe].output if r.recipe in means else 0.0}
+            for r in table
+        ]
+
+    record.write(
+        "skvq",
+        {
+            "environment": record.environment(**asdict(settings), dtype=str(model.dtype)),
+            "ladder": plain(climbed),
+            "by_bits": plain(wide),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Sixteen fp32 lanes as one Numba value, and loads and stores by address.
+
+Numba leaves it to the optimizer whether a loop becomes vector code; kernels written on `Lanes` say
+so. LLVM splits sixteen lanes into what the machine has (AVX-512: 1 register, AVX2: 2, NEON: 4).
+Addresses are int64 and nothing is checked: who calls a kernel owns what they point at. Decides the
+vector operations; knows nothing of attention. Importing this imports Numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+FP32, FP16, BF16 = 0, 1, 2  # number formats that kernels read
+
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VF, VI = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+# exp(r) on |r| <= ln(2) / 2, to fp32: 1 + r + r^2 * polynomial (Cephes)
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+
+
+class LanesType(types.Type):
+    """Numba's type of sixteen fp32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+Lanes = LanesType()
+
+
+@register_model(LanesType)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, VF)
+
+
+# --- for those who emit LLVM's instructions ------------------------------------------------------
+
+
+def same(value: float, kind: Any = VF) -> ir.Constant:
+    """A constant in all lanes."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def at(builder: Any, address: Any, offset: int) -> Any:
+    """An address and a constant number of bytes."""
+    return builder.add(address, ir.Constant(I64, offset)) if offset else address
+
+
+def read(builder: Any, address: Any, kind: Any, align: int = 4) -> Any:
+    """Load a value of an LLVM type."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def write(builder: Any, address: Any, value: Any) -> None:
+    """Store a value."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+
+def spread(builder: Any, scalar: Any) -> Any:
+    """A scalar in all lanes."""
+    none = ir.Constant(VF, ir.Undefined)
+    one = builder.insert_element(none, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, none, same(0, VI))
+
+
+def call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
+    """Call a function of LLVM."""
+    fn = builder.module.declare_intrinsic(name, (), ir.FunctionType(kind, [a.type for a in args]))
+    return builder.call(fn, args)
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c."""
+    return call(builder, "llvm.fmuladd.v16f32", VF, a, b, c)
+
+
+def summed(builder: Any, x: Any) -> Any:
+    """The sum of all lanes."""
+    fn_type = ir.FunctionType(F32, [F32, VF])
+    fn = builder.module.declare_intrinsic("llvm.vector.reduce.fadd.v16f32", (), fn_type)
+    return builder.call(fn, [ir.Constant(F32, -0.0), x], fastmath=("reassoc",))
+
+
+def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
+    """Load `width` numbers of a format as fp32."""
+    floats, ints = ir.VectorType(F32, width), ir.VectorType(I32, width)
+    if kind == FP32:
+        return read(builder, address, floats)
+    half = read(builder, address, ir.VectorType(ir.IntType(16), width), align=2)
+    bits = builder.zext(half, ints)
+    if kind == BF16:
+        return builder.bitcast(builder.shl(bits, same(16, ints)), floats)
+    # fp16: a product corrects the exponent's bias, and makes subnormal numbers right too
+    sign = builder.shl(builder.and_(bits, same(0x8000, ints)), same(16, ints))
+    rest = builder.and_(bits, same(0x7FFF, ints))
+    small = builder.bitcast(builder.shl(rest, same(13, ints)), floats)
+    size = builder.bitcast(builder.fmul(small, same(2.0**112, floats)), ints)
+    endless = builder.icmp_unsigned(">=", rest, same(0x7C00, ints))
+    size = builder.select(endless, builder.or_(size, same(0x7F800000, ints)), size)
+    return builder.bitcast(builder.or_(size, sign), floats)
+
+
+# --- for kernels ---------------------------------------------------------------------------------
+
+
+def _typed(signature: Any, emit: Any) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        got = emit(builder, *args)
+        return context.get_dummy_value() if got is None else got
+
+    return signature, codegen
+
+
+@intrinsic
+def load(ctx: Any, address: Any) -> Any:
+    """Sixteen fp32 numbers."""
+    return _typed(Lanes(types.int64), lambda b, a: read(b, a, VF))
+
+
+@intrinsic(prefer_literal=True)
+def load_any(ctx: Any, address: Any, kind: Any) -> Any:
+    """Sixteen numbers of a format, a constant."""
+    fmt = kind.literal_value
+    return _typed(Lanes(types.int64, kind), lambda b, a, _: read_f32(b, a, fmt))
+
+
+@intrinsic(prefer_literal=True)
+def load_one(ctx: Any, address: Any, kind: Any) -> Any:
+    """One number of a format, a constant."""
+    fmt, zero = kind.literal_value, ir.Constant(I32, 0)
+    return _typed(
+        types.float32(types.int64, kind),
+        lambda b, a, _: b.extract_element(read_f32(b, a, fmt, 1), zero),
+    )
+
+
+@intrinsic
+def store(ctx: Any, address: Any, x: Any) -> Any:
+    """Store sixteen fp32 numbers."""
+    return _typed(types.void(types.int64, Lanes), lambda b, a, x: write(b, a, x))
+
+
+@intrinsic
+def store_one(ctx: Any, address: Any, x: Any) -> Any:
+    """Store one fp32 number."""
+    return _typed(types.void(types.int64, types.float32), lambda b, a, x: write(b, a, x))
+
+
+@intrinsic
+def splat(ctx: Any, x: Any) -> Any:
+    """A scalar in all lanes."""
+    return _typed(Lanes(types.float32), spread)
+
+
+@intrinsic
+def add(ctx: Any, a: Any, b: Any) -> Any:
+    """a + b."""
+    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.fadd(x, y))
+
+
+@intrinsic
+def mul(ctx: Any, a: Any, b: Any) -> Any:
+    """a * b."""
+    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.fmul(x, y))
+
+
+@intrinsic
+def div(ctx: Any, a: Any, b: Any) -> Any:
+    """a / b."""
+    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.fdiv(x, y))
+
+
+@intrinsic
+def fma(ctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c."""
+    return _typed(Lanes(Lanes, Lanes, Lanes), fused)
+
+
+@intrinsic
+def larger(ctx: Any, a: Any, b: Any) -> Any:
+    """The larger of a and b, lane by lane."""
+    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+
+
+@intrinsic
+def total(ctx: Any, x: Any) -> Any:
+    """The sum of all lanes."""
+    return _typed(types.float32(Lanes), summed)
+
+
+@intrinsic
+def lane(ctx: Any, x: Any) -> Any:
+    """The first lane."""
+    zero = ir.Constant(I32, 0)
+    return _typed(types.float32(Lanes), lambda b, x: b.extract_element(x, zero))
+
+
+@intrinsic
+def largest(ctx: Any, x: Any) -> Any:
+    """The largest lane."""
+    return _typed(
+        types.float32(Lanes), lambda b, x: call(b, "llvm.vector.reduce.fmax.v16f32", F32, x)
+    )
+
+
+@intrinsic
+def first(ctx: Any, x: Any, count: Any) -> Any:
+    """The first `count` lanes of x, -inf in the others."""
+
+    def emit(b: Any, x: Any, count: Any) -> Any:
+        lane = ir.Constant(VI, list(range(WIDTH)))
+        few = b.bitcast(spread(b, b.bitcast(b.trunc(count, I32), F32)), VI)
+        return b.select(b.icmp_signed("<", lane, few), x, same(float("-inf")))
+
+    return _typed(Lanes(Lanes, types.int64), emit)
+
+
+@intrinsic
+def seen(ctx: Any, x: Any, address: Any) -> Any:
+    """x where the sixteen bytes at address are not 0, else -inf."""
+
+    def emit(b: Any, x: Any, address: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(8), WIDTH)
+        flags = read(b, address, kind, align=1)
+        return b.select(b.icmp_unsigned("!=", flags, same(0, kind)), x, same(float("-inf")))
+
+    return _typed(Lanes(Lanes, types.int64), emit)
+
+
+@intrinsic
+def exp(ctx: Any, x: Any) -> Any:
+    """e^x to fp32's precision; 0 below -87, where fp32 ends, and e^88 above 88."""
+
+    def emit(b: Any, x: Any) -> Any:
+        x = b.select(b.fcmp_ordered("<", x, same(88.0)), x, same(88.0))
+        low = b.fcmp_unordered("<", x, same(-87.0))
+        x = b.select(low, same(0.0), x)
+        n = call(b, "llvm.nearbyint.v16f32", VF, b.fmul(x, same(1.4426950408889634)))
+        r = fused(b, n, same(-_LN2_HIGH), x)
+        r = fused(b, n, same(-_LN2_LOW), r)
+        y = same(_EXP[0])
+        for c in _EXP[1:]:
+            y = fused(b, y, r, same(c))
+        y = fused(b, y, b.fmul(r, r), b.fadd(r, same(1.0)))
+        power = b.shl(b.add(b.fptosi(n, VI), same(127, VI)), same(23, VI))
+        return b.select(low, same(0.0), b.fmul(y, b.bitcast(power, VF)))
+
+    return _typed(Lanes(Lanes), emit)

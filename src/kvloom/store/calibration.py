@@ -1,0 +1,172 @@
+"""What calibration found out about a model, as a file: ranges of channels, groups, clip factors.
+
+Decides the file's names and checks, and what a format is told of a layer's channels. A file is
+safetensors: numbers and text, never code. How the numbers are found is `kvloom.calibrate`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..errors import CalibrationError
+from .codec import Channels, consecutive
+from .formats import Packed
+
+VERSION = 1
+KINDS = ("keys", "raw_keys", "values")
+"""What is measured: keys after RoPE, keys before it, values."""
+
+
+@dataclass
+class Calibration:
+    """Numbers by name, and of what they are.
+
+    model: what `hf.identity` says of the model. text: SHA-256 of the text's tokens. settings: how
+    it was calibrated. Tensors: `range.{layer}.{kind}` fp32 [2, Hk, D], minimum and maximum of each
+    channel; `groups.{layer}.{kind}.{shape}` int32 [Hk, D]; `clip.{layer}.{kind}.{format}` fp32
+    [groups] and `clip_layer.…` fp32 [1].
+    """
+
+    model: dict[str, Any]
+    text: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    name: str = "calibration"
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all."""
+        path = Path(path)
+        about = {"version": VERSION, "model": self.model, "text": self.text,
+                 "settings": self.settings, "sum": checksum(self.tensors)}  # fmt: skip
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            tensors = {n: t.cpu().contiguous() for n, t in self.tensors.items()}
+            fresh.write_bytes(save(tensors, {"kvloom_calibration": json.dumps(about)}))
+            os.replace(fresh, path)
+        except OSError as error:
+            raise CalibrationError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        finally:
+            fresh.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a file; raises `CalibrationError` if it is none, damaged, or of another version."""
+        path = Path(path)
+        again = "calibrate again with `kvloom calibrate`"
+        if not path.is_file():
+            raise CalibrationError(f"there is no calibration {str(path)!r}; make it with "
+                                   "`kvloom calibrate`")  # fmt: skip
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads((file.metadata() or {}).get("kvloom_calibration", "null"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CalibrationError(
+                f"{str(path)!r} is damaged or no calibration; {again}"
+            ) from error
+        if about is None:
+            raise CalibrationError(f"{str(path)!r} is safetensors, but no calibration; {again}")
+        if about.get("version") != VERSION:
+            raise CalibrationError(
+                f"{str(path)!r} has calibration format {about.get('version')}, this kvloom reads "
+                f"{VERSION}; {again}"
+            )
+        if about.get("sum") != checksum(tensors):
+            raise CalibrationError(f"{str(path)!r} is damaged: its checksum is wrong; {again}")
+        return cls(about["model"], about["text"], about["settings"], tensors, path.name)
+
+    def channels(self, layer: int, side: str, fmt: Packed) -> Channels | None:
+        """What `fmt` is told of a layer's "keys" or "values"; None if it asks for nothing.
+
+        Raises `CalibrationError` where the file does not have it.
+        """
+        transform = fmt.transform
+        if transform is None or not transform.calibrated:
+            return None
+        kind = kind_of(side, fmt)
+        low, high = self.ranges(layer, kind)
+        divisor = None
+        if transform.smooth:
+            divisor = largest(low, high)
+            low, high = low / divisor, high / divisor
+        group_of = consecutive(fmt.group, transform, *low.shape)
+        if transform.reorder:
+            group_of = self._find(f"groups.{layer}.{kind}.{shape_of(fmt)}", side, fmt).long()
+        lows = highs = clip = None
+        if transform.static:
+            lows, highs = group_ranges(low, high, group_of)
+        elif isinstance(transform.clip, str):
+            name = "clip" if transform.clip == "group" else "clip_layer"
+            clip = self._find(f"{name}.{layer}.{kind}.{format_of(fmt)}", side, fmt)
+        return Channels(group_of, clip, divisor, lows, highs)
+
+    def ranges(self, layer: int, kind: str) -> tuple[Tensor, Tensor]:
+        """Minimum and maximum of each channel, fp32 [Hk, D]."""
+        found = self.tensors.get(f"range.{layer}.{kind}")
+        if found is None:
+            what = kind.replace("_", " ")
+            raise CalibrationError(f"{self.name} knows nothing of the {what} of layer {layer}")
+        low, high = found
+        return low, high
+
+    def _find(self, name: str, side: str, fmt: Packed) -> Tensor:
+        if name not in self.tensors:
+            raise CalibrationError(
+                f"{self.name} was not made for {side} at {fmt.bits} bit in groups of {fmt.group}; "
+                "name the recipe as it is: `kvloom calibrate … --recipes NAME:OPTIONS`"
+            )
+        return self.tensors[name]
+
+
+def kind_of(side: str, fmt: Packed) -> str:
+    """Which of `KINDS` a side's format is about."""
+    return "raw_keys" if fmt.pre_rope else side
+
+
+def shape_of(fmt: Packed) -> str:
+    """What the groups of a format depend on."""
+    assert fmt.transform is not None
+    smooth = ".smooth" if fmt.transform.smooth else ""
+    return f"{fmt.transform.span}.{fmt.group}{smooth}"
+
+
+def format_of(fmt: Packed) -> str:
+    """What the clip factors of a format depend on; its metadata's dtype is not one of it."""
+    assert fmt.transform is not None
+    order = "reordered" if fmt.transform.reorder else "consecutive"
+    return f"{shape_of(fmt)}.{order}.{fmt.bits}"
+
+
+def largest(low: Tensor, high: Tensor) -> Tensor:
+    """The largest magnitude of each channel, 1 where it is 0."""
+    most = torch.maximum(low.abs(), high.abs())
+    return torch.where(most > 0, most, torch.ones_like(most))
+
+
+def group_ranges(low: Tensor, high: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor]:
+    """Least low and greatest high of each group's channels [Hk, D]: [groups] each."""
+    groups, index = int(group_of.max()) + 1, group_of.reshape(-1)
+    lows = low.new_full((groups,), torch.inf).scatter_reduce(0, index, low.reshape(-1), "amin")
+    highs = high.new_full((groups,), -torch.inf).scatter_reduce(0, index, high.reshape(-1), "amax")
+    return lows, highs
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes and bytes."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        x = tensors[name].cpu().contiguous()
+        total.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        total.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

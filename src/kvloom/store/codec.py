@@ -1,0 +1,151 @@
+"""From tokens to codes and back, with what is known of a layer's channels.
+
+Decides which channels share a scale, and what is done to them before; the arithmetic is in
+`kernels.quant`. SKVQ's reorder (arXiv:2405.06219, section 3.1) permutes channels so that those of
+one group lie side by side; here a channel has the number of its group instead, and nothing is
+permuted, in the cache or in the weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheMisuse
+from ..kernels.quant import ref
+from ..kernels.quant.rotated import dequantize_rotated, quantize_rotated
+from ..rope import Rope
+from .formats import META, Packed, Transform
+
+
+class Channels(NamedTuple):
+    """What calibration says of the channels of one layer's keys or values.
+
+    group_of: int64 [Hk, D], each channel's group (None: consecutive channels). clip: fp32 [groups]
+    or [1], alpha. divisor: fp32 [Hk, D]. low, high: fp32 [groups], static ranges.
+    """
+
+    group_of: Tensor | None = None
+    clip: Tensor | None = None
+    divisor: Tensor | None = None
+    low: Tensor | None = None
+    high: Tensor | None = None
+
+
+class Known(NamedTuple):
+    """What is known of a layer before its first token; formats that ask for nothing need none."""
+
+    keys: Channels | None = None
+    values: Channels | None = None
+    rope: Rope | None = None
+
+
+NOTHING = Known()
+
+
+class Codec(Protocol):
+    """One way from tokens [B, Hk, N, D] to (codes uint8, scale, zero) and back."""
+
+    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Invert `quantize`."""
+
+
+class Plain:
+    """Groups of consecutive tokens or channels of one head."""
+
+    def __init__(self, fmt: Packed, head_dim: int) -> None:
+        self.fmt, self.group = fmt, fmt.group or head_dim
+
+    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
+        fmt = self.fmt
+        return ref.quantize(x, fmt.bits, fmt.axis, self.group, META[fmt.meta], real)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Invert `quantize`."""
+        return ref.dequantize(codes, scale, zero, self.fmt.axis, self.group, dtype)
+
+
+class Mapped:
+    """Groups of any channels of a token; scale and zero [B, 1, N, groups], or none if static."""
+
+    def __init__(self, fmt: Packed, group_of: Tensor, channels: Channels) -> None:
+        assert fmt.transform is not None
+        self.fmt, self.group_of = fmt, group_of
+        clip = fmt.transform.clip if channels.clip is None else channels.clip
+        assert not isinstance(clip, str), "calibration says how far to clip"
+        self.clip = clip
+        self.divisor = None if channels.divisor is None else channels.divisor[:, None, :]
+        self.static: tuple[Tensor, Tensor] | None = None
+        if fmt.transform.static:
+            assert channels.low is not None
+            assert channels.high is not None
+            meta = ref.metadata(channels.low, channels.high, fmt.bits, META[fmt.meta])
+            scale, zero = (ref.spread(m.view(1, 1, 1, -1), group_of) for m in meta)
+            self.static = scale, zero
+
+    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize; a token's groups do not see other tokens, so padding needs no care."""
+        fmt = self.fmt
+        x = x.float() if self.divisor is None else x.float() / self.divisor
+        if self.static is None:
+            return ref.quantize_mapped(x, fmt.bits, self.group_of, META[fmt.meta], self.clip)
+        none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=META[fmt.meta])
+        return ref.encode(x, *self.static, fmt.bits), none, none
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Invert `quantize`."""
+        if self.static is None:
+            x = ref.dequantize_mapped(codes, scale, zero, self.group_of, torch.float32)
+        else:
+            x = torch.addcmul(self.static[1], codes.float(), self.static[0])
+        return (x if self.divisor is None else x * self.divisor).to(dtype)
+
+
+class Rotated:
+    """Rotated groups of one head with a scale [B, Hk, N, D/G] and no zero."""
+
+    def __init__(self, fmt: Packed, head_dim: int) -> None:
+        self.fmt, self.group = fmt, fmt.group or head_dim
+
+    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize; a token does not see other tokens, so padding needs no care."""
+        fmt = self.fmt
+        codes, scale = quantize_rotated(x, fmt.bits, self.group, META[fmt.meta])
+        return codes, scale, scale[..., :0]
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Invert `quantize`."""
+        return dequantize_rotated(codes, scale, self.fmt.bits, self.group, dtype)
+
+
+def codec(fmt: Packed, channels: Channels | None, like: Tensor) -> Codec:
+    """The codec of a format for tokens shaped, and on the device, like `like` [B, Hk, N, D]."""
+    transform = fmt.transform
+    if transform is None:
+        return Plain(fmt, like.shape[3])
+    if transform.rotate:
+        return Rotated(fmt, like.shape[3])
+    if channels is None:
+        if transform.calibrated:
+            raise CacheMisuse("a calibrated format needs the calibration of its layer")
+        channels = Channels()
+    channels = Channels(*(None if x is None else x.to(like.device) for x in channels))
+    group_of = channels.group_of
+    if group_of is None:
+        group = fmt.group or like.shape[3]
+        group_of = consecutive(group, transform, like.shape[1], like.shape[3]).to(like.device)
+    return Mapped(fmt, group_of, channels)
+
+
+def consecutive(group: int, transform: Transform, heads: int, dim: int) -> Tensor:
+    """The groups of consecutive channels, int64 [heads, dim]."""
+    if transform.span == "layer":
+        return (torch.arange(heads * dim) // group).view(heads, dim)
+    each = torch.arange(dim) // group
+    return each + torch.arange(heads)[:, None] * (dim // group)

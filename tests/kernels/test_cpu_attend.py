@@ -1,0 +1,262 @@
+"""kernels.attend.cpu against float64 loops and the reference: every format, any shape, any mask.
+
+The loops get what the kernel gets, unpacked to fp32. Kernels are compiled for a form (formats,
+head dimension, dtype, how many query rows at once), so forms are few and everything else is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import naive
+from kvloom.kernels.attend import cpu, ref
+from kvloom.store import Packed
+from kvloom.store.formats import Transform
+from kvloom.store.packed import PackedTokens
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def channel(bits, group, meta="fp16"):
+    return Packed(bits, "channel", group, meta, residual=group)
+
+
+def token(bits, group, meta="fp16"):
+    return Packed(bits, "token", group, meta)
+
+
+KIVI = (channel(2, 32), token(2, 32), 128, FP32)
+FORMS = {  # keys, values, head dimension, dtype of the exact tokens
+    "kivi": KIVI,
+    "4 bit": (channel(4, 64, "bf16"), token(4, 64, "bf16"), 64, BF16),
+    "3 bit": (channel(3, 16, "fp32"), token(3, 16, "fp32"), 80, FP16),
+    "8 bit": (channel(8, 128), token(8, 32), 96, FP32),
+    "axes swapped": (token(2, 32), channel(2, 32), 64, FP32),
+    "mixed": (token(3, 32, "bf16"), channel(8, 16), 96, BF16),
+    "a head a group": (token(4, 0), token(2, 0), 96, FP32),
+    "keys only": (token(8, 64, "fp32"), None, 256, FP16),
+    "values only": (None, token(4, 16), 80, FP32),
+    "exact": (None, None, 16, FP32),
+    "exact fp16": (None, None, 80, FP16),
+    "exact bf16": (None, None, 128, BF16),
+}
+HEADS = [(4, 4, 1), (4, 2, 1), (4, 1, 1), (6, 2, 2), (4, 1, 2), (2, 2, 3), (5, 1, 1)]  # Hq, Hk, T
+TOL = 2e-6  # the reference's
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Memory that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(shape, seed, dtype=FP32):
+    """Random numbers with NaN before, behind and between, channels side by side."""
+    b, h, n, d = shape
+    x = torch.full((b, h + 1, n + 3, d), torch.nan, dtype=dtype)
+    x[:, :h, 1 : n + 1] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x[:, :h, 1 : n + 1]
+
+
+def strand(fmt, sealed, n, b, hk, d, dtype, seed):
+    """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
+    x = draw((b, hk, n, d), seed, dtype)
+    if fmt is None:
+        return cpu.Strand(None, x), x.float()
+    sealed = min(sealed, n)
+    sealed -= sealed % fmt.group if fmt.axis == "channel" else 0
+    if not sealed:
+        return cpu.Strand(None, x, fmt), x.float()
+    held = PackedTokens(fmt)
+    for lo, hi in itertools.pairwise(sorted({0, sealed // 2 // 128 * 128, sealed})):
+        held.append(x[:, :, lo:hi])
+    view = held.view()
+    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
+    return cpu.Strand(view, x[:, :, sealed:], fmt), exact
+
+
+def agrees(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
+    """The kernel's state is the naive formula's."""
+    kfmt, vfmt, d, dtype = form
+    q = draw((b, hq, t, d), seed, dtype)
+    keys, k = strand(kfmt, sealed[0], n, b, hk, d, dtype, seed + 1)
+    values, v = strand(vfmt, sealed[1], n, b, hk, d, dtype, seed + 2)
+    assert not cpu.problems(t, keys.tail, keys.fmt, values.fmt)
+    got = cpu.attend(q, keys, values, 0.125, **options)
+    options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
+    assert got.out.dtype == got.lse.dtype == FP32
+    np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
+    np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
+
+
+def hidden(b, h, n, seed=0):
+    """A mask that hides a third of the tokens, and everything in the last row."""
+    valid = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
+    valid[-1] = False
+    return valid
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 127, 128, 129, 500])
+def test_any_number_of_tokens(form, n):
+    for sealed in {(0, 0), (n, n), (n, max(0, n - 37)), (max(0, n - 90), n)}:
+        agrees(form, 4, 2, 1, n, sealed)
+
+
+@pytest.mark.parametrize(("hq", "hk", "t"), HEADS)
+@pytest.mark.parametrize("form", [KIVI, FORMS["exact bf16"]], ids=["kivi", "exact"])
+def test_any_grouping_of_heads_and_up_to_8_queries(form, hq, hk, t):
+    for n, causal in itertools.product((t, 64, 333), (False, True)):
+        agrees(form, hq, hk, t, n, (n - t, n - t), causal=causal)
+
+
+@pytest.mark.parametrize("form", [KIVI, FORMS["mixed"]], ids=["kivi", "mixed"])
+@pytest.mark.parametrize("n", [1, 40, 300])
+@pytest.mark.parametrize("t", [1, 2])
+def test_masks_softcap_and_bias(form, n, t):
+    hq, hk, sealed = 4, 2, (n, n // 2)
+    bias = torch.randn(2, hq, n, generator=torch.Generator().manual_seed(1))
+    for valid in (None, hidden(2, 1, n), hidden(2, hk, n), hidden(2, 1, n).expand(2, hk, n)):
+        agrees(form, hq, hk, t, n, sealed, valid=valid)
+        agrees(form, hq, hk, t, n, sealed, valid=valid, softcap=2.0, bias=bias[:1])
+        agrees(form, hq, hk, t, n, sealed, valid=valid, causal=n >= t, bias=bias)
+
+
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.sampled_from(HEADS),
+    st.integers(0, 700),
+    st.tuples(st.integers(0, 700), st.integers(0, 700)),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+def test_drawn_shapes(form, heads, n, sealed, b, seed):
+    hq, hk, t = heads
+    if form not in ("kivi", "exact"):  # one form more for each number of rows is too many
+        hq, hk, t = 4, 2, 1
+    agrees(FORMS[form], hq, hk, t, n, sealed, b, seed, causal=n >= t)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_stretches_on_several_threads_leave_no_seam(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for b, hq, hk in ((1, 1, 1), (1, 4, 1), (2, 4, 2)):
+            agrees(KIVI, hq, hk, 1, 5000, (4992, 4872), b)
+        agrees(KIVI, 1, 1, 1, 5000, (4992, 4872), 1, valid=hidden(1, 1, 5000))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_layout_does_not_matter():
+    q, k, v = (draw((2, 4, n, 128), i) for i, n in enumerate((1, 200, 200)))
+    want = ref.attend(q, k, v, 0.1)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
+    for a, b, c in (turned, apart):
+        got = cpu.attend(a, cpu.Strand(None, b), cpu.Strand(None, c), 0.1)
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+def test_codes_that_do_not_lie_in_order_are_read_in_order():
+    keys, k = strand(KIVI[0], 128, 200, 2, 2, 128, FP32, 1)
+    values, v = strand(KIVI[1], 130, 200, 2, 2, 128, FP32, 2)
+    q = draw((2, 4, 1, 128), 0)
+
+    def flipped(x):
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+    def odd(held):
+        view = held.packed
+        parts = {name: flipped(getattr(view, name)) for name in ("codes", "scale", "zero")}
+        return held._replace(packed=view._replace(**parts))
+
+    got = cpu.attend(q, odd(keys), odd(values), 0.1)
+    torch.testing.assert_close(got, ref.attend(q, k, v, 0.1), rtol=0, atol=2e-6)
+
+
+def test_huge_logits_neither_overflow_nor_lose_the_winner():
+    q, k, v = (draw((2, 4, n, 128), i) for i, n in enumerate((1, 300, 300)))
+    q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
+    got = cpu.attend(q, cpu.Strand(None, k), cpu.Strand(None, v), 0.5)
+    want = ref.attend(q, k, v, 0.5)
+    assert want.lse.abs().max() > 1e4
+    torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=0)
+
+
+def test_hidden_tokens_may_hold_anything_finite():
+    q, k, v = (draw((2, 4, n, 128), i).contiguous() for i, n in enumerate((1, 300, 300)))
+    valid = hidden(2, 1, 300)
+    want = cpu.attend(q, cpu.Strand(None, k), cpu.Strand(None, v), 0.1, valid=valid)
+    at = ~valid[..., None]
+    strands = (cpu.Strand(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
+    got = cpu.attend(q, *strands, 0.1, valid=valid)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("meta", ["fp16", "bf16", "fp32"])
+def test_a_constant_group_and_subnormal_scales_come_back(meta):
+    x = torch.zeros(1, 1, 64, 128)
+    x[:, :, :32] = 7.0
+    x[:, :, 32:, ::2] = 1e-6  # a scale that fp16 holds as a subnormal number
+    view = PackedTokens(channel(2, 32, meta))
+    view.append(x)
+    keys = cpu.Strand(view.view(), x[:, :, :0], view.fmt)
+    q = draw((1, 1, 1, 128), 3)
+    v = draw((1, 1, 64, 128), 4)
+    got = cpu.attend(q, keys, cpu.Strand(None, v), 1.0)
+    want = ref.attend(q, keys.tensor(), v, 1.0)
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_what_is_not_covered_is_said():
+    like = torch.zeros(1, 1, 4, 128)
+    assert cpu.problems(1, like, *KIVI[:2]) == []
+    said = cpu.problems(9, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, token(2, 32))
+    assert len(said) == 4
+    assert "head_dim=40" in said[0]
+    assert "float64" in said[1]
+    assert said[2] == "values: group=32 is not a multiple of 16 that divides 40"
+    assert "9 queries" in said[3]
+    assert cpu.problems(1, like.to("meta")) == ["the tensors are on meta"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"bits": 1}, "bits=1 is none of 2, 3, 4, 8"),
+        ({"bits": 1.5}, "bits=1.5 is none of 2, 3, 4, 8"),
+        ({"meta": "fp8"}, "meta=fp8 is none of fp32, fp16, bf16"),
+        ({"transform": Transform(clip=0.9)}, "transform="),
+        ({"pre_rope": True}, "pre_rope=True is not known to it"),
+    ],
+)
+def test_a_format_it_does_not_know_is_left_to_the_reference(changed, problem):
+    fmt = Packed(**{"bits": 2, "axis": "token", "group": 32, **changed})
+    (said,) = cpu.problems(1, torch.zeros(1, 1, 4, 128), fmt)
+    assert said.startswith(f"keys: {problem}")
+
+
+def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():
+    @dataclass(frozen=True)
+    class Rotated(Packed):
+        rotate: bool = False
+
+    like = torch.zeros(1, 1, 4, 128)
+    assert cpu.problems(1, like, Rotated(2, "token", 32)) == []
+    assert cpu.problems(1, like, Rotated(2, "token", 32, rotate=True)) == [
+        "keys: rotate=True is not known to it"
+    ]

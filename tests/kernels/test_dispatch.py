@@ -1,0 +1,154 @@
+"""Which backend runs: what is chosen, what is said, and that whole caches do not care."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import steps
+from kvloom.kernels import dispatch
+from kvloom.kernels.attend import ref
+from kvloom.kernels.attend.cpu import Strand
+from kvloom.layer import LayerCache
+from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import resolve
+from kvloom.store import Packed, Store
+
+
+@pytest.fixture(autouse=True)
+def _auto(monkeypatch):
+    monkeypatch.delenv("KVLOOM_KERNELS", raising=False)
+    dispatch.ran.clear()
+
+
+def drawn(hq=4, hk=2, t=1, n=40, d=32):
+    return torch.randn(1, hq, t, d), torch.randn(1, hk, n, d), torch.randn(1, hk, n, d)
+
+
+def run(q, k, v, **options):
+    return dispatch.attend(q, Strand(None, k), Strand(None, v), 0.2, **options)
+
+
+def test_a_covered_case_is_run_by_the_kernel_and_counted():
+    q, k, v = drawn()
+    got = run(q, k, v)
+    torch.testing.assert_close(got, ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
+    assert dispatch.ran == {("attend", "cpu", ""): 1}
+    assert dispatch.compile_seconds() > 0
+
+
+def test_what_is_left_to_the_reference_says_why():
+    assert run(*drawn(t=9, d=40)) is None
+    with dispatch.use("ref"):
+        assert run(*drawn()) is None
+    q, k, v = drawn()
+    assert run(q.requires_grad_(), k, v) is None
+    said = [why for _, backend, why in dispatch.ran if backend == "ref"]
+    assert said == [
+        "head_dim=40 is not a multiple of 16, up to 512; 9 queries a step are more than 8",
+        "the reference is asked for",
+        "a gradient is asked for; call under torch.no_grad()",
+    ]
+
+
+def test_the_environment_and_a_block_choose(monkeypatch):
+    like = drawn()[1]
+    assert dispatch.attends(1, like) == []
+    monkeypatch.setenv("KVLOOM_KERNELS", "ref")
+    assert dispatch.attends(1, like) == ["the reference is asked for"]
+    with dispatch.use("auto"):
+        assert dispatch.attends(1, like) == []
+    assert dispatch.setting() == "ref"
+    monkeypatch.setenv("KVLOOM_KERNELS", "fast")
+    with pytest.raises(ValueError, match="kernels 'fast' are none of auto, ref"):
+        dispatch.setting()
+    with pytest.raises(ValueError, match="kernels 'gpu' are none of"), dispatch.use("gpu"):
+        pass
+
+
+def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
+    from numba.core import caching
+
+    from kvloom.kernels import team
+    from kvloom.kernels.attend import fused
+
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    form = fused.Form(16, 1, 0)
+    made = fused.kernel.__wrapped__(form)
+    assert isinstance(made, team.Kernel)
+    q, k, v = drawn(1, 1, 1, 9, 16)
+    monkeypatch.setattr("kvloom.kernels.attend.cpu._kernel", lambda *case: (made, team.bits))
+    torch.testing.assert_close(run(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_python_threads_do_where_torch_has_no_openmp(monkeypatch, threads):
+    from kvloom.kernels import team
+
+    q, k, v = drawn(n=9000)
+    run(*drawn())
+    monkeypatch.setattr(team, "_openmp", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.testing.assert_close(run(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
+
+
+def test_numba_waits_for_the_first_step_that_needs_it():
+    code = (
+        "import sys, torch\n"
+        "from kvloom.layer import LayerCache\n"
+        "from kvloom.recipes import resolve\n"
+        "cache = LayerCache(resolve('full'))\n"
+        "for t in (9, 2):\n"
+        "    x = torch.randn(1, 1, t, 16)\n"
+        "    print('numba' in sys.modules)\n"
+        "    with torch.no_grad(): cache.attend(x, x, x, scale=1.0)\n"
+        "print('numba' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "True"]
+
+
+WHOLE = {
+    "full": resolve("full"),
+    "kivi": resolve("kivi:group=16,residual=32"),
+    "swapped axes": steps.RECIPES["swapped axes"],
+    "sinks": Recipe(
+        store=Store(Packed(2, "channel", 32, residual=32), Packed(2, "token", 32)),
+        protect=Protect(3, recent=(0, 32)),
+    ),
+    "streaming": resolve("streaming:tokens=24,sinks=4"),
+}
+
+
+@pytest.mark.parametrize("recipe", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_a_cache_attends_alike_by_kernels_and_by_the_reference(recipe, padded):
+    sizes = [50, *[1] * 40, 3, 20, 1, 1]
+    q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=1)
+    valid = None
+    if padded:
+        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
+        valid[1, :17] = False
+    outs = []
+    for backend in dispatch.CHOICES:
+        with dispatch.use(backend), torch.no_grad():
+            outs.append(steps.feed(LayerCache(recipe), q, k, v, sizes, valid))
+    real = slice(17 if padded else 0, None)  # what padding attends to does not matter
+    torch.testing.assert_close(outs[0][:, :, real], outs[1][:, :, real], rtol=0, atol=4e-6)
+    assert dispatch.ran["attend", "cpu", ""] >= 43
+
+
+def test_alibi_softcap_and_drafts_too():
+    sizes = [70, 1, 1, 4, 1]
+    q, k, v = steps.draw(0, sum(sizes), batch=2, hq=4, hk=2)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    outs = []
+    for backend in dispatch.CHOICES:
+        with dispatch.use(backend), torch.no_grad():
+            cache = LayerCache(WHOLE["kivi"])
+            outs.append(steps.feed(cache, q, k, v, sizes, softcap=5.0, slopes=slopes))
+    torch.testing.assert_close(*outs, rtol=0, atol=4e-6)
+    assert dispatch.ran["attend", "cpu", ""] == 4

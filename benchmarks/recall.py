@@ -3,7 +3,8 @@
 Sections: `rate` (share of the true top B tokens that clusters and pages find, by distance, cluster
 size and budget, at 8k and 32k), `needles` (answers at budgets 256 to 1024, perplexity and tokens
 and bytes a step reads, context 8k), `length` (perplexity against context length, to 32k), `prefill`
-(share of the prompt's time spent clustering). Figures are written after every section.
+(share of the prompt's time spent clustering), `decode` (attention time of a
+step, 8k to 128k). Figures are written after every section.
 
     python benchmarks/recall.py [SECTION …]
 """
@@ -31,9 +32,11 @@ from kvloom.compare.step import step
 from kvloom.compare.text import library_text, opening, rows, tokenize
 from kvloom.hf.compat import geometry
 from kvloom.hf.watch import Look, watch
+from kvloom.layer import Asked
 from kvloom.recall import Clusters, Index, Pages, TopK
 from kvloom.recalled import RecalledLayer
 from kvloom.recipes import resolve
+from kvloom.scored import layer_cache
 
 SINKS, FULL_LAYERS = 16, 2
 BUDGETS = (256, 512, 1024, 2048)
@@ -181,9 +184,37 @@ def prefill() -> dict[str, Any]:
     return made
 
 
+def decode() -> dict[str, Any]:
+    """Fastest of 20 steps of one 32q/8kv x 128 layer behind random keys in fp32, budget 1024.
+
+    `full` is torch's fused attention over all tokens; k-means makes one iteration, as the step does
+    not depend on how good the clusters are.
+    """
+    made: dict[str, Any] = {}
+    for context in (8192, 32768, 131072):
+        k, v = torch.randn(2, 1, 8, context, 128).unbind(0)
+        q = torch.randn(1, 32, 1, 128)
+        spent = {}
+        for name in ("quest", "clusterkv:iterations=1", "full"):
+            layer = layer_cache(resolve(name), "a layer", (2, 3))
+            layer.seen = context  # a prompt taken in without the quadratic time of its attention
+            layer._take(k, v, Asked(q, 1.0, None, None))
+            steps = []
+            for _ in range(20):
+                one = torch.randn(2, 1, 8, 1, 128)
+                begin = time.perf_counter()
+                layer.attend(q, one[0], one[1], scale=128**-0.5)
+                steps.append(time.perf_counter() - begin)
+            spent[name] = 1000 * min(steps)
+            del layer
+        made[str(context)] = spent
+        print(f"{context:>6} ms a step: {spent}", flush=True)
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sections = ("rate8k", "rate32k", "needles", "length", "prefill")
+    sections = ("rate8k", "rate32k", "needles", "length", "prefill", "decode")
     parser.add_argument("sections", nargs="*", default=sections, metavar="SECTION")
     options = parser.parse_args()
     model, tokenizer = load()
@@ -209,6 +240,8 @@ def main() -> None:
                 needles(model, tokenizer, save)
             elif section == "length":
                 lengths(model, ids, first, save)
+            elif section == "decode":
+                save(decode())
             else:
                 save(prefill())
 

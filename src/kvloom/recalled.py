@@ -21,8 +21,8 @@ from .recall import Far, Finder
 from .recipe import Recipe
 from .rope import Rope
 from .segment import Piece
-from .store import NOTHING, Known, Lane
-from .store.packed import PackedView
+from .store import Lane
+from .store.codec import NOTHING, Known, Plain
 
 # Of a tier that is read whole, so many tokens are copied at a time.
 _STRETCH = 8192
@@ -126,7 +126,9 @@ class RecalledLayer(LayerCache):
             body = super()._read(see, alibi, present) if len(self.body) else []
             return [*self._far_pieces(see, alibi), *body]
         found = room - room % self.recall.index.unit
-        slots = self.finder.find(self.query, found, self.recall.group, self._keys)
+        slots = self.finder.find(
+            self.query, found, self.recall.group, lambda: self._keys(0, tokens)
+        )
         if self.trace:
             self.chosen = slots
         valid = None
@@ -137,8 +139,8 @@ class RecalledLayer(LayerCache):
         if self.far is not None:
             keys, values = self.far.read(slots)
         else:
-            keys = _gather(self.body.keys, tokens, slots)
-            values = _gather(self.body.values, tokens, slots)
+            keys = self._gather(self.body.keys, tokens, slots)
+            values = self._gather(self.body.values, tokens, slots)
         rest = self.body.pieces(see, present, alibi, begin=tokens - self._far_tokens)
         return [Piece(keys, values, valid, bias=bias), *rest]
 
@@ -190,8 +192,7 @@ class RecalledLayer(LayerCache):
             see = self.sinks.hide(see)
         while due := index.due(self.finder.tokens, ready - self.finder.tokens):
             lo, hi = self.finder.tokens, self.finder.tokens + due
-            keys = body.keys.view(lo - self._far_tokens, hi - self._far_tokens)
-            keys = keys if isinstance(keys, Tensor) else keys.tensor()
+            keys = self._keys(lo - self._far_tokens, hi - self._far_tokens)
             real = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             self.finder.extend(keys, real if see is None else self._real(see, lo, hi))
         if self.far is not None and self.finder.tokens > self.far.tokens:
@@ -224,18 +225,18 @@ class RecalledLayer(LayerCache):
         """Which tokens of the body are real, bool [B, 1, hi - lo]."""
         return see[:, :, self._origin + lo : self._origin + hi]
 
-    def _keys(self) -> Tensor:
-        """The keys in the index, [B, Hk, N, D]."""
-        keys = self.body.keys.view(0, self.finder.tokens)
+    def _keys(self, lo: int, hi: int) -> Tensor:
+        """The keys [B, Hk, hi - lo, D] of tokens lo to hi of the body."""
+        keys = self.body.keys.view(lo, hi, self.body.positions)
         return keys if isinstance(keys, Tensor) else keys.tensor()
 
-
-def _gather(lane: Lane, tokens: int, slots: Tensor) -> Tensor:
-    """The tokens at slots [B, H, M] among the first `tokens` of a lane: [B, H, M, D]."""
-    x = lane.view(0, tokens)
-    if isinstance(x, PackedView):
-        fmt = x.fmt
+    def _gather(self, lane: Lane, tokens: int, slots: Tensor) -> Tensor:
+        """The tokens at slots [B, H, M] among the first `tokens` of a lane: [B, H, M, D]."""
+        x = lane.view(0, tokens, self.body.positions)
+        if isinstance(x, Tensor):
+            return ref.gather(x, slots)
+        if not isinstance(x.codec, Plain) or x.rope is not None:
+            return ref.gather(x.tensor(), slots)  # there, all are unpacked to choose some
         return ref.gather_packed(
-            x.codes, x.scale, x.zero, fmt.bits, fmt.axis, fmt.group, slots, x.dtype
+            x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype
         )
-    return ref.gather(x, slots)

@@ -67,13 +67,13 @@ class Recipe:
     name: str = "custom"
 
     def __post_init__(self) -> None:
+        if self.recall is not None:
+            self._check_recall(self.recall)
         if self.protect.spare is not None and (self.keep is not None or self.store.exact):
             raise RecipeError(
                 "protect.spare keeps tokens from being packed: combine it with a packed store and "
                 "no keep, which has a score of its own"
             )
-        if self.recall is not None:
-            self._check_recall(self.recall)
         if self.keep is None:
             return
         if not self.store.exact and (self.keep.when != "prompt" or self.keep.by_age):
@@ -94,14 +94,10 @@ class Recipe:
             raise RecipeError(
                 "recall reads from a cache that keeps everything: leave out keep, or recall"
             )
+        if self.protect.spare is not None:
+            raise RecipeError("recall reads packed tokens as they are: leave out protect.spare")
         if recall.tier is not None and not self.store.exact:
             raise RecipeError("a tier holds exact tokens: combine it with an exact store")
-        formats = self.store.sides.values()
-        if self.protect.spare or any(fmt.transform or fmt.pre_rope for fmt in formats):
-            raise RecipeError(
-                "recall takes single tokens out of plain groups: combine it with an exact store, "
-                "or a packed one without transform and pre_rope, and without protect.spare"
-            )
         protected, unit = self.protect.tokens, recall.index.unit
         if recall.tokens < protected + unit:
             raise RecipeError(
@@ -158,7 +154,7 @@ class Recipe:
             row += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
             row += 8 if sinks else 0  # the row's first real token
             index = self._index_nbytes(held - min(sinks, held), g)
-            return (g.layers * row + index * g.kv_heads) * batch
+            return (g.layers * row + g.kv_heads * index) * batch
         row = 0
         for room in keep.rooms(tokens, g.layers):
             held = min(tokens, room) if keep.drops(tokens) else tokens
@@ -204,13 +200,13 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data without None and False: what `from_dict` and TOML take."""
         data = _plain(asdict(self))
+        if self.recall is not None:
+            data["recall"]["index"] = {"kind": self.recall.index.kind, **data["recall"]["index"]}
         for part, holder in (("keep", self.keep), ("spare", self.protect.spare)):
             if holder is not None:
                 table = data["keep"] if part == "keep" else data["protect"]["spare"]
                 kind = holder.scorer.kind if isinstance(holder, Keep) else holder.kind
                 table["scorer"] = {"kind": kind, **table["scorer"]}
-        if self.recall is not None:
-            data["recall"]["index"] = {"kind": self.recall.index.kind, **data["recall"]["index"]}
         return data
 
     @classmethod

@@ -301,7 +301,10 @@ def layer_cache(
     rope: Rope | None = None,
     known: Known = NOTHING,
 ) -> LayerCache:
-    """The cache of one layer: by score where the recipe has one, else by age; or as it recalls."""
+    """The cache of one layer: by score where the recipe has one, else by age; or with a rule.
+
+    Or it recalls.
+    """
     if recipe.recall is not None and place[0] >= recipe.recall.full_layers:
         return RecalledLayer(recipe, name, place, rope, known)
     scored = recipe.keep is not None and not recipe.keep.by_age

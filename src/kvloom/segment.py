@@ -168,7 +168,7 @@ class Segment:
         """All in one piece for a kernel that takes it so; else cut where a packed prefix ends.
 
         The reference unpacks, so a long prefix is cut too. The last `present` tokens are the
-        step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out those before it.
+        step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out what is before.
         """
         n = len(self)
         if present and not begin:

@@ -84,7 +84,7 @@ def test_finding_every_token_is_the_plain_cache(recipe):
     for c in (cache, want):
         feed(c, *(x[:, :, :PROMPT] for x in qkv))
     held = cache.finder.tokens
-    slots = cache.finder.find(qkv[0][:, :, PROMPT], held, "mean", cache._keys)
+    slots = cache.finder.find(qkv[0][:, :, PROMPT], held, "mean", lambda: cache._keys(0, held))
     assert torch.equal(slots.sort(dim=-1).values, torch.arange(held).expand_as(slots))
     room = held - unit + recipe.protect.tokens
     cache.recall = replace(cache.recall, tokens=room)

@@ -305,9 +305,25 @@ def test_json_has_the_promised_fields(model, task, rows):
     assert found["environment"]["context"] == 200
     assert found["environment"]["dtype"] == "float32"
     want = {"recipe", "bits_per_value", "kv_bytes", "times_smaller", "prefill_s",
-            "decode_tokens_s", "perplexity", "agreement", "needle", "problem"}  # fmt: skip
+            "decode_tokens_s", "perplexity", "agreement", "needle", "tokens_read",
+            "problem"}  # fmt: skip
     assert all(set(row) == want for row in found["rows"])
     assert found["rows"][3]["perplexity"] is None
+
+
+def test_what_a_step_reads_is_told_of_recipes_that_recall(model, tokenizer, task, rows):
+    assert all(row.tokens_read is None for row in rows)
+    spec = "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1"
+    recalled = work.compare(model, tokenizer, [spec], task)
+    layers, seen = model.config.num_hidden_layers, 240
+    found = recalled[1].tokens_read * layers - seen  # all layers but the first recall
+    assert 48 <= found / (layers - 1) <= 48 + 3 + 1  # an unfinished page, and the step's token
+    environment = work.environment(model, "tiny", task, seed=5, text="lines")
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(work.table(recalled, environment))
+    told = " ".join(captured.get().split())
+    assert f"a step reads, a layer: {spec} {recalled[1].tokens_read:,.0f}" in told
 
 
 def test_json_of_an_endless_perplexity_is_null():

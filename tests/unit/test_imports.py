@@ -21,7 +21,7 @@ STOREYS = [
     {"segment"},
     {"recipe", "keeper", "slots"},
     {"layer"},
-    {"spared", "recalled"},
+    {"recalled", "spared"},
     {"scored"},
     {"recipes"},
     {"hf"},

@@ -64,23 +64,23 @@ class Row:
     bits_per_value: bits held for each key or value seen, metadata, exact windows and spare room
     included, in the layers that kvloom holds (None if it holds none). kv_bytes: bytes of the
     tensors held in all layers, whole batch. times_smaller: the kv_bytes of `full` over its own.
-    tokens_read: that the last step read of a row, the mean over layers that kvloom holds.
     prefill_s: seconds for the whole batch's contexts. decode_tokens_s: tokens a second, all rows
     together. perplexity: of the continuation. agreement: fraction of positions at which the
     greedy next token is that of `full`. needle: fraction of questions answered right, None if
-    none were asked.
+    none were asked. tokens_read: that the last step read of a row, the mean over layers that kvloom
+    holds (None where a recipe does not recall, and reads all it holds).
     """
 
     recipe: str
     bits_per_value: float | None = None
     kv_bytes: int | None = None
     times_smaller: float | None = None
-    tokens_read: float | None = None
     prefill_s: float | None = None
     decode_tokens_s: float | None = None
     perplexity: float | None = None
     agreement: float | None = None
     needle: float | None = None
+    tokens_read: float | None = None
     problem: str | None = None
 
 
@@ -156,7 +156,7 @@ def _measure(
         tell(f"{name}: decoding", 1)
     chosen = torch.stack(greedy, dim=1).cpu()  # [B, new_tokens]
     kv_bytes, bits = cache.nbytes, cache.bits_per_value if cache.routed else None
-    tokens_read = cache.tokens_read if cache.routed else None
+    tokens_read = cache.tokens_read if cache.routed and recipe.recall is not None else None
     del cache
 
     tell(f"{name}: looking for needles", 0)
@@ -173,12 +173,12 @@ def _measure(
         bits_per_value=bits,
         kv_bytes=kv_bytes,
         times_smaller=exact.row.kv_bytes / kv_bytes,
-        tokens_read=tokens_read,
         prefill_s=prefill_s,
         decode_tokens_s=batch * task.new_tokens / decode_s,
         perplexity=_exp(torch.stack(losses).mean().item()),
         agreement=(chosen == exact.greedy).float().mean().item(),
         needle=right / task.questions if task.questions else None,
+        tokens_read=tokens_read,
     )
     return Measured(row, chosen)
 

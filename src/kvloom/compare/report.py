@@ -16,8 +16,8 @@ from rich.text import Text
 from .measure import Row
 
 _COLUMNS = (
-    "bits a\nvalue", "KV\nMiB", "times\nsmaller", "tokens\nread", "prefill\ns", "decode\ntok/s",
-    "perplexity", "agrees", "needles\nright",
+    "bits a\nvalue", "KV\nMiB", "times\nsmaller", "prefill\ns", "decode\ntok/s", "perplexity",
+    "agrees", "needles\nright",
 )  # fmt: skip
 
 
@@ -34,7 +34,9 @@ def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     for row in rows:
         built.add_row(Text(row.recipe), *_cells(row, e["questions"]))
     problems = [Text(f"{r.recipe} cannot run: {r.problem}", "yellow") for r in rows if r.problem]
-    return Group(built, *problems, Text(_caption(e), "dim"))
+    reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
+    recalled = [Text("tokens that a step reads, a layer: " + ", ".join(reads))] if reads else []
+    return Group(built, *recalled, *problems, Text(_caption(e), "dim"))
 
 
 def to_json(rows: Sequence[Row], environment: dict[str, Any]) -> str:
@@ -52,7 +54,6 @@ def _cells(row: Row, questions: int) -> list[str]:
         "–" if row.bits_per_value is None else f"{row.bits_per_value:.2f}",
         f"{row.kv_bytes / 2**20:,.2f}",
         f"{row.times_smaller:.1f}x",
-        "–" if row.tokens_read is None else f"{row.tokens_read:,.0f}",
         f"{row.prefill_s:.2f}",
         f"{row.decode_tokens_s:,.1f}",
         f"{row.perplexity:,.3f}" if (row.perplexity or 0) < 1000 else f"{row.perplexity:,.0f}",
@@ -66,8 +67,7 @@ def _caption(e: dict[str, Any]) -> str:
     return (
         f"{rows} of {e['context']:,} tokens of {e['text'] or 'text'}, {e['new_tokens']} more fed "
         "one by one. bits, MiB: held at the end, exact windows, metadata and spare room included; "
-        "tokens read: by the last step, in a layer; tok/s: all rows together; agrees: the "
-        "likeliest next token is that of full."
+        "tok/s: all rows together; agrees: the likeliest next token is that of full."
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError, TierError
+from ..kernels.select.ref import gather
 
 TIERS = {
     "host": "in host memory",
@@ -210,7 +211,7 @@ class Far:
             self._count(0, slots.numel())
             return x[..., :d], x[..., d:]
         at = self.place.gather(2, slots).long()
-        x = self.near.gather(2, at.clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, 2 * d))
+        x = gather(self.near, at.clamp_min(0))
         missed = at < 0
         misses = int(missed.sum())
         if misses:

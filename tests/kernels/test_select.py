@@ -132,7 +132,8 @@ def test_padding_widens_no_bound_and_an_empty_page_is_last():
 def test_gathering_packed_tokens_is_unpacking_all_of_them(bits, axis, r):
     g = torch.Generator().manual_seed(int(2 * bits))
     x = torch.randn(B, HK, 96, 32, generator=g)
-    codes, scale, zero = quant.quantize(x, bits, axis, 16, torch.float16)
+    meta = torch.float8_e4m3fn if bits == 1.5 else torch.float16
+    codes, scale, zero = quant.quantize(x, bits, axis, 16, meta)
     slots = torch.randint(0, 96, (B, HK * r, 41), generator=g)
     got = ref.gather_packed(
         quant.pack_codes(codes, bits), scale, zero, bits, axis, 16, slots, torch.float32

@@ -181,10 +181,17 @@ def gather_packed(
     one = (slots % atom)[..., None, None].expand(-1, -1, -1, 1, d)
     chosen = by_atom.gather(3, one).squeeze(3).float()
     meta = slots // group if axis == "channel" else slots
-    scale, zero = gather(scale, meta).float(), gather(zero, meta).float()
+    scale, zero = (_gather_numbers(x, meta) for x in (scale, zero))
     if axis == "token":
         scale, zero = (x.repeat_interleave(group, dim=-1) for x in (scale, zero))
     return torch.addcmul(zero, chosen, scale).to(dtype).view(b, h, m, d)
+
+
+def _gather_numbers(x: Tensor, slots: Tensor) -> Tensor:
+    """`gather` of scales or zeros in fp32; those of 8 bit are gathered as bytes."""
+    if x.dtype.itemsize == 1:
+        return gather(x.view(torch.uint8), slots).view(x.dtype).float()
+    return gather(x, slots).float()
 
 
 def _by_group(x: Tensor, at: Tensor, r: int) -> Tensor:

@@ -72,7 +72,8 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
             if (name, look.place) not in finders:
                 finder = finders[name, look.place] = index.finder()
                 begin = time.perf_counter()
-                finder.extend(keys[:, :, : index.due(0, keys.shape[2])], real)
+                due = index.due(0, keys.shape[2])
+                finder.extend(keys[:, :, :due], real[:, :, :due])
                 cluster_s[name] += time.perf_counter() - begin
         q = look.q[:, :, 0]
         for group in ("mean", "each"):

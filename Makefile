@@ -6,7 +6,7 @@ DEMO := kivi,kivi-4,skvq:group=32,turbo,rtn,h2o,keyformer,snapkv,minikv,streamin
 .PHONY: demo test test-oldest lint train clean
 
 demo: .venv/ready
-	$(BIN)/kvloom compare --recipes "$(DEMO)"
+	$(BIN)/kvloom compare --recipes "$(DEMO)" --new-tokens 80
 
 test: .venv/ready
 	$(BIN)/python -m pytest

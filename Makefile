@@ -1,12 +1,12 @@
 # Each target does its own set-up: a virtual environment in .venv with the constrained versions.
 PYTHON ?= python3
 BIN := .venv/bin
-DEMO := kivi,kivi-4,skvq:group=32,turbo,rtn,h2o,keyformer,snapkv,minikv,streaming,window,clusterkv,quest
+DEMO := kivi,kivi-4,skvq:group=32,rtn,h2o,keyformer,snapkv,minikv,streaming,window,clusterkv,quest
 
 .PHONY: demo test test-oldest lint train clean
 
 demo: .venv/ready
-	$(BIN)/kvloom compare --recipes "$(DEMO)" --new-tokens 80
+	$(BIN)/kvloom compare --recipes "$(DEMO)" --new-tokens 80 --questions 32
 
 test: .venv/ready
 	$(BIN)/python -m pytest

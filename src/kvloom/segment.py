@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
-from .kernels import dispatch
-from .kernels.attend import ref
-from .kernels.attend.cpu import Strand
+from .kernels.attend import ref, run
+from .kernels.attend.strand import Strand
 from .store.lane import Lane
 from .store.packed import PackedView
 
@@ -68,7 +67,7 @@ class Piece(NamedTuple):
         """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
             return None
-        return dispatch.attend(
+        return run.attend(
             q,
             _strand(self.keys),
             _strand(self.values),
@@ -173,7 +172,7 @@ class Segment:
         n = len(self)
         if present and not begin:
             k, v = self.keys.whole(), self.values.whole()
-            if not dispatch.attends(present, k.tail, k.fmt, v.fmt):
+            if not run.attends(present, k.tail, k.fmt, v.fmt):
                 bias = None if alibi is None else self.bias(alibi, 0, n)
                 return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)

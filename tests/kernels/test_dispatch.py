@@ -10,8 +10,8 @@ import torch
 
 import steps
 from kvloom.kernels import dispatch
-from kvloom.kernels.attend import ref
-from kvloom.kernels.attend.cpu import Strand
+from kvloom.kernels.attend import ref, run
+from kvloom.kernels.attend.strand import Strand
 from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
@@ -28,24 +28,24 @@ def drawn(hq=4, hk=2, t=1, n=40, d=32):
     return torch.randn(1, hq, t, d), torch.randn(1, hk, n, d), torch.randn(1, hk, n, d)
 
 
-def run(q, k, v, **options):
-    return dispatch.attend(q, Strand(None, k), Strand(None, v), 0.2, **options)
+def attend(q, k, v, **options):
+    return run.attend(q, Strand(None, k), Strand(None, v), 0.2, **options)
 
 
 def test_a_covered_case_is_run_by_the_kernel_and_counted():
     q, k, v = drawn()
-    got = run(q, k, v)
+    got = attend(q, k, v)
     torch.testing.assert_close(got, ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
     assert dispatch.ran == {("attend", "cpu", ""): 1}
     assert dispatch.compile_seconds() > 0
 
 
 def test_what_is_left_to_the_reference_says_why():
-    assert run(*drawn(t=9, d=40)) is None
+    assert attend(*drawn(t=9, d=40)) is None
     with dispatch.use("ref"):
-        assert run(*drawn()) is None
+        assert attend(*drawn()) is None
     q, k, v = drawn()
-    assert run(q.requires_grad_(), k, v) is None
+    assert attend(q.requires_grad_(), k, v) is None
     said = [why for _, backend, why in dispatch.ran if backend == "ref"]
     assert said == [
         "head_dim=40 is not a multiple of 16, up to 512; 9 queries a step are more than 8",
@@ -56,11 +56,11 @@ def test_what_is_left_to_the_reference_says_why():
 
 def test_the_environment_and_a_block_choose(monkeypatch):
     like = drawn()[1]
-    assert dispatch.attends(1, like) == []
+    assert run.attends(1, like) == []
     monkeypatch.setenv("KVLOOM_KERNELS", "ref")
-    assert dispatch.attends(1, like) == ["the reference is asked for"]
+    assert run.attends(1, like) == ["the reference is asked for"]
     with dispatch.use("auto"):
-        assert dispatch.attends(1, like) == []
+        assert run.attends(1, like) == []
     assert dispatch.setting() == "ref"
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
     with pytest.raises(ValueError, match="kernels 'fast' are none of auto, ref"):
@@ -81,7 +81,7 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     assert isinstance(made, team.Kernel)
     q, k, v = drawn(1, 1, 1, 9, 16)
     monkeypatch.setattr("kvloom.kernels.attend.cpu._kernel", lambda *case: (made, team.bits))
-    torch.testing.assert_close(run(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
+    torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -89,10 +89,10 @@ def test_python_threads_do_where_torch_has_no_openmp(monkeypatch, threads):
     from kvloom.kernels import team
 
     q, k, v = drawn(n=9000)
-    run(*drawn())
+    attend(*drawn())
     monkeypatch.setattr(team, "_openmp", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    torch.testing.assert_close(run(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
+    torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
 
 
 def test_numba_waits_for_the_first_step_that_needs_it():

@@ -1,8 +1,10 @@
 """Which backend runs an operation, and why another does not.
 
 `ref`, plain torch, runs everything. `cpu`, compiled by Numba on first use, runs what it covers on
-CPU tensors, and is chosen wherever it does. KVLOOM_KERNELS=ref in the environment, or `use("ref")`
-around some calls, leaves everything to the reference. Importing this does not import Numba.
+CPU tensors; `gpu`, Triton, on CUDA's. Each is chosen wherever it covers the case: the operations
+of a family (`attend`, `quant`, `score`, `select`) ask here, in their `run.py`. KVLOOM_KERNELS=ref
+in the environment, or `use("ref")` around some calls, leaves everything to the reference. Imports
+neither Numba nor Triton.
 """
 
 from __future__ import annotations
@@ -13,27 +15,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from .attend import cpu, ref
-
 CHOICES = ("auto", "ref")
-COVERAGE = {
-    "attend": (
-        "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
-        "bf16; packed at 2, 3, 4, 8 bit per channel or per token, metadata fp32, fp16, bf16; "
-        "padding, softcap, bias, causal"
-    ),
-    "pack, unpack": None,
-    "column_mass": None,
-}
-"""What the cpu backend covers, by operation; None: nothing, `ref` runs it."""
-
 ran: Counter[tuple[str, str, str]] = Counter()
-"""How often this process ran (operation, backend, why not cpu)."""
+"""How often this process ran (operation, backend, why no other)."""
 
 _forced: ContextVar[str | None] = ContextVar("kvloom_kernels", default=None)
 
@@ -54,44 +41,24 @@ def setting() -> str:
     return _known(os.environ.get("KVLOOM_KERNELS", "auto")) if forced is None else forced
 
 
+def candidate(x: Tensor) -> tuple[str, list[str]]:
+    """The backend made for a tensor like this; `ref`, and why, where none is or it is asked for."""
+    if setting() == "ref":
+        return "ref", ["the reference is asked for"]
+    if x.device.type == "cpu":
+        return "cpu", []
+    return "ref", [f"there are no kernels for {x.device.type}"]
+
+
+def count(operation: str, backend: str, why: list[str]) -> None:
+    """Note in `ran` that an operation ran, by `ref` if there is a reason why not by `backend`."""
+    ran[operation, "ref" if why else backend, "; ".join(why)] += 1
+
+
 def compile_seconds() -> float:
     """What compiling kernels, or reading them from the disk, has taken this process so far."""
     team = sys.modules.get(f"{__package__}.team")
     return 0.0 if team is None else sum(team.seconds.values())
-
-
-def attends(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
-    """Why `attend` of so many queries a step would be left to the reference; empty if it is not.
-
-    like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, None where all are
-    exact.
-    """
-    if setting() == "ref":
-        return ["the reference is asked for"]
-    return cpu.problems(tokens, like, keys, values)
-
-
-def attend(
-    q: Tensor,
-    keys: cpu.Strand,
-    values: cpu.Strand,
-    scale: float,
-    *,
-    causal: bool = False,
-    valid: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-) -> ref.State | None:
-    """Attend as `ref.attend` does, by the kernel that covers the case; None if none does."""
-    why = attends(q.shape[2], keys.tail, keys.fmt, values.fmt)
-    if not why and q.requires_grad and torch.is_grad_enabled():
-        why = ["a gradient is asked for; call under torch.no_grad()"]
-    ran["attend", "ref" if why else "cpu", "; ".join(why)] += 1
-    if why:
-        return None
-    return cpu.attend(
-        q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias
-    )
 
 
 def _known(backend: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels.attend.cpu import Strand
+from ..kernels.attend.strand import Strand
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .ref import State
+from .strand import Strand
 
 MOST = 8  # query rows of a step: more, and reading the keys is no longer what takes time
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -25,44 +26,6 @@ _WHEN = {"residual", "unit"}  # fields of a format that say when tokens are pack
 _HOW = {"bits", "axis", "group", "meta"}
 # Elements of keys and values that are worth a thread.
 _WORTH = 1 << 18
-
-
-class Codes(Protocol):
-    """Packed tokens 0 to hi, as `kernels.quant.ref` lays them out.
-
-    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D] or [B, Hk, N, D/G].
-    """
-
-    @property
-    def codes(self) -> Tensor: ...  # noqa: D102
-    @property
-    def scale(self) -> Tensor: ...  # noqa: D102
-    @property
-    def zero(self) -> Tensor: ...  # noqa: D102
-    @property
-    def hi(self) -> int: ...  # noqa: D102
-    def tensor(self) -> Tensor:
-        """The tokens, unpacked: [B, Hk, hi, D]."""
-
-
-class Strand(NamedTuple):
-    """Keys or values: a packed prefix in a format, and the exact tokens behind it [B, Hk, N, D].
-
-    packed is None as long as no token is packed; fmt is None where none will ever be.
-    """
-
-    packed: Codes | None
-    tail: Tensor
-    fmt: Any = None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of both."""
-        return self.tail.shape[2] + (0 if self.packed is None else self.packed.hi)
-
-    def tensor(self) -> Tensor:
-        """All tokens [B, Hk, N, D], unpacked."""
-        return self.tail if self.packed is None else torch.cat([self.packed.tensor(), self.tail], 2)
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:

@@ -18,11 +18,9 @@ from .errors import CacheMisuse, TierError
 from .kernels.select import ref
 from .layer import Asked, LayerCache
 from .recall import Far, Finder
-from .recipe import Recipe
-from .rope import Rope
 from .segment import Piece
 from .store import Lane
-from .store.codec import NOTHING, Known, Plain
+from .store.codec import Plain
 
 # Of a tier that is read whole, so many tokens are copied at a time.
 _STRETCH = 8192
@@ -31,20 +29,10 @@ _STRETCH = 8192
 class RecalledLayer(LayerCache):
     """A `LayerCache` with a `Finder` over the oldest tokens of its body."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        name: str = "this layer",
-        place: tuple[int, int] = (0, 1),
-        rope: Rope | None = None,
-        known: Known = NOTHING,
-    ) -> None:
-        assert recipe.recall is not None
-        self.recall = recipe.recall
-        super().__init__(recipe, name, place, rope, known)
-
     def reset(self) -> None:
         """Forget everything."""
+        assert self.recipe.recall is not None
+        self.recall = self.recipe.recall
         super().reset()
         self.finder: Finder = self.recall.index.finder()
         self.far = None if self.recall.tier is None else Far(self.recall.tier)

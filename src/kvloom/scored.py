@@ -30,20 +30,10 @@ class ScoredLayer(LayerCache):
 
     keeper: Keeper
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        name: str = "this layer",
-        place: tuple[int, int] = (0, 1),
-        rope: Rope | None = None,
-        known: Known = NOTHING,
-    ) -> None:
-        assert recipe.keep is not None
-        self.keep = recipe.keep
-        super().__init__(recipe, name, place, rope, known)
-
     def reset(self) -> None:
         """Forget everything."""
+        assert self.recipe.keep is not None
+        self.keep = self.recipe.keep
         super().reset()
         self.sinks, self.body.first = None, 0
         self.keeper = Keeper(self.keep, self.recipe.protect.sinks, self.place)

@@ -182,14 +182,9 @@ class LayerCache:
                 f"{v.dtype} do not belong together; give one value a key"
             )
         if self.like is not None:
-            want, got = self.like, k
-            for what, a, b in (
-                ("batch size", want.shape[0], got.shape[0]),
-                ("key/value heads", want.shape[1], got.shape[1]),
-                ("head dimension", want.shape[3], got.shape[3]),
-                ("dtype", want.dtype, got.dtype),
-                ("device", want.device, got.device),
-            ):
+            names = "batch size", "key/value heads", "head dimension", "dtype", "device"
+            want, got = _traits(self.like), _traits(k)
+            for what, a, b in zip(names, want, got, strict=True):
                 if a != b:
                     raise CacheMisuse(
                         f"{self.name}: this cache holds {what} {a} and was given {b}; "
@@ -200,17 +195,11 @@ class LayerCache:
         """Refuse numbers that the store cannot hold."""
         if k.is_cuda and k.shape[2] == 1:
             return  # reading the answer back would stall the device at every step
-        for what, x, fmt in zip(
-            ("keys", "values"),
-            (k, v),
-            (self.recipe.store.keys, self.recipe.store.values),
-            strict=True,
-        ):
+        store = self.recipe.store
+        for what, x, fmt in (("keys", k, store.keys), ("values", v, store.values)):
             low, high = x.detach().aminmax()
-            limit = torch.finfo(x.dtype).max
-            if fmt is not None:
-                limit = fmt.largest
-            if not (low >= -limit and high <= limit):
+            limit = torch.finfo(x.dtype).max if fmt is None else fmt.largest
+            if not (low.item() >= -limit and high.item() <= limit):
                 found = "NaN or infinity" if not torch.isfinite(x).all() else f"|x| > {limit:g}"
                 remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'
                 raise NotFinite(f"{self.name}: {found} in {what}; {remedy}")
@@ -334,6 +323,12 @@ class LayerCache:
         if not self.recipe.keep.drops(tokens + sinks):
             return 0
         return max(0, tokens - max(0, self.budget - sinks))
+
+
+def _traits(x: Tensor) -> tuple:
+    """What all keys of a cache have in common."""
+    b, h, _, d = x.shape
+    return b, h, d, x.dtype, x.device
 
 
 def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:

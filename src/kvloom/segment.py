@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Piece(NamedTuple):
     def fused(self, q: Tensor, scale: float, softcap: float | None) -> ref.State | None:
         """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
+            run.left(q.shape[2], q, _format(self.keys), _format(self.values))
             return None
         return run.attend(
             q,
@@ -361,6 +362,10 @@ class Sinks:
         """Logical indices of the sinks [B, count]."""
         assert self.start is not None
         return self.start[:, None] + torch.arange(self.count, device=self.start.device)
+
+
+def _format(x: Tensor | PackedView | Strand) -> Any:
+    return None if isinstance(x, Tensor) else x.fmt
 
 
 def _exact(x: Tensor | PackedView | Strand) -> Tensor:

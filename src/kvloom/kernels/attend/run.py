@@ -31,6 +31,12 @@ def attends(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> 
     return why or cpu.problems(tokens, like, keys, values)
 
 
+def left(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> None:
+    """Note that the reference attends, and why; as in `attends`."""
+    why = attends(tokens, like, keys, values)
+    dispatch.count("attend", "cpu", why or ["the packed tokens are in several pieces"])
+
+
 def attend(
     q: Tensor,
     keys: Strand,

@@ -63,8 +63,17 @@ class Piece(NamedTuple):
             bias=self.bias,
         )
 
-    def fused(self, q: Tensor, scale: float, softcap: float | None) -> ref.State | None:
-        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
+    def fused(
+        self,
+        q: Tensor,
+        scale: float,
+        softcap: float | None,
+        products: list[Tensor] | None = None,
+    ) -> ref.State | None:
+        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does.
+
+        products: as in `kernels.attend.run`.
+        """
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
             run.left(q.shape[2], q, _format(self.keys), _format(self.values))
             return None
@@ -77,6 +86,7 @@ class Piece(NamedTuple):
             valid=self.valid,
             softcap=softcap,
             bias=self.bias,
+            products=products,
         )
 
 

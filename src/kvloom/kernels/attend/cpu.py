@@ -82,10 +82,12 @@ def attend(
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    products: list[Tensor] | None = None,
 ) -> State:
     """Attend q [B, Hq, T, D] as `ref.attend` does to the N tokens of two strands.
 
     Only cases without `problems`. Packed tokens are not rounded to the dtype of the exact ones.
+    products: where scale * q @ k is left, as `run.attend` says.
     """
     b, hq, t, d = q.shape
     hk, n, dtype = keys.tail.shape[1], keys.tokens, keys.tail.dtype
@@ -103,6 +105,10 @@ def attend(
         valid = _padded(valid).expand(b, hk, -1)
     if bias is not None:
         bias = _padded(bias.float()).expand(b, hq, -1)
+    left = None
+    if products is not None:
+        left = q.new_empty(b, hq, t, -(-n // 16) * 16, dtype=torch.float32)
+        products.append(left)
     (at_keys, alive), (at_values, alive_too) = _strand(keys), _strand(values)
     kernel, bits = _kernel(d, rows, dtype, keys.fmt, values.fmt)
     kernel.run(
@@ -110,6 +116,7 @@ def attend(
             b, hk, rows, t, n, int(causal), splits, bits(scale), bits(softcap or 0.0),
             queries.data_ptr(), out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
             *_place(bias, 2), *_place(valid, 2), *at_keys, *at_values,
+            0 if left is None else left.data_ptr(), -(-n // 16) * 64,
         ),
         b * hk,
         threads,

@@ -47,8 +47,13 @@ def attend(
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    products: list[Tensor] | None = None,
 ) -> ref.State | None:
-    """Attend as `ref.attend` does, by the kernel that covers the case; None if none does."""
+    """Attend as `ref.attend` does, by the kernel that covers the case; None if none does.
+
+    products: given a list, a kernel that runs leaves scale * q @ k in it, as `score.run.step_mass`
+    takes them: fp32 [B, Hq, T, N and room for whole vectors of 16].
+    """
     why = attends(q.shape[2], keys.tail, keys.fmt, values.fmt)
     if not why and q.requires_grad and torch.is_grad_enabled():
         why = ["a gradient is asked for; call under torch.no_grad()"]
@@ -56,5 +61,6 @@ def attend(
     if why:
         return None
     return cpu.attend(
-        q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias
-    )
+        q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias,
+        products=products,
+    )  # fmt: skip

@@ -91,23 +91,19 @@ class RecalledLayer(LayerCache):
             self.far.map(fn)
         self.mask = None if self.mask is None else fn(self.mask)
 
-    @property
-    def front(self) -> int:
-        """Tokens at the front of the body that every step reads and the index does not know."""
-        return 0
-
     def _read(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
-        tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.protect.tokens
+        tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.always
         self.chosen = None
         if self.query is None or room >= tokens:
             return [*self._far_pieces(see, alibi), *super()._read(see, alibi, present)]
-        found, end = room - room % self.recall.index.unit, self.front + tokens
+        found, front = room - room % self.recall.index.unit, self.recipe.front
+        end = front + tokens
         slots = self.finder.find(
-            self.query, found, self.recall.group, lambda: self._keys(self.front, end)
+            self.query, found, self.recall.group, lambda: self._keys(front, end)
         )
-        if self.front:
-            always = torch.arange(self.front, device=slots.device).expand(*slots.shape[:2], -1)
-            slots = torch.cat([always, slots + self.front], dim=-1)
+        if front:
+            always = torch.arange(front, device=slots.device).expand(*slots.shape[:2], -1)
+            slots = torch.cat([always, slots + front], dim=-1)
         if self.trace:
             self.chosen = slots
         valid = None if see is None else _at(self.body.see(see, 0, end), slots)
@@ -157,7 +153,7 @@ class RecalledLayer(LayerCache):
         ready = max(0, min([ready, *(body.away + lane.sealed for lane in lanes)]))
         if self.far is not None:
             ready = ready // self.far.unit * self.far.unit
-        ready = max(0, ready - self.front)
+        ready = max(0, ready - self.recipe.front)
         if self.finder.tokens > ready:  # a crop reached into it
             self._bring_back()
             self.finder = index.finder()
@@ -165,13 +161,13 @@ class RecalledLayer(LayerCache):
         if see is not None and self.sinks is not None:
             see = self.sinks.hide(see)
         while due := index.due(self.finder.tokens, ready - self.finder.tokens):
-            lo = self.front + self.finder.tokens
+            lo = self.recipe.front + self.finder.tokens
             keys, real = self._keys(lo, lo + due), body.see(see, lo, lo + due)
             if real is None:
                 real = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             self.finder.extend(keys, real[:, :1])  # heads have their padding at the same places
         if self.far is not None and self.finder.tokens:
-            self._put_away(self.far, self.front + self.finder.tokens - body.away)
+            self._put_away(self.far, self.recipe.front + self.finder.tokens - body.away)
 
     def _put_away(self, far: Far, tokens: int) -> None:
         """Put the oldest tokens of the body into the tier."""

@@ -106,7 +106,7 @@ class Recipe:
             raise RecipeError("recall reads packed tokens as they are: leave out protect.spare")
         if recall.tier is not None:
             self._check_tier(recall)
-        protected, unit = self.protect.tokens, recall.index.unit
+        protected, unit = self.always, recall.index.unit
         if recall.tokens < protected + unit:
             raise RecipeError(
                 f"a budget of {recall.tokens} tokens leaves nothing to find beside {protected} "
@@ -126,6 +126,22 @@ class Recipe:
                 f"{step} tokens are indexed at a time and {unit} packed ones put into the tier at "
                 f"a time: neither is a multiple of the other; use {unit} and {unit}, or {2 * unit}"
             )
+
+    @property
+    def front(self) -> int:
+        """Tokens at the front of what a keep has left that a step reads whatever it looks for.
+
+        The sinks; where packed tokens go into a tier, so many that what follows is whole groups.
+        """
+        if self.keep is None or self.recall is None:
+            return 0
+        unit = 1 if self.recall.tier is None else self.store.unit
+        return -(-self.protect.sinks // unit) * unit
+
+    @property
+    def always(self) -> int:
+        """Tokens that every step of a recipe with recall reads: sinks, or the front, and recent."""
+        return max(self.protect.sinks, self.front) + max(self.protect.recents)
 
     def with_budget(self, budget: int | float) -> Recipe:
         """Return it with another budget, in tokens (int) or as a fraction of the prompt (float).
@@ -182,7 +198,7 @@ class Recipe:
             held = min(tokens, room) if keep.drops(tokens) else tokens
             row += self._layer_nbytes(held, g)
             if place >= first:
-                row += g.kv_heads * self._index_nbytes(held, sinks, g)
+                row += g.kv_heads * self._index_nbytes(held, self.front, g)
             if keep.when == "step" and held < tokens:
                 row += g.kv_heads * self._slots_nbytes(held, g)
             elif keep.when != "prompt":  # scores, and indices once there are gaps

@@ -305,11 +305,6 @@ class ThinnedLayer(RecalledLayer, ScoredLayer):
     Sinks lie at the front of the body, where every step reads them; then padding, if any stayed.
     """
 
-    @property
-    def front(self) -> int:
-        """The sinks."""
-        return self.recipe.protect.sinks
-
     def _choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
         sink = self.keeper.scores.view()[..., 0] == torch.inf
         slots = super()._choose(tokens, see)

@@ -197,10 +197,10 @@ class Segment:
         pieces = []
         for lo, hi in pairwise(cuts):
             see = self.see(valid, lo, hi)
-            k = self.keys.view(lo - away, hi - away, self.positions)
-            v = self.values.view(lo - away, hi - away)
+            keys = self.keys.view(lo - away, hi - away, self.positions)
+            values = self.values.view(lo - away, hi - away)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            pieces.append(Piece(k, v, see, present if hi == n else 0, bias))
+            pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
         return pieces
 
     def see(

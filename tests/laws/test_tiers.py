@@ -147,9 +147,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        TierError, match=r"cannot grow to 116,736 bytes \(No space left"
-    ):
+    with pytest.raises(TierError, match=r"cannot grow to 116,736 bytes \(No space left"):
         feed(cache, *tokens(0, PROMPT))
     with pytest.raises(CacheMisuse, match=r"no use any more: .*No space left"):
         feed(cache, *tokens(0, 1))

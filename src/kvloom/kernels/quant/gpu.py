@@ -6,8 +6,9 @@ this does not import Triton, the first call does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,11 @@ from torch import Tensor
 from .. import cuda
 from .ref import ATOM, rows_for, top
 
+if TYPE_CHECKING:
+    from ..ahead import Form
+
 _META = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
-_TILE = 4096  # numbers a program owns, about
+_TILE = 2048  # numbers a program owns, about
 
 
 def problems(x: Tensor) -> list[str]:
@@ -72,14 +76,14 @@ def pack_mapped(
     scale, zero = _metadata(x, meta, b, 1, n, groups)
     if x.numel():
         clip = torch.as_tensor(clip, dtype=torch.float32, device=x.device).expand(groups)
-        db = cuda.room(d)
+        db = cuda.tile(d)
         tokens = max(1, _TILE // db)
-        with cuda.on(x):
-            _kernels().ranges[(-(-n // tokens), b, groups)](
-                x, group_of.int().contiguous(), clip.contiguous(), _stored(scale), _stored(zero),
-                n, h, *x.stride(), d, groups,
-                TOP=top(bits), META=_META[meta], TB=tokens, DB=db, enable_fp_fusion=False,
-            )  # fmt: skip
+        cuda.launch(
+            _kernels().ranges, (-(-n // tokens), b, groups), x,
+            x, group_of.int().contiguous(), clip.contiguous(), _stored(scale), _stored(zero),
+            n, h, *x.stride(), d, groups,
+            TOP=top(bits), META=_META[meta], TB=tokens, DB=db, contract=False,
+        )  # fmt: skip
     return pack_given(x, bits, scale, zero, group_of, 1, last, begun), scale, zero
 
 
@@ -101,14 +105,14 @@ def pack_given(
     codes = _bytes(x, bits, begun)
     if x.numel():
         tile, grid = _tile(x, bits, begun + x.shape[2])
-        with cuda.on(x):
-            _kernels().pack_given[grid](
-                x, codes, _stored(scale), _stored(zero), codes if last is None else _tight(last),
-                column.int().contiguous(), x.shape[2], codes.shape[2], begun, x.shape[1],
-                *x.stride(), *_steps(scale, x), x.shape[3],
-                BITS2=int(2 * bits), TOP=top(bits), META=_META[scale.dtype], PER=per, **tile,
-                BEGUN=last is not None, enable_fp_fusion=False,
-            )  # fmt: skip
+        cuda.launch(
+            _kernels().pack_given, grid, x,
+            x, codes, _stored(scale), _stored(zero), codes if last is None else last.contiguous(),
+            column.int().contiguous(), x.shape[2], codes.shape[2], begun, x.shape[1],
+            *x.stride(), *_steps(scale), x.shape[3],
+            BITS2=int(2 * bits), TOP=top(bits), META=_META[scale.dtype], PER=per, **tile,
+            BEGUN=last is not None, contract=False,
+        )  # fmt: skip
     return codes
 
 
@@ -135,13 +139,12 @@ def unpack(
             codes = codes.contiguous()
         atom = ATOM[bits][0]
         tile, grid = _tile(out, bits, hi - lo // atom * atom)
-        with cuda.on(out):
-            _kernels().unpack[grid](
-                codes, _stored(scale), _stored(zero), column.int().contiguous(), out, lo, hi, h,
-                *codes.stride()[:3], *_steps(scale, out), d,
-                BITS2=int(2 * bits), META=_META[scale.dtype], PER=per, **tile,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        cuda.launch(
+            _kernels().unpack, grid, out,
+            codes, _stored(scale), _stored(zero), column.int().contiguous(), out, lo, hi, h,
+            *codes.stride()[:3], *_steps(scale), d,
+            BITS2=int(2 * bits), META=_META[scale.dtype], PER=per, **tile, contract=False,
+        )  # fmt: skip
     return out
 
 
@@ -168,18 +171,19 @@ def _pack(
     if x.numel():
         d, h = x.shape[3], x.shape[1]
         tile, grid = _tile(x, bits, begun + x.shape[2], tokens, whole=not tokens)
+        steps = (0, 0)
         if real is not None:
-            real = _tight(real).view(torch.uint8)
-        with cuda.on(x):
-            _kernels().pack[grid](
-                x, codes if real is None else real, codes, _stored(scale), _stored(zero),
-                codes if last is None else _tight(last), x.shape[2], codes.shape[2], begun, h,
-                *x.stride(), *((0, 0) if real is None else _steps(real, x)[:2]), d,
-                scale.shape[2 if tokens else 3],
-                BITS2=int(2 * bits), TOP=highest or top(bits), META=_META[scale.dtype],
-                CHANNEL=tokens > 0, **tile, G=tile["DB"] if group == d else group,
-                REAL=real is not None, BEGUN=last is not None, enable_fp_fusion=False,
-            )  # fmt: skip
+            real = real.contiguous().view(torch.uint8)
+            steps = _steps(real)[:2]
+        cuda.launch(
+            _kernels().pack, grid, x,
+            x, codes if real is None else real, codes, _stored(scale), _stored(zero),
+            codes if last is None else last.contiguous(), x.shape[2], codes.shape[2], begun, h,
+            *x.stride(), *steps, d, scale.shape[2 if tokens else 3],
+            BITS2=int(2 * bits), TOP=highest or top(bits), META=_META[scale.dtype],
+            CHANNEL=tokens > 0, **tile, G=tile["DB"] if group == d else group,
+            REAL=real is not None, BEGUN=last is not None, contract=False,
+        )  # fmt: skip
     return codes
 
 
@@ -188,11 +192,11 @@ def _tile(
 ) -> tuple[dict[str, int], tuple[int, int, int]]:
     """The shape of a tile of tokens like x, and the grid; group: tokens that a tile has."""
     d, atom = x.shape[3], ATOM[bits][0]
-    p = cuda.room(atom, 1)
-    db = cuda.room(d)
+    p = cuda.tile(atom, 1)
+    db = cuda.tile(d)
     if not whole:
         db = min(db, 128)
-    a = group // atom if group else cuda.room(max(1, min(_TILE // (db * p), -(-tokens // atom))), 1)
+    a = group // atom if group else cuda.tile(max(1, min(_TILE // (db * p), -(-tokens // atom))), 1)
     tile = {"ATOM": atom, "A": a, "P": p, "DB": db}
     return tile, (-(-tokens // (a * atom)), x.shape[0] * x.shape[1], -(-d // db))
 
@@ -211,15 +215,11 @@ def _stored(meta: Tensor) -> Tensor:
     return meta.view(torch.uint8) if meta.dtype == torch.float8_e4m3fn else meta
 
 
-def _steps(meta: Tensor, x: Tensor) -> tuple[int, ...]:
+def _steps(meta: Tensor) -> tuple[int, ...]:
     """From a row, head and token to the next, 0 where all share one."""
     if meta.stride(-1) != 1:
         raise ValueError("columns of metadata must lie side by side; call contiguous()")
     return tuple(0 if meta.shape[i] == 1 else meta.stride(i) for i in range(meta.dim() - 1))
-
-
-def _tight(x: Tensor) -> Tensor:
-    return x.contiguous()
 
 
 @cache
@@ -228,3 +228,41 @@ def _kernels() -> Any:
     from . import gpu_pack
 
     return gpu_pack
+
+
+def forms() -> Iterator[Form]:
+    """What is compiled ahead of time; imports Triton."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for bits in ATOM:
+        for axis, group, d, held in (
+            ("channel", 32, 128, torch.float16),
+            ("token", 32, 128, torch.float16),
+            ("channel", 128, 80, torch.bfloat16),
+            ("token", 80, 80, torch.float8_e4m3fn),
+        ):
+            x, real = meta(1, 2, 256, d), meta(1, 1, 256, dtype=torch.bool)
+            last = meta(1, 2, ATOM[bits][1], d, dtype=torch.uint8)
+            begun = 1 if axis == "token" and ATOM[bits][0] > 1 else 0
+            extra = (None, last, 1) if begun else (real if axis == "channel" else None, None, 0)
+            name, brief = f"{bits} bit per {axis} {group}", bits in (2, 3) and d == 128
+            yield from cuda.forms(
+                name, lambda x=x, extra=extra, g=group, a=axis, h=held, b=bits: pack(
+                    x, b, a, g, h, *extra), brief,
+            )  # fmt: skip
+            lines = 256 // group if axis == "channel" else 256
+            codes = meta(1, 2, rows_for(256, bits), d, dtype=torch.uint8)
+            scale = meta(1, 2, lines, d if axis == "channel" else d // group, dtype=held)
+            column = columns(axis, group, 2, d, torch.device("meta"))
+            per = group if axis == "channel" else 1
+            yield from cuda.forms(
+                name, lambda c=codes, s=scale, o=column, b=bits, per=per: unpack(
+                    c, s, s, b, o, 0, 256, torch.bfloat16, per), brief,
+            )  # fmt: skip
+    group_of = meta(2, 128, dtype=torch.int64)
+    yield from cuda.forms(
+        "mapped", lambda: pack_mapped(
+            meta(1, 2, 256, 128), 2, group_of, torch.float8_e4m3fn, groups=8), True,
+    )  # fmt: skip

@@ -90,7 +90,14 @@ def forms(name: str, call: Callable[[], object], brief: bool, **bounds: int) -> 
     finally:
         _noted.reset(token)
     for kernel, arguments, constants, warps, stages in noted:
-        types = signature(dict(zip(kernel.arg_names, arguments, strict=False)))
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        types = signature(given)
+        for argument, x in given.items():  # numbers that a launch compiles for
+            if isinstance(x, int) and x == 1:
+                del types[argument]
+                constants = {**constants, argument: 1}
+            elif isinstance(x, int) and x % 16 == 0:
+                types[argument] += ":16"
         title = f"{kernel.__name__} {name}"
         yield Form(title, kernel, types, constants, warps, stages, brief=brief, **bounds)
 

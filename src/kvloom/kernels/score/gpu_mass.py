@@ -63,7 +63,7 @@ def shaped(
     if NOISE == 1:
         key = tl.load(numbers + token, mask=inside, other=0).to(tl.uint32)
         s += gumbel(
-            tl.full([1, 1], 0, tl.uint32) + seed.to(tl.uint32), head.to(tl.uint32)[:, None],
+            tl.full([1, 1], seed, tl.int32).to(tl.uint32), head.to(tl.uint32)[:, None],
             (first + query).to(tl.uint32)[:, None], key[None, :], FIXED,
         )  # fmt: skip
     if NOISE == 2:
@@ -109,8 +109,8 @@ def row_lse(
         begin = tl.maximum(0, n - t + tl.program_id(0) * ROWS - window + 1) // KEYS * KEYS
     for lo in range(begin, tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS), KEYS):
         j = lo + tl.arange(0, KEYS)
-        at = j.to(tl.int64)[None, :] * k_token + channel[:, None]
-        keys = tl.load(k + at, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+        place = j.to(tl.int64)[None, :] * k_token + channel[:, None]
+        keys = tl.load(k + place, mask=(j < n)[None, :] & inside[:, None], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
             s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,
@@ -154,8 +154,8 @@ def column_mass(
         end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
     for lo in range(tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS, end, ROWS):
         i = lo + tl.arange(0, ROWS)
-        at = i.to(tl.int64)[:, None] * q_token + channel[None, :]
-        queries = tl.load(q + at, mask=(i < t)[:, None] & inside[None, :], other=0.0)
+        place = i.to(tl.int64)[:, None] * q_token + channel[None, :]
+        queries = tl.load(q + place, mask=(i < t)[:, None] & inside[None, :], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
             s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
@@ -38,17 +39,34 @@ _noted: ContextVar[list[_Call] | None] = ContextVar("kvloom_noted_launches", def
 
 def problems(x: Tensor, most: int = 512) -> list[str]:
     """Why no Triton kernel takes queries, keys or values [..., D], D up to `most`, like x."""
-    found = []
-    if not _installed():
-        found.append("Triton is not installed; pip install triton")
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if x.device.type != "cuda" and not (x.device.type == "cpu" and interpreted):
-        found.append(f"the tensors are on {x.device.type}, not on a CUDA device")
+    found = misplaced(x.device)
     if x.dtype not in DTYPES:
         found.append(f"the tensors are {x.dtype}, not fp32, fp16 or bf16")
     if not 1 <= x.shape[-1] <= most:
         found.append(f"head_dim={x.shape[-1]} is not between 1 and {most}")
     return found
+
+
+def misplaced(device: torch.device) -> list[str]:
+    """Why no Triton kernel runs on tensors of a device."""
+    found = []
+    if not _installed():
+        found.append("Triton is not installed; pip install triton")
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        found.append(f"the tensors are on {device.type}, not on a CUDA device")
+    return found
+
+
+def interpreted() -> bool:
+    """Whether TRITON_INTERPRET asks for the interpreter, which takes CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on(x: Tensor) -> AbstractContextManager[object]:
+    """Launch on the device of x: Triton launches on the current one."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def launch(
@@ -61,7 +79,7 @@ def launch(
     contract: bool = True,
     **constants: Any,
 ) -> None:
-    """Launch a kernel on the device of `like`: Triton takes the current one.
+    """Launch a kernel on the device of `like`.
 
     contract: whether a product and a sum may be rounded once.
     """
@@ -70,10 +88,7 @@ def launch(
         noted.append(_Call(kernel, arguments, constants, warps, stages))
         return
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": contract}
-    if not like.is_cuda or like.device.index == torch.cuda.current_device():
-        kernel[grid](*arguments, **constants, **options)
-        return
-    with torch.cuda.device(like.device):
+    with on(like):
         kernel[grid](*arguments, **constants, **options)
 
 
@@ -102,7 +117,7 @@ def forms(name: str, call: Callable[[], object], brief: bool, **bounds: int) -> 
         yield Form(title, kernel, types, constants, warps, stages, brief=brief, **bounds)
 
 
-def tile(size: int, least: int = 16) -> int:
+def room(size: int, least: int = 16) -> int:
     """The power of 2 that holds `size`: shapes of tiles are powers of 2."""
     return max(least, 1 << (size - 1).bit_length())
 

@@ -1,20 +1,21 @@
-"""Quantizing, packing and unpacking on CUDA tensors: which cases, and how they are called.
+"""Packing and unpacking on CUDA tensors by Triton kernels: which cases, and how they are called.
 
-The results are those of `ref`, to the last bit. What is not covered is said in sentences. Importing
-this does not import Triton, the first call does.
+The results are those of `ref`, to the last bit. What is not covered is said in sentences, which
+`dispatch` shows. Importing this does not import Triton, the first call does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import cuda
 from .ref import ATOM, rows_for, top
+from .scheme import Held, Scheme
 
 if TYPE_CHECKING:
     from ..ahead import Form
@@ -23,203 +24,152 @@ _META = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m
 _TILE = 2048  # numbers a program owns, about
 
 
-def problems(x: Tensor) -> list[str]:
-    """Why tokens like x [B, Hk, N, D] are packed and unpacked by another backend."""
-    return cuda.problems(x)
+def problems(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Why no kernel packs tokens of a dtype so, or unpacks them; empty if one does."""
+    found = cuda.misplaced(device)
+    if dtype not in cuda.DTYPES:
+        found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
+    if scheme.rotated:
+        found.append("rotated groups are not known to it")
+    return found
 
 
-def pack(
-    x: Tensor,
-    bits: float,
-    axis: str,
-    group: int,
-    meta: torch.dtype,
-    real: Tensor | None = None,
-    last: Tensor | None = None,
-    begun: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize and pack x [B, Hk, N, D]: `ref.pack_codes` of `ref.quantize`, metadata as there.
+def pack(x: Tensor, scheme: Scheme, held: Held, at: int, real: Tensor | None = None) -> None:
+    """Write x [B, Hk, T, D] behind `at` packed tokens, in storage that has room.
 
-    last: uint8 [B, Hk, rows of an atom, D], bytes that hold `begun` tokens and have room for more:
-    the bytes returned begin with these. Returns (bytes uint8 [B, Hk, rows_for(begun + N, bits), D],
-    scale, zero).
+    Codes, scales and zeros are those of `ref`; filler codes of the last atom are 0. real: bool [B,
+    1 or Hk, T], False for padding, which does not enter the range of a group along tokens. Only
+    cases without `problems`; per channel, `at` and T are multiples of the group.
     """
-    b, h, n, d = x.shape
-    if axis == "token":
-        scale, zero = _metadata(x, meta, b, h, n, d // group)
-        return _pack(x, bits, 0, group, scale, zero, None, last, begun), scale, zero
-    scale, zero = _metadata(x, meta, b, h, n // group, d)
-    if group % ATOM[bits][0] == 0 and not begun:
-        return _pack(x, bits, group, group, scale, zero, real, None, 0), scale, zero
-    # 1.5 bits: groups and atoms do not end together, so metadata first, with codes as bytes
-    _pack(x, 8, group, group, scale, zero, real, None, 0, top(bits))
-    column = torch.arange(d, device=x.device).expand(h, d)
-    return pack_given(x, bits, scale, zero, column, group, last, begun), scale, zero
-
-
-def pack_mapped(
-    x: Tensor,
-    bits: float,
-    group_of: Tensor,
-    meta: torch.dtype,
-    clip: Tensor | float = 1.0,
-    groups: int | None = None,
-    last: Tensor | None = None,
-    begun: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize and pack x [B, Hk, N, D] as `ref.quantize_mapped` does; last, begun as in `pack`.
-
-    groups: how many there are, where the caller knows; else it is read back from the device.
-    """
-    b, h, n, d = x.shape
-    groups = int(group_of.max()) + 1 if groups is None else groups
-    scale, zero = _metadata(x, meta, b, 1, n, groups)
-    if x.numel():
-        clip = torch.as_tensor(clip, dtype=torch.float32, device=x.device).expand(groups)
-        db = cuda.tile(d)
-        tokens = max(1, _TILE // db)
+    if not x.numel():
+        return
+    (_, h, n, d), bits, kernels = x.shape, scheme.bits, _kernels()
+    codes, scale, zero, steps, m_steps = _storage(held, scheme)
+    table = _table(scheme, h, d, x.device)
+    begun, channel = at % ATOM[bits][0] > 0, scheme.axis == "channel"
+    form = {"BITS2": int(2 * bits), "TOP": top(bits), "META": _META[scheme.meta]}
+    fused = scheme.group_of is None and (not channel or scheme.group % ATOM[bits][0] == 0)
+    if scheme.group_of is None:
+        real_steps, given = (0, 0), codes
+        if real is not None and channel:
+            given = real.contiguous().view(torch.uint8)
+            real_steps = given.stride(0), given.stride(1) if given.shape[1] > 1 else 0
+        # 1.5 bits per channel: groups and atoms do not end together; here, metadata as if of 8 bit
+        tokens = scheme.group if channel else 0
+        tile, grid = _tile(x, bits if fused else 8, at, tokens, whole=not channel)
         cuda.launch(
-            _kernels().ranges, (-(-n // tokens), b, groups), x,
-            x, group_of.int().contiguous(), clip.contiguous(), _stored(scale), _stored(zero),
-            n, h, *x.stride(), d, groups,
-            TOP=top(bits), META=_META[meta], TB=tokens, DB=db, contract=False,
+            kernels.pack, grid, x,
+            x, given, codes, scale, zero, at, n, h, *x.stride(), *real_steps, *steps, *m_steps,
+            d, scale.shape[3], **form, **tile, CHANNEL=channel,
+            G=tile["DB"] if scheme.group == d else scheme.group,
+            REAL=real is not None and channel, BEGUN=begun, CODES=fused, contract=False,
         )  # fmt: skip
-    return pack_given(x, bits, scale, zero, group_of, 1, last, begun), scale, zero
-
-
-def pack_given(
-    x: Tensor,
-    bits: float,
-    scale: Tensor,
-    zero: Tensor,
-    column: Tensor,
-    per: int = 1,
-    last: Tensor | None = None,
-    begun: int = 0,
-) -> Tensor:
-    """Pack x [B, Hk, N, D] with what is stored of its groups already, as `ref.encode` does.
-
-    scale, zero: [B or 1, Hk or 1, N / per or 1, columns], of which a channel's is `column`
-    [Hk, D]. last, begun and what is returned as in `pack`.
-    """
-    codes = _bytes(x, bits, begun)
-    if x.numel():
-        tile, grid = _tile(x, bits, begun + x.shape[2])
+    elif scheme.static is None:
+        room = cuda.room(d)
+        tokens = max(1, _TILE // room)
         cuda.launch(
-            _kernels().pack_given, grid, x,
-            x, codes, _stored(scale), _stored(zero), codes if last is None else last.contiguous(),
-            column.int().contiguous(), x.shape[2], codes.shape[2], begun, x.shape[1],
-            *x.stride(), *_steps(scale), x.shape[3],
-            BITS2=int(2 * bits), TOP=top(bits), META=_META[scale.dtype], PER=per, **tile,
-            BEGUN=last is not None, contract=False,
+            kernels.ranges, (-(-n // tokens), x.shape[0], scale.shape[3]), x,
+            x, table.columns, table.clip, table.divisor, scale, zero, at, n, h, *x.stride(),
+            m_steps[0], m_steps[2], d, TOP=top(bits), META=_META[scheme.meta],
+            TB=tokens, DB=room, DIVISOR=scheme.divisor is not None, contract=False,
         )  # fmt: skip
-    return codes
-
-
-def unpack(
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    bits: float,
-    column: Tensor,
-    lo: int,
-    hi: int,
-    dtype: torch.dtype,
-    per: int = 1,
-) -> Tensor:
-    """Tokens lo to hi of what `pack` returned, [B, Hk, hi - lo, D] in dtype.
-
-    column: int [Hk, D], the column of scale and zero that is a channel's (see `columns`); per:
-    tokens that share a line of them. As `ref.dequantize` of `ref.unpack_codes`.
-    """
-    b, h, _, d = codes.shape
-    out = codes.new_empty(b, h, hi - lo, d, dtype=dtype)
-    if out.numel():
-        if codes.stride(3) != 1:
-            codes = codes.contiguous()
-        atom = ATOM[bits][0]
-        tile, grid = _tile(out, bits, hi - lo // atom * atom)
+    if not fused:
+        tile, grid = _tile(x, bits, at)
+        scale, zero, m_steps, meta = _given(scheme, scale, zero, m_steps, table)
         cuda.launch(
-            _kernels().unpack, grid, out,
-            codes, _stored(scale), _stored(zero), column.int().contiguous(), out, lo, hi, h,
-            *codes.stride()[:3], *_steps(scale), d,
-            BITS2=int(2 * bits), META=_META[scale.dtype], PER=per, **tile, contract=False,
+            kernels.pack_given, grid, x,
+            x, codes, scale, zero, table.columns, table.divisor, at, n, h, *x.stride(),
+            *steps, *m_steps, d, **{**form, "META": meta}, **tile, PER=scheme.stretch,
+            BEGUN=begun, DIVISOR=scheme.divisor is not None, contract=False,
         )  # fmt: skip
+
+
+def unpack(held: Held, scheme: Scheme, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
+    """Tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D], to the last bit those of `ref`."""
+    b, h, _, d = held.codes.shape
+    out = held.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
+    if not out.numel():
+        return out
+    codes, scale, zero, steps, m_steps = _storage(
+        Held(*(x if x.stride(3) == 1 or not x.numel() else x.contiguous() for x in held)), scheme
+    )
+    table = _table(scheme, h, d, out.device)
+    scale, zero, m_steps, meta = _given(scheme, scale, zero, m_steps, table)
+    tile, grid = _tile(out, scheme.bits, lo)
+    cuda.launch(
+        _kernels().unpack, grid, out,
+        codes, scale, zero, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps, d,
+        BITS2=int(2 * scheme.bits), META=meta, PER=scheme.stretch, **tile,
+        DIVISOR=scheme.divisor is not None, contract=False,
+    )  # fmt: skip
     return out
 
 
-def columns(axis: str, group: int, heads: int, dim: int, device: torch.device) -> Tensor:
-    """The column of scale and zero that is a channel's, int32 [heads, dim]."""
-    each = torch.arange(dim, dtype=torch.int32, device=device)
-    return (each if axis == "channel" else each // group).expand(heads, dim)
+class _Table(NamedTuple):
+    """A scheme on a device: columns int32 [Hk, D], of the metadata, by channel."""
+
+    columns: Tensor
+    clip: Tensor  # fp32 [groups]
+    divisor: Tensor  # fp32 [Hk, D]
+    static: tuple[Tensor, Tensor] | None  # fp32 [Hk, D]
 
 
-def _pack(
-    x: Tensor,
-    bits: float,
-    tokens: int,
-    group: int,
-    scale: Tensor,
-    zero: Tensor,
-    real: Tensor | None,
-    last: Tensor | None,
-    begun: int,
-    highest: int | None = None,
-) -> Tensor:
-    """Launch `pack`; tokens: those of a group per channel, else 0. highest: the top code."""
-    codes = _bytes(x, bits, begun)
-    if x.numel():
-        d, h = x.shape[3], x.shape[1]
-        tile, grid = _tile(x, bits, begun + x.shape[2], tokens, whole=not tokens)
-        steps = (0, 0)
-        if real is not None:
-            real = real.contiguous().view(torch.uint8)
-            steps = _steps(real)[:2]
-        cuda.launch(
-            _kernels().pack, grid, x,
-            x, codes if real is None else real, codes, _stored(scale), _stored(zero),
-            codes if last is None else last.contiguous(), x.shape[2], codes.shape[2], begun, h,
-            *x.stride(), *steps, d, scale.shape[2 if tokens else 3],
-            BITS2=int(2 * bits), TOP=highest or top(bits), META=_META[scale.dtype],
-            CHANNEL=tokens > 0, **tile, G=tile["DB"] if group == d else group,
-            REAL=real is not None, BEGUN=last is not None, contract=False,
-        )  # fmt: skip
-    return codes
+def _table(scheme: Scheme, heads: int, d: int, device: torch.device) -> _Table:
+    key = ("gpu", heads, d, device)
+    if key not in scheme.made:
+        each = torch.arange(d, device=device).expand(heads, d)
+        columns = each if scheme.axis == "channel" else each // (scheme.group or 1)
+        nothing = torch.ones(1, device=device)
+        clip, divisor, static = nothing, nothing, None
+        if scheme.group_of is not None:
+            columns, groups = scheme.group_of, scheme.scales(heads, d)[1]
+            clip = torch.as_tensor(scheme.clip, dtype=torch.float32, device=device)
+            clip = clip.expand(groups or 1).contiguous()
+        if scheme.divisor is not None:
+            divisor = scheme.divisor.float().to(device).contiguous()
+        if scheme.static is not None:
+            scale, zero = (
+                x.float().to(device).expand(1, heads, 1, d).reshape(heads, d).contiguous()
+                for x in scheme.static
+            )
+            static, columns = (scale, zero), each
+        columns = columns.to(device=device, dtype=torch.int32).contiguous()
+        scheme.made[key] = _Table(columns, clip, divisor, static)
+    return scheme.made[key]
+
+
+def _given(
+    scheme: Scheme, scale: Tensor, zero: Tensor, steps: tuple[int, ...], table: _Table
+) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
+    """The metadata that tell tokens apart or, where they are given, do not; and their number."""
+    if table.static is None:
+        return scale, zero, steps, _META[scheme.meta]
+    return *table.static, (0, table.static[0].shape[1], 0), 0
+
+
+def _storage(
+    held: Held, scheme: Scheme
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Codes, scales, zeros, and from one row, head and line of codes and of scales to the next."""
+    scale, zero = (x.view(torch.uint8) if x.element_size() == 1 else x for x in held[1:])
+    assert scale.stride() == zero.stride(), "scales and zeros lie alike"
+    row, head, line, _ = scale.stride()
+    if scheme.group_of is not None:
+        head = 0
+    return held.codes, scale, zero, held.codes.stride()[:3], (row, head, line)
 
 
 def _tile(
-    x: Tensor, bits: float, tokens: int, group: int = 0, whole: bool = False
+    x: Tensor, bits: float, at: int, group: int = 0, whole: bool = False
 ) -> tuple[dict[str, int], tuple[int, int, int]]:
-    """The shape of a tile of tokens like x, and the grid; group: tokens that a tile has."""
-    d, atom = x.shape[3], ATOM[bits][0]
-    p = cuda.tile(atom, 1)
-    db = cuda.tile(d)
+    """The shape of a tile of tokens like x behind `at`, and the grid; group: tokens of a tile."""
+    n, d, atom = x.shape[2], x.shape[3], ATOM[bits][0]
+    p, db, atoms = cuda.room(atom, 1), cuda.room(d), (at + n - 1) // atom - at // atom + 1
     if not whole:
         db = min(db, 128)
-    a = group // atom if group else cuda.tile(max(1, min(_TILE // (db * p), -(-tokens // atom))), 1)
+    a = group // atom if group else cuda.room(max(1, min(_TILE // (db * p), atoms)), 1)
     tile = {"ATOM": atom, "A": a, "P": p, "DB": db}
-    return tile, (-(-tokens // (a * atom)), x.shape[0] * x.shape[1], -(-d // db))
-
-
-def _bytes(x: Tensor, bits: float, begun: int) -> Tensor:
-    b, h, n, d = x.shape
-    return x.new_empty(b, h, rows_for(begun + n, bits), d, dtype=torch.uint8)
-
-
-def _metadata(x: Tensor, meta: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(shape, dtype=meta), x.new_empty(shape, dtype=meta)
-
-
-def _stored(meta: Tensor) -> Tensor:
-    """Scales or zeros as kernels take them: fp8 as bytes."""
-    return meta.view(torch.uint8) if meta.dtype == torch.float8_e4m3fn else meta
-
-
-def _steps(meta: Tensor) -> tuple[int, ...]:
-    """From a row, head and token to the next, 0 where all share one."""
-    if meta.stride(-1) != 1:
-        raise ValueError("columns of metadata must lie side by side; call contiguous()")
-    return tuple(0 if meta.shape[i] == 1 else meta.stride(i) for i in range(meta.dim() - 1))
+    return tile, (-(-atoms // a), x.shape[0] * x.shape[1], -(-d // db))
 
 
 @cache
@@ -236,33 +186,22 @@ def forms() -> Iterator[Form]:
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    for bits in ATOM:
+    def of(scheme: Scheme, d: int, at: int, name: str, brief: bool) -> Iterator[Form]:
+        rows, numbers = scheme.scales(2, d) if scheme.group_of is None else (1, 8)
+        n = 256 + at
+        scale, zero = (meta(1, rows, n // scheme.stretch, numbers, dtype=scheme.meta) for _ in "sz")
+        held = Held(meta(1, 2, rows_for(n, scheme.bits), d, dtype=torch.uint8), scale, zero)
+        real = meta(1, 1, 256, dtype=torch.bool)
+        yield from cuda.forms(name, lambda: pack(meta(1, 2, 256, d), scheme, held, at, real), brief)
+        yield from cuda.forms(name, lambda: unpack(held, scheme, at, n, torch.bfloat16), brief)
+
+    for bits, (atom, _) in ATOM.items():
         for axis, group, d, held in (
             ("channel", 32, 128, torch.float16),
             ("token", 32, 128, torch.float16),
             ("channel", 128, 80, torch.bfloat16),
             ("token", 80, 80, torch.float8_e4m3fn),
         ):
-            x, real = meta(1, 2, 256, d), meta(1, 1, 256, dtype=torch.bool)
-            last = meta(1, 2, ATOM[bits][1], d, dtype=torch.uint8)
-            begun = 1 if axis == "token" and ATOM[bits][0] > 1 else 0
-            extra = (None, last, 1) if begun else (real if axis == "channel" else None, None, 0)
-            name, brief = f"{bits} bit per {axis} {group}", bits in (2, 3) and d == 128
-            yield from cuda.forms(
-                name, lambda x=x, extra=extra, g=group, a=axis, h=held, b=bits: pack(
-                    x, b, a, g, h, *extra), brief,
-            )  # fmt: skip
-            lines = 256 // group if axis == "channel" else 256
-            codes = meta(1, 2, rows_for(256, bits), d, dtype=torch.uint8)
-            scale = meta(1, 2, lines, d if axis == "channel" else d // group, dtype=held)
-            column = columns(axis, group, 2, d, torch.device("meta"))
-            per = group if axis == "channel" else 1
-            yield from cuda.forms(
-                name, lambda c=codes, s=scale, o=column, b=bits, per=per: unpack(
-                    c, s, s, b, o, 0, 256, torch.bfloat16, per), brief,
-            )  # fmt: skip
-    group_of = meta(2, 128, dtype=torch.int64)
-    yield from cuda.forms(
-        "mapped", lambda: pack_mapped(
-            meta(1, 2, 256, 128), 2, group_of, torch.float8_e4m3fn, groups=8), True,
-    )  # fmt: skip
+            at = 0 if axis == "channel" or atom == 1 else 1
+            name = f"{bits} bit per {axis} {group}"
+            yield from of(Scheme(bits, axis, group, held), d, at, name, bits in (2, 3) and d == 128)

@@ -86,63 +86,70 @@ def encode(x, scale, zero, TOP: tl.constexpr):
 
 
 @triton.jit
-def put(byte, row, at, last, atom, rows, D, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr):
-    """Store bytes [A, D], row `row` of the PER rows of each atom, from address `at` on."""
+def put(byte, row, codes, atom, last, step, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr):
+    """Store bytes [A, DB], row `row` of the PER rows of each atom; add to those that are begun.
+
+    atom: [A], of the whole storage, up to `last`; the first of all programs' is begun or not.
+    """
+    at = codes + (atom * PER + row).to(tl.int64)[:, None] * step + channel[None, :]
+    mask = (atom <= last)[:, None] & inside[None, :]
     if BEGUN:
-        old = tl.load(last + row * D + channel, mask=inside, other=0)[None, :].to(tl.int32)
-        byte += tl.where((atom == 0)[:, None], old, 0)
-    spot = atom * PER + row
-    mask = (spot < rows)[:, None] & inside[None, :]
-    tl.store(at + spot.to(tl.int64)[:, None] * D + channel[None, :], byte.to(tl.uint8), mask=mask)
+        first = (tl.program_id(0) == 0) & (tl.arange(0, atom.shape[0]) == 0)
+        byte += tl.load(at, mask=mask & first[:, None], other=0).to(tl.int32)
+    tl.store(at, byte.to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def join(
-    code, at, last, atom, rows, D, channel, inside,
+    code, codes, atom, last, step, channel, inside,
     BITS2: tl.constexpr, P: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
-    """Store codes [A, P, D] of the atoms numbered `atom`, 0 where there is no token."""
+    """Store codes [A, P, DB] of the atoms numbered `atom`, 0 where there is no token."""
     t = tl.arange(0, P)[None, :, None]
     if BITS2 == 6:
         low = tl.where(t < 4, (code & 3) << (2 * (t & 3)), 0)
-        put(tl.sum(low, axis=1), 0, at, last, atom, rows, D, channel, inside, 3, BEGUN)
+        put(tl.sum(low, axis=1), 0, codes, atom, last, step, channel, inside, 3, BEGUN)
         low = tl.where(t < 4, 0, (code & 3) << (2 * (t & 3)))
-        put(tl.sum(low, axis=1), 1, at, last, atom, rows, D, channel, inside, 3, BEGUN)
+        put(tl.sum(low, axis=1), 1, codes, atom, last, step, channel, inside, 3, BEGUN)
         high = (code >> 2) << t
-        put(tl.sum(high, axis=1), 2, at, last, atom, rows, D, channel, inside, 3, BEGUN)
+        put(tl.sum(high, axis=1), 2, codes, atom, last, step, channel, inside, 3, BEGUN)
     elif BITS2 == 3:
         third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
         third = tl.where(t == 4, 81, third)
-        put(tl.sum(code * third, axis=1), 0, at, last, atom, rows, D, channel, inside, 1, BEGUN)
+        put(tl.sum(code * third, axis=1), 0, codes, atom, last, step, channel, inside, 1, BEGUN)
     else:
         byte = tl.sum(code << (t * (BITS2 // 2)), axis=1)
-        put(byte, 0, at, last, atom, rows, D, channel, inside, 1, BEGUN)
+        put(byte, 0, codes, atom, last, step, channel, inside, 1, BEGUN)
 
 
 @triton.jit
 def pack(
-    x, real, codes, scale, zero, last, n, rows, begun, heads,
-    x_row, x_head, x_token, x_channel, real_row, real_head, D, groups,
+    x, real, codes, scale, zero, begin, n, heads,
+    x_row, x_head, x_token, x_channel, real_row, real_head, c_row, c_head, c_byte,
+    m_row, m_head, m_line, D, groups,
     BITS2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, CHANNEL: tl.constexpr,
     ATOM: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, G: tl.constexpr,
-    REAL: tl.constexpr, BEGUN: tl.constexpr,
+    REAL: tl.constexpr, BEGUN: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and pack a tile. Grid: (tiles of A atoms, row and head, stretches of DB channels).
+    """Quantize and pack a tile of the n tokens behind `begin`.
 
-    CHANNEL: a tile is a group of G tokens. Else: groups of G channels, all in one tile. The first
-    `begun` tokens of atom 0 are in `last` already.
+    Grid: (tiles of A atoms, row and head, stretches of DB channels). CHANNEL: a tile is a group of
+    tokens, their number divides `begin`. Else: groups of G channels, all in one tile. BEGUN: the
+    first atom holds tokens already. CODES: whether to store codes too.
     """
     line = tl.program_id(1).to(tl.int64)
     row, head = line // heads, line % heads
-    atom = tl.program_id(0) * A + tl.arange(0, A)
+    atom = begin // ATOM + tl.program_id(0) * A + tl.arange(0, A)
     within = tl.arange(0, P)
     channel = tl.program_id(2) * DB + tl.arange(0, DB)
     inside = channel < D
-    token = (atom * ATOM)[:, None] + within[None, :] - begun
+    token = (atom * ATOM)[:, None] + within[None, :] - begin
     there = (token >= 0) & (token < n) & (within < ATOM)[None, :]
     mask = there[:, :, None] & inside[None, None, :]
     at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
     number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
+    scale += row * m_row + head * m_head
+    zero += row * m_row + head * m_head
 
     if CHANNEL:
         counts = mask
@@ -153,7 +160,7 @@ def pack(
         high = tl.max(tl.max(tl.where(counts, number, float("-inf")), axis=1), axis=0)
         none = low > high
         step, least = metadata(tl.where(none, 0.0, low), tl.where(none, 0.0, high), TOP, META)
-        where = (line * groups + tl.program_id(0)) * D + channel
+        where = (begin // (A * ATOM) + tl.program_id(0)).to(tl.int64) * m_line + channel
         tl.store(scale + where, as_stored(step, META), mask=inside)
         tl.store(zero + where, as_stored(least, META), mask=inside)
         step, least = step[None, None, :], least[None, None, :]
@@ -164,58 +171,66 @@ def pack(
         none = low > high
         step, least = metadata(tl.where(none, 0.0, low), tl.where(none, 0.0, high), TOP, META)
         group = tl.arange(0, DB // G)
-        where = (line * n + token.reshape(A * P)[:, None]) * groups + group[None, :]
+        where = (begin + token).to(tl.int64).reshape(A * P)[:, None] * m_line + group[None, :]
         written = there.reshape(A * P)[:, None] & (group < groups)[None, :]
         tl.store(scale + where, as_stored(step, META), mask=written)
         tl.store(zero + where, as_stored(least, META), mask=written)
         step = tl.broadcast_to(step[:, :, None], (A * P, DB // G, G)).reshape(A, P, DB)
         least = tl.broadcast_to(least[:, :, None], (A * P, DB // G, G)).reshape(A, P, DB)
 
-    code = tl.where(mask, encode(number, step, least, TOP), 0)
-    join(
-        code, codes + line * rows * D, last + line * ((3 if BITS2 == 6 else 1) * D), atom, rows, D,
-        channel, inside, BITS2, P, BEGUN,
-    )  # fmt: skip
+    if CODES:
+        code = tl.where(mask, encode(number, step, least, TOP), 0)
+        join(
+            code, codes + row * c_row + head * c_head, atom, (begin + n - 1) // ATOM, c_byte,
+            channel, inside, BITS2, P, BEGUN,
+        )  # fmt: skip
 
 
 @triton.jit
 def pack_given(
-    x, codes, scale, zero, last, columns, n, rows, begun, heads,
-    x_row, x_head, x_token, x_channel, m_row, m_head, m_token, D,
+    x, codes, scale, zero, columns, divisor, begin, n, heads,
+    x_row, x_head, x_token, x_channel, c_row, c_head, c_byte, m_row, m_head, m_line, D,
     BITS2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, PER: tl.constexpr,
-    ATOM: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, BEGUN: tl.constexpr,
+    ATOM: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
+    BEGUN: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Pack a tile, given the metadata. Grid as for `pack`.
+    """Pack a tile of tokens whose metadata are stored already. Grid as for `pack`.
 
     columns: int32 [Hk, D], the column of the metadata that is a channel's; PER tokens share a line.
+    divisor: fp32 [Hk, D], what channels are divided by before.
     """
     line = tl.program_id(1).to(tl.int64)
     row, head = line // heads, line % heads
-    atom = tl.program_id(0) * A + tl.arange(0, A)
+    atom = begin // ATOM + tl.program_id(0) * A + tl.arange(0, A)
     within = tl.arange(0, P)
     channel = tl.program_id(2) * DB + tl.arange(0, DB)
     inside = channel < D
-    token = (atom * ATOM)[:, None] + within[None, :] - begun
+    token = (atom * ATOM)[:, None] + within[None, :] - begin
     there = (token >= 0) & (token < n) & (within < ATOM)[None, :]
     mask = there[:, :, None] & inside[None, None, :]
     at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
     number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
+    if DIVISOR:
+        by = tl.load(divisor + head * D + channel, mask=inside, other=1.0)
+        number = tl.div_rn(number, tl.broadcast_to(by[None, None, :], number.shape))
     column = tl.load(columns + head * D + channel, mask=inside, other=0)
     where = row * m_row + head * m_head
-    where += (token // PER).to(tl.int64)[:, :, None] * m_token + column[None, None, :]
+    where += ((begin + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
     step = as_float(tl.load(scale + where, mask=mask, other=0), META)
     least = as_float(tl.load(zero + where, mask=mask, other=0), META)
     code = tl.where(mask, encode(number, step, least, TOP), 0)
     join(
-        code, codes + line * rows * D, last + line * ((3 if BITS2 == 6 else 1) * D), atom, rows, D,
+        code, codes + row * c_row + head * c_head, atom, (begin + n - 1) // ATOM, c_byte,
         channel, inside, BITS2, P, BEGUN,
     )  # fmt: skip
 
 
 @triton.jit
 def ranges(
-    x, columns, clip, scale, zero, n, heads, x_row, x_head, x_token, x_channel, D, groups,
+    x, columns, clip, divisor, scale, zero, begin, n, heads, x_row, x_head, x_token, x_channel,
+    m_row, m_line, D,
     TOP: tl.constexpr, META: tl.constexpr, TB: tl.constexpr, DB: tl.constexpr,
+    DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Metadata [B, 1, N, groups] of groups of any channels. Grid: (tiles of TB tokens, B, groups).
 
@@ -229,24 +244,28 @@ def ranges(
     for head in range(heads):
         mine = tl.load(columns + head * D + channel, mask=channel < D, other=-1) == group
         mask = (token < n)[:, None] & mine[None, :]
-        at = token.to(tl.int64)[:, None] * x_token + channel[None, :] * x_channel
-        number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0)
-        number = number.to(tl.float32)
+        at = row * x_row + head * x_head
+        at += token.to(tl.int64)[:, None] * x_token + channel[None, :] * x_channel
+        number = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        if DIVISOR:
+            by = tl.load(divisor + head * D + channel, mask=mine, other=1.0)
+            number = tl.div_rn(number, tl.broadcast_to(by[None, :], number.shape))
         low = tl.minimum(low, tl.min(tl.where(mask, number, float("inf")), axis=1))
         high = tl.maximum(high, tl.max(tl.where(mask, number, float("-inf")), axis=1))
+    low, high = tl.where(token < n, low, 0.0), tl.where(token < n, high, 0.0)
     alpha = tl.load(clip + group)
     step, least = metadata(low * alpha, high * alpha, TOP, META)
-    where = (row * n + token) * groups + group
+    where = row * m_row + (begin + token).to(tl.int64) * m_line + group
     tl.store(scale + where, as_stored(step, META), mask=token < n)
     tl.store(zero + where, as_stored(least, META), mask=token < n)
 
 
 @triton.jit
 def unpack(
-    codes, scale, zero, columns, out, lo, hi, heads, c_row, c_head, c_byte,
-    m_row, m_head, m_token, D,
+    codes, scale, zero, columns, divisor, out, lo, hi, heads, c_row, c_head, c_byte,
+    m_row, m_head, m_line, D,
     BITS2: tl.constexpr, META: tl.constexpr, PER: tl.constexpr, ATOM: tl.constexpr,
-    A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
+    A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as for `pack`, from lo's atom on."""
     line = tl.program_id(1).to(tl.int64)
@@ -258,18 +277,18 @@ def unpack(
     token = (atom * ATOM)[:, None] + within[None, :]
     there = (token >= lo) & (token < hi) & (within < ATOM)[None, :]
     mask = there[:, :, None] & inside[None, None, :]
-    begin = codes + row * c_row + head * c_head
+    codes += row * c_row + head * c_head
     some = (atom * ATOM < hi)[:, None] & inside[None, :]
     t = within[None, :, None]
     if BITS2 == 6:
-        at = begin + (atom * 3).to(tl.int64)[:, None] * c_byte + channel[None, :]
+        at = codes + (atom * 3).to(tl.int64)[:, None] * c_byte + channel[None, :]
         first = tl.load(at, mask=some, other=0).to(tl.int32)[:, None, :]
         second = tl.load(at + c_byte, mask=some, other=0).to(tl.int32)[:, None, :]
         third = tl.load(at + 2 * c_byte, mask=some, other=0).to(tl.int32)[:, None, :]
         code = (tl.where(t < 4, first, second) >> (2 * (t & 3))) & 3
         code |= ((third >> t) & 1) << 2
     else:
-        at = begin + atom.to(tl.int64)[:, None] * c_byte + channel[None, :]
+        at = codes + atom.to(tl.int64)[:, None] * c_byte + channel[None, :]
         byte = tl.load(at, mask=some, other=0).to(tl.int32)[:, None, :]
         if BITS2 == 3:
             third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
@@ -278,9 +297,11 @@ def unpack(
             code = (byte >> (t * (BITS2 // 2))) & ((1 << (BITS2 // 2)) - 1)
     column = tl.load(columns + head * D + channel, mask=inside, other=0)
     where = row * m_row + head * m_head
-    where += (token // PER).to(tl.int64)[:, :, None] * m_token + column[None, None, :]
+    where += (token // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
     step = as_float(tl.load(scale + where, mask=mask, other=0), META)
     least = as_float(tl.load(zero + where, mask=mask, other=0), META)
     number = tl.fma(code.to(tl.float32), step, least)
-    at = (line * (hi - lo) + (token - lo).to(tl.int64))[:, :, None] * D + channel[None, None, :]
-    tl.store(out + at, number.to(out.dtype.element_ty), mask=mask)
+    if DIVISOR:
+        number *= tl.load(divisor + head * D + channel, mask=inside, other=1.0)[None, None, :]
+    place = (line * (hi - lo) + (token - lo).to(tl.int64))[:, :, None] * D + channel[None, None, :]
+    tl.store(out + place, number.to(out.dtype.element_ty), mask=mask)

@@ -71,7 +71,7 @@ def column_mass(
     strides = (*q.stride()[:3], *k.stride()[:3], *steps)
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
     form = {
-        "DB": cuda.tile(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
+        "DB": cuda.room(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
         "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VALID": valid is not None,
         "WINDOW": window is not None,
     }  # fmt: skip
@@ -84,7 +84,7 @@ def column_mass(
         cuda.launch(
             kernels.step_logits, (parts.shape[3], b * hk), q,
             q, k, *masks, logits, parts, *numbers, hk, hq // hk, t, n, d, *strides,
-            ROWS=cuda.tile(rows), KEYS=keys, **form,
+            ROWS=cuda.room(rows), KEYS=keys, **form,
         )  # fmt: skip
         cuda.launch(
             kernels.step_mass, (-(-n // 512), b * hq), q,

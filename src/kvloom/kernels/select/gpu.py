@@ -52,7 +52,7 @@ def kmeans(
     sums = centroids.new_empty(stretches, b, h, c, d)
     counts = centroids.new_empty(stretches, b, h, c)
     alive, real = (m.contiguous().view(torch.uint8) for m in (alive, real))
-    tile = {"DB": cuda.tile(d), "CLUSTERS": 32}
+    tile = {"DB": cuda.room(d), "CLUSTERS": 32}
     kernels, lines = _kernels(), b * h
     for number in range(iterations):
         cuda.launch(
@@ -83,7 +83,7 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
         cuda.launch(
             _kernels().assign, (-(-n // 64), b * h), x,
             x, centroids.contiguous(), alive, alive, labels, labels, 0, n, c, h, d,
-            *x.stride()[:3], *_steps(alive), 0, 0, DB=cuda.tile(d), CLUSTERS=32, TOKENS=64,
+            *x.stride()[:3], *_steps(alive), 0, 0, DB=cuda.room(d), CLUSTERS=32, TOKENS=64,
             DISTANCE=DISTANCES.index(distance), FIRST=True, REAL=False, warps=8,
         )  # fmt: skip
     return labels.long()
@@ -98,14 +98,14 @@ def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tens
     if real is not None:
         given = real.contiguous().view(torch.uint8)
         steps = _steps(given)
-    room = cuda.tile(page, 1)
-    each = max(1, 4096 // (room * cuda.tile(d)))
+    room = cuda.room(page, 1)
+    each = max(1, 4096 // (room * cuda.room(d)))
     if low.numel():
         cuda.launch(
             _kernels().bounds, (-(-pages // each), b * h), x,
             x, given, low, high, pages, page, h, d, float(torch.finfo(x.dtype).max),
             *x.stride()[:3], *steps,
-            DB=cuda.tile(d), PAGES=each, PAGE=room, REAL=real is not None,
+            DB=cuda.room(d), PAGES=each, PAGE=room, REAL=real is not None,
         )  # fmt: skip
     return low, high
 
@@ -132,7 +132,7 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
         cuda.launch(
             _kernels().choose, (c, b * h), scores,
             scores.contiguous(), size, start, order, chosen, c, n, m, hk, h // hk,
-            CLUSTERS=min(1024, cuda.tile(c)), TOKENS=128,
+            CLUSTERS=min(1024, cuda.room(c)), TOKENS=128,
         )  # fmt: skip
     return chosen
 
@@ -150,7 +150,7 @@ def _rate(q: Tensor, low: Tensor, high: Tensor | None) -> Tensor:
             _kernels().rate, (-(-n // 64), b * hk), q,
             q, low, low if high is None else high, scores, n, hk, hq // hk, d,
             *q.stride()[:2], *low.stride()[:3],
-            DB=cuda.tile(d), ROWS=cuda.tile(hq // hk), KEYS=64, PAGES=high is not None,
+            DB=cuda.room(d), ROWS=cuda.room(hq // hk), KEYS=64, PAGES=high is not None,
         )  # fmt: skip
     return scores
 

@@ -24,6 +24,7 @@ _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BITS = (2, 3, 4, 8)
 _WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
 _HOW = {"bits", "axis", "group", "meta"}
+_META = ("fp32", "fp16", "bf16", "fp8")  # as kernels.lanes numbers them
 # Elements of keys and values that are worth a thread.
 _WORTH = 1 << 18
 
@@ -59,8 +60,8 @@ def _of_format(fmt: Any, d: int) -> list[str]:
     found = []
     if fmt.bits not in _BITS:
         found.append(f"bits={fmt.bits} is none of {', '.join(map(str, _BITS))}")
-    if fmt.meta not in ("fp32", "fp16", "bf16"):
-        found.append(f"meta={fmt.meta} is none of fp32, fp16, bf16")
+    if fmt.meta not in _META:
+        found.append(f"meta={fmt.meta} is none of {', '.join(_META)}")
     group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
     if group % 16 or whole % group:
         found.append(f"group={group} is not a multiple of 16 that divides {whole}")
@@ -144,7 +145,7 @@ def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, 
         each(lambda fmt: int(fmt.bits), 0),
         each(lambda fmt: fmt.group or d, 0),
         each(lambda fmt: fmt.axis == "channel", False),
-        each(lambda fmt: ("fp32", "fp16", "bf16").index(fmt.meta), 0),
+        each(lambda fmt: _META.index(fmt.meta), 0),
     )
     return kernel(form), team.bits
 

@@ -161,6 +161,7 @@ def test_peers_write_the_same_rows():
         (["--context", "0"], "--context '0' is not a list of token counts, 1 or more"),
         (["--context", "8k"], "--context '8k' is not a list"),
         (["--context", ","], "--context ',' is not a list"),
+        (["--recipes", ","], "--recipes names no recipe"),
         (["--threads", "0"], "--threads 0 must be 1 or more"),
         (["--repeats", "0"], "--repeats 0 must be 1 or more"),
         (["--batch", "0"], "batch=0 must be 1 or more"),

@@ -233,10 +233,10 @@ def kernel(form: Form) -> Any:
                                     _ahead(vat[0] + j // vper * vhigh * vat[1] + v)
                         to = tile + 4 * d * i
                         j = x - n_first
-                        if j < n_slots:
-                            j = whole(slots, max(j, 0))
-                        else:
+                        if j >= n_slots:
                             j = j - n_slots + skip
+                        elif j >= 0:
+                            j = whole(slots, j)
                         if kbits and x >= n_first and j < ksealed:
                             _unpack(
                                 to, j, kat, d, kbits, kgroup, kchannel, kmeta, ksize, kper, khigh
@@ -247,17 +247,11 @@ def kernel(form: Form) -> Any:
                                 src = kfirst + x * kfrow
                             for v in range(0, d, 16):
                                 store(to + 4 * v, load_any(src + v * size, dense))
-                    even = many // at_once * at_once
-                    for m0 in range(0, padded, w):
-                        for i in range(0, even, at_once):
+                    for m0 in range(0, padded, w):  # those behind the last are masked below
+                        for i in range(0, many, at_once):
                             scores(
                                 qs + 4 * m0 * d, begin, tile + 4 * d * i, 4 * d,
                                 s + m0 * srow + 4 * (j0 + i), srow, 0, 0, d, w, at_once, 0, 0, 0,
-                            )  # fmt: skip
-                        for i in range(even, many):
-                            scores(
-                                qs + 4 * m0 * d, begin, tile + 4 * d * i, 4 * d,
-                                s + m0 * srow + 4 * (j0 + i), srow, 0, 0, d, w, 1, 0, 0, 0,
                             )  # fmt: skip
                 # --- the running softmax
                 for m in range(padded):
@@ -294,10 +288,10 @@ def kernel(form: Form) -> Any:
                         x = lo + j0 + i
                         to = tile + 4 * d * i
                         j = x - n_first
-                        if j < n_slots:
-                            j = whole(slots, max(j, 0))
-                        else:
+                        if j >= n_slots:
                             j = j - n_slots + skip
+                        elif j >= 0:
+                            j = whole(slots, j)
                         if vbits and x >= n_first and j < vsealed:
                             _unpack(
                                 to, j, vat, d, vbits, vgroup, vchannel, vmeta, vsize, vper, vhigh

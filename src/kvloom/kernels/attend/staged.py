@@ -25,6 +25,7 @@ from ..lanes import (
     VI,
     WIDTH,
     Lanes,
+    ahead,
     exp,
     fma,
     lane,
@@ -85,21 +86,6 @@ def _whole(ctx: Any, x: Any) -> Any:
         return b.sitofp(b.fptosi(args[0], VI), VF)
 
     return Lanes(Lanes), codegen
-
-
-@intrinsic
-def _ahead(ctx: Any, address: Any) -> Any:
-    """Ask for a cache line that will be read."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        fn = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        where = b.inttoptr(args[0], byte)
-        b.call(fn, [where, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 @njit(inline="always")
@@ -223,14 +209,14 @@ def kernel(form: Form) -> Any:
                             j = whole(slots, j)
                             for v in range(0, d * size, 64):
                                 if not kbits:
-                                    _ahead(ktail + j * ktrow + v)
+                                    ahead(ktail + j * ktrow + v)
                                 if not vbits:
-                                    _ahead(vtail + j * vtrow + v)
+                                    ahead(vtail + j * vtrow + v)
                             for v in range(0, d, 64):
                                 if kbits:
-                                    _ahead(kat[0] + j // kper * khigh * kat[1] + v)
+                                    ahead(kat[0] + j // kper * khigh * kat[1] + v)
                                 if vbits:
-                                    _ahead(vat[0] + j // vper * vhigh * vat[1] + v)
+                                    ahead(vat[0] + j // vper * vhigh * vat[1] + v)
                         to = tile + 4 * d * i
                         j = x - n_first
                         if j >= n_slots:

@@ -25,6 +25,7 @@ from ..lanes import (
     VI,
     WIDTH,
     Lanes,
+    ahead,
     exp,
     fma,
     lane,
@@ -85,21 +86,6 @@ def _whole(ctx: Any, x: Any) -> Any:
         return b.sitofp(b.fptosi(args[0], VI), VF)
 
     return Lanes(Lanes), codegen
-
-
-@intrinsic
-def _ahead(ctx: Any, address: Any) -> Any:
-    """Ask for a cache line that will be read."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        fn = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        where = b.inttoptr(args[0], byte)
-        b.call(fn, [where, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 @njit(inline="always")
@@ -223,20 +209,20 @@ def kernel(form: Form) -> Any:
                             j = whole(slots, j)
                             for v in range(0, d * size, 64):
                                 if not kbits:
-                                    _ahead(ktail + j * ktrow + v)
+                                    ahead(ktail + j * ktrow + v)
                                 if not vbits:
-                                    _ahead(vtail + j * vtrow + v)
+                                    ahead(vtail + j * vtrow + v)
                             for v in range(0, d, 64):
                                 if kbits:
-                                    _ahead(kat[0] + j // kper * khigh * kat[1] + v)
+                                    ahead(kat[0] + j // kper * khigh * kat[1] + v)
                                 if vbits:
-                                    _ahead(vat[0] + j // vper * vhigh * vat[1] + v)
+                                    ahead(vat[0] + j // vper * vhigh * vat[1] + v)
                         to = tile + 4 * d * i
                         j = x - n_first
-                        if j < n_slots:
-                            j = whole(slots, max(j, 0))
-                        else:
+                        if j >= n_slots:
                             j = j - n_slots + skip
+                        elif j >= 0:
+                            j = whole(slots, j)
                         if kbits and x >= n_first and j < ksealed:
                             _unpack(
                                 to, j, kat, d, kbits, kgroup, kchannel, kmeta, ksize, kper, khigh
@@ -247,17 +233,11 @@ def kernel(form: Form) -> Any:
                                 src = kfirst + x * kfrow
                             for v in range(0, d, 16):
                                 store(to + 4 * v, load_any(src + v * size, dense))
-                    even = many // at_once * at_once
-                    for m0 in range(0, padded, w):
-                        for i in range(0, even, at_once):
+                    for m0 in range(0, padded, w):  # those behind the last are masked below
+                        for i in range(0, many, at_once):
                             scores(
                                 qs + 4 * m0 * d, begin, tile + 4 * d * i, 4 * d,
                                 s + m0 * srow + 4 * (j0 + i), srow, 0, 0, d, w, at_once, 0, 0, 0,
-                            )  # fmt: skip
-                        for i in range(even, many):
-                            scores(
-                                qs + 4 * m0 * d, begin, tile + 4 * d * i, 4 * d,
-                                s + m0 * srow + 4 * (j0 + i), srow, 0, 0, d, w, 1, 0, 0, 0,
                             )  # fmt: skip
                 # --- the running softmax
                 for m in range(padded):
@@ -294,10 +274,10 @@ def kernel(form: Form) -> Any:
                         x = lo + j0 + i
                         to = tile + 4 * d * i
                         j = x - n_first
-                        if j < n_slots:
-                            j = whole(slots, max(j, 0))
-                        else:
+                        if j >= n_slots:
                             j = j - n_slots + skip
+                        elif j >= 0:
+                            j = whole(slots, j)
                         if vbits and x >= n_first and j < vsealed:
                             _unpack(
                                 to, j, vat, d, vbits, vgroup, vchannel, vmeta, vsize, vper, vhigh

@@ -16,7 +16,7 @@ import numpy as np
 from .. import lanes, team
 from ..attend import micro
 from ..attend.micro import SIZE, scores
-from ..lanes import add, larger, largest, load, load_any, load_one, splat, store, store_one
+from ..lanes import add, ahead, larger, largest, load, load_any, load_one, splat, store, store_one
 from ..team import Kernel, count, real, sources, whole
 from .words import byte, small, smaller, store_whole
 
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 def rating(form: Form) -> Any:
     """Compile ratings of a form; see `cpu.rate` for how it is called."""
     d, w, number, bounds = form
-    at_once = 16 // w
+    at_once, size = 16 // w, SIZE[number]
     emitters = sources(lanes, micro, team)
 
     def rate(job):  # type: ignore[no-untyped-def]
@@ -68,6 +68,11 @@ def rating(form: Form) -> Any:
                 mine = 4 * (head * rows + m0) * d
                 to = out + (head * rows + m0) * orow
                 for j in range(lo, even, at_once):
+                    if m0 == 0 and j + 2 * at_once <= n:  # rows apart look like no stream
+                        for t in range(0, at_once * d * size, 64):
+                            ahead(high + (j + at_once) * hrow + t)
+                            if bounds:
+                                ahead(low + (j + at_once) * lrow + t)
                     scores(
                         q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0,
                         d, w, at_once, 0, number, 0,

@@ -273,8 +273,8 @@ def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
         save(made)
         print(asked, {row["recipe"]: row["right"] for row in made}, flush=True)
     for row in made:
-        print(f"{row['recipe']:<34} perplexity {row['perplexity']:.3f}, "
-              f"{row['tokens_read']:,.0f} tokens, needles {row['needle']:.1%}", flush=True)  # fmt: skip
+        print(f"{row['recipe']:<34} perplexity {row['perplexity']:.3f}, needles "
+              f"{row['needle']:.1%}", flush=True)  # fmt: skip
     return made
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .chosen import behind, chosen
 from .errors import CacheMisuse, TierError
 from .kernels.select import ref
 from .layer import Asked, LayerCache
@@ -91,6 +92,12 @@ class RecalledLayer(LayerCache):
             self.far.map(fn)
         self.mask = None if self.mask is None else fn(self.mask)
 
+    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
+        pieces = super()._past(see, alibi, present)
+        if len(pieces) == 2 and pieces[1].choice is not None:
+            return [behind(*pieces)]  # the sinks are read with the tokens chosen
+        return pieces
+
     def _read(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
         tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.always
         self.chosen = None
@@ -110,13 +117,16 @@ class RecalledLayer(LayerCache):
         bias = None
         if alibi is not None:
             bias = alibi.bias(_at(self.body.logical(0, end, slots.device), slots))
-        if self.far is not None:
-            keys, values = self.far.read(slots)
-        else:
-            keys = self._gather(self.body.keys, end, slots)
-            values = self._gather(self.body.values, end, slots)
         rest = self.body.pieces(see, present, alibi, begin=end)
-        return [Piece(keys, values, valid, bias=bias), *rest]
+        if self.far is not None:
+            return [Piece(*self.far.read(slots), valid, bias=bias), *rest]
+        keys, values = self.body.keys, self.body.values
+
+        def gather() -> tuple[Tensor, Tensor]:
+            return self._gather(keys, end, slots), self._gather(values, end, slots)
+
+        strands = keys.whole(), values.whole()
+        return [chosen(strands, slots, end, valid, bias, rest, gather)]
 
     def _far_pieces(self, see: Tensor | None, alibi: Alibi | None) -> list[Piece]:
         """All of the tier, a stretch at a time."""

@@ -71,16 +71,18 @@ class ScoredLayer(LayerCache):
         self.check_range(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
-        piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index.long()
+        piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index
         if self.rope is not None:
             piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
-        out = attend_pieces(q, [piece], scale, softcap)
+        products: list[Tensor] | None = [] if self._scores_steps else None
+        out = attend_pieces(q, [piece], scale, softcap, products)
         self.seen, self.read = self.seen + 1, piece.tokens
         self.see = see
         k, real = piece.exact_keys, None
         scores = self.keeper.step(
-            q.detach(), k, scale, softcap, piece.valid, real, index, self.seen, piece.bias
-        )
+            q.detach(), k, scale, softcap, piece.valid, real, index, self.seen, piece.bias,
+            products[0] if products else None,
+        )  # fmt: skip
         self._vote(scores)
         return out
 
@@ -119,6 +121,11 @@ class ScoredLayer(LayerCache):
     @property
     def _final(self) -> bool:
         return self.keep.when != "prompt" and self.dropped > 0
+
+    @property
+    def _scores_steps(self) -> bool:
+        scores = self.seen > 0 and not self.keeper.done and not self.recording
+        return scores and self.keep.scorer.weighs and self.keep.when != "prompt"
 
     @property
     def _dense(self) -> bool:
@@ -173,8 +180,9 @@ class ScoredLayer(LayerCache):
         real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
         bias = None if asked.alibi is None else self.body.bias(asked.alibi, 0, k.shape[2])
         return self.keeper.step(
-            asked.q, k, asked.scale, asked.softcap, see, real, index, self.seen, bias
-        )
+            asked.q, k, asked.scale, asked.softcap, see, real, index, self.seen, bias,
+            asked.products,
+        )  # fmt: skip
 
     @property
     def _reads_moved(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -118,7 +119,7 @@ class Packed:
         """Whether a calibration of the model is needed."""
         return self.transform is not None and self.transform.calibrated
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """The largest magnitude whose scale and zero can be stored."""
         if self.transform is not None and self.transform.static:

@@ -173,7 +173,10 @@ class _Kernels(NamedTuple):
 def _kernels() -> _Kernels:
     begin = time.perf_counter()
     from .. import team
-    from . import mass
+    from . import mass, micro
 
     team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
-    return _Kernels(mass.panels(), mass.mass(), mass.step(), team.bits, mass.TILE, mass.ROWS)
+    rows, vectors = micro.AT_ONCE
+    return _Kernels(
+        mass.panels(vectors), mass.mass(rows, vectors), mass.step(), team.bits, mass.TILE, rows
+    )

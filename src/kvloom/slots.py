@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .kernels.score import run
 from .segment import Piece, take
 
 
@@ -75,9 +76,7 @@ class Slots:
         scores: fp32 [B, Hk, C] after this step; see: bool [B, Hk, C], False slots go first.
         """
         self.scores = scores
-        rank = scores if see is None else scores.masked_fill(~see, -torch.inf)
-        rank = rank.masked_fill(self.index >= recent, torch.inf)
-        self.free = rank.argmin(dim=-1, keepdim=True)
+        self.free = run.lowest(scores, self.index, recent, see)
 
     def unroll(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, scores and index of the tokens held, oldest first."""

@@ -214,6 +214,29 @@ def test_a_step_on_several_threads_leaves_no_seam():
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 200])
+@pytest.mark.parametrize("hidden", [0.0, 0.2, 1.0])
+def test_the_lowest_of_what_may_go(n, hidden):
+    g = torch.Generator().manual_seed(n)
+    for most in (3, 10**6):  # many equal scores, and none
+        scores = torch.randint(most, (2, 3, n), generator=g).float()
+        scores[0, 0, ::3] = torch.inf
+        index = torch.rand(2, 3, n, generator=g).argsort(-1).int()
+        see = torch.rand(2, 3, n, generator=g) >= hidden
+        for before in (0, n // 2, n):
+            for shown in (None, see, see[:, :1].expand(2, 3, n)):
+                want = ref.lowest(scores, index, before, shown)
+                for i, rank in enumerate(scores.flatten(0, 1).tolist()):
+                    ages = index.flatten(0, 1)[i].tolist()
+                    seen = [True] * n if shown is None else shown.flatten(0, 1)[i].tolist()
+                    may = [j for j in range(n) if ages[j] < before]
+                    key = [rank[j] if seen[j] else -torch.inf for j in range(n)]
+                    first = min(may, key=lambda j: key[j], default=0)
+                    first = 0 if not may or key[first] == torch.inf else first
+                    assert want.flatten()[i] == first
+                assert torch.equal(cpu.lowest(scores, index, before, shown), want)
+
+
 def test_nothing_gives_nothing():
     q = torch.zeros(1, 4, 3, 8)
     assert not cpu.column_mass(q[:, :, :0], q, 1.0).any()

@@ -117,6 +117,20 @@ def step_mass(
     return mass[..., :n]
 
 
+def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+    """Find the slot that `ref.lowest` finds; N above 0."""
+    b, h, n = scores.shape
+    scores, index = scores.contiguous(), index.contiguous()
+    see = None if see is None else see.contiguous()
+    found = torch.empty(b, h, 1, dtype=torch.int64)
+    numbers = (
+        b * h, n, before, scores.data_ptr(), index.data_ptr(),
+        0 if see is None else see.data_ptr(), found.data_ptr(),
+    )  # fmt: skip
+    _kernels().lowest.run(numbers, 0, 1)
+    return found
+
+
 def _options(
     b: int,
     hq: int,
@@ -164,6 +178,7 @@ class _Kernels(NamedTuple):
     panels: Any
     mass: Any
     step: Any
+    lowest: Any
     bits: Any
     tile: int
     rows: int
@@ -178,5 +193,6 @@ def _kernels() -> _Kernels:
     team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
     rows, vectors = micro.AT_ONCE
     return _Kernels(
-        mass.panels(vectors), mass.mass(rows, vectors), mass.step(), team.bits, mass.TILE, rows
-    )
+        mass.panels(vectors), mass.mass(rows, vectors), mass.step(), mass.lowest(), team.bits,
+        mass.TILE, rows,
+    )  # fmt: skip

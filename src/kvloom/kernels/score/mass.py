@@ -6,7 +6,7 @@ and the keys become exp(logit - the row's largest of this tile); when a row's su
 tiles are added up by key, each row's part times exp(largest - lse). So products and exponentials
 are taken once, and what is held of the attention matrix is one block of rows. `step` does the same
 with the products that a decode step's attention has left behind. References are `ref.column_mass`
-and `ref.step_mass`.
+and `ref.step_mass`; `lowest` finds the slot that is given up then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..lanes import (
 )
 from ..team import Kernel, count, real, sources, whole
 from . import micro, noise
-from .micro import behind, gaussian, gumbel, mixed, products
+from .micro import behind, byte_at, gaussian, gumbel, int_at, mixed, products, write_whole
 from .noise import A, B
 
 TILE = 256  # keys
@@ -341,3 +341,26 @@ def step() -> Any:
                         store(to + 4 * j, zero16)
 
     return Kernel(step, "step mass")
+
+
+@cache
+def lowest() -> Any:
+    """Compile what finds the slot of the lowest score; see `cpu.lowest` for how it is called."""
+    emitters = sources(lanes, micro, team)
+
+    def lowest(job):  # type: ignore[no-untyped-def]
+        if emitters == 0:
+            return
+        n, before, see = whole(job, 2), whole(job, 3), whole(job, 6)
+        for head in range(whole(job, 1)):
+            scores, index = whole(job, 4) + 4 * head * n, whole(job, 5) + 4 * head * n
+            best, at = np.float32(np.inf), 0
+            for j in range(n):
+                x = load_one(scores + 4 * j, FP32)
+                if see != 0 and byte_at(see + head * n + j) == 0:
+                    x = np.float32(-np.inf)
+                if x < best and int_at(index + 4 * j) < before:
+                    best, at = x, j
+            write_whole(whole(job, 7) + 8 * head, at)
+
+    return Kernel(lowest, "lowest score")

@@ -106,6 +106,32 @@ def behind(ctx: Any, x: Any, count: Any) -> Any:
     return Lanes(Lanes, types.int64), codegen
 
 
+def _read_whole(bits: int) -> Any:
+    """An intrinsic: the whole number of so many bits at an address."""
+
+    def typed(ctx: Any, address: Any) -> Any:
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            return b.sext(read(b, args[0], ir.IntType(bits), bits // 8), I64)
+
+        return types.int64(types.int64), codegen
+
+    return intrinsic(typed)
+
+
+byte_at, int_at = _read_whole(8), _read_whole(32)
+
+
+@intrinsic
+def write_whole(ctx: Any, address: Any, x: Any) -> Any:
+    """Store an int64."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        write(b, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 def _log(b: Any, x: Any) -> Any:
     """The logarithm of normal numbers above 0."""
     word = b.bitcast(x, VI)

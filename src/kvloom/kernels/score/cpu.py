@@ -104,7 +104,8 @@ def step_mass(
     assert width >= padded
     assert products.is_contiguous()
     mass = products.new_empty(b, hq, padded)
-    threads = min(torch.get_num_threads(), 1 + 64 * b * hq * t * n // _WORTH)
+    worth = 64 if noise is None else 256  # multiplications
+    threads = min(torch.get_num_threads(), 1 + worth * b * hq * t * n // _WORTH)
     scratch = products.new_empty(threads if t > 1 else 0, padded)
     options, alive = _options(b, hq, hk, t, n, valid, real, bias, noise)
     numbers = (
@@ -120,6 +121,10 @@ def step_mass(
 def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
     """Find the slot that `ref.lowest` finds; N above 0."""
     b, h, n = scores.shape
+    if n < 16:  # a whole vector, of which the last lanes may not go
+        more = (0, 16 - n)
+        see = None if see is None else F.pad(see, more, value=True)
+        return lowest(F.pad(scores, more, value=torch.inf), F.pad(index, more), before, see)
     scores, index = scores.contiguous(), index.contiguous()
     see = None if see is None else see.contiguous()
     found = torch.empty(b, h, 1, dtype=torch.int64)

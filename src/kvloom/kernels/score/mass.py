@@ -41,7 +41,7 @@ from ..lanes import (
 )
 from ..team import Kernel, count, real, sources, whole
 from . import micro, noise
-from .micro import behind, byte_at, gaussian, gumbel, int_at, mixed, products, write_whole
+from .micro import before, behind, gaussian, gumbel, is_in, mixed, products, write_whole
 from .noise import A, B
 
 TILE = 256  # keys
@@ -266,15 +266,15 @@ def mass(once: int, vectors: int) -> Any:
                             store(its + i * srow + 4 * j, zero16)
                         store_one(tops + 4 * (tile * room + i), top)
                         if top > np.float32(-np.inf):
-                            before, held = (
+                            was, held = (
                                 load_one(best + 4 * i, FP32),
                                 load_one(sums + 4 * i, FP32),
                             )
-                            if top > before:
+                            if top > was:
                                 store_one(best + 4 * i, top)
-                                held = held * _exp(before - top) + more
+                                held = held * _exp(was - top) + more
                             else:
-                                held += more * _exp(top - before)
+                                held += more * _exp(top - was)
                             store_one(sums + 4 * i, held)
                 for tile in range(tile0, tile1):
                     factors = tops + 4 * tile * room
@@ -351,16 +351,20 @@ def lowest() -> Any:
     def lowest(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        n, before, see = whole(job, 2), whole(job, 3), whole(job, 6)
+        n, end, see, minus = whole(job, 2), whole(job, 3), whole(job, 6), splat(np.float32(-1.0))
         for head in range(whole(job, 1)):
             scores, index = whole(job, 4) + 4 * head * n, whole(job, 5) + 4 * head * n
             best, at = np.float32(np.inf), 0
-            for j in range(n):
-                x = load_one(scores + 4 * j, FP32)
-                if see != 0 and byte_at(see + head * n + j) == 0:
-                    x = np.float32(-np.inf)
-                if x < best and int_at(index + 4 * j) < before:
-                    best, at = x, j
+            for j in range(0, n, 16):
+                # what is behind the last score: the whole vector, shifted
+                k = max(0, min(j, n - 16))
+                x = load(scores + 4 * k)
+                if see != 0:
+                    x = seen(x, see + head * n + k)
+                x = before(x, index + 4 * k, end)
+                low = -largest(mul(x, minus))
+                if low < best:
+                    best, at = low, k + is_in(x, low)
             write_whole(whole(job, 7) + 8 * head, at)
 
     return Kernel(lowest, "lowest score")

@@ -106,19 +106,30 @@ def behind(ctx: Any, x: Any, count: Any) -> Any:
     return Lanes(Lanes, types.int64), codegen
 
 
-def _read_whole(bits: int) -> Any:
-    """An intrinsic: the whole number of so many bits at an address."""
+@intrinsic
+def before(ctx: Any, x: Any, address: Any, end: Any) -> Any:
+    """x where the sixteen int32 at address are below `end`, else inf."""
 
-    def typed(ctx: Any, address: Any) -> Any:
-        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-            return b.sext(read(b, args[0], ir.IntType(bits), bits // 8), I64)
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, address, end = args
+        limit = b.bitcast(spread(b, b.bitcast(b.trunc(end, I32), F32)), VI)
+        there = b.icmp_signed("<", read(b, address, VI), limit)
+        return b.select(there, x, same(float("inf")))
 
-        return types.int64(types.int64), codegen
-
-    return intrinsic(typed)
+    return Lanes(Lanes, types.int64, types.int64), codegen
 
 
-byte_at, int_at = _read_whole(8), _read_whole(32)
+@intrinsic
+def is_in(ctx: Any, x: Any, wanted: Any) -> Any:
+    """The number of the first lane of x that holds `wanted`, 16 if none does."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, wanted = args
+        lane = ir.Constant(VI, list(range(WIDTH)))
+        found = b.select(b.fcmp_ordered("==", x, spread(b, wanted)), lane, same(WIDTH, VI))
+        return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, found), I64)
+
+    return types.int64(Lanes, types.float32), codegen
 
 
 @intrinsic

@@ -47,6 +47,8 @@ def pack(x: Tensor, scheme: Scheme, held: Held, at: int, real: Tensor | None = N
     """
     if not x.numel():
         return
+    if not all(_side_by_side(part) for part in held):
+        raise ValueError("rows of codes, scales and zeros must lie side by side to be written to")
     table = _table(scheme, x.shape[1], x.shape[3])
     b, h, t, d = x.shape
     where: tuple[int, ...] = (0, 0, 0)
@@ -72,7 +74,7 @@ def unpack(held: Held, scheme: Scheme, lo: int, hi: int, dtype: torch.dtype) -> 
     out = held.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():
         return out
-    held = Held(*(_in_rows(x) for x in held))
+    held = Held(*(part if _side_by_side(part) else part.contiguous() for part in held))
     table = _table(scheme, h, d)
     strides = [step * out.element_size() for step in out.stride()]
     kernel = _kernels()[1]
@@ -156,10 +158,10 @@ def _rows(x: Tensor, filler: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % 16), value=filler).contiguous()
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """x [B, H, N, D], copied if need be so that what follows along N or D is side by side."""
-    side_by_side = x.stride(2) == x.shape[3] and (x.stride(3) == 1 or x.shape[3] == 1)
-    return x if side_by_side else x.contiguous()
+def _side_by_side(x: Tensor) -> bool:
+    """Whether what follows along the last two dimensions of x [B, H, N, D] lies so in memory."""
+    row = x.shape[3]
+    return row == 0 or (x.stride(2) == row and (row == 1 or x.stride(3) == 1))
 
 
 def _places(held: Held) -> tuple[int, ...]:

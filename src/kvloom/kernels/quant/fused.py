@@ -103,7 +103,7 @@ def kernels() -> tuple[Kernel, Kernel]:
                     out = (lo + t) // group * d * size_of(meta)
                     metadata(low + place, high + place, d, top, meta, scale + out, zero + out)
             elif how == STATIC:
-                zeros, scales = whole(job, 22), whole(job, 23)
+                scales, zeros = whole(job, 22), whole(job, 23)
             else:
                 for t in range(m):
                     place = 4 * t * groups
@@ -139,6 +139,7 @@ def kernels() -> tuple[Kernel, Kernel]:
                 for i in range(across):
                     to = codes + i * whole(job, 31) + a * height * codes_row
                     join_atom(bytes_ + a * atom * cols + i * dp, cols, d, bits, to, codes_row)
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     def unpack(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
@@ -182,7 +183,7 @@ def kernels() -> tuple[Kernel, Kernel]:
                     widen(zero + held_at, size_of(meta), meta, d, low + place)
                     widen(scale + held_at, size_of(meta), meta, d, high + place)
             elif how == STATIC:
-                zeros, scales = whole(job, 22), whole(job, 23)
+                scales, zeros = whole(job, 22), whole(job, 23)
             else:
                 held_at = lo * groups * size_of(meta)
                 widen(zero + held_at, size_of(meta), meta, (hi - lo) * groups, low)
@@ -208,5 +209,6 @@ def kernels() -> tuple[Kernel, Kernel]:
                 for i in range(across):
                     to = out + b * whole(job, 25) + (h + i) * whole(job, 26)
                     narrow(wide + 4 * i * dp, d, kind, to + (lo + t - at) * out_row)
+        scratch[0] = 0.0
 
     return Kernel(pack, "pack"), Kernel(unpack, "unpack")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ..lanes import div, larger, load, load_one, mul, splat, store, store_one
+from ..lanes import add, div, larger, load, load_one, mul, splat, store, store_one
 from .numbers import (
     byte,
     decode,
@@ -146,8 +146,9 @@ def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-d
     A scale of 0 is left as infinity: whatever is divided by it has code 0.
     """
     for i in range(0, n, 16):
-        lo = load(low + 4 * i)
+        lo = add(load(low + 4 * i), splat(np.float32(0.0)))  # -0 to 0
         step = div(sub(load(high + 4 * i), lo), splat(np.float32(top)))
+        step = add(step, splat(np.float32(0.0)))
         if meta == 3:
             step = held(step)
             lo = larger(smaller(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))

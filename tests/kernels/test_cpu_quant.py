@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import steps
 from kvloom.kernels import dispatch
 from kvloom.kernels.quant import cpu, ref
-from kvloom.kernels.quant.scheme import Held, Scheme
+from kvloom.kernels.quant.scheme import Held, Scheme, Turn
 from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.rope import Rope
@@ -203,6 +203,31 @@ def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data
         heads = h if kind == "each head's" else 1
         real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
     agrees(x, Scheme(bits, "channel", group, meta), ends[:-1], real, (lo, hi))
+
+
+@settings(max_examples=80)
+@given(formats, shapes, layouts, st.booleans(), st.data())
+def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
+    """As `rope` turns them: some of the channels, by a row's or a head's own positions."""
+    (bits, meta, dtype), (b, h, d) = form, shape
+    meta = torch.float16 if meta == torch.float32 else meta  # whose products are not all exact
+    half, n = data.draw(st.integers(0, d // 2)), 16 * data.draw(st.integers(0, 4))
+    rope = Rope(1000.0 ** -(torch.arange(half) / max(1, half)), interleaved)
+    at = torch.randint(0, 5000, (n, data.draw(st.sampled_from([1, h])), b)).permute(2, 1, 0)
+    if data.draw(st.booleans()):
+        scheme = mapped(bits, meta, h, d, min(5, h * d), n)
+    else:
+        axis = data.draw(st.sampled_from(["channel", "token"]))
+        scheme = Scheme(bits, axis, 16 if axis == "channel" else d, meta)
+    x = draw((b, h, n, d), dtype, n, layout)
+    codes, scale, zero = quantized(rope.turn(x.float(), -at), scheme)
+    held = Held(*(room(w)[0] for w in (ref.pack_codes(codes, bits), scale, zero)))
+    cpu.pack(x, scheme, held, 0, turn=Turn(*rope.angles(-at), interleaved))
+    assert torch.equal(held.codes, ref.pack_codes(codes, bits))
+    assert torch.equal(raw(held.scale), raw(scale))
+    got = cpu.unpack(held, scheme, 0, n, dtype, Turn(*rope.angles(at), interleaved))
+    flat = restored(codes, scale, zero, scheme, torch.float32)
+    assert torch.equal(got, rope.turn(flat, at).to(dtype))
 
 
 @pytest.mark.parametrize("meta", META.values(), ids=META)

@@ -170,8 +170,9 @@ class Segment:
         step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out what is before.
         """
         n = len(self)
-        if present and not begin:
-            k, v = self.keys.whole(), self.values.whole()
+        scattered = self.index is not None and self.keys.placed  # positions with gaps
+        if present and not begin and not scattered:
+            k, v = self.keys.whole(self.positions), self.values.whole()
             if not run.attends(present, k.tail, k.fmt, v.fmt):
                 bias = None if alibi is None else self.bias(alibi, 0, n)
                 return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.attend.strand import Channelwise
 from ..kernels.quant import ref
 from ..rope import Rope
 from .buffer import Buffer
@@ -35,7 +36,13 @@ class PackedView(NamedTuple):
     dtype: torch.dtype
     codec: Codec
     rope: Rope | None = None  # the keys are packed as they were before it
-    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo]
+    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo], or
+    # the first at this one and each next one further, [B or 1, 1, 1]
+
+    @property
+    def channelwise(self) -> Channelwise:
+        """What a kernel must be told of the channels."""
+        return self.codec.channelwise
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
@@ -55,7 +62,10 @@ class PackedView(NamedTuple):
             return self.codec.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
         assert self.at is not None
         raw = self.codec.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
-        return self.rope.turn(raw, self.at).to(self.dtype)
+        at = self.at
+        if at.shape[2] == 1:
+            at = at + torch.arange(self.hi - self.lo, device=at.device)
+        return self.rope.turn(raw, at).to(self.dtype)
 
 
 class PackedTokens:

@@ -166,7 +166,7 @@ def _tile(
     n, d, atom = x.shape[2], x.shape[3], ATOM[bits][0]
     p, db, atoms = cuda.room(atom, 1), cuda.room(d), (at + n - 1) // atom - at // atom + 1
     if not whole:
-        db = min(db, 128)
+        db = min(db, max(32, _TILE // group) if group else 128)
     a = group // atom if group else cuda.room(max(1, min(_TILE // (db * p), atoms)), 1)
     tile = {"ATOM": atom, "A": a, "P": p, "DB": db}
     return tile, (-(-atoms // a), x.shape[0] * x.shape[1], -(-d // db))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .chosen import behind, chosen
 from .errors import CacheMisuse, TierError
 from .kernels.select import ref
 from .layer import Asked, LayerCache
@@ -119,6 +120,12 @@ class RecalledLayer(LayerCache):
             self.far.map(fn)
         self.mask = None if self.mask is None else fn(self.mask)
 
+    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
+        pieces = super()._past(see, alibi, present)
+        if len(pieces) == 2 and pieces[1].choice is not None:
+            return [behind(*pieces)]  # the sinks are read with the tokens chosen
+        return pieces
+
     def _read(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
         tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.protect.tokens
         self.chosen = None
@@ -136,13 +143,17 @@ class RecalledLayer(LayerCache):
             real = self._real(see, 0, tokens)
             valid = real.expand(-1, slots.shape[1], -1).gather(2, slots)
         bias = None if alibi is None else alibi.bias(self._origin + slots)
+        begin = tokens - self._far_tokens
+        rest = self.body.pieces(see, present, alibi, begin=begin)
         if self.far is not None:
-            keys, values = self.far.read(slots)
-        else:
-            keys = self._gather(self.body.keys, tokens, slots)
-            values = self._gather(self.body.values, tokens, slots)
-        rest = self.body.pieces(see, present, alibi, begin=tokens - self._far_tokens)
-        return [Piece(keys, values, valid, bias=bias), *rest]
+            return [Piece(*self.far.read(slots), valid, bias=bias), *rest]
+        keys, values = self.body.keys, self.body.values
+
+        def gather() -> tuple[Tensor, Tensor]:
+            return self._gather(keys, tokens, slots), self._gather(values, tokens, slots)
+
+        strands = keys.whole(), values.whole()
+        return [chosen(strands, slots, begin, valid, bias, rest, gather)]
 
     def _far_pieces(self, see: Tensor | None, alibi: Alibi | None) -> list[Piece]:
         """All of the tier, a stretch at a time."""

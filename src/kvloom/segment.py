@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from .alibi import Alibi
 from .kernels.attend import ref, run
 from .kernels.attend.strand import Strand
+from .kernels.select.ref import gather
 from .store.lane import Lane
 from .store.packed import PackedView
 
@@ -23,12 +24,29 @@ from .store.packed import PackedView
 _UNPACK = 8192
 
 
+class Choice(NamedTuple):
+    """Which tokens of strands a piece is: at slots int64 [B, H, M], and all from `begin` on.
+
+    first: exact keys and values [B, Hk, S, D] before them. parts: gives the same as pieces.
+    """
+
+    slots: Tensor
+    begin: int
+    parts: Callable[[], list[Piece]]
+    first: ref.First | None = None
+
+    def tokens(self, held: Any) -> int:
+        """How many, of a strand."""
+        before = 0 if self.first is None else self.first[0].shape[2]
+        return before + self.slots.shape[2] + held.tokens - self.begin
+
+
 class Piece(NamedTuple):
     """Tokens whose keys share one form and whose values share one form, ready to attend to.
 
     The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
     valid: bool [B, 1, N], or None when every token may be seen. bias: fp32 [B, Hq, N], added to the
-    logits.
+    logits. choice: only these tokens of two strands, in the order named there, for one query.
     """
 
     keys: Tensor | PackedView | Strand
@@ -36,10 +54,13 @@ class Piece(NamedTuple):
     valid: Tensor | None
     causal: int = 0
     bias: Tensor | None = None
+    choice: Choice | None = None
 
     @property
     def tokens(self) -> int:
         """How many there are."""
+        if self.choice is not None:
+            return self.choice.tokens(self.keys)
         if isinstance(self.keys, PackedView):
             return self.keys.hi - self.keys.lo
         return _strand(self.keys).tokens
@@ -52,6 +73,8 @@ class Piece(NamedTuple):
     def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
         """Attend q [B, Hq, T, D] to this piece."""
         state = self.fused(q, scale, softcap)
+        if state is None and self.choice is not None:
+            return ref.merge([part.attend(q, scale, softcap) for part in self.choice.parts()])
         return state or ref.attend(
             q,
             self.exact_keys,
@@ -67,16 +90,12 @@ class Piece(NamedTuple):
         """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
             return None
-        return run.attend(
-            q,
-            _strand(self.keys),
-            _strand(self.values),
-            scale,
-            causal=self.causal > 0,
-            valid=self.valid,
-            softcap=softcap,
-            bias=self.bias,
-        )
+        keys, values = _strand(self.keys), _strand(self.values)
+        options: dict[str, Any] = {"valid": self.valid, "softcap": softcap, "bias": self.bias}
+        if self.choice is not None:
+            slots, begin, _, first = self.choice
+            return run.attend_gathered(q, keys, values, slots, begin, scale, first=first, **options)
+        return run.attend(q, keys, values, scale, causal=self.causal > 0, **options)
 
 
 class Segment:
@@ -252,7 +271,7 @@ class Segment:
 
 def take(x: Tensor, slots: Tensor) -> Tensor:
     """x [B, Hk, N, D] at slots int64 [B, Hk, M]: [B, Hk, M, D]."""
-    return x.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+    return gather(x, slots)
 
 
 class Sinks:

@@ -124,14 +124,6 @@ def whole(name: str, value: object, least: int) -> None:
         raise RecipeError(f"{name}={value!r} must be a whole number, {least} or more")
 
 
-def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
-    """Scores [B, Hq, N] of the heads that choose: [B, Hk, N], or as they are for "each"."""
-    if group == "each":
-        return scores
-    by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
-    return by_group.amax(dim=2) if group == "max" else by_group.mean(dim=2)
-
-
 def grown(old: Tensor | None, new: Tensor) -> Tensor:
     """Old and new, one behind the other along dimension 2."""
     return new if old is None else torch.cat([old, new], dim=2)

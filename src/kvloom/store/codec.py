@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import CacheMisuse
 from ..kernels.quant import ref
 from ..kernels.quant.rotated import dequantize_rotated, quantize_rotated
+from ..kernels.quant.scheme import Scheme
 from ..rope import Rope
 from .formats import META, Packed, Transform
 
@@ -48,6 +49,10 @@ NOTHING = Known()
 class Codec(Protocol):
     """One way from tokens [B, Hk, N, D] to (codes uint8, scale, zero) and back."""
 
+    @property
+    def scheme(self) -> Scheme:
+        """It, as kernels see it."""
+
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
 
@@ -60,6 +65,7 @@ class Plain:
 
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
+        self.scheme = Scheme(fmt.bits, fmt.axis, self.group, META[fmt.meta])
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
@@ -88,6 +94,9 @@ class Mapped:
             meta = ref.metadata(channels.low, channels.high, fmt.bits, META[fmt.meta])
             scale, zero = (ref.spread(m.view(1, 1, 1, -1), group_of) for m in meta)
             self.static = scale, zero
+        self.scheme = Scheme(
+            fmt.bits, "token", 0, META[fmt.meta], group_of, clip, channels.divisor, self.static
+        )
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; a token's groups do not see other tokens, so padding needs no care."""
@@ -112,6 +121,7 @@ class Rotated:
 
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
+        self.scheme = Scheme(fmt.bits, "token", self.group, META[fmt.meta], rotated=True)
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; a token does not see other tokens, so padding needs no care."""

@@ -1,25 +1,26 @@
 """Packed tokens: codes, scales and zeros that grow together.
 
-Decides how codes are appended behind codes that share their last byte; the arithmetic is in
-`kernels.quant`.
+Decides where room is made for them, and how the reference appends codes behind codes that share
+their last byte; the arithmetic is in `kernels.quant`, and so are kernels that write in place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.quant import ref
+from ..kernels.quant import ref, run
+from ..kernels.quant.scheme import Held
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec
 from .formats import META, Packed
 
-# Tokens quantized at once: bounds the fp32 copies made on the way.
+# Tokens quantized at once where that takes fp32 copies of them: bounds these.
 _CHUNK = 4096
 
 
@@ -39,9 +40,20 @@ class PackedView(NamedTuple):
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        fmt = self.fmt
+        if self.rope is None:
+            return self._unpacked(self.dtype)
+        assert self.at is not None
+        return self.rope.turn(self._unpacked(torch.float32), self.at).to(self.dtype)
+
+    def _unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The tokens as they were packed."""
+        by, fmt = self.codec, self.fmt
+        unpack = run.unpacker(by.scheme, self.codes, dtype)
+        if unpack is not None:
+            held = Held(self.codes, self.scale, self.zero)
+            return unpack(held, by.scheme, self.lo, self.hi, dtype)
         atom, rows = ref.ATOM[fmt.bits]
-        per_meta = fmt.group if fmt.axis == "channel" else 1  # tokens that share a scale
+        per_meta = by.scheme.stretch
         unit = math.lcm(per_meta, atom)
         lo = self.lo // unit * unit  # start where both bytes and groups start
         hi = -(-self.hi // per_meta) * per_meta
@@ -49,13 +61,8 @@ class PackedView(NamedTuple):
             self.codes[:, :, lo // atom * rows : ref.rows_for(hi, fmt.bits)], fmt.bits, hi - lo
         )
         meta = slice(lo // per_meta, hi // per_meta)
-        scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
-        stretch = slice(self.lo - lo, self.hi - lo)
-        if self.rope is None:
-            return self.codec.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
-        assert self.at is not None
-        raw = self.codec.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
-        return self.rope.turn(raw, self.at).to(self.dtype)
+        found = by.dequantize(codes, self.scale[:, :, meta], self.zero[:, :, meta], dtype)
+        return found[:, :, self.lo - lo : self.hi - lo]
 
 
 class PackedTokens:
@@ -69,6 +76,7 @@ class PackedTokens:
         self.codec: Codec | None = None
         self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
         self.count = 0
+        self._like: tuple[Tensor, Tensor] | None = None  # empty: the shapes of codes and scales
         self.dtype = torch.float32
 
     def __len__(self) -> int:
@@ -87,22 +95,15 @@ class PackedTokens:
         """
         if self.codec is None:
             self.codec = codec(self.fmt, self.channels, x)
-        parts = []
-        for lo in range(0, x.shape[2], _CHUNK):
-            part = slice(lo, lo + _CHUNK)
-            here = None if real is None else real[:, :, part]
-            tokens = x[:, :, part]
-            if self.rope is not None:
-                assert at is not None
-                tokens = self.rope.turn(tokens.float(), -at[:, :, part])
-            found, scale, zero = self.codec.quantize(tokens, here)
-            parts.append((found, _plain(scale), _plain(zero)))
-        codes, scale, zero = (
-            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
-        )
-        self._append_codes(codes)
-        self.scale.append(scale)
-        self.zero.append(zero)
+        pack = run.packer(self.codec.scheme, x)
+        if pack is None:
+            self._append(self._parts(x, real, at))
+        else:
+            held = self._extend(x)
+            whole = [(x, real)] if self.rope is None else self._parts(x, real, at)
+            for tokens, here in whole:
+                pack(tokens, self.codec.scheme, held, self.count, here)
+                self.count += tokens.shape[2]
         self.dtype = x.dtype
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
@@ -117,6 +118,46 @@ class PackedTokens:
         """Apply fn to every tensor held, along the batch dimension."""
         for buffer in (self.codes, self.scale, self.zero):
             buffer.map(fn)
+
+    def _parts(
+        self, x: Tensor, real: Tensor | None, at: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """x and real, a chunk at a time, as they were before RoPE if need be."""
+        for i, tokens in enumerate(x.split(_CHUNK, dim=2)):
+            part = slice(i * _CHUNK, i * _CHUNK + tokens.shape[2])
+            if self.rope is not None:
+                assert at is not None
+                tokens = self.rope.turn(tokens.float(), -at[:, :, part])
+            yield tokens, None if real is None else real[:, :, part]
+
+    def _extend(self, x: Tensor) -> Held:
+        """Room for the tokens of x behind what is there, not yet written."""
+        assert self.codec is not None
+        scheme, (b, h, t, d) = self.codec.scheme, x.shape
+        if self._like is None:
+            rows, numbers = scheme.scales(h, d)
+            meta = torch.uint8 if scheme.meta == torch.float8_e4m3fn else scheme.meta
+            codes = x.new_empty(b, h, 0, d, dtype=torch.uint8)
+            self._like = codes, x.new_empty(b, rows, 0, numbers, dtype=meta)
+        codes, scales = self._like
+        more = ref.rows_for(self.count + t, scheme.bits) - ref.rows_for(self.count, scheme.bits)
+        t //= scheme.stretch
+        return Held(
+            self.codes.extend(more, codes),
+            self.scale.extend(t, scales),
+            self.zero.extend(t, scales),
+        )
+
+    def _append(self, parts: Iterator[tuple[Tensor, Tensor | None]]) -> None:
+        """Quantize and append by the reference."""
+        assert self.codec is not None
+        found = [self.codec.quantize(*part) for part in parts]
+        codes, scale, zero = (
+            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*found, strict=True)
+        )
+        self._append_codes(codes)
+        self.scale.append(_plain(scale))
+        self.zero.append(_plain(zero))
 
     def _append_codes(self, codes: Tensor) -> None:
         bits = self.fmt.bits

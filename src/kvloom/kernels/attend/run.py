@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, ref
+from . import cpu, gathered, ref
 from .strand import Strand
 
 COVERAGE = {
     "cpu": (
         "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
         "bf16; packed at 2, 3, 4, 8 bit per channel or per token, metadata fp32, fp16, bf16; "
-        "padding, softcap, bias, causal"
+        "padding, softcap, bias, causal; chosen tokens: one query a step, packed at 1, 1.5, 2, 3, "
+        "4, 8 bit"
     ),
 }
 """What a backend covers; `ref` runs the rest."""
@@ -51,4 +52,30 @@ def attend(
         return None
     return cpu.attend(
         q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias
+    )
+
+
+def attend_gathered(
+    q: Tensor,
+    keys: Strand,
+    values: Strand,
+    slots: Tensor,
+    begin: int,
+    scale: float,
+    *,
+    first: ref.First | None = None,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> ref.State | None:
+    """Attend as `ref.attend_gathered` does, by the kernel that covers the case; None if none."""
+    _, why = dispatch.candidate(keys.tail)
+    why = why or gathered.problems(q.shape[2], keys.tail, keys.fmt, values.fmt)
+    if not why and q.requires_grad and torch.is_grad_enabled():
+        why = ["a gradient is asked for; call under torch.no_grad()"]
+    dispatch.count("attend_gathered", "cpu", why)
+    if why:
+        return None
+    return gathered.attend(
+        q, keys, values, slots, begin, scale, first=first, valid=valid, softcap=softcap, bias=bias
     )

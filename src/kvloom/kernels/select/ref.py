@@ -86,6 +86,24 @@ def sizes(labels: Tensor, clusters: int) -> Tensor:
     return count.scatter_add_(2, labels, torch.ones_like(labels))[..., :clusters]
 
 
+def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
+    """How queries [B, Hq, D] rate clusters, q . centroid: fp32 [B, Hk, C], "each": [B, Hq, C].
+
+    centroids: [B, Hk, C, D]. alive: bool [B, Hk, C]; the others are rated minus infinity.
+    """
+    b, hk, c = alive.shape
+    dead = ~alive.unsqueeze(2).expand(b, hk, q.shape[1] // hk, c).reshape(b, -1, c)
+    return together(dots(q, centroids).masked_fill_(dead, -torch.inf), hk, group)
+
+
+def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
+    """Scores [B, Hq, N] of the heads that choose: [B, Hk, N], or as they are for "each"."""
+    if group == "each":
+        return scores
+    by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
+    return by_group.amax(dim=2) if group == "max" else by_group.mean(dim=2)
+
+
 def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
     """The tokens of the best clusters, exactly m of them: int64 [B, H, m].
 
@@ -103,23 +121,27 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
     return _by_group(order, (start - end + size).gather(2, rank) + place, r).long()
 
 
-def page_bounds(x: Tensor, page: int, real: Tensor) -> tuple[Tensor, Tensor]:
+def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """The least and the largest key of every page and channel: 2 x [B, Hk, N / page, D].
 
-    x: [B, Hk, N, D], whole pages. real: bool [B, 1, N], False for tokens that do not count; a page
-    without tokens has the bounds (plus, minus) the largest number there is.
+    x: [B, Hk, N, D], whole pages. real: bool [B, 1, N], False for tokens that do not count (None:
+    all do); a page without tokens has the bounds (plus, minus) the largest number there is.
     """
     b, h, n, d = x.shape
-    pages, hidden = x.view(b, h, n // page, page, d), ~real.view(b, 1, n // page, page, 1)
+    pages = x.reshape(b, h, n // page, page, d)
+    if real is None:
+        return pages.amin(dim=3), pages.amax(dim=3)
+    hidden = ~real.view(b, 1, n // page, page, 1)
     most = torch.finfo(x.dtype).max
     low = pages.masked_fill(hidden, most).amin(dim=3)
     return low, pages.masked_fill(hidden, -most).amax(dim=3)
 
 
-def page_scores(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The most that q . k can be for a key of each page, fp32 [B, Hq, pages]; -inf for no tokens.
+def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str = "each") -> Tensor:
+    """The most that q . k can be for a key of each page; -inf for no tokens.
 
-    q: [B, Hq, D]. low, high: [B, Hk, pages, D]. max(q low, q high) summed over channels is
+    q: [B, Hq, D]. low, high: [B, Hk, pages, D]. Returns fp32 [B, Hk, pages], of the heads that
+    choose together; "each": [B, Hq, pages]. max(q low, q high) summed over channels is
     relu(q) high - relu(-q) low.
     """
     b, hq, d = q.shape
@@ -127,12 +149,17 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     top = rows.clamp_min(0) @ high.float().transpose(-1, -2)
     top -= (-rows).clamp_min(0) @ low.float().transpose(-1, -2)
     none = (low[..., 0] > high[..., 0]).unsqueeze(2)
-    return top.masked_fill_(none, -torch.inf).view(b, hq, -1)
+    scores = top.masked_fill_(none, -torch.inf).view(b, hq, -1)
+    return together(scores, low.shape[1], group)
 
 
-def pages_to_tokens(pages: Tensor, page: int) -> Tensor:
-    """Every token of the pages int64 [B, H, P]: [B, H, P * page]."""
-    return (pages.unsqueeze(-1) * page + torch.arange(page, device=pages.device)).flatten(2)
+def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
+    """Every token of the best pages, best first, of equal ones the oldest: [B, H, pages * page].
+
+    scores: fp32 [B, H, P].
+    """
+    best = scores.argsort(dim=-1, descending=True, stable=True)[..., :pages]
+    return (best.unsqueeze(-1) * page + torch.arange(page, device=best.device)).flatten(2)
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:

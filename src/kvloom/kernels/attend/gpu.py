@@ -32,6 +32,8 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
     found = [*cuda.problems(like), *_of_formats(like.shape[-1], keys, values)]
+    if like.dtype == torch.bfloat16 and not like.is_cuda:
+        found.append("Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there")
     if tokens > MOST:
         found.append(f"{tokens} queries a step are more than {MOST}")
     return found
@@ -92,27 +94,41 @@ def attend(
     return _run(_call(q, keys, values, scale, causal, softcap, masks, None, begin, n))
 
 
-def gathered(
+def attend_gathered(
     q: Tensor,
     keys: Strand,
     values: Strand,
     slots: Tensor,
+    begin: int,
     scale: float,
     *,
+    first: ref.First | None = None,
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> State:
-    """Attend q [B, Hq, T, D] to the tokens at slots [B, H, M] of two strands, where they lie.
+    """Attend q [B, Hq, T, D] as `ref.attend_gathered` does, to chosen tokens where they lie.
 
-    slots: int32 or int64, H a multiple of Hk that divides Hq (heads of a group may choose alone);
-    they are all packed or all exact, on either side. valid: bool [B, 1 or H, M]; bias: fp32
-    [B or 1, Hq, M]. Only cases without `problems`.
+    Only cases without `problems`. The tokens at slots are all packed or all exact, on either side.
     """
-    if not slots.numel():
-        return _nothing(q)
-    masks = _masks(valid, bias)
-    return _run(_call(q, keys, values, scale, False, softcap, masks, slots, 0, slots.shape[2]))
+    lead, m, n = 0 if first is None else first[0].shape[2], slots.shape[2], keys.tokens
+    before = [Strand(None, x) for x in first or ()]
+    parts = (  # strands, slots, tokens from, to
+        (before, None, 0, lead),
+        ([keys, values], slots, 0, m),
+        ([keys, values], None, begin, n),
+    )
+    states, at = [], 0
+    for strands, chosen, lo, hi in parts:
+        if hi > lo and q.shape[0]:
+            columns = slice(at, at + hi - lo)
+            masks = _masks(
+                None if valid is None else valid[..., columns],
+                None if bias is None else bias[..., columns],
+            )
+            states.append(_run(_call(q, *strands, scale, False, softcap, masks, chosen, lo, hi)))
+            at += hi - lo
+    return ref.merge(states) if states else _nothing(q)
 
 
 def _nothing(q: Tensor) -> State:
@@ -129,10 +145,10 @@ class _Masks(NamedTuple):
 
 def _masks(valid: Tensor | None, bias: Tensor | None) -> _Masks:
     if valid is not None:
-        valid = (valid if valid.stride(2) == 1 else valid.contiguous()).view(torch.uint8)
+        valid = (valid if valid.stride(-1) == 1 else valid.contiguous()).view(torch.uint8)
     if bias is not None:
         bias = bias.float()
-        bias = bias if bias.stride(2) == 1 else bias.contiguous()
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
     return _Masks(valid, bias)
 
 
@@ -227,7 +243,11 @@ def _call(
     """How the kernels are called for a case; tensors may be on torch's meta device."""
     b, hq, t, d = q.shape
     ks, vs = _side("k", keys), _side("v", values)
-    heads = keys.tail.shape[1] if slots is None else slots.shape[1]
+    heads = keys.tail.shape[1]  # those that share what they see: of the slots, of the mask
+    if slots is not None:
+        heads = slots.shape[1]
+    elif masks.valid is not None:
+        heads = max(heads, masks.valid.shape[1])
     r = hq // heads
     q = q.to(keys.tail.dtype).contiguous()
     turned = q if not ks.rotated else (_turned(q, ks.rotated).to(q.dtype))

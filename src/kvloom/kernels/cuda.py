@@ -54,6 +54,8 @@ def misplaced(device: torch.device) -> list[str]:
         found.append("Triton is not installed; pip install triton")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         found.append(f"the tensors are on {device.type}, not on a CUDA device")
+    elif device.type == "cuda" and _capability(device) < (8, 0):
+        found.append("the GPU's compute capability is below 8.0 (Ampere)")
     return found
 
 
@@ -125,3 +127,8 @@ def room(size: int, least: int = 16) -> int:
 @cache
 def _installed() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

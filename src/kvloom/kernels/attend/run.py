@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, gathered, ref
+from . import cpu, gathered, gpu, ref
 from .strand import Strand
 
 COVERAGE = {
@@ -18,8 +18,17 @@ COVERAGE = {
         "padding, softcap, bias, causal; chosen tokens: one query a step, packed at 1, 1.5, 2, 3, "
         "4, 8 bit"
     ),
+    "gpu": (
+        "1 to 8 queries a step; head_dim 16 to 256; exact tokens in fp32, fp16, bf16; packed at "
+        "1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, metadata fp32, fp16, "
+        "bf16, fp8; padding, softcap, bias, causal; chosen tokens"
+    ),
 }
 """What a backend covers; `ref` runs the rest."""
+
+_KERNELS: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
+_CHOSEN: dict[str, Any] = {"cpu": gathered.attend, "gpu": gpu.attend_gathered}
+_REFUSED: dict[str, Any] = {"cpu": gathered.problems, "gpu": gpu.problems}
 
 
 def attends(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -28,8 +37,8 @@ def attends(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> 
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, None where all are
     exact.
     """
-    _, why = dispatch.candidate(like)
-    return why or cpu.problems(tokens, like, keys, values)
+    backend, why = dispatch.candidate(like)
+    return why or _KERNELS[backend].problems(tokens, like, keys, values)
 
 
 def attend(
@@ -44,13 +53,13 @@ def attend(
     bias: Tensor | None = None,
 ) -> ref.State | None:
     """Attend as `ref.attend` does, by the kernel that covers the case; None if none does."""
-    why = attends(q.shape[2], keys.tail, keys.fmt, values.fmt)
-    if not why and q.requires_grad and torch.is_grad_enabled():
-        why = ["a gradient is asked for; call under torch.no_grad()"]
-    dispatch.count("attend", "cpu", why)
+    backend, why = dispatch.candidate(keys.tail)
+    why = why or _KERNELS[backend].problems(q.shape[2], keys.tail, keys.fmt, values.fmt)
+    why = why or _differentiated(q)
+    dispatch.count("attend", backend, why)
     if why:
         return None
-    return cpu.attend(
+    return _KERNELS[backend].attend(
         q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias
     )
 
@@ -69,13 +78,19 @@ def attend_gathered(
     bias: Tensor | None = None,
 ) -> ref.State | None:
     """Attend as `ref.attend_gathered` does, by the kernel that covers the case; None if none."""
-    _, why = dispatch.candidate(keys.tail)
-    why = why or gathered.problems(q.shape[2], keys.tail, keys.fmt, values.fmt)
-    if not why and q.requires_grad and torch.is_grad_enabled():
-        why = ["a gradient is asked for; call under torch.no_grad()"]
-    dispatch.count("attend_gathered", "cpu", why)
+    backend, why = dispatch.candidate(keys.tail)
+    why = why or _REFUSED[backend](q.shape[2], keys.tail, keys.fmt, values.fmt)
+    why = why or _differentiated(q)
+    dispatch.count("attend_gathered", backend, why)
     if why:
         return None
-    return gathered.attend(
+    return _CHOSEN[backend](
         q, keys, values, slots, begin, scale, first=first, valid=valid, softcap=softcap, bias=bias
     )
+
+
+def _differentiated(q: Tensor) -> list[str]:
+    """Why no kernel attends, if a gradient is asked for."""
+    if q.requires_grad and torch.is_grad_enabled():
+        return ["a gradient is asked for; call under torch.no_grad()"]
+    return []

@@ -32,7 +32,9 @@ WORDS = "without CUDA there is nothing to measure; --dry-run runs all of it in t
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", default=",".join(SECONDS), help="some of " + ", ".join(SECONDS))
+    parser.add_argument(
+        "--sections", default=",".join(SECONDS), help="some of " + ", ".join(SECONDS)
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, without a GPU")
     parser.add_argument("--fast", action="store_true", help="the fewest cases of check")
     parser.add_argument("--out", type=Path, help="where to write, instead of results/gpu.json")

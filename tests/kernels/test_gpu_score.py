@@ -67,7 +67,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         for name, given in options(t, n, hq, hk, g).items():
             got, want = (f.column_mass(q, k, d**-0.5, **given) for f in (gpu, ref))
             assert got.dtype == torch.float32
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(
+                got, want, rtol=1e-4, atol=1e-30, msg=lambda m, n=name: n + m
+            )
 
     def test_a_known_log_sum_exp_saves_a_pass():
         q, k = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 33, 16)

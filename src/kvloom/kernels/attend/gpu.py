@@ -366,4 +366,3 @@ def _turned(x: Tensor, group: int, back: bool = False) -> Tensor:
     """x [..., D] with groups of channels rotated, or rotated back, fp32."""
     matrix = _rotation(group, x.device)
     return (x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)).flatten(-2)
-

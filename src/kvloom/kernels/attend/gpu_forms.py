@@ -115,7 +115,9 @@ def forms() -> Iterator[Form]:
                 brief = bits == 3 and meta == "fp8" and axes == ("token", "token")
                 yield _form(f"{bits} bit {axes[0]} {axes[1]} {meta}", *formats, brief=brief)
     for meta in ("fp32", "bf16"):
-        yield _form(f"2 bit {meta}", *(_packed(2, axis, meta=meta) for axis in ("channel", "token")))
+        yield _form(
+            f"2 bit {meta}", *(_packed(2, axis, meta=meta) for axis in ("channel", "token"))
+        )
     for kind in ("mapped", "smooth", "static", "rotated"):
         for bits in (2, 4):
             one = _packed(bits, "token", 128, "fp8", kind)

@@ -8,8 +8,8 @@ A tile is [A atoms, P tokens, D channels]; P is the atom's tokens, or 8 for the 
 program of `pack` owns a tile: per channel, one group of tokens. Loads of neighboring channels are
 contiguous, and a byte is the sum of its tokens' shares, so bytes that are begun are added to.
 
-Reference: `ref.quantize`, `ref.pack_codes`, `ref.dequantize`. Tolerance: none; unpacking rounds code *
-scale + zero once, as torch does, where the interpreter rounds twice if the metadata are fp32.
+Reference: `ref.quantize`, `ref.pack_codes`, `ref.dequantize`. Tolerance: none; unpacking rounds
+code * scale + zero once, as torch does, where the interpreter rounds twice if metadata are fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def as_stored(x, META: tl.constexpr):
     if META == 3:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits >> 20) & 0x7FF) - 960  # exponents count from 7 instead of 127
-        size = tl.where(tl.abs(x) < 0.015625, tl.minimum(tl.abs(x) * 512.0, 7.0).to(tl.int32), normal)
+        size = tl.where(
+            tl.abs(x) < 0.015625, tl.minimum(tl.abs(x) * 512.0, 7.0).to(tl.int32), normal
+        )
         x = (((bits >> 24) & 128) | (size & 127)).to(tl.uint8)
     return x
 
@@ -86,7 +88,9 @@ def encode(x, scale, zero, TOP: tl.constexpr):
 
 
 @triton.jit
-def put(byte, row, codes, atom, last, step, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr):
+def put(
+    byte, row, codes, atom, last, step, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr
+):
     """Store bytes [A, DB], row `row` of the PER rows of each atom; add to those that are begun.
 
     atom: [A], of the whole storage, up to `last`; the first of all programs' is begun or not.
@@ -267,7 +271,7 @@ def unpack(
     BITS2: tl.constexpr, META: tl.constexpr, PER: tl.constexpr, ATOM: tl.constexpr,
     A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as for `pack`, from lo's atom on."""
+    """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as `pack`'s, from lo's atom on."""
     line = tl.program_id(1).to(tl.int64)
     row, head = line // heads, line % heads
     atom = lo // ATOM + tl.program_id(0) * A + tl.arange(0, A)

@@ -70,12 +70,13 @@ def column_mass(
     numbers = (float(scale), capped, 1.0 / tau, seed, first, window or 0)
     strides = (*q.stride()[:3], *k.stride()[:3], *steps)
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
-    form = {
+    form: dict[str, Any] = {
         "DB": cuda.room(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
         "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VALID": valid is not None,
         "WINDOW": window is not None,
     }  # fmt: skip
-    kernels, has = _kernels(), {"REAL": real is not None}
+    kernels = _kernels()
+    has: dict[str, Any] = {"REAL": real is not None}
     exact = q.dtype == torch.float32
     if t <= MOST and lse is None:
         rows, keys = hq // hk * t, 32 if exact else 64
@@ -92,7 +93,7 @@ def column_mass(
         )  # fmt: skip
         return mass
     form |= {"ROWS": 32 if exact else 64, "KEYS": 32 if exact else 64}
-    shape = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
+    shape: dict[str, Any] = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
     if lse is None:
         lse = mass.new_empty(b, hq, t)
         cuda.launch(

@@ -35,7 +35,7 @@ def kmeans(
     x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """Cluster keys x [B, Hk, N, D] as `ref.kmeans` does, without waiting for the device."""
-    b, h, n, d = x.shape
+    b, h, _, d = x.shape
     index = start.unsqueeze(-1).expand(b, h, start.shape[2], d)
     centroids = x.gather(2, index).float().contiguous()
     return _clusters(x, centroids, real, alive, distance, iterations)
@@ -85,7 +85,9 @@ def _clusters(
 
     finish(0)
     for number in range(max(1, iterations)):
-        tile = {"DK": dk, "CHUNKS": chunks, "TOKENS": side, "CLUSTERS": side, "FIRST": number == 0}
+        tile: dict[str, Any] = {
+            "DK": dk, "CHUNKS": chunks, "TOKENS": side, "CLUSTERS": side, "FIRST": number == 0,
+        }  # fmt: skip
         cuda.launch(
             kernels.assign, (-(-n // side), lines), x,
             x, shares, factor, offset, seen, labels, changed, number, n, c, h, d, *x.stride()[:3],

@@ -226,7 +226,7 @@ def choose(
     scores, size, start, order, chosen, clusters, n, m, heads, r,
     CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the best clusters, int64 chosen [B, H, M]. Grid: (clusters, batch row and head).
+    """The tokens of the best clusters, int64 chosen [B, H, M]. Grid: (clusters, row and head).
 
     A program owns a cluster: how many tokens better ones have says where its own go. scores: fp32
     [B, H, C]; size, start: int32 [B, Hk, C]; order: int32 [B, Hk, N].

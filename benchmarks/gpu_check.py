@@ -112,6 +112,8 @@ def _packed(bench: Bench, scheme: Scheme, d: int, dtype: torch.dtype) -> float:
         int((a.cpu().float() != b.float()).sum())
         for a, b in zip(held, (packed, scale, zero), strict=True)
     )
+    if bench.dry and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter truncates to bf16
     back = quant_ref.dequantize(codes, scale, zero, scheme.axis, group, dtype)[:, :, 3:]
     got = quant_gpu.unpack(held, scheme, 3, n, dtype)
     if scheme.meta != torch.float32:
@@ -178,7 +180,12 @@ def _select(bench: Bench, fast: bool) -> Iterator[Case]:
             )  # fmt: skip
     for d, page in ((128, 16), (64, 5)):
         dtype = torch.float16 if bench.dry else torch.bfloat16
-        yield "pages", f"D={d} page={page}", 1e-5, lambda d=d, p=page: _pages(bench, d, p, dtype)
+        yield (
+            "pages",
+            f"D={d} page={page}",
+            1e-5,
+            lambda d=d, p=page, t=dtype: _pages(bench, d, p, t),
+        )
     for m in (1, 130):
         yield "select_clusters", f"m={m}", 0.0, lambda m=m: _choice(bench, m)
 
@@ -234,7 +241,7 @@ def _attend(bench: Bench, fast: bool) -> Iterator[Case]:
     for turn, (name, keys, values) in enumerate(formats):
         if fast and turn not in (0, 3):
             continue
-        d, r = ((128, 4), (64, 1), (96, 8), (80, 4))[turn % 4] if turn else (128, 4)
+        d, r = ((128, 4), (64, 1), (96, 8), (256, 4))[turn % 4] if turn else (128, 4)
         dtype = torch.float16 if bench.dry else DTYPES[turn % 3]
         for t in (1,) if fast else (1, 4):
             what = f"{name}, D={d} R={r} T={t} {dtype}"

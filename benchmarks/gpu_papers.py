@@ -1,4 +1,4 @@
-"""Sections `kivi`, `minikv`, `keyformer`, `clusterkv`, `generate`: the papers' system tables redone.
+"""Sections `kivi`, `minikv`, `keyformer`, `clusterkv`, `generate`: the papers' system tables.
 
 Every row has the paper's figure beside ours. Theirs are of other GPUs (A100, Ada 6000) and, for
 Keyformer, of another model (MPT-7B): ratios to the full cache are what compares. Models have random

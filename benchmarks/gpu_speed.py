@@ -73,11 +73,10 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
             lane.take(x, 0)
             lanes.append(lane)
         keys, values = (lane.whole() for lane in lanes)
-        scale = d**-0.5
-        if attend_run.attend(q, keys, values, scale) is None:
+        if attend_run.attend(q, keys, values, d**-0.5) is None:
             bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
             continue
-        ms = bench.ms(lambda a=keys, b=values: attend_run.attend(q, a, b, scale))
+        ms = bench.ms(lambda a=keys, b=values: attend_run.attend(q, a, b, d**-0.5))
         nbytes = sum(lane.nbytes for lane in lanes)
         bench.row(
             f"{tokens} x {batch}: {recipe}",

@@ -67,9 +67,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         for name, given in options(t, n, hq, hk, g).items():
             got, want = (f.column_mass(q, k, d**-0.5, **given) for f in (gpu, ref))
             assert got.dtype == torch.float32
-            torch.testing.assert_close(
-                got, want, rtol=1e-4, atol=1e-30, msg=lambda m, n=name: n + m
-            )
+            assert ((got - want).abs() <= 1e-4 * want).all(), name
 
     def test_a_known_log_sum_exp_saves_a_pass():
         q, k = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 33, 16)
@@ -81,18 +79,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         doubled = gpu.column_mass(q, k, 1.0, lse=lse + 1)
         torch.testing.assert_close(doubled, got / torch.e, rtol=1e-4, atol=1e-30)
 
-    def test_noise_is_the_references_where_it_is_largest():
-        """A key whose hash ends in ones has u = 1 - 2^-24, not 1, whose noise would be infinite."""
-        from kvloom.kernels.score.noise import _hash, _int32
-
-        keys = torch.arange(1 << 25)
-        state = _hash(_int32(torch.tensor([5])))
-        odd = keys[_hash(state + _int32(keys * 0xC2B2AE3D)).bitwise_and_(0xFFFFFF) == 0xFFFFFF]
-        assert len(odd)
-        noise = Noise("gumbel", 5, torch.cat([odd[:1], torch.arange(40)])[None, None], 0, True)
+    def test_the_largest_noise_is_finite():
+        """The hash of key 13,984,714 ends in ones: u is 1 - 2^-24, not 1."""
+        noise = Noise("gumbel", 5, torch.tensor([[[13_984_714, *range(40)]]]), 0, True)
+        assert noise.block(1, 1, 0, 1, 1).item() > 16
         q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 41, 16)
-        got = gpu.column_mass(q, k, 1.0, noise=noise)
-        assert got.sum().item() == pytest.approx(1.0, rel=1e-5)
+        got, want = (f.column_mass(q, k, 1.0, noise=noise) for f in (gpu, ref))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
 
 else:
 

@@ -7,7 +7,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,7 +151,7 @@ def forms() -> Iterator[Form]:
                 for name, options in {"": {}, " all": {**everything, "real": real}}.items():
                     yield from cuda.forms(
                         f"d{d} {str(dtype).removeprefix('torch.')} {t}q{name}",
-                        lambda q=q, k=k, o=options: column_mass(q, k, 1.0, **o),
+                        partial(column_mass, q, k, 1.0, **options),
                         d == 128 and dtype == torch.bfloat16,
                         shared=160 << 10,
                     )

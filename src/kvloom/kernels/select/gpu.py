@@ -6,8 +6,8 @@ gathering are torch's everywhere. Importing this does not import Triton, the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ def _clusters(
     changed[1:].zero_()  # the first iteration changes every label
     exact = x.dtype == torch.float32
     parts = 1 if exact else 3 if x.dtype == torch.bfloat16 else 2
-    dk = min(cuda.room(d), 32 if exact else 128)
+    dk = min(cuda.room(d), 32 if exact else 128 if d <= 128 else 64)
     chunks, side = -(-d // dk), 32 if exact else 64
     shares = x.new_empty(parts, b, h, c, d)
     factor, offset = centroids.new_empty(2, b, h, c)
@@ -166,7 +166,7 @@ def _rate(q: Tensor, low: Tensor, high: Tensor | None) -> Tensor:
         low, high = low.contiguous(), high.contiguous()
     q = q if q.stride(2) == 1 else q.contiguous()
     scores = q.new_empty(b, hq, n, dtype=torch.float32)
-    dk = min(cuda.room(d), 32 if q.dtype == torch.float32 else 128)
+    dk = min(cuda.room(d), 16 if q.dtype == torch.float32 else 128)
     if scores.numel():
         cuda.launch(
             _kernels().rate, (-(-n // 64), b * hk), q,
@@ -202,24 +202,21 @@ def forms() -> Iterator[Form]:
 
     real = meta(1, 1, 4096, dtype=torch.bool)
     alive, seeds = meta(1, 1, 48, dtype=torch.bool), meta(1, 1, 48, dtype=torch.int64)
+    call: Callable[[], object]
     for d in (64, 80, 128, 256):
         for dtype in cuda.DTYPES:
             name = f"d{d} {str(dtype).removeprefix('torch.')}"
             brief = d == 128 and dtype == torch.bfloat16
             x, q = meta(1, 2, 4096, d, dtype=dtype), meta(1, 8, d, dtype=dtype)
             for i, distance in enumerate(DISTANCES):
-                yield from cuda.forms(
-                    f"{name} {distance}",
-                    lambda x=x, of=distance, i=i: kmeans(x, seeds, real, alive, of, 2 - (i > 0)),
-                    brief, shared=160 << 10,
-                )  # fmt: skip
-            yield from cuda.forms(name, lambda x=x: page_bounds(x, 16, real), brief)
-            yield from cuda.forms(
-                f"{name} pages", lambda x=x, q=q: page_scores(q, x, x), brief, shared=160 << 10
-            )
-            yield from cuda.forms(f"{name} dots", lambda x=x, q=q: dots(q, x), brief)
-    yield from cuda.forms(
-        "clusters", lambda: select_clusters(
-            meta(1, 8, 48, dtype=torch.float32), meta(1, 2, 48), meta(1, 2, 48), meta(1, 2, 4096),
-            512), True,
+                call = partial(kmeans, x, seeds, real, alive, distance, 2 - (i > 0))
+                yield from cuda.forms(f"{name} {distance}", call, brief, shared=160 << 10)
+            yield from cuda.forms(name, partial(page_bounds, x, 16, real), brief)
+            call = partial(page_scores, q, x, x)
+            yield from cuda.forms(f"{name} pages", call, brief, shared=160 << 10)
+            yield from cuda.forms(f"{name} dots", partial(dots, q, x), brief)
+    call = partial(
+        select_clusters, meta(1, 8, 48, dtype=torch.float32), meta(1, 2, 48), meta(1, 2, 48),
+        meta(1, 2, 4096), 512,
     )  # fmt: skip
+    yield from cuda.forms("clusters", call, True)

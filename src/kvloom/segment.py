@@ -6,7 +6,7 @@ included); padding, causality and positions follow from it. Knows nothing of rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from .alibi import Alibi
 from .kernels.attend import ref, run
 from .kernels.attend.strand import Strand
 from .kernels.select.ref import gather
-from .store.lane import Lane
+from .store.lane import Lane, Part
 from .store.packed import PackedView
 
 # Packed tokens are unpacked this many at a time: bounds the exact copy a step makes of them.
@@ -86,16 +86,28 @@ class Piece(NamedTuple):
             bias=self.bias,
         )
 
-    def fused(self, q: Tensor, scale: float, softcap: float | None) -> ref.State | None:
-        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
+    def fused(
+        self,
+        q: Tensor,
+        scale: float,
+        softcap: float | None,
+        products: list[Tensor] | None = None,
+    ) -> ref.State | None:
+        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does.
+
+        products: as in `kernels.attend.run`.
+        """
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
+            run.left(q.shape[2], q, _format(self.keys), _format(self.values))
             return None
         keys, values = _strand(self.keys), _strand(self.values)
         options: dict[str, Any] = {"valid": self.valid, "softcap": softcap, "bias": self.bias}
         if self.choice is not None:
             slots, begin, _, first = self.choice
             return run.attend_gathered(q, keys, values, slots, begin, scale, first=first, **options)
-        return run.attend(q, keys, values, scale, causal=self.causal > 0, **options)
+        return run.attend(
+            q, keys, values, scale, causal=self.causal > 0, products=products, **options
+        )
 
 
 class Segment:
@@ -103,19 +115,21 @@ class Segment:
 
     Token j has the logical index first + j, but for the first `kept` ones: those were chosen from
     more, per key/value head, and `index` [B, Hk, kept] says which they are (None: no padding was
-    among them, and nobody asks).
+    among them, and nobody asks). The first `away` tokens lie elsewhere, where `give` has put them;
+    they count in all numbers of tokens.
     """
 
     def __init__(self, keys: Lane, values: Lane) -> None:
         self.keys, self.values = keys, values
         self.first = 0
         self.kept = 0
+        self.away = 0
         self.index: Tensor | None = None
         self.start: Tensor | None = None  # [B], where rows begin; None: at 0, or nobody asks
         self.begun = False  # start is final
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self.away + len(self.keys)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +140,9 @@ class Segment:
     @property
     def exact(self) -> int:
         """Newest tokens whose keys and values are both still exact: those that crop can remove."""
-        return len(self) - max(self.keys.sealed, self.values.sealed)
+        if self.keys.packed is None and self.values.packed is None:
+            return len(self)
+        return len(self.keys) - max(self.keys.sealed, self.values.sealed)
 
     def exact_keys(self) -> Tensor:
         """The exact keys [B, Hk, N, D]: all of them where nothing is packed."""
@@ -142,7 +158,7 @@ class Segment:
 
         valid: bool [B, 1, seen tokens] by logical index, False for padding.
         """
-        real = None if valid is None else self._see(valid, 0, len(self) + k.shape[2])
+        real = None if valid is None else self._see(valid, self.away, len(self) + k.shape[2])
         self._begin(valid)
         self.keys.take(k, drop, real, self.positions)
         self.values.take(v, drop, real)
@@ -168,6 +184,17 @@ class Segment:
         self.values.tail.drop_front(n)
         self.first += n
 
+    def give(self, n: int) -> list[Part]:
+        """Give the n oldest tokens that lie here away, their keys and their values."""
+        self.away += n
+        return [lane.give(n) for lane in (self.keys, self.values)]
+
+    def take_back(self, parts: Sequence[Part]) -> None:
+        """Put all tokens that are away back in front: keys and values as `give` gave them."""
+        for lane, part in zip((self.keys, self.values), parts, strict=True):
+            lane.take_back(part, self.away)
+        self.away = 0
+
     def drop_back(self, n: int) -> None:
         """Drop the n newest tokens, which must be exact."""
         self.keys.tail.drop_back(n)
@@ -183,33 +210,40 @@ class Segment:
     def pieces(
         self, valid: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
     ) -> list[Piece]:
-        """All in one piece for a kernel that takes it so; else cut where a packed prefix ends.
+        """All here in one piece for a kernel that takes it so; else cut where a packed prefix ends.
 
         The reference unpacks, so a long prefix is cut too. The last `present` tokens are the
         step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out what is before.
         """
-        n = len(self)
-        if present and not begin:
+        n, away = len(self), self.away
+        begin = max(begin, away)
+        if present and begin == away:
             k, v = self.keys.whole(), self.values.whole()
             if not run.attends(present, k.tail, k.fmt, v.fmt):
-                bias = None if alibi is None else self.bias(alibi, 0, n)
+                bias = None if alibi is None else self.bias(alibi, away, n)
                 return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
-        ends = {*packed, self.keys.sealed, self.values.sealed, n}
+        ends = {away + end for end in (*packed, self.keys.sealed, self.values.sealed)} | {n}
         cuts = [begin, *sorted(end for end in ends if end > begin)]
         pieces = []
         for lo, hi in pairwise(cuts):
-            see = None if valid is None else self._see(valid, lo, hi)
-            keys = self.keys.view(lo, hi, self.positions)
+            see = self.see(valid, lo, hi)
+            keys = self.keys.view(lo - away, hi - away, self.positions)
+            values = self.values.view(lo - away, hi - away)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            pieces.append(
-                Piece(keys, self.values.view(lo, hi), see, present if hi == n else 0, bias)
-            )
+            pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
         return pieces
 
-    def see(self, valid: Tensor | None) -> Tensor | None:
-        """`valid` by token, bool [B, 1 or Hk, N]."""
-        return None if valid is None else self._see(valid, 0, len(self))
+    def see(
+        self, valid: Tensor | None, lo: int | None = None, hi: int | None = None
+    ) -> Tensor | None:
+        """`valid` by token lo to hi (None: from the first that lies here to the last).
+
+        Returns bool [B, 1 or Hk, hi - lo].
+        """
+        if valid is None:
+            return None
+        return self._see(valid, self.away if lo is None else lo, len(self) if hi is None else hi)
 
     def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
         """ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
@@ -380,6 +414,10 @@ class Sinks:
         """Logical indices of the sinks [B, count]."""
         assert self.start is not None
         return self.start[:, None] + torch.arange(self.count, device=self.start.device)
+
+
+def _format(x: Tensor | PackedView | Strand) -> Any:
+    return None if isinstance(x, Tensor) else x.fmt
 
 
 def _exact(x: Tensor | PackedView | Strand) -> Tensor:

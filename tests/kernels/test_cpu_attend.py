@@ -38,6 +38,7 @@ FORMS = {  # keys, values, head dimension, dtype of the exact tokens
     "4 bit": (channel(4, 64, "bf16"), token(4, 64, "bf16"), 64, BF16),
     "3 bit": (channel(3, 16, "fp32"), token(3, 16, "fp32"), 80, FP16),
     "8 bit": (channel(8, 128), token(8, 32), 96, FP32),
+    "fp8": (channel(2, 32, "fp8"), token(4, 16, "fp8"), 80, FP32),
     "axes swapped": (token(2, 32), channel(2, 32), 64, FP32),
     "mixed": (token(3, 32, "bf16"), channel(8, 16), 96, BF16),
     "a head a group": (token(4, 0), token(2, 0), 96, FP32),
@@ -207,7 +208,7 @@ def test_hidden_tokens_may_hold_anything_finite():
     assert torch.equal(got.lse, want.lse)
 
 
-@pytest.mark.parametrize("meta", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("meta", ["fp16", "bf16", "fp32", "fp8"])
 def test_a_constant_group_and_subnormal_scales_come_back(meta):
     x = torch.zeros(1, 1, 64, 128)
     x[:, :, :32] = 7.0
@@ -239,7 +240,6 @@ def test_what_is_not_covered_is_said():
     [
         ({"bits": 1}, "bits=1 is none of 2, 3, 4, 8"),
         ({"bits": 1.5}, "bits=1.5 is none of 2, 3, 4, 8"),
-        ({"meta": "fp8"}, "meta=fp8 is none of fp32, fp16, bf16"),
         ({"transform": Transform(clip=0.9)}, "transform="),
         ({"pre_rope": True}, "pre_rope=True is not known to it"),
     ],

@@ -27,8 +27,8 @@ STOREYS = [
     {"hf"},
     {"reference"},
     {"calibrate"},
-    {"compare", "bench", "eval"},
-    {"inspect", "analyse"},
+    {"compare", "eval"},
+    {"inspect", "analyse", "bench"},
     {"cli"},
     {"__main__"},
 ]

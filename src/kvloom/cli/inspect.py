@@ -10,16 +10,14 @@ from typing import Annotated
 
 import typer
 
-from .edge import progress, quiet, told, writable
+from .edge import Dtype, Model, named, progress, quiet, told, writable
 
 
 def command(
     text: Annotated[
         str, typer.Argument(metavar="TEXT", help="A text file, or the text; -: read it from stdin.")
     ] = "-",
-    model: Annotated[
-        str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
-    ] = "reference",
+    model: Model = "reference",
     recipe: Annotated[str, typer.Option(help='Such as "h2o:tokens=128"; see kvloom recipes.')] = (
         "h2o"
     ),
@@ -30,9 +28,7 @@ def command(
         int, typer.Option(min=1, help="Read at most so many tokens of the text.")
     ] = 1024,
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
-    dtype: Annotated[
-        str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Dtype = "auto",
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page's data as JSON too.")
     ] = None,
@@ -57,7 +53,7 @@ def command(
                 built, tokenizer, recipe, words,
                 context=context, new_tokens=new_tokens, progress=tell,
             )  # fmt: skip
-        data = {"model": _name(model), "source": source, **noted}
+        data = {"model": named(model), "source": source, **noted}
         out.write_text(page(data), encoding="utf-8")
         if json:
             json.write_text(js.dumps(data, ensure_ascii=False), encoding="utf-8")
@@ -77,10 +73,6 @@ def _words(text: str) -> tuple[str, str]:
     if len(text.split()) == 1 and (path.suffix or len(path.parts) > 1):
         raise InputError(f"there is no file {text!r}; give a file that exists, or the text itself")
     return text, "text from the command line"
-
-
-def _name(model: str) -> str:
-    return Path(model).name if Path(model).is_dir() else model
 
 
 def _told(data: dict, out: Path) -> str:

@@ -23,7 +23,7 @@ from ..compare.text import opening, tokenize
 from ..hf import attach
 from ..hf.cache import Cache, RoutedLayer
 from ..hf.watch import Look, watch
-from ..kernels.score import ref
+from ..kernels.score import run
 from ..layer import LayerCache
 from ..recipe import Recipe
 from ..recipes import resolve
@@ -125,7 +125,7 @@ class _Note:
 
     def look(self, look: Look) -> None:
         """Take in the exact attention of a step."""
-        mass = ref.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
+        mass = run.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
             0
         ]
         heads, n = look.keys.shape[1], look.keys.shape[2]

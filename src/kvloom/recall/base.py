@@ -44,6 +44,11 @@ class Index:
         """So many tokens are found at a time."""
         return 1
 
+    @property
+    def step(self) -> int:
+        """Behind the first, tokens are taken in in multiples of it."""
+        return self.unit
+
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
         """Bytes of one head's index of a prompt's `tokens` tokens, keys of itemsize bytes."""
         raise NotImplementedError

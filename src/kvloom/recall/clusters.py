@@ -60,6 +60,11 @@ class Clusters(Index):
             return waiting if waiting >= self.size else 0
         return self.block if waiting >= self.block else 0
 
+    @property
+    def step(self) -> int:
+        """A block."""
+        return self.block
+
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
         """Centroids, sizes, starts and life signs, and the order of tokens."""
         return tokens // self.size * (head_dim * itemsize + 4 + 4 + 1) + 4 * tokens

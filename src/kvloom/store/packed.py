@@ -7,7 +7,7 @@ their last byte; the arithmetic is in `kernels.quant`, and so are kernels that w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,11 +108,35 @@ class PackedTokens:
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
         """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
+        held = self.codes.view(), self.scale.view(), self.zero.view()
+        return self.wrap(held, lo, self.count if hi is None else hi, at)
+
+    def wrap(
+        self, held: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None
+    ) -> PackedView:
+        """Tokens lo..hi of codes, scales and zeros `held` as this prefix's are; at: `append`'s."""
         assert self.codec is not None, "no tokens yet"
-        hi = self.count if hi is None else hi
         meta = META[self.fmt.meta]
-        held = (self.codes.view(), self.scale.view().view(meta), self.zero.view().view(meta))
-        return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at)
+        codes, scale, zero = held[0], held[1].view(meta), held[2].view(meta)
+        return PackedView(
+            codes, scale, zero, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at
+        )
+
+    def give(self, n: int) -> Sequence[Tensor]:
+        """Give codes, scales and zeros of the n oldest tokens, whole bytes and groups, away."""
+        ends = self._ends(n)
+        held = self.codes, self.scale, self.zero
+        given = tuple(x.view()[:, :, :end] for x, end in zip(held, ends, strict=True))
+        for x, end in zip(held, ends, strict=True):
+            x.replace(x.view()[:, :, end:])
+        self.count -= n
+        return given
+
+    def take_back(self, given: Sequence[Tensor], n: int) -> None:
+        """Put n tokens back in front, as `give` gave them."""
+        for x, old in zip((self.codes, self.scale, self.zero), given, strict=True):
+            x.replace(torch.cat([old, x.view()], dim=2))
+        self.count += n
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -158,6 +182,11 @@ class PackedTokens:
         self._append_codes(codes)
         self.scale.append(_plain(scale))
         self.zero.append(_plain(zero))
+
+    def _ends(self, n: int) -> tuple[int, int, int]:
+        """How many rows of codes, scale and zero the first n tokens have."""
+        stretches = n // self.fmt.group if self.fmt.axis == "channel" else n
+        return ref.rows_for(n, self.fmt.bits), stretches, stretches
 
     def _append_codes(self, codes: Tensor) -> None:
         bits = self.fmt.bits

@@ -24,6 +24,7 @@ _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BITS = (2, 3, 4, 8)
 _WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
 _HOW = {"bits", "axis", "group", "meta"}
+_META = ("fp32", "fp16", "bf16", "fp8")  # as kernels.lanes numbers them
 # Elements of keys and values that are worth a thread.
 _WORTH = 1 << 18
 
@@ -59,8 +60,8 @@ def _of_format(fmt: Any, d: int) -> list[str]:
     found = []
     if fmt.bits not in _BITS:
         found.append(f"bits={fmt.bits} is none of {', '.join(map(str, _BITS))}")
-    if fmt.meta not in ("fp32", "fp16", "bf16"):
-        found.append(f"meta={fmt.meta} is none of fp32, fp16, bf16")
+    if fmt.meta not in _META:
+        found.append(f"meta={fmt.meta} is none of {', '.join(_META)}")
     group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
     if group % 16 or whole % group:
         found.append(f"group={group} is not a multiple of 16 that divides {whole}")
@@ -82,10 +83,12 @@ def attend(
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    products: list[Tensor] | None = None,
 ) -> State:
     """Attend q [B, Hq, T, D] as `ref.attend` does to the N tokens of two strands.
 
     Only cases without `problems`. Packed tokens are not rounded to the dtype of the exact ones.
+    products: where scale * q @ k is left, as `run.attend` says.
     """
     b, hq, t, d = q.shape
     hk, n, dtype = keys.tail.shape[1], keys.tokens, keys.tail.dtype
@@ -103,6 +106,10 @@ def attend(
         valid = _padded(valid).expand(b, hk, -1)
     if bias is not None:
         bias = _padded(bias.float()).expand(b, hq, -1)
+    left = None
+    if products is not None:
+        left = q.new_empty(b, hq, t, -(-n // 16) * 16, dtype=torch.float32)
+        products.append(left)
     (at_keys, alive), (at_values, alive_too) = _strand(keys), _strand(values)
     kernel, bits = _kernel(d, rows, dtype, keys.fmt, values.fmt)
     kernel.run(
@@ -110,6 +117,7 @@ def attend(
             b, hk, rows, t, n, int(causal), splits, bits(scale), bits(softcap or 0.0),
             queries.data_ptr(), out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
             *_place(bias, 2), *_place(valid, 2), *at_keys, *at_values,
+            0 if left is None else left.data_ptr(), -(-n // 16) * 64,
         ),
         b * hk,
         threads,
@@ -137,7 +145,7 @@ def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, 
         each(lambda fmt: int(fmt.bits), 0),
         each(lambda fmt: fmt.group or d, 0),
         each(lambda fmt: fmt.axis == "channel", False),
-        each(lambda fmt: ("fp32", "fp16", "bf16").index(fmt.meta), 0),
+        each(lambda fmt: _META.index(fmt.meta), 0),
     )
     return kernel(form), team.bits
 

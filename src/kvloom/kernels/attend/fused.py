@@ -156,7 +156,8 @@ def kernel(form: Form) -> Any:
         n, causal, splits = whole(job, 5), whole(job, 6), whole(job, 7)
         scale, softcap = np.float32(real(job, 8)), np.float32(real(job, 9))
         q, out, lse, parts = whole(job, 10), whole(job, 11), whole(job, 12), whole(job, 13)
-        done = job + 8 * 50  # of each head, how many stretches are
+        left = whole(job, 50)  # where products are left
+        done = job + 8 * 52  # of each head, how many stretches are
         padded = -(-rows // w) * w
         tiles = -(-n // TILE)
         tasks = batch * hk * splits
@@ -291,6 +292,10 @@ def kernel(form: Form) -> Any:
                             )
                         if whole(job, 17) != 0:
                             is_valid = whole(job, 17) + b * whole(job, 18) + h * whole(job, 19) + lo
+                        if left != 0:
+                            to = left + (head * rows + m) * whole(job, 51) + 4 * lo
+                            for j in range(0, nt, 16):
+                                store(to + 4 * j, load(s + i * srow + 4 * j))
                         top = load_one(tops + 128 * m, 0)
                         new, more = _soften(
                             s + i * srow, nt, bound, softcap, add_bias, is_valid, top

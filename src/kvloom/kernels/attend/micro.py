@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, read, read_f32, same, spread, summed, write
 from ..quant.ref import ATOM
 
-SIZE = {0: 4, 1: 2, 2: 2}  # bytes of lanes.FP32, FP16, BF16
+SIZE = {0: 4, 1: 2, 2: 2, 3: 1}  # bytes of lanes.FP32, FP16, BF16, FP8
 _ONE = 0x3F800000
 
 

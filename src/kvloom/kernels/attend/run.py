@@ -14,7 +14,7 @@ from .strand import Strand
 COVERAGE = {
     "cpu": (
         "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
-        "bf16; packed at 2, 3, 4, 8 bit per channel or per token, metadata fp32, fp16, bf16; "
+        "bf16; packed at 2, 3, 4, 8 bit per channel or per token, metadata fp32, fp16, bf16, fp8; "
         "padding, softcap, bias, causal; chosen tokens: one query a step, packed at 1, 1.5, 2, 3, "
         "4, 8 bit"
     ),
@@ -41,6 +41,13 @@ def attends(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> 
     return why or _KERNELS[backend].problems(tokens, like, keys, values)
 
 
+def left(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> None:
+    """Note that the reference attends, and why; as in `attends`."""
+    backend, _ = dispatch.candidate(like)
+    why = attends(tokens, like, keys, values)
+    dispatch.count("attend", backend, why or ["the packed tokens are in several pieces"])
+
+
 def attend(
     q: Tensor,
     keys: Strand,
@@ -51,17 +58,23 @@ def attend(
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    products: list[Tensor] | None = None,
 ) -> ref.State | None:
-    """Attend as `ref.attend` does, by the kernel that covers the case; None if none does."""
+    """Attend as `ref.attend` does, by the kernel that covers the case; None if none does.
+
+    products: given a list, the compiled CPU kernel leaves scale * q @ k in it, as
+    `score.run.step_mass` takes them: fp32 [B, Hq, T, N and room for whole vectors of 16].
+    """
     backend, why = dispatch.candidate(keys.tail)
     why = why or _KERNELS[backend].problems(q.shape[2], keys.tail, keys.fmt, values.fmt)
     why = why or _differentiated(q)
     dispatch.count("attend", backend, why)
     if why:
         return None
-    return _KERNELS[backend].attend(
-        q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias
-    )
+    options: dict[str, Any] = {"causal": causal, "valid": valid, "softcap": softcap, "bias": bias}
+    if backend == "cpu":
+        options["products"] = products
+    return _KERNELS[backend].attend(q, keys, values, scale, **options)
 
 
 def attend_gathered(

@@ -47,7 +47,9 @@ def as_stored(x, META: tl.constexpr):
     if META == 3:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits >> 20) & 0x7FF) - 960  # exponents count from 7 instead of 127
-        size = tl.where(tl.abs(x) < 0.015625, tl.minimum(tl.abs(x) * 512.0, 7.0).to(tl.int32), normal)
+        size = tl.where(
+            tl.abs(x) < 0.015625, tl.minimum(tl.abs(x) * 512.0, 7.0).to(tl.int32), normal
+        )
         x = (((bits >> 24) & 128) | (size & 127)).to(tl.uint8)
     return x
 
@@ -86,7 +88,9 @@ def encode(x, scale, zero, TOP: tl.constexpr):
 
 
 @triton.jit
-def put(byte, row, codes, atom, last, step, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr):
+def put(
+    byte, row, codes, atom, last, step, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr
+):
     """Store bytes [A, DB], row `row` of the PER rows of each atom; add to those that are begun.
 
     atom: [A], of the whole storage, up to `last`; the first of all programs' is begun or not.

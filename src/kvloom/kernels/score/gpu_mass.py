@@ -193,7 +193,9 @@ def step_logits(
     channel = tl.arange(0, DB)
     inside = channel < D
     heads = (head * r).to(tl.int32) + group
-    at = row * q_row + heads.to(tl.int64)[:, None] * q_head + i[:, None] * q_token + channel[None, :]
+    at = (
+        row * q_row + heads.to(tl.int64)[:, None] * q_head + i[:, None] * q_token + channel[None, :]
+    )
     queries = tl.load(q + at, mask=(number < rows)[:, None] & inside[None, :], other=0.0)
     at = row * k_row + head * k_head + j.to(tl.int64)[None, :] * k_token + channel[:, None]
     keys = tl.load(k + at, mask=(j < n)[None, :] & inside[:, None], other=0.0)
@@ -216,9 +218,7 @@ def step_logits(
 
 
 @triton.jit
-def step_mass(
-    logits, lse, real, mass, hq, t, n, real_row, KEYS: tl.constexpr, REAL: tl.constexpr
-):
+def step_mass(logits, lse, real, mass, hq, t, n, real_row, KEYS: tl.constexpr, REAL: tl.constexpr):
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head).
 
     logits: [B, Hq, T, N]; lse: [B, Hq, T].

@@ -11,7 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from . import ref
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Elements read that are worth a thread.
@@ -28,6 +31,49 @@ def problems(x: Tensor) -> list[str]:
     if x.device.type != "cpu":
         found.append(f"the tensors are on {x.device.type}")
     return found
+
+
+def kmeans(
+    x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """As `ref.kmeans`."""
+    return ref.kmeans(_flat(x), start, real, alive, distance, iterations, nearest, means)
+
+
+def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
+    """As `ref.nearest`."""
+    b, h, n, d = x.shape
+    assign = _assign()
+    weights, offset = ref.linear(centroids, distance, alive)
+    panels = -(-weights.shape[2] // assign.PANEL)
+    more = panels * assign.PANEL - weights.shape[2]
+    offset = F.pad(offset, (0, more), value=-torch.inf)
+    weights = F.pad(weights, (0, 0, 0, more)).view(b, h, panels, assign.PANEL, d)
+    weights = weights.transpose(-1, -2).contiguous()
+    labels = torch.empty(b, h, n, dtype=torch.long)
+    assign.nearest(d, _NUMBERS[x.dtype]).run(
+        (
+            b * h, h, n, panels, weights.data_ptr(), offset.data_ptr(), labels.data_ptr(),
+            *_place(x, 3),
+        ),
+        0,
+        min(torch.get_num_threads(), 1 + x.numel() // _WORTH),
+    )  # fmt: skip
+    return labels
+
+
+def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
+    """As `ref.means`."""
+    b, h, n, d = x.shape
+    c = centroids.shape[2]
+    total, labels = centroids.new_zeros(b, h, c, d), labels.contiguous()
+    _assign().sums(d, _NUMBERS[x.dtype]).run(
+        (b * h, h, n, c, total.data_ptr(), labels.data_ptr(), *_place(x, 3)),
+        0,
+        min(torch.get_num_threads(), 1 + x.numel() // _WORTH),
+    )
+    count = ref.sizes(labels, c).unsqueeze(-1)
+    return torch.where(count > 0, total / count.clamp_min(1), centroids)
 
 
 def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
@@ -142,6 +188,14 @@ def _loaded() -> Any:
 
     team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
     return find, team
+
+
+@cache
+def _assign() -> Any:
+    _loaded()
+    from . import assign
+
+    return assign
 
 
 @cache

@@ -67,7 +67,9 @@ def assign(
             s = s / tl.maximum(tl.sqrt(tl.sum(means * means, axis=0)), 1e-20)[None, :]
         if DISTANCE == 1:
             s -= 0.5 * tl.sum(means * means, axis=0)[None, :]
-        living = tl.load(alive + row * alive_row + head * alive_head + j, mask=j < clusters, other=0)
+        living = tl.load(
+            alive + row * alive_row + head * alive_head + j, mask=j < clusters, other=0
+        )
         s = tl.where((living != 0)[None, :], s, float("-inf"))
         top, where = tl.max(s, axis=1, return_indices=True)
         label = tl.where(top > best, lo + where, label)

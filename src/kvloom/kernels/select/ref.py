@@ -6,6 +6,8 @@ Everything is computed in fp32, for all batch rows and key/value heads at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,16 @@ def seeds(real: Tensor, count: Tensor, most: int, generator: torch.Generator) ->
     return order.gather(2, rank.clamp(max=real.shape[-1] - 1))
 
 
+def linear(centroids: Tensor, distance: str, alive: Tensor) -> tuple[Tensor, Tensor]:
+    """A distance as weights fp32 [B, Hk, C, D] and offset [B, Hk, C]: nearest, x w + o is most."""
+    weights, offset = centroids, torch.zeros_like(centroids[..., 0])
+    if distance == "cosine":  # the key's own length does not change the order
+        weights = centroids / centroids.norm(dim=-1, keepdim=True).clamp_min(1e-20)
+    elif distance == "l2":  # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2)
+        offset = -0.5 * centroids.square().sum(dim=-1)
+    return weights, offset.masked_fill(~alive, -torch.inf)
+
+
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
     """The living centroid nearest to each key: int64 [B, Hk, N].
 
@@ -37,13 +49,8 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     product: the largest; l2: the smallest.
     """
     b, h, n, _ = x.shape
-    weights, offset = centroids, torch.zeros_like(centroids[..., 0])
-    if distance == "cosine":  # the key's own length does not change the order
-        weights = centroids / centroids.norm(dim=-1, keepdim=True).clamp_min(1e-20)
-    elif distance == "l2":  # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2)
-        offset = -0.5 * centroids.square().sum(dim=-1)
-    offset = offset.masked_fill(~alive, -torch.inf).unsqueeze(2)
-    weights = weights.transpose(-1, -2)
+    weights, offset = linear(centroids, distance, alive)
+    weights, offset = weights.transpose(-1, -2), offset.unsqueeze(2)
     labels = torch.empty(b, h, n, dtype=torch.long, device=x.device)
     step = max(1, _BLOCK_NUMEL // max(1, b * h * centroids.shape[2]))
     for lo in range(0, n, step):
@@ -52,30 +59,47 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     return labels
 
 
+def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
+    """The mean of the keys x [B, Hk, N, D] of every label below C: fp32 [B, Hk, C, D].
+
+    labels: int64 [B, Hk, N]. centroids: fp32 [B, Hk, C, D], for those without keys.
+    """
+    b, h, c, d = centroids.shape
+    part = torch.arange(b * h, device=x.device).view(b, h, 1) * (c + 1)
+    total = torch.zeros(b * h * (c + 1), d, device=x.device)
+    total.index_add_(0, (labels + part).view(-1), x.reshape(-1, d).float())
+    total = total.view(b, h, c + 1, d)[:, :, :c]
+    count = sizes(labels, c).unsqueeze(-1)
+    return torch.where(count > 0, total / count.clamp_min(1), centroids)
+
+
 def kmeans(
-    x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
+    x: Tensor,
+    start: Tensor,
+    real: Tensor,
+    alive: Tensor,
+    distance: str,
+    iterations: int,
+    nearest: Callable[[Tensor, Tensor, str, Tensor], Tensor] = nearest,
+    means: Callable[[Tensor, Tensor, Tensor], Tensor] = means,
 ) -> tuple[Tensor, Tensor]:
     """Cluster keys x [B, Hk, N, D]: centroids fp32 [B, Hk, C, D] and labels int64 [B, Hk, N].
 
     start: int64 [B, 1, C], the keys that centroids start from. real: bool [B, 1, N], False for
     tokens that take no part; their label is C. alive: bool [B, 1, C]. A centroid is the mean of
     its keys as they are; a cluster without keys keeps its centroid. Stops when no label changes.
+    nearest, means: what does a step's work.
     """
     b, h, n, d = x.shape
     c = start.shape[-1]
     centroids = x.gather(2, start.unsqueeze(-1).expand(b, h, c, d)).float()
-    part = torch.arange(b * h, device=x.device).view(b, h, 1) * (c + 1)
     labels = x.new_full((b, h, n), -1, dtype=torch.long)
     for _ in range(iterations):
         now = nearest(x, centroids, distance, alive).masked_fill_(~real, c)
         if torch.equal(now, labels):
             break
         labels = now
-        total = torch.zeros(b * h * (c + 1), d, device=x.device)
-        total.index_add_(0, (labels + part).view(-1), x.reshape(-1, d).float())
-        total = total.view(b, h, c + 1, d)[:, :, :c]
-        count = sizes(labels, c).unsqueeze(-1)
-        centroids = torch.where(count > 0, total / count.clamp_min(1), centroids)
+        centroids = means(x, labels, centroids)
     return centroids, labels
 
 

@@ -29,7 +29,8 @@ def kmeans(
     x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """As `ref.kmeans`."""
-    return ref.kmeans(x, start, real, alive, distance, iterations)
+    kernel = cpu if _covered("kmeans", x) else ref
+    return kernel.kmeans(x, start, real, alive, distance, iterations)
 
 
 def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:

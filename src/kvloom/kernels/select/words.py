@@ -11,7 +11,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..lanes import I32, I64, Lanes, read, write
+from ..lanes import BF16, FP16, FP32, I32, I64, Lanes, read, write
+
+SIZE = {FP32: 4, FP16: 2, BF16: 2}  # bytes of a number
 
 
 def _reads(kind: Any) -> Any:

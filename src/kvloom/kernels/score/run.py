@@ -1,0 +1,37 @@
+"""Attention mass per key by whichever kernel covers the case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import dispatch
+from . import cpu, ref
+from .noise import Noise
+
+COVERAGE = {
+    "cpu": (
+        "queries and keys both in fp32, fp16 or bf16, any head_dim; noise gumbel, gaussian, "
+        "constant; tau, window, padding, softcap, bias"
+    ),
+}
+"""What a backend covers; `ref` runs the rest."""
+
+
+def column_mass(
+    q: Tensor, k: Tensor, scale: float, *, noise: Noise | None = None, **options: Any
+) -> Tensor:
+    """Add up as `ref.column_mass` does, by the kernel that covers the case."""
+    _, why = dispatch.candidate(k)
+    why = why or cpu.problems(q, k, noise)
+    dispatch.count("column_mass", "cpu", why)
+    kernel = ref.column_mass if why else cpu.column_mass
+    return kernel(q, k, scale, noise=noise, **options)
+
+
+def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
+    """Add up as `ref.step_mass` does, by the kernel that covers the case."""
+    _, why = dispatch.candidate(products)
+    dispatch.count("step_mass", "cpu", why)
+    return (ref.step_mass if why else cpu.step_mass)(products, n, hk, **options)

@@ -336,18 +336,19 @@ def _form(d: int, rows: int, dtype: torch.dtype, chosen: bool) -> _Shape:
 
     chosen: every token finds its own byte, which takes more registers.
     """
-    large = d > 128 or dtype == torch.float32
-    tokens = 32 if large or chosen else 64
-    return _Shape(min(32 if large else 64, cuda.room(rows)), tokens, 32, 8 if large else 4, 2)
+    exact, wide = dtype == torch.float32, d > 128
+    tokens = 16 if chosen or (exact and wide) else 32 if exact or wide else 64
+    rows = min(16 if exact and wide else 32 if exact or wide else 64, cuda.room(rows))
+    return _Shape(rows, tokens, min(tokens, 32), 8 if exact or wide else 4, 2)
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; without one, so few that a stretch has more than one tile."""
+    """Multiprocessors of a GPU; in the interpreter one."""
     if device.type == "meta":
         return 132
     if device.type != "cuda":
-        return 2
+        return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

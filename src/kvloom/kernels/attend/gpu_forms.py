@@ -97,11 +97,14 @@ def forms() -> Iterator[Form]:
     exact = (None, None)
     rotated = _packed(3, "token", 0, kind="rotated")
     main = {"kivi": kivi, "kivi-4": kivi_4, "exact": exact, "turbo": (rotated, rotated)}
-    for name, formats in main.items():
-        for d in (64, 80, 96, 128, 256):
+    for name in ("kivi", "exact"):
+        for d in (64, 80, 96, 256):
             for dtype in (BF16, FP16, FP32):
-                brief = d == 128 and dtype == BF16
-                yield _form(name, *formats, d, dtype, brief=brief and name != "turbo")
+                yield _form(name, *main[name], d, dtype)
+    for name, formats in main.items():
+        yield _form(name, *formats, brief=name != "turbo")
+        yield _form(name, *formats, dtype=FP16)
+        yield _form(name, *formats, dtype=FP32, brief=name == "kivi")
         yield _form(name, *formats, heads=32)
         yield _form(name, *formats, t=8)
         yield _form(name, *formats, t=4, options=True, brief=name == "kivi")
@@ -109,11 +112,10 @@ def forms() -> Iterator[Form]:
         yield _form(name, *formats, t=4, d=256, options=True)
         yield _form(name, *formats, ends=(_N, _N), chosen=True, brief=name == "kivi")
     for bits in (1, 1.5, 2, 3, 4, 8):
-        for axes in (("channel", "token"), ("token", "channel"), ("token", "token")):
-            for meta in ("fp16", "fp8"):
-                formats = [_packed(bits, axis, meta=meta) for axis in axes]
-                brief = bits == 3 and meta == "fp8" and axes == ("token", "token")
-                yield _form(f"{bits} bit {axes[0]} {axes[1]} {meta}", *formats, brief=brief)
+        for axis, meta in (("channel", "fp16"), ("token", "fp8")):
+            pair = [_packed(bits, side, meta=meta) for side in (axis, "token")]
+            brief = bits == 3 and axis == "token"
+            yield _form(f"{bits} bit {axis} token {meta}", *pair, brief=brief)
     for meta in ("fp32", "bf16"):
         yield _form(
             f"2 bit {meta}", *(_packed(2, axis, meta=meta) for axis in ("channel", "token"))
@@ -128,6 +130,7 @@ def forms() -> Iterator[Form]:
     yield _form("8 and 2 bit", _packed(8, "channel"), _packed(2, "token"))
     for ends in ((3968, 3840), (3968, 3968)):
         yield _form(f"kivi to {ends[0]}, {ends[1]}", *kivi, ends=ends)
+    yield _form("axes swapped", _packed(3, "token"), _packed(4, "channel"))
     yield _form("keys only", kivi[0], None)
     yield _form("values only", None, kivi[1])
     out, row = (torch.empty(*shape, device="meta") for shape in ((1, 1, 1, 128), (1, 1, 1)))

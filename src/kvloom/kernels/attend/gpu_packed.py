@@ -185,7 +185,7 @@ def _walk(
                 base, first, stop, n, ok, o_d,
                 K_BITS, K_KIND, K_GROUP, K_ROT, K_DIV, D, DP, BN, SLOTS,
             ).to(q.dtype)  # fmt: skip
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        s = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if SOFTCAP:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
         if BIAS:
@@ -210,7 +210,7 @@ def _walk(
                 base, first, stop, n, ok, o_d,
                 V_BITS, V_KIND, V_GROUP, V_ROT, V_DIV, D, DP, BN, SLOTS,
             ).to(q.dtype)  # fmt: skip
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v, input_precision="tf32x3")
         top = new
     return top, total, acc
 

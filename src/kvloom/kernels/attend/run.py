@@ -62,8 +62,8 @@ def attend(
 ) -> ref.State | None:
     """Attend as `ref.attend` does, by the kernel that covers the case; None if none does.
 
-    products: given a list, the CPU's kernel leaves scale * q @ k in it, as `score.run.step_mass`
-    takes them: fp32 [B, Hq, T, N and room for whole vectors of 16].
+    products: given a list, the compiled CPU kernel leaves scale * q @ k in it, as
+    `score.run.step_mass` takes them: fp32 [B, Hq, T, N and room for whole vectors of 16].
     """
     backend, why = dispatch.candidate(keys.tail)
     why = why or _KERNELS[backend].problems(q.shape[2], keys.tail, keys.fmt, values.fmt)
@@ -71,10 +71,10 @@ def attend(
     dispatch.count("attend", backend, why)
     if why:
         return None
-    more = {"products": products} if backend == "cpu" else {}
-    return _KERNELS[backend].attend(
-        q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias, **more
-    )
+    options: dict[str, Any] = {"causal": causal, "valid": valid, "softcap": softcap, "bias": bias}
+    if backend == "cpu":
+        options["products"] = products
+    return _KERNELS[backend].attend(q, keys, values, scale, **options)
 
 
 def attend_gathered(

@@ -29,13 +29,17 @@ _SHORT = 64
 
 
 class Asked(NamedTuple):
-    """The queries of a step and how they attended: q [B, Hq, T, D], see bool [B, 1, seen + T]."""
+    """The queries of a step and how they attended: q [B, Hq, T, D], see bool [B, 1, seen + T].
+
+    products: what their attention has left behind, as `kernels.score.run.step_mass` takes it.
+    """
 
     q: Tensor
     scale: float
     softcap: float | None
     see: Tensor | None
     alibi: Alibi | None = None
+    products: Tensor | None = None
 
     def without(self, tokens: int) -> Asked:
         """Without the newest `tokens` tokens."""
@@ -136,13 +140,14 @@ class LayerCache:
                     bias = alibi.bias(index.expand(1, 1, -1))
                 pieces = self._past(see, alibi, present=0) if past else []
                 pieces.append(Piece(k, v, here, causal=t, bias=bias))
-            out = attend_pieces(q, pieces, scale, softcap)
+            products: list[Tensor] | None = [] if self._scores_steps else None
+            out = attend_pieces(q, pieces, scale, softcap, products)
         except BaseException:  # out of memory, an interrupt: as if never called
             if early:
                 self.body.drop_back(t)
             raise
         self.seen, self.read = past + t, sum(piece.tokens for piece in pieces)
-        asked = Asked(q.detach(), scale, softcap, see, alibi)
+        asked = Asked(q.detach(), scale, softcap, see, alibi, products[0] if products else None)
         if not early:
             self._take(k.detach(), v.detach(), asked)
         elif self.recording:
@@ -182,14 +187,9 @@ class LayerCache:
                 f"{v.dtype} do not belong together; give one value a key"
             )
         if self.like is not None:
-            want, got = self.like, k
-            for what, a, b in (
-                ("batch size", want.shape[0], got.shape[0]),
-                ("key/value heads", want.shape[1], got.shape[1]),
-                ("head dimension", want.shape[3], got.shape[3]),
-                ("dtype", want.dtype, got.dtype),
-                ("device", want.device, got.device),
-            ):
+            names = "batch size", "key/value heads", "head dimension", "dtype", "device"
+            want, got = _traits(self.like), _traits(k)
+            for what, a, b in zip(names, want, got, strict=True):
                 if a != b:
                     raise CacheMisuse(
                         f"{self.name}: this cache holds {what} {a} and was given {b}; "
@@ -200,17 +200,11 @@ class LayerCache:
         """Refuse numbers that the store cannot hold."""
         if k.is_cuda and k.shape[2] == 1:
             return  # reading the answer back would stall the device at every step
-        for what, x, fmt in zip(
-            ("keys", "values"),
-            (k, v),
-            (self.recipe.store.keys, self.recipe.store.values),
-            strict=True,
-        ):
+        store = self.recipe.store
+        for what, x, fmt in (("keys", k, store.keys), ("values", v, store.values)):
             low, high = x.detach().aminmax()
-            limit = torch.finfo(x.dtype).max
-            if fmt is not None:
-                limit = fmt.largest
-            if not (low >= -limit and high <= limit):
+            limit = torch.finfo(x.dtype).max if fmt is None else fmt.largest
+            if not (low.item() >= -limit and high.item() <= limit):
                 found = "NaN or infinity" if not torch.isfinite(x).all() else f"|x| > {limit:g}"
                 remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'
                 raise NotFinite(f"{self.name}: {found} in {what}; {remedy}")
@@ -260,6 +254,11 @@ class LayerCache:
     def _final(self) -> bool:
         """Whether tokens were dropped that a crop would need again."""
         return self.dropped > 0
+
+    @property
+    def _scores_steps(self) -> bool:
+        """Whether attention is to leave its products behind."""
+        return False
 
     @property
     def _dense(self) -> bool:
@@ -336,11 +335,26 @@ class LayerCache:
         return max(0, tokens - max(0, self.budget - sinks))
 
 
-def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
-    """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
+def _traits(x: Tensor) -> tuple:
+    """What all keys of a cache have in common."""
+    b, h, _, d = x.shape
+    return b, h, d, x.dtype, x.device
+
+
+def attend_pieces(
+    q: Tensor,
+    pieces: list[Piece],
+    scale: float,
+    softcap: float | None,
+    products: list[Tensor] | None = None,
+) -> Tensor:
+    """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel.
+
+    products: given a list, those of a single piece are left in it where a kernel can.
+    """
     only = pieces[0]
     if len(pieces) == 1 and only.causal < only.tokens:
-        state = only.fused(q, scale, softcap)
+        state = only.fused(q, scale, softcap, products)
         if state is not None:
             return state.out.to(q.dtype)
     fused = softcap is None and (only.bias is None or q.shape[2] == 1)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import analyse, calibrate, compare, generate, inspect, recipes
+from . import analyse, bench, calibrate, compare, generate, inspect, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -26,6 +26,7 @@ app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
 app.command("recipes")(recipes.command)
 app.add_typer(analyse.app, name="analyse")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(asked: bool) -> None:

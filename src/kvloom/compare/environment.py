@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
@@ -35,8 +36,8 @@ def environment(
     }
 
 
-def machine(model: PreTrainedModel) -> dict[str, Any]:
-    """Return versions, hardware, the model's dtype and the time."""
+def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
+    """Return versions, hardware, the dtype of a model or of keys, and the time."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
     return {
         "python": platform.python_version(),

@@ -28,8 +28,12 @@ _TOKENS = 32768  # the prompt for which a report states sizes
 
 @dataclass
 class _Routing:
-    """What `detach` restores, and the recipe of fresh caches (None: route only)."""
+    """What `detach` restores, and the recipe of fresh caches (None: route only).
 
+    config: the decoder's, which says where its attention goes; None where its modules are adapted.
+    """
+
+    config: Any
     changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
     hooks: list[Any]
     recipe: Recipe | None = None
@@ -84,12 +88,13 @@ def route(model: PreTrainedModel) -> None:
         model.register_forward_hook(_after_forward, with_kwargs=True),
     ]
     model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
-    model._kvloom = _Routing([], hooks)
-    for config in (compat.decoder_config(model), model.generation_config):
+    adapted, decoder = compat.adapted(model), compat.decoder_config(model)
+    model._kvloom = _Routing(None if adapted else decoder, [], hooks)
+    for config in (decoder, model.generation_config):
         if getattr(config, "use_cache", True) is False:
             model._kvloom.changed.append((config, "use_cache", False))
             config.use_cache = True
-    if compat.adapted(model):
+    if adapted:
         hooks += adapters.install(model)
     else:
         attention.register()
@@ -222,9 +227,8 @@ def _after_forward(
 
 
 def _check_implementation(model: PreTrainedModel) -> None:
-    if compat.adapted(model):
-        return
-    found = compat.decoder_config(model)._attn_implementation
+    config = model._kvloom.config
+    found = attention.NAME if config is None else config._attn_implementation
     if found != attention.NAME:
         raise CacheMisuse(
             f"the model's attention implementation is {found!r} now and its attention would not "

@@ -36,6 +36,7 @@ class RoutedLayer(CacheLayerMixin):
         super().__init__()
         self.cache = cache
         self.fingerprint = fingerprint
+        self.checked: Any = None  # the config that was found to have it
         self.armed = False  # between `update` and the attention that must follow it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -81,11 +82,14 @@ class RoutedLayer(CacheLayerMixin):
 
     def check_model(self, config: Any) -> None:
         """Refuse a model other than the one this cache was made for."""
+        if config is self.checked:
+            return
         if compat.fingerprint(config) != self.fingerprint:
             raise CacheMisuse(
                 f"{self.cache.name}: this cache was made for another model "
                 f"({self.fingerprint[0]}); make a new one for {compat.fingerprint(config)[0]}"
             )
+        self.checked = config
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """(tokens seen + query tokens, 0): masks speak of logical indices, not of slots."""
@@ -164,8 +168,7 @@ class Cache(transformers.Cache):
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
         told = known(model, self.recipe)
-        rope = rotary.mover(model, self.recipe)
-        self.learned = rotary.renumbers_learned(model, self.recipe)
+        rope, self.learned = rotary.mover(model, self.recipe)
         config = compat.decoder_config(model)
         mark = compat.fingerprint(config)
         stock = compat.stock_layers(config)

@@ -6,7 +6,9 @@ layer in `channels`, the containers in `lane`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -117,7 +119,7 @@ class Packed:
         """Whether a calibration of the model is needed."""
         return self.transform is not None and self.transform.calibrated
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """The largest magnitude whose scale and zero can be stored."""
         if self.transform is not None and self.transform.static:
@@ -157,6 +159,12 @@ class Packed:
         stretches = tokens // self.group if self.axis == "channel" else tokens
         meta = stretches * self.groups(heads, head_dim) * self._group_nbytes
         return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
+
+    @property
+    def whole(self) -> int:
+        """Tokens whose bytes and metadata are shared with no others."""
+        atom = ref.ATOM[self.bits][0]
+        return math.lcm(atom, self.group) if self.axis == "channel" else atom
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Why this format does not fit a layer's heads; empty if it does."""
@@ -207,6 +215,11 @@ class Store:
         """The formats of what is packed, by "keys" and "values"."""
         both = {"keys": self.keys, "values": self.values}
         return {side: fmt for side, fmt in both.items() if fmt is not None}
+
+    @property
+    def unit(self) -> int:
+        """Tokens that can be put elsewhere together, keys and values."""
+        return math.lcm(*(fmt.whole for fmt in self.sides.values()))
 
     @property
     def pre_rope(self) -> bool:

@@ -7,12 +7,13 @@ their last byte; the arithmetic is in `kernels.quant`, and so are kernels that w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.attend.strand import Channelwise
 from ..kernels.quant import ref, run
 from ..kernels.quant.scheme import Held, Turn
 from ..rope import Rope
@@ -36,17 +37,25 @@ class PackedView(NamedTuple):
     dtype: torch.dtype
     codec: Codec
     rope: Rope | None = None  # the keys are packed as they were before it
-    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo]
+    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo], or
+    # the first at this one and each next one further, [B or 1, 1, 1]
+
+    @property
+    def channelwise(self) -> Channelwise:
+        """What a kernel must be told of the channels."""
+        return self.codec.channelwise
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        by, fmt, rope = self.codec, self.fmt, self.rope
+        by, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
+        if at is not None and at.shape[2] == 1:
+            at = at + torch.arange(self.hi - self.lo, device=at.device)
         unpack = run.unpacker(by.scheme, self.codes, self.dtype)
         if unpack is not None:
             held, turn = Held(self.codes, self.scale, self.zero), None
             if rope is not None:
-                assert self.at is not None
-                turn = Turn(*rope.angles(self.at), rope.interleaved)
+                assert at is not None
+                turn = Turn(*rope.angles(at), rope.interleaved)
             return unpack(held, by.scheme, self.lo, self.hi, self.dtype, turn)
         atom, rows = ref.ATOM[fmt.bits]
         per_meta = by.scheme.stretch
@@ -61,9 +70,9 @@ class PackedView(NamedTuple):
         stretch = slice(self.lo - lo, self.hi - lo)
         if rope is None:
             return by.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
-        assert self.at is not None
+        assert at is not None
         raw = by.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
-        return rope.turn(raw, self.at).to(self.dtype)
+        return rope.turn(raw, at).to(self.dtype)
 
 
 class PackedTokens:
@@ -112,11 +121,35 @@ class PackedTokens:
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
         """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
+        held = self.codes.view(), self.scale.view(), self.zero.view()
+        return self.wrap(held, lo, self.count if hi is None else hi, at)
+
+    def wrap(
+        self, held: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None
+    ) -> PackedView:
+        """Tokens lo..hi of codes, scales and zeros `held` as this prefix's are; at: `append`'s."""
         assert self.codec is not None, "no tokens yet"
-        hi = self.count if hi is None else hi
         meta = META[self.fmt.meta]
-        held = (self.codes.view(), self.scale.view().view(meta), self.zero.view().view(meta))
-        return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at)
+        codes, scale, zero = held[0], held[1].view(meta), held[2].view(meta)
+        return PackedView(
+            codes, scale, zero, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at
+        )
+
+    def give(self, n: int) -> Sequence[Tensor]:
+        """Give codes, scales and zeros of the n oldest tokens, whole bytes and groups, away."""
+        ends = self._ends(n)
+        held = self.codes, self.scale, self.zero
+        given = tuple(x.view()[:, :, :end] for x, end in zip(held, ends, strict=True))
+        for x, end in zip(held, ends, strict=True):
+            x.replace(x.view()[:, :, end:])
+        self.count -= n
+        return given
+
+    def take_back(self, given: Sequence[Tensor], n: int) -> None:
+        """Put n tokens back in front, as `give` gave them."""
+        for x, old in zip((self.codes, self.scale, self.zero), given, strict=True):
+            x.replace(torch.cat([old, x.view()], dim=2))
+        self.count += n
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -156,6 +189,11 @@ class PackedTokens:
         self._append_codes(codes)
         self.scale.append(_plain(scale))
         self.zero.append(_plain(zero))
+
+    def _ends(self, n: int) -> tuple[int, int, int]:
+        """How many rows of codes, scale and zero the first n tokens have."""
+        stretches = n // self.fmt.group if self.fmt.axis == "channel" else n
+        return ref.rows_for(n, self.fmt.bits), stretches, stretches
 
     def _append_codes(self, codes: Tensor) -> None:
         bits = self.fmt.bits

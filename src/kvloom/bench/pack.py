@@ -1,0 +1,78 @@
+"""The store alone: a prompt's keys and values into their formats, and its attention beside.
+
+GB/s are of what goes in. A prompt's prefill is at least its attention, which is timed here; the
+linear layers come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import IncompatibleRecipe
+from ..recipe import Recipe
+from ..recipes import resolve
+from ..store import Lane
+from . import caches
+from .clock import Side
+from .shape import Shape
+
+AGAINST = ("the prompt's attention",)
+
+
+def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
+    """All sides at one prompt length."""
+    _, k, v = caches.random(shape, context)
+    q = torch.randn(shape.batch, shape.q_heads, context, shape.head_dim).to(shape.dtype)
+    gqa = shape.q_heads != shape.kv_heads
+    found = [
+        Side(
+            AGAINST[0],
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
+            held=lambda: k.nbytes + v.nbytes,
+        )
+    ]
+    for name in recipes:
+        recipe = resolve(name)
+        try:
+            lanes = _Lanes(recipe, shape)
+        except IncompatibleRecipe as error:
+            found.append(Side(name, problem=str(error)))
+            continue
+        if recipe.store.exact:
+            found.append(Side(name, problem="it packs nothing"))
+            continue
+        found.append(
+            Side(
+                name,
+                partial(lanes.take, k, v),
+                lanes.make,
+                lanes.nbytes,
+                lambda: k.nbytes + v.nbytes,
+            )
+        )
+    return found
+
+
+class _Lanes:
+    """The store's two streams, empty before every call."""
+
+    def __init__(self, recipe: Recipe, shape: Shape) -> None:
+        self.recipe, self.shape = recipe, shape
+        self.make()
+
+    def make(self) -> None:
+        known = caches.layers(self.recipe, self.shape)[0].known
+        store, recents = self.recipe.store, self.recipe.protect.recents
+        self.keys = Lane(store.keys, recents[0], known.keys, known.rope)
+        self.values = Lane(store.values, recents[1], known.values)
+
+    def take(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.keys.take(k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1))
+        self.values.take(v, 0)
+
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes

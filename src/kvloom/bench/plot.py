@@ -1,0 +1,47 @@
+"""Rows as a picture: time against context, or as bars where there is one context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..compare.plot import check
+from .rows import Row
+
+
+def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> None:
+    """Write the picture of what ran; the suffix of `path` is the format."""
+    check(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ran = [row for row in rows if row.ms is not None]
+    contexts = sorted({row.context for row in ran})
+    names = list(dict.fromkeys(row.name for row in ran))
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    e = environment
+    axes.set_title(
+        f"bench {e['verb']}: {e['shape']}, {e['dtype']}, batch {e['batch']}", fontsize=10
+    )
+    if len(contexts) > 1:
+        for name in names:
+            mine = sorted((row.context, row.ms) for row in ran if row.name == name)
+            axes.plot(*zip(*mine, strict=True), marker="o", markersize=4, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
+        axes.set_xlabel("tokens of context")
+        axes.set_ylabel("ms")
+        figure.legend(fontsize=8, loc="outside right upper")
+    else:
+        bars = axes.barh(names[::-1], [row.ms or 0.0 for row in ran][::-1])
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        axes.set_xlabel(f"ms at {contexts[0]:,} tokens" if contexts else "ms")
+        if ran and max(row.ms or 0.0 for row in ran) > 20 * min(row.ms or 0.0 for row in ran):
+            axes.set_xscale("log")
+        axes.margins(x=0.1)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)

@@ -1,0 +1,83 @@
+"""A prompt's attention in one layer, and what taking it in costs beside.
+
+Taking in is what a cache does once the prompt's own attention is computed: scoring, dropping,
+packing, building an index. It is timed alone as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import IncompatibleRecipe
+from ..layer import LayerCache
+from ..recipes import resolve
+from . import caches
+from .clock import Side
+from .shape import Shape, short
+
+
+def against(shape: Shape) -> tuple[str]:
+    """What ratios are to: the prompt's attention alone."""
+    return (f"SDPA {short(shape.dtype)}",)
+
+
+def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
+    """All sides at one prompt length."""
+    _, k, v = caches.random(shape, context)
+    g = torch.Generator().manual_seed(1)
+    size = shape.batch, shape.q_heads, context, shape.head_dim
+    q = torch.randn(size, generator=g).to(shape.dtype)
+    gqa = shape.q_heads != shape.kv_heads
+    found = [
+        Side(
+            against(shape)[0],
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
+            held=lambda: k.nbytes + v.nbytes,
+        )
+    ]
+    for name in recipes:
+        try:
+            fresh = _Fresh(name, shape)
+        except IncompatibleRecipe as error:
+            found.append(Side(name, problem=str(error)))
+            continue
+        found += [
+            Side(
+                name,
+                partial(fresh.attend, q, k, v),
+                fresh.make,
+                fresh.nbytes,
+            ),
+            Side(
+                f"{name}, taking in",
+                partial(fresh.take, q, k, v),
+                fresh.make,
+                fresh.nbytes,
+            ),
+        ]
+    return found
+
+
+class _Fresh:
+    """An empty cache a call."""
+
+    def __init__(self, name: str, shape: Shape) -> None:
+        self.recipe, self.shape = resolve(name), shape
+        self.make()
+
+    def make(self) -> None:
+        self.cache: LayerCache = caches.layers(self.recipe, self.shape)[0]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.cache.attend(q, k, v, scale=q.shape[3] ** -0.5)
+
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        caches.fill(self.cache, q, k, v)
+
+    def nbytes(self) -> int:
+        return self.cache.nbytes

@@ -1,0 +1,243 @@
+"""`kvloom bench`: speed beside torch and transformers, in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .edge import printed, progress, quiet, told, writable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..bench.clock import Side
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed beside torch and transformers.")
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed beside torch and transformers, all in turns in one run.
+
+    Keys, values and weights are random. Times are medians; compiling is not in them.
+    """
+
+
+_CONTEXT = Annotated[str, typer.Option(help="Tokens, one count or several: 8192,32768.")]
+_RECIPES = Annotated[str, typer.Option(help='Such as "kivi,rtn:bits=4"; see kvloom recipes.')]
+_HEADS = Annotated[str, typer.Option(help="Query heads / key-value heads.")]
+_HEAD_DIM = Annotated[int, typer.Option(help="Numbers of a key of one head.")]
+_BATCH = Annotated[int, typer.Option(help="Rows side by side.")]
+_DTYPE = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+_THREADS = Annotated[
+    int | None, typer.Option(help="Threads of torch and of kernels; default: torch's choice.")
+]
+_REPEATS = Annotated[int, typer.Option(help="Timed calls of each side.")]
+_JSON = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write figures as JSON; -: to stdout.")
+]
+_PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times.")]
+
+
+@app.command("decode")
+def decode(
+    context: _CONTEXT = "8192,32768",
+    recipes: _RECIPES = "full,kivi,kivi-4,skvq:group=32,rtn:bits=4,h2o,clusterkv",
+    heads: _HEADS = "32/8",
+    head_dim: _HEAD_DIM = 128,
+    batch: _BATCH = 1,
+    dtype: _DTYPE = "bfloat16",
+    threads: _THREADS = None,
+    repeats: _REPEATS = 30,
+    json: _JSON = None,
+    plot: _PLOT = None,
+) -> None:
+    """One layer's decode step: one query to a long context, its token taken in.
+
+    Beside torch's SDPA (rows: query heads of a group as rows over the same keys, which torch does
+    not do by itself) and transformers' caches. The context is not computed: caches are filled with
+    random keys and values.
+    """
+    with told():
+        from ..bench import Shape, shape
+        from ..bench import decode as work
+
+        built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
+        _run(
+            "decode", built, context, recipes, threads, repeats, json, plot,
+            lambda names, tokens: work.sides(built, names, tokens), work.AGAINST,
+            "ms: median of a step; KV: held, metadata included; GB/s: keys and values that a step "
+            "has to read, over its time.",
+        )  # fmt: skip
+
+
+@app.command("prefill")
+def prefill(
+    context: _CONTEXT = "2048",
+    recipes: _RECIPES = "full,kivi,skvq:group=32,h2o,snapkv,minikv,clusterkv",
+    heads: _HEADS = "32/8",
+    head_dim: _HEAD_DIM = 128,
+    batch: _BATCH = 1,
+    dtype: _DTYPE = "bfloat16",
+    threads: _THREADS = None,
+    repeats: _REPEATS = 5,
+    json: _JSON = None,
+    plot: _PLOT = None,
+) -> None:
+    """A prompt's attention in one layer, with scoring, dropping, packing and indexing.
+
+    "taking in" is what comes after the attention, timed alone.
+    """
+    with told():
+        from ..bench import Shape, shape
+        from ..bench import prefill as work
+
+        built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
+        _run(
+            "prefill", built, context, recipes, threads, repeats, json, plot,
+            lambda names, tokens: work.sides(built, names, tokens), work.against(built),
+            "ms: median of a prompt in one layer; KV: held after it.",
+        )  # fmt: skip
+
+
+@app.command("pack")
+def pack(
+    context: _CONTEXT = "8192",
+    recipes: _RECIPES = "kivi,kivi-4,skvq:group=32,rtn:bits=4,turbo",
+    heads: _HEADS = "32/8",
+    head_dim: _HEAD_DIM = 128,
+    batch: _BATCH = 1,
+    dtype: _DTYPE = "bfloat16",
+    threads: _THREADS = None,
+    repeats: _REPEATS = 5,
+    json: _JSON = None,
+    plot: _PLOT = None,
+) -> None:
+    """A prompt's keys and values into their formats, beside the prompt's attention."""
+    with told():
+        from ..bench import Shape, shape
+        from ..bench import pack as work
+
+        built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
+        _run(
+            "pack", built, context, recipes, threads, repeats, json, plot,
+            lambda names, tokens: work.sides(built, names, tokens), work.AGAINST,
+            "ms: median of packing a prompt of one layer; GB/s: keys and values that go in.",
+        )  # fmt: skip
+
+
+@app.command("generate")
+def generate(
+    context: _CONTEXT = "512,8192",
+    recipes: _RECIPES = "full,kivi,kivi-4,h2o,clusterkv",
+    heads: _HEADS = "32/8",
+    head_dim: _HEAD_DIM = 64,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Its hidden size.")] = 2048,
+    intermediate: Annotated[int, typer.Option(help="Width of its MLP.")] = 8192,
+    vocabulary: Annotated[int, typer.Option(help="Tokens that it knows.")] = 32000,
+    batch: _BATCH = 1,
+    dtype: _DTYPE = "bfloat16",
+    threads: _THREADS = None,
+    repeats: _REPEATS = 15,
+    json: _JSON = None,
+    plot: _PLOT = None,
+) -> None:
+    """Whole decode steps of a Llama with random weights, beside transformers' caches.
+
+    The prompt is not computed: every cache is filled to the context with random keys and values,
+    kvloom's as after a prompt of which the last 64 queries scored.
+    """
+    with told():
+        from ..bench import ModelShape, shape
+        from ..bench import generate as work
+
+        built = ModelShape(
+            *shape.heads(heads), head_dim, batch, shape.dtype(dtype), layers, hidden,
+            intermediate, vocabulary,
+        )  # fmt: skip
+        model: Any = None
+
+        def sides(names: Sequence[str], tokens: int) -> list[Side]:
+            nonlocal model
+            model = model or work.model(built, max(shape.contexts(context)))
+            return work.sides(model, built, names, tokens)
+
+        _run(
+            "generate", built, context, recipes, threads, repeats, json, plot,
+            sides, work.AGAINST,
+            "ms: median of a step; KV: held in all layers, metadata included; GB/s: weights, keys "
+            "and values that a step has to read, over its time.",
+        )  # fmt: skip
+
+
+def _run(
+    verb: str,
+    shape: Any,
+    context: str,
+    recipes: str,
+    threads: int | None,
+    repeats: int,
+    json: str | None,
+    plot: Path | None,
+    sides: Callable[[Sequence[str], int], list[Side]],
+    against: Sequence[str],
+    about: str,
+) -> None:
+    """Measure at every context and show it; sides: of recipes at one."""
+    import torch
+
+    from ..bench import clock, limits, report, rows
+    from ..bench.plot import plot as draw
+    from ..bench.shape import contexts
+    from ..compare.environment import machine
+    from ..compare.errors import InputError
+    from ..compare.plot import check
+    from ..kernels.dispatch import compile_seconds
+    from ..recipes import resolve
+    from .compare import split
+
+    counts, names = contexts(context), list(dict.fromkeys(split(recipes)))
+    if not names:
+        raise InputError("--recipes names no recipe; see kvloom recipes")
+    for name in names:
+        resolve(name)  # a wrong one is told before anything is built
+    for option, value in (("--threads", threads), ("--repeats", repeats)):
+        if value is not None and value < 1:
+            raise InputError(f"{option} {value} must be 1 or more")
+    writable(json, plot)
+    if plot:
+        check(plot)
+    quiet()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    begin = compile_seconds()
+    most = {"read_gb_s": limits.read_gb_s()}
+    found = []
+    with progress(len(counts) * clock.rounds(repeats)) as tell:
+        for tokens in counts:
+            tell(f"filling caches with {tokens:,} tokens", 0)
+            built = sides(names, tokens)
+            times = clock.run(built, repeats, tell)
+            found += rows.of(
+                built, times, against, shape=str(shape), context=tokens, batch=shape.batch
+            )
+    environment = {
+        **machine(torch.empty(0, dtype=shape.dtype)),
+        "verb": verb,
+        "shape": str(shape),
+        "batch": shape.batch,
+        "repeats": repeats,
+        "compile_s": compile_seconds() - begin,
+    }
+    if plot:
+        draw(found, environment, plot)
+    data = rows.to_json(found, environment, most)
+    if json == "-":
+        typer.echo(data)
+        return
+    if json:
+        Path(json).write_text(data + "\n", encoding="utf-8")
+    printed(report.table(found, environment, most, about, verb in ("prefill", "pack")))

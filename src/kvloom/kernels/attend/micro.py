@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, read, same, summed, write
-from .ways import CHANNEL, NONE, Meta, Way, machine, one, tokens, way
+from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, in_order, read, same, summed, write
+from .ways import CHANNEL, MAP, NONE, Meta, Way, machine, one, tokens, way
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
@@ -146,6 +146,8 @@ def scores(
                         x = _rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         acc[row][t] = fused(b, x[v], qs[v][row], acc[row][t])
+                if its.by == MAP or its.turned:
+                    in_order(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
         flat = [x for row in acc for x in row]
         if len(flat) % WIDTH:
@@ -245,6 +247,8 @@ def values(
                         x = scales.scaled(b, xs[t], t, v, n_d, its)
                     for row in range(n_w):
                         new[row, v] = fused(b, x, weights[row][t], new[row, v])
+                if its.by == MAP:
+                    in_order(b)
             i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
             here.add_incoming(b.add(here, step), b.block)
             for cell in cells:

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpu import _HOW, _NUMBERS, _WHEN, _WORTH, _padded, _place, _strand
+from .cpu import _padded, _place
 from .ref import First, State
 from .strand import Strand
 
+_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _META = ("fp32", "fp16", "bf16")
+_KNOWN = {"bits", "axis", "group", "meta", "residual", "unit"}  # fields of a format
+# Elements of keys and values that are worth a thread.
+_WORTH = 1 << 18
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -58,7 +62,7 @@ def _of_format(fmt: Any, d: int) -> list[str]:
     for field in fields(fmt):
         value = getattr(fmt, field.name)
         plain = field.default is not MISSING and value == field.default
-        if field.name not in _HOW | _WHEN and not plain:
+        if field.name not in _KNOWN and not plain:
             found.append(f"{field.name}={value} is not known to it")
     return found
 
@@ -115,6 +119,21 @@ def attend(
     )  # fmt: skip
     del alive, alive_too
     return State(out, lse)
+
+
+def _strand(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Where a strand lies, as a job says it, and the tensors that must live meanwhile."""
+    tail, packed = strand.tail, strand.packed
+    if tail.stride(3) != 1:
+        tail = tail.contiguous()
+    if packed is None:
+        return (*(0,) * 11, *_place(tail, 3)), (tail,)
+    codes, scale, zero = (
+        x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
+        for x in (packed.codes, packed.scale, packed.zero)
+    )
+    where = (*_place(codes, 3), *_place(scale, 2), *_place(zero, 2), packed.hi, *_place(tail, 3))
+    return where, (codes, scale, zero, tail)
 
 
 @cache

@@ -1,10 +1,12 @@
 """Recall on the reference model: does the index find what attention wants, and what does it cost?
 
 Sections: `rate` (share of the true top B tokens that clusters and pages find, by distance, cluster
-size and budget, at 8k and 32k), `needles` (answers at budgets 256 to 1024, perplexity and tokens
-and bytes a step reads, context 8k), `length` (perplexity against context length, to 32k), `prefill`
-(what share of a layer's prompt, 8k and 32k, is clustering), `decode` (attention time of a step, 8k
-to 128k, and how it grows). Figures are written after every section.
+size and budget, at 8k and 32k), `hits` (what of a step's tokens lies ready on the device of those
+that the last one or two read, and bytes copied, context 8k), `needles` (answers at budgets 256 to
+1024, perplexity and tokens and bytes a step reads, context 8k), `length` (perplexity against
+context length, to 32k), `prefill` (what share of a layer's prompt, 8k and 32k, is clustering),
+`decode` (attention time of a step, 8k to 128k, and how it grows). Figures are written after every
+section.
 
     python benchmarks/recall.py [SECTION …]
 """
@@ -42,6 +44,7 @@ from kvloom.scored import layer_cache
 
 SINKS, FULL_LAYERS = 16, 2
 BUDGETS = (256, 512, 1024, 2048)
+NEEDLES = 160  # questions, eight a context
 INDEXES: dict[str, Index] = {
     "clusters cosine n/80": Clusters(),
     "clusters l2 n/80": Clusters(distance="l2"),
@@ -108,10 +111,32 @@ def mask_of(slots: Tensor, tokens: int) -> Tensor:
     return empty.scatter_(2, slots, True)
 
 
-def perplexity(model: Any, recipe: str, text: Tensor, context: int) -> dict[str, float]:
+def reader(model: Any, ids: Tensor) -> Callable[[str], Cache]:
+    """Read a context once, exactly; the result makes caches of any recipe that have read it."""
+    looks: dict[int, Look] = {}
+    exact = Cache(model, "full")
+    watch(exact, lambda look: looks.__setitem__(look.place, look))
+    step(model, ids, exact)
+
+    def made(recipe: str) -> Cache:
+        cache = Cache(model, recipe)
+        for place, (routed, source) in enumerate(zip(cache.routed, exact.routed, strict=True)):
+            look, body = looks[place], source.cache.body
+            routed.cache.seen = ids.shape[1]
+            asked = Asked(look.q, look.scale, look.softcap, None)
+            routed.cache._take(body.keys.tail.view(), body.values.tail.view(), asked)
+        return cache
+
+    return made
+
+
+def perplexity(
+    model: Any, recipe: str, text: Tensor, context: int, cache: Cache | None = None
+) -> dict[str, float]:
     """Of the tokens behind a context, fed one by one, with what the last step read."""
-    cache = Cache(model, recipe)
-    step(model, text[:, :context], cache)
+    if cache is None:
+        cache = Cache(model, recipe)
+        step(model, text[:, :context], cache)
     losses = [
         F.cross_entropy(step(model, text[:, i : i + 1], cache).float(), text[:, i + 1])
         for i in range(context, text.shape[1] - 1)
@@ -130,25 +155,129 @@ def recipe_exact(name: str) -> bool:
     return resolve(name).store.exact
 
 
+def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
+    """Share of a step's tokens that lie ready, and bytes copied a step, layer and head.
+
+    `token` is what a tier does, counted by it: all tokens of the last R steps lie ready, and no
+    others. `cluster`: all tokens of the clusters that the last R steps took from, copied whole.
+    `whole cluster`: clusters that they took all of; what was cut off is copied again.
+    """
+    read = reader(model, text[:, :context])
+    made = []
+    for name in ("clusterkv", "quest"):
+        for budget in (256, 512, 1024):
+            for steps in (1, 2):
+                cache = read(f"{name}:tokens={budget},tier=host,steps={steps}")
+                layers = [x.cache for x in cache.routed if isinstance(x.cache, RecalledLayer)]
+                sims = [
+                    {kind: Ready(layer, kind, steps) for kind in ("cluster", "whole cluster")}
+                    for layer in layers
+                ]
+                for layer in layers:
+                    layer.trace = True
+                for i in range(context, text.shape[1]):
+                    step(model, text[:, i : i + 1], cache)
+                    for layer, by in zip(layers, sims, strict=True):
+                        for sim in by.values():
+                            sim.take(layer.chosen[0])
+                token = 2 * layers[0].like.shape[-1] * layers[0].like.element_size()
+                each = len(layers) * layers[0].like.shape[1] * (text.shape[1] - context)
+                t = cache.traffic
+                row = {"recipe": name, "budget": budget, "steps": steps, "by": {}}
+                row["by"]["token"] = {
+                    "hits": t.hits / (t.hits + t.misses),
+                    "copied_bytes": t.nbytes / each,
+                }
+                for kind in sims[0]:
+                    found, copied, asked = (
+                        sum(getattr(by[kind], x) for by in sims)
+                        for x in ("hits", "copied", "asked")
+                    )
+                    row["by"][kind] = {"hits": found / asked, "copied_bytes": copied * token / each}
+                made.append(row)
+                print(name, budget, steps, {
+                    kind: f"{x['hits']:.1%} {x['copied_bytes']:,.0f} B" for kind, x in
+                    row["by"].items()
+                }, flush=True)  # fmt: skip
+    return made
+
+
+class Ready:
+    """What a device cache of clusters or pages would hold of one layer, head by head, in sets."""
+
+    def __init__(self, layer: RecalledLayer, kind: str, steps: int) -> None:
+        self.kind, self.steps, self.finder = kind, steps, layer.finder
+        self.known = 0
+        self.last: list[list[set]] = [[] for _ in range(layer.like.shape[1])]
+        self.hits = self.copied = self.asked = 0
+
+    def learn(self) -> None:
+        """Look up which tokens are in which part, where the index has grown."""
+        if self.known == self.finder.tokens:
+            return
+        self.known = self.finder.tokens
+        self.part = self.finder.parts()[0].tolist()
+        self.members: list[dict[int, set]] = []
+        for part in self.part:
+            by: dict[int, set] = defaultdict(set)
+            for slot, number in enumerate(part):
+                by[number].add(slot)
+            self.members.append(by)
+
+    def take(self, chosen: Tensor) -> None:
+        """Take in the slots [Hk, M] that a step read."""
+        self.learn()
+        for slots, part, members, last in zip(
+            chosen.tolist(), self.part, self.members, self.last, strict=True
+        ):
+            asked = set(slots)
+            ready = set().union(*last[-self.steps :]) if self.steps else set()
+            parts = {part[slot] for slot in asked}
+            if self.kind == "cluster":
+                now = set().union(*(members[p] for p in parts))
+                self.copied += len(now - ready)
+            else:
+                now = set().union(*(members[p] for p in parts if members[p] <= asked))
+                self.copied += len(asked - ready)
+            self.hits += len(asked & ready)
+            self.asked += len(asked)
+            last.append(now)
+
+
 def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """Answers right, perplexity and reads at a context of 8k."""
-    settings = Settings(context=8192, new_tokens=96, batch=1, questions=24)
+    """Answers right, perplexity and reads at a context of 8k.
+
+    Every context is read once for all recipes; saved after each, with the questions asked so far.
+    """
+    settings = Settings(context=8192, new_tokens=96, batch=1, questions=NEEDLES)
     task = prepare(model, tokenizer, library_text(), settings)
-    made: list[dict[str, Any]] = []
     names = ["full"]
     for budget in (256, 512, 1024):
-        for name in ("clusterkv", "quest", "topk"):
-            names += [f"{name}:tokens={budget},group={group}" for group in ("mean", "max", "each")]
-    names += ["clusterkv-2bit", "snapkv:kernel=15", "streaming"]  # 1024 as well
-    for name in names:
-        row = {"recipe": name, **perplexity(model, name, task.text, settings.context)}
-        recipe = resolve(name)
-        right = sum(count_right(model, tokenizer, recipe, hay, 4) for hay in task.haystacks)
-        row["needle"] = right / task.questions
-        made.append(row)
+        for name in ("clusterkv", "clusterkv-2bit", "quest", "topk", "streaming"):
+            names.append(f"{name}:tokens={budget}")
+        names.append(f"snapkv:kernel=15,tokens={budget}")
+    for name in ("clusterkv", "quest", "topk"):
+        names += [f"{name}:tokens=1024,group={group}" for group in ("max", "each")]
+    read = reader(model, task.text[:, : settings.context])
+    made = [
+        {"recipe": name, **perplexity(model, name, task.text, settings.context, read(name))}
+        for name in names
+    ]
+    right: dict[str, int] = defaultdict(int)
+    asked = 0
+    for hay in task.haystacks:
+        read = reader(model, torch.tensor([hay.context_ids]))
+        asked += len(hay.questions)
+        for row in made:
+            name = row["recipe"]
+            recipe, cache = resolve(name), read(name)
+            right[name] += count_right(model, tokenizer, recipe, hay, 8, read=cache)
+            row.update(right=right[name], questions=asked, needle=right[name] / asked)
         save(made)
-        print(f"{name:<34} perplexity {row['perplexity']:.3f}, reads {row['tokens_read']:,.0f} "
-              f"tokens, needles {row['needle']:.1%}", flush=True)  # fmt: skip
+        print(asked, {row["recipe"]: row["right"] for row in made}, flush=True)
+    for row in made:
+        print(f"{row['recipe']:<34} perplexity {row['perplexity']:.3f}, needles "
+              f"{row['needle']:.1%}", flush=True)  # fmt: skip
     return made
 
 
@@ -280,7 +409,7 @@ def decode() -> list[dict[str, Any]]:
 
 def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
     """A whole step of a layer, and its parts."""
-    finder, room = layer.finder, layer.recall.tokens - layer.recipe.protect.tokens
+    finder, room = layer.finder, layer.recall.tokens - layer.recipe.always
     room -= room % layer.recall.index.unit
     one = torch.randn(2, 1, 8, 1, 128).to(dtype)
     kept: dict[str, Tensor] = {}
@@ -300,7 +429,7 @@ def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sections = ("rate8k", "rate32k", "needles", "length", "prefill", "decode")
+    sections = ("rate8k", "rate32k", "hits", "needles", "length", "prefill", "decode")
     parser.add_argument("sections", nargs="*", default=sections, metavar="SECTION")
     options = parser.parse_args()
     model, tokenizer = load()
@@ -322,6 +451,8 @@ def main() -> None:
                     shares = " ".join(f"{x:6.1%}" for x in by["mean"].values())
                     print(f"{section} {name:<24} {shares}", flush=True)
                 save(figures)
+            elif section == "hits":
+                save(hits(model, rows(ids, first, 1, 8192 + 64, 0), 8192))
             elif section == "needles":
                 needles(model, tokenizer, save)
             elif section == "length":

@@ -69,6 +69,11 @@ class PageFinder(Finder):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += keys.shape[2]
 
+    def parts(self) -> Tensor:
+        """The page of each slot, int64 [B, Hk, N]."""
+        page = torch.arange(self.tokens, device=self.low.device) // self.page
+        return page.expand(*self.low.shape[:2], -1)
+
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens of the pages with the largest bounds."""
         return self.choose(self.scores(q, group), tokens)

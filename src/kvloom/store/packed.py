@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.attend.strand import Channelwise
 from ..kernels.quant import ref, run
 from ..kernels.quant.scheme import Held, Turn
 from ..rope import Rope
@@ -36,17 +37,25 @@ class PackedView(NamedTuple):
     dtype: torch.dtype
     codec: Codec
     rope: Rope | None = None  # the keys are packed as they were before it
-    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo]
+    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo], or
+    # the first at this one and each next one further, [B or 1, 1, 1]
+
+    @property
+    def channelwise(self) -> Channelwise:
+        """What a kernel must be told of the channels."""
+        return self.codec.channelwise
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        by, fmt, rope = self.codec, self.fmt, self.rope
+        by, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
+        if at is not None and at.shape[2] == 1:
+            at = at + torch.arange(self.hi - self.lo, device=at.device)
         unpack = run.unpacker(by.scheme, self.codes, self.dtype)
         if unpack is not None:
             held, turn = Held(self.codes, self.scale, self.zero), None
             if rope is not None:
-                assert self.at is not None
-                turn = Turn(*rope.angles(self.at), rope.interleaved)
+                assert at is not None
+                turn = Turn(*rope.angles(at), rope.interleaved)
             return unpack(held, by.scheme, self.lo, self.hi, self.dtype, turn)
         atom, rows = ref.ATOM[fmt.bits]
         per_meta = by.scheme.stretch
@@ -61,9 +70,9 @@ class PackedView(NamedTuple):
         stretch = slice(self.lo - lo, self.hi - lo)
         if rope is None:
             return by.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
-        assert self.at is not None
+        assert at is not None
         raw = by.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
-        return rope.turn(raw, self.at).to(self.dtype)
+        return rope.turn(raw, at).to(self.dtype)
 
 
 class PackedTokens:

@@ -38,7 +38,7 @@ FORMS = {  # keys, values, dtype of exact tokens
     "exact": (None, None, FP32),
     "exact bf16": (None, None, BF16),
     "kivi": (channel(2, 32, "fp16"), token(2, 32, "fp16"), FP32),
-    "3 and 1.5 bit": (token(3, 16, "bf16"), channel(1.5, 32, "fp32"), FP16),
+    "3 and 1.5 bit": (token(3, 16, "bf16"), channel(1.5, 32, "fp8"), FP16),
     "1 and 4 bit": (channel(1, 16, "bf16"), token(4, 0, "fp32"), FP32),
 }
 D = 32
@@ -199,7 +199,6 @@ def test_what_is_not_covered_is_said():
     assert [s.split()[0] for s in said] == ["head_dim=40", "keys", "2"]
     assert gathered.problems(1, like.to("meta")) == ["the tensors are on meta"]
     for changed, problem in (
-        ({"meta": "fp8"}, "meta=fp8 is none of fp32, fp16, bf16"),
         ({"group": 64}, "group=64 is not a multiple of 16 that divides 32"),
         ({"transform": Transform(clip=0.9)}, "transform="),
         ({"pre_rope": True}, "pre_rope=True is not known to it"),

@@ -1,4 +1,4 @@
-"""A layer that recalls reads by kernels what it reads by the reference: one piece, where it lies."""
+"""A layer that recalls reads by kernels what it reads by the reference."""
 
 from __future__ import annotations
 

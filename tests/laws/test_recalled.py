@@ -313,6 +313,24 @@ def test_alibi_counts_from_each_tokens_own_place():
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("size", [1, 8, 50])
+@pytest.mark.parametrize("n", [1, 2, 7, 49])
+def test_fewer_tokens_than_clusters(size, n):
+    """A prompt within a cluster waits; a row with fewer real tokens than clusters has fewer."""
+    recipe = resolve(f"clusterkv:tokens=6,size={size},sinks=2,full_layers=0")
+    n, later = n + 2, 60
+    cache, want = fresh(recipe), plain(recipe)
+    valid = padded([0, n - 1], n + later)
+    qkv = heads(0, n + later)
+    outputs = [feed(c, *qkv, [n, *[1] * later], valid) for c in (cache, want)]
+    assert torch.isfinite(outputs[0][0]).all()
+    torch.testing.assert_close(outputs[0][:, :, :n], outputs[1][:, :, :n], rtol=0, atol=2e-6)
+    assert cache.finder.tokens == (0 if n - 2 + later < size else max(n - 2, size))
+    assert cache.read == (
+        n + later if cache.finder.tokens <= 4 else later + n + 4 - cache.finder.tokens
+    )
+
+
 def test_a_cache_reads_what_a_trace_says():
     recipe, qkv = RECIPES["pages"], heads(0, PROMPT + 1)
     cache = fresh(recipe)

@@ -54,6 +54,8 @@ def misplaced(device: torch.device) -> list[str]:
         found.append("Triton is not installed; pip install triton")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         found.append(f"the tensors are on {device.type}, not on a CUDA device")
+    elif device.type == "cuda" and _capability(device) < (8, 0):
+        found.append("the GPU's compute capability is below 8.0 (Ampere)")
     return found
 
 
@@ -93,13 +95,14 @@ def launch(
 
 
 def forms(name: str, call: Callable[[], object], brief: bool, **bounds: int) -> Iterator[Form]:
-    """The kernels that a call on tensors of torch's meta device would launch, as `ahead` takes them.
+    """The kernels that a call on torch's meta device would launch, as `ahead` takes them.
 
     bounds: registers and shared memory, as in `ahead.Form`.
     """
     from .ahead import Form, signature
 
-    token = _noted.set(noted := [])
+    noted: list[_Call] = []
+    token = _noted.set(noted)
     try:
         call()
     finally:
@@ -125,3 +128,8 @@ def room(size: int, least: int = 16) -> int:
 @cache
 def _installed() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -125,7 +125,10 @@ class ClusterFinder(Finder):
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens of the best clusters; of the last, the oldest that still fit."""
-        scores = self.scores(q, group)
+        return self.choose(self.scores(q, group), tokens)
+
+    def choose(self, scores: Tensor, tokens: int) -> Tensor:
+        """The tokens of the best clusters."""
         return run.select_clusters(scores, self.size, self.start, self.order, tokens)
 
     def parts(self) -> Tensor:

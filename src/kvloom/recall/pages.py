@@ -76,7 +76,14 @@ class PageFinder(Finder):
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens of the pages with the largest bounds."""
-        scores = run.page_scores(q, self.low, self.high, group)
+        return self.choose(self.scores(q, group), tokens)
+
+    def scores(self, q: Tensor, group: str) -> Tensor:
+        """The most that the queries' products [B, Hq, D] can be in the pages: [B, Hk or Hq, P]."""
+        return run.page_scores(q, self.low, self.high, group)
+
+    def choose(self, scores: Tensor, tokens: int) -> Tensor:
+        """The tokens of the best pages."""
         return run.select_pages(scores, tokens // self.page, self.page)
 
 

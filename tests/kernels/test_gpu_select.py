@@ -40,7 +40,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         start = (torch.randperm(n - 20)[:c].sort().values + 20).expand(2, 1, c)
         alive = torch.ones(2, 1, c, dtype=torch.bool)
         alive[1, :, -2:] = False
-        for iterations in (1, 2, 5):
+        for iterations in (1, 4):
             given = (x, start, real, alive, distance, iterations)
             (want, labels), (got, found) = ref.kmeans(*given), gpu.kmeans(*given)
             assert torch.equal(found, labels)
@@ -98,6 +98,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
 
     def test_in_the_interpreter():
+        pytest.importorskip("triton")
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
         env = {**os.environ, "TRITON_INTERPRET": "1"}
         done = subprocess.run(words, env=env, capture_output=True, text=True)

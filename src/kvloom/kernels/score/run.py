@@ -43,3 +43,10 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
         why = why or ["it is not known to it"]
     dispatch.count("step_mass", backend, why)
     return (ref.step_mass if why else cpu.step_mass)(products, n, hk, **options)
+
+
+def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+    """Find the slot that `ref.lowest` finds, by the kernel that covers the case."""
+    _, why = dispatch.candidate(scores)
+    dispatch.count("lowest", "cpu", why)
+    return (ref.lowest if why else cpu.lowest)(scores, index, before, see)

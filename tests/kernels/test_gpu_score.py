@@ -13,7 +13,8 @@ import sys
 import pytest
 import torch
 
-from kvloom.kernels.score import gpu, ref
+from kvloom.kernels import dispatch
+from kvloom.kernels.score import gpu, ref, run
 from kvloom.kernels.score.noise import Noise
 
 FP32, FP16 = torch.float32, torch.float16
@@ -68,6 +69,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             got, want = (f.column_mass(q, k, d**-0.5, **given) for f in (gpu, ref))
             assert got.dtype == torch.float32
             assert ((got - want).abs() <= 1e-4 * want).all(), name
+
+    def test_it_is_chosen_where_it_is_asked_for():
+        q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 20, 16)
+        before = dispatch.ran.copy()
+        with dispatch.use("gpu"):
+            run.column_mass(q, k, 1.0)
+            noise = Noise("gaussian", 0, torch.arange(20)[None, None], 19)
+            run.column_mass(q, k, 1.0, noise=noise)
+        ran = [(backend, why) for _, backend, why in (dispatch.ran - before)]
+        assert sorted(ran) == [("gpu", ""), ("ref", "gaussian noise is none of gumbel, constant")]
 
     def test_a_known_log_sum_exp_saves_a_pass():
         q, k = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 33, 16)

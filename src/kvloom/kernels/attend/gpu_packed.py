@@ -70,7 +70,9 @@ def _meta(
         x = _float(tl.load(at + o_d, mask=o_d < D, other=0))[None, :]
     elif KIND == MAPPED:
         mask = ok[:, None] & (o_d[None, :] < D)
-        x = _float(tl.load(at + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0))
+        x = _float(
+            tl.load(at + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0)
+        )
     elif GROUP == D:
         x = _float(tl.load(at + n.to(tl.int64) * step, mask=ok, other=0))[:, None]
     else:
@@ -120,7 +122,7 @@ def _codes(
             o_b = base + PER * tl.arange(0, BN // PER)
             some = (o_b + PER > first) & (o_b < stop)
             byte = _rows(at, step, o_b // PER, some, o_d, D, DP).to(tl.int32)
-            code = (_spread(byte, PER) >> (BITS * tl.arange(0, PER))[None, :, None])
+            code = _spread(byte, PER) >> (BITS * tl.arange(0, PER))[None, :, None]
             code = tl.reshape(code & ((1 << BITS) - 1), [BN, DP])
     return code
 
@@ -134,9 +136,7 @@ def _unpacked(
 ):  # fmt: skip
     """The packed tokens n [BN] in fp32, rotated ones as they were rotated: [BN, DP]."""
     code = _codes(codes, c_n, base, first, stop, n, ok, o_d, BITS, D, DP, BN, APART)
-    big = _meta(
-        scale, m_n, group_of, base, first, stop, n, ok, o_d, KIND, GROUP, D, DP, BN, APART
-    )
+    big = _meta(scale, m_n, group_of, base, first, stop, n, ok, o_d, KIND, GROUP, D, DP, BN, APART)
     if ROTATED:
         x = tl.load(levels + code) * big
     else:

@@ -11,7 +11,8 @@ from torch import Tensor
 class Codes(Protocol):
     """Packed tokens 0 to hi, as `kernels.quant.ref` lays them out.
 
-    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D] or [B, Hk, N, D/G].
+    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D] or [B, Hk, N, D/G]. codec: what its
+    format has beside them, such as the groups of channels (`store.codec`).
     """
 
     @property
@@ -22,6 +23,8 @@ class Codes(Protocol):
     def zero(self) -> Tensor: ...  # noqa: D102
     @property
     def hi(self) -> int: ...  # noqa: D102
+    @property
+    def codec(self) -> Any: ...  # noqa: D102
     def tensor(self) -> Tensor:
         """The tokens, unpacked: [B, Hk, hi, D]."""
 

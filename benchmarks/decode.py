@@ -20,23 +20,13 @@ import torch
 import torch.nn.functional as F
 
 import record
+from kvloom.bench.limits import read_gb_s
 from kvloom.kernels import dispatch
 from kvloom.layer import LayerCache
 from kvloom.recipes import resolve
 
 D = 128
 RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4")
-
-
-def read_gb_s(seconds: float = 1.0) -> float:
-    """The best rate at which a sum over 512 MiB reads memory."""
-    x = torch.ones(1 << 27)
-    best, end = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        begin = time.perf_counter()
-        x.sum()
-        best = max(best, x.nbytes / (time.perf_counter() - begin) / 1e9)
-    return best
 
 
 def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:

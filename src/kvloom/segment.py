@@ -217,8 +217,9 @@ class Segment:
         """
         n, away = len(self), self.away
         begin = max(begin, away)
-        if present and begin == away:
-            k, v = self.keys.whole(), self.values.whole()
+        scattered = self.index is not None and self.keys.placed  # positions with gaps
+        if present and begin == away and not scattered:
+            k, v = self.keys.whole(self.positions), self.values.whole()
             if not run.attends(present, k.tail, k.fmt, v.fmt):
                 bias = None if alibi is None else self.bias(alibi, away, n)
                 return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]

@@ -46,13 +46,19 @@ def random(shape: Shape, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Te
 
 
 def layers(recipe: Recipe, shape: Shape, count: int = 1) -> list[LayerCache]:
-    """Empty caches of `count` layers; raises `IncompatibleRecipe` if the recipe does not fit."""
+    """Empty caches of `count` layers; raises `IncompatibleRecipe` if the recipe does not fit.
+
+    One layer alone stands behind those that a recipe leaves as they are.
+    """
     recipe.check(shape.geometry)
     rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
     known = Known(_channels(recipe.store.keys, shape), _channels(recipe.store.values, shape), rope)
     moves = recipe.keep is not None and recipe.keep.positions != "original"
+    before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
     built = [
-        layer_cache(recipe, f"layer {i}", (i, count), rope if moves else None, known)
+        layer_cache(
+            recipe, f"layer {i}", (i + before, count + before), rope if moves else None, known
+        )
         for i in range(count)
     ]
     link(built)

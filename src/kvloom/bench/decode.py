@@ -22,7 +22,6 @@ from . import caches
 from .clock import Side
 from .shape import Shape, short
 
-RECIPES = "full,kivi,kivi-4,skvq:group=32,rtn:bits=4,h2o,clusterkv"
 AGAINST = ("SDPA fp32", "SDPA bf16", "DynamicCache")
 
 

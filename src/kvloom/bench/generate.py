@@ -20,7 +20,6 @@ from . import caches
 from .clock import Side
 from .shape import ModelShape
 
-RECIPES = "full,kivi,kivi-4,h2o,clusterkv"
 AGAINST = ("DynamicCache",)
 _MORE = 4096  # positions behind the longest context
 

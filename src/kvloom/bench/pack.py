@@ -20,7 +20,6 @@ from . import caches
 from .clock import Side
 from .shape import Shape
 
-RECIPES = "kivi,kivi-4,skvq:group=32,rtn:bits=4,turbo"
 AGAINST = ("the prompt's attention",)
 
 

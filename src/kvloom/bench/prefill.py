@@ -20,8 +20,6 @@ from . import caches
 from .clock import Side
 from .shape import Shape, short
 
-RECIPES = "full,kivi,skvq:group=32,h2o,snapkv,minikv,clusterkv"
-
 
 def against(shape: Shape) -> tuple[str]:
     """What ratios are to: the prompt's attention alone."""

@@ -26,9 +26,7 @@ def _bench() -> None:
 
 
 _CONTEXT = Annotated[str, typer.Option(help="Tokens, one count or several: 8192,32768.")]
-_RECIPES = Annotated[
-    str | None, typer.Option(help='Such as "kivi,rtn:bits=4"; see kvloom recipes.')
-]
+_RECIPES = Annotated[str, typer.Option(help='Such as "kivi,rtn:bits=4"; see kvloom recipes.')]
 _HEADS = Annotated[str, typer.Option(help="Query heads / key-value heads.")]
 _HEAD_DIM = Annotated[int, typer.Option(help="Numbers of a key of one head.")]
 _BATCH = Annotated[int, typer.Option(help="Rows side by side.")]
@@ -46,7 +44,7 @@ _PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times
 @app.command("decode")
 def decode(
     context: _CONTEXT = "8192,32768",
-    recipes: _RECIPES = None,
+    recipes: _RECIPES = "full,kivi,kivi-4,skvq:group=32,rtn:bits=4,h2o,clusterkv",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
     batch: _BATCH = 1,
@@ -68,7 +66,7 @@ def decode(
 
         built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
         _run(
-            "decode", built, context, recipes or work.RECIPES, threads, repeats, json, plot,
+            "decode", built, context, recipes, threads, repeats, json, plot,
             lambda names, tokens: work.sides(built, names, tokens), work.AGAINST,
             "ms: median of a step; KV: held, metadata included; GB/s: keys and values that a step "
             "has to read, over its time.",
@@ -78,7 +76,7 @@ def decode(
 @app.command("prefill")
 def prefill(
     context: _CONTEXT = "2048",
-    recipes: _RECIPES = None,
+    recipes: _RECIPES = "full,kivi,skvq:group=32,h2o,snapkv,minikv,clusterkv",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
     batch: _BATCH = 1,
@@ -98,7 +96,7 @@ def prefill(
 
         built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
         _run(
-            "prefill", built, context, recipes or work.RECIPES, threads, repeats, json, plot,
+            "prefill", built, context, recipes, threads, repeats, json, plot,
             lambda names, tokens: work.sides(built, names, tokens), work.against(built),
             "ms: median of a prompt in one layer; KV: held after it.",
         )  # fmt: skip
@@ -107,7 +105,7 @@ def prefill(
 @app.command("pack")
 def pack(
     context: _CONTEXT = "8192",
-    recipes: _RECIPES = None,
+    recipes: _RECIPES = "kivi,kivi-4,skvq:group=32,rtn:bits=4,turbo",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
     batch: _BATCH = 1,
@@ -124,7 +122,7 @@ def pack(
 
         built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
         _run(
-            "pack", built, context, recipes or work.RECIPES, threads, repeats, json, plot,
+            "pack", built, context, recipes, threads, repeats, json, plot,
             lambda names, tokens: work.sides(built, names, tokens), work.AGAINST,
             "ms: median of packing a prompt of one layer; GB/s: keys and values that go in.",
         )  # fmt: skip
@@ -133,7 +131,7 @@ def pack(
 @app.command("generate")
 def generate(
     context: _CONTEXT = "512,8192",
-    recipes: _RECIPES = None,
+    recipes: _RECIPES = "full,kivi,kivi-4,h2o,clusterkv",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 64,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
@@ -168,7 +166,7 @@ def generate(
             return work.sides(model, built, names, tokens)
 
         _run(
-            "generate", built, context, recipes or work.RECIPES, threads, repeats, json, plot,
+            "generate", built, context, recipes, threads, repeats, json, plot,
             sides, work.AGAINST,
             "ms: median of a step; KV: held in all layers, metadata included; GB/s: weights, keys "
             "and values that a step has to read, over its time.",
@@ -202,6 +200,8 @@ def _run(
     from .compare import split
 
     counts, names = contexts(context), list(dict.fromkeys(split(recipes)))
+    if not names:
+        raise InputError("--recipes names no recipe; see kvloom recipes")
     for name in names:
         resolve(name)  # a wrong one is told before anything is built
     for option, value in (("--threads", threads), ("--repeats", repeats)):

@@ -36,7 +36,8 @@ def command(
     """Show what a recipe keeps of a text: one HTML page that needs no network and no other file.
 
     On it: every token, shaded by how many heads hold it, after the prompt and after each generated
-    token; tokens held and attention mass kept, by layer and head; and every token's score.
+    token; tokens held and attention mass kept, by layer and head; and every token's score. Of
+    recipes that recall: what each step read, and the clusters or pages it lies in.
     """
     with told():
         from ..compare import load
@@ -80,6 +81,14 @@ def _told(data: dict, out: Path) -> str:
     cut = f" (the first of {text:,}; --context takes more)" if text > read else ""
     mass = [head["mass"][0] for layer in data["layers"] for head in layer["heads"]]
     kept = f", {sum(mass) / len(mass):.1%} of the prompt's attention mass kept" if mass else ""
+    recalling = [head for layer in data["layers"] for head in layer["heads"] if head["read"]]
+    if recalling and data["steps"]:
+        tokens = sum(sum(head["read"][-1][1::2]) for head in recalling) / len(recalling)
+        on = sum(head["read_mass"][-1] for head in recalling) / len(recalling)
+        kept += (
+            f"; in the last step heads that recall read {tokens:,.0f} of {read + data['steps']:,} "
+            f"tokens, {on:.1%} of its attention mass"
+        )
     return (
         f"{data['recipe']}: {read:,} tokens{cut} + {data['steps']} generated{kept}; wrote {out} "
         f"({out.stat().st_size / 1000:,.0f} kB)"

@@ -95,13 +95,14 @@ def launch(
 
 
 def forms(name: str, call: Callable[[], object], brief: bool, **bounds: int) -> Iterator[Form]:
-    """The kernels that a call on tensors of torch's meta device would launch, as `ahead` takes them.
+    """The kernels that a call on torch's meta device would launch, as `ahead` takes them.
 
     bounds: registers and shared memory, as in `ahead.Form`.
     """
     from .ahead import Form, signature
 
-    token = _noted.set(noted := [])
+    noted: list[_Call] = []
+    token = _noted.set(noted)
     try:
         call()
     finally:

@@ -259,3 +259,16 @@ def exp(ctx: Any, x: Any) -> Any:
         return b.select(low, same(0.0), b.fmul(y, b.bitcast(power, VF)))
 
     return _typed(Lanes(Lanes), emit)
+
+
+@intrinsic
+def ahead(ctx: Any, address: Any) -> Any:
+    """Ask for a cache line that will be read."""
+
+    def emit(b: Any, address: Any) -> None:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        fn = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        b.call(fn, [b.inttoptr(address, byte), *(ir.Constant(I32, i) for i in (0, 3, 1))])
+
+    return _typed(types.void(types.int64), emit)

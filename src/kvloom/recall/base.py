@@ -76,6 +76,10 @@ class Finder:
         """
         raise NotImplementedError
 
+    def parts(self) -> Tensor | None:
+        """Which cluster or page each slot is in, int64 [B, Hk, N]; None where there are none."""
+        return None
+
     @property
     def held(self) -> tuple[str, ...]:
         """Names of the tensors held, batch first."""

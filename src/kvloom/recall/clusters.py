@@ -125,8 +125,18 @@ class ClusterFinder(Finder):
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens of the best clusters; of the last, the oldest that still fit."""
-        scores = self.scores(q, group)
+        return self.choose(self.scores(q, group), tokens)
+
+    def choose(self, scores: Tensor, tokens: int) -> Tensor:
+        """The tokens of the best clusters."""
         return run.select_clusters(scores, self.size, self.start, self.order, tokens)
+
+    def parts(self) -> Tensor:
+        """The cluster of each slot, int64 [B, Hk, N]."""
+        end = (self.start + self.size).contiguous()  # clusters lie one behind the other in order
+        place = torch.arange(self.tokens, dtype=end.dtype, device=end.device)
+        cluster = torch.searchsorted(end, place.expand_as(self.order).contiguous(), right=True)
+        return torch.empty_like(cluster).scatter_(2, self.order.long(), cluster)
 
     def scores(self, q: Tensor, group: str) -> Tensor:
         """How the queries [B, Hq, D] rate the clusters: fp32 [B, Hk or Hq, C]."""

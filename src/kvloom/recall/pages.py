@@ -69,9 +69,21 @@ class PageFinder(Finder):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += keys.shape[2]
 
+    def parts(self) -> Tensor:
+        """The page of each slot, int64 [B, Hk, N]."""
+        page = torch.arange(self.tokens, device=self.low.device) // self.page
+        return page.expand(*self.low.shape[:2], -1)
+
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens of the pages with the largest bounds."""
-        scores = run.page_scores(q, self.low, self.high, group)
+        return self.choose(self.scores(q, group), tokens)
+
+    def scores(self, q: Tensor, group: str) -> Tensor:
+        """The most that the queries' products [B, Hq, D] can be in the pages: [B, Hk or Hq, P]."""
+        return run.page_scores(q, self.low, self.high, group)
+
+    def choose(self, scores: Tensor, tokens: int) -> Tensor:
+        """The tokens of the best pages."""
         return run.select_pages(scores, tokens // self.page, self.page)
 
 

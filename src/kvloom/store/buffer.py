@@ -51,13 +51,16 @@ class Buffer:
         self.stop += t
 
     def extend(self, t: int, like: Tensor) -> Tensor:
-        """Add t tokens that nobody has written yet, shaped as in `like`; returns all live ones."""
+        """Add t tokens that nobody has written yet, shaped as in `like`.
+
+        Returns the storage from the oldest live token on, with the spare room behind the newest.
+        """
         if self.data is None:
             self.data = like.new_empty(*like.shape[:2], t, *like.shape[3:])
         elif self.stop + t > self.data.shape[2]:
             self._make_room(t)
         self.stop += t
-        return self.view()
+        return self.data[:, :, self.start :] if self.start else self.data
 
     def replace(self, x: Tensor) -> None:
         """Hold a copy of x [B, Hk, N, D] and nothing else, without spare room."""

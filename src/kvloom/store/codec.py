@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.attend.strand import Channelwise
 from ..kernels.quant import ref
 from ..kernels.quant.rotated import dequantize_rotated, quantize_rotated
 from ..kernels.quant.scheme import Scheme
@@ -47,7 +48,13 @@ NOTHING = Known()
 
 
 class Codec(Protocol):
-    """One way from tokens [B, Hk, N, D] to (codes uint8, scale, zero) and back."""
+    """One way from tokens [B, Hk, N, D] to (codes uint8, scale, zero) and back.
+
+    channelwise: what of it a kernel must be told beside the format.
+    """
+
+    @property
+    def channelwise(self) -> Channelwise: ...  # noqa: D102
 
     @property
     def scheme(self) -> Scheme:
@@ -66,6 +73,7 @@ class Plain:
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
         self.scheme = Scheme(fmt.bits, fmt.axis, self.group, META[fmt.meta])
+        self.channelwise = Channelwise()
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
@@ -97,6 +105,8 @@ class Mapped:
         self.scheme = Scheme(
             fmt.bits, "token", 0, META[fmt.meta], group_of, clip, channels.divisor, self.static
         )
+        mapped = None if self.static else group_of
+        self.channelwise = Channelwise(mapped, self.static, self.divisor)
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; a token's groups do not see other tokens, so padding needs no care."""
@@ -122,6 +132,7 @@ class Rotated:
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
         self.scheme = Scheme(fmt.bits, "token", self.group, META[fmt.meta], rotated=True)
+        self.channelwise = Channelwise(rotated=self.group)
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; a token does not see other tokens, so padding needs no care."""

@@ -130,11 +130,15 @@ class Lane:
         assert self.packed is not None
         return self.packed.wrap(part, 0, n)
 
-    def whole(self) -> Strand:
-        """All tokens, as kernels see them that take packed and exact ones together."""
+    def whole(self, at: Positions | None = None) -> Strand:
+        """All tokens, as kernels see them that take packed and exact ones together.
+
+        at: as in `take`, where each token stands one behind the one before.
+        """
         if self.packed is None:
             return Strand(None, self.tail.view())
-        packed = self.packed.view() if self.sealed else None
+        first = at(0, 1) if at and self.placed and self.sealed else None
+        packed = self.packed.view(at=first) if self.sealed else None
         return Strand(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

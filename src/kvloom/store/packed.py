@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.attend.strand import Channelwise
 from ..kernels.quant import ref, run
-from ..kernels.quant.scheme import Held
+from ..kernels.quant.scheme import Held, Turn
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec
 from .formats import META, Packed
 
-# Tokens quantized at once where that takes fp32 copies of them: bounds these.
+# Tokens quantized at once: bounds what is made on the way, fp32 copies or angles.
 _CHUNK = 4096
 
 
@@ -36,22 +37,26 @@ class PackedView(NamedTuple):
     dtype: torch.dtype
     codec: Codec
     rope: Rope | None = None  # the keys are packed as they were before it
-    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo]
+    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo], or
+    # the first at this one and each next one further, [B or 1, 1, 1]
+
+    @property
+    def channelwise(self) -> Channelwise:
+        """What a kernel must be told of the channels."""
+        return self.codec.channelwise
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        if self.rope is None:
-            return self._unpacked(self.dtype)
-        assert self.at is not None
-        return self.rope.turn(self._unpacked(torch.float32), self.at).to(self.dtype)
-
-    def _unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The tokens as they were packed."""
-        by, fmt = self.codec, self.fmt
-        unpack = run.unpacker(by.scheme, self.codes, dtype)
+        by, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
+        if at is not None and at.shape[2] == 1:
+            at = at + torch.arange(self.hi - self.lo, device=at.device)
+        unpack = run.unpacker(by.scheme, self.codes, self.dtype)
         if unpack is not None:
-            held = Held(self.codes, self.scale, self.zero)
-            return unpack(held, by.scheme, self.lo, self.hi, dtype)
+            held, turn = Held(self.codes, self.scale, self.zero), None
+            if rope is not None:
+                assert at is not None
+                turn = Turn(*rope.angles(at), rope.interleaved)
+            return unpack(held, by.scheme, self.lo, self.hi, self.dtype, turn)
         atom, rows = ref.ATOM[fmt.bits]
         per_meta = by.scheme.stretch
         unit = math.lcm(per_meta, atom)
@@ -61,8 +66,13 @@ class PackedView(NamedTuple):
             self.codes[:, :, lo // atom * rows : ref.rows_for(hi, fmt.bits)], fmt.bits, hi - lo
         )
         meta = slice(lo // per_meta, hi // per_meta)
-        found = by.dequantize(codes, self.scale[:, :, meta], self.zero[:, :, meta], dtype)
-        return found[:, :, self.lo - lo : self.hi - lo]
+        scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
+        stretch = slice(self.lo - lo, self.hi - lo)
+        if rope is None:
+            return by.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
+        assert at is not None
+        raw = by.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
+        return rope.turn(raw, at).to(self.dtype)
 
 
 class PackedTokens:
@@ -97,12 +107,15 @@ class PackedTokens:
             self.codec = codec(self.fmt, self.channels, x)
         pack = run.packer(self.codec.scheme, x)
         if pack is None:
-            self._append(self._parts(x, real, at))
+            self._append(x, real, at)
         else:
             held = self._extend(x)
-            whole = [(x, real)] if self.rope is None else self._parts(x, real, at)
-            for tokens, here in whole:
-                pack(tokens, self.codec.scheme, held, self.count, here)
+            for tokens, here, there in _chunks(x, real, at):
+                turn = None
+                if self.rope is not None:
+                    assert there is not None
+                    turn = Turn(*self.rope.angles(-there), self.rope.interleaved)
+                pack(tokens, self.codec.scheme, held, self.count, here, turn)
                 self.count += tokens.shape[2]
         self.dtype = x.dtype
 
@@ -143,17 +156,6 @@ class PackedTokens:
         for buffer in (self.codes, self.scale, self.zero):
             buffer.map(fn)
 
-    def _parts(
-        self, x: Tensor, real: Tensor | None, at: Tensor | None
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """x and real, a chunk at a time, as they were before RoPE if need be."""
-        for i, tokens in enumerate(x.split(_CHUNK, dim=2)):
-            part = slice(i * _CHUNK, i * _CHUNK + tokens.shape[2])
-            if self.rope is not None:
-                assert at is not None
-                tokens = self.rope.turn(tokens.float(), -at[:, :, part])
-            yield tokens, None if real is None else real[:, :, part]
-
     def _extend(self, x: Tensor) -> Held:
         """Room for the tokens of x behind what is there, not yet written."""
         assert self.codec is not None
@@ -172,10 +174,15 @@ class PackedTokens:
             self.zero.extend(t, scales),
         )
 
-    def _append(self, parts: Iterator[tuple[Tensor, Tensor | None]]) -> None:
+    def _append(self, x: Tensor, real: Tensor | None, at: Tensor | None) -> None:
         """Quantize and append by the reference."""
         assert self.codec is not None
-        found = [self.codec.quantize(*part) for part in parts]
+        found = []
+        for tokens, here, there in _chunks(x, real, at):
+            if self.rope is not None:
+                assert there is not None
+                tokens = self.rope.turn(tokens.float(), -there)
+            found.append(self.codec.quantize(tokens, here))
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*found, strict=True)
         )
@@ -199,6 +206,16 @@ class PackedTokens:
             codes = torch.cat([old, codes], dim=2)
         self.codes.append(ref.pack_codes(codes, bits))
         self.count += n
+
+
+def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """x [B, Hk, N, D] and what goes along with its tokens, [., ., N], a chunk at a time."""
+    if x.shape[2] <= _CHUNK:
+        yield x, *along
+        return
+    for lo in range(0, x.shape[2], _CHUNK):
+        part = slice(lo, lo + _CHUNK)
+        yield x[:, :, part], *(None if y is None else y[:, :, part] for y in along)
 
 
 def _plain(meta: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ Tokens are read where they lie, in a dense or a packed store; nothing is gathere
 from __future__ import annotations
 
 import time
-from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cpu import _HOW, _NUMBERS, _WHEN, _WORTH, _padded, _place, _strand
+from .cpu import _WORTH, _padded, _place, _rowwise
+from .forms import _WHEN, DTYPES, _unknown
 from .ref import First, State
 from .strand import Strand
 
@@ -39,7 +39,7 @@ def _of_formats(d: int, dtype: torch.dtype, *formats: Any) -> tuple[str, ...]:
     found = []
     if d % 16 or d > 512:
         found.append(f"head_dim={d} is not a multiple of 16, up to 512")
-    if dtype not in _NUMBERS:
+    if dtype not in DTYPES:
         found.append(f"keys and values are {dtype}, not fp32, fp16 or bf16")
     for side, fmt in zip(("keys", "values"), formats, strict=True):
         if fmt is not None:
@@ -55,12 +55,7 @@ def _of_format(fmt: Any, d: int) -> list[str]:
     group = fmt.group or d
     if fmt.axis == "token" and (group % 16 or d % group):
         found.append(f"group={group} is not a multiple of 16 that divides {d}")
-    for field in fields(fmt):
-        value = getattr(fmt, field.name)
-        plain = field.default is not MISSING and value == field.default
-        if field.name not in _HOW | _WHEN and not plain:
-            found.append(f"{field.name}={value} is not known to it")
-    return found
+    return [*found, *_unknown(fmt, {"bits", "axis", "group", "meta"} | _WHEN)]
 
 
 def attend(
@@ -132,10 +127,22 @@ def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, 
     form = Form(
         d,
         min(4, 1 << (rows - 1).bit_length()),
-        _NUMBERS[dtype],
+        DTYPES[dtype],
         each(lambda fmt: fmt.bits, 0),
         each(lambda fmt: fmt.group or d, 0),
         each(lambda fmt: fmt.axis == "channel", False),
         each(lambda fmt: _META.index(fmt.meta), 0),
     )
     return kernel(form), team.bits
+
+
+def _strand(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Where a strand lies, as a job says it, and the tensors that must live meanwhile."""
+    tail, packed = strand.tail, strand.packed
+    if tail.stride(3) != 1:
+        tail = tail.contiguous()
+    if packed is None:
+        return (*(0,) * 11, *_place(tail, 3)), (tail,)
+    codes, scale, zero = (_rowwise(x) for x in (packed.codes, packed.scale, packed.zero))
+    where = (*_place(codes, 3), *_place(scale, 2), *_place(zero, 2), packed.hi, *_place(tail, 3))
+    return where, (codes, scale, zero, tail)

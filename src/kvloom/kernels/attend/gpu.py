@@ -170,23 +170,21 @@ def _side(letter: str, strand: Strand) -> _Side:
     codes = scale = zero = group_of = divisor = table = tail  # where there is none: not read
     meta, bits, kind, group, rotated, sealed, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
     if packed is not None:
-        bits, sealed, codec = fmt.bits, packed.hi, packed.codec
+        bits, sealed, how = fmt.bits, packed.hi, packed.channelwise
         codes, scale, zero = (
             x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
             for x in (packed.codes, packed.scale, packed.zero)
         )
-        transform = fmt.transform
-        if transform is None:
-            kind, group = (0 if fmt.axis == "channel" else 1), fmt.group or d
-        elif transform.rotate:
-            kind, group = 1, fmt.group or d
-            zero, rotated, table = scale, group, _levels(bits, tail.device)
-        else:
-            kind, group_of, divided = 2, codec.group_of, codec.divisor is not None
-            divisor = codec.divisor if divided else divisor
-            if codec.static is not None:  # one for all tokens
-                kind = 3
-                scale, zero = codec.static
+        kind, group, rotated = (0 if fmt.axis == "channel" else 1), fmt.group or d, how.rotated
+        if rotated:
+            zero, table = scale, _levels(bits, tail.device)
+        elif how.fixed is not None:  # one for all tokens
+            kind = 3
+            scale, zero = how.fixed
+        elif how.group_of is not None:
+            kind, group_of = 2, how.group_of
+        if how.divisor is not None:
+            divided, divisor = True, how.divisor
         if scale.stride() != zero.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs know it; the kernel does

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ahead import Form, signature
 from . import gpu, gpu_packed
-from .strand import Strand
+from .strand import Channelwise, Strand
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 _META = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "fp8": torch.uint8}
@@ -44,13 +44,14 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> Strand:
         shape = (_B, 1, _N, max(1, _HK * d // group))
     meta = empty(*shape, dtype=_META[fmt.meta])
     constant = empty(1, _HK, 1, d, dtype=FP32)
-    codec = SimpleNamespace(
-        group_of=empty(_HK, d, dtype=torch.int64),
+    how = Channelwise(
+        group_of=empty(_HK, d, dtype=torch.int64) if fmt.kind in ("mapped", "smooth") else None,
+        fixed=(constant, constant) if fmt.kind == "static" else None,
         divisor=empty(_HK, 1, d, dtype=FP32) if fmt.kind == "smooth" else None,
-        static=(constant, constant) if fmt.kind == "static" else None,
+        rotated=group if fmt.kind == "rotated" else 0,
     )
     codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
-    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=sealed, codec=codec)
+    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=sealed, channelwise=how)
     return Strand(packed, tail, fmt)
 
 

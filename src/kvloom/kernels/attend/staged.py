@@ -25,6 +25,7 @@ from ..lanes import (
     VI,
     WIDTH,
     Lanes,
+    ahead,
     exp,
     fma,
     lane,
@@ -40,10 +41,12 @@ from ..lanes import (
 )
 from ..quant.ref import ATOM
 from ..team import Kernel, count, real, sources, whole
-from . import fused, micro
-from .fused import TILE, _merge, _soften
-from .micro import SIZE, scores, values
+from . import micro, parts, ways
+from .micro import scores, values
+from .parts import merge, soften
+from .ways import SIZE, Way
 
+TILE = 128  # tokens of a running softmax
 BLOCK = 32  # tokens that lie unpacked at once
 AHEAD = 16  # tokens between asking the memory for one and reading it
 
@@ -85,21 +88,6 @@ def _whole(ctx: Any, x: Any) -> Any:
         return b.sitofp(b.fptosi(args[0], VI), VF)
 
     return Lanes(Lanes), codegen
-
-
-@intrinsic
-def _ahead(ctx: Any, address: Any) -> Any:
-    """Ask for a cache line that will be read."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        fn = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        where = b.inttoptr(args[0], byte)
-        b.call(fn, [where, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 @njit(inline="always")
@@ -145,9 +133,9 @@ def kernel(form: Form) -> Any:
     kper, khigh = ATOM.get(kbits, (1, 1))
     vper, vhigh = ATOM.get(vbits, (1, 1))
     size, ksize, vsize = SIZE[dense], SIZE[kmeta], SIZE[vmeta]
-    at_once = 16 // w  # tokens whose scores are taken together
+    at_once, exact = 16 // w, Way().number  # tokens whose scores are taken together; fp32
     srow = 4 * (TILE + 16)
-    emitters = sources(lanes, micro, team, fused)
+    emitters = sources(lanes, micro, parts, team, ways)
 
     def attend(job):  # type: ignore[no-untyped-def]
         if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
@@ -156,7 +144,7 @@ def kernel(form: Form) -> Any:
         n_first, n_slots, skip = whole(job, 5), whole(job, 6), whole(job, 7)
         n, splits = whole(job, 8), whole(job, 9)
         scale, softcap = np.float32(real(job, 10)), np.float32(real(job, 11))
-        q, out, lse, parts = whole(job, 12), whole(job, 13), whole(job, 14), whole(job, 15)
+        q, out, lse, states = whole(job, 12), whole(job, 13), whole(job, 14), whole(job, 15)
         done = job + 8 * 63  # of each head, how many stretches are
         padded = -(-rows // w) * w
         tiles = -(-n // TILE)
@@ -223,20 +211,20 @@ def kernel(form: Form) -> Any:
                             j = whole(slots, j)
                             for v in range(0, d * size, 64):
                                 if not kbits:
-                                    _ahead(ktail + j * ktrow + v)
+                                    ahead(ktail + j * ktrow + v)
                                 if not vbits:
-                                    _ahead(vtail + j * vtrow + v)
+                                    ahead(vtail + j * vtrow + v)
                             for v in range(0, d, 64):
                                 if kbits:
-                                    _ahead(kat[0] + j // kper * khigh * kat[1] + v)
+                                    ahead(kat[0] + j // kper * khigh * kat[1] + v)
                                 if vbits:
-                                    _ahead(vat[0] + j // vper * vhigh * vat[1] + v)
+                                    ahead(vat[0] + j // vper * vhigh * vat[1] + v)
                         to = tile + 4 * d * i
                         j = x - n_first
-                        if j < n_slots:
-                            j = whole(slots, max(j, 0))
-                        else:
+                        if j >= n_slots:
                             j = j - n_slots + skip
+                        elif j >= 0:
+                            j = whole(slots, j)
                         if kbits and x >= n_first and j < ksealed:
                             _unpack(
                                 to, j, kat, d, kbits, kgroup, kchannel, kmeta, ksize, kper, khigh
@@ -247,17 +235,12 @@ def kernel(form: Form) -> Any:
                                 src = kfirst + x * kfrow
                             for v in range(0, d, 16):
                                 store(to + 4 * v, load_any(src + v * size, dense))
-                    even = many // at_once * at_once
-                    for m0 in range(0, padded, w):
-                        for i in range(0, even, at_once):
+                    for m0 in range(0, padded, w):  # those behind the last are masked below
+                        for i in range(0, many, at_once):
                             scores(
                                 qs + 4 * m0 * d, begin, tile + 4 * d * i, 4 * d,
-                                s + m0 * srow + 4 * (j0 + i), srow, 0, 0, d, w, at_once, 0, 0, 0,
-                            )  # fmt: skip
-                        for i in range(even, many):
-                            scores(
-                                qs + 4 * m0 * d, begin, tile + 4 * d * i, 4 * d,
-                                s + m0 * srow + 4 * (j0 + i), srow, 0, 0, d, w, 1, 0, 0, 0,
+                                s + m0 * srow + 4 * (j0 + i), srow, 0, 0, 0, 0,
+                                d, w, at_once, exact,
                             )  # fmt: skip
                 # --- the running softmax
                 for m in range(padded):
@@ -276,7 +259,7 @@ def kernel(form: Form) -> Any:
                     if whole(job, 19) != 0:
                         is_valid = whole(job, 19) + b * whole(job, 20) + g * whole(job, 21) + lo
                     top = load_one(tops + 128 * m, 0)
-                    new, more = _soften(s + m * srow, nt, nt, softcap, add_bias, is_valid, top)
+                    new, more = soften(s + m * srow, nt, nt, softcap, add_bias, is_valid, top)
                     if new > top:
                         shrink = exp(splat(top - new))
                         for c in range(0, d, 16):
@@ -294,10 +277,10 @@ def kernel(form: Form) -> Any:
                         x = lo + j0 + i
                         to = tile + 4 * d * i
                         j = x - n_first
-                        if j < n_slots:
-                            j = whole(slots, max(j, 0))
-                        else:
+                        if j >= n_slots:
                             j = j - n_slots + skip
+                        elif j >= 0:
+                            j = whole(slots, j)
                         if vbits and x >= n_first and j < vsealed:
                             _unpack(
                                 to, j, vat, d, vbits, vgroup, vchannel, vmeta, vsize, vper, vhigh
@@ -311,17 +294,17 @@ def kernel(form: Form) -> Any:
                     for m0 in range(0, padded, w):
                         values(
                             s + m0 * srow + 4 * j0, srow, tile, 4 * d, many, acc + 4 * m0 * d,
-                            0, 0, d, w, 0, 0, 0,
+                            0, 0, 0, d, w, exact,
                         )  # fmt: skip
             # --- this stretch's state: out not yet divided, maximum and sum
-            to = parts + task * pstate
+            to = states + task * pstate
             for i in range(0, rows * d, 16):
                 store(to + 4 * i, load(acc + 4 * i))
             for i in range(0, rows * 32, 16):
                 store(to + 4 * (rows * d + i), load(tops + 4 * i))
             if count(done + 8 * head) + 1 == splits:  # the last stretch of this head merges all
-                _merge(
-                    parts + head * splits * pstate, splits, rows, d,
+                merge(
+                    states + head * splits * pstate, splits, rows, 1, d,
                     out + 4 * head * rows * d, lse + 4 * head * rows,
                 )  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .ref import ATOM, top
-from .scheme import Held, Scheme
+from .scheme import Held, Scheme, Turn
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _METAS = {**_NUMBERS, torch.float8_e4m3fn: 3}
@@ -38,16 +38,27 @@ def problems(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> list[s
     return found
 
 
-def pack(x: Tensor, scheme: Scheme, held: Held, at: int, real: Tensor | None = None) -> None:
+def pack(
+    x: Tensor,
+    scheme: Scheme,
+    held: Held,
+    at: int,
+    real: Tensor | None = None,
+    turn: Turn | None = None,
+) -> None:
     """Write x [B, Hk, T, D] behind `at` packed tokens, in storage that has room.
 
     Codes, scales and zeros are those of `ref`; filler codes of the last atom are 0. real: bool [B,
-    1 or Hk, T], False for padding, which does not enter the range of a group along tokens. Only
-    cases without `problems`; per channel, `at` and T are multiples of the group.
+    1 or Hk, T], False for padding, which does not enter the range of a group along tokens. turn:
+    done to each token first. Only cases without `problems`; per channel, `at` and T are multiples
+    of the group. Raises `ValueError` where rows of the storage do not lie side by side.
     """
     if not x.numel():
         return
+    if not all(part.is_contiguous() or _side_by_side(part) for part in held):
+        raise ValueError("rows of codes, scales and zeros must lie side by side to be written to")
     table = _table(scheme, x.shape[1], x.shape[3])
+    turn = _in_rows(turn)
     b, h, t, d = x.shape
     where: tuple[int, ...] = (0, 0, 0)
     if real is not None and table.how == _CHANNEL:
@@ -59,27 +70,35 @@ def pack(x: Tensor, scheme: Scheme, held: Held, at: int, real: Tensor | None = N
     kernel.run(
         (
             b, h, table.across, d, at, t, *table.numbers, _NUMBERS[x.dtype], *table.tables,
-            *table.given, x.data_ptr(), *strides, *_places(held), *where,
+            *table.given, x.data_ptr(), *strides, *_places(held), *where, *_turned(turn),
         ),
         0,
         _threads(x.numel()),
     )  # fmt: skip
 
 
-def unpack(held: Held, scheme: Scheme, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-    """Tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D], to the last bit those of `ref`."""
+def unpack(
+    held: Held,
+    scheme: Scheme,
+    lo: int,
+    hi: int,
+    dtype: torch.dtype,
+    turn: Turn | None = None,
+) -> Tensor:
+    """Tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; turn: done to each of them then."""
     b, h, _, d = held.codes.shape
     out = held.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():
         return out
-    held = Held(*(_in_rows(x) for x in held))
+    turn = _in_rows(turn)
+    held = Held(*(part if _side_by_side(part) else part.contiguous() for part in held))
     table = _table(scheme, h, d)
     strides = [step * out.element_size() for step in out.stride()]
     kernel = _kernels()[1]
     kernel.run(
         (
             b, h, table.across, d, lo, hi - lo, *table.numbers, _NUMBERS[dtype], *table.tables,
-            *table.stored, out.data_ptr(), *strides, *_places(held),
+            *table.stored, out.data_ptr(), *strides, *_places(held), 0, 0, 0, *_turned(turn),
         ),
         0,
         _threads(out.numel()),
@@ -156,10 +175,10 @@ def _rows(x: Tensor, filler: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % 16), value=filler).contiguous()
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """x [B, H, N, D], copied if need be so that what follows along N or D is side by side."""
-    side_by_side = x.stride(2) == x.shape[3] and (x.stride(3) == 1 or x.shape[3] == 1)
-    return x if side_by_side else x.contiguous()
+def _side_by_side(x: Tensor) -> bool:
+    """Whether what follows along the last two dimensions of x [B, H, N, D] lies so in memory."""
+    row = x.shape[3]
+    return row == 0 or (x.stride(2) == row and (row == 1 or x.stride(3) == 1))
 
 
 def _places(held: Held) -> tuple[int, ...]:
@@ -172,6 +191,21 @@ def _places(held: Held) -> tuple[int, ...]:
         scale.data_ptr(), *(step * size for step in scale.stride()[:2]),
         zero.data_ptr(), *(step * size for step in zero.stride()[:2]),
     )  # fmt: skip
+
+
+def _in_rows(turn: Turn | None) -> Turn | None:
+    """A turn whose cosines and sines lie side by side."""
+    return turn and Turn(turn.cos.contiguous(), turn.sin.contiguous(), turn.interleaved)
+
+
+def _turned(turn: Turn | None) -> tuple[int, ...]:
+    """Where cosines and sines lie, and the bytes to the next row and head, 0 where these share."""
+    if turn is None:
+        return (0,) * 6
+    cos, sin, interleaved = turn
+    b, h, n, half = cos.shape
+    steps = (0 if b == 1 else 4 * h * n * half, 0 if h == 1 else 4 * n * half)
+    return (cos.data_ptr(), sin.data_ptr(), *steps, half, int(interleaved))
 
 
 def _threads(numbers: int) -> int:

@@ -25,6 +25,7 @@ from .tiles import (
     TOKEN,
     decode_row,
     encode_row,
+    fill,
     join_atom,
     metadata,
     narrow,
@@ -33,6 +34,7 @@ from .tiles import (
     range_of_tokens,
     size_of,
     split_atom,
+    turn,
     widen,
 )
 
@@ -53,7 +55,8 @@ def kernels() -> tuple[Kernel, Kernel]:
         group_of, slots, ends = whole(job, 17), whole(job, 18), whole(job, 19)
         clip, divisor = whole(job, 20), whole(job, 21)
         x, x_row, x_step = whole(job, 24), whole(job, 27), whole(job, 28)
-        codes_row = whole(job, 32)
+        codes_row, cos, sin = whole(job, 32), whole(job, 42), whole(job, 43)
+        half, interleaved = whole(job, 46), whole(job, 47) != 0
         dp = -(-d // 16) * 16
         cols = across * dp
         rows = min(tile, n)
@@ -66,7 +69,7 @@ def kernels() -> tuple[Kernel, Kernel]:
         low = wide + 4 * rows * cols
         high = low + 4 * metas
         bytes_ = high + 4 * metas
-        in_place = kind == 0 and x_step == 4 and d == dp and across == 1 and divisor == 0
+        in_place = kind == 0 and x_step == 4 and d == dp and across == 1 and divisor + cos == 0
         while True:
             task = count(job)
             if task >= tasks:
@@ -85,6 +88,11 @@ def kernels() -> tuple[Kernel, Kernel]:
                     for i in range(across):
                         to = wide + 4 * (t * cols + i * dp)
                         widen(xs + t * x_row + i * whole(job, 26), x_step, kind, d, to)
+                        if cos != 0:
+                            at_row = b * whole(job, 44) + (h + i) * whole(job, 45)
+                            at_row += (lo - at + t) * 4 * half
+                            turn(to, cos + at_row, sin + at_row, half, interleaved)
+                        fill(to, d)
                         if divisor != 0:
                             for c in range(0, dp, 16):
                                 by = load(divisor + 4 * ((h + i) * dp + c))
@@ -103,7 +111,7 @@ def kernels() -> tuple[Kernel, Kernel]:
                     out = (lo + t) // group * d * size_of(meta)
                     metadata(low + place, high + place, d, top, meta, scale + out, zero + out)
             elif how == STATIC:
-                zeros, scales = whole(job, 22), whole(job, 23)
+                scales, zeros = whole(job, 22), whole(job, 23)
             else:
                 for t in range(m):
                     place = 4 * t * groups
@@ -139,6 +147,7 @@ def kernels() -> tuple[Kernel, Kernel]:
                 for i in range(across):
                     to = codes + i * whole(job, 31) + a * height * codes_row
                     join_atom(bytes_ + a * atom * cols + i * dp, cols, d, bits, to, codes_row)
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     def unpack(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
@@ -150,7 +159,8 @@ def kernels() -> tuple[Kernel, Kernel]:
         meta, kind = whole(job, 15), whole(job, 16)
         group_of, divisor = whole(job, 17), whole(job, 21)
         out, out_row = whole(job, 24), whole(job, 27)
-        codes_row = whole(job, 32)
+        codes_row, cos, sin = whole(job, 32), whole(job, 42), whole(job, 43)
+        half, interleaved = whole(job, 46), whole(job, 47) != 0
         dp = -(-d // 16) * 16
         cols = across * dp
         first, last = at // tile, -(-(at + n) // tile)
@@ -182,7 +192,7 @@ def kernels() -> tuple[Kernel, Kernel]:
                     widen(zero + held_at, size_of(meta), meta, d, low + place)
                     widen(scale + held_at, size_of(meta), meta, d, high + place)
             elif how == STATIC:
-                zeros, scales = whole(job, 22), whole(job, 23)
+                scales, zeros = whole(job, 22), whole(job, 23)
             else:
                 held_at = lo * groups * size_of(meta)
                 widen(zero + held_at, size_of(meta), meta, (hi - lo) * groups, low)
@@ -206,7 +216,12 @@ def kernels() -> tuple[Kernel, Kernel]:
                     scales + place, divisor, wide,
                 )  # fmt: skip
                 for i in range(across):
+                    if cos != 0:
+                        at_row = b * whole(job, 44) + (h + i) * whole(job, 45)
+                        at_row += (lo - at + t) * 4 * half
+                        turn(wide + 4 * i * dp, cos + at_row, sin + at_row, half, interleaved)
                     to = out + b * whole(job, 25) + (h + i) * whole(job, 26)
                     narrow(wide + 4 * i * dp, d, kind, to + (lo + t - at) * out_row)
+        scratch[0] = 0.0
 
     return Kernel(pack, "pack"), Kernel(unpack, "unpack")

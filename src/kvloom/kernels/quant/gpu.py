@@ -47,7 +47,7 @@ def pack(x: Tensor, scheme: Scheme, held: Held, at: int, real: Tensor | None = N
     codes, scale, zero, steps, m_steps = _storage(held, scheme)
     table = _table(scheme, h, d, x.device)
     begun, channel = at % ATOM[bits][0] > 0, scheme.axis == "channel"
-    form = {"BITS2": int(2 * bits), "TOP": top(bits), "META": _META[scheme.meta]}
+    form: dict[str, Any] = {"BITS2": int(2 * bits), "TOP": top(bits), "META": _META[scheme.meta]}
     fused = scheme.group_of is None and (not channel or scheme.group % ATOM[bits][0] == 0)
     if scheme.group_of is None:
         real_steps, given = (0, 0), codes
@@ -161,14 +161,14 @@ def _storage(
 
 def _tile(
     x: Tensor, bits: float, at: int, group: int = 0, whole: bool = False
-) -> tuple[dict[str, int], tuple[int, int, int]]:
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
     """The shape of a tile of tokens like x behind `at`, and the grid; group: tokens of a tile."""
     n, d, atom = x.shape[2], x.shape[3], ATOM[bits][0]
     p, db, atoms = cuda.room(atom, 1), cuda.room(d), (at + n - 1) // atom - at // atom + 1
     if not whole:
-        db = min(db, 128)
+        db = min(db, max(32, _TILE // group) if group else 128)
     a = group // atom if group else cuda.room(max(1, min(_TILE // (db * p), atoms)), 1)
-    tile = {"ATOM": atom, "A": a, "P": p, "DB": db}
+    tile: dict[str, Any] = {"ATOM": atom, "A": a, "P": p, "DB": db}
     return tile, (-(-atoms // a), x.shape[0] * x.shape[1], -(-d // db))
 
 

@@ -8,8 +8,8 @@ A tile is [A atoms, P tokens, D channels]; P is the atom's tokens, or 8 for the 
 program of `pack` owns a tile: per channel, one group of tokens. Loads of neighboring channels are
 contiguous, and a byte is the sum of its tokens' shares, so bytes that are begun are added to.
 
-Reference: `ref.quantize`, `ref.pack_codes`, `ref.dequantize`. Tolerance: none; unpacking rounds code *
-scale + zero once, as torch does, where the interpreter rounds twice if the metadata are fp32.
+Reference: `ref.quantize`, `ref.pack_codes`, `ref.dequantize`. Tolerance: none; unpacking rounds
+code * scale + zero once, as torch does, where the interpreter rounds twice if metadata are fp32.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def unpack(
     BITS2: tl.constexpr, META: tl.constexpr, PER: tl.constexpr, ATOM: tl.constexpr,
     A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as for `pack`, from lo's atom on."""
+    """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as `pack`'s, from lo's atom on."""
     line = tl.program_id(1).to(tl.int64)
     row, head = line // heads, line % heads
     atom = lo // ATOM + tl.program_id(0) * A + tl.arange(0, A)

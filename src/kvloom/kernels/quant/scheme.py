@@ -56,3 +56,15 @@ class Held(NamedTuple):
     codes: Tensor
     scale: Tensor
     zero: Tensor
+
+
+class Turn(NamedTuple):
+    """How tokens are turned before they are packed, or after they are unpacked (see `rope`).
+
+    cos, sin: fp32 [B or 1, Hk or 1, N, dims / 2]; (a, b) becomes (a cos - b sin, b cos + a sin),
+    where a pair is channels (2i, 2i + 1) if interleaved, else (i, i + dims / 2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False

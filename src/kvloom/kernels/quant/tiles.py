@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ..lanes import div, larger, load, load_one, mul, splat, store, store_one
+from ..lanes import add, div, larger, load, load_one, mul, splat, store, store_one
 from .numbers import (
     byte,
     decode,
@@ -67,14 +67,37 @@ def _get_one(x, kind):  # type: ignore[no-untyped-def]
 
 @njit
 def widen(x, step, kind, d, to):  # type: ignore[no-untyped-def]
-    """d numbers of a format, `step` bytes apart, to fp32; then the first, to whole vectors."""
+    """d numbers of a format, `step` bytes apart, to fp32."""
     even = d // 16 * 16 if step == size_of(kind) else 0
     for c in range(0, even, 16):
         store(to + 4 * c, _get(x, c, kind))
     for c in range(even, d):
         store_one(to + 4 * c, _get_one(x + step * c, kind))
+
+
+@njit
+def fill(x, d):  # type: ignore[no-untyped-def]
+    """Fill a row of d numbers up to whole vectors with its first, which changes no range."""
     for c in range(d, -(-d // 16) * 16):
-        store_one(to + 4 * c, load_one(to, 0))
+        store_one(x + 4 * c, load_one(x, 0))
+
+
+@njit
+def turn(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
+    """Turn `half` pairs of a row in place; products and sums are each rounded, as in `rope`."""
+    even = 0 if interleaved else half // 16 * 16
+    for i in range(0, even, 16):
+        a, b = load(x + 4 * i), load(x + 4 * (half + i))
+        c, s = load(cos + 4 * i), load(sin + 4 * i)
+        store(x + 4 * i, sub(mul(a, c), mul(b, s)))
+        store(x + 4 * (half + i), add(mul(b, c), mul(a, s)))
+    for i in range(even, half):
+        first = x + 4 * (2 * i if interleaved else i)
+        second = first + 4 * (1 if interleaved else half)
+        p, q = load_one(first, 0), load_one(second, 0)
+        u, v = load_one(cos + 4 * i, 0), load_one(sin + 4 * i, 0)
+        store_one(first, p * u - q * v)
+        store_one(second, q * u + p * v)
 
 
 @njit
@@ -146,8 +169,9 @@ def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-d
     A scale of 0 is left as infinity: whatever is divided by it has code 0.
     """
     for i in range(0, n, 16):
-        lo = load(low + 4 * i)
+        lo = add(load(low + 4 * i), splat(np.float32(0.0)))  # -0 to 0
         step = div(sub(load(high + 4 * i), lo), splat(np.float32(top)))
+        step = add(step, splat(np.float32(0.0)))
         if meta == 3:
             step = held(step)
             lo = larger(smaller(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))

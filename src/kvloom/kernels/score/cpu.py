@@ -104,7 +104,8 @@ def step_mass(
     assert width >= padded
     assert products.is_contiguous()
     mass = products.new_empty(b, hq, padded)
-    threads = min(torch.get_num_threads(), 1 + 64 * b * hq * t * n // _WORTH)
+    worth = 64 if noise is None else 256  # multiplications
+    threads = min(torch.get_num_threads(), 1 + worth * b * hq * t * n // _WORTH)
     scratch = products.new_empty(threads if t > 1 else 0, padded)
     options, alive = _options(b, hq, hk, t, n, valid, real, bias, noise)
     numbers = (
@@ -115,6 +116,24 @@ def step_mass(
     kernels.step.run(numbers, 1, threads)
     del alive
     return mass[..., :n]
+
+
+def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+    """Find the slot that `ref.lowest` finds; N above 0."""
+    b, h, n = scores.shape
+    if n < 16:  # a whole vector, of which the last lanes may not go
+        more = (0, 16 - n)
+        see = None if see is None else F.pad(see, more, value=True)
+        return lowest(F.pad(scores, more, value=torch.inf), F.pad(index, more), before, see)
+    scores, index = scores.contiguous(), index.contiguous()
+    see = None if see is None else see.contiguous()
+    found = torch.empty(b, h, 1, dtype=torch.int64)
+    numbers = (
+        b * h, n, before, scores.data_ptr(), index.data_ptr(),
+        0 if see is None else see.data_ptr(), found.data_ptr(),
+    )  # fmt: skip
+    _kernels().lowest.run(numbers, 0, 1)
+    return found
 
 
 def _options(
@@ -164,6 +183,7 @@ class _Kernels(NamedTuple):
     panels: Any
     mass: Any
     step: Any
+    lowest: Any
     bits: Any
     tile: int
     rows: int
@@ -173,7 +193,11 @@ class _Kernels(NamedTuple):
 def _kernels() -> _Kernels:
     begin = time.perf_counter()
     from .. import team
-    from . import mass
+    from . import mass, micro
 
     team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
-    return _Kernels(mass.panels(), mass.mass(), mass.step(), team.bits, mass.TILE, mass.ROWS)
+    rows, vectors = micro.AT_ONCE
+    return _Kernels(
+        mass.panels(vectors), mass.mass(rows, vectors), mass.step(), mass.lowest(), team.bits,
+        mass.TILE, rows,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,12 +70,13 @@ def column_mass(
     numbers = (float(scale), capped, 1.0 / tau, seed, first, window or 0)
     strides = (*q.stride()[:3], *k.stride()[:3], *steps)
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
-    form = {
+    form: dict[str, Any] = {
         "DB": cuda.room(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
         "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VALID": valid is not None,
         "WINDOW": window is not None,
     }  # fmt: skip
-    kernels, has = _kernels(), {"REAL": real is not None}
+    kernels = _kernels()
+    has: dict[str, Any] = {"REAL": real is not None}
     exact = q.dtype == torch.float32
     if t <= MOST and lse is None:
         rows, keys = hq // hk * t, 32 if exact else 64
@@ -92,7 +93,7 @@ def column_mass(
         )  # fmt: skip
         return mass
     form |= {"ROWS": 32 if exact else 64, "KEYS": 32 if exact else 64}
-    shape = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
+    shape: dict[str, Any] = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
     if lse is None:
         lse = mass.new_empty(b, hq, t)
         cuda.launch(
@@ -150,7 +151,7 @@ def forms() -> Iterator[Form]:
                 for name, options in {"": {}, " all": {**everything, "real": real}}.items():
                     yield from cuda.forms(
                         f"d{d} {str(dtype).removeprefix('torch.')} {t}q{name}",
-                        lambda q=q, k=k, o=options: column_mass(q, k, 1.0, **o),
+                        partial(column_mass, q, k, 1.0, **options),
                         d == 128 and dtype == torch.bfloat16,
                         shared=160 << 10,
                     )

@@ -4,9 +4,9 @@ Decides what happens in what order. Keys are laid out in panels first (`panels`)
 is a head and every `splits`-th block of its query rows: tile by tile, products of the block's rows
 and the keys become exp(logit - the row's largest of this tile); when a row's sum is known, the
 tiles are added up by key, each row's part times exp(largest - lse). So products and exponentials
-are taken once, and what is held of the attention matrix is one block of rows. `step` does the
-same with the products that a decode step's attention has left behind. References are
-`ref.column_mass` and `ref.step_mass`.
+are taken once, and what is held of the attention matrix is one block of rows. `step` does the same
+with the products that a decode step's attention has left behind. References are `ref.column_mass`
+and `ref.step_mass`; `lowest` finds the slot that is given up then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..lanes import (
 )
 from ..team import Kernel, count, real, sources, whole
 from . import micro, noise
-from .micro import PANEL, ROWS, behind, gaussian, gumbel, mixed, products
+from .micro import before, behind, gaussian, gumbel, is_in, mixed, products, write_whole
 from .noise import A, B
 
 TILE = 256  # keys
@@ -144,11 +144,12 @@ def _options(job, b, h, head):  # type: ignore[no-untyped-def]
 
 
 @cache
-def panels() -> Any:
-    """Compile what lays keys out as fp32 [N / PANEL, D, PANEL] for each head, 0 behind the last.
+def panels(vectors: int) -> Any:
+    """Compile what lays keys out as fp32 [N / panel, D, panel], 0 behind the last.
 
-    A task is a head and a tile. See `cpu.column_mass` for how it is called.
+    panel: 16 * vectors. A task is a head and a tile. See `cpu.column_mass` for how it is called.
     """
+    panel = 16 * vectors
     emitters = sources(lanes, micro, noise, team)
 
     def panels(job):  # type: ignore[no-untyped-def]
@@ -173,20 +174,24 @@ def panels() -> Any:
             to = whole(job, 22) + 4 * task * TILE * d
             for j in range(TILE):
                 at = base + (tile * TILE + j) * key
-                there = to + 4 * (j // PANEL * PANEL * d + j % PANEL)
+                there = to + 4 * (j // panel * panel * d + j % panel)
                 if tile * TILE + j < n:
                     for c in range(d):
-                        store_one(there + 4 * c * PANEL, _number(at + c * channel, kind))
+                        store_one(there + 4 * c * panel, _number(at + c * channel, kind))
                 else:
                     for c in range(d):
-                        store_one(there + 4 * c * PANEL, np.float32(0.0))
+                        store_one(there + 4 * c * panel, np.float32(0.0))
 
     return Kernel(panels, "panels of keys")
 
 
 @cache
-def mass() -> Any:
-    """Compile what adds attention up by key; see `cpu.column_mass` for how it is called."""
+def mass(once: int, vectors: int) -> Any:
+    """Compile what adds attention up by key; see `cpu.column_mass` for how it is called.
+
+    once: query rows whose products with 16 * vectors keys are taken at once.
+    """
+    panel = 16 * vectors
     emitters = sources(lanes, micro, noise, team)
 
     def mass(job):  # type: ignore[no-untyped-def]
@@ -203,10 +208,10 @@ def mass() -> Any:
         scale, softcap = np.float32(real(job, 41)), np.float32(real(job, 42))
         cool, window, noisy = np.float32(real(job, 43)), whole(job, 44), whole(job, 37)
         row, channel, kind = whole(job, 14), whole(job, 15), whole(job, 21)
-        tiles, room = -(-n // TILE), ROWS * blocks  # rows of a block
+        tiles, room = -(-n // TILE), once * blocks  # rows of a block
         srow, zero16 = 4 * TILE, splat(np.float32(0.0))
         s = whole(job, 24) + count(job + 8 * 45) * whole(job, 25)  # [tiles, room, TILE]
-        qs = s + tiles * room * srow  # queries times scale [blocks, D, ROWS]
+        qs = s + tiles * room * srow  # queries times scale [blocks, D, once]
         tops = qs + 4 * room * d  # [tiles, room], a row's largest logit in a tile; its factor then
         best = tops + 4 * tiles * room  # [room], largest so far, and sum
         sums = best + 4 * room
@@ -224,14 +229,14 @@ def mass() -> Any:
             bias, valid, index, weights = _options(job, b, h, head)
             for row0 in range(split * room, t, splits * room):
                 rows = min(room, t - row0)
-                used = -(-rows // ROWS)
-                for i in range(used * ROWS):
-                    there = qs + 4 * (i // ROWS * ROWS * d + i % ROWS)
+                used = -(-rows // once)
+                for i in range(used * once):
+                    there = qs + 4 * (i // once * once * d + i % once)
                     for c in range(d):
                         x = np.float32(0.0)
                         if i < rows:
                             x = _number(base + (row0 + i) * row + c * channel, kind) * scale
-                        store_one(there + 4 * c * ROWS, x)
+                        store_one(there + 4 * c * once, x)
                 for i in range(rows):
                     store_one(best + 4 * i, np.float32(-np.inf))
                     store_one(sums + 4 * i, np.float32(0.0))
@@ -241,11 +246,11 @@ def mass() -> Any:
                 for tile in range(tile0, tile1):
                     lo = tile * TILE
                     its = s + tile * room * srow
-                    for j in range(0, min(TILE, own + rows - lo), PANEL):
+                    for j in range(0, min(TILE, own + rows - lo), panel):
                         for i in range(used):
                             products(
-                                qs + 4 * i * ROWS * d, keys + 4 * (lo + j) * d,
-                                its + i * ROWS * srow + 4 * j, srow, d,
+                                qs + 4 * i * once * d, keys + 4 * (lo + j) * d,
+                                its + i * once * srow + 4 * j, srow, d, once, vectors,
                             )  # fmt: skip
                     for i in range(rows):
                         end = min(lo + TILE, own + i + 1)
@@ -261,15 +266,15 @@ def mass() -> Any:
                             store(its + i * srow + 4 * j, zero16)
                         store_one(tops + 4 * (tile * room + i), top)
                         if top > np.float32(-np.inf):
-                            before, held = (
+                            was, held = (
                                 load_one(best + 4 * i, FP32),
                                 load_one(sums + 4 * i, FP32),
                             )
-                            if top > before:
+                            if top > was:
                                 store_one(best + 4 * i, top)
-                                held = held * _exp(before - top) + more
+                                held = held * _exp(was - top) + more
                             else:
-                                held += more * _exp(top - before)
+                                held += more * _exp(top - was)
                             store_one(sums + 4 * i, held)
                 for tile in range(tile0, tile1):
                     factors = tops + 4 * tile * room
@@ -336,3 +341,30 @@ def step() -> Any:
                         store(to + 4 * j, zero16)
 
     return Kernel(step, "step mass")
+
+
+@cache
+def lowest() -> Any:
+    """Compile what finds the slot of the lowest score; see `cpu.lowest` for how it is called."""
+    emitters = sources(lanes, micro, team)
+
+    def lowest(job):  # type: ignore[no-untyped-def]
+        if emitters == 0:
+            return
+        n, end, see, minus = whole(job, 2), whole(job, 3), whole(job, 6), splat(np.float32(-1.0))
+        for head in range(whole(job, 1)):
+            scores, index = whole(job, 4) + 4 * head * n, whole(job, 5) + 4 * head * n
+            best, at = np.float32(np.inf), 0
+            for j in range(0, n, 16):
+                # what is behind the last score: the whole vector, shifted
+                k = max(0, min(j, n - 16))
+                x = load(scores + 4 * k)
+                if see != 0:
+                    x = seen(x, see + head * n + k)
+                x = before(x, index + 4 * k, end)
+                low = -largest(mul(x, minus))
+                if low < best:
+                    best, at = low, k + is_in(x, low)
+            write_whole(whole(job, 7) + 8 * head, at)
+
+    return Kernel(lowest, "lowest score")

@@ -30,10 +30,9 @@ from ..lanes import (
 )
 from .noise import M1, M2, TOP, C
 
-# Query rows and vectors of keys whose products fill the registers: 24 of 32 with AVX-512; where
-# sixteen lanes are two registers or four, 12 of 16 and 24 of 32.
-ROWS, VECTORS = (12, 2) if binding.get_host_cpu_features().get("avx512f") else (6, 1)
-PANEL = VECTORS * WIDTH  # keys
+# Query rows and vectors of keys whose products fill the registers: with AVX-512, 24 of 32; where a
+# vector takes two registers (AVX2) or four (NEON), 12 of 16 or 24 of 32.
+AT_ONCE = (12, 2) if binding.get_host_cpu_features().get("avx512f") else (6, 1)
 
 # log(1 + f) = f - f^2 / 2 + f^3 * polynomial, on sqrt(1/2) <= 1 + f < sqrt(2) (Cephes)
 _LOG = (
@@ -53,16 +52,19 @@ _FAR = (
 )  # fmt: skip
 
 
-@intrinsic
-def products(ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any) -> Any:
-    """Write the products of `ROWS` queries, fp32 [d, ROWS], and a panel of keys, fp32 [d, PANEL].
+@intrinsic(prefer_literal=True)
+def products(
+    ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, rows: Any, vectors: Any
+) -> Any:
+    """Write the products of some queries, fp32 [d, rows], and a panel of keys to out.
 
-    out: fp32 rows, `stride` bytes apart.
+    k: fp32 [d, 16 * vectors]. out: fp32 rows, `stride` bytes apart. rows and vectors are constants.
     """
+    n_rows, n_vectors = rows.literal_value, vectors.literal_value
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, k, out, stride, d = args
-        cells = [(row, v) for row in range(ROWS) for v in range(VECTORS)]
+        q, k, out, stride, d = args[:5]
+        cells = [(row, v) for row in range(n_rows) for v in range(n_vectors)]
         before = b.block
         loop, body, after = (b.append_basic_block(n) for n in ("loop", "body", "after"))
         b.branch(loop)
@@ -74,12 +76,12 @@ def products(ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any) -> Any:
             acc[cell].add_incoming(same(0.0), before)
         b.cbranch(b.icmp_signed("<", i, d), body, after)
         b.position_at_end(body)
-        here = b.add(k, b.mul(i, ir.Constant(I64, 4 * PANEL)))
-        keys = [read(b, at(b, here, 64 * v), VF) for v in range(VECTORS)]
-        here = b.add(q, b.mul(i, ir.Constant(I64, 4 * ROWS)))
-        for row in range(ROWS):
+        here = b.add(k, b.mul(i, ir.Constant(I64, 64 * n_vectors)))
+        keys = [read(b, at(b, here, 64 * v), VF) for v in range(n_vectors)]
+        here = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
+        for row in range(n_rows):
             x = spread(b, read(b, at(b, here, 4 * row), F32))
-            for v in range(VECTORS):
+            for v in range(n_vectors):
                 acc[row, v].add_incoming(fused(b, x, keys[v], acc[row, v]), body)
         i.add_incoming(b.add(i, ir.Constant(I64, 1)), body)
         b.branch(loop)
@@ -89,7 +91,7 @@ def products(ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any) -> Any:
             write(b, at(b, to, 64 * v), acc[row, v])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.void(*[types.int64] * 5, rows, vectors), codegen
 
 
 @intrinsic
@@ -102,6 +104,43 @@ def behind(ctx: Any, x: Any, count: Any) -> Any:
         return b.select(b.icmp_signed(">=", lane, few), args[0], same(float("-inf")))
 
     return Lanes(Lanes, types.int64), codegen
+
+
+@intrinsic
+def before(ctx: Any, x: Any, address: Any, end: Any) -> Any:
+    """x where the sixteen int32 at address are below `end`, else inf."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, address, end = args
+        limit = b.bitcast(spread(b, b.bitcast(b.trunc(end, I32), F32)), VI)
+        there = b.icmp_signed("<", read(b, address, VI), limit)
+        return b.select(there, x, same(float("inf")))
+
+    return Lanes(Lanes, types.int64, types.int64), codegen
+
+
+@intrinsic
+def is_in(ctx: Any, x: Any, wanted: Any) -> Any:
+    """The number of the first lane of x that holds `wanted`, 16 if none does."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, wanted = args
+        lane = ir.Constant(VI, list(range(WIDTH)))
+        found = b.select(b.fcmp_ordered("==", x, spread(b, wanted)), lane, same(WIDTH, VI))
+        return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, found), I64)
+
+    return types.int64(Lanes, types.float32), codegen
+
+
+@intrinsic
+def write_whole(ctx: Any, address: Any, x: Any) -> Any:
+    """Store an int64."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        write(b, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 def _log(b: Any, x: Any) -> Any:

@@ -76,6 +76,16 @@ def step_mass(
     return mass.reshape(b, hq, n)
 
 
+def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+    """The slot of the lowest score among the tokens with an index below `before`: int64 [B, Hk, 1].
+
+    scores: fp32 [B, Hk, N]. index: int32 [B, Hk, N]. see: bool [B, Hk, N], False counts as lowest
+    of all. The first of equals.
+    """
+    rank = scores if see is None else scores.masked_fill(~see, -torch.inf)
+    return rank.masked_fill(index >= before, torch.inf).argmin(dim=-1, keepdim=True)
+
+
 def _summed(
     logits: Tensor,
     lo: int,

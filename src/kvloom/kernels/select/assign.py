@@ -2,7 +2,8 @@
 
 Decides the blocking. Products of `TOKENS` keys at a time, laid out in fp32, with panels of 32
 centroids stay in registers; of each key the best product so far is kept lane by lane with its
-centroid, so that products are never written to memory. The reference is `ref.nearest`, `ref.means`.
+centroid, so that products are never written to memory. Where the machine multiplies pairs of bf16
+numbers (AVX512-BF16), keys in bf16 stay what they are. The reference is `ref.nearest`, `ref.means`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from numba.extending import intrinsic
 
 from .. import lanes, team
 from ..lanes import (
+    BF16,
+    FP32,
     I64,
     VF,
     VI,
@@ -39,18 +42,34 @@ from .words import SIZE, small, store_whole
 
 PANEL = 2 * WIDTH  # centroids whose products are taken together
 # Keys beside them: as many as leave room in the registers, 32 of sixteen lanes or fewer.
-ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 3
+_HAS = binding.get_host_cpu_features()
+binding.initialize_native_asmparser()  # `_fused_pairs` is an instruction that LLVM cannot name
+ROWS = 12 if _HAS.get("avx512f") else 3
 TOKENS = 96
 
 
+def takes_pairs(d: int, number: int) -> bool:
+    """Whether keys of d numbers of a format are multiplied in pairs."""
+    return number == BF16 and d % 32 == 0 and bool(_HAS.get("avx512bf16"))
+
+
+def _fused_pairs(b: Any, x: Any, y: Any, acc: Any) -> Any:
+    """x * y + acc where each lane holds two bf16 numbers, both products added."""
+    kind = ir.FunctionType(VF, [VF, VF, VF])
+    return b.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [x, y, acc])
+
+
 @intrinsic(prefer_literal=True)
-def _meet(ctx: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, d: Any) -> Any:
+def _meet(
+    ctx: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, d: Any, pairs: Any
+) -> Any:
     """Let `ROWS` keys fp32 [ROWS, d] meet a panel fp32 [d, 32] and offsets fp32 [32].
 
     base: the number of the panel's first centroid. best: of each key the best values [16] so far
-    and their centroids int32 [16], lane by lane.
+    and their centroids int32 [16], lane by lane. pairs: d counts pairs of bf16 numbers.
     """
     n_d = d.literal_value
+    meet = _fused_pairs if pairs.literal_value else fused
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         x, panel, offset, base, best = args[:5]
@@ -75,7 +94,7 @@ def _meet(ctx: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, d: An
             for m in range(ROWS):
                 one = spread(b, read(b, at(b, key, 4 * (m * n_d + u)), ir.FloatType()))
                 for v in range(2):
-                    new[m, v] = fused(b, ws[v], one, new[m, v])
+                    new[m, v] = meet(b, ws[v], one, new[m, v])
         following = b.add(i, ir.Constant(I64, step))
         i.add_incoming(following, b.block)
         for cell, phi in acc.items():
@@ -94,13 +113,16 @@ def _meet(ctx: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, d: An
             write(b, at(b, best, 128 * m + 64), who)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5, d), codegen
+    return types.void(*[types.int64] * 5, d, pairs), codegen
 
 
 @cache
-def nearest(d: int, number: int) -> Any:
+def nearest(d: int, number: int, pairs: bool) -> Any:
     """Compile the assignment; see `cpu.nearest` for how it is called."""
     size = SIZE[number]
+    words_ = d // 2 if pairs else d  # of a key, four bytes each
+    kind = FP32 if pairs else number  # what a word is read as
+    across = 4 if pairs else size
     emitters = sources(lanes, team, words)
 
     def assign(job):  # type: ignore[no-untyped-def]
@@ -110,9 +132,9 @@ def nearest(d: int, number: int) -> Any:
         weights, offsets, labels = whole(job, 5), whole(job, 6), whole(job, 7)
         row = whole(job, 11)
         parts = -(-n // TOKENS)
-        scratch = np.zeros(TOKENS * (d + 32) + 16, np.float32)
+        scratch = np.zeros(TOKENS * (words_ + 32) + 16, np.float32)
         keys = (scratch.ctypes.data + 63) // 64 * 64
-        best = keys + 4 * TOKENS * d
+        best = keys + 4 * TOKENS * words_
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(-np.inf))
         while True:
             task = count(job)
@@ -127,14 +149,14 @@ def nearest(d: int, number: int) -> Any:
                 store(best + 128 * j, minus)
                 store(best + 128 * j + 64, zero16)
                 if j < many:
-                    for v in range(0, d, 16):
-                        store(keys + 4 * (j * d + v), load_any(x + j * row + v * size, number))
+                    for v in range(0, words_, 16):
+                        store(keys + 4 * (j * words_ + v), load_any(x + j * row + v * across, kind))
             for p in range(panels):
                 at_head = head * panels + p
                 for j in range(0, many, ROWS):
                     _meet(
-                        keys + 4 * j * d, weights + 4 * at_head * d * PANEL,
-                        offsets + 4 * at_head * PANEL, p * PANEL, best + 128 * j, d,
+                        keys + 4 * j * words_, weights + 4 * at_head * words_ * PANEL,
+                        offsets + 4 * at_head * PANEL, p * PANEL, best + 128 * j, words_, pairs,
                     )  # fmt: skip
             for j in range(many):
                 top, who = np.float32(-np.inf), 0
@@ -145,7 +167,7 @@ def nearest(d: int, number: int) -> Any:
                         top, who = value, it
                 store_whole(labels + 8 * (head * n + lo + j), who)
 
-    return Kernel(assign, f"nearest {d}, {number}")
+    return Kernel(assign, f"nearest {d}, {number}, {pairs}")
 
 
 @cache

@@ -44,14 +44,18 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     """As `ref.nearest`."""
     b, h, n, d = x.shape
     assign = _assign()
-    weights, offset = ref.linear(centroids, distance, alive)
+    weights, offset = ref.linear(centroids, distance, alive, x.dtype)
     panels = -(-weights.shape[2] // assign.PANEL)
     more = panels * assign.PANEL - weights.shape[2]
     offset = F.pad(offset, (0, more), value=-torch.inf)
     weights = F.pad(weights, (0, 0, 0, more)).view(b, h, panels, assign.PANEL, d)
-    weights = weights.transpose(-1, -2).contiguous()
+    pairs = assign.takes_pairs(d, _NUMBERS[x.dtype])
+    if pairs:  # two channels of a centroid beside each other
+        weights = weights.to(x.dtype).unflatten(-1, (-1, 2)).transpose(3, 4).contiguous()
+    else:
+        weights = weights.transpose(-1, -2).contiguous()
     labels = torch.empty(b, h, n, dtype=torch.long)
-    assign.nearest(d, _NUMBERS[x.dtype]).run(
+    assign.nearest(d, _NUMBERS[x.dtype], pairs).run(
         (
             b * h, h, n, panels, weights.data_ptr(), offset.data_ptr(), labels.data_ptr(),
             *_place(x, 3),

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import lanes, team
-from ..attend import micro
-from ..attend.micro import SIZE, scores
-from ..lanes import add, larger, largest, load, load_any, load_one, splat, store, store_one
+from ..attend import micro, ways
+from ..attend.micro import scores
+from ..attend.ways import SIZE, Way
+from ..lanes import add, ahead, larger, largest, load, load_any, load_one, splat, store, store_one
 from ..team import Kernel, count, real, sources, whole
 from .words import byte, small, smaller, store_whole
 
@@ -37,8 +38,8 @@ class Form(NamedTuple):
 def rating(form: Form) -> Any:
     """Compile ratings of a form; see `cpu.rate` for how it is called."""
     d, w, number, bounds = form
-    at_once = 16 // w
-    emitters = sources(lanes, micro, team)
+    at_once, size, exact = 16 // w, SIZE[number], Way(kind=number).number
+    emitters = sources(lanes, micro, team, ways)
 
     def rate(job):  # type: ignore[no-untyped-def]
         if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
@@ -68,14 +69,19 @@ def rating(form: Form) -> Any:
                 mine = 4 * (head * rows + m0) * d
                 to = out + (head * rows + m0) * orow
                 for j in range(lo, even, at_once):
+                    if m0 == 0 and j + 2 * at_once <= n:  # rows apart look like no stream
+                        for t in range(0, at_once * d * size, 64):
+                            ahead(high + (j + at_once) * hrow + t)
+                            if bounds:
+                                ahead(low + (j + at_once) * lrow + t)
                     scores(
-                        q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0,
-                        d, w, at_once, 0, number, 0,
+                        q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
+                        d, w, at_once, exact,
                     )  # fmt: skip
                     if bounds:
                         scores(
-                            q_low + mine, begin, low + j * lrow, lrow, more, 64, 0, 0,
-                            d, w, at_once, 0, number, 0,
+                            q_low + mine, begin, low + j * lrow, lrow, more, 64, 0, 0, 0, 0,
+                            d, w, at_once, exact,
                         )  # fmt: skip
                         if w == 1:
                             store(to + 4 * j, add(load(to + 4 * j), load(more)))
@@ -87,13 +93,13 @@ def rating(form: Form) -> Any:
                                     store_one(at, y)
                 for j in range(even, hi):
                     scores(
-                        q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0,
-                        d, w, 1, 0, number, 0,
+                        q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
+                        d, w, 1, exact,
                     )  # fmt: skip
                     if bounds:
                         scores(
-                            q_low + mine, begin, low + j * lrow, lrow, more, 64, 0, 0,
-                            d, w, 1, 0, number, 0,
+                            q_low + mine, begin, low + j * lrow, lrow, more, 64, 0, 0, 0, 0,
+                            d, w, 1, exact,
                         )  # fmt: skip
                         for i in range(w):
                             at = to + i * orow + 4 * j

@@ -6,15 +6,15 @@ gathering are torch's everywhere. Importing this does not import Triton, the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import cuda
-from .ref import DISTANCES
+from .ref import DISTANCES, together
 
 if TYPE_CHECKING:
     from ..ahead import Form
@@ -35,58 +35,72 @@ def kmeans(
     x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """Cluster keys x [B, Hk, N, D] as `ref.kmeans` does, without waiting for the device."""
-    b, h, n, d = x.shape
-    c = start.shape[-1]
-    x = _channels_together(x)
-    index = start.unsqueeze(-1).expand(b, h, c, d)
+    b, h, _, d = x.shape
+    index = start.unsqueeze(-1).expand(b, h, start.shape[2], d)
     centroids = x.gather(2, index).float().contiguous()
-    labels = torch.empty(b, h, n, dtype=torch.int32, device=x.device)
-    changed = torch.zeros(iterations, dtype=torch.int32, device=x.device)
-    changed[:1].fill_(1)  # the first iteration changes every label
-    if not labels.numel() or not c:
-        return centroids, labels.fill_(c).long()
-    exact = x.dtype == torch.float32
-    many = 32 if exact and d > 128 else 64
-    stretches = max(1, min(_STRETCHES, n // 2048))
-    stretch = -(-n // stretches // many) * many
-    sums = centroids.new_empty(stretches, b, h, c, d)
-    counts = centroids.new_empty(stretches, b, h, c)
-    alive, real = (m.contiguous().view(torch.uint8) for m in (alive, real))
-    tile = {"DB": cuda.room(d), "CLUSTERS": 32}
-    kernels, lines = _kernels(), b * h
-    for number in range(iterations):
-        cuda.launch(
-            kernels.assign, (-(-n // 64), lines), x,
-            x, centroids, alive, real, labels, changed, number, n, c, h, d, *x.stride()[:3],
-            *_steps(alive), *_steps(real), **tile, TOKENS=64,
-            DISTANCE=DISTANCES.index(distance), FIRST=number == 0, REAL=True, warps=8,
-        )  # fmt: skip
-        cuda.launch(
-            kernels.update, (-(-c // 32), lines, stretches), x,
-            x, labels, sums, counts, changed, number, n, c, h, d, stretch, *x.stride()[:3],
-            **tile, TOKENS=many, FIRST=number == 0,
-        )  # fmt: skip
-        cuda.launch(
-            kernels.finish, (-(-c // 32), lines), x,
-            centroids, sums, counts, c, d, stretches, **tile,
-        )  # fmt: skip
-    return centroids, labels.long()
+    return _clusters(x, centroids, real, alive, distance, iterations)
 
 
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
     """The living centroid nearest to each key, int64 [B, Hk, N], as `ref.nearest` says."""
-    b, h, n, d = x.shape
-    c, x = centroids.shape[2], _channels_together(x)
-    labels = torch.empty(b, h, n, dtype=torch.int32, device=x.device)
+    return _clusters(x, centroids.float().clone(), None, alive, distance, 0)[1]
+
+
+def _clusters(
+    x: Tensor,
+    centroids: Tensor,
+    real: Tensor | None,
+    alive: Tensor,
+    distance: str,
+    iterations: int,
+) -> tuple[Tensor, Tensor]:
+    """Iterate from these centroids, which change; with no iteration, only label keys by them."""
+    (b, h, n, d), c, device = x.shape, centroids.shape[2], x.device
+    x, kernels, lines = _channels_together(x), _kernels(), b * h
+    labels = torch.empty(b, h, n, dtype=torch.int32, device=device)
+    if not labels.numel() or not c:
+        return centroids, labels.fill_(c).long()
+    changed = torch.ones(1 + iterations, dtype=torch.int32, device=device)
+    changed[1:].zero_()  # the first iteration changes every label
+    exact = x.dtype == torch.float32
+    parts = 1 if exact else 3 if x.dtype == torch.bfloat16 else 2
+    dk = min(cuda.room(d), 32 if exact else 128 if d <= 128 else 64)
+    chunks, side = -(-d // dk), 32 if exact else 64
+    shares = x.new_empty(parts, b, h, c, d)
+    factor, offset = centroids.new_empty(2, b, h, c)
+    stretches = max(1, min(_STRETCHES, n // 2048))
+    stretch = -(-n // stretches // side) * side
+    sums = centroids.new_empty(stretches, b, h, c, d)
+    counts = centroids.new_empty(stretches, b, h, c)
     alive = alive.contiguous().view(torch.uint8)
-    if labels.numel():
+    seen = alive if real is None else real.contiguous().view(torch.uint8)
+
+    def finish(known: int) -> None:
         cuda.launch(
-            _kernels().assign, (-(-n // 64), b * h), x,
-            x, centroids.contiguous(), alive, alive, labels, labels, 0, n, c, h, d,
-            *x.stride()[:3], *_steps(alive), 0, 0, DB=cuda.room(d), CLUSTERS=32, TOKENS=64,
-            DISTANCE=DISTANCES.index(distance), FIRST=True, REAL=False, warps=8,
+            kernels.finish, (-(-c // 16), lines), x,
+            centroids, shares, factor, offset, alive, sums, counts, c, h, d, known,
+            *_steps(alive), DB=cuda.room(d), PARTS=parts, CLUSTERS=16,
+            DISTANCE=DISTANCES.index(distance),
         )  # fmt: skip
-    return labels.long()
+
+    finish(0)
+    for number in range(max(1, iterations)):
+        tile: dict[str, Any] = {
+            "DK": dk, "CHUNKS": chunks, "TOKENS": side, "CLUSTERS": side, "FIRST": number == 0,
+        }  # fmt: skip
+        cuda.launch(
+            kernels.assign, (-(-n // side), lines), x,
+            x, shares, factor, offset, seen, labels, changed, number, n, c, h, d, *x.stride()[:3],
+            *_steps(seen), **tile, PARTS=parts, REAL=real is not None,
+        )  # fmt: skip
+        if iterations:
+            cuda.launch(
+                kernels.update, (-(-c // side) * chunks, lines, stretches), x,
+                x, labels, sums, counts, changed, number, n, c, h, d, stretch, *x.stride()[:3],
+                **tile,
+            )  # fmt: skip
+            finish(stretches)
+    return centroids, labels.long()
 
 
 def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,11 +124,18 @@ def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tens
     return low, high
 
 
-def page_scores(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str = "each") -> Tensor:
     """The most that q . k can be for a key of each page, as `ref.page_scores`."""
     if low.stride() != high.stride():
         low, high = low.contiguous(), high.contiguous()
-    return _rate(q, low, high)
+    return together(_rate(q, low, high), low.shape[1], group)
+
+
+def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
+    """How queries rate clusters, as `ref.cluster_scores`."""
+    b, hk, c = alive.shape
+    scores = dots(q, centroids).view(b, hk, -1, c).masked_fill_(~alive.unsqueeze(2), -torch.inf)
+    return together(scores.view(b, -1, c), hk, group)
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:
@@ -145,12 +166,13 @@ def _rate(q: Tensor, low: Tensor, high: Tensor | None) -> Tensor:
         low, high = low.contiguous(), high.contiguous()
     q = q if q.stride(2) == 1 else q.contiguous()
     scores = q.new_empty(b, hq, n, dtype=torch.float32)
+    dk = min(cuda.room(d), 16 if q.dtype == torch.float32 else 128)
     if scores.numel():
         cuda.launch(
             _kernels().rate, (-(-n // 64), b * hk), q,
             q, low, low if high is None else high, scores, n, hk, hq // hk, d,
             *q.stride()[:2], *low.stride()[:3],
-            DB=cuda.room(d), ROWS=cuda.room(hq // hk), KEYS=64, PAGES=high is not None,
+            DK=dk, CHUNKS=-(-d // dk), ROWS=cuda.room(hq // hk), KEYS=64, PAGES=high is not None,
         )  # fmt: skip
     return scores
 
@@ -180,24 +202,21 @@ def forms() -> Iterator[Form]:
 
     real = meta(1, 1, 4096, dtype=torch.bool)
     alive, seeds = meta(1, 1, 48, dtype=torch.bool), meta(1, 1, 48, dtype=torch.int64)
+    call: Callable[[], object]
     for d in (64, 80, 128, 256):
         for dtype in cuda.DTYPES:
             name = f"d{d} {str(dtype).removeprefix('torch.')}"
             brief = d == 128 and dtype == torch.bfloat16
             x, q = meta(1, 2, 4096, d, dtype=dtype), meta(1, 8, d, dtype=dtype)
             for i, distance in enumerate(DISTANCES):
-                yield from cuda.forms(
-                    f"{name} {distance}",
-                    lambda x=x, of=distance, i=i: kmeans(x, seeds, real, alive, of, 2 - (i > 0)),
-                    brief, shared=160 << 10,
-                )  # fmt: skip
-            yield from cuda.forms(name, lambda x=x: page_bounds(x, 16, real), brief)
-            yield from cuda.forms(
-                f"{name} pages", lambda x=x, q=q: page_scores(q, x, x), brief, shared=160 << 10
-            )
-            yield from cuda.forms(f"{name} dots", lambda x=x, q=q: dots(q, x), brief)
-    yield from cuda.forms(
-        "clusters", lambda: select_clusters(
-            meta(1, 8, 48, dtype=torch.float32), meta(1, 2, 48), meta(1, 2, 48), meta(1, 2, 4096),
-            512), True,
+                call = partial(kmeans, x, seeds, real, alive, distance, 2 - (i > 0))
+                yield from cuda.forms(f"{name} {distance}", call, brief, shared=160 << 10)
+            yield from cuda.forms(name, partial(page_bounds, x, 16, real), brief)
+            call = partial(page_scores, q, x, x)
+            yield from cuda.forms(f"{name} pages", call, brief, shared=160 << 10)
+            yield from cuda.forms(f"{name} dots", partial(dots, q, x), brief)
+    call = partial(
+        select_clusters, meta(1, 8, 48, dtype=torch.float32), meta(1, 2, 48), meta(1, 2, 48),
+        meta(1, 2, 4096), 512,
     )  # fmt: skip
+    yield from cuda.forms("clusters", call, True)

@@ -1,9 +1,11 @@
 """Triton: K-means over keys, bounds of pages, and what a step's queries choose.
 
-`assign` labels tokens: a program owns TOKENS keys and walks the centroids. `update` sums a cluster's keys: a program owns CLUSTERS clusters and a
-stretch of tokens, and multiplies the keys by zeros and ones, so that sums have one order and no
-atomics; `finish` adds the stretches. An iteration in which no label changes leaves a flag, at which
-later ones return at once: the host never waits.
+`assign` labels tokens: a program owns TOKENS keys and walks the centroids. Keys of 16 bit are
+multiplied by centroids in two or three parts of their own dtype (`finish` makes them), so products
+are those of fp32 on tensor cores. `update` sums a cluster's keys: a program owns CLUSTERS clusters,
+a stretch of tokens and of channels, and multiplies keys by zeros and ones, so that sums have one
+order and no atomics; `finish` adds the stretches. An iteration in which no label changes leaves a
+flag, at which later ones return at once: the host never waits.
 
 `choose` replaces a sort: the place of a cluster's tokens is the size of all better clusters.
 Reference: `ref`. Labels and choices are its own, but where fp32 cannot tell two numbers apart.
@@ -16,61 +18,42 @@ import triton.language as tl
 
 
 @triton.jit
-def similar(keys, means):
-    """Products [TOKENS, CLUSTERS] of keys with fp32 means [D, CLUSTERS], as if all were fp32.
-
-    Keys of 16 bit are multiplied by the means in two or three parts of their own dtype.
-    """
-    if keys.dtype == tl.float32:
-        return tl.dot(keys, means, input_precision="tf32x3")
-    else:
-        part = means.to(keys.dtype)
-        rest = means - part.to(tl.float32)
-        s = tl.dot(keys, part)
-        part = rest.to(keys.dtype)
-        s = tl.dot(keys, part, s)
-        if keys.dtype == tl.bfloat16:
-            s = tl.dot(keys, (rest - part.to(tl.float32)).to(keys.dtype), s)
-        return s
-
-
-@triton.jit
 def assign(
-    x, centroids, alive, real, labels, changed, number, n, clusters, heads, D,
-    x_row, x_head, x_token, alive_row, alive_head, real_row, real_head,
-    DB: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, DISTANCE: tl.constexpr,
-    FIRST: tl.constexpr, REAL: tl.constexpr,
+    x, parts, factor, offset, real, labels, changed, number, n, clusters, heads, D,
+    x_row, x_head, x_token, real_row, real_head,
+    DK: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    CLUSTERS: tl.constexpr, FIRST: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """Labels int32 [B, Hk, N] of TOKENS keys. Grid: (blocks of tokens, batch row and head).
 
-    DISTANCE: 0 cosine, 1 l2, 2 inner product. FIRST: there are no labels yet. changed: int32, one
-    an iteration, above 0 if a label changed in it; number: of this iteration.
+    A key takes the cluster with the largest (x . centroid) * factor + offset. parts: [PARTS, B, Hk,
+    C, D]; factor, offset: fp32 [B, Hk, C]. FIRST: there are no labels yet. changed: int32, one an
+    iteration, above 0 if a label changed in it; number: of this iteration.
     """
     if not FIRST and tl.load(changed + number - 1) == 0:
         return
     line = tl.program_id(1).to(tl.int64)
     row, head = line // heads, line % heads
     i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.arange(0, DB)
-    inside = channel < D
-    at = row * x_row + head * x_head + i.to(tl.int64)[:, None] * x_token + channel[None, :]
-    keys = tl.load(x + at, mask=(i < n)[:, None] & inside[None, :], other=0.0)
+    x += row * x_row + head * x_head
     best = tl.full([TOKENS], float("-inf"), tl.float32)
     label = tl.zeros([TOKENS], tl.int32)
     for lo in range(0, clusters, CLUSTERS):
         j = lo + tl.arange(0, CLUSTERS)
-        place = (line * clusters + j)[None, :] * D + channel[:, None]
-        mask = (j < clusters)[None, :] & inside[:, None]
-        means = tl.load(centroids + place, mask=mask, other=0.0)
-        s = similar(keys, means)
-        if DISTANCE == 0:
-            s = s / tl.maximum(tl.sqrt(tl.sum(means * means, axis=0)), 1e-20)[None, :]
-        if DISTANCE == 1:
-            s -= 0.5 * tl.sum(means * means, axis=0)[None, :]
-        living = tl.load(
-            alive + row * alive_row + head * alive_head + j, mask=j < clusters, other=0
-        )
-        s = tl.where((living != 0)[None, :], s, float("-inf"))
+        s = tl.zeros([TOKENS, CLUSTERS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            channel = chunk * DK + tl.arange(0, DK)
+            inside = channel < D
+            at = i.to(tl.int64)[:, None] * x_token + channel[None, :]
+            keys = tl.load(x + at, mask=(i < n)[:, None] & inside[None, :], other=0.0)
+            mask = (j < clusters)[None, :] & inside[:, None]
+            for part in tl.static_range(PARTS):
+                place = ((part * tl.num_programs(1) + line) * clusters + j) * D
+                means = tl.load(parts + place[None, :] + channel[:, None], mask=mask, other=0.0)
+                s = tl.dot(keys, means, s, input_precision="ieee")
+        place = line * clusters + j
+        s *= tl.load(factor + place, mask=j < clusters, other=0.0)[None, :]
+        s += tl.load(offset + place, mask=j < clusters, other=float("-inf"))[None, :]
         top, where = tl.max(s, axis=1, return_indices=True)
         label = tl.where(top > best, lo + where, label)
         best = tl.maximum(best, top)
@@ -87,22 +70,23 @@ def assign(
 def update(
     x, labels, sums, counts, changed, number, n, clusters, heads, D, stretch,
     x_row, x_head, x_token,
-    DB: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, FIRST: tl.constexpr,
+    DK: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """Sums and counts of CLUSTERS clusters over a stretch of tokens, a multiple of TOKENS.
 
     sums: fp32 [stretches, B, Hk, C, D]; counts: fp32 [stretches, B, Hk, C]. Grid: (blocks of
-    clusters, batch row and head, stretches).
+    clusters by chunks of DK channels, batch row and head, stretches).
     """
     if not FIRST and tl.load(changed + number) == 0:
         return
     line, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, head = line // heads, line % heads
-    j = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
-    channel = tl.arange(0, DB)
+    j = tl.program_id(0) // CHUNKS * CLUSTERS + tl.arange(0, CLUSTERS)
+    channel = tl.program_id(0) % CHUNKS * DK + tl.arange(0, DK)
     inside = channel < D
     x += row * x_row + head * x_head
-    total = tl.zeros([CLUSTERS, DB], tl.float32)
+    total = tl.zeros([CLUSTERS, DK], tl.float32)
     count = tl.zeros([CLUSTERS], tl.float32)
     for lo in range(part * stretch, tl.minimum(n, (part + 1) * stretch), TOKENS):
         i = lo + tl.arange(0, TOKENS)
@@ -110,32 +94,57 @@ def update(
         place = i.to(tl.int64)[:, None] * x_token + channel[None, :]
         keys = tl.load(x + place, mask=(i < n)[:, None] & inside[None, :], other=0.0)
         mine = label[None, :] == j[:, None]
-        total = tl.dot(mine.to(keys.dtype), keys, total, input_precision="tf32x3")
+        total = tl.dot(mine.to(keys.dtype), keys, total, input_precision="ieee")
         count += tl.sum(mine.to(tl.float32), axis=1)
     at = (part * tl.num_programs(1) + line) * clusters + j
-    place = at[:, None] * D + channel[None, :]
-    tl.store(sums + place, total, mask=(j < clusters)[:, None] & inside[None, :])
-    tl.store(counts + at, count, mask=j < clusters)
+    mask = (j < clusters)[:, None] & inside[None, :]
+    tl.store(sums + at[:, None] * D + channel[None, :], total, mask=mask)
+    tl.store(counts + at, count, mask=(j < clusters) & (tl.program_id(0) % CHUNKS == 0))
 
 
 @triton.jit
 def finish(
-    centroids, sums, counts, clusters, D, stretches, DB: tl.constexpr, CLUSTERS: tl.constexpr
-):
-    """Centroids fp32 [B, Hk, C, D] from sums; one without keys stays. Grid: as `update`, 2 axes."""
+    centroids, parts, factor, offset, alive, sums, counts, clusters, heads, D, stretches,
+    alive_row, alive_head,
+    DB: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, DISTANCE: tl.constexpr,
+):  # fmt: skip
+    """Centroids fp32 [B, Hk, C, D] from sums, and what `assign` takes of them.
+
+    One without keys stays as it is: all of them if there are no stretches yet. DISTANCE: 0 cosine,
+    1 l2, 2 inner product. Grid: (blocks of clusters, batch row and head).
+    """
     line = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
     channel = tl.arange(0, DB)
-    mask = (j < clusters)[:, None] & (channel < D)[None, :]
+    known = j < clusters
+    mask = known[:, None] & (channel < D)[None, :]
+    place = (line * clusters + j)[:, None] * D + channel[None, :]
+    mean = tl.load(centroids + place, mask=mask, other=0.0)
     total = tl.zeros([CLUSTERS, DB], tl.float32)
     count = tl.zeros([CLUSTERS], tl.float32)
     for part in range(stretches):
         at = (part * tl.num_programs(1) + line) * clusters + j
         total += tl.load(sums + at[:, None] * D + channel[None, :], mask=mask, other=0.0)
-        count += tl.load(counts + at, mask=j < clusters, other=0.0)
-    place = (line * clusters + j)[:, None] * D + channel[None, :]
-    mean = total / tl.maximum(count, 1.0)[:, None]
-    tl.store(centroids + place, mean, mask=mask & (count > 0)[:, None])
+        count += tl.load(counts + at, mask=known, other=0.0)
+    mean = tl.where((count > 0)[:, None], total / tl.maximum(count, 1.0)[:, None], mean)
+    tl.store(centroids + place, mean, mask=mask)
+    rest = mean
+    for part in tl.static_range(PARTS):
+        share = rest.to(parts.dtype.element_ty)
+        shift = part * tl.num_programs(1).to(tl.int64) * clusters * D
+        tl.store(parts + shift + place, share, mask=mask)
+        rest -= share.to(tl.float32)
+    size = tl.sum(mean * mean, axis=1)
+    by = tl.full([CLUSTERS], 1.0, tl.float32)
+    if DISTANCE == 0:
+        by = 1.0 / tl.maximum(tl.sqrt(size), 1e-20)
+    plus = tl.zeros([CLUSTERS], tl.float32)
+    if DISTANCE == 1:
+        plus = -0.5 * size
+    lives = alive + line // heads * alive_row + line % heads * alive_head
+    plus = tl.where(tl.load(lives + j, mask=known, other=0) != 0, plus, float("-inf"))
+    tl.store(factor + line * clusters + j, by, mask=known)
+    tl.store(offset + line * clusters + j, plus, mask=known)
 
 
 @triton.jit
@@ -172,7 +181,8 @@ def bounds(
 @triton.jit
 def rate(
     q, low, high, scores, n, heads, r, D, q_row, q_head, x_row, x_head, x_token,
-    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGES: tl.constexpr,
+    DK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PAGES: tl.constexpr,
 ):  # fmt: skip
     """How the R queries of a group rate KEYS vectors: fp32 scores [B, Hq, N].
 
@@ -183,29 +193,32 @@ def rate(
     row, head = line // heads, line % heads
     number = tl.arange(0, ROWS)
     j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    channel = tl.arange(0, DB)
-    inside = channel < D
-    at = row * q_row + (head * r + number)[:, None] * q_head + channel[None, :]
-    queries = tl.load(q + at, mask=(number < r)[:, None] & inside[None, :], other=0.0)
     first = row * x_row + head * x_head + j.to(tl.int64) * x_token
     mask = j < n
     if PAGES:
         bottom = tl.load(low + first, mask=mask, other=0.0).to(tl.float32)
         mask = mask & (bottom <= tl.load(high + first, mask=mask, other=0.0).to(tl.float32))
-    at = first[None, :] + channel[:, None]
-    least = tl.load(low + at, mask=mask[None, :] & inside[:, None], other=0.0)
+    s = tl.zeros([ROWS, KEYS], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        channel = chunk * DK + tl.arange(0, DK)
+        inside = channel < D
+        at = row * q_row + (head * r + number)[:, None] * q_head + channel[None, :]
+        queries = tl.load(q + at, mask=(number < r)[:, None] & inside[None, :], other=0.0)
+        place = first[None, :] + channel[:, None]
+        least = tl.load(low + place, mask=mask[None, :] & inside[:, None], other=0.0)
+        if PAGES:
+            largest = tl.load(high + place, mask=mask[None, :] & inside[:, None], other=0.0)
+            none = tl.zeros([ROWS, DK], queries.dtype)
+            above = tl.maximum(queries, none).to(queries.dtype)
+            below = tl.minimum(queries, none).to(queries.dtype)
+            s = tl.dot(above, largest, s, input_precision="ieee")
+            s = tl.dot(below, least, s, input_precision="ieee")
+        else:
+            s = tl.dot(queries, least, s, input_precision="ieee")
     if PAGES:
-        largest = tl.load(high + at, mask=mask[None, :] & inside[:, None], other=0.0)
-        none = tl.zeros([ROWS, DB], queries.dtype)
-        above = tl.maximum(queries, none).to(queries.dtype)
-        below = tl.minimum(queries, none).to(queries.dtype)
-        s = tl.dot(above, largest, input_precision="ieee")
-        s += tl.dot(below, least, input_precision="ieee")
         s = tl.where(mask[None, :], s, float("-inf"))
-    else:
-        s = tl.dot(queries, least, input_precision="ieee")
-    place = (line * r + number)[:, None] * n + j[None, :]
-    tl.store(scores + place, s, mask=(number < r)[:, None] & (j < n)[None, :])
+    at = (line * r + number)[:, None] * n + j[None, :]
+    tl.store(scores + at, s, mask=(number < r)[:, None] & (j < n)[None, :])
 
 
 @triton.jit
@@ -213,7 +226,7 @@ def choose(
     scores, size, start, order, chosen, clusters, n, m, heads, r,
     CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the best clusters, int64 chosen [B, H, M]. Grid: (clusters, batch row and head).
+    """The tokens of the best clusters, int64 chosen [B, H, M]. Grid: (clusters, row and head).
 
     A program owns a cluster: how many tokens better ones have says where its own go. scores: fp32
     [B, H, C]; size, start: int32 [B, Hk, C]; order: int32 [B, Hk, N].

@@ -32,13 +32,20 @@ def seeds(real: Tensor, count: Tensor, most: int, generator: torch.Generator) ->
     return order.gather(2, rank.clamp(max=real.shape[-1] - 1))
 
 
-def linear(centroids: Tensor, distance: str, alive: Tensor) -> tuple[Tensor, Tensor]:
-    """A distance as weights fp32 [B, Hk, C, D] and offset [B, Hk, C]: nearest, x w + o is most."""
-    weights, offset = centroids, torch.zeros_like(centroids[..., 0])
+def linear(
+    centroids: Tensor, distance: str, alive: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A distance as weights fp32 [B, Hk, C, D] and offset [B, Hk, C]: nearest, x w + o is most.
+
+    Weights are rounded to the keys' dtype, as centroids are in the end.
+    """
+    weights = centroids
     if distance == "cosine":  # the key's own length does not change the order
         weights = centroids / centroids.norm(dim=-1, keepdim=True).clamp_min(1e-20)
-    elif distance == "l2":  # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2)
-        offset = -0.5 * centroids.square().sum(dim=-1)
+    weights = weights.to(dtype).float()
+    offset = torch.zeros_like(centroids[..., 0])
+    if distance == "l2":  # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2)
+        offset = -0.5 * weights.square().sum(dim=-1)
     return weights, offset.masked_fill(~alive, -torch.inf)
 
 
@@ -49,7 +56,7 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     product: the largest; l2: the smallest.
     """
     b, h, n, _ = x.shape
-    weights, offset = linear(centroids, distance, alive)
+    weights, offset = linear(centroids, distance, alive, x.dtype)
     weights, offset = weights.transpose(-1, -2), offset.unsqueeze(2)
     labels = torch.empty(b, h, n, dtype=torch.long, device=x.device)
     step = max(1, _BLOCK_NUMEL // max(1, b * h * centroids.shape[2]))

@@ -2,72 +2,79 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, ref
+from . import cpu, gpu, ref
 
 COVERAGE = {
     "cpu": (
         "k-means, page bounds, ratings of clusters and pages and the choice among them; head_dim a "
         "multiple of 16 up to 512; keys and centroids in fp32, fp16, bf16"
     ),
+    "gpu": (
+        "k-means, page bounds, ratings of clusters and pages and the choice of clusters; head_dim "
+        "up to 256; keys and centroids in fp32, fp16, bf16"
+    ),
 }
 """What a backend covers; `ref` runs the rest."""
 
-
-def _covered(operation: str, x: Tensor) -> bool:
-    """Whether a kernel takes tensors like x; counts the answer."""
-    _, why = dispatch.candidate(x)
-    why = why or cpu.problems(x)
-    dispatch.count(operation, "cpu", why)
-    return not why
+_KERNELS: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
 
 
 def kmeans(
     x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """As `ref.kmeans`."""
-    kernel = cpu if _covered("kmeans", x) else ref
-    return kernel.kmeans(x, start, real, alive, distance, iterations)
+    return _by("kmeans", x).kmeans(x, start, real, alive, distance, iterations)
 
 
 def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
     """As `ref.cluster_scores`."""
-    kernel = cpu if _covered("cluster_scores", centroids) else ref
-    return kernel.cluster_scores(q, centroids, alive, group)
+    return _by("cluster_scores", centroids).cluster_scores(q, centroids, alive, group)
 
 
 def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
     """As `ref.select_clusters`."""
-    kernel = cpu if _chooses("select_clusters", scores) else ref
+    kernel = _chooses("select_clusters", scores)
     return kernel.select_clusters(scores, size, start, order, m)
 
 
 def page_bounds(x: Tensor, page: int, real: Tensor) -> tuple[Tensor, Tensor]:
     """As `ref.page_bounds`."""
-    hidden = None if bool(real.all()) else real
-    kernel = cpu if _covered("page_bounds", x) else ref
-    return kernel.page_bounds(x, page, hidden)
+    kernel = _by("page_bounds", x)
+    if kernel is not gpu and bool(real.all()):  # asking a GPU would wait for it
+        return kernel.page_bounds(x, page, None)
+    return kernel.page_bounds(x, page, real)
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str) -> Tensor:
     """As `ref.page_scores`."""
-    kernel = cpu if _covered("page_scores", low) else ref
-    return kernel.page_scores(q, low, high, group)
+    return _by("page_scores", low).page_scores(q, low, high, group)
 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
     """As `ref.select_pages`."""
-    kernel = cpu if _chooses("select_pages", scores) else ref
-    return kernel.select_pages(scores, pages, page)
+    return _chooses("select_pages", scores).select_pages(scores, pages, page)
 
 
-def _chooses(operation: str, scores: Tensor) -> bool:
-    """Whether a kernel chooses by scores like these; counts the answer."""
-    _, why = dispatch.candidate(scores)
+def _by(operation: str, x: Tensor) -> Any:
+    """Whose operation takes keys, centroids or bounds like x; counts the answer."""
+    backend, why = dispatch.candidate(x)
+    why = why or _KERNELS[backend].problems(x)
+    dispatch.count(operation, backend, why)
+    return ref if why else _KERNELS[backend]
+
+
+def _chooses(operation: str, scores: Tensor) -> Any:
+    """Whose operation chooses by scores like these; counts the answer."""
+    backend, why = dispatch.candidate(scores)
     if not why and scores.dtype != torch.float32:
         why = [f"scores are {scores.dtype}, not fp32"]
-    dispatch.count(operation, "cpu", why)
-    return not why
+    if not why and backend == "gpu" and operation == "select_pages":
+        why = ["torch's sort chooses pages"]
+    dispatch.count(operation, backend, why)
+    return ref if why else _KERNELS[backend]

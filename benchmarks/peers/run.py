@@ -1,0 +1,83 @@
+"""Peers that need an environment of their own, on the shapes of `kvloom bench generate`.
+
+    python benchmarks/peers/run.py kvpress|llama.cpp|quantized [--context 8192,32768] [--json FILE]
+
+Each gets a virtual environment beside this file, made on first use (llama.cpp is compiled there:
+10 minutes and more on two cores). Options that are not known here go to the peer's script:
+`run.py llama.cpp --help` names them. Figures have the schema of `kvloom bench --json`. `quantized`
+is `kvloom bench generate` with transformers' quanto and hqq caches installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+class Peer(NamedTuple):
+    """What an environment takes, in steps of `pip install`, and what runs in it."""
+
+    installs: tuple[tuple[str, ...], ...]
+    script: tuple[str, ...]
+    build: dict[str, str] = {}  # noqa: RUF012
+
+
+# torch alone first, with its CPU build where that is what the constraints find
+TORCH = ("-c", str(ROOT / "constraints.txt"), "torch")
+PEERS = {
+    "kvpress": Peer(
+        (TORCH, ("kvpress==0.5.5", "transformers==5.2.0")),
+        (str(HERE / "kvpress_steps.py"),),
+    ),
+    "llama.cpp": Peer(
+        (("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"),),
+        (str(HERE / "llama_cpp_steps.py"),),
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "1"},
+    ),
+    "quantized": Peer(
+        (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT), "hqq", "optimum-quanto")),
+        ("-m", "kvloom", "bench", "generate", "--recipes", "full,kivi,kivi-4"),
+    ),
+}
+
+
+def environment(name: str, peer: Peer, folder: Path) -> Path:
+    """The environment's Python; makes the environment if need be."""
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    ready = folder / "ready"
+    if not ready.exists():
+        print(f"making {folder} for {name}", file=sys.stderr)
+        venv.create(folder, with_pip=True)
+        for packages in peer.installs:
+            install = [str(python), "-m", "pip", "install", "-q", *packages]
+            if subprocess.run(install, env={**os.environ, **peer.build}, check=False).returncode:
+                sys.exit(f"{name} could not be installed: pip install {' '.join(packages)}")
+        ready.touch()
+    return python
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+    )
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("--venvs", type=Path, default=HERE, help="Folder of the environments.")
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        parser.print_help()
+        return
+    options, rest = parser.parse_known_args()
+    peer = PEERS[options.peer]
+    python = environment(options.peer, peer, options.venvs / f".venv-{options.peer}")
+    sys.exit(subprocess.run([str(python), *peer.script, *rest], check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()

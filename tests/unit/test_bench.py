@@ -1,0 +1,263 @@
+"""`kvloom bench`: what is measured, what is written, and one sentence for every mistake."""
+
+import importlib.util
+import json
+from argparse import Namespace
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from kvloom.bench import ModelShape, Row, Shape, caches, clock, limits, rows
+from kvloom.cli import app
+from kvloom.compare import InputError
+from kvloom.kernels import dispatch
+from kvloom.layer import LayerCache
+from kvloom.recipes import resolve
+
+LAYER = ["--heads", "4/2", "--head-dim", "32", "--repeats", "2"]
+MODEL = [
+    *LAYER, "--layers", "2", "--hidden", "64", "--intermediate", "96", "--vocabulary", "50"
+]  # fmt: skip
+SMALL = Shape(4, 2, 32)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    quick = limits.read_gb_s(0.0, 1 << 20)
+    monkeypatch.setattr(limits, "read_gb_s", lambda: quick)
+
+
+@pytest.fixture
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["bench", *(str(a) for a in args)])
+
+
+def measured(*args):
+    """The JSON of a run, its rows by (name, context)."""
+    found = run(*args, "--json", "-")
+    assert found.exit_code == 0, found.output
+    data = json.loads(found.stdout)
+    return data, {(row["name"], row["context"]): row for row in data["rows"]}
+
+
+# what is written
+
+
+def test_decode_prints_a_table_and_writes_files(tmp_path):
+    found = run(
+        "decode", *LAYER, "--context", "96,200", "--recipes", "full,kivi:group=64,clusterkv",
+        "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png",
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    said = ("4q/2kv x 32", "96 tokens", "200 tokens", "SDPA bf16 rows", "kivi:group=64", "MiB")
+    for word in said:
+        assert word in found.stdout
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert set(data) == {"environment", "limits", "rows"}
+    assert data["limits"]["read_gb_s"] > 0
+    assert {row["context"] for row in data["rows"]} == {96, 200}
+    for row in data["rows"]:
+        assert set(row) == {field.name for field in fields(Row)}
+        if row["problem"] is None:
+            assert row["ms"] >= row["least_ms"] > 0
+            assert row["ratios"]["DynamicCache"] > 0
+            assert row["gb_s"] == pytest.approx(row["read_bytes"] / row["ms"] / 1e6)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_threads")
+def test_decode_counts_bytes():
+    with dispatch.use("ref"):
+        data, found = measured(
+            "decode", *LAYER, "--context", "512", "--recipes", "full,kivi,quest:tokens=96",
+            "--threads", "1",
+        )  # fmt: skip
+    token = 2 * 2 * 32 * 2  # keys and values of two heads in bf16
+    assert data["environment"]["threads"] == 1
+    assert found["SDPA bf16", 512]["kv_bytes"] == 512 * token
+    assert found["SDPA fp32", 512]["kv_bytes"] == 2 * 512 * token
+    steps = clock.WARM_UP + 2
+    assert found["DynamicCache", 512]["kv_bytes"] == (512 + steps) * token
+    assert found["kivi", 512]["kv_bytes"] < 0.6 * 512 * token
+    quest = found["quest:tokens=96", 512]
+    assert quest["read_bytes"] < 0.6 * quest["kv_bytes"]
+    assert found["kivi", 512]["fell"] == ["attend: the reference is asked for"]
+
+
+def test_a_cache_that_is_not_there_says_what_to_install(monkeypatch):
+    def none(name, *rest):
+        raise ImportError(name)
+
+    monkeypatch.setattr(caches, "stock", none)
+    _, found = measured("decode", *LAYER, "--context", "64", "--recipes", "kivi:group=64,full")
+    row = found["QuantizedCache hqq-4", 64]
+    assert (row["problem"], row["ms"]) == ("not installed: pip install hqq", None)
+    table = run("decode", *LAYER, "--context", "64", "--recipes", "full").stdout
+    assert "QuantizedCache quanto-4: not installed: pip install optimum-quanto" in table
+
+
+def test_prefill_times_taking_in_alone():
+    _, found = measured("prefill", *LAYER, "--context", "160", "--recipes", "h2o,kivi,minikv")
+    for name in ("h2o", "kivi", "minikv"):
+        whole, taking = found[name, 160], found[f"{name}, taking in", 160]
+        assert whole["kv_bytes"] == taking["kv_bytes"] > 0
+        assert set(whole["ratios"]) == {"SDPA bf16"}
+    assert found["h2o", 160]["kv_bytes"] < 0.7 * found["SDPA bf16", 160]["kv_bytes"]
+
+
+def test_pack_counts_what_goes_in():
+    _, found = measured(
+        "pack", *LAYER, "--context", "256", "--recipes", "kivi,full,skvq:group=32,turbo"
+    )
+    assert found["full", 256]["problem"] == "it packs nothing"
+    for name in ("kivi", "skvq:group=32", "turbo"):
+        assert found[name, 256]["read_bytes"] == 256 * 2 * 2 * 32 * 2
+        assert set(found[name, 256]["ratios"]) == {"the prompt's attention"}
+
+
+def test_generate_runs_whole_steps(tmp_path):
+    data, found = measured(
+        "generate", *MODEL, "--context", "128", "--plot", tmp_path / "out.svg",
+        "--recipes", "full,kivi:group=64,h2o,skvq:group=32,snapkv:tokens=48",
+    )  # fmt: skip
+    assert data["environment"]["shape"] == "2 layers, hidden 64, 4q/2kv x 32"
+    exact = found["DynamicCache", 128]
+    steps, token = clock.WARM_UP + 2, 2 * 2 * 2 * 32 * 2
+    assert exact["kv_bytes"] == (128 + steps) * token
+    assert found["h2o", 128]["kv_bytes"] < 0.8 * exact["kv_bytes"]
+    assert found["full", 128]["read_bytes"] > found["full", 128]["kv_bytes"]  # weights
+    assert all(row["ms"] for row in data["rows"] if row["problem"] is None)
+    assert "not fit" in found["kivi:group=64", 128]["problem"]
+    assert b"<svg" in (tmp_path / "out.svg").read_bytes()
+
+
+def test_peers_write_the_same_rows():
+    path = Path(__file__).parents[2] / "benchmarks" / "peers" / "common.py"
+    spec = importlib.util.spec_from_file_location("peers_common", path)
+    common = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(common)
+    made = common.row(Namespace(shape="x"), "one", 8, [2.0, 4.0, 3.0], 10, 5, {"other": [6.0]})
+    assert set(made) == {field.name for field in fields(Row)}
+    assert (made["ms"], made["least_ms"], made["ratios"]) == (3.0, 2.0, {"other": 2.0})
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--recipes", "kiwi"], "no recipe named 'kiwi'"),
+        (["--context", "0"], "--context '0' is not a list of token counts, 1 or more"),
+        (["--context", "8k"], "--context '8k' is not a list"),
+        (["--context", ","], "--context ',' is not a list"),
+        (["--recipes", ","], "--recipes names no recipe"),
+        (["--threads", "0"], "--threads 0 must be 1 or more"),
+        (["--repeats", "0"], "--repeats 0 must be 1 or more"),
+        (["--batch", "0"], "batch=0 must be 1 or more"),
+        (["--heads", "8/3"], "8 query heads cannot share 3 key/value heads"),
+        (["--heads", "8/x"], "--heads '8/x' is not query heads/key-value heads"),
+        (["--heads", "8/0"], "kv_heads=0 must be 1 or more"),
+        (["--head-dim", "0"], "head_dim=0 must be 1 or more"),
+        (["--dtype", "int8"], "--dtype 'int8' is not one of bfloat16, float16, float32"),
+        (["--plot", "times.txt"], "must end in one of .png"),
+        (["--json", "no/such/folder/x.json"], "cannot write"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["decode", "generate"])
+def test_bad_input_is_one_sentence(verb, args, says, monkeypatch):
+    monkeypatch.setattr(clock, "run", lambda *_, **__: pytest.fail("measured all the same"))
+    found = run(verb, *args)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    (line,) = found.stderr.strip().splitlines()
+    assert line.startswith("kvloom: ")
+    assert says in line
+
+
+def test_a_model_without_layers():
+    with pytest.raises(InputError, match="layers=0 must be 1 or more"):
+        ModelShape(layers=0)
+
+
+# the clock
+
+
+def test_sides_take_turns_and_compiling_is_not_timed(monkeypatch):
+    happened, compiled = [], [0.0]
+    monkeypatch.setattr(dispatch, "compile_seconds", lambda: compiled[0])
+
+    def slow():
+        happened.append("slow")
+        compiled[0] += 100.0
+
+    sides = [
+        clock.Side("slow", slow, lambda: happened.append("before")),
+        clock.Side("other", lambda: happened.append("other")),
+        clock.Side("absent", problem="not here"),
+    ]
+    times = clock.run(sides, repeats=2, warm_up=1)
+    assert happened == ["before", "slow", "other"] * 3
+    assert len(times["slow"].ms) == 2
+    assert max(times["slow"].ms) < 0  # a call took less than was compiled in it
+    found = rows.of(sides, {**times, "slow": clock.Times([4.0, 1.0, 2.0]),
+                            "other": clock.Times([1.0])},
+                    ["other", "absent"], shape="x", context=1, batch=1)  # fmt: skip
+    assert (found[0].ms, found[0].least_ms, found[0].ratios) == (2.0, 1.0, {"other": 0.5})
+    assert (found[2].ms, found[2].problem) == (None, "not here")
+
+
+# caches filled without a prompt
+
+
+@pytest.mark.parametrize("name", ["kivi", "streaming:tokens=64", "skvq:group=32", "clusterkv"])
+def test_filled_is_as_after_a_prompt(name):
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 1, 2, 300, 32).bfloat16()
+    q = torch.randn(1, 4, 300, 32).bfloat16()
+    recipe = resolve(name)
+    filled, prompted = caches.layers(recipe, SMALL)[0], caches.layers(recipe, SMALL)[0]
+    caches.fill(filled, q[:, :, -8:], k, v)
+    prompted.attend(q, k, v, scale=32**-0.5)
+    assert (filled.seen, filled.nbytes) == (prompted.seen, prompted.nbytes)
+    new = [x[:, :, :1] for x in (q, k, v)]
+    one, other = (cache.attend(*new, scale=32**-0.5) for cache in (filled, prompted))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv:tokens=100", "minikv"])
+def test_filled_by_score_holds_the_budget(name):
+    recipe = resolve(name)
+    (cache,) = caches.layers(recipe, SMALL)
+    caches.fill(cache, *caches.random(SMALL, 400))
+    assert cache.nbytes == recipe.nbytes(400, SMALL.geometry)
+
+
+def test_bytes_of_the_caches_of_transformers():
+    config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+    _, k, v = caches.random(SMALL, 50)
+    exact = caches.stock("DynamicCache", config, k, v)
+    assert caches.nbytes(exact) == 3 * 2 * k.nbytes
+    small = caches.stock("QuantizedCache fp8", config, k, v)
+    assert caches.nbytes(small) == 3 * (k.nbytes + 8)  # a byte each, and two scales
+
+
+def test_an_older_transformers_says_what_to_install():
+    said = caches.missing("QuantizedCache fp8", ValueError("unknown backend"))
+    assert said == "this transformers has none (unknown backend): pip install -U transformers"
+
+
+def test_a_step_of_an_exact_cache_reads_all_of_it():
+    cache = LayerCache(resolve("kivi"))
+    caches.fill(cache, *caches.random(SMALL, 200))
+    assert caches.read_nbytes(cache) == cache.nbytes

@@ -152,7 +152,7 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
         cuda.launch(
             _kernels().choose, (c, b * h), scores,
             scores.contiguous(), size, start, order, chosen, c, n, m, hk, h // hk,
-            CLUSTERS=min(1024, cuda.room(c)), TOKENS=128,
+            CLUSTERS=256, TOKENS=128,
         )  # fmt: skip
     return chosen
 

@@ -19,9 +19,9 @@ COVERAGE = {
         "chosen tokens: one query a step, packed without a transform"
     ),
     "gpu": (
-        "1 to 8 queries a step; head_dim 16 to 256; exact tokens in fp32, fp16, bf16; packed at "
-        "1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, metadata fp32, fp16, "
-        "bf16, fp8; padding, softcap, bias, causal; chosen tokens"
+        "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, "
+        "bf16; packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, not "
+        "before RoPE, metadata fp32, fp16, bf16, fp8; padding, softcap, bias, causal; chosen tokens"
     ),
 }
 """What a backend covers; `ref` runs the rest."""

@@ -1,10 +1,12 @@
-"""Memory of eviction: what scoring takes, and what stays.
+"""Memory and time of eviction: what scoring takes, and what stays.
 
 1. `column_mass` and the full softmax of the same heads: peak memory beside the inputs, each in a
    process of its own (maximum resident set), and the error against float64.
-2. Bytes held after a prompt at budgets of 25, 50 and 75 %, beside the papers' formula
+2. Seconds of `column_mass`, plain (H2O) and with noise (Keyformer), beside torch's causal SDPA of
+   the same prompt, the least of interleaved runs.
+3. Bytes held after a prompt at budgets of 25, 50 and 75 %, beside the papers' formula
    2 * layers * heads * head_dim * kept tokens * bytes, in layers of Llama-2-7B's shape.
-3. MiniKV at a budget of 50 % against full, prompt 4096 and 511 tokens more, when the exact buffer
+4. MiniKV at a budget of 50 % against full, prompt 4096 and 511 tokens more, when the exact buffer
    is fullest (one token before it is packed), in layers of Llama-2-7B's shape.
 
     python benchmarks/evict_memory.py
@@ -18,11 +20,15 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 import record
-from kvloom.kernels.score import ref
+from kvloom.kernels.score import run
+from kvloom.kernels.score.noise import Noise
 from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
 from kvloom.shapes import Geometry
@@ -40,10 +46,10 @@ def draw(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[torch.Te
 def peak(what: str, tokens: int) -> int:
     """Bytes of the peak of scoring, beside its inputs and what the first use of torch takes."""
     q, k, _ = draw(tokens, HEADS, DIM, torch.float32)
-    ref.column_mass(q[:, :, :64], k[:, :, :64], DIM**-0.5)
+    run.column_mass(q[:, :, :64], k[:, :, :64], DIM**-0.5)
     before = _resident()
     if what == "column_mass":
-        ref.column_mass(q, k, DIM**-0.5)
+        run.column_mass(q, k, DIM**-0.5)
     else:
         weights = (q @ k.transpose(-1, -2)).mul_(DIM**-0.5)
         weights.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
@@ -79,7 +85,39 @@ def error(tokens: int = 2048) -> float:
     logits = (q.double() @ k.double().transpose(-1, -2)) * DIM**-0.5
     logits.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
     want = logits.softmax(-1).sum(2)
-    return ((ref.column_mass(q, k, DIM**-0.5) - want).abs() / want).max().item()
+    return ((run.column_mass(q, k, DIM**-0.5) - want).abs() / want).max().item()
+
+
+def timing(lengths: list[int], repeats: int = 3) -> list[dict]:
+    """Seconds of scoring a prompt, 32 query and 8 key/value heads, beside its attention."""
+    rows = []
+    for tokens in lengths:
+        noise = Noise("gumbel", 0, torch.arange(tokens).view(1, 1, -1), 0)
+        for dtype in (torch.float32, torch.bfloat16):
+            (q, _, _), (k, v, _) = (draw(tokens, h, DIM, dtype) for h in (32, 8))
+            kinds = {
+                "sdpa": partial(
+                    F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True
+                ),
+                "column_mass": partial(run.column_mass, q, k, DIM**-0.5),
+                "noisy": partial(run.column_mass, q, k, DIM**-0.5, noise=noise, tau=1.5),
+            }
+            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for _ in range(repeats):
+                for kind, fn in kinds.items():
+                    begin = time.perf_counter()
+                    fn()
+                    seconds[kind].append(time.perf_counter() - begin)
+            row = {"tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
+            row |= {kind: min(values) for kind, values in seconds.items()}
+            rows.append(row)
+            print(
+                f"scoring {tokens} tokens in {row['dtype']}: SDPA {row['sdpa']:.2f} s, column_mass "
+                f"{row['column_mass']:.2f} s ({row['column_mass'] / row['sdpa']:.2f} of it), with "
+                f"noise {row['noisy']:.2f} s ({row['noisy'] / row['sdpa']:.2f})",
+                flush=True,
+            )
+    return rows
 
 
 def held(tokens: int) -> list[dict]:
@@ -135,6 +173,7 @@ def main() -> None:
         "environment": record.environment(heads=HEADS, head_dim=DIM),
         "scoring": scoring([2048, 4096, 8192, 16384]),
         "error": error(),
+        "timing": timing([8192, 16384]),
         "held": held(2048),
         "minikv": minikv(),
     }

@@ -1,10 +1,12 @@
 """Recall on the reference model: does the index find what attention wants, and what does it cost?
 
 Sections: `rate` (share of the true top B tokens that clusters and pages find, by distance, cluster
-size and budget, at 8k and 32k), `needles` (answers at budgets 256 to 1024, perplexity and tokens
-and bytes a step reads, context 8k), `length` (perplexity against context length, to 32k), `prefill`
-(share of the prompt's time spent clustering), `decode` (attention time of a
-step, 8k to 128k). Figures are written after every section.
+size and budget, at 8k and 32k), `hits` (what of a step's tokens lies ready on the device of those
+that the last one or two read, and bytes copied, context 8k), `needles` (answers at budgets 256 to
+1024, perplexity and tokens and bytes a step reads, context 8k), `length` (perplexity against
+context length, to 32k), `prefill` (what share of a layer's prompt, 8k and 32k, is clustering),
+`decode` (attention time of a step, 8k to 128k, and how it grows). Figures are written after every
+section.
 
     python benchmarks/recall.py [SECTION …]
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -34,12 +37,14 @@ from kvloom.hf.compat import geometry
 from kvloom.hf.watch import Look, watch
 from kvloom.layer import Asked
 from kvloom.recall import Clusters, Index, Pages, TopK
+from kvloom.recall.clusters import ClusterFinder
 from kvloom.recalled import RecalledLayer
 from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
 
 SINKS, FULL_LAYERS = 16, 2
 BUDGETS = (256, 512, 1024, 2048)
+NEEDLES = 160  # questions, eight a context
 INDEXES: dict[str, Index] = {
     "clusters cosine n/80": Clusters(),
     "clusters l2 n/80": Clusters(distance="l2"),
@@ -106,10 +111,32 @@ def mask_of(slots: Tensor, tokens: int) -> Tensor:
     return empty.scatter_(2, slots, True)
 
 
-def perplexity(model: Any, recipe: str, text: Tensor, context: int) -> dict[str, float]:
+def reader(model: Any, ids: Tensor) -> Callable[[str], Cache]:
+    """Read a context once, exactly; the result makes caches of any recipe that have read it."""
+    looks: dict[int, Look] = {}
+    exact = Cache(model, "full")
+    watch(exact, lambda look: looks.__setitem__(look.place, look))
+    step(model, ids, exact)
+
+    def made(recipe: str) -> Cache:
+        cache = Cache(model, recipe)
+        for place, (routed, source) in enumerate(zip(cache.routed, exact.routed, strict=True)):
+            look, body = looks[place], source.cache.body
+            routed.cache.seen = ids.shape[1]
+            asked = Asked(look.q, look.scale, look.softcap, None)
+            routed.cache._take(body.keys.tail.view(), body.values.tail.view(), asked)
+        return cache
+
+    return made
+
+
+def perplexity(
+    model: Any, recipe: str, text: Tensor, context: int, cache: Cache | None = None
+) -> dict[str, float]:
     """Of the tokens behind a context, fed one by one, with what the last step read."""
-    cache = Cache(model, recipe)
-    step(model, text[:, :context], cache)
+    if cache is None:
+        cache = Cache(model, recipe)
+        step(model, text[:, :context], cache)
     losses = [
         F.cross_entropy(step(model, text[:, i : i + 1], cache).float(), text[:, i + 1])
         for i in range(context, text.shape[1] - 1)
@@ -128,25 +155,129 @@ def recipe_exact(name: str) -> bool:
     return resolve(name).store.exact
 
 
+def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
+    """Share of a step's tokens that lie ready, and bytes copied a step, layer and head.
+
+    `token` is what a tier does, counted by it: all tokens of the last R steps lie ready, and no
+    others. `cluster`: all tokens of the clusters that the last R steps took from, copied whole.
+    `whole cluster`: clusters that they took all of; what was cut off is copied again.
+    """
+    read = reader(model, text[:, :context])
+    made = []
+    for name in ("clusterkv", "quest"):
+        for budget in (256, 512, 1024):
+            for steps in (1, 2):
+                cache = read(f"{name}:tokens={budget},tier=host,steps={steps}")
+                layers = [x.cache for x in cache.routed if isinstance(x.cache, RecalledLayer)]
+                sims = [
+                    {kind: Ready(layer, kind, steps) for kind in ("cluster", "whole cluster")}
+                    for layer in layers
+                ]
+                for layer in layers:
+                    layer.trace = True
+                for i in range(context, text.shape[1]):
+                    step(model, text[:, i : i + 1], cache)
+                    for layer, by in zip(layers, sims, strict=True):
+                        for sim in by.values():
+                            sim.take(layer.chosen[0])
+                token = 2 * layers[0].like.shape[-1] * layers[0].like.element_size()
+                each = len(layers) * layers[0].like.shape[1] * (text.shape[1] - context)
+                t = cache.traffic
+                row = {"recipe": name, "budget": budget, "steps": steps, "by": {}}
+                row["by"]["token"] = {
+                    "hits": t.hits / (t.hits + t.misses),
+                    "copied_bytes": t.nbytes / each,
+                }
+                for kind in sims[0]:
+                    found, copied, asked = (
+                        sum(getattr(by[kind], x) for by in sims)
+                        for x in ("hits", "copied", "asked")
+                    )
+                    row["by"][kind] = {"hits": found / asked, "copied_bytes": copied * token / each}
+                made.append(row)
+                print(name, budget, steps, {
+                    kind: f"{x['hits']:.1%} {x['copied_bytes']:,.0f} B" for kind, x in
+                    row["by"].items()
+                }, flush=True)  # fmt: skip
+    return made
+
+
+class Ready:
+    """What a device cache of clusters or pages would hold of one layer, head by head, in sets."""
+
+    def __init__(self, layer: RecalledLayer, kind: str, steps: int) -> None:
+        self.kind, self.steps, self.finder = kind, steps, layer.finder
+        self.known = 0
+        self.last: list[list[set]] = [[] for _ in range(layer.like.shape[1])]
+        self.hits = self.copied = self.asked = 0
+
+    def learn(self) -> None:
+        """Look up which tokens are in which part, where the index has grown."""
+        if self.known == self.finder.tokens:
+            return
+        self.known = self.finder.tokens
+        self.part = self.finder.parts()[0].tolist()
+        self.members: list[dict[int, set]] = []
+        for part in self.part:
+            by: dict[int, set] = defaultdict(set)
+            for slot, number in enumerate(part):
+                by[number].add(slot)
+            self.members.append(by)
+
+    def take(self, chosen: Tensor) -> None:
+        """Take in the slots [Hk, M] that a step read."""
+        self.learn()
+        for slots, part, members, last in zip(
+            chosen.tolist(), self.part, self.members, self.last, strict=True
+        ):
+            asked = set(slots)
+            ready = set().union(*last[-self.steps :]) if self.steps else set()
+            parts = {part[slot] for slot in asked}
+            if self.kind == "cluster":
+                now = set().union(*(members[p] for p in parts))
+                self.copied += len(now - ready)
+            else:
+                now = set().union(*(members[p] for p in parts if members[p] <= asked))
+                self.copied += len(asked - ready)
+            self.hits += len(asked & ready)
+            self.asked += len(asked)
+            last.append(now)
+
+
 def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """Answers right, perplexity and reads at a context of 8k."""
-    settings = Settings(context=8192, new_tokens=96, batch=1, questions=24)
+    """Answers right, perplexity and reads at a context of 8k.
+
+    Every context is read once for all recipes; saved after each, with the questions asked so far.
+    """
+    settings = Settings(context=8192, new_tokens=96, batch=1, questions=NEEDLES)
     task = prepare(model, tokenizer, library_text(), settings)
-    made: list[dict[str, Any]] = []
     names = ["full"]
     for budget in (256, 512, 1024):
-        for name in ("clusterkv", "quest", "topk"):
-            names += [f"{name}:tokens={budget},group={group}" for group in ("mean", "max", "each")]
-    names += ["clusterkv-2bit", "snapkv:kernel=15", "streaming"]  # 1024 as well
-    for name in names:
-        row = {"recipe": name, **perplexity(model, name, task.text, settings.context)}
-        recipe = resolve(name)
-        right = sum(count_right(model, tokenizer, recipe, hay, 4) for hay in task.haystacks)
-        row["needle"] = right / task.questions
-        made.append(row)
+        for name in ("clusterkv", "clusterkv-2bit", "quest", "topk", "streaming"):
+            names.append(f"{name}:tokens={budget}")
+        names.append(f"snapkv:kernel=15,tokens={budget}")
+    for name in ("clusterkv", "quest", "topk"):
+        names += [f"{name}:tokens=1024,group={group}" for group in ("max", "each")]
+    read = reader(model, task.text[:, : settings.context])
+    made = [
+        {"recipe": name, **perplexity(model, name, task.text, settings.context, read(name))}
+        for name in names
+    ]
+    right: dict[str, int] = defaultdict(int)
+    asked = 0
+    for hay in task.haystacks:
+        read = reader(model, torch.tensor([hay.context_ids]))
+        asked += len(hay.questions)
+        for row in made:
+            name = row["recipe"]
+            recipe, cache = resolve(name), read(name)
+            right[name] += count_right(model, tokenizer, recipe, hay, 8, read=cache)
+            row.update(right=right[name], questions=asked, needle=right[name] / asked)
         save(made)
-        print(f"{name:<34} perplexity {row['perplexity']:.3f}, reads {row['tokens_read']:,.0f} "
-              f"tokens, needles {row['needle']:.1%}", flush=True)  # fmt: skip
+        print(asked, {row["recipe"]: row["right"] for row in made}, flush=True)
+    for row in made:
+        print(f"{row['recipe']:<34} perplexity {row['perplexity']:.3f}, needles "
+              f"{row['needle']:.1%}", flush=True)  # fmt: skip
     return made
 
 
@@ -166,56 +297,139 @@ def lengths(
     return made
 
 
-def prefill() -> dict[str, Any]:
-    """Clustering of one 32q/8kv x 128 layer's keys beside the attention of the prompt, random."""
-    made = {}
-    for context in (8192,):
-        q = torch.randn(1, 32, context, 128)
-        k, v = torch.randn(2, 1, 8, context, 128).unbind(0)
-        spent = {}
-        for name in ("clusterkv", "full"):
-            layer = RecalledLayer(replace(resolve("clusterkv"), name=name))
-            if name == "full":
-                layer._index = lambda: None  # type: ignore[method-assign]
-            begin = time.perf_counter()
-            layer.attend(q, k, v, scale=128**-0.5)
-            spent[name] = time.perf_counter() - begin
-        made[str(context)] = spent
-        print(f"{context}: {spent}", flush=True)
-    return made
+def prefill() -> list[dict[str, Any]]:
+    """One layer of Llama-2-7B's size, random, and the same with 8 key/value heads: whose prompt?
 
-
-def decode() -> dict[str, Any]:
-    """Fastest of 20 steps of one 32q/8kv x 128 layer behind random keys in fp32, budget 1024.
-
-    `full` is torch's fused attention over all tokens; k-means makes one iteration, as the step does
-    not depend on how good the clusters are.
+    Seconds of its projections and MLP, of the prompt's attention and of clustering its keys, and
+    clustering's share of all that. At 8k in both dtypes, at 32k in the faster one.
     """
-    made: dict[str, Any] = {}
-    for context in (8192, 32768, 131072):
-        k, v = torch.randn(2, 1, 8, context, 128).unbind(0)
-        q = torch.randn(1, 32, 1, 128)
-        spent = {}
-        for name in ("quest", "clusterkv:iterations=1", "full"):
-            layer = layer_cache(resolve(name), "a layer", (2, 3))
-            layer.seen = context  # a prompt taken in without the quadratic time of its attention
-            layer._take(k, v, Asked(q, 1.0, None, None))
-            steps = []
-            for _ in range(20):
-                one = torch.randn(2, 1, 8, 1, 128)
-                begin = time.perf_counter()
-                layer.attend(q, one[0], one[1], scale=128**-0.5)
-                steps.append(time.perf_counter() - begin)
-            spent[name] = 1000 * min(steps)
-            del layer
-        made[str(context)] = spent
-        print(f"{context:>6} ms a step: {spent}", flush=True)
+    made: list[dict[str, Any]] = []
+    for kv_heads in (8, 32):
+        dtypes = (torch.float32, torch.bfloat16)
+        for context in (8192, 32768):
+            rows = [layer_prefill(context, kv_heads, dtype) for dtype in dtypes]
+            made += rows
+            dtypes = (min(zip(rows, dtypes, strict=True), key=lambda x: x[0]["layer_s"])[1],)
+            for row in rows:
+                print(row, flush=True)
     return made
+
+
+def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Where the time of a prompt goes; layer_s is that without clustering."""
+    hidden, inner, dim = 4096, 11008, 128
+    spent: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = call()
+        spent[name] = spent.get(name, 0.0) + time.perf_counter() - begin
+        return result
+
+    g = torch.Generator().manual_seed(0)
+
+    def linear(x: Tensor, width: int) -> Tensor:
+        weight = torch.randn(width, x.shape[-1], generator=g).mul_(x.shape[-1] ** -0.5).to(dtype)
+        return timed("linear_s", lambda: F.linear(x, weight))
+
+    def heads(x: Tensor, count: int) -> Tensor:
+        return linear(x, count * dim).view(1, context, count, dim).transpose(1, 2)
+
+    x = torch.randn(1, context, hidden, generator=g).to(dtype)
+    q, k, v = heads(x, hidden // dim), heads(x, kv_heads), heads(x, kv_heads)
+    layer = RecalledLayer(resolve("clusterkv"), "a layer", (2, 3))
+    index = layer._index
+    warm = resolve("clusterkv").recall.index.finder()  # compiles
+    warm.extend(k[:, :, :160].contiguous(), torch.ones(1, 1, 160, dtype=torch.bool))
+    layer._index = lambda: timed("cluster_s", index)  # type: ignore[method-assign]
+    out = timed("attend_s", lambda: layer.attend(q, k, v, scale=dim**-0.5))
+    spent["attend_s"] -= spent["cluster_s"]
+    linear(out.transpose(1, 2).reshape(1, context, hidden), hidden)
+    gate, up = linear(x, inner), linear(x, inner)
+    linear(timed("linear_s", lambda: F.silu(gate) * up), hidden)
+    layer_s = spent["linear_s"] + spent["attend_s"]
+    return {
+        "context": context,
+        "kv_heads": kv_heads,
+        "dtype": str(dtype).removeprefix("torch."),
+        **spent,
+        "layer_s": layer_s,
+        "share": spent["cluster_s"] / (layer_s + spent["cluster_s"]),
+    }
+
+
+def decode() -> list[dict[str, Any]]:
+    """Fastest and median step of one 32q/8kv x 128 layer behind random keys, budget 1024.
+
+    Steps of all sides take turns, each with queries of its own. `full` is torch's fused attention
+    over all tokens as transformers calls it; k-means makes one iteration, as the step does not
+    depend on how good the clusters are. Where a step's time goes is measured by itself: rating
+    centroids or page bounds, which grows with the context, choosing, and attention.
+    """
+    made: list[dict[str, Any]] = []
+    names = ("quest", "clusterkv", "clusterkv-2bit")
+    for dtype in (torch.float32, torch.bfloat16):
+        for context in (8192, 32768, 131072):
+            k, v = torch.randn(2, 1, 8, context, 128).to(dtype).unbind(0)
+            calls: dict[str, Callable[[Tensor], Any]] = {}
+            for name in names:
+                layer = layer_cache(resolve(name), "a layer", (2, 3))
+                if isinstance(layer.finder, ClusterFinder):
+                    layer.finder.options = replace(layer.finder.options, iterations=1)
+                layer.seen = context  # taken in without the quadratic time of its attention
+                layer._take(k, v, Asked(k[:, :, :1].repeat(1, 4, 1, 1), 1.0, None, None))
+                calls |= parts_of(name, layer, dtype)
+            calls["full"] = lambda q, k=k, v=v: F.scaled_dot_product_attention(
+                q, k, v, enable_gqa=True
+            )
+            spent: dict[str, list[float]] = defaultdict(list)
+            for turn in range(32):
+                for name, call in calls.items():
+                    if name == "full" and turn >= 8:
+                        continue
+                    q = torch.randn(1, 32, 1, 128).to(dtype)
+                    begin = time.perf_counter()
+                    call(q)
+                    if turn >= 2:
+                        spent[name].append(1000 * (time.perf_counter() - begin))
+            for name, ms in spent.items():
+                row = {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "context": context,
+                    "name": name,
+                    "ms": min(ms),
+                    "median_ms": statistics.median(ms),
+                }
+                made.append(row)
+                print(f"{row['dtype']:<9} {context:>7} {name:<24} {row['ms']:8.3f} ms, median "
+                      f"{row['median_ms']:.3f}", flush=True)  # fmt: skip
+            del calls, layer
+    return made
+
+
+def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
+    """A whole step of a layer, and its parts."""
+    finder, room = layer.finder, layer.recall.tokens - layer.recipe.always
+    room -= room % layer.recall.index.unit
+    one = torch.randn(2, 1, 8, 1, 128).to(dtype)
+    kept: dict[str, Tensor] = {}
+
+    def rate(q: Tensor) -> None:
+        kept["scores"] = finder.scores(q[:, :, 0], "mean")
+
+    def choose(q: Tensor) -> None:
+        kept["slots"] = finder.choose(kept["scores"], room)
+
+    return {
+        name: lambda q: layer.attend(q, one[0], one[1], scale=128**-0.5),
+        f"{name}, rating": rate,
+        f"{name}, choice": choose,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sections = ("rate8k", "rate32k", "needles", "length", "prefill", "decode")
+    sections = ("rate8k", "rate32k", "hits", "needles", "length", "prefill", "decode")
     parser.add_argument("sections", nargs="*", default=sections, metavar="SECTION")
     options = parser.parse_args()
     model, tokenizer = load()
@@ -237,6 +451,8 @@ def main() -> None:
                     shares = " ".join(f"{x:6.1%}" for x in by["mean"].values())
                     print(f"{section} {name:<24} {shares}", flush=True)
                 save(figures)
+            elif section == "hits":
+                save(hits(model, rows(ids, first, 1, 8192 + 64, 0), 8192))
             elif section == "needles":
                 needles(model, tokenizer, save)
             elif section == "length":

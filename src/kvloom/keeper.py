@@ -69,16 +69,21 @@ class Keeper:
         index: Tensor,
         seen: int,
         bias: Tensor | None = None,
+        products: Tensor | None = None,
     ) -> Tensor:
         """Score one step: fp32 [B, Hk, N] for q [B, Hq, T, D] over k [B, Hk, N, D].
 
-        index: int64 [B or 1, Hk or 1, N], the tokens' places among the `seen` tokens.
+        index: int32 or int64 [B or 1, Hk or 1, N], the tokens' places among the `seen` tokens.
+        The others as in `Step`.
         """
         seed = self.keep.seed * 1_009 + self.place[0]
         number, self.asked = self.asked, self.asked + 1
         return self.keep.scorer(
-            Step(q, k, scale, softcap, see, real, index, seen, number, seed, self.keep.group, bias)
-        )
+            Step(
+                q, k, scale, softcap, see, real, index, seen, number, seed, self.keep.group, bias,
+                products,
+            )
+        )  # fmt: skip
 
     def observe(self, scores: Tensor, see: Tensor | None) -> None:
         """Add a step's scores [B, Hk, N] to those of the N - T tokens known so far."""
@@ -91,8 +96,9 @@ class Keeper:
         held.copy_(self.add(held, scores))
 
     def add(self, held: Tensor, scores: Tensor) -> Tensor:
-        """Scores after a step; plus infinity stays."""
-        return torch.where(held == torch.inf, held, self.keep.scorer.join(held, scores))
+        """Scores after a step; plus infinity, which sinks have, stays."""
+        joined = self.keep.scorer.join(held, scores)
+        return torch.where(held == torch.inf, held, joined) if self.sinks else joined
 
     def choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
         """Slots [B, Hk, M] of `tokens` tokens that stay, ascending, and their scores with them.

@@ -29,13 +29,17 @@ _SHORT = 64
 
 
 class Asked(NamedTuple):
-    """The queries of a step and how they attended: q [B, Hq, T, D], see bool [B, 1, seen + T]."""
+    """The queries of a step and how they attended: q [B, Hq, T, D], see bool [B, 1, seen + T].
+
+    products: what their attention has left behind, as `kernels.score.run.step_mass` takes it.
+    """
 
     q: Tensor
     scale: float
     softcap: float | None
     see: Tensor | None
     alibi: Alibi | None = None
+    products: Tensor | None = None
 
     def without(self, tokens: int) -> Asked:
         """Without the newest `tokens` tokens."""
@@ -136,13 +140,14 @@ class LayerCache:
                     bias = alibi.bias(index.expand(1, 1, -1))
                 pieces = self._past(see, alibi, present=0) if past else []
                 pieces.append(Piece(k, v, here, causal=t, bias=bias))
-            out = attend_pieces(q, pieces, scale, softcap)
+            products: list[Tensor] | None = [] if self._scores_steps else None
+            out = attend_pieces(q, pieces, scale, softcap, products)
         except BaseException:  # out of memory, an interrupt: as if never called
             if early:
                 self.body.drop_back(t)
             raise
         self.seen, self.read = past + t, sum(piece.tokens for piece in pieces)
-        asked = Asked(q.detach(), scale, softcap, see, alibi)
+        asked = Asked(q.detach(), scale, softcap, see, alibi, products[0] if products else None)
         if not early:
             self._take(k.detach(), v.detach(), asked)
         elif self.recording:
@@ -251,6 +256,11 @@ class LayerCache:
         return self.dropped > 0
 
     @property
+    def _scores_steps(self) -> bool:
+        """Whether attention is to leave its products behind."""
+        return False
+
+    @property
     def _dense(self) -> bool:
         """Whether all tokens stay, exact: then the tail is the whole store."""
         return self.recipe.keep is None and self.recipe.store.exact
@@ -331,11 +341,20 @@ def _traits(x: Tensor) -> tuple:
     return b, h, d, x.dtype, x.device
 
 
-def attend_pieces(q: Tensor, pieces: list[Piece], scale: float, softcap: float | None) -> Tensor:
-    """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel."""
+def attend_pieces(
+    q: Tensor,
+    pieces: list[Piece],
+    scale: float,
+    softcap: float | None,
+    products: list[Tensor] | None = None,
+) -> Tensor:
+    """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel.
+
+    products: given a list, those of a single piece are left in it where a kernel can.
+    """
     only = pieces[0]
     if len(pieces) == 1 and only.causal < only.tokens:
-        state = only.fused(q, scale, softcap)
+        state = only.fused(q, scale, softcap, products)
         if state is not None:
             return state.out.to(q.dtype)
     fused = softcap is None and (only.bias is None or q.shape[2] == 1)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .chosen import behind, chosen
 from .errors import CacheMisuse, TierError
 from .kernels.select import ref
 from .layer import Asked, LayerCache
-from .recall import Far, Finder
-from .recipe import Recipe
-from .rope import Rope
+from .recall import Far, Finder, Form
 from .segment import Piece
-from .store import Lane
-from .store.codec import NOTHING, Known, Plain
+from .store import Lane, Packed
+from .store.codec import Plain
+from .store.formats import META
 
 # Of a tier that is read whole, so many tokens are copied at a time.
 _STRETCH = 8192
@@ -31,23 +31,15 @@ _STRETCH = 8192
 class RecalledLayer(LayerCache):
     """A `LayerCache` with a `Finder` over the oldest tokens of its body."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        name: str = "this layer",
-        place: tuple[int, int] = (0, 1),
-        rope: Rope | None = None,
-        known: Known = NOTHING,
-    ) -> None:
-        assert recipe.recall is not None
-        self.recall = recipe.recall
-        super().__init__(recipe, name, place, rope, known)
-
     def reset(self) -> None:
         """Forget everything."""
+        assert self.recipe.recall is not None
+        self.recall = self.recipe.recall
         super().reset()
         self.finder: Finder = self.recall.index.finder()
-        self.far = None if self.recall.tier is None else Far(self.recall.tier)
+        store, tier = self.recipe.store, self.recall.tier
+        forms = _form(store.keys), _form(store.values)
+        self.far = None if tier is None else Far(tier, forms, store.unit)
         self.lost = ""  # why the tier cannot be used any more
         self.query: Tensor | None = None  # [B, Hq, D] of the running step, if it is to recall
         self.mask: Tensor | None = None  # padding so far, bool [B, 1, seen]
@@ -81,31 +73,12 @@ class RecalledLayer(LayerCache):
             self.lost = str(error) if isinstance(error, TierError) else ""
             raise
 
-    def logical(self) -> Tensor:
-        """Logical indices as `LayerCache.logical` gives them, the tier's behind the sinks."""
-        found, n = super().logical(), self._far_tokens
-        if n:
-            sinks = 0 if self.sinks is None else self.sinks.count
-            far = torch.arange(self._origin, self._origin + n, device=found.device)
-            far = far.expand(*found.shape[:2], n)
-            found = torch.cat([found[..., :sinks], far, found[..., sinks:]], dim=-1)
-        return found
-
-    @property
-    def dropped(self) -> int:
-        """Nothing is."""
-        return 0
-
-    def check_crop(self, tokens: int) -> None:
-        """Refuse what `LayerCache.check_crop` does; what lies in a tier is exact too."""
-        if self.far is None:
-            super().check_crop(tokens)
-
     def crop(self, tokens: int) -> None:
         """Remove the newest `tokens` tokens, from the tier too."""
-        if tokens < self.seen and tokens > len(self.body):
-            self._bring_back()
+        self.check_crop(tokens)
         try:
+            if tokens < self.seen and tokens > len(self.body) - self.body.away:
+                self._bring_back()
             super().crop(tokens)
         except TierError as error:
             self.lost = str(error)
@@ -119,53 +92,57 @@ class RecalledLayer(LayerCache):
             self.far.map(fn)
         self.mask = None if self.mask is None else fn(self.mask)
 
+    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
+        pieces = super()._past(see, alibi, present)
+        if len(pieces) == 2 and pieces[1].choice is not None:
+            return [behind(*pieces)]  # the sinks are read with the tokens chosen
+        return pieces
+
     def _read(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
-        tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.protect.tokens
+        tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.always
         self.chosen = None
         if self.query is None or room >= tokens:
-            body = super()._read(see, alibi, present) if len(self.body) else []
-            return [*self._far_pieces(see, alibi), *body]
-        found = room - room % self.recall.index.unit
+            return [*self._far_pieces(see, alibi), *super()._read(see, alibi, present)]
+        found, front = room - room % self.recall.index.unit, self.recipe.front
+        end = front + tokens
         slots = self.finder.find(
-            self.query, found, self.recall.group, lambda: self._keys(0, tokens)
+            self.query, found, self.recall.group, lambda: self._keys(front, end)
         )
+        if front:
+            always = torch.arange(front, device=slots.device).expand(*slots.shape[:2], -1)
+            slots = torch.cat([always, slots + front], dim=-1)
         if self.trace:
             self.chosen = slots
-        valid = None
-        if see is not None:
-            real = self._real(see, 0, tokens)
-            valid = real.expand(-1, slots.shape[1], -1).gather(2, slots)
-        bias = None if alibi is None else alibi.bias(self._origin + slots)
+        valid = None if see is None else _at(self.body.see(see, 0, end), slots)
+        bias = None
+        if alibi is not None:
+            bias = alibi.bias(_at(self.body.logical(0, end, slots.device), slots))
+        rest = self.body.pieces(see, present, alibi, begin=end)
         if self.far is not None:
-            keys, values = self.far.read(slots)
-        else:
-            keys = self._gather(self.body.keys, tokens, slots)
-            values = self._gather(self.body.values, tokens, slots)
-        rest = self.body.pieces(see, present, alibi, begin=tokens - self._far_tokens)
-        return [Piece(keys, values, valid, bias=bias), *rest]
+            return [Piece(*self.far.read(slots), valid, bias=bias), *rest]
+        keys, values = self.body.keys, self.body.values
+
+        def gather() -> tuple[Tensor, Tensor]:
+            return self._gather(keys, end, slots), self._gather(values, end, slots)
+
+        strands = keys.whole(), values.whole()
+        return [chosen(strands, slots, end, valid, bias, rest, gather)]
 
     def _far_pieces(self, see: Tensor | None, alibi: Alibi | None) -> list[Piece]:
         """All of the tier, a stretch at a time."""
-        pieces = []
-        for lo in range(0, self._far_tokens, _STRETCH):
-            assert self.far is not None
-            hi = min(lo + _STRETCH, self.far.tokens)
-            keys, values = self.far.view(lo, hi)
-            index = torch.arange(self._origin + lo, self._origin + hi, device=keys.device)
-            bias = None if alibi is None else alibi.bias(index.expand(1, 1, -1))
-            valid = None if see is None else self._real(see, lo, hi)
-            pieces.append(Piece(keys, values, valid, bias=bias))
+        pieces: list[Piece] = []
+        if self.far is None:
+            return pieces
+        body, step = self.body, max(1, _STRETCH // self.far.unit) * self.far.unit
+        for lo in range(0, self.far.tokens, step):
+            hi = min(lo + step, self.far.tokens)
+            keys, values = (
+                lane.wrap(part, hi - lo)
+                for lane, part in zip((body.keys, body.values), self.far.raw(lo, hi), strict=True)
+            )
+            bias = None if alibi is None else body.bias(alibi, lo, hi)
+            pieces.append(Piece(keys, values, body.see(see, lo, hi), bias=bias))
         return pieces
-
-    @property
-    def _far_tokens(self) -> int:
-        """Tokens in the tier."""
-        return 0 if self.far is None else self.far.tokens
-
-    @property
-    def _origin(self) -> int:
-        """The logical index of slot 0."""
-        return self.body.first - self._far_tokens
 
     def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
         super()._take(k, v, asked)
@@ -177,13 +154,16 @@ class RecalledLayer(LayerCache):
         self._index()
 
     def _index(self) -> None:
-        """Take into the index what is due."""
+        """Take into the index what is due, and put it into the tier."""
         body, index = self.body, self.recall.index
-        held = len(body) + self._far_tokens
-        if not held:
+        if not len(body):
             return
-        ready = max(0, held - max(self.recipe.protect.recents))
-        ready = min([ready, *(x.sealed for x in (body.keys, body.values) if x.packed is not None)])
+        lanes = [lane for lane in (body.keys, body.values) if lane.packed is not None]
+        ready = len(body) - max(self.recipe.protect.recents)
+        ready = max(0, min([ready, *(body.away + lane.sealed for lane in lanes)]))
+        if self.far is not None:
+            ready = ready // self.far.unit * self.far.unit
+        ready = max(0, ready - self.recipe.front)
         if self.finder.tokens > ready:  # a crop reached into it
             self._bring_back()
             self.finder = index.finder()
@@ -191,43 +171,31 @@ class RecalledLayer(LayerCache):
         if see is not None and self.sinks is not None:
             see = self.sinks.hide(see)
         while due := index.due(self.finder.tokens, ready - self.finder.tokens):
-            lo, hi = self.finder.tokens, self.finder.tokens + due
-            keys = self._keys(lo - self._far_tokens, hi - self._far_tokens)
-            real = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
-            self.finder.extend(keys, real if see is None else self._real(see, lo, hi))
-        if self.far is not None and self.finder.tokens > self.far.tokens:
-            self._move_away(self.far, self.finder.tokens - self.far.tokens)
+            lo = self.recipe.front + self.finder.tokens
+            keys, real = self._keys(lo, lo + due), body.see(see, lo, lo + due)
+            if real is None:
+                real = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
+            self.finder.extend(keys, real[:, :1])  # heads have their padding at the same places
+        if self.far is not None and self.finder.tokens:
+            self._put_away(self.far, self.recipe.front + self.finder.tokens - body.away)
 
-    def _move_away(self, far: Far, tokens: int) -> None:
-        """Move the oldest tokens of the body to the tier."""
-        tails = self.body.keys.tail, self.body.values.tail
-        far.append(*(tail.view()[:, :, :tokens] for tail in tails))
-        for tail in tails:
-            tail.replace(tail.view()[:, :, tokens:])
-        self.body.first += tokens
+    def _put_away(self, far: Far, tokens: int) -> None:
+        """Put the oldest tokens of the body into the tier."""
+        if tokens:
+            assert self.like is not None
+            far.append(self.body.give(tokens), tokens, self.like)
 
     def _bring_back(self) -> None:
         """Move all of the tier to the body and forget the index."""
         if self.far is None or not self.far.tokens:
             return
-        self.body.first -= self.far.tokens
-        parts = zip(
-            (self.body.keys.tail, self.body.values.tail),
-            self.far.view(0, self.far.tokens),
-            strict=True,
-        )
-        for tail, old in parts:
-            tail.replace(torch.cat([old, tail.view()], dim=2))
-        assert self.recall.tier is not None
-        self.far, self.finder = Far(self.recall.tier), self.recall.index.finder()
-
-    def _real(self, see: Tensor, lo: int, hi: int) -> Tensor:
-        """Which tokens of the body are real, bool [B, 1, hi - lo]."""
-        return see[:, :, self._origin + lo : self._origin + hi]
+        self.body.take_back(self.far.raw(0, self.far.tokens))
+        self.far, self.finder = self.far.fresh(), self.recall.index.finder()
 
     def _keys(self, lo: int, hi: int) -> Tensor:
-        """The keys [B, Hk, hi - lo, D] of tokens lo to hi of the body."""
-        keys = self.body.keys.view(lo, hi, self.body.positions)
+        """The keys [B, Hk, hi - lo, D] of tokens lo to hi of the body, which lie here."""
+        away = self.body.away
+        keys = self.body.keys.view(lo - away, hi - away, self.body.positions)
         return keys if isinstance(keys, Tensor) else keys.tensor()
 
     def _gather(self, lane: Lane, tokens: int, slots: Tensor) -> Tensor:
@@ -240,3 +208,16 @@ class RecalledLayer(LayerCache):
         return ref.gather_packed(
             x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype
         )
+
+
+def _at(x: Tensor | None, slots: Tensor) -> Tensor:
+    """x [B or 1, Hk or 1, N] at slots [B, H, M], H a multiple of Hk: [B, H, M]."""
+    assert x is not None
+    b, h, m = slots.shape
+    by_head = slots.reshape(b, x.shape[1], -1)
+    return x.expand(b, -1, -1).gather(2, by_head).view(b, h, m)
+
+
+def _form(fmt: Packed | None) -> Form | None:
+    """What a tier needs to know of a format."""
+    return None if fmt is None else Form(fmt.bits, fmt.axis, fmt.group, META[fmt.meta])

@@ -90,20 +90,58 @@ class Recipe:
             )
 
     def _check_recall(self, recall: Recall) -> None:
-        if self.keep is not None:
+        keep = self.keep
+        if keep is not None and (keep.by_age or keep.when != "prompt"):
             raise RecipeError(
-                "recall reads from a cache that keeps everything: leave out keep, or recall"
+                "recall reads a few tokens of a step, and a keep at every step scores them all and "
+                'drops what the index knows: use a keep by score with when="prompt", or leave one '
+                "of the two out"
+            )
+        if keep is not None and keep.positions != "original":
+            raise RecipeError(
+                f"recall reads tokens at their own positions, not positions={keep.positions!r}; "
+                'use "original"'
             )
         if self.protect.spare is not None:
             raise RecipeError("recall reads packed tokens as they are: leave out protect.spare")
-        if recall.tier is not None and not self.store.exact:
-            raise RecipeError("a tier holds exact tokens: combine it with an exact store")
-        protected, unit = self.protect.tokens, recall.index.unit
+        if recall.tier is not None:
+            self._check_tier(recall)
+        protected, unit = self.always, recall.index.unit
         if recall.tokens < protected + unit:
             raise RecipeError(
                 f"a budget of {recall.tokens} tokens leaves nothing to find beside {protected} "
                 f"protected tokens; use {protected + unit} or more"
             )
+
+    def _check_tier(self, recall: Recall) -> None:
+        for side, fmt in self.store.sides.items():
+            if fmt.transform is not None or fmt.pre_rope:
+                raise RecipeError(
+                    f"{side}: a tier holds packed tokens without a transform and packed after "
+                    "RoPE; leave out transform and pre_rope, or the tier"
+                )
+        unit, step = self.store.unit, recall.index.step
+        if max(unit, step) % min(unit, step):
+            raise RecipeError(
+                f"{step} tokens are indexed at a time and {unit} packed ones put into the tier at "
+                f"a time: neither is a multiple of the other; use {unit} and {unit}, or {2 * unit}"
+            )
+
+    @property
+    def front(self) -> int:
+        """Tokens at the front of what a keep has left that a step reads whatever it looks for.
+
+        The sinks; where packed tokens go into a tier, so many that what follows is whole groups.
+        """
+        if self.keep is None or self.recall is None:
+            return 0
+        unit = 1 if self.recall.tier is None else self.store.unit
+        return -(-self.protect.sinks // unit) * unit
+
+    @property
+    def always(self) -> int:
+        """Tokens that every step of a recipe with recall reads: sinks, or the front, and recent."""
+        return max(self.protect.sinks, self.front) + max(self.protect.recents)
 
     def with_budget(self, budget: int | float) -> Recipe:
         """Return it with another budget, in tokens (int) or as a fraction of the prompt (float).
@@ -153,12 +191,14 @@ class Recipe:
             row = self._layer_nbytes(held - min(sinks, held), g)
             row += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
             row += 8 if sinks else 0  # the row's first real token
-            index = self._index_nbytes(held - min(sinks, held), g)
+            index = self._recalling(g.layers) * self._index_nbytes(held - min(sinks, held), 0, g)
             return (g.layers * row + g.kv_heads * index) * batch
-        row = 0
-        for room in keep.rooms(tokens, g.layers):
+        row, first = 0, g.layers - self._recalling(g.layers)
+        for place, room in enumerate(keep.rooms(tokens, g.layers)):
             held = min(tokens, room) if keep.drops(tokens) else tokens
             row += self._layer_nbytes(held, g)
+            if place >= first:
+                row += g.kv_heads * self._index_nbytes(held, self.front, g)
             if keep.when == "step" and held < tokens:
                 row += g.kv_heads * self._slots_nbytes(held, g)
             elif keep.when != "prompt":  # scores, and indices once there are gaps
@@ -179,8 +219,12 @@ class Recipe:
             total += spared * g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + 4)
         return total
 
-    def _index_nbytes(self, tokens: int, g: Geometry) -> int:
-        """Bytes of the index of `tokens` tokens of one head, in all layers that recall."""
+    def _recalling(self, layers: int) -> int:
+        """How many of the layers recall."""
+        return 0 if self.recall is None else max(0, layers - self.recall.full_layers)
+
+    def _index_nbytes(self, tokens: int, front: int, g: Geometry) -> int:
+        """Bytes of the index of `tokens` tokens of one head, without the first `front`."""
         if self.recall is None:
             return 0
         ready = tokens - max(self.protect.recents)
@@ -188,9 +232,11 @@ class Recipe:
             (self.store.keys, self.store.values), self.protect.recents, strict=True
         ):
             ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
+        if self.recall.tier is not None:
+            ready = ready // self.store.unit * self.store.unit
         index = self.recall.index
-        layers = max(0, g.layers - self.recall.full_layers)
-        return layers * index.nbytes(index.due(0, max(0, ready)), g.head_dim, g.dtype.itemsize)
+        due = index.due(0, max(0, ready - front))
+        return index.nbytes(due, g.head_dim, g.dtype.itemsize)
 
     def _slots_nbytes(self, room: int, g: Geometry) -> int:
         """Bytes a head's slots take beside tokens: a free one, which it is, scores, indices."""

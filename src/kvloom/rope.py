@@ -23,15 +23,18 @@ class Rope(NamedTuple):
     inv_freq: Tensor
     interleaved: bool = False
 
+    def angles(self, by: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every pair's angle at positions `by`: fp32 [*by.shape, dims / 2]."""
+        angle = by.double().unsqueeze(-1) * self.inv_freq.to(by.device, torch.float64)
+        return angle.cos().float(), angle.sin().float()
+
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """Turn x [B, Hk, N, D] by whole positions `by` [B or 1, Hk or 1, N], in x's dtype.
 
         Angles and products are computed in fp32 (angles in fp64: positions grow large).
         """
-        inv_freq = self.inv_freq.to(x.device, torch.float64)
-        angle = by.to(x.device, torch.float64).unsqueeze(-1) * inv_freq  # [., ., N, dims / 2]
-        cos, sin = angle.cos().float(), angle.sin().float()
-        dims = 2 * inv_freq.shape[0]
+        cos, sin = self.angles(by.to(x.device))
+        dims = 2 * cos.shape[-1]
         rotary = x[..., :dims].float()
         if self.interleaved:
             a, b = rotary[..., 0::2], rotary[..., 1::2]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .errors import CacheMisuse
 from .keeper import Keeper
 from .layer import Asked, LayerCache, attend_pieces
 from .recalled import RecalledLayer
@@ -30,20 +31,10 @@ class ScoredLayer(LayerCache):
 
     keeper: Keeper
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        name: str = "this layer",
-        place: tuple[int, int] = (0, 1),
-        rope: Rope | None = None,
-        known: Known = NOTHING,
-    ) -> None:
-        assert recipe.keep is not None
-        self.keep = recipe.keep
-        super().__init__(recipe, name, place, rope, known)
-
     def reset(self) -> None:
         """Forget everything."""
+        assert self.recipe.keep is not None
+        self.keep = self.recipe.keep
         super().reset()
         self.sinks, self.body.first = None, 0
         self.keeper = Keeper(self.keep, self.recipe.protect.sinks, self.place)
@@ -80,16 +71,18 @@ class ScoredLayer(LayerCache):
         self.check_range(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
-        piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index.long()
+        piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index
         if self.rope is not None:
             piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
-        out = attend_pieces(q, [piece], scale, softcap)
+        products: list[Tensor] | None = [] if self._scores_steps else None
+        out = attend_pieces(q, [piece], scale, softcap, products)
         self.seen, self.read = self.seen + 1, piece.tokens
         self.see = see
         k, real = piece.exact_keys, None
         scores = self.keeper.step(
-            q.detach(), k, scale, softcap, piece.valid, real, index, self.seen, piece.bias
-        )
+            q.detach(), k, scale, softcap, piece.valid, real, index, self.seen, piece.bias,
+            products[0] if products else None,
+        )  # fmt: skip
         self._vote(scores)
         return out
 
@@ -102,6 +95,16 @@ class ScoredLayer(LayerCache):
         super().check(k, v)
         if self.like is None:
             self.keep.rooms(k.shape[2], self.place[1])
+
+    def check_crop(self, tokens: int) -> None:
+        """Refuse what `LayerCache.check_crop` does, and to go back behind what was chosen once."""
+        super().check_crop(tokens)
+        later = len(self.body) - self.body.kept
+        if self.body.kept and later < tokens < self.seen:
+            raise CacheMisuse(
+                f"{self.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
+                f"dropped; the newest {later} can be removed"
+            )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -118,6 +121,11 @@ class ScoredLayer(LayerCache):
     @property
     def _final(self) -> bool:
         return self.keep.when != "prompt" and self.dropped > 0
+
+    @property
+    def _scores_steps(self) -> bool:
+        scores = self.seen > 0 and not self.keeper.done and not self.recording
+        return scores and self.keep.scorer.weighs and self.keep.when != "prompt"
 
     @property
     def _dense(self) -> bool:
@@ -149,7 +157,7 @@ class ScoredLayer(LayerCache):
         scores = self._scores(asked, k, asked.see, index)
         self.keeper.observe(scores, asked.see)
         self._note()
-        slots = self.keeper.choose(t, asked.see)
+        slots = self._choose(t, asked.see)
         if slots is not None:
             self.body.chosen(slots, t, self._needs_index(asked))
             k, v = self._closed_up(take(k, slots), slots, t), take(v, slots)
@@ -172,8 +180,9 @@ class ScoredLayer(LayerCache):
         real = None if asked.see is None else asked.see[:, :, -asked.q.shape[2] :]
         bias = None if asked.alibi is None else self.body.bias(asked.alibi, 0, k.shape[2])
         return self.keeper.step(
-            asked.q, k, asked.scale, asked.softcap, see, real, index, self.seen, bias
-        )
+            asked.q, k, asked.scale, asked.softcap, see, real, index, self.seen, bias,
+            asked.products,
+        )  # fmt: skip
 
     @property
     def _reads_moved(self) -> bool:
@@ -236,7 +245,7 @@ class ScoredLayer(LayerCache):
         see = None if asked is None else self.body.see(asked.see)
         self.keeper.observe(scores, see)
         self._note()
-        slots = self.keeper.choose(len(self.body), see)
+        slots = self._choose(len(self.body), see)
         if slots is not None:
             tokens = len(self.body)
             self.body.keep(slots, self._needs_index(asked))
@@ -246,6 +255,10 @@ class ScoredLayer(LayerCache):
         if self.slots is None and self.keeper.done:  # the prompt, which has waited
             self.body.seal(None if asked is None else asked.see, prompt=True)
         super()._settle(asked)
+
+    def _choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
+        """Slots [B, Hk, M] of `tokens` tokens that stay, None: all of them."""
+        return self.keeper.choose(tokens, see)
 
     def _surplus(self, tokens: int) -> int:
         return 0  # age decides nothing here
@@ -294,6 +307,37 @@ class ScoredLayer(LayerCache):
         self.slots = None
 
 
+class ThinnedLayer(RecalledLayer, ScoredLayer):
+    """Drops tokens of the prompt by score, once, and recalls from what stayed and what came after.
+
+    Sinks lie at the front of the body, where every step reads them; then padding, if any stayed.
+    """
+
+    def _choose(self, tokens: int, see: Tensor | None) -> Tensor | None:
+        sink = self.keeper.scores.view()[..., 0] == torch.inf
+        slots = super()._choose(tokens, see)
+        if see is None:
+            return slots
+        if slots is None:
+            slots = torch.arange(tokens, device=see.device).expand(*sink.shape[:2], -1)
+        rest = torch.where(see.expand(-1, sink.shape[1], -1), 2, 1)
+        first = rest.masked_fill_(_longer(sink, tokens), 0).gather(2, slots)
+        return slots.gather(2, first.argsort(dim=-1, stable=True))
+
+    def _decide(self, scores: Tensor) -> None:
+        super()._decide(scores)
+        self._index()  # where layers wait for each other, the last of them decides for all
+
+    def _index(self) -> None:
+        if self.keeper.done:
+            super()._index()
+
+
+def _longer(x: Tensor, tokens: int) -> Tensor:
+    """Bool x [B, Hk, N] with False behind it, up to `tokens`."""
+    return torch.cat([x, x.new_zeros(*x.shape[:2], tokens - x.shape[2])], dim=2)
+
+
 def layer_cache(
     recipe: Recipe,
     name: str,
@@ -303,11 +347,12 @@ def layer_cache(
 ) -> LayerCache:
     """The cache of one layer: by score where the recipe has one, else by age; or with a rule.
 
-    Or it recalls.
+    Or it recalls, from all tokens or from those that stayed.
     """
-    if recipe.recall is not None and place[0] >= recipe.recall.full_layers:
-        return RecalledLayer(recipe, name, place, rope, known)
     scored = recipe.keep is not None and not recipe.keep.by_age
+    if recipe.recall is not None and place[0] >= recipe.recall.full_layers:
+        recalls = ThinnedLayer if scored else RecalledLayer
+        return recalls(recipe, name, place, rope, known)
     spared = recipe.protect.spare is not None
     kind = ScoredLayer if scored else SparedLayer if spared else LayerCache
     return kind(recipe, name, place, rope, known)

@@ -6,7 +6,7 @@ included); padding, causality and positions follow from it. Knows nothing of rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,11 +16,29 @@ from torch import Tensor
 from .alibi import Alibi
 from .kernels.attend import ref, run
 from .kernels.attend.strand import Strand
-from .store.lane import Lane
+from .kernels.select.ref import gather
+from .store.lane import Lane, Part
 from .store.packed import PackedView
 
 # Packed tokens are unpacked this many at a time: bounds the exact copy a step makes of them.
 _UNPACK = 8192
+
+
+class Choice(NamedTuple):
+    """Which tokens of strands a piece is: at slots int64 [B, H, M], and all from `begin` on.
+
+    first: exact keys and values [B, Hk, S, D] before them. parts: gives the same as pieces.
+    """
+
+    slots: Tensor
+    begin: int
+    parts: Callable[[], list[Piece]]
+    first: ref.First | None = None
+
+    def tokens(self, held: Any) -> int:
+        """How many, of a strand."""
+        before = 0 if self.first is None else self.first[0].shape[2]
+        return before + self.slots.shape[2] + held.tokens - self.begin
 
 
 class Piece(NamedTuple):
@@ -28,7 +46,7 @@ class Piece(NamedTuple):
 
     The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
     valid: bool [B, 1, N], or None when every token may be seen. bias: fp32 [B, Hq, N], added to the
-    logits.
+    logits. choice: only these tokens of two strands, in the order named there, for one query.
     """
 
     keys: Tensor | PackedView | Strand
@@ -36,10 +54,13 @@ class Piece(NamedTuple):
     valid: Tensor | None
     causal: int = 0
     bias: Tensor | None = None
+    choice: Choice | None = None
 
     @property
     def tokens(self) -> int:
         """How many there are."""
+        if self.choice is not None:
+            return self.choice.tokens(self.keys)
         if isinstance(self.keys, PackedView):
             return self.keys.hi - self.keys.lo
         return _strand(self.keys).tokens
@@ -52,6 +73,8 @@ class Piece(NamedTuple):
     def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
         """Attend q [B, Hq, T, D] to this piece."""
         state = self.fused(q, scale, softcap)
+        if state is None and self.choice is not None:
+            return ref.merge([part.attend(q, scale, softcap) for part in self.choice.parts()])
         return state or ref.attend(
             q,
             self.exact_keys,
@@ -63,20 +86,27 @@ class Piece(NamedTuple):
             bias=self.bias,
         )
 
-    def fused(self, q: Tensor, scale: float, softcap: float | None) -> ref.State | None:
-        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does."""
+    def fused(
+        self,
+        q: Tensor,
+        scale: float,
+        softcap: float | None,
+        products: list[Tensor] | None = None,
+    ) -> ref.State | None:
+        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does.
+
+        products: as in `kernels.attend.run`.
+        """
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
             run.left(q.shape[2], q, _format(self.keys), _format(self.values))
             return None
+        keys, values = _strand(self.keys), _strand(self.values)
+        options: dict[str, Any] = {"valid": self.valid, "softcap": softcap, "bias": self.bias}
+        if self.choice is not None:
+            slots, begin, _, first = self.choice
+            return run.attend_gathered(q, keys, values, slots, begin, scale, first=first, **options)
         return run.attend(
-            q,
-            _strand(self.keys),
-            _strand(self.values),
-            scale,
-            causal=self.causal > 0,
-            valid=self.valid,
-            softcap=softcap,
-            bias=self.bias,
+            q, keys, values, scale, causal=self.causal > 0, products=products, **options
         )
 
 
@@ -85,19 +115,21 @@ class Segment:
 
     Token j has the logical index first + j, but for the first `kept` ones: those were chosen from
     more, per key/value head, and `index` [B, Hk, kept] says which they are (None: no padding was
-    among them, and nobody asks).
+    among them, and nobody asks). The first `away` tokens lie elsewhere, where `give` has put them;
+    they count in all numbers of tokens.
     """
 
     def __init__(self, keys: Lane, values: Lane) -> None:
         self.keys, self.values = keys, values
         self.first = 0
         self.kept = 0
+        self.away = 0
         self.index: Tensor | None = None
         self.start: Tensor | None = None  # [B], where rows begin; None: at 0, or nobody asks
         self.begun = False  # start is final
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self.away + len(self.keys)
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +140,9 @@ class Segment:
     @property
     def exact(self) -> int:
         """Newest tokens whose keys and values are both still exact: those that crop can remove."""
-        return len(self) - max(self.keys.sealed, self.values.sealed)
+        if self.keys.packed is None and self.values.packed is None:
+            return len(self)
+        return len(self.keys) - max(self.keys.sealed, self.values.sealed)
 
     def exact_keys(self) -> Tensor:
         """The exact keys [B, Hk, N, D]: all of them where nothing is packed."""
@@ -124,7 +158,7 @@ class Segment:
 
         valid: bool [B, 1, seen tokens] by logical index, False for padding.
         """
-        real = None if valid is None else self._see(valid, 0, len(self) + k.shape[2])
+        real = None if valid is None else self._see(valid, self.away, len(self) + k.shape[2])
         self._begin(valid)
         self.keys.take(k, drop, real, self.positions)
         self.values.take(v, drop, real)
@@ -150,6 +184,17 @@ class Segment:
         self.values.tail.drop_front(n)
         self.first += n
 
+    def give(self, n: int) -> list[Part]:
+        """Give the n oldest tokens that lie here away, their keys and their values."""
+        self.away += n
+        return [lane.give(n) for lane in (self.keys, self.values)]
+
+    def take_back(self, parts: Sequence[Part]) -> None:
+        """Put all tokens that are away back in front: keys and values as `give` gave them."""
+        for lane, part in zip((self.keys, self.values), parts, strict=True):
+            lane.take_back(part, self.away)
+        self.away = 0
+
     def drop_back(self, n: int) -> None:
         """Drop the n newest tokens, which must be exact."""
         self.keys.tail.drop_back(n)
@@ -165,33 +210,41 @@ class Segment:
     def pieces(
         self, valid: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
     ) -> list[Piece]:
-        """All in one piece for a kernel that takes it so; else cut where a packed prefix ends.
+        """All here in one piece for a kernel that takes it so; else cut where a packed prefix ends.
 
         The reference unpacks, so a long prefix is cut too. The last `present` tokens are the
         step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out what is before.
         """
-        n = len(self)
-        if present and not begin:
-            k, v = self.keys.whole(), self.values.whole()
+        n, away = len(self), self.away
+        begin = max(begin, away)
+        scattered = self.index is not None and self.keys.placed  # positions with gaps
+        if present and begin == away and not scattered:
+            k, v = self.keys.whole(self.positions), self.values.whole()
             if not run.attends(present, k.tail, k.fmt, v.fmt):
-                bias = None if alibi is None else self.bias(alibi, 0, n)
+                bias = None if alibi is None else self.bias(alibi, away, n)
                 return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
-        ends = {*packed, self.keys.sealed, self.values.sealed, n}
+        ends = {away + end for end in (*packed, self.keys.sealed, self.values.sealed)} | {n}
         cuts = [begin, *sorted(end for end in ends if end > begin)]
         pieces = []
         for lo, hi in pairwise(cuts):
-            see = None if valid is None else self._see(valid, lo, hi)
-            keys = self.keys.view(lo, hi, self.positions)
+            see = self.see(valid, lo, hi)
+            keys = self.keys.view(lo - away, hi - away, self.positions)
+            values = self.values.view(lo - away, hi - away)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            pieces.append(
-                Piece(keys, self.values.view(lo, hi), see, present if hi == n else 0, bias)
-            )
+            pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
         return pieces
 
-    def see(self, valid: Tensor | None) -> Tensor | None:
-        """`valid` by token, bool [B, 1 or Hk, N]."""
-        return None if valid is None else self._see(valid, 0, len(self))
+    def see(
+        self, valid: Tensor | None, lo: int | None = None, hi: int | None = None
+    ) -> Tensor | None:
+        """`valid` by token lo to hi (None: from the first that lies here to the last).
+
+        Returns bool [B, 1 or Hk, hi - lo].
+        """
+        if valid is None:
+            return None
+        return self._see(valid, self.away if lo is None else lo, len(self) if hi is None else hi)
 
     def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
         """ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
@@ -253,7 +306,7 @@ class Segment:
 
 def take(x: Tensor, slots: Tensor) -> Tensor:
     """x [B, Hk, N, D] at slots int64 [B, Hk, M]: [B, Hk, M, D]."""
-    return x.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+    return gather(x, slots)
 
 
 class Sinks:

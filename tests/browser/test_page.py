@@ -65,7 +65,13 @@ def pages(tmp_path_factory):
     """Data and file of a page by recipe."""
     model, tokenizer = load()
     folder, made = tmp_path_factory.mktemp("pages"), {}
-    for recipe in ("h2o", "minikv:group=16,residual=32", "kivi:group=16,residual=32", "full"):
+    for recipe in (
+        "h2o",
+        "minikv:group=16,residual=32",
+        "kivi:group=16,residual=32",
+        "full",
+        "clusterkv:tokens=40,size=8,sinks=4",
+    ):
         data = follow(model, tokenizer, recipe, TEXT, new_tokens=NEW)
         file = folder / f"{recipe.partition(':')[0]}.html"
         file.write_text(page(data), encoding="utf-8")
@@ -274,6 +280,57 @@ def test_what_keeps_everything_shades_everything(browser, pages):
     assert set(shown.shades()[: shown.data["prompt_tokens"]]) == {100}
     assert "Every token is held by at least one of them." in shown.find("#said").text
     assert "on them falls 100.0 % of" in shown.find("#said").text
+
+
+def test_the_view_of_reads_steps_through_clusters(browser, pages):
+    shown = Page(browser, *pages["clusterkv"])
+    data = shown.data
+
+    def read(layer, head, step):
+        pairs = data["layers"][layer]["heads"][head]["read"][step]
+        return {i for lo, n in zip(pairs[::2], pairs[1::2], strict=True) for i in range(lo, lo + n)}
+
+    assert "read" in shown.find("main").get_attribute("data-view")
+    assert "Choose a layer and a head" in shown.find("#parts").text
+    layer, head = 3, 1
+    shown.choose("layer", layer)
+    shown.choose("head", head)
+    colors = []
+    for step in range(NEW + 1):
+        seen = data["prompt_tokens"] + step
+        want = read(layer, head, step)
+        shades = shown.shades()
+        assert {i for i, x in enumerate(shades) if x == 100} == want
+        assert all(x in (0, 100) for x in shades[:seen])
+        assert f"layer {layer}, head {head}: a head reads {len(want)} of {seen} tokens" in (
+            shown.find("#said").text
+        )
+        mass = data["layers"][layer]["heads"][head]["read_mass"][step]
+        assert f"on them falls {100 * mass:.1f} %" in shown.find("#said").text
+        parts = data["layers"][layer]["heads"][head]["parts"]
+        touched = {parts[i] for i in want if parts[i] >= 0}
+        known = {p for p in parts if p >= 0}
+        assert f"{len(touched)} of {len(known)} clusters read" in shown.find("#parts").text
+        assert len(shown.all("#parts .grid span[data-p]")) == len(touched)
+        colors.append(shown.colors())
+        if step < NEW:
+            shown.find("#next").click()
+    assert len({tuple(c[: data["prompt_tokens"]]) for c in colors[1:]}) > 1  # steps read others
+    some = next(i for i in range(20, 60) if i in read(layer, head, NEW) and parts[i] >= 0)
+    shown.all("#text .t")[some].click()
+    mates = [i for i, p in enumerate(parts) if p == parts[some]]
+    got = [int(e.get_attribute("data-i")) for e in shown.all("#text .t.mate")]
+    assert got == mates
+    told = shown.find("#token").text
+    steps = [s for s in range(1, NEW + 1) if some in read(layer, head, s)]
+    now = sum(i in read(layer, head, NEW) for i in mates)
+    assert f"{parts[some]}: {len(mates)} token" in told
+    assert f"{now} read now" in told
+    assert ", ".join(map(str, steps)) in told
+    shown.choose("layer", 0)  # reads everything
+    assert set(shown.shades()) == {100}
+    assert "Choose a layer and a head" in shown.find("#parts").text
+    assert shown.errors() == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -1,15 +1,27 @@
-"""column_mass against the full softmax in float64: relative error 1e-4 at most."""
+"""column_mass of every backend against the full softmax in float64: relative error 1e-4 at most."""
 
 import numpy as np
 import pytest
 import torch
 
 import naive
-from kvloom.kernels.score import ref
+from kvloom.kernels.score import cpu, ref
 from kvloom.kernels.score.noise import Noise
 
 SHAPES = {"first token": (1, 1), "decode": (1, 65), "prompt": (17, 17), "second turn": (5, 64)}
 T, N, HQ, HK = 17, 40, 4, 2
+BACKENDS = {"ref": ref, "cpu": cpu}
+
+
+@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def in_blocks(backend, monkeypatch):
+    """Have as little as possible done at once."""
+    for size in ("_BLOCK_NUMEL",) if backend is ref else ("_HELD", "_PANELS"):
+        monkeypatch.setattr(backend, size, 1)
 
 
 def agrees(mass, q, k, scale, **options):
@@ -76,44 +88,44 @@ TOGETHER = [
 
 @pytest.mark.parametrize("names", ALONE + TOGETHER, ids=lambda names: ", ".join(names) or "plain")
 @pytest.mark.parametrize("blocks", ["at once", "row by row"])
-def test_equals_the_full_softmax(names, blocks, monkeypatch):
+def test_equals_the_full_softmax(backend, names, blocks, monkeypatch):
     q, k, g = drawn(0, HQ, HK, T, N)
     given = options(names, g)
     if blocks == "row by row":
-        monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
-    agrees(ref.column_mass(q, k, 0.4, **given), q, k, 0.4, **given)
+        in_blocks(backend, monkeypatch)
+    agrees(backend.column_mass(q, k, 0.4, **given), q, k, 0.4, **given)
 
 
 @pytest.mark.parametrize(("hq", "hk"), [(4, 4), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize(("t", "n"), SHAPES.values(), ids=SHAPES)
-def test_every_shape(hq, hk, t, n):
+def test_every_shape(backend, hq, hk, t, n):
     q, k, g = drawn(hq * 100 + n, hq, hk, t, n)
     valid = torch.rand(2, hk, n, generator=g) > 0.3
     real = torch.rand(2, 1, t, generator=g) > 0.3
     given = {"valid": valid, "real": real, "bias": alibi(hq, n), "tau": 1.3, "softcap": 5.0}
     for window in (None, 1, 6, 1000):
-        mass = ref.column_mass(q, k, 0.4, window=window, **given)
+        mass = backend.column_mass(q, k, 0.4, window=window, **given)
         agrees(mass, q, k, 0.4, window=window, **given)
 
 
-def test_a_bias_for_each_row():
+def test_a_bias_for_each_row(backend):
     q, k, g = drawn(0, HQ, HK, T, N)
     bias = 5 * torch.randn(2, HQ, N, generator=g)
-    agrees(ref.column_mass(q, k, 0.4, bias=bias), q, k, 0.4, bias=bias)
+    agrees(backend.column_mass(q, k, 0.4, bias=bias), q, k, 0.4, bias=bias)
 
 
-def test_rows_are_normalised_and_blocks_do_not_show(monkeypatch):
+def test_rows_are_normalised_and_blocks_do_not_show(backend, monkeypatch):
     q, k = torch.randn(1, 4, 50, 16), torch.randn(1, 2, 50, 16)
-    whole = ref.column_mass(q, k, 0.25)
+    whole = backend.column_mass(q, k, 0.25)
     torch.testing.assert_close(whole.sum(-1), torch.full((1, 4), 50.0))
-    monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
-    torch.testing.assert_close(ref.column_mass(q, k, 0.25), whole)
+    in_blocks(backend, monkeypatch)
+    torch.testing.assert_close(backend.column_mass(q, k, 0.25), whole)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_blocks_do_not_show_in_noise(monkeypatch, fixed):
+def test_blocks_do_not_show_in_noise(backend, monkeypatch, fixed):
     q, k = torch.randn(3, 4, 50, 16), torch.randn(3, 2, 50, 16)
     noise = Noise("gumbel", 3, torch.arange(50)[None, None], 0, fixed)
-    whole = ref.column_mass(q, k, 0.25, noise=noise)
-    monkeypatch.setattr(ref, "_BLOCK_NUMEL", 1)
-    torch.testing.assert_close(ref.column_mass(q, k, 0.25, noise=noise), whole)
+    whole = backend.column_mass(q, k, 0.25, noise=noise)
+    in_blocks(backend, monkeypatch)
+    torch.testing.assert_close(backend.column_mass(q, k, 0.25, noise=noise), whole)

@@ -73,14 +73,16 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from numba.core import caching
 
     from kvloom.kernels import team
-    from kvloom.kernels.attend import fused
+    from kvloom.kernels.attend import fused, ways
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    form = fused.Form(16, 1, 0)
+    form = fused.Form(16, 1, ways.Way(), ways.Way(), ways.Way())
     made = fused.kernel.__wrapped__(form)
     assert isinstance(made, team.Kernel)
     q, k, v = drawn(1, 1, 1, 9, 16)
-    monkeypatch.setattr("kvloom.kernels.attend.cpu._kernel", lambda *case: (made, team.bits))
+    monkeypatch.setattr(
+        "kvloom.kernels.attend.forms.kernel", lambda *case: (made, form.tile, team.bits)
+    )
     torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
 
 

@@ -93,3 +93,11 @@ def test_by_hand(kind):
     }[kind]
     got = Noise(kind, seed, torch.tensor([[[key]]]), query).block(2, 2, 0, 1, 1)[0, 1, 1, 0, 0]
     assert got.item() == pytest.approx(want, rel=1e-4)
+
+
+def test_the_largest_number_that_is_drawn_is_finite():
+    """The counter of this key ends in 24 ones: + 0.5 rounds up to 2^24 in fp32, and u to 1."""
+    keys = torch.tensor([[[1_408_816, 1_408_817]]])
+    drawn = Noise("gumbel", 1, keys, 0).block(1, 1, 0, 1, 2).flatten()
+    assert drawn[1].item() == pytest.approx(24 * math.log(2), rel=1e-6)
+    assert drawn[0] < drawn[1]

@@ -15,19 +15,29 @@ from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
 from kvloom.shapes import Geometry
+from kvloom.store import Packed, Store
 from steps import assert_same_state, build, draw, feed, state, unpacked
 
 LAYERS, FULL = 3, 2
 PROMPT = 120
 
 
-def small(index: str, tokens: int = 40, packed=False, recent: int = 0, sinks: int = 4, tier=None):
+def small(
+    index: str,
+    tokens: int = 40,
+    packed: bool | str = False,
+    recent: int = 0,
+    sinks: int = 4,
+    tier=None,
+    block: int = 20,
+):
     """A recipe that recalls few tokens, with an index that takes in tokens often."""
     names = {"clusters": "clusterkv:size=8", "pages": "quest:page=8", "topk": "topk"}
     found = resolve(names[index]).recall.index
     if index == "clusters":
-        found = replace(found, block=20, block_clusters=3)
-    store = resolve("kivi:group=16,residual=16").store if packed else resolve("full").store
+        found = replace(found, block=block, block_clusters=3)
+    packing = "kivi:group=16,residual=16" if packed is True else packed or "full"
+    store = resolve(packing).store
     return Recipe(
         store=store,
         recall=Recall(found, tokens, tier=tier),
@@ -47,6 +57,12 @@ RECIPES = {
     "topk, packed": small("topk", packed=True),
     "clusters, host": small("clusters", tier=Tier("host")),
     "pages, file": small("pages", recent=3, tier=Tier("file", steps=2)),
+    "clusters, packed, host": small("clusters", packed=True, block=16, tier=Tier("host")),
+    "pages, packed, file": small("pages", packed="rtn:bits=3,group=16", tier=Tier("file")),
+    "keys packed, host": replace(
+        small("pages", recent=3, tier=Tier("host", steps=2)),
+        store=Store(keys=Packed(2, "channel", 16, "fp8", residual=16)),
+    ),
 }
 every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 STEPS = [1] * 60

@@ -147,7 +147,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(TierError, match=r"cannot hold 114 tokens \(No space left on device\)"):
+    with pytest.raises(TierError, match=r"cannot grow to 116,736 bytes \(No space left"):
         feed(cache, *tokens(0, PROMPT))
     with pytest.raises(CacheMisuse, match=r"no use any more: .*No space left"):
         feed(cache, *tokens(0, 1))
@@ -161,8 +161,8 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         (lambda: Tier("host", steps=-1), "steps=-1 must be a whole number, 0 or more"),
         (lambda: Recall(TopK(), tier=Tier()), "index='topk' reads every key"),
         (
-            lambda: replace(resolve("clusterkv:tier=host"), store=resolve("kivi").store),
-            "a tier holds exact tokens",
+            lambda: replace(resolve("clusterkv:tier=host"), store=resolve("skvq").store),
+            "keys: a tier holds packed tokens without a transform and packed after RoPE",
         ),
     ],
 )

@@ -19,7 +19,7 @@ STOREYS = [
     {"kernels"},
     {"store", "keep", "recall"},
     {"segment"},
-    {"recipe", "keeper", "slots"},
+    {"recipe", "keeper", "slots", "chosen"},
     {"layer"},
     {"recalled", "spared"},
     {"scored"},

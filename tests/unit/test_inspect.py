@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -21,7 +22,9 @@ from kvloom.errors import UnsupportedModel
 from kvloom.hf.cache import Cache
 from kvloom.hf.watch import watch
 from kvloom.inspect import follow, page, pieces
+from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import resolve
 from kvloom.reference.tokenizer import train_tokenizer
 from kvloom.store import Packed, Store
 
@@ -45,7 +48,13 @@ RECIPES = [
     "minikv:group=16,residual=32,layers=variance",
     "kivi:group=16,residual=32",
     "random",
+    "quest:tokens=24,page=4,sinks=2,recent=4,full_layers=1",
 ]
+RECALL = {
+    "clusters": "clusterkv:tokens=22,size=5,sinks=3,full_layers=1",
+    "pages": "quest:tokens=24,page=4,sinks=2,recent=4,full_layers=1",
+    "topk": "topk:tokens=24,sinks=2,recent=4,full_layers=1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +172,79 @@ def test_scores_are_those_the_choice_was_made_from(model, tokenizer):
             assert max(first[j] for j in old if gone[j] == 0) <= min(
                 first[j] for j in old if gone[j] != 0
             )
+
+
+def stretched(pairs):
+    """The tokens of [first, how many, ...]."""
+    return {i for lo, n in zip(pairs[::2], pairs[1::2], strict=True) for i in range(lo, lo + n)}
+
+
+@pytest.mark.parametrize("kind", RECALL)
+def test_tokens_read_are_those_of_the_step(model, tokenizer, kind):
+    """As many as the cache says; the finest index reads the best keys; others whole parts."""
+    data = seen_by(model, tokenizer, RECALL[kind])
+    assert data["views"] == ["read"]
+    seen: dict = {}
+    cache = Cache(model, RECALL[kind])
+    watch(cache, lambda look: seen.update({look.place: look}))
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
+    sinks = cache.recipe.protect.sinks
+    with torch.inference_mode():
+        for step in range(NEW + 1):
+            logits = model(ids, past_key_values=cache).logits[:, -1]
+            ids = logits.argmax(-1, keepdim=True)
+            for layer, routed in zip(data["layers"], cache.routed, strict=True):
+                if layer["number"] == 0:
+                    assert layer["index"] is None
+                    assert layer["heads"][0]["read"] is None
+                    continue
+                assert layer["index"] == kind
+                for h, head in enumerate(layer["heads"]):
+                    n = PROMPT + step
+                    read = stretched(head["read"][step])
+                    assert len(read) == routed.cache.read == (n if step == 0 else len(read))
+                    look = seen[layer["number"]]
+                    q, k = look.q[0].double().numpy(), look.keys[0, h].double().numpy()
+                    if step == 0:
+                        assert head["read_mass"][0] == 1.0
+                        continue
+                    logits = q[2 * h : 2 * h + 2, 0] @ k.T
+                    weights = np.exp((logits - logits.max(axis=1, keepdims=True)) * look.scale)
+                    weights /= weights.sum(axis=1, keepdims=True)
+                    want = weights[:, sorted(read)].sum() / 2
+                    assert head["read_mass"][step] == pytest.approx(want, abs=2e-5)
+                    indexed = [i for i, at in enumerate(head["indexed"]) if 0 <= at < step]
+                    always = set(range(n)) - set(indexed)
+                    assert always <= read
+                    assert always >= {*range(sinks), n - 1}
+                    found = read - always
+                    if kind == "topk":
+                        best = sorted(indexed, key=lambda i: -logits.mean(axis=0)[i])
+                        assert found == set(best[: len(found)])
+                        assert head["parts"] is None
+                    else:
+                        by: dict = {}
+                        for i in indexed:
+                            by.setdefault(head["parts"][i], set()).add(i)
+                        cut = [p for p in by.values() if p & found and not p <= found]
+                        assert len(cut) <= (kind == "clusters")
+                        assert len(found) == (19 if kind == "clusters" else 16)
+
+
+def test_what_is_read_of_what_stayed(model, tokenizer):
+    """Eviction first: a token that is dropped is not read, nor in a cluster."""
+    keep = Keep(Budget(tokens=40, recent=4), Mass(), when="prompt")
+    recipe = resolve(RECALL["clusters"])
+    recipe = dataclasses.replace(recipe, keep=keep)
+    data = seen_by(model, tokenizer, recipe)
+    assert data["views"] == ["read", "kept"]
+    for layer in data["layers"][1:]:
+        for head in layer["heads"]:
+            for step in range(NEW + 1):
+                assert stretched(head["read"][step]) <= set(held_at(head, step))
+            assert len(stretched(head["read"][NEW])) == 22 + NEW
+            for gone, part in zip(head["gone"], head["parts"], strict=True):
+                assert part == -1 or gone == -1
 
 
 def test_protected_tokens_and_tokens_without_scores(model, tokenizer):
@@ -345,6 +427,21 @@ def test_the_command_writes_page_and_json(saved, tmp_path):
         again = run(*where, *args, "--out", out, "--json", js, input=TEXT)
         assert again.exit_code == 0, again.output
         assert json.loads(js.read_text())["layers"] == data["layers"]
+
+
+def test_the_command_says_what_was_read(saved, tmp_path):
+    recipe = "quest:tokens=16,page=4,sinks=2,recent=4,full_layers=1"
+    out, js = tmp_path / "a.html", tmp_path / "a.json"
+    args = ["--model", saved / "model", "--recipe", recipe, "--context", 40, "--new-tokens", 3]
+    found = run(saved / "text.txt", *args, "--out", out, "--json", js)
+    assert found.exit_code == 0, found.output
+    data = json.loads(js.read_text())
+    recalling = [head for layer in data["layers"][1:] for head in layer["heads"]]
+    read = np.mean([sum(head["read"][3][1::2]) for head in recalling])
+    mass = np.mean([head["read_mass"][3] for head in recalling])
+    said = re.sub(r"\s+", " ", found.stdout)
+    assert f"in the last step heads that recall read {read:.0f} of 43 tokens, {mass:.1%} of" in said
+    assert f"{mass:.1%} of its attention mass; wrote {out}" in said
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_a_recall_must_find_something_beside_protected_tokens(index, protect, le
     Recipe(recall=Recall(index, least), protect=protect)
 
 
-def test_recall_and_keep_do_not_combine():
-    with pytest.raises(RecipeError, match="leave out keep, or recall"):
+def test_recall_does_not_combine_with_a_keep_at_every_step():
+    with pytest.raises(RecipeError, match="leave one of the two out"):
         Recipe(keep=Keep(Budget(tokens=8)), recall=Recall(Pages()))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .edge import printed, progress, quiet, told, writable
+from .edge import Dtype, Files, Json, Model, named, progress, quiet, show, source, told, writable
 
 app = typer.Typer(no_args_is_help=True, help="Draw the papers' plots for a model and a text.")
 
@@ -17,26 +17,13 @@ def _analyse() -> None:
     """Draw the papers' plots for a model and a text."""
 
 
-_FILES = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="FILE", help="Text to read; default: CPython's library."),
-]
-_MODEL = Annotated[
-    str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
-]
-_DTYPE = Annotated[
-    str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
-]
 _SEED = Annotated[int, typer.Option(help="Which part of the text.")]
-_JSON = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write figures as JSON; -: to stdout.")
-]
 
 
 @app.command("attention")
 def attention(
-    files: _FILES = None,
-    model: _MODEL = "reference",
+    files: Files = None,
+    model: Model = "reference",
     recipe: Annotated[
         str, typer.Option(help="Whose scores to compare with those of the full cache.")
     ] = "h2o",
@@ -44,9 +31,9 @@ def attention(
     new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the text fed one by one after them.")
     ] = 64,
-    dtype: _DTYPE = "auto",
+    dtype: Dtype = "auto",
     seed: _SEED = 0,
-    json: _JSON = None,
+    json: Json = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the four plots.")] = None,
 ) -> None:
     """Attention by layer: sparsity, mass of the best tokens, variance, scores after eviction.
@@ -56,44 +43,36 @@ def attention(
     with told():
         from ..analyse import attention as work
         from ..analyse import attention_report as report
-        from ..compare import load
         from ..compare.environment import machine
         from ..compare.plot import check
-        from ..compare.run import check_room
-        from ..compare.text import library_text, opening, read_files, rows, tokenize
         from ..recipes import resolve
 
         resolve(recipe)  # a wrong name is told before anything is loaded
         writable(json, plot)
         if plot:
             check(plot)
-        words = read_files(files) if files else library_text()
-        quiet()
-        built, tokenizer = load(model, dtype)
-        check_room(built, context, new_tokens)
-        tokens = context + new_tokens
-        text = rows(tokenize(tokenizer, words), opening(tokenizer), 1, tokens, seed)
+        built, text = _read(files, model, dtype, seed, context=context, new_tokens=new_tokens)
         with progress(new_tokens + 1) as tell:
             layers = work.measure(built, text, context=context, recipe=recipe, progress=tell)
         facts = _facts(machine(built), model, files, recipe, context, seed)
         facts["new_tokens"] = new_tokens
         if plot:
             report.plot(layers, facts, plot)
-        _show(report.to_json(layers, facts), json, report.table(layers, facts))
+        show(report.to_json(layers, facts), json, report.table(layers, facts))
 
 
 @app.command("error")
 def error(
-    files: _FILES = None,
-    model: _MODEL = "reference",
+    files: Files = None,
+    model: Model = "reference",
     recipes: Annotated[
         str, typer.Option(help="Whose formats to compare, with their options.")
     ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
     context: Annotated[int, typer.Option(min=64, help="Tokens of each context.")] = 1024,
     contexts: Annotated[int, typer.Option(min=1, help="Contexts read.")] = 2,
-    dtype: _DTYPE = "auto",
+    dtype: Dtype = "auto",
     seed: _SEED = 0,
-    json: _JSON = None,
+    json: Json = None,
 ) -> None:
     """What formats do to keys, values and attention, layer by layer (KIVI's table 2).
 
@@ -102,31 +81,24 @@ def error(
     with told():
         from ..analyse import error as work
         from ..analyse import error_report as report
-        from ..compare import load
         from ..compare.environment import machine
-        from ..compare.run import check_room
-        from ..compare.text import library_text, opening, read_files, rows, tokenize
         from ..recipes import resolve
         from .compare import split
 
         chosen = [resolve(spec) for spec in split(recipes)]
         writable(json)
-        words = read_files(files) if files else library_text()
-        quiet()
-        built, tokenizer = load(model, dtype)
-        check_room(built, context, 0)
-        text = rows(tokenize(tokenizer, words), opening(tokenizer), contexts, context, seed)
+        built, text = _read(files, model, dtype, seed, context=context, contexts=contexts)
         with progress(contexts) as tell:
             found = work.measure(built, text, chosen, progress=tell)
         facts = _facts(machine(built), model, files, recipes, context, seed)
         facts["contexts"] = contexts
-        _show(report.to_json(found, facts), json, report.table(found, facts))
+        show(report.to_json(found, facts), json, report.table(found, facts))
 
 
 @app.command("distribution")
 def distribution(
-    files: _FILES = None,
-    model: _MODEL = "reference",
+    files: Files = None,
+    model: Model = "reference",
     recipe: Annotated[
         str, typer.Option(help="Whose calibrated groups of channels to compare with plain ones.")
     ] = "skvq:group=32",
@@ -134,9 +106,9 @@ def distribution(
     layers: Annotated[
         str | None, typer.Option(help='Such as "0,3,5"; default: all. Three are drawn.')
     ] = None,
-    dtype: _DTYPE = "auto",
+    dtype: Dtype = "auto",
     seed: _SEED = 0,
-    json: _JSON = None,
+    json: Json = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw magnitudes.")] = None,
 ) -> None:
     """Magnitudes of keys and values by channel and token, also in calibrated order.
@@ -146,11 +118,9 @@ def distribution(
     with told():
         from ..analyse import distribution as work
         from ..analyse import distribution_report as report
-        from ..compare import InputError, load
+        from ..compare import InputError
         from ..compare.environment import machine
         from ..compare.plot import check
-        from ..compare.run import check_room
-        from ..compare.text import library_text, opening, read_files, rows, tokenize
         from ..recipes import resolve
 
         chosen = resolve(recipe)
@@ -161,33 +131,40 @@ def distribution(
         writable(json, plot)
         if plot:
             check(plot)
-        words = read_files(files) if files else library_text()
-        quiet()
-        built, tokenizer = load(model, dtype)
-        check_room(built, context, 0)
-        text = rows(tokenize(tokenizer, words), opening(tokenizer), 1, context, seed)
+        built, text = _read(files, model, dtype, seed, context=context)
         found = work.measure(built, text, chosen, numbers)
         facts = _facts(machine(built), model, files, recipe, context, seed)
         if plot:
             report.plot(found, facts, plot)
-        _show(report.to_json(found, facts), json, report.table(found, facts))
+        show(report.to_json(found, facts), json, report.table(found, facts))
 
 
 def _facts(
     machine: dict, model: str, files: list[Path] | None, recipe: str, context: int, seed: int
 ) -> dict:
     """What figures depend on."""
-    source = ", ".join(f.name for f in files) if files else "CPython's library"
-    name = Path(model).name if Path(model).is_dir() else model
-    return {**machine, "model": name, "text": source, "recipe": recipe, "context": context,
-            "seed": seed}  # fmt: skip
+    return {**machine, "model": named(model), "text": source(files), "recipe": recipe,
+            "context": context, "seed": seed}  # fmt: skip
 
 
-def _show(data: str, json: str | None, table: Any) -> None:
-    """Print the table, or the data where that goes to stdout; write it where it goes to a file."""
-    if json == "-":
-        typer.echo(data)
-        return
-    if json:
-        Path(json).write_text(data + "\n", encoding="utf-8")
-    printed(table)
+def _read(
+    files: list[Path] | None,
+    model: str,
+    dtype: str,
+    seed: int,
+    *,
+    context: int,
+    new_tokens: int = 0,
+    contexts: int = 1,
+) -> tuple[Any, Any]:
+    """The model, and rows [contexts, context + new_tokens] of the text."""
+    from ..compare import load
+    from ..compare.run import check_room
+    from ..compare.text import library_text, opening, read_files, rows, tokenize
+
+    words = read_files(files) if files else library_text()
+    quiet()
+    built, tokenizer = load(model, dtype)
+    check_room(built, context, new_tokens)
+    tokens = context + new_tokens
+    return built, rows(tokenize(tokenizer, words), opening(tokenizer), contexts, tokens, seed)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .compare import split
-from .edge import quiet, told
+from .edge import Dtype, quiet, told, writable
 
 DEFAULT = "skvq,skvq-k2v1.5,rptq,smoothquant"
 
@@ -25,9 +25,7 @@ def command(
     ] = DEFAULT,
     contexts: Annotated[int, typer.Option(min=4, help="Contexts read.")] = 64,
     context: Annotated[int, typer.Option(min=64, help="Tokens of each.")] = 1024,
-    dtype: Annotated[
-        str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Calibrate a model: ranges of its channels, groups of channels, clip factors.
 
@@ -44,8 +42,7 @@ def command(
         plain = [recipe.name for recipe in chosen if not recipe.store.calibrated]
         if plain:
             raise InputError(f"recipe {plain[0]!r} needs no calibration; name others")
-        if out.is_dir() or not out.absolute().parent.is_dir():
-            raise InputError(f"cannot write {str(out)!r}; give a file in a folder that exists")
+        writable(out)
         words = read_files(text) if text else _library()
         quiet()
         built, tokenizer = load(model, dtype)

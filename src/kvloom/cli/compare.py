@@ -7,17 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .edge import printed, progress, quiet, told, writable
+from .edge import Dtype, Files, Json, Model, named, progress, quiet, show, source, told, writable
 
 
 def command(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE", help="Text to read; default: CPython's library."),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
-    ] = "reference",
+    files: Files = None,
+    model: Model = "reference",
     recipes: Annotated[
         str | None,
         typer.Option(help='Such as "kivi,rtn:bits=4,group=64"; default: all (kvloom recipes).'),
@@ -40,13 +35,9 @@ def command(
         str | None,
         typer.Option(help="Budget of all recipes that have one: tokens (512) or a share (0.25)."),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Which parts of the text, which needles.")] = 0,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write figures as JSON; -: to stdout.")
-    ] = None,
+    json: Json = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw quality against bits a value.")
     ] = None,
@@ -82,19 +73,12 @@ def command(
         with progress(task.units * len(with_full(picked))) as tell:
             rows = work.compare(built, tokenizer, picked, task, tell)
 
-        source = ", ".join(f.name for f in files) if files else "CPython's library"
-        name = Path(model).name if Path(model).is_dir() else model
-        environment = work.environment(built, name, task, seed, source)
+        environment = work.environment(built, named(model), task, seed, source(files))
         if share is not None:
             environment["budget"] = share
         if plot:
             work.plot(rows, environment, plot)
-        if json == "-":
-            typer.echo(work.to_json(rows, environment))
-            return
-        if json:
-            Path(json).write_text(work.to_json(rows, environment) + "\n", encoding="utf-8")
-        printed(work.table(rows, environment))
+        show(work.to_json(rows, environment), json, work.table(rows, environment))
 
 
 def split(recipes: str) -> list[str]:

@@ -1,13 +1,27 @@
-"""The edge of the program: errors become one sentence, libraries keep quiet."""
+"""The edge of the program: shared arguments, errors as one sentence, libraries that keep quiet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="FILE", help="Text to read; default: CPython's library."),
+]
+Model = Annotated[
+    str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
+]
+Dtype = Annotated[
+    str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
+]
+Json = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write figures as JSON; -: to stdout.")
+]
 
 
 @contextmanager
@@ -41,6 +55,26 @@ def writable(*paths: str | Path | None) -> None:
     for path in (Path(path) for path in paths if path not in (None, "-")):
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {str(path)!r}; give a file in a folder that exists")
+
+
+def named(model: str) -> str:
+    """A model's name: its hub id, or that of its folder."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
+def source(files: list[Path] | None) -> str:
+    """What the text to read is called."""
+    return ", ".join(f.name for f in files) if files else "CPython's library"
+
+
+def show(data: str, json: str | None, table: Any) -> None:
+    """Print the table, or the data where that goes to stdout; write it where it goes to a file."""
+    if json == "-":
+        typer.echo(data)
+        return
+    if json:
+        Path(json).write_text(data + "\n", encoding="utf-8")
+    printed(table)
 
 
 def printed(shown: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import quiet, told
+from .edge import Dtype, Model, quiet, told
 
 if TYPE_CHECKING:
     from ..hf.cache import Cache
@@ -18,9 +18,7 @@ def command(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="Text to go on from; -: read it from stdin.")
     ] = "-",
-    model: Annotated[
-        str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
-    ] = "reference",
+    model: Model = "reference",
     recipe: Annotated[
         str, typer.Option(help='Such as "kivi:bits=4"; see kvloom recipes.')
     ] = "kivi",
@@ -29,9 +27,7 @@ def command(
         float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token each time.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Generate text on a compressed cache; figures of the cache go to stderr."""
     with told():

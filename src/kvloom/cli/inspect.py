@@ -10,16 +10,14 @@ from typing import Annotated
 
 import typer
 
-from .edge import progress, quiet, told, writable
+from .edge import Dtype, Model, named, progress, quiet, told, writable
 
 
 def command(
     text: Annotated[
         str, typer.Argument(metavar="TEXT", help="A text file, or the text; -: read it from stdin.")
     ] = "-",
-    model: Annotated[
-        str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
-    ] = "reference",
+    model: Model = "reference",
     recipe: Annotated[str, typer.Option(help='Such as "h2o:tokens=128"; see kvloom recipes.')] = (
         "h2o"
     ),
@@ -30,9 +28,7 @@ def command(
         int, typer.Option(min=1, help="Read at most so many tokens of the text.")
     ] = 1024,
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
-    dtype: Annotated[
-        str, typer.Option(help="auto (that of the weights), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Dtype = "auto",
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page's data as JSON too.")
     ] = None,
@@ -40,7 +36,8 @@ def command(
     """Show what a recipe keeps of a text: one HTML page that needs no network and no other file.
 
     On it: every token, shaded by how many heads hold it, after the prompt and after each generated
-    token; tokens held and attention mass kept, by layer and head; and every token's score.
+    token; tokens held and attention mass kept, by layer and head; and every token's score. Of
+    recipes that recall: what each step read, and the clusters or pages it lies in.
     """
     with told():
         from ..compare import load
@@ -57,7 +54,7 @@ def command(
                 built, tokenizer, recipe, words,
                 context=context, new_tokens=new_tokens, progress=tell,
             )  # fmt: skip
-        data = {"model": _name(model), "source": source, **noted}
+        data = {"model": named(model), "source": source, **noted}
         out.write_text(page(data), encoding="utf-8")
         if json:
             json.write_text(js.dumps(data, ensure_ascii=False), encoding="utf-8")
@@ -79,15 +76,19 @@ def _words(text: str) -> tuple[str, str]:
     return text, "text from the command line"
 
 
-def _name(model: str) -> str:
-    return Path(model).name if Path(model).is_dir() else model
-
-
 def _told(data: dict, out: Path) -> str:
     read, text = data["prompt_tokens"], data["text_tokens"]
     cut = f" (the first of {text:,}; --context takes more)" if text > read else ""
     mass = [head["mass"][0] for layer in data["layers"] for head in layer["heads"]]
     kept = f", {sum(mass) / len(mass):.1%} of the prompt's attention mass kept" if mass else ""
+    recalling = [head for layer in data["layers"] for head in layer["heads"] if head["read"]]
+    if recalling and data["steps"]:
+        tokens = sum(sum(head["read"][-1][1::2]) for head in recalling) / len(recalling)
+        on = sum(head["read_mass"][-1] for head in recalling) / len(recalling)
+        kept += (
+            f"; in the last step heads that recall read {tokens:,.0f} of {read + data['steps']:,} "
+            f"tokens, {on:.1%} of its attention mass"
+        )
     return (
         f"{data['recipe']}: {read:,} tokens{cut} + {data['steps']} generated{kept}; wrote {out} "
         f"({out.stat().st_size / 1000:,.0f} kB)"

@@ -79,15 +79,17 @@ def count_right(
     haystack: Haystack,
     batch: int,
     ask: str = "after",
+    read: Cache | None = None,
 ) -> int:
     """Return how many questions are answered right, word for word, by greedy decoding.
 
     ask: a key of `ASK`. Up to `batch` questions are asked side by side, and none sees another. A
     recipe that recalls is given a question asked after token by token: a step of several tokens
-    would read everything, and what is asked for would not have to be found.
+    would read everything, and what is asked for would not have to be found. read: a cache of the
+    recipe that has read the context already, for ask="after".
     """
-    context, read = haystack.context_ids, None
-    if ask == "after":
+    context = haystack.context_ids
+    if ask == "after" and read is None:
         read = Cache(model, recipe)
         step(model, torch.tensor([context], device=model.device), read)
     right = 0

@@ -57,16 +57,18 @@ def rope(model: PreTrainedModel) -> Rope | None:
     )
 
 
-def mover(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
-    """What moves the model's keys where the recipe renumbers positions; None: nothing has to.
+def mover(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bool]:
+    """How tokens get other positions where the recipe renumbers them.
 
-    Raises `UnsupportedModel`, or `IncompatibleRecipe` where positions are learned and the layers
-    would not agree on them.
+    What moves the model's keys, None if nothing has to; and whether new tokens need smaller learned
+    positions, since tokens before them are gone. Raises `UnsupportedModel`, or `IncompatibleRecipe`
+    where positions are learned and the layers would not agree on them.
     """
     if recipe.keep is None or recipe.keep.positions == "original":
-        return None
+        return None, False
     found = rope(model)
-    if renumbers_learned(model, recipe) and recipe.keep.budget.layers != "uniform":
+    learned = found is None and not compat.has_alibi(compat.decoder_config(model))
+    if learned and recipe.keep.budget.layers != "uniform":
         raise IncompatibleRecipe(
             recipe.name,
             [
@@ -74,14 +76,7 @@ def mover(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
                 'must hold equally many tokens; use layers="uniform"'
             ],
         )
-    return found
-
-
-def renumbers_learned(model: PreTrainedModel, recipe: Recipe) -> bool:
-    """Whether new tokens need smaller learned positions, since tokens before them are gone."""
-    if recipe.keep is None or recipe.keep.positions == "original":
-        return False
-    return not compat.has_alibi(compat.decoder_config(model)) and rope(model) is None
+    return found, learned
 
 
 def _inv_freq(module: torch.nn.Module) -> Any:

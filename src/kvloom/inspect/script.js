@@ -18,9 +18,55 @@ const birth = i => Math.max(0, i - prompt + 1);
 const by = (at, s) => at !== -1 && at <= s;
 const held = (head, i, s) => birth(i) <= s && !by(head.gone[i], s);
 
+/* Which tokens a head read at step s, and how many; null: all that it held. */
+const marks = new Map();
+function reads(head, s) {
+  if (!head.read) return null;
+  if (!marks.has(head)) marks.set(head, []);
+  const known = marks.get(head);
+  if (!known[s]) {
+    known[s] = {at: new Uint8Array(data.tokens.length), count: 0};
+    for (let j = 0; j < head.read[s].length; j += 2) {
+      const [lo, n] = head.read[s].slice(j, j + 2);
+      known[s].at.fill(1, lo, lo + n);
+      known[s].count += n;
+    }
+  }
+  return known[s];
+}
+const isRead = (head, i, s) => !head.read || reads(head, s).at[i] === 1;
+const PART = {clusters: "cluster", pages: "page"};
+/* The one head that the selectors speak of, if it has clusters or pages. */
+function parted() {
+  if (now.view !== "read" || now.layer < 0 || now.head < 0) return null;
+  const layer = layers[now.layer], head = layer.heads[now.head];
+  return head.parts && {head, name: PART[layer.index]};
+}
+
 /* A view gives every held token of a head a level from 0 to 1, and says what levels mean.
    "of" is what a token's shade is a share of: all chosen heads, or those that hold it. */
 const VIEWS = {
+  read: {
+    name: "read tokens", least: "read by no head", most: "by every head", of: "all",
+    did: "reads", done: "read", doing: "read",
+    level: (head, i, s) => +isRead(head, i, s),
+    tokens: (f, s) => f.head.read ? reads(f.head, s).count : layers[f.l].held[s],
+    mass: (f, s) => (f.head.read_mass || f.head.mass)[s],
+    lines: (found, i, s) => {
+      const some = found.filter(f => f.held && isRead(f.head, i, s));
+      const lines = [["read by", `${some.length} of ${count(found.length, "head")}`]];
+      const one = parted();
+      if (!one) return lines;
+      const steps = one.head.read.map((_, j) => j).filter(j => j && j >= birth(i) && isRead(one.head, i, j));
+      lines.push(["at steps", steps.join(", ") || "none but the prompt's"]);
+      const part = one.head.parts[i];
+      const inside = one.head.parts.map((p, j) => j).filter(j => part >= 0 && one.head.parts[j] === part);
+      const inNow = inside.filter(j => isRead(one.head, j, s)).length;
+      lines.push([one.name, part < 0 || !by(one.head.indexed[i], s) ? "in none yet: always read"
+        : `${part}: ${count(inside.length, "token")}, ${inNow} read now`]);
+      return lines;
+    },
+  },
   kept: {
     name: "kept tokens", least: "held by no head", most: "by every head", of: "all",
     level: () => 1,
@@ -37,6 +83,11 @@ const VIEWS = {
     }),
   },
 };
+const measure = {
+  did: "holds", done: "held", doing: "kept",
+  tokens: (f, s) => layers[f.l].held[s], mass: (f, s) => f.head.mass[s],
+};
+for (const view of Object.values(VIEWS)) Object.setPrototypeOf(view, measure);
 const now = {view: data.views[0], layer: -1, head: -1, step: 0, token: 0};
 
 /* The heads the selectors speak of: [{l, h, head}]. */
@@ -83,7 +134,7 @@ function draw() {
     e.classList.toggle("later", !born);
     e.classList.toggle("born", now.step > 0 && birth(i) === now.step);
     const {holding, level} = shade(found, i);
-    if (born && !holding) none += 1;
+    if (born && !(now.view === "read" ? level : holding)) none += 1;
     e.classList.toggle("gone", born && !holding);
     e.style.setProperty("--p", (100 * level).toFixed(1));
   });
@@ -102,28 +153,29 @@ function draw() {
   sum(found, seen, none);
   bars($("layers"), "layer", layers.map((layer, l) => ({
     label: layer.number, on: l === now.layer, pick: () => set({layer: l === now.layer ? -1 : l}),
-    held: layer.held[now.step], budget: layer.budget,
-    mass: mean(chosen(l).map(f => f.head.mass[now.step])),
+    held: mean(chosen(l).map(f => view.tokens(f, now.step))), budget: layer.budget,
+    mass: mean(chosen(l).map(f => view.mass(f, now.step))),
   })), seen);
   $("headtitle").textContent = "Heads, " + (now.layer < 0 ? "mean of all layers" : `layer ${layers[now.layer].number}`);
   bars($("heads"), "head", Array.from({length: heads}, (_, h) => ({
     label: h, on: h === now.head, pick: () => set({head: h === now.head ? -1 : h}),
-    held: mean(chosen(now.layer, h).map(f => layers[f.l].held[now.step])),
-    mass: mean(chosen(now.layer, h).map(f => f.head.mass[now.step])),
+    held: mean(chosen(now.layer, h).map(f => view.tokens(f, now.step))),
+    mass: mean(chosen(now.layer, h).map(f => view.mass(f, now.step))),
   })), seen);
+  parts();
   detail();
 }
 function sum(found, seen, none) {
-  const tokens = mean(found.map(f => layers[f.l].held[now.step]));
+  const view = VIEWS[now.view], tokens = mean(found.map(f => view.tokens(f, now.step)));
   const at = $("said");
-  at.textContent = `${when(now.step)}, ${where()}: a head holds `.replace(/^a/, "A");
+  at.textContent = `${when(now.step)}, ${where()}: a head ${view.did} `.replace(/^a/, "A");
   at.append(make("b", Math.round(tokens).toLocaleString("en")), ` of ${count(seen, "token")} (${percent(tokens / seen)}); on them falls `);
-  at.append(make("b", percent(mean(found.map(f => f.head.mass[now.step])))), ` of this step's exact attention. `);
-  at.append(none ? `${count(none, "token")} ${none === 1 ? "is" : "are"} held by none of these heads.` : "Every token is held by at least one of them.");
+  at.append(make("b", percent(mean(found.map(f => view.mass(f, now.step))))), ` of this step's exact attention. `);
+  at.append(none ? `${count(none, "token")} ${none === 1 ? "is" : "are"} ${view.done} by none of these heads.` : `Every token is ${view.done} by at least one of them.`);
 }
 function bars(box, what, rows, seen) {
   const top = make("div", undefined, "row head");
-  top.append(make("span", ""), make("span", "tokens held"), make("span", "attention mass kept"));
+  top.append(make("span", ""), make("span", `tokens ${VIEWS[now.view].done}`), make("span", `attention mass ${VIEWS[now.view].doing}`));
   const focused = [...box.children].indexOf(document.activeElement);
   box.replaceChildren(top, ...rows.map(r => {
     const e = make("button", undefined, "row");
@@ -153,9 +205,51 @@ function score(list) {
   const text = Number(mean(numbers).toPrecision(4)).toString();
   return numbers.length + fixed > 1 ? `${text}, mean of ${numbers.length} heads` : text;
 }
+/* The clusters or pages of one head: a cell each, darker the more of it the step read. */
+function parts() {
+  const box = $("parts"), one = parted();
+  box.hidden = now.view !== "read";
+  if (box.hidden) return;
+  if (!one) {
+    box.replaceChildren(make("h2", "Clusters and pages"), make("p", "Choose a layer and a head to see its clusters or pages; the first layers may have none.", "quiet"));
+    return;
+  }
+  const {head, name} = one, size = [], got = [], first = [];
+  let loose = 0;
+  data.tokens.forEach((_, i) => {
+    if (birth(i) > now.step) return;
+    const p = by(head.indexed[i], now.step) ? head.parts[i] : -1;
+    if (p < 0) loose += held(head, i, now.step);
+    else {
+      size[p] = (size[p] || 0) + 1;
+      got[p] = (got[p] || 0) + isRead(head, i, now.step);
+      first[p] ??= i;
+    }
+  });
+  const all = size.filter(n => n).length, some = got.filter(n => n).length;
+  const cells = make("div", undefined, "grid wide");
+  cells.setAttribute("role", "img");
+  cells.setAttribute("aria-label", `which ${name}s the step read`);
+  size.forEach((n, p) => {
+    const e = make("span");
+    if (got[p]) { e.dataset.p = got[p] / n; e.style.setProperty("--p", 100 * got[p] / n); }
+    e.title = `${name} ${p}: ${got[p]} of ${count(n, "token")} read`;
+    e.addEventListener("click", () => look(first[p]));
+    cells.append(e);
+  });
+  box.replaceChildren(
+    make("h2", `${name[0].toUpperCase()}${name.slice(1)}s, layer ${layers[now.layer].number}, head ${now.head}`),
+    make("p", `${some} of ${count(all, name)} read, in full or in part; ${count(loose, "token")} in none, always read.`, "quiet"),
+    cells);
+}
 function detail() {
-  const i = now.token, box = $("token"), view = VIEWS[now.view];
-  spans.forEach((e, j) => { e.classList.toggle("at", j === i); e.tabIndex = j === i ? 0 : -1; });
+  const i = now.token, box = $("token"), view = VIEWS[now.view], one = parted();
+  const part = one && by(one.head.indexed[i], now.step) ? one.head.parts[i] : -1;
+  spans.forEach((e, j) => {
+    e.classList.toggle("at", j === i);
+    e.classList.toggle("mate", part >= 0 && one.head.parts[j] === part);
+    e.tabIndex = j === i ? 0 : -1;
+  });
   const found = chosen().map(f => ({...f, held: held(f.head, i, now.step)}));
   const holding = found.filter(f => f.held);
   const title = make("h2");
@@ -241,6 +335,7 @@ for (const [name, what] of [
   ["A head", "is a key/value head: query heads that share keys and values are one. Every head decides for itself which tokens it holds."],
   ["Step", "0 is after the prompt was read; step s is after the s-th generated token was read. Generation is greedy, with this cache."],
   ["Shade", "the share of the chosen heads, over the chosen layers, that hold the token after the step. In the view of formats: how much of what holds it is packed, keys and values counting half each."],
+  ["Read", "recipes that recall hold every token and read a part of them at each step: what an index finds for the step's queries, and what is always read. In the view of read tokens the shade, the bars and the mass speak of that. With one head chosen, its clusters or pages are shown, and the token under the pointer underlines its own."],
   ["Tokens held", "by each head of a layer, of all tokens so far. A stroke marks the layer's budget, where it has one: what comes after the prompt is held beside it by recipes that choose only once."],
   ["Attention mass kept", "each query of the step (all of the prompt's at step 0, one at a later step, of every query head) pays attention to all tokens up to itself: the softmax of its logits over the keys of this run, exact, at their own positions and with nothing dropped. The figure is the sum that falls on tokens held after the step, over the whole sum; layers and heads together are the plain mean. After the prompt it looks back: the prompt itself is attended to in full."],
   ["Score", "the number by which the recipe chose, if it chooses by score. First: in the choice after the prompt. Last: when the token was last chosen from, in the end or when it was dropped. “Protected” tokens stay whatever they score."],

@@ -23,12 +23,14 @@ from ..compare.text import opening, tokenize
 from ..hf import attach
 from ..hf.cache import Cache, RoutedLayer
 from ..hf.watch import Look, watch
-from ..kernels.score import ref
+from ..kernels.score import run
 from ..layer import LayerCache
+from ..recalled import RecalledLayer
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..scored import ScoredLayer
 from ..store import Packed
+from .reading import NOT_READ, Reading
 
 NEVER = -1
 
@@ -62,6 +64,15 @@ def follow(
     - scores: first and last by token, None: it was not scored, "inf": protected (None: no scores)
     - packed: keys and values by token, the step after which they are packed, -1: never (None: the
       recipe packs nothing)
+
+    A layer has an index too, "clusters", "pages" or "topk" (None: it reads all it holds); then a
+    head has (else None)
+
+    - read: by step, of the tokens held those that the step read, its own among them: first, how
+      many, first, how many, ...; of query heads that choose alone, what any of them read
+    - read_mass: by step, the share of the exact attention on these
+    - indexed: by token, the step after which it is in the index, -1: never
+    - parts: by token, the number of its cluster or page in the end, -1: none (None: "topk")
     """
     chosen, tell = resolve(recipe), progress or (lambda what, units: None)
     routed_before = getattr(model, "_kvloom", None) is not None
@@ -122,10 +133,11 @@ class _Note:
         self.mass: list[Tensor] = []  # by step, [Hk]
         self.fresh = torch.empty(0)  # exact attention of the running step, [Hk, N]
         self.choice: Any = None
+        self.recall = Reading(layer, heads, tokens) if isinstance(layer, RecalledLayer) else None
 
     def look(self, look: Look) -> None:
         """Take in the exact attention of a step."""
-        mass = ref.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
+        mass = run.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
             0
         ]
         heads, n = look.keys.shape[1], look.keys.shape[2]
@@ -142,11 +154,14 @@ class _Note:
         self.mass.append((self.fresh * held).sum(dim=1) / self.fresh.sum(dim=1))
         body, sinks = self.layer.body, self.layer.sinks
         begin = 0 if sinks is None else sinks.count
+        if self.recall is not None:
+            self.recall.after(step, held, index[:, begin:], self.fresh)
         for side, lane in (("keys", body.keys), ("values", body.values)):
             if side in self.packed:
                 packed = self.packed[side][:, :seen]
                 inside = torch.zeros_like(held)
-                inside.scatter_(1, index[:, begin : begin + lane.sealed], True)
+                far = 0 if lane.packed is None else body.away
+                inside.scatter_(1, index[:, begin : begin + far + lane.sealed], True)
                 packed[inside & (packed == NEVER)] = step
         choice = getattr(self.layer, "choice", None)
         if choice is not None and choice is not self.choice:
@@ -163,6 +178,7 @@ class _Note:
         return {
             "number": self.number,
             "budget": budget if scored else self.layer.budget,
+            "index": None if self.recall is None else self.recall.kind,
             "held": self.held,
             "heads": [
                 {
@@ -176,6 +192,7 @@ class _Note:
                     else None,
                     "packed": {side: x[h, :tokens].tolist() for side, x in self.packed.items()}
                     or None,
+                    **(NOT_READ if self.recall is None else self.recall.plain(h, tokens)),
                 }
                 for h in range(len(self.gone))
             ],
@@ -223,10 +240,11 @@ def _ids(
 
 
 def _views(recipe: Recipe) -> list[str]:
-    """What there is to see: which tokens are kept, in what format, or both."""
-    if recipe.store.exact:
-        return ["kept"]
-    return ["format"] if recipe.keep is None else ["kept", "format"]
+    """What there is to see: which tokens are read, which are kept, and in what format."""
+    views = ["read"] if recipe.recall is not None else []
+    if recipe.keep is not None or (recipe.store.exact and not views):
+        views.append("kept")
+    return views if recipe.store.exact else [*views, "format"]
 
 
 def _scores(scores: Tensor) -> list[float | str | None]:

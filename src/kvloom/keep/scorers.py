@@ -8,14 +8,14 @@ nothing about how many tokens stay.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..kernels.score import ref
+from ..kernels.score import run
 from ..kernels.score.noise import KINDS, Noise
 
 
@@ -24,10 +24,10 @@ class Step:
     """What a score may look at: T new queries and the N exact tokens they attended to.
 
     q [B, Hq, T, D], k [B, Hk, N, D]; the queries are the last T of the N tokens. valid bool
-    [B, 1 or Hk, N] and real bool [B, 1, T] hide padding (None: there is none). index int64
+    [B, 1 or Hk, N] and real bool [B, 1, T] hide padding (None: there is none). index int32 or int64
     [B or 1, Hk or 1, N]: the tokens' places in the sequence, of `seen` so far. number counts the
     decode steps, 0 for the prompt. seed is different for every layer. bias fp32 [B, Hq, N] is added
-    to the logits.
+    to the logits. products: scale * q @ k, where attention has left it (`kernels.score`).
     """
 
     q: Tensor
@@ -42,23 +42,25 @@ class Step:
     seed: int
     group: str
     bias: Tensor | None = None
+    products: Tensor | None = None
 
     def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
         """Attention each token gets from the last `rows` queries (None: all), fp32 [B, Hk, N]."""
         t = self.q.shape[2]
         skip = 0 if rows is None else max(0, t - rows)
-        mass = ref.column_mass(
-            self.q[:, :, skip:],
-            self.k,
-            self.scale,
-            valid=self.valid,
-            real=None if self.real is None else self.real[:, :, skip:],
-            softcap=self.softcap,
-            bias=self.bias,
-            noise=noise,
-            tau=tau,
-        )
         b, hk, n = self.k.shape[0], self.k.shape[1], self.k.shape[2]
+        options: dict[str, Any] = {
+            "valid": self.valid,
+            "real": None if self.real is None else self.real[:, :, skip:],
+            "softcap": self.softcap,
+            "bias": self.bias,
+            "noise": noise,
+            "tau": tau,
+        }
+        if self.products is not None and not skip:
+            mass = run.step_mass(self.products, n, hk, **options)
+        else:
+            mass = run.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         heads = mass.view(b, hk, -1, n)  # [B, Hk, R, N]
         if self.group == "max":
             return heads.amax(dim=2)
@@ -72,9 +74,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Base of all scores."""
+    """Base of all scores.
+
+    weighs: whether it asks a `Step` for its mass.
+    """
 
     kind: ClassVar[str] = ""
+    weighs: ClassVar[bool] = False
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
@@ -124,6 +130,7 @@ class Mass(Scorer):
 
     damping: float = 1.0
     kind: ClassVar[str] = "mass"
+    weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.damping <= 1:
@@ -149,6 +156,7 @@ class Observation(Scorer):
     pool: str = "avg"
     kernel: int = 7
     kind: ClassVar[str] = "observation"
+    weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.pool not in ("avg", "max", "none"):
@@ -182,6 +190,7 @@ class Noisy(Scorer):
     tau_end: float = 2.0
     steps: int = 128
     kind: ClassVar[str] = "noisy"
+    weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.noise not in (*KINDS, "none"):

@@ -3,8 +3,8 @@
 `ref`, plain torch, runs everything. `cpu`, compiled by Numba on first use, runs what it covers on
 CPU tensors; `gpu`, Triton, on CUDA's. Each is chosen wherever it covers the case: the operations
 of a family (`attend`, `quant`, `score`, `select`) ask here, in their `run.py`. KVLOOM_KERNELS=ref
-in the environment, or `use("ref")` around some calls, leaves everything to the reference. Imports
-neither Numba nor Triton.
+in the environment, or `use("ref")` around some calls, leaves everything to the reference; `gpu`
+sends CPU tensors to Triton's kernels too, in its interpreter. Imports neither Numba nor Triton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+from . import cuda
+
 CHOICES = ("auto", "ref")
+"""What can be asked for on any machine; `gpu` asks for Triton's kernels or an error."""
+
 ran: Counter[tuple[str, str, str]] = Counter()
 """How often this process ran (operation, backend, why no other)."""
 
@@ -27,7 +31,7 @@ _forced: ContextVar[str | None] = ContextVar("kvloom_kernels", default=None)
 
 @contextmanager
 def use(backend: str) -> Iterator[None]:
-    """Within the block, let `auto` choose or leave everything to `ref`."""
+    """Within the block, let `auto` choose, leave everything to `ref` or ask for `gpu`."""
     token = _forced.set(_known(backend))
     try:
         yield
@@ -36,17 +40,29 @@ def use(backend: str) -> Iterator[None]:
 
 
 def setting() -> str:
-    """What is asked for: `auto` or `ref`."""
+    """What is asked for: `auto`, `ref` or `gpu`."""
     forced = _forced.get()
     return _known(os.environ.get("KVLOOM_KERNELS", "auto")) if forced is None else forced
 
 
 def candidate(x: Tensor) -> tuple[str, list[str]]:
-    """The backend made for a tensor like this; `ref`, and why, where none is or it is asked for."""
-    if setting() == "ref":
+    """The backend made for a tensor like this; `ref`, and why, where none is or it is asked for.
+
+    Raises `ValueError` where Triton's kernels are asked for and cannot run.
+    """
+    asked = setting()
+    if asked == "ref":
         return "ref", ["the reference is asked for"]
+    if asked == "gpu":
+        why = cuda.misplaced(x.device)
+        if why:
+            remedy = "set TRITON_INTERPRET=1 before the first step to run them on the CPU"
+            raise ValueError(f"kernels 'gpu' are asked for, but {'; '.join(why)}; {remedy}")
+        return "gpu", []
     if x.device.type == "cpu":
         return "cpu", []
+    if x.device.type == "cuda":
+        return "gpu", cuda.misplaced(x.device)
     return "ref", [f"there are no kernels for {x.device.type}"]
 
 
@@ -62,6 +78,6 @@ def compile_seconds() -> float:
 
 
 def _known(backend: str) -> str:
-    if backend not in CHOICES:
-        raise ValueError(f"kernels {backend!r} are none of {', '.join(CHOICES)}")
+    if backend not in (*CHOICES, "gpu"):
+        raise ValueError(f"kernels {backend!r} are none of {', '.join(CHOICES)}, gpu")
     return backend

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic, models, register_model
 
 WIDTH = 16
-FP32, FP16, BF16 = 0, 1, 2  # number formats that kernels read
+FP32, FP16, BF16, FP8 = 0, 1, 2, 3  # number formats that kernels read; fp8: e4m3, never NaN
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VF, VI = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
@@ -93,6 +93,12 @@ def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
     floats, ints = ir.VectorType(F32, width), ir.VectorType(I32, width)
     if kind == FP32:
         return read(builder, address, floats)
+    if kind == FP8:  # as fp16 below, with no infinity
+        bits = builder.zext(read(builder, address, ir.VectorType(ir.IntType(8), width), 1), ints)
+        sign = builder.shl(builder.and_(bits, same(0x80, ints)), same(24, ints))
+        rest = builder.shl(builder.and_(bits, same(0x7F, ints)), same(20, ints))
+        size = builder.fmul(builder.bitcast(rest, floats), same(2.0**120, floats))
+        return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
     half = read(builder, address, ir.VectorType(ir.IntType(16), width), align=2)
     bits = builder.zext(half, ints)
     if kind == BF16:
@@ -253,3 +259,16 @@ def exp(ctx: Any, x: Any) -> Any:
         return b.select(low, same(0.0), b.fmul(y, b.bitcast(power, VF)))
 
     return _typed(Lanes(Lanes), emit)
+
+
+@intrinsic
+def ahead(ctx: Any, address: Any) -> Any:
+    """Ask for a cache line that will be read."""
+
+    def emit(b: Any, address: Any) -> None:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        fn = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        b.call(fn, [b.inttoptr(address, byte), *(ir.Constant(I32, i) for i in (0, 3, 1))])
+
+    return _typed(types.void(types.int64), emit)

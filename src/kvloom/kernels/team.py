@@ -17,6 +17,7 @@ import ctypes
 import struct
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -50,8 +51,8 @@ class Kernel:
 
     def run(self, numbers: Sequence[int], counters: int, threads: int) -> None:
         """Run the kernel on a job: its counter, these numbers and more counters."""
-        job = (ctypes.c_int64 * (1 + len(numbers) + counters))(0, *numbers)
-        address = ctypes.addressof(job)
+        job = array("q", (0, *numbers, *(0,) * counters))
+        address, _ = job.buffer_info()
         parallel = _openmp() if threads > 1 else None
         if threads < 2:
             self.call(address)

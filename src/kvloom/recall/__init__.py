@@ -2,8 +2,9 @@
 
 from .base import GROUPS, Finder, Index, Recall
 from .clusters import Clusters
+from .far import Far, Form
 from .pages import Pages, TopK
-from .tiers import Far, Tier, Traffic
+from .tiers import Tier, Traffic
 
 INDEXES: dict[str, type[Index]] = {kind.kind: kind for kind in (Clusters, Pages, TopK)}
 
@@ -13,6 +14,7 @@ __all__ = [
     "Clusters",
     "Far",
     "Finder",
+    "Form",
     "Index",
     "Pages",
     "Recall",

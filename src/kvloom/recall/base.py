@@ -44,6 +44,11 @@ class Index:
         """So many tokens are found at a time."""
         return 1
 
+    @property
+    def step(self) -> int:
+        """Behind the first, tokens are taken in in multiples of it."""
+        return self.unit
+
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
         """Bytes of one head's index of a prompt's `tokens` tokens, keys of itemsize bytes."""
         raise NotImplementedError
@@ -70,6 +75,10 @@ class Finder:
         found last.
         """
         raise NotImplementedError
+
+    def parts(self) -> Tensor | None:
+        """Which cluster or page each slot is in, int64 [B, Hk, N]; None where there are none."""
+        return None
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -122,14 +131,6 @@ def whole(name: str, value: object, least: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     if type(value) is not int or value < least:
         raise RecipeError(f"{name}={value!r} must be a whole number, {least} or more")
-
-
-def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
-    """Scores [B, Hq, N] of the heads that choose: [B, Hk, N], or as they are for "each"."""
-    if group == "each":
-        return scores
-    by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
-    return by_group.amax(dim=2) if group == "max" else by_group.mean(dim=2)
 
 
 def grown(old: Tensor | None, new: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..kernels.select import ref
-from .base import Finder, Index, grown, together, whole
+from ..kernels.select import ref, run
+from .base import Finder, Index, grown, whole
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Clusters(Index):
             return waiting if waiting >= self.size else 0
         return self.block if waiting >= self.block else 0
 
+    @property
+    def step(self) -> int:
+        """A block."""
+        return self.block
+
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
         """Centroids, sizes, starts and life signs, and the order of tokens."""
         return tokens // self.size * (head_dim * itemsize + 4 + 4 + 1) + 4 * tokens
@@ -99,7 +104,7 @@ class ClusterFinder(Finder):
         generator = torch.Generator().manual_seed(o.seed)
         start = ref.seeds(real, count, most, generator)
         alive = torch.arange(most, device=keys.device) < count.unsqueeze(-1)  # [B, 1, C]
-        centroids, labels = ref.kmeans(keys, start, real, alive, o.distance, o.iterations)
+        centroids, labels = run.kmeans(keys, start, real, alive, o.distance, o.iterations)
         size = ref.sizes(labels, most + 1)
         if not padded:
             size = size[..., :-1]
@@ -120,12 +125,19 @@ class ClusterFinder(Finder):
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens of the best clusters; of the last, the oldest that still fit."""
-        scores = self.scores(q, group)
-        return ref.select_clusters(scores, self.size, self.start, self.order, tokens)
+        return self.choose(self.scores(q, group), tokens)
+
+    def choose(self, scores: Tensor, tokens: int) -> Tensor:
+        """The tokens of the best clusters."""
+        return run.select_clusters(scores, self.size, self.start, self.order, tokens)
+
+    def parts(self) -> Tensor:
+        """The cluster of each slot, int64 [B, Hk, N]."""
+        end = (self.start + self.size).contiguous()  # clusters lie one behind the other in order
+        place = torch.arange(self.tokens, dtype=end.dtype, device=end.device)
+        cluster = torch.searchsorted(end, place.expand_as(self.order).contiguous(), right=True)
+        return torch.empty_like(cluster).scatter_(2, self.order.long(), cluster)
 
     def scores(self, q: Tensor, group: str) -> Tensor:
         """How the queries [B, Hq, D] rate the clusters: fp32 [B, Hk or Hq, C]."""
-        b, hk, c = self.alive.shape
-        scores = ref.dots(q, self.centroids)
-        dead = ~self.alive.unsqueeze(2).expand(b, hk, q.shape[1] // hk, c).reshape(b, -1, c)
-        return together(scores.masked_fill_(dead, -torch.inf), hk, group)
+        return run.cluster_scores(q, self.centroids, self.alive, group)

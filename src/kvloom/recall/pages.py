@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.select import ref
-from .base import Finder, Index, grown, together, whole
+from ..kernels.select import ref, run
+from .base import Finder, Index, grown, whole
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,27 @@ class PageFinder(Finder):
 
     def extend(self, keys: Tensor, real: Tensor) -> None:
         """Add the bounds of whole pages of keys [B, Hk, T, D]."""
-        bounds = ref.page_bounds(keys, self.page, real)
+        bounds = run.page_bounds(keys, self.page, real)
         for name, new in zip(self.held, bounds, strict=True):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += keys.shape[2]
 
+    def parts(self) -> Tensor:
+        """The page of each slot, int64 [B, Hk, N]."""
+        page = torch.arange(self.tokens, device=self.low.device) // self.page
+        return page.expand(*self.low.shape[:2], -1)
+
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens of the pages with the largest bounds."""
-        scores = together(ref.page_scores(q, self.low, self.high), self.low.shape[1], group)
-        pages = scores.topk(tokens // self.page, dim=-1).indices
-        return ref.pages_to_tokens(pages, self.page)
+        return self.choose(self.scores(q, group), tokens)
+
+    def scores(self, q: Tensor, group: str) -> Tensor:
+        """The most that the queries' products [B, Hq, D] can be in the pages: [B, Hk or Hq, P]."""
+        return run.page_scores(q, self.low, self.high, group)
+
+    def choose(self, scores: Tensor, tokens: int) -> Tensor:
+        """The tokens of the best pages."""
+        return run.select_pages(scores, tokens // self.page, self.page)
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class TopKFinder(Finder):
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """The tokens with the largest q . k."""
         k = keys()
-        scores = together(ref.dots(q, k), k.shape[1], group)
+        scores = ref.together(ref.dots(q, k), k.shape[1], group)
         if self.real is not None:
             scores = scores.masked_fill(~self.real, -torch.inf)
         return scores.topk(tokens, dim=-1).indices

@@ -50,6 +50,18 @@ class Buffer:
         self.data[:, :, self.stop : self.stop + t] = x
         self.stop += t
 
+    def extend(self, t: int, like: Tensor) -> Tensor:
+        """Add t tokens that nobody has written yet, shaped as in `like`.
+
+        Returns the storage from the oldest live token on, with the spare room behind the newest.
+        """
+        if self.data is None:
+            self.data = like.new_empty(*like.shape[:2], t, *like.shape[3:])
+        elif self.stop + t > self.data.shape[2]:
+            self._make_room(t)
+        self.stop += t
+        return self.data[:, :, self.start :] if self.start else self.data
+
     def replace(self, x: Tensor) -> None:
         """Hold a copy of x [B, Hk, N, D] and nothing else, without spare room."""
         self.data = x.detach().clone(memory_format=torch.contiguous_format)
@@ -68,7 +80,7 @@ class Buffer:
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace the storage by fn(storage), fn acting on the batch dimension."""
         if self.data is not None:
-            self.data = fn(self.data)
+            self.data = fn(self.data).contiguous()
 
     def _make_room(self, t: int) -> None:
         assert self.data is not None

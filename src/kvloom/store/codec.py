@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.attend.strand import Channelwise
 from ..kernels.quant import ref
 from ..kernels.quant.rotated import dequantize_rotated, quantize_rotated
+from ..kernels.quant.scheme import Scheme
 from ..rope import Rope
 from .formats import META, Packed, Transform
 
@@ -46,7 +48,17 @@ NOTHING = Known()
 
 
 class Codec(Protocol):
-    """One way from tokens [B, Hk, N, D] to (codes uint8, scale, zero) and back."""
+    """One way from tokens [B, Hk, N, D] to (codes uint8, scale, zero) and back.
+
+    channelwise: what of it a kernel must be told beside the format.
+    """
+
+    @property
+    def channelwise(self) -> Channelwise: ...  # noqa: D102
+
+    @property
+    def scheme(self) -> Scheme:
+        """It, as kernels see it."""
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
@@ -60,6 +72,8 @@ class Plain:
 
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
+        self.scheme = Scheme(fmt.bits, fmt.axis, self.group, META[fmt.meta])
+        self.channelwise = Channelwise()
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
@@ -88,6 +102,11 @@ class Mapped:
             meta = ref.metadata(channels.low, channels.high, fmt.bits, META[fmt.meta])
             scale, zero = (ref.spread(m.view(1, 1, 1, -1), group_of) for m in meta)
             self.static = scale, zero
+        self.scheme = Scheme(
+            fmt.bits, "token", 0, META[fmt.meta], group_of, clip, channels.divisor, self.static
+        )
+        mapped = None if self.static else group_of
+        self.channelwise = Channelwise(mapped, self.static, self.divisor)
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; a token's groups do not see other tokens, so padding needs no care."""
@@ -112,6 +131,8 @@ class Rotated:
 
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
+        self.scheme = Scheme(fmt.bits, "token", self.group, META[fmt.meta], rotated=True)
+        self.channelwise = Channelwise(rotated=self.group)
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize; a token does not see other tokens, so padding needs no care."""

@@ -6,6 +6,7 @@ layer in `channels`, the containers in `lane`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -159,6 +160,12 @@ class Packed:
         meta = stretches * self.groups(heads, head_dim) * self._group_nbytes
         return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
 
+    @property
+    def whole(self) -> int:
+        """Tokens whose bytes and metadata are shared with no others."""
+        atom = ref.ATOM[self.bits][0]
+        return math.lcm(atom, self.group) if self.axis == "channel" else atom
+
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Why this format does not fit a layer's heads; empty if it does."""
         if self.axis == "channel" or not self.group:
@@ -208,6 +215,11 @@ class Store:
         """The formats of what is packed, by "keys" and "values"."""
         both = {"keys": self.keys, "values": self.values}
         return {side: fmt for side, fmt in both.items() if fmt is not None}
+
+    @property
+    def unit(self) -> int:
+        """Tokens that can be put elsewhere together, keys and values."""
+        return math.lcm(*(fmt.whole for fmt in self.sides.values()))
 
     @property
     def pre_rope(self) -> bool:

@@ -10,7 +10,7 @@ it does not depend on how a prompt was cut into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from .packed import PackedTokens, PackedView
 
 Positions = Callable[[int, int], Tensor]
 """The positions of tokens lo..hi of a lane, int64 [B or 1, Hk or 1, hi - lo]."""
+
+Part = Tensor | Sequence[Tensor]
+"""Tokens [B, Hk, T, D]: exact, or their codes, scales and zeros as they are held."""
 
 
 class Lane:
@@ -103,11 +106,39 @@ class Lane:
             return self.packed.view(lo, hi, at(lo, hi) if at and self.placed else None)
         return self.tail.view()[:, :, lo - self.sealed : hi - self.sealed]
 
-    def whole(self) -> Strand:
-        """All tokens, as kernels see them that take packed and exact ones together."""
+    def give(self, n: int) -> Part:
+        """Give the n oldest tokens away: all packed (whole groups), or none in an exact lane."""
+        if self.packed is not None:
+            return self.packed.give(n)
+        x = self.tail.view()
+        self.tail.replace(x[:, :, n:])
+        return x[:, :, :n]
+
+    def take_back(self, part: Part, n: int) -> None:
+        """Put n tokens back in front, as `give` gave them."""
+        if self.packed is None:
+            assert isinstance(part, Tensor)
+            self.tail.replace(torch.cat([part, self.tail.view()], dim=2))
+        else:
+            assert not isinstance(part, Tensor)
+            self.packed.take_back(part, n)
+
+    def wrap(self, part: Part, n: int) -> Tensor | PackedView:
+        """See n tokens that `give` gave as `view` shows those that lie here."""
+        if isinstance(part, Tensor):
+            return part
+        assert self.packed is not None
+        return self.packed.wrap(part, 0, n)
+
+    def whole(self, at: Positions | None = None) -> Strand:
+        """All tokens, as kernels see them that take packed and exact ones together.
+
+        at: as in `take`, where each token stands one behind the one before.
+        """
         if self.packed is None:
             return Strand(None, self.tail.view())
-        packed = self.packed.view() if self.sealed else None
+        first = at(0, 1) if at and self.placed and self.sealed else None
+        packed = self.packed.view(at=first) if self.sealed else None
         return Strand(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -1,25 +1,27 @@
 """Packed tokens: codes, scales and zeros that grow together.
 
-Decides how codes are appended behind codes that share their last byte; the arithmetic is in
-`kernels.quant`.
+Decides where room is made for them, and how the reference appends codes behind codes that share
+their last byte; the arithmetic is in `kernels.quant`, and so are kernels that write in place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.quant import ref
+from ..kernels.attend.strand import Channelwise
+from ..kernels.quant import ref, run
+from ..kernels.quant.scheme import Held, Turn
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec
 from .formats import META, Packed
 
-# Tokens quantized at once: bounds the fp32 copies made on the way.
+# Tokens quantized at once: bounds what is made on the way, fp32 copies or angles.
 _CHUNK = 4096
 
 
@@ -35,13 +37,28 @@ class PackedView(NamedTuple):
     dtype: torch.dtype
     codec: Codec
     rope: Rope | None = None  # the keys are packed as they were before it
-    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo]
+    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo], or
+    # the first at this one and each next one further, [B or 1, 1, 1]
+
+    @property
+    def channelwise(self) -> Channelwise:
+        """What a kernel must be told of the channels."""
+        return self.codec.channelwise
 
     def tensor(self) -> Tensor:
         """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        fmt = self.fmt
+        by, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
+        if at is not None and at.shape[2] == 1:
+            at = at + torch.arange(self.hi - self.lo, device=at.device)
+        unpack = run.unpacker(by.scheme, self.codes, self.dtype)
+        if unpack is not None:
+            held, turn = Held(self.codes, self.scale, self.zero), None
+            if rope is not None:
+                assert at is not None
+                turn = Turn(*rope.angles(at), rope.interleaved)
+            return unpack(held, by.scheme, self.lo, self.hi, self.dtype, turn)
         atom, rows = ref.ATOM[fmt.bits]
-        per_meta = fmt.group if fmt.axis == "channel" else 1  # tokens that share a scale
+        per_meta = by.scheme.stretch
         unit = math.lcm(per_meta, atom)
         lo = self.lo // unit * unit  # start where both bytes and groups start
         hi = -(-self.hi // per_meta) * per_meta
@@ -51,11 +68,11 @@ class PackedView(NamedTuple):
         meta = slice(lo // per_meta, hi // per_meta)
         scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
         stretch = slice(self.lo - lo, self.hi - lo)
-        if self.rope is None:
-            return self.codec.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
-        assert self.at is not None
-        raw = self.codec.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
-        return self.rope.turn(raw, self.at).to(self.dtype)
+        if rope is None:
+            return by.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
+        assert at is not None
+        raw = by.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
+        return rope.turn(raw, at).to(self.dtype)
 
 
 class PackedTokens:
@@ -69,6 +86,7 @@ class PackedTokens:
         self.codec: Codec | None = None
         self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
         self.count = 0
+        self._like: tuple[Tensor, Tensor] | None = None  # empty: the shapes of codes and scales
         self.dtype = torch.float32
 
     def __len__(self) -> int:
@@ -87,36 +105,95 @@ class PackedTokens:
         """
         if self.codec is None:
             self.codec = codec(self.fmt, self.channels, x)
-        parts = []
-        for lo in range(0, x.shape[2], _CHUNK):
-            part = slice(lo, lo + _CHUNK)
-            here = None if real is None else real[:, :, part]
-            tokens = x[:, :, part]
-            if self.rope is not None:
-                assert at is not None
-                tokens = self.rope.turn(tokens.float(), -at[:, :, part])
-            found, scale, zero = self.codec.quantize(tokens, here)
-            parts.append((found, _plain(scale), _plain(zero)))
-        codes, scale, zero = (
-            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
-        )
-        self._append_codes(codes)
-        self.scale.append(scale)
-        self.zero.append(zero)
+        pack = run.packer(self.codec.scheme, x)
+        if pack is None:
+            self._append(x, real, at)
+        else:
+            held = self._extend(x)
+            for tokens, here, there in _chunks(x, real, at):
+                turn = None
+                if self.rope is not None:
+                    assert there is not None
+                    turn = Turn(*self.rope.angles(-there), self.rope.interleaved)
+                pack(tokens, self.codec.scheme, held, self.count, here, turn)
+                self.count += tokens.shape[2]
         self.dtype = x.dtype
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
         """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
+        held = self.codes.view(), self.scale.view(), self.zero.view()
+        return self.wrap(held, lo, self.count if hi is None else hi, at)
+
+    def wrap(
+        self, held: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None
+    ) -> PackedView:
+        """Tokens lo..hi of codes, scales and zeros `held` as this prefix's are; at: `append`'s."""
         assert self.codec is not None, "no tokens yet"
-        hi = self.count if hi is None else hi
         meta = META[self.fmt.meta]
-        held = (self.codes.view(), self.scale.view().view(meta), self.zero.view().view(meta))
-        return PackedView(*held, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at)
+        codes, scale, zero = held[0], held[1].view(meta), held[2].view(meta)
+        return PackedView(
+            codes, scale, zero, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at
+        )
+
+    def give(self, n: int) -> Sequence[Tensor]:
+        """Give codes, scales and zeros of the n oldest tokens, whole bytes and groups, away."""
+        ends = self._ends(n)
+        held = self.codes, self.scale, self.zero
+        given = tuple(x.view()[:, :, :end] for x, end in zip(held, ends, strict=True))
+        for x, end in zip(held, ends, strict=True):
+            x.replace(x.view()[:, :, end:])
+        self.count -= n
+        return given
+
+    def take_back(self, given: Sequence[Tensor], n: int) -> None:
+        """Put n tokens back in front, as `give` gave them."""
+        for x, old in zip((self.codes, self.scale, self.zero), given, strict=True):
+            x.replace(torch.cat([old, x.view()], dim=2))
+        self.count += n
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         for buffer in (self.codes, self.scale, self.zero):
             buffer.map(fn)
+
+    def _extend(self, x: Tensor) -> Held:
+        """Room for the tokens of x behind what is there, not yet written."""
+        assert self.codec is not None
+        scheme, (b, h, t, d) = self.codec.scheme, x.shape
+        if self._like is None:
+            rows, numbers = scheme.scales(h, d)
+            meta = torch.uint8 if scheme.meta == torch.float8_e4m3fn else scheme.meta
+            codes = x.new_empty(b, h, 0, d, dtype=torch.uint8)
+            self._like = codes, x.new_empty(b, rows, 0, numbers, dtype=meta)
+        codes, scales = self._like
+        more = ref.rows_for(self.count + t, scheme.bits) - ref.rows_for(self.count, scheme.bits)
+        t //= scheme.stretch
+        return Held(
+            self.codes.extend(more, codes),
+            self.scale.extend(t, scales),
+            self.zero.extend(t, scales),
+        )
+
+    def _append(self, x: Tensor, real: Tensor | None, at: Tensor | None) -> None:
+        """Quantize and append by the reference."""
+        assert self.codec is not None
+        found = []
+        for tokens, here, there in _chunks(x, real, at):
+            if self.rope is not None:
+                assert there is not None
+                tokens = self.rope.turn(tokens.float(), -there)
+            found.append(self.codec.quantize(tokens, here))
+        codes, scale, zero = (
+            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*found, strict=True)
+        )
+        self._append_codes(codes)
+        self.scale.append(_plain(scale))
+        self.zero.append(_plain(zero))
+
+    def _ends(self, n: int) -> tuple[int, int, int]:
+        """How many rows of codes, scale and zero the first n tokens have."""
+        stretches = n // self.fmt.group if self.fmt.axis == "channel" else n
+        return ref.rows_for(n, self.fmt.bits), stretches, stretches
 
     def _append_codes(self, codes: Tensor) -> None:
         bits = self.fmt.bits
@@ -129,6 +206,16 @@ class PackedTokens:
             codes = torch.cat([old, codes], dim=2)
         self.codes.append(ref.pack_codes(codes, bits))
         self.count += n
+
+
+def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """x [B, Hk, N, D] and what goes along with its tokens, [., ., N], a chunk at a time."""
+    if x.shape[2] <= _CHUNK:
+        yield x, *along
+        return
+    for lo in range(0, x.shape[2], _CHUNK):
+        part = slice(lo, lo + _CHUNK)
+        yield x[:, :, part], *(None if y is None else y[:, :, part] for y in along)
 
 
 def _plain(meta: Tensor) -> Tensor:

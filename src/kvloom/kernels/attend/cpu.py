@@ -1,14 +1,11 @@
-"""Decode attention on CPU tensors by compiled kernels: which cases, and how they are called.
+"""Decode attention on CPU tensors by compiled kernels: how they are called.
 
-A step of few queries attends to a packed prefix and an exact tail in one pass; `fused` says how.
-What is not covered is said in sentences, which `dispatch` shows. Importing this does not import
-Numba, the first call does.
+A step of few queries attends to a packed prefix and an exact tail in one pass; `fused` says how,
+`forms` which formats. Importing this does not import Numba, the first call does.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
 
@@ -16,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..quant.rotated import levels, matrix
+from . import forms
 from .ref import State
-from .strand import Strand
+from .strand import Channelwise, Codes, Strand
+from .turns import tables
 
 MOST = 8  # query rows of a step: more, and reading the keys is no longer what takes time
-_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_BITS = (2, 3, 4, 8)
-_WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
-_HOW = {"bits", "axis", "group", "meta"}
 # Elements of keys and values that are worth a thread.
 _WORTH = 1 << 18
 
@@ -33,42 +29,11 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
 
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
-    found = list(_of_formats(like.shape[-1], like.dtype, keys, values))
+    found = list(forms.problems(like.shape[-1], like.shape[1], like.dtype, keys, values))
     if like.device.type != "cpu":
         found.append(f"the tensors are on {like.device.type}")
     if tokens > MOST:
         found.append(f"{tokens} queries a step are more than {MOST}")
-    return found
-
-
-@cache
-def _of_formats(d: int, dtype: torch.dtype, *formats: Any) -> tuple[str, ...]:
-    found = []
-    if d % 16 or d > 512:
-        found.append(f"head_dim={d} is not a multiple of 16, up to 512")
-    if dtype not in _NUMBERS:
-        found.append(f"keys and values are {dtype}, not fp32, fp16 or bf16")
-    for side, fmt in zip(("keys", "values"), formats, strict=True):
-        if fmt is not None:
-            found += [f"{side}: {problem}" for problem in _of_format(fmt, d)]
-    return tuple(found)
-
-
-def _of_format(fmt: Any, d: int) -> list[str]:
-    """What a kernel does not know of a format; a field it has never heard of is one such thing."""
-    found = []
-    if fmt.bits not in _BITS:
-        found.append(f"bits={fmt.bits} is none of {', '.join(map(str, _BITS))}")
-    if fmt.meta not in ("fp32", "fp16", "bf16"):
-        found.append(f"meta={fmt.meta} is none of fp32, fp16, bf16")
-    group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
-    if group % 16 or whole % group:
-        found.append(f"group={group} is not a multiple of 16 that divides {whole}")
-    for field in fields(fmt):
-        value = getattr(fmt, field.name)
-        plain = field.default is not MISSING and value == field.default
-        if field.name not in _HOW | _WHEN and not plain:
-            found.append(f"{field.name}={value} is not known to it")
     return found
 
 
@@ -82,64 +47,77 @@ def attend(
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    products: list[Tensor] | None = None,
 ) -> State:
     """Attend q [B, Hq, T, D] as `ref.attend` does to the N tokens of two strands.
 
     Only cases without `problems`. Packed tokens are not rounded to the dtype of the exact ones.
+    products: where scale * q @ k is left, as `run.attend` says.
     """
     b, hq, t, d = q.shape
     hk, n, dtype = keys.tail.shape[1], keys.tokens, keys.tail.dtype
     rows = hq // hk * t
-    out = q.new_empty(b, hq, t, d, dtype=torch.float32)
     lse = q.new_empty(b, hq, t, dtype=torch.float32)
     if not n or not b:
-        return State(out.zero_(), lse.fill_(-torch.inf))
+        out = q.new_zeros(b, hq, t, d, dtype=torch.float32)
+        return State(out, lse.fill_(-torch.inf))
+    rope = None if keys.packed is None else keys.packed.rope
+    turned = (0, False) if rope is None else (2 * rope.inv_freq.shape[0], rope.interleaved)
+    kfmt = None if keys.packed is None and keys.fmt and keys.fmt.pre_rope else keys.fmt
+    kernel, tile, bits = forms.kernel(d, hk, rows, dtype, turned, kfmt, values.fmt)
     threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _WORTH)
-    tiles = -(-n // 128)
-    splits = 1 if threads == 1 else min(tiles, -(-4 * threads // (b * hk)))
+    splits = 1 if threads == 1 else min(-(-n // tile), -(-4 * threads // (b * hk)))
     queries = q.float().contiguous()
-    parts = q.new_empty(b * hk * splits * rows * (d + 32), dtype=torch.float32)
+    meeting = queries
+    if keys.packed is not None and kfmt is not None and forms.own_space(kfmt):
+        meeting = _into(queries, keys.packed.channelwise)
+    sets = 1 + (values.fmt is not None and forms.own_space(values.fmt))
+    out = q.new_empty(b, hk, sets, rows, d, dtype=torch.float32)
+    parts = q.new_empty(b * hk * splits * rows * (sets * d + 32), dtype=torch.float32)
     if valid is not None:
         valid = _padded(valid).expand(b, hk, -1)
     if bias is not None:
         bias = _padded(bias.float()).expand(b, hq, -1)
+    left = None
+    if products is not None:
+        left = q.new_empty(b, hq, t, -(-n // 16) * 16, dtype=torch.float32)
+        products.append(left)
     (at_keys, alive), (at_values, alive_too) = _strand(keys), _strand(values)
-    kernel, bits = _kernel(d, rows, dtype, keys.fmt, values.fmt)
+    at_turns, alive_as_well = _turns(keys.packed, b, d)
     kernel.run(
         (
             b, hk, rows, t, n, int(causal), splits, bits(scale), bits(softcap or 0.0),
-            queries.data_ptr(), out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-            *_place(bias, 2), *_place(valid, 2), *at_keys, *at_values,
+            queries.data_ptr(), meeting.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            parts.data_ptr(), *_place(bias, 2), *_place(valid, 2), *at_keys, *at_turns, *at_values,
+            0 if left is None else left.data_ptr(), -(-n // 16) * 64,
         ),
         b * hk,
         threads,
     )  # fmt: skip
-    del alive, alive_too
-    return State(out, lse)
+    del alive, alive_too, alive_as_well
+    if sets == 1:
+        return State(out.view(b, hq, t, d), lse)
+    whole = out[:, :, 0]
+    if values.packed is not None:
+        whole = whole + _out_of(out[:, :, 1], values.packed.channelwise)
+    return State(whole.reshape(b, hq, t, d), lse)
 
 
-@cache
-def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, Any]:
-    """The kernel for a case, and what writes a number into its job."""
-    begin = time.perf_counter()
-    from .. import team
-    from .fused import Form, kernel
+def _into(q: Tensor, how: Channelwise) -> Tensor:
+    """Queries [B, Hq, T, D] as they meet packed keys."""
+    if how.rotated:
+        return (q.unflatten(-1, (-1, how.rotated)) @ matrix(how.rotated)).flatten(-2).contiguous()
+    assert how.divisor is not None
+    by_head = q.unflatten(1, (len(how.divisor), -1)) * how.divisor[:, None]
+    return by_head.flatten(1, 2).contiguous()
 
-    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
 
-    def each(of: Any, default: Any) -> Any:
-        return tuple(default if fmt is None else of(fmt) for fmt in formats)
-
-    form = Form(
-        d,
-        min(4, 1 << (rows - 1).bit_length()),
-        _NUMBERS[dtype],
-        each(lambda fmt: int(fmt.bits), 0),
-        each(lambda fmt: fmt.group or d, 0),
-        each(lambda fmt: fmt.axis == "channel", False),
-        each(lambda fmt: ("fp32", "fp16", "bf16").index(fmt.meta), 0),
-    )
-    return kernel(form), team.bits
+def _out_of(sums: Tensor, how: Channelwise) -> Tensor:
+    """Sums [B, Hk, rows, D] of packed values as sums of values."""
+    if how.rotated:
+        return (sums.unflatten(-1, (-1, how.rotated)) @ matrix(how.rotated).T).flatten(-2)
+    assert how.divisor is not None
+    return sums * how.divisor
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -148,24 +126,63 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, more)) if more else x.contiguous()
 
 
-def _strand(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+def _strand(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Where a strand lies, as a job says it, and the tensors that must live meanwhile."""
     tail, packed = strand.tail, strand.packed
     if tail.stride(3) != 1:
         tail = tail.contiguous()
     if packed is None:
-        return (*(0,) * 11, *_place(tail, 3)), (tail,)
-    codes, scale, zero = (
-        x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
-        for x in (packed.codes, packed.scale, packed.zero)
-    )
-    where = (*_place(codes, 3), *_place(scale, 2), *_place(zero, 2), packed.hi, *_place(tail, 3))
-    return where, (codes, scale, zero, tail)
+        return (*(0,) * 12, *_place(tail, 3), 0, 0, 0), (tail,)
+    how, scale, zero = packed.channelwise, packed.scale, packed.zero
+    table: Tensor | None = None
+    first: Tensor | None = None
+    step = 0
+    if how.fixed is not None:
+        scale, zero = how.multiplied
+    elif how.rotated:
+        table = _levels(strand.fmt.bits)
+    elif how.group_of is not None:
+        by = how.by_layer if strand.fmt.transform.span == "layer" else how.by_head
+        table, first, step = *by, 4 * tail.shape[3]
+    codes, scale, zero = (_rowwise(x) for x in (packed.codes, scale, zero))
+    row = 0 if how.fixed is not None else scale.shape[3] * scale.element_size()
+    where = (
+        *_place(codes, 3), packed.hi, *_place(scale, 2), *_place(zero, 2), row,
+        *_place(tail, 3), *_place(table, 0), step, *_place(first, 0),
+    )  # fmt: skip
+    return where, (codes, scale, zero, tail, table, first)
+
+
+def _rowwise(x: Tensor) -> Tensor:
+    """x [., ., rows, .] with rows one behind the other."""
+    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
+
+
+@cache
+def _levels(bits: float) -> Tensor:
+    """The levels of a code, fp32 [16]."""
+    found = levels(bits)
+    return F.pad(found, (0, 16 - len(found)))
+
+
+def _turns(packed: Codes | None, b: int, d: int) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Where the tables for keys packed before RoPE and each row's first position lie."""
+    if packed is None or packed.rope is None:
+        return (0, 0, 0), ()
+    assert packed.at is not None
+    assert packed.at.shape[1:] == (1, 1), "each token stands one behind the one before"
+    at = packed.at[:, 0, 0].expand(b).contiguous()
+    held = (*tables(packed.rope, d, int(at.max()) + packed.hi), at)
+    return tuple(x.data_ptr() for x in held), held
 
 
 def _place(x: Tensor | None, dims: int) -> tuple[int, ...]:
-    """A tensor's address and the bytes from one element to the next along its first `dims`."""
+    """A tensor's address and the bytes from one element to the next along its first `dims`.
+
+    Where a batch or heads share one element, there is no next.
+    """
     if x is None:
         return (0,) * (dims + 1)
-    size = x.element_size()
-    return (x.data_ptr(), *(step * size for step in x.stride()[:dims]))
+    size, shape = x.element_size(), x.shape
+    steps = (0 if i < 2 and shape[i] == 1 else x.stride(i) * size for i in range(dims))
+    return (x.data_ptr(), *steps)

@@ -1,14 +1,12 @@
 """The inner loops of decode attention as LLVM instructions, made for one format.
 
-Decides how codes become numbers in registers and how they meet queries and weights; which tokens,
-in what order and what happens between scores and values is `cpu`'s.
-
-A code c of b bits is placed on top of the mantissa of 1.0: x = 1 + c / 2^b, by a shift, an and and
-an or, with no conversion. Value = c * scale + zero = x * S + Z with S = 2^b * scale, Z = zero - S.
+Decides how numbers in registers meet queries and weights; how codes become numbers is `ways`',
+which tokens, in what order and what happens between scores and values is `fused`'s.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,45 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, read, read_f32, same, spread, summed, write
-from ..quant.ref import ATOM
-
-SIZE = {0: 4, 1: 2, 2: 2}  # bytes of lanes.FP32, FP16, BF16
-_ONE = 0x3F800000
-
-
-def _codes(b: Any, rows: list[Any], bits: int) -> list[Any]:
-    """x of the tokens of an atom, from its byte rows."""
-    numbers = [b.zext(read(b, row, ir.VectorType(ir.IntType(8), WIDTH), 1), VI) for row in rows]
-
-    def part(row: int, low: int, count: int, to: int) -> Any:
-        """`count` bits of a byte row from bit `low`, moved up to bit `to`."""
-        moved = b.shl(numbers[row], same(to - low, VI))
-        return b.and_(moved, same(((1 << count) - 1) << to, VI))
-
-    found = []
-    for t in range(ATOM[bits][0]):
-        if bits == 3:
-            code = b.or_(part(t // 4, t % 4 * 2, 2, 20), part(2, t, 1, 22))
-        else:
-            code = part(0, t * bits, bits, 23 - bits)
-        found.append(b.bitcast(b.or_(code, same(_ONE, VI)), VF))
-    return found
-
-
-def _tokens(b: Any, base: Any, stride: Any, atoms: int, v: int, bits: int, kind: int) -> list[Any]:
-    """Channels 16v to 16v + 15 of the tokens of some atoms: x where packed, else the numbers."""
-    if not bits:
-        rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(atoms)]
-        return [read_f32(b, at(b, row, v * WIDTH * SIZE[kind]), kind) for row in rows]
-    height = ATOM[bits][1]
-    rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(atoms * height)]
-    rows = [at(b, row, v * WIDTH) for row in rows]
-    return [x for i in range(atoms) for x in _codes(b, rows[i * height : (i + 1) * height], bits)]
-
-
-def _one(b: Any, address: Any) -> Any:
-    return spread(b, read(b, address, ir.FloatType()))
+from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, read, same, summed, write
+from .ways import CHANNEL, NONE, Meta, Way, machine, one, tokens, way
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
@@ -73,6 +34,65 @@ def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
+def mates(d: int, turned: int, interleaved: bool) -> list[int]:
+    """The channel that rotates with each channel; itself where it does not rotate."""
+    half = turned // 2
+
+    def mate(c: int) -> int:
+        if c >= turned:
+            return c
+        return c ^ 1 if interleaved else (c + half) % turned
+
+    return [mate(c) for c in range(d)]
+
+
+@cache
+def _together(d: int, how: Way) -> list[list[int]]:
+    """Vectors of a token that are needed together: those that hold each other's mates."""
+    of = list(range(d // WIDTH))
+    for c, mate in enumerate(mates(d, how.turned, bool(how.interleaved))):
+        a, b = of[c // WIDTH], of[mate // WIDTH]
+        of = [min(a, b) if x in (a, b) else x for x in of]
+    return [[v for v, its in enumerate(of) if its == first] for first in sorted(set(of))]
+
+
+def _rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) -> dict[int, Any]:
+    """Vectors of a token turned by a row of cosines and sines [2, d], or turned back."""
+    mate, found = mates(d, how.turned, bool(how.interleaved)), {}
+    for v, x in xs.items():
+        its = mate[WIDTH * v : WIDTH * (v + 1)]
+        other = None
+        for source in sorted({c // WIDTH for c in its}):
+            # lanes of this source, and of what is there already
+            base = xs[source] if other is None else other
+            mask = [
+                c % WIDTH + (0 if other is None else WIDTH) if c // WIDTH == source else i
+                for i, c in enumerate(its)
+            ]
+            other = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
+        cos, sin = (read(b, at(b, row, 64 * v + skip), VF) for skip in (0, 4 * d))
+        sin = b.fneg(sin) if back else sin
+        found[v] = fused(b, other, sin, b.fmul(x, cos))
+    return found
+
+
+@intrinsic(prefer_literal=True)
+def turn(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, how: Any) -> Any:
+    """Write w queries fp32 [w, d] turned back by a row of cosines and sines to out."""
+    n_d, n_w, its = d.literal_value, w.literal_value, way(how.literal_value)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, out, row = args[:3]
+        for i in range(n_w):
+            for vs in _together(n_d, its):
+                xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
+                for v, x in _rotated(b, xs, row, n_d, its, back=True).items():
+                    write(b, at(b, out, 4 * i * n_d + 64 * v), x)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3, d, w, how), codegen
+
+
 @intrinsic(prefer_literal=True)
 def scores(
     ctx: Any,
@@ -84,43 +104,52 @@ def scores(
     s_stride: Any,
     meta: Any,
     meta_gap: Any,
+    table: Any,
+    turns: Any,
     d: Any,
     w: Any,
     atoms: Any,
-    bits: Any,
-    kind: Any,
-    group: Any,
+    how: Any,
 ) -> Any:
     """Write the products of w queries and the tokens of some atoms to s.
 
     q: fp32 [w, d]. start: fp32 [w, 16], what each sum begins with, spread over lanes. base, stride:
-    the first byte row, and from one to the next. group: channels that share a scale, S at
-    meta [tokens, d / group] and Z meta_gap bytes behind; 0 where no scale is to be applied here.
+    the first byte row, and from one to the next. meta, meta_gap, table: see `ways.Meta`. turns:
+    cosines and sines fp32 [tokens, 2, d] for keys packed before RoPE.
     """
     n_d, n_w, n_atoms = d.literal_value, w.literal_value, atoms.literal_value
-    n_bits, fmt, n_group = bits.literal_value, kind.literal_value, group.literal_value
-    n_tokens = n_atoms * (ATOM[n_bits][0] if n_bits else 1)
+    its = way(how.literal_value)
+    per = its.atom[0]
+    n_tokens = n_atoms * per
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, start, base, stride, s, s_stride, meta, gap = args[:8]
+        q, start, base, stride, s, s_stride, meta, gap, table, turns = args[:10]
+        scales = Meta(meta, gap, table, machine(context))
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
-        for v in range(n_d // WIDTH):
-            xs = _tokens(b, base, stride, n_atoms, v, n_bits, fmt)
-            if n_group:
-                for t in range(n_tokens):
-                    big = at(b, meta, 4 * (t * (n_d // n_group) + v * WIDTH // n_group))
-                    xs[t] = fused(b, xs[t], _one(b, big), _one(b, b.add(big, gap)))
-            for row in range(n_w):
-                qv = read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF)
-                acc[row] = [fused(b, x, qv, a) for x, a in zip(xs, acc[row], strict=True)]
+        for vs in _together(n_d, its):
+            xs = {v: tokens(b, base, stride, n_atoms, v, its) for v in vs}
+            for t in range(n_tokens):
+                x = {v: scales.scaled(b, xs[v][t], t, v, n_d, its) for v in vs}
+                if its.turned:
+                    x = _rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
+                for v in vs:
+                    xs[v][t] = x[v]
+            for v in vs:
+                for row in range(n_w):
+                    qv = read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF)
+                    acc[row] = [fused(b, x, qv, a) for x, a in zip(xs[v], acc[row], strict=True)]
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
-        if n_w * n_tokens % WIDTH:
-            for row in range(n_w):
-                for t in range(n_tokens):
-                    write(b, at(b, to[row], 4 * t), summed(b, acc[row][t]))
-            return context.get_dummy_value()
         flat = [x for row in acc for x in row]
+        if len(flat) % WIDTH:
+            if len(flat) < WIDTH // 2:
+                sums = [summed(b, x) for x in flat]
+            else:
+                found = _sixteen_sums(b, flat + [same(0.0)] * (WIDTH - len(flat)))
+                sums = [b.extract_element(found, ir.Constant(I32, i)) for i in range(len(flat))]
+            for i, x in enumerate(sums):
+                write(b, at(b, to[i // n_tokens], 4 * (i % n_tokens)), x)
+            return context.get_dummy_value()
         run = min(n_tokens, WIDTH)
         for i in range(0, len(flat), WIDTH):
             found = _sixteen_sums(b, flat[i : i + WIDTH])
@@ -131,8 +160,7 @@ def scores(
                 write(b, at(b, to[row], 4 * t), part)
         return context.get_dummy_value()
 
-    ints = [types.int64] * 8
-    return types.void(*ints, d, w, atoms, bits, kind, group), codegen
+    return types.void(*[types.int64] * 10, d, w, atoms, how), codegen
 
 
 def chunks(vectors: int, w: int) -> list[tuple[int, int]]:
@@ -153,22 +181,21 @@ def values(
     out: Any,
     meta: Any,
     meta_gap: Any,
+    table: Any,
     d: Any,
     w: Any,
-    bits: Any,
-    kind: Any,
-    group: Any,
+    how: Any,
 ) -> Any:
     """Add the values of `count` atoms, times w rows of weights p, to out fp32 [w, d].
 
-    group: as in `scores`; -1 where S and Z [d] hold for all the tokens (groups along tokens).
+    meta, meta_gap, table: see `ways.Meta`.
     """
-    n_d, n_w, n_bits = d.literal_value, w.literal_value, bits.literal_value
-    fmt, n_group = kind.literal_value, group.literal_value
-    per, height = ATOM[n_bits] if n_bits else (1, 1)
+    n_d, n_w, its = d.literal_value, w.literal_value, way(how.literal_value)
+    per, height = its.atom
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, p_stride, base, stride, count, out, meta, gap = args[:8]
+        p, p_stride, base, stride, count, out, meta, gap, table = args[:9]
+        can = machine(context)
         to = [b.add(p, b.mul(p_stride, ir.Constant(I64, row))) for row in range(n_w)]
         step = b.mul(stride, ir.Constant(I64, height))
         for lo, hi in chunks(n_d // WIDTH, n_w):
@@ -176,7 +203,7 @@ def values(
             where = {cell: at(b, out, 4 * (cell[0] * n_d + cell[1] * WIDTH)) for cell in cells}
             begin = {cell: read(b, where[cell], VF) for cell in cells}
             big, off = {}, {}
-            if n_group == -1:
+            if its.by == CHANNEL:
                 for v in range(lo, hi):
                     big[v] = read(b, at(b, meta, 64 * v), VF)
                     off[v] = read(b, b.add(at(b, meta, 64 * v), gap), VF)
@@ -195,20 +222,20 @@ def values(
             new = dict(acc)
             token = b.mul(i, ir.Constant(I64, 4 * per))
             weights = [
-                [_one(b, at(b, b.add(to[row], token), 4 * t)) for t in range(per)]
+                [one(b, at(b, b.add(to[row], token), 4 * t)) for t in range(per)]
                 for row in range(n_w)
             ]
+            place = meta
+            if its.by not in (NONE, CHANNEL):
+                place = b.add(meta, b.mul(token, ir.Constant(I64, its.across)))
+            scales = Meta(place, gap, table, can)
             for v in range(lo, hi):
-                xs = _tokens(b, here, stride, 1, v, n_bits, fmt)
+                xs = tokens(b, here, stride, 1, v, its)
                 for t in range(per):
-                    x = xs[t]
-                    if n_group == -1:
-                        x = fused(b, x, big[v], off[v])
-                    elif n_group:
-                        across = n_d // n_group
-                        place = b.add(meta, b.mul(token, ir.Constant(I64, across)))
-                        place = at(b, place, 4 * (t * across + v * WIDTH // n_group))
-                        x = fused(b, x, _one(b, place), _one(b, b.add(place, gap)))
+                    if its.by == CHANNEL:
+                        x = fused(b, xs[t], big[v], off[v])
+                    else:
+                        x = scales.scaled(b, xs[t], t, v, n_d, its)
                     for row in range(n_w):
                         new[row, v] = fused(b, x, weights[row][t], new[row, v])
             i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
@@ -221,5 +248,4 @@ def values(
                 write(b, where[cell], acc[cell])
         return context.get_dummy_value()
 
-    ints = [types.int64] * 8
-    return types.void(*ints, d, w, bits, kind, group), codegen
+    return types.void(*[types.int64] * 9, d, w, how), codegen

@@ -15,8 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..select.ref import gather
+from .strand import Strand
+
 # Logits of one block of query rows hold at most this many numbers (64 MiB in fp32).
 _BLOCK_NUMEL = 1 << 24
+
+
+First = tuple[Tensor, Tensor]
+"""Exact keys and values [B, Hk, S, D] that are read before chosen ones."""
 
 
 class State(NamedTuple):
@@ -67,6 +74,37 @@ def attend(
         o, s = _softmax(logits, values)
         out[:, :, :, lo:hi], lse[:, :, :, lo:hi] = o, s
     return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
+
+
+def attend_gathered(
+    q: Tensor,
+    keys: Strand,
+    values: Strand,
+    slots: Tensor,
+    begin: int,
+    scale: float,
+    *,
+    first: First | None = None,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> State:
+    """Attend q [B, Hq, 1, D] to `first`, to the tokens at slots and to all from `begin` on.
+
+    slots: int64 [B, H, M] of the strands' tokens, H a multiple of Hk that divides Hq: heads of a
+    group may have chosen alone. valid: bool [B, 1 or H, S + M + rest], in the order named. bias:
+    fp32 [B or 1, Hq, S + M + rest]. The rest is as in `attend`.
+    """
+
+    def read(strand: Strand, lead: Tensor | None) -> Tensor:
+        x = strand.tensor()
+        r = slots.shape[1] // x.shape[1]
+        parts = [gather(x, slots), x[:, :, begin:].repeat_interleave(r, dim=1)]
+        before = [] if lead is None else [lead.repeat_interleave(r, dim=1)]
+        return torch.cat([*before, *parts], dim=2)
+
+    k, v = (read(*both) for both in zip((keys, values), first or (None, None), strict=True))
+    return attend(q, k, v, scale, valid=valid, softcap=softcap, bias=bias)
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,8 +152,11 @@ def spread(meta: Tensor, group_of: Tensor) -> Tensor:
 
 
 def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape)."""
-    scale, zero = held_scale((high - low) / top(bits), meta), low
+    """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape).
+
+    Which of 0 and -0 is the less depends on the order in which they are compared: 0 it is.
+    """
+    scale, zero = held_scale((high - low) / top(bits) + 0.0, meta), low + 0.0
     if meta == torch.float8_e4m3fn:
         most = torch.finfo(meta).max
         zero = zero.clamp(-most, most)
@@ -182,7 +185,7 @@ def _range(grouped: Tensor, dim: int, real: Tensor | None) -> tuple[Tensor, Tens
         low, high = grouped.aminmax(dim=dim, keepdim=True)
         return low, high
     b, _, blocks, group, _ = grouped.shape
-    pad = ~real.reshape(b, -1, blocks, group, 1)
+    pad = ~real.reshape(b, real.shape[1], blocks, group, 1)
     low = grouped.masked_fill(pad, torch.inf).amin(dim=dim, keepdim=True)
     high = grouped.masked_fill(pad, -torch.inf).amax(dim=dim, keepdim=True)
     none = pad.all(dim=dim, keepdim=True)

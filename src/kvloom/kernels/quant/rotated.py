@@ -77,6 +77,12 @@ def unrotate(x: Tensor) -> Tensor:
     return back * signs.to(x.device)
 
 
+@lru_cache
+def matrix(group: int) -> Tensor:
+    """M fp32 [group, group] with x M = R x, for vectors so few that butterflies take longer."""
+    return rotate(torch.eye(group))
+
+
 def _hadamard(x: Tensor) -> Tensor:
     """The symmetric orthogonal Hadamard matrix times x, by butterflies."""
     size, half = x.shape[-1], 1

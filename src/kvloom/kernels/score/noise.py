@@ -5,7 +5,8 @@ split into blocks, on the rows of a batch or on the backend, and it follows a to
 stored and whichever beam it belongs to.
 
 u = (h(h(h(seed + head * A) + query * B) + key * C) mod 2^24 + 0.5) / 2^24 with h the 32-bit
-finalizer of MurmurHash3 and all sums mod 2^32; then noise = F^-1(u).
+finalizer of MurmurHash3 and all sums mod 2^32; then noise = F^-1(u). fp32 rounds the largest u to
+1, whose noise would be infinite: u is 1 - 2^-24 at most.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import torch
 from torch import Tensor
 
 _EULER = 0.5772156649015329  # mean of the Gumbel distribution
-_A, _B, _C = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-_M1, _M2 = 0x85EBCA6B, 0xC2B2AE35
+A, B, C = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+M1, M2 = 0x85EBCA6B, 0xC2B2AE35
+TOP = 1.0 - 2.0**-24
 
 
 class Noise(NamedTuple):
     """What noise to add to the logits of some queries and keys.
 
-    kind: one of `KINDS`. keys: int64 [B or 1, Hk or 1, N], logical index of each key. first: that
-    of the first query, the others follow. fixed: every key has one noise for all queries.
+    kind: one of `KINDS`. keys: int32 or int64 [B or 1, Hk or 1, N], logical index of each key.
+    first: that of the first query, the others follow. fixed: every key has one noise for all
+    queries.
     """
 
     kind: str
@@ -42,13 +45,14 @@ class Noise(NamedTuple):
         """
         device = self.keys.device
         heads = torch.arange(hk * r, device=device).view(1, hk, r, 1, 1)
-        state = _hash(_int32(self.seed + heads * _A))
+        state = _hash(_int32(self.seed + heads * A))
         if not self.fixed:
             queries = torch.arange(self.first + lo, self.first + hi, device=device).view(-1, 1)
-            state = _hash(state + _int32(queries * _B))
-        keys = _int32(self.keys[..., :end] * _C)[:, :, None, None, :]
+            state = _hash(state + _int32(queries * B))
+        keys = _int32(self.keys[..., :end].long() * C)[:, :, None, None, :]
         bits = _hash(state + keys).bitwise_and_(0xFFFFFF)
-        return KINDS[self.kind](bits.float().add_(0.5).mul_(2.0**-24))
+        u = bits.float().add_(0.5).mul_(2.0**-24).clamp_(max=TOP)
+        return KINDS[self.kind](u)
 
 
 def _int32(x: Tensor) -> Tensor:
@@ -59,7 +63,7 @@ def _int32(x: Tensor) -> Tensor:
 
 def _hash(x: Tensor) -> Tensor:
     """The finalizer of MurmurHash3 on int32 [...]: every input bit moves every output bit."""
-    m1, m2 = _M1 - (1 << 32), _M2 - (1 << 32)
+    m1, m2 = M1 - (1 << 32), M2 - (1 << 32)
     x = x ^ (x >> 16).bitwise_and_(0xFFFF)
     x.mul_(m1)
     x ^= (x >> 13).bitwise_and_(0x7FFFF)

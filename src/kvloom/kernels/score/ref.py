@@ -49,25 +49,78 @@ def column_mass(
         end = n - t + hi  # no row of this block sees further
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        if bias is not None:
-            logits += bias.view(-1, hk, r, 1, n)[..., :end]
-        if noise is not None:
-            logits = logits + noise.block(hk, r, lo, hi, end)
-        if tau != 1.0:
-            logits = logits / tau
-        ahead = torch.ones(hi - lo, end, dtype=torch.bool, device=q.device)
-        hidden = ahead.triu(end - (hi - lo) + 1)
-        if window is not None:
-            hidden |= ahead.tril(end - (hi - lo) - window)
-        logits = logits.masked_fill(hidden, -torch.inf)
-        if valid is not None:
-            logits = logits.masked_fill(~valid[:, :, None, None, :end], -torch.inf)
-        weights = logits.softmax(dim=-1)
-        if valid is not None:
-            weights = weights.nan_to_num(0.0)  # a row that sees nothing
-        if real is not None:
-            weights = weights * real[:, :, None, lo:hi, None]
-        mass[..., :end] += weights.sum(dim=3)
+        mass[..., :end] += _summed(logits, lo, n, valid, real, softcap, bias, window, noise, tau)
     return mass.view(b, hq, n)
+
+
+def step_mass(
+    products: Tensor,
+    n: int,
+    hk: int,
+    *,
+    valid: Tensor | None = None,
+    real: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    noise: Noise | None = None,
+    tau: float = 1.0,
+) -> Tensor:
+    """`column_mass` of a step whose attention has left its products behind.
+
+    products: fp32 [B, Hq, T, N or more], scale * q @ k before softcap, bias and masks; what is
+    behind the first n keys may be anything. hk: key/value heads. The others as in `column_mass`.
+    """
+    b, hq = products.shape[:2]
+    logits = products[..., :n].unflatten(1, (hk, hq // hk)).clone()
+    mass = _summed(logits, 0, n, valid, real, softcap, bias, None, noise, tau)
+    return mass.reshape(b, hq, n)
+
+
+def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+    """The slot of the lowest score among the tokens with an index below `before`: int64 [B, Hk, 1].
+
+    scores: fp32 [B, Hk, N]. index: int32 [B, Hk, N]. see: bool [B, Hk, N], False counts as lowest
+    of all. The first of equals.
+    """
+    rank = scores if see is None else scores.masked_fill(~see, -torch.inf)
+    return rank.masked_fill(index >= before, torch.inf).argmin(dim=-1, keepdim=True)
+
+
+def _summed(
+    logits: Tensor,
+    lo: int,
+    n: int,
+    valid: Tensor | None,
+    real: Tensor | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    window: int | None,
+    noise: Noise | None,
+    tau: float,
+) -> Tensor:
+    """Mass from logits [B, Hk, R, rows, end] of the query rows from lo and the first keys of n.
+
+    The last row's own key is the last.
+    """
+    _, hk, r, rows, end = logits.shape
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if bias is not None:
+        logits += bias.view(-1, hk, r, 1, n)[..., :end]
+    if noise is not None:
+        logits = logits + noise.block(hk, r, lo, lo + rows, end)
+    if tau != 1.0:
+        logits = logits / tau
+    ahead = torch.ones(rows, end, dtype=torch.bool, device=logits.device)
+    hidden = ahead.triu(end - rows + 1)
+    if window is not None:
+        hidden |= ahead.tril(end - rows - window)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if valid is not None:
+        logits = logits.masked_fill(~valid[:, :, None, None, :end], -torch.inf)
+    weights = logits.softmax(dim=-1)
+    if valid is not None:
+        weights = weights.nan_to_num(0.0)  # a row that sees nothing
+    if real is not None:
+        weights = weights * real[:, :, None, lo : lo + rows, None]
+    return weights.sum(dim=3)

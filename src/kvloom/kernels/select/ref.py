@@ -6,6 +6,8 @@ Everything is computed in fp32, for all batch rows and key/value heads at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,23 @@ def seeds(real: Tensor, count: Tensor, most: int, generator: torch.Generator) ->
     return order.gather(2, rank.clamp(max=real.shape[-1] - 1))
 
 
+def linear(
+    centroids: Tensor, distance: str, alive: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A distance as weights fp32 [B, Hk, C, D] and offset [B, Hk, C]: nearest, x w + o is most.
+
+    Weights are rounded to the keys' dtype, as centroids are in the end.
+    """
+    weights = centroids
+    if distance == "cosine":  # the key's own length does not change the order
+        weights = centroids / centroids.norm(dim=-1, keepdim=True).clamp_min(1e-20)
+    weights = weights.to(dtype).float()
+    offset = torch.zeros_like(centroids[..., 0])
+    if distance == "l2":  # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2)
+        offset = -0.5 * weights.square().sum(dim=-1)
+    return weights, offset.masked_fill(~alive, -torch.inf)
+
+
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
     """The living centroid nearest to each key: int64 [B, Hk, N].
 
@@ -37,13 +56,8 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     product: the largest; l2: the smallest.
     """
     b, h, n, _ = x.shape
-    weights, offset = centroids, torch.zeros_like(centroids[..., 0])
-    if distance == "cosine":  # the key's own length does not change the order
-        weights = centroids / centroids.norm(dim=-1, keepdim=True).clamp_min(1e-20)
-    elif distance == "l2":  # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2)
-        offset = -0.5 * centroids.square().sum(dim=-1)
-    offset = offset.masked_fill(~alive, -torch.inf).unsqueeze(2)
-    weights = weights.transpose(-1, -2)
+    weights, offset = linear(centroids, distance, alive, x.dtype)
+    weights, offset = weights.transpose(-1, -2), offset.unsqueeze(2)
     labels = torch.empty(b, h, n, dtype=torch.long, device=x.device)
     step = max(1, _BLOCK_NUMEL // max(1, b * h * centroids.shape[2]))
     for lo in range(0, n, step):
@@ -52,30 +66,47 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     return labels
 
 
+def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
+    """The mean of the keys x [B, Hk, N, D] of every label below C: fp32 [B, Hk, C, D].
+
+    labels: int64 [B, Hk, N]. centroids: fp32 [B, Hk, C, D], for those without keys.
+    """
+    b, h, c, d = centroids.shape
+    part = torch.arange(b * h, device=x.device).view(b, h, 1) * (c + 1)
+    total = torch.zeros(b * h * (c + 1), d, device=x.device)
+    total.index_add_(0, (labels + part).view(-1), x.reshape(-1, d).float())
+    total = total.view(b, h, c + 1, d)[:, :, :c]
+    count = sizes(labels, c).unsqueeze(-1)
+    return torch.where(count > 0, total / count.clamp_min(1), centroids)
+
+
 def kmeans(
-    x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
+    x: Tensor,
+    start: Tensor,
+    real: Tensor,
+    alive: Tensor,
+    distance: str,
+    iterations: int,
+    nearest: Callable[[Tensor, Tensor, str, Tensor], Tensor] = nearest,
+    means: Callable[[Tensor, Tensor, Tensor], Tensor] = means,
 ) -> tuple[Tensor, Tensor]:
     """Cluster keys x [B, Hk, N, D]: centroids fp32 [B, Hk, C, D] and labels int64 [B, Hk, N].
 
     start: int64 [B, 1, C], the keys that centroids start from. real: bool [B, 1, N], False for
     tokens that take no part; their label is C. alive: bool [B, 1, C]. A centroid is the mean of
     its keys as they are; a cluster without keys keeps its centroid. Stops when no label changes.
+    nearest, means: what does a step's work.
     """
     b, h, n, d = x.shape
     c = start.shape[-1]
     centroids = x.gather(2, start.unsqueeze(-1).expand(b, h, c, d)).float()
-    part = torch.arange(b * h, device=x.device).view(b, h, 1) * (c + 1)
     labels = x.new_full((b, h, n), -1, dtype=torch.long)
     for _ in range(iterations):
         now = nearest(x, centroids, distance, alive).masked_fill_(~real, c)
         if torch.equal(now, labels):
             break
         labels = now
-        total = torch.zeros(b * h * (c + 1), d, device=x.device)
-        total.index_add_(0, (labels + part).view(-1), x.reshape(-1, d).float())
-        total = total.view(b, h, c + 1, d)[:, :, :c]
-        count = sizes(labels, c).unsqueeze(-1)
-        centroids = torch.where(count > 0, total / count.clamp_min(1), centroids)
+        centroids = means(x, labels, centroids)
     return centroids, labels
 
 
@@ -84,6 +115,24 @@ def sizes(labels: Tensor, clusters: int) -> Tensor:
     b, h, _ = labels.shape
     count = torch.zeros(b, h, clusters + 1, dtype=torch.long, device=labels.device)
     return count.scatter_add_(2, labels, torch.ones_like(labels))[..., :clusters]
+
+
+def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
+    """How queries [B, Hq, D] rate clusters, q . centroid: fp32 [B, Hk, C], "each": [B, Hq, C].
+
+    centroids: [B, Hk, C, D]. alive: bool [B, Hk, C]; the others are rated minus infinity.
+    """
+    b, hk, c = alive.shape
+    dead = ~alive.unsqueeze(2).expand(b, hk, q.shape[1] // hk, c).reshape(b, -1, c)
+    return together(dots(q, centroids).masked_fill_(dead, -torch.inf), hk, group)
+
+
+def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
+    """Scores [B, Hq, N] of the heads that choose: [B, Hk, N], or as they are for "each"."""
+    if group == "each":
+        return scores
+    by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
+    return by_group.amax(dim=2) if group == "max" else by_group.mean(dim=2)
 
 
 def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
@@ -103,23 +152,27 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
     return _by_group(order, (start - end + size).gather(2, rank) + place, r).long()
 
 
-def page_bounds(x: Tensor, page: int, real: Tensor) -> tuple[Tensor, Tensor]:
+def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """The least and the largest key of every page and channel: 2 x [B, Hk, N / page, D].
 
-    x: [B, Hk, N, D], whole pages. real: bool [B, 1, N], False for tokens that do not count; a page
-    without tokens has the bounds (plus, minus) the largest number there is.
+    x: [B, Hk, N, D], whole pages. real: bool [B, 1, N], False for tokens that do not count (None:
+    all do); a page without tokens has the bounds (plus, minus) the largest number there is.
     """
     b, h, n, d = x.shape
-    pages, hidden = x.view(b, h, n // page, page, d), ~real.view(b, 1, n // page, page, 1)
+    pages = x.reshape(b, h, n // page, page, d)
+    if real is None:
+        return pages.amin(dim=3), pages.amax(dim=3)
+    hidden = ~real.view(b, 1, n // page, page, 1)
     most = torch.finfo(x.dtype).max
     low = pages.masked_fill(hidden, most).amin(dim=3)
     return low, pages.masked_fill(hidden, -most).amax(dim=3)
 
 
-def page_scores(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The most that q . k can be for a key of each page, fp32 [B, Hq, pages]; -inf for no tokens.
+def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str = "each") -> Tensor:
+    """The most that q . k can be for a key of each page; -inf for no tokens.
 
-    q: [B, Hq, D]. low, high: [B, Hk, pages, D]. max(q low, q high) summed over channels is
+    q: [B, Hq, D]. low, high: [B, Hk, pages, D]. Returns fp32 [B, Hk, pages], of the heads that
+    choose together; "each": [B, Hq, pages]. max(q low, q high) summed over channels is
     relu(q) high - relu(-q) low.
     """
     b, hq, d = q.shape
@@ -127,12 +180,17 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     top = rows.clamp_min(0) @ high.float().transpose(-1, -2)
     top -= (-rows).clamp_min(0) @ low.float().transpose(-1, -2)
     none = (low[..., 0] > high[..., 0]).unsqueeze(2)
-    return top.masked_fill_(none, -torch.inf).view(b, hq, -1)
+    scores = top.masked_fill_(none, -torch.inf).view(b, hq, -1)
+    return together(scores, low.shape[1], group)
 
 
-def pages_to_tokens(pages: Tensor, page: int) -> Tensor:
-    """Every token of the pages int64 [B, H, P]: [B, H, P * page]."""
-    return (pages.unsqueeze(-1) * page + torch.arange(page, device=pages.device)).flatten(2)
+def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
+    """Every token of the best pages, best first, of equal ones the oldest: [B, H, pages * page].
+
+    scores: fp32 [B, H, P].
+    """
+    best = scores.argsort(dim=-1, descending=True, stable=True)[..., :pages]
+    return (best.unsqueeze(-1) * page + torch.arange(page, device=best.device)).flatten(2)
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:

@@ -1,0 +1,290 @@
+"""Section `check`: every kernel against the reference, on fresh data, over poisoned memory.
+
+The reference runs on the CPU, in fp32 or, for codes, to the last bit: a GPU's torch divides by
+multiplying with a rounded reciprocal. A case that the dispatch leaves to the reference fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_clock import Bench
+from kvloom.kernels import dispatch
+from kvloom.kernels.attend import ref as attend_ref
+from kvloom.kernels.attend import run as attend_run
+from kvloom.kernels.quant import gpu as quant_gpu
+from kvloom.kernels.quant import ref as quant_ref
+from kvloom.kernels.quant.scheme import Held, Scheme
+from kvloom.kernels.score import gpu as score_gpu
+from kvloom.kernels.score import ref as score_ref
+from kvloom.kernels.score.noise import Noise
+from kvloom.kernels.select import gpu as select_gpu
+from kvloom.kernels.select import ref as select_ref
+from kvloom.store import Packed
+from kvloom.store.formats import META
+from kvloom.store.lane import Lane
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Case = tuple[str, str, float, Callable[[], float]]  # operation, what, tolerance, error
+
+
+def check(bench: Bench, fast: bool = False) -> None:
+    """Run all cases; a row an operation, and one for each case that fails."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what nobody has written
+    found: dict[str, list[float]] = defaultdict(list)
+    failed = 0
+    try:
+        for operation, what, most, error in cases(bench, fast):
+            if bench.skip(f"{operation} {what}"):
+                continue
+            try:
+                worst = error()
+            except Exception as problem:
+                if bench.dry:
+                    raise
+                bench.row(f"{operation} {what}", {"ok": False}, note=str(problem)[:200])
+                failed += 1
+                continue
+            if not worst <= most:  # NaN never passes
+                failed += 1
+                bench.row(f"{operation} {what}", {"ok": False, "error": worst, "tolerance": most})
+            found[operation].append(worst)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for operation, worst in found.items():
+        bench.row(operation, {"cases": len(worst), "largest error": max(worst)})
+    bench.row("check", {"ok": not failed, "failed": failed})
+
+
+def cases(bench: Bench, fast: bool) -> Iterator[Case]:
+    """All cases, the fewest of each operation if `fast`."""
+    for family in (_quant, _score, _select, _attend):
+        yield from family(bench, fast)
+
+
+def _away(got: Tensor, want: Tensor) -> float:
+    """The largest difference beside the largest number; NaN and infinities must agree."""
+    got, want = got.double().cpu(), want.double().cpu()
+    if got.shape != want.shape:
+        return float("nan")
+    if not torch.equal(got.isfinite(), want.isfinite()) or got.isnan().any():
+        return float("nan")
+    got, want = got[want.isfinite()], want[want.isfinite()]
+    if not want.numel():
+        return 0.0
+    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
+
+
+def _quant(bench: Bench, fast: bool) -> Iterator[Case]:
+    turn = 0
+    for bits in quant_ref.ATOM:
+        for axis in ("channel", "token"):
+            meta, dtype = list(META)[turn % 4], DTYPES[turn % 3]
+            d, group = ((128, 32), (64, 16), (80, 16), (128, 128))[turn % 4]
+            turn += 1
+            if fast and turn % 5:
+                continue
+            scheme = Scheme(bits, axis, group, META[meta])
+            what = f"{bits} bit per {axis} {group}, D={d}, {meta}, {dtype}"
+            yield "pack, unpack", what, 0.0, lambda s=scheme, d=d, t=dtype: _packed(bench, s, d, t)
+
+
+def _packed(bench: Bench, scheme: Scheme, d: int, dtype: torch.dtype) -> float:
+    group, channel = scheme.group, scheme.axis == "channel"
+    b, h, n = 2, 2, 3 * group if channel else 29
+    x = torch.randn(b, h, n, d).to(dtype)
+    real = torch.arange(n) >= torch.tensor([0, group + 3])[:, None, None] if channel else None
+    codes, scale, zero = quant_ref.quantize(x, scheme.bits, scheme.axis, group, scheme.meta, real)
+    packed = quant_ref.pack_codes(codes, scheme.bits)
+    held = Held(*(torch.full_like(m.to(bench.device), 77) for m in (packed, scale, zero)))
+    cut = n // 2 // group * group if channel else n // 2
+    for lo, hi in ((0, cut), (cut, n)):
+        here = None if real is None else real[:, :, lo:hi].to(bench.device)
+        quant_gpu.pack(x[:, :, lo:hi].to(bench.device), scheme, held, lo, here)
+    wrong = sum(
+        int((a.cpu().float() != b.float()).sum())
+        for a, b in zip(held, (packed, scale, zero), strict=True)
+    )
+    if bench.dry and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter truncates to bf16
+    back = quant_ref.dequantize(codes, scale, zero, scheme.axis, group, dtype)[:, :, 3:]
+    got = quant_gpu.unpack(held, scheme, 3, n, dtype)
+    if scheme.meta != torch.float32:
+        return wrong + float((got.cpu() != back).sum())
+    return wrong + float((got.cpu().float() - back.float()).abs().max() > 1e-2)
+
+
+def _score(bench: Bench, fast: bool) -> Iterator[Case]:
+    for turn, (t, n, d) in enumerate(
+        ((1, 777, 128), (8, 130, 80), (300, 300, 128), (70, 333, 64), (150, 150, 256))
+    ):
+        if fast and turn % 3:
+            continue
+        if bench.dry:
+            t, n = min(t, 40), min(n, 70)
+        for r in (4,) if fast else (1, 4):
+            dtype = torch.float16 if bench.dry else DTYPES[(turn + r) % 3]
+            what = f"T={t} N={n} D={d} R={r} {dtype}"
+            yield (
+                "column_mass", what, 1e-4,
+                lambda t=t, n=n, d=d, r=r, dt=dtype: _mass(bench, t, n, d, r, dt, False),
+            )  # fmt: skip
+            yield (
+                "column_mass", f"{what}, padding, softcap, bias, window, noise", 1e-4,
+                lambda t=t, n=n, d=d, r=r, dt=dtype: _mass(bench, t, n, d, r, dt, True),
+            )  # fmt: skip
+
+
+def _mass(bench: Bench, t: int, n: int, d: int, r: int, dtype: torch.dtype, all_: bool) -> float:
+    q, k = torch.randn(2, 2 * r, t, d).to(dtype), torch.randn(2, 2, n, d).to(dtype)
+    options: dict[str, Any] = {}
+    if all_:
+        valid = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
+        options = {
+            "valid": valid, "real": valid[..., -t:], "bias": torch.randn(1, 2 * r, n),
+            "softcap": 20.0, "window": n // 2, "tau": 1.5,
+        }  # fmt: skip
+    index = torch.arange(n).expand(1, 1, n)
+    noise = Noise("gumbel", 7, index, n - t) if all_ else None
+    want = score_ref.column_mass(q.float(), k.float(), d**-0.5, noise=noise, **options)
+    there = {k: _to(v, bench) for k, v in options.items()}
+    if noise is not None:
+        noise = noise._replace(keys=index.to(bench.device))
+    given = q.to(bench.device), k.to(bench.device)
+    got = score_gpu.column_mass(*given, d**-0.5, noise=noise, **there)
+    return _away(got, want)
+
+
+def _to(x: Any, bench: Bench) -> Any:
+    return x.to(bench.device) if isinstance(x, Tensor) else x
+
+
+def _select(bench: Bench, fast: bool) -> Iterator[Case]:
+    n = 200 if bench.dry else 3000
+    for i, distance in enumerate(select_ref.DISTANCES):
+        for d, dtype in ((128, DTYPES[i]), (80, DTYPES[(i + 1) % 3])):
+            if fast and (i or d == 80):
+                continue
+            dtype = torch.float16 if bench.dry else dtype
+            what = f"{distance} D={d} {dtype}"
+            yield (
+                "kmeans", what, 1e-3,
+                lambda d=d, dt=dtype, o=distance: _kmeans(bench, n, d, dt, o),
+            )  # fmt: skip
+    for d, page in ((128, 16), (64, 5)):
+        dtype = torch.float16 if bench.dry else torch.bfloat16
+        yield (
+            "pages",
+            f"D={d} page={page}",
+            1e-5,
+            lambda d=d, p=page, t=dtype: _pages(bench, d, p, t),
+        )
+    for m in (1, 130):
+        yield "select_clusters", f"m={m}", 0.0, lambda m=m: _choice(bench, m)
+
+
+def _kmeans(bench: Bench, n: int, d: int, dtype: torch.dtype, distance: str) -> float:
+    """How much worse the found clusters fit than the reference's, and how far means are off."""
+    x, c = torch.randn(1, 2, n, d).to(dtype), n // 40
+    start = torch.randperm(n)[:c].sort().values.expand(1, 1, c)
+    real, alive = torch.ones(1, 1, n, dtype=torch.bool), torch.ones(1, 1, c, dtype=torch.bool)
+    given = [y.to(bench.device) for y in (x, start, real, alive)]
+    _, labels = select_gpu.kmeans(*given, distance, 1)
+    first = x.gather(2, start.unsqueeze(-1).expand(1, 2, c, d)).float()
+    want = select_ref.nearest(x, first, distance, alive)
+    if (labels.cpu() != want).float().mean() > 1e-3:  # only near ties may go either way
+        return float("nan")
+    centroids, labels = select_gpu.kmeans(*given, distance, 8)
+    labels = labels.cpu()
+    total = torch.zeros(2, c, d, dtype=torch.float64)
+    total.scatter_add_(1, labels[0, :, :, None].expand(2, n, d), x[0].double())
+    count = select_ref.sizes(labels, c)[0].unsqueeze(-1)
+    means = torch.where(count > 0, total / count.clamp_min(1), centroids[0].cpu().double())
+    return _away(centroids[0], means)
+
+
+def _pages(bench: Bench, d: int, page: int, dtype: torch.dtype) -> float:
+    n = page * 20
+    x, q = torch.randn(2, 2, n, d).to(dtype), torch.randn(2, 8, d).to(dtype)
+    real = torch.arange(n) >= torch.tensor([0, n // 2])[:, None, None]
+    want = select_ref.page_bounds(x, page, real)
+    got = select_gpu.page_bounds(x.to(bench.device), page, real.to(bench.device))
+    wrong = sum(int((a.cpu() != b).sum()) for a, b in zip(got, want, strict=True))
+    scores = select_gpu.page_scores(q.to(bench.device), *got)
+    return wrong + _away(scores, select_ref.page_scores(q, *want))
+
+
+def _choice(bench: Bench, m: int) -> float:
+    labels = torch.randint(0, 30, (2, 2, 900))
+    size, order = select_ref.sizes(labels, 40), labels.argsort(dim=-1, stable=True)
+    given = torch.randn(2, 8, 40), size, size.cumsum(-1) - size, order
+    got = select_gpu.select_clusters(*(x.to(bench.device) for x in given), m)
+    return float((got.cpu() != select_ref.select_clusters(*given, m)).sum())
+
+
+def _attend(bench: Bench, fast: bool) -> Iterator[Case]:
+    formats: list[tuple[str, Packed | None, Packed | None]] = [("exact", None, None)]
+    for bits in quant_ref.ATOM:
+        keys = Packed(bits, "channel", 32, "fp16", residual=32)
+        formats.append((f"{bits} bit, kivi", keys, Packed(bits, "token", 32)))
+    formats += [
+        ("4 bit per token, bf16", Packed(4, "token", 32, "bf16"), Packed(4, "token", 0, "bf16")),
+        ("8 bit keys, exact values", Packed(8, "token", 16, "fp32"), None),
+    ]
+    for turn, (name, keys, values) in enumerate(formats):
+        if fast and turn not in (0, 3):
+            continue
+        d, r = ((128, 4), (64, 1), (96, 8), (256, 4))[turn % 4] if turn else (128, 4)
+        dtype = torch.float16 if bench.dry else DTYPES[turn % 3]
+        for t in (1,) if fast else (1, 4):
+            what = f"{name}, D={d} R={r} T={t} {dtype}"
+            yield (
+                "attend", what, 3e-3,
+                lambda k=keys, v=values, d=d, r=r, t=t, dt=dtype: _step(bench, k, v, d, r, t, dt),
+            )  # fmt: skip
+
+
+def _step(
+    bench: Bench,
+    keys: Packed | None,
+    values: Packed | None,
+    d: int,
+    r: int,
+    t: int,
+    dtype: torch.dtype,
+) -> float:
+    """A step over a packed prefix and an exact tail, as a layer takes it."""
+    n = 150 if bench.dry else 1100
+    lanes = []
+    for fmt in (keys, values):
+        lane = Lane(fmt, 17)
+        lane.take(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0)
+        lanes.append(lane)
+    q = torch.randn(2, 2 * r, t, d, device=bench.device).to(dtype)
+    valid = torch.arange(n, device=bench.device) >= torch.tensor(
+        [[[0]], [[n // 3]]], device=bench.device
+    )
+    exact = []
+    for lane in lanes:
+        parts = [lane.view(lo, hi) for lo, hi in ((0, lane.sealed), (lane.sealed, n)) if hi > lo]
+        exact.append(
+            torch.cat([p if isinstance(p, Tensor) else p.tensor() for p in parts], 2).cpu().float()
+        )
+    before = dispatch.ran.copy()
+    state = attend_run.attend(
+        q, lanes[0].whole(), lanes[1].whole(), d**-0.5, causal=t > 1, valid=valid
+    )
+    if state is None:
+        why = next((w for (_, _, w), _ in (dispatch.ran - before).items()), "")
+        raise RuntimeError(f"left to the reference: {why}")
+    want = attend_ref.attend(
+        q.cpu().float(), *exact, d**-0.5, causal=t > 1, valid=valid.cpu()
+    )  # fmt: skip
+    return max(_away(state.out, want.out), _away(state.lse, want.lse))

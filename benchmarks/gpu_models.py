@@ -1,0 +1,166 @@
+"""Whole models with random weights, and one run of a recipe on them.
+
+A run feeds a prompt of P tokens, times `steps` single tokens, feeds all but `steps` of the D new
+tokens as one stretch (not timed) and times `steps` more: the cost of a step changes evenly in
+between, so D of them take D times the mean of the two ends. Feeding D tokens one by one would take
+minutes a row; `latency s` is therefore computed, and `tokens/s` says how fast the ends were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
+
+import kvloom
+from gpu_clock import Bench
+from kvloom.hf.compat import geometry
+from kvloom.recipes import resolve
+
+SHAPES: dict[str, dict[str, int]] = {
+    "Llama-3-8B": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "Llama-2-7B": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+    },
+}  # fmt: skip
+_TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 199,
+}  # fmt: skip
+
+
+def model(bench: Bench, shape: str) -> Any:
+    """The model of a shape; only one is held at a time."""
+    if shape not in bench.models:
+        bench.models.clear()
+        bench.free()
+        numbers = SHAPES[shape]
+        if bench.dry:
+            heads = 4 * numbers["num_key_value_heads"] // numbers["num_attention_heads"]
+            numbers = {**_TINY, "num_key_value_heads": max(1, heads)}
+        config = LlamaConfig(
+            **numbers, max_position_embeddings=1 << 20, attn_implementation="sdpa", use_cache=True
+        )
+        dtype = torch.float16 if bench.dry else torch.bfloat16
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with bench.device:
+                made = LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        bench.models[shape] = made
+    return bench.models[shape]
+
+
+@dataclass
+class Run:
+    """What one run took: seconds, GB, and the tokens fed."""
+
+    prefill: float
+    early: float  # seconds a step
+    late: float
+    peak_gb: float
+    prompt: int
+    new: int
+    batch: int
+    kept: float  # GB of the cache at the end, by its own count
+
+    @property
+    def step(self) -> float:
+        """Seconds a step, on the average."""
+        return (self.early + self.late) / 2
+
+    @property
+    def latency(self) -> float:
+        """Seconds for prompt and new tokens."""
+        return self.prefill + self.new * self.step
+
+    @property
+    def tokens_s(self) -> float:
+        """New tokens a second while decoding."""
+        return self.batch / self.step
+
+    @property
+    def processed_s(self) -> float:
+        """Prompt and new tokens a second, as the papers count throughput."""
+        return self.batch * (self.prompt + self.new) / self.latency
+
+    def figures(self) -> dict[str, float]:
+        """As a row has them."""
+        return {
+            "batch": self.batch, "prefill s": self.prefill, "ms a step": 1e3 * self.step,
+            "latency s": self.latency, "tokens/s": self.tokens_s, "peak GB": self.peak_gb,
+            "cache GB": self.kept,
+        }  # fmt: skip
+
+
+def cache_of(bench: Bench, shape: str, cache: str) -> Callable[[], Any]:
+    """What makes an empty cache: "DynamicCache" or "QuantizedCache" of transformers, or a recipe.
+
+    Under transformers' own, the model's attention is transformers' own.
+    """
+    made = model(bench, shape)
+    if cache in ("DynamicCache", "QuantizedCache") and getattr(made, "_kvloom", None) is not None:
+        kvloom.detach(made)
+    if cache == "DynamicCache":
+        return lambda: DynamicCache(config=made.config)
+    if cache == "QuantizedCache":
+        return lambda: QuantizedCache(backend="quanto", config=made.config, nbits=4)
+    return lambda: kvloom.Cache(made, cache)
+
+
+@torch.inference_mode()
+def run(
+    bench: Bench, shape: str, recipe: str, prompt: int, new: int, batch: int = 1, steps: int = 12
+) -> Run:  # fmt: skip
+    """One run; raises torch.OutOfMemoryError where it does not fit."""
+    made, fresh = model(bench, shape), cache_of(bench, shape, recipe)
+    if bench.dry:
+        prompt, new, batch, steps = min(prompt, 40), 6, min(batch, 2), 1
+    steps = min(steps, new // 2)
+
+    def feed(tokens: int, cache: Any) -> None:
+        ids = torch.randint(0, made.config.vocab_size, (batch, tokens), device=bench.device)
+        made(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    bench.free()
+    if not bench.dry:  # kernels are compiled, and cuBLAS set up, on a short prompt of this batch
+        warm = fresh()
+        for tokens in (min(prompt, 512), 1, 1):
+            feed(tokens, warm)
+        del warm
+        bench.free()
+    cache = fresh()
+    times = [bench.now()]
+    feed(prompt, cache)
+    times.append(bench.now())
+    feed(1, cache)
+    ends = []
+    for stretch in (0, new - 2 * steps - 2):
+        if stretch > 0:
+            feed(stretch, cache)
+            feed(1, cache)
+        begin = bench.now()
+        for _ in range(steps):
+            feed(1, cache)
+        ends.append((bench.now() - begin) / steps)
+    peak = bench.peak_gb()
+    kept = getattr(cache, "nbytes", 0)
+    del cache
+    bench.free()
+    return Run(times[1] - times[0], ends[0], ends[1], peak, prompt, new, batch, kept / 1e9)
+
+
+def fits(bench: Bench, shape: str, recipe: str, tokens: int, room_gb: float) -> int:
+    """How many sequences of so many tokens a recipe's cache has room for in so many GB."""
+    each = resolve(recipe).nbytes(tokens, geometry(model(bench, shape)))
+    return max(1, int(room_gb * 1e9 / each))

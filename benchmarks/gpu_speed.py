@@ -1,0 +1,178 @@
+"""Sections `attend` and `kernels`: bytes that must move beside what a copy moves; ratios to torch.
+
+Shapes: 32 query heads over 8 key/value heads of 128, bf16. `GB/s` counts every byte of the keys and
+values held (codes, scales, zeros, exact tail) once; `of copy` is its share of what a copy between
+two buffers moves in the same run.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_clock import Bench
+from kvloom.kernels.attend import run as attend_run
+from kvloom.kernels.quant import gpu as quant_gpu
+from kvloom.kernels.score import gpu as score_gpu
+from kvloom.kernels.select import gpu as select_gpu
+from kvloom.kernels.select import ref as select_ref
+from kvloom.recipes import resolve
+from kvloom.store.lane import Lane
+
+HQ, HK, D = 32, 8, 128
+GRID = (  # tokens, batch
+    (8_192, 1), (8_192, 8), (8_192, 64), (32_768, 1), (32_768, 8), (32_768, 32),
+    (131_072, 1), (131_072, 8), (262_144, 1), (262_144, 4),
+)  # fmt: skip
+RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4")
+MARKS = {  # issue 7: (recipe, tokens, batch) -> what was aimed at
+    ("kivi", 32_768, 8): "mark: 0.6 of copy",
+    ("kivi", 131_072, 1): "mark: 4x SDPA",
+    ("kivi:bits=4", 131_072, 1): "mark: 3x SDPA",
+}
+
+
+def bandwidth(bench: Bench) -> None:
+    """What a copy of 1 GiB moves, read and written."""
+    size = 1 << 12 if bench.dry else 1 << 30
+    a = torch.randint(0, 255, (size,), dtype=torch.uint8, device=bench.device)
+    b = torch.empty_like(a)
+    bench.copy_gb_s = 2 * size / bench.ms(lambda: b.copy_(a)) / 1e6
+    bench.row("copy", {"GB/s": bench.copy_gb_s})
+
+
+def attend(bench: Bench) -> None:
+    """One decode step of one layer, by context and batch."""
+    for tokens, batch in ((96, 2),) if bench.dry else GRID:
+        name = f"{tokens} tokens x {batch}"
+        if bench.skip(name, 4.0):
+            continue
+        with bench.guarded(name), torch.inference_mode():
+            _steps(bench, tokens, batch)
+
+
+def _steps(bench: Bench, tokens: int, batch: int) -> None:
+    hq, hk, d = (4, 2, 32) if bench.dry else (HQ, HK, D)
+    dtype = torch.float16 if bench.dry else torch.bfloat16
+    k, v = (torch.randn(batch, hk, tokens, d, device=bench.device, dtype=dtype) for _ in "kv")
+    q = torch.randn(batch, hq, 1, d, device=bench.device, dtype=dtype)
+    rows = q.view(batch, hk, hq // hk, d)
+    nbytes = k.nbytes + v.nbytes
+    plain = bench.ms(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    grouped = bench.ms(lambda: F.scaled_dot_product_attention(rows, k, v))
+    best = min(plain, grouped)
+    for name, ms in (("SDPA", plain), ("SDPA, group as rows", grouped)):
+        figures = {"ms": ms, **_rate(bench, nbytes, ms)}
+        bench.row(f"{tokens} x {batch}: {name}", figures)
+    for recipe in RECIPES:
+        lanes = []
+        store, recents = resolve(recipe).store, resolve(recipe).protect.recents
+        for x, fmt, recent in zip((k, v), (store.keys, store.values), recents, strict=True):
+            lane = Lane(fmt, recent)
+            lane.take(x, 0)
+            lanes.append(lane)
+        keys, values = (lane.whole() for lane in lanes)
+        if attend_run.attend(q, keys, values, d**-0.5) is None:
+            bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
+            continue
+        ms = bench.ms(lambda a=keys, b=values: attend_run.attend(q, a, b, d**-0.5))
+        nbytes = sum(lane.nbytes for lane in lanes)
+        bench.row(
+            f"{tokens} x {batch}: {recipe}",
+            {"ms": ms, **_rate(bench, nbytes, ms), "x SDPA": plain / ms, "x best SDPA": best / ms},
+            MARKS.get((recipe, tokens, batch), ""),
+        )
+
+
+def _rate(bench: Bench, nbytes: int, ms: float) -> dict[str, float]:
+    rate = nbytes / ms / 1e6
+    return {"MB": nbytes / 1e6, "GB/s": rate, "of copy": rate / (bench.copy_gb_s or float("nan"))}
+
+
+def kernels(bench: Bench) -> None:
+    """The other kernels: packing, mass, clusters, pages."""
+    n = 96 if bench.dry else 32_768
+    hq, hk, d = (4, 2, 32) if bench.dry else (HQ, HK, D)
+    dtype = torch.float16 if bench.dry else torch.bfloat16
+    x = torch.randn(1, hk, n, d, device=bench.device, dtype=dtype)
+    q = torch.randn(1, hq, 1, d, device=bench.device, dtype=dtype)
+    for work in (_packing, _mass, _clusters, _pages):
+        if not bench.skip(work.__name__, 3.0):
+            with bench.guarded(work.__name__), torch.inference_mode():
+                work(bench, x, q)
+
+
+def _packing(bench: Bench, x: Tensor, q: Tensor) -> None:
+    """All of x behind nothing, for what it reads and writes."""
+    for name in ("kivi", "kivi:bits=4"):
+        store = resolve(name).store
+        for side, fmt in (("keys", store.keys), ("values", store.values)):
+            assert fmt is not None
+            lane = Lane(fmt, 0)
+            lane.take(x, 0)
+            assert lane.packed is not None
+            view = lane.packed.view()
+            held = quant_gpu.Held(view.codes, view.scale, view.zero)
+            scheme, n = view.codec.scheme, view.hi
+            nbytes = x.nbytes + lane.nbytes
+
+            def pack(scheme=scheme, held=held, n=n):
+                quant_gpu.pack(x[:, :, :n], scheme, held, 0)
+
+            def unpack(scheme=scheme, held=held, n=n):
+                return quant_gpu.unpack(held, scheme, 0, n, x.dtype)
+
+            for what, call in (("pack", pack), ("unpack", unpack)):
+                ms = bench.ms(call)
+                bench.row(f"{what} {name} {side}", {"ms": ms, **_rate(bench, nbytes, ms)})
+
+
+def _mass(bench: Bench, x: Tensor, q: Tensor) -> None:
+    """Of a prompt, beside the prompt's own attention; of a step, beside reading its keys."""
+    hq, n = q.shape[1], min(x.shape[2], 8192)
+    k = x[:, :, :n]
+    prompt = torch.randn(1, hq, n, x.shape[3], device=x.device, dtype=x.dtype)
+    flash = bench.ms(
+        lambda: F.scaled_dot_product_attention(prompt, k, k, is_causal=True, enable_gqa=True)
+    )
+    ms = bench.ms(lambda: score_gpu.column_mass(prompt, k, 0.1))
+    work = 2 * hq * n * n * x.shape[3]  # two products of half the matrix each
+    figures = {"ms": ms, "TFLOP/s": work / ms / 1e9, "x the prompt's attention": ms / flash}
+    bench.row(f"column_mass, prompt of {n}", figures)
+    ms = bench.ms(lambda: score_gpu.column_mass(q, x, 0.1))
+    bench.row(f"column_mass, step over {x.shape[2]}", {"ms": ms, **_rate(bench, x.nbytes, ms)})
+
+
+def _clusters(bench: Bench, x: Tensor, q: Tensor) -> None:
+    """20 iterations over a prompt's keys; a step's choice of 1024 tokens."""
+    n = x.shape[2]
+    c = n // 80
+    real = torch.ones(1, 1, n, dtype=torch.bool, device=x.device)
+    alive = real[:, :, :c]
+    start = torch.arange(c, device=x.device).view(1, 1, c) * 80
+    given = (x, start, real, alive, "cosine", 2 if bench.dry else 20)
+    ms = bench.ms(lambda: select_gpu.kmeans(*given), repeats=5)
+    torchs = bench.ms(lambda: select_ref.kmeans(*given), repeats=2)
+    bench.row(f"kmeans, {c} clusters", {"ms a layer": ms, "x torch": torchs / ms})
+    centroids, labels = select_gpu.kmeans(*given)
+    size, order = select_ref.sizes(labels, c), labels.argsort(dim=-1, stable=True)
+    held = [y.int() for y in (size, size.cumsum(-1) - size, order)]
+    means, living = centroids.to(x.dtype), alive.expand(1, x.shape[1], c)
+
+    def choose(by=select_gpu):
+        scores = by.cluster_scores(q[:, :, 0], means, living, "mean")
+        return by.select_clusters(scores, *held, min(1024, n // 2))
+
+    ms, torchs = bench.ms(choose), bench.ms(lambda: choose(select_ref))
+    bench.row("choose 1024 tokens by clusters", {"ms": ms, "x torch": torchs / ms})
+
+
+def _pages(bench: Bench, x: Tensor, q: Tensor) -> None:
+    real = torch.ones(1, 1, x.shape[2], dtype=torch.bool, device=x.device)
+    ms = bench.ms(lambda: select_gpu.page_bounds(x, 16, real))
+    bench.row("page bounds", {"ms": ms, **_rate(bench, x.nbytes * 9 // 8, ms)})
+    bounds = select_gpu.page_bounds(x, 16, real)
+    ms = bench.ms(lambda: select_gpu.page_scores(q[:, :, 0], *bounds))
+    nbytes = sum(b.nbytes for b in bounds)
+    bench.row("page scores", {"ms": ms, **_rate(bench, nbytes, ms)})

@@ -1,0 +1,386 @@
+"""Triton: decode attention over packed and exact tokens in one pass, and the merge of its parts.
+
+Split-token flash decoding. The query rows of a group (R heads x T queries) are one tile, so every
+packed byte is loaded once for all of them. Tokens are cut into regions in which keys and values
+each have one form: both packed, one packed, both exact; or chosen tokens anywhere. A program of
+`_split` owns a stretch of one region for one key/value head and leaves an unnormalized sum, the
+largest logit and the sum of the weights; `_merge` joins the stretches of a row.
+
+A tile of BN tokens begins where bytes and groups begin: [BN / per_byte, D] bytes spread to
+[BN, D] codes by shifts along a dimension between the two, scales and zeros likewise, so each is
+loaded once. Only where tokens are chosen, and at 1.5 bits (five to a byte), does every token find
+its own byte. A code of 1, 2, 4 or 8 bits becomes 1 + c / 2^bits by a shift, an and, an or; a number
+is then x * S + Z with S = 2^bits * scale, Z = zero - S, in fp32, and enters the products in the
+model's dtype, as the reference's unpacked copy does. Sums are fp32. Reference: `ref.attend`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
+
+
+@triton.jit
+def _rows(at, step, row, ok, o_d, D: tl.constexpr, DP: tl.constexpr):
+    """The rows `row` [N] of a matrix with D channels: [N, DP], zeros behind."""
+    mask = ok[:, None]
+    if D != DP:
+        mask = mask & (o_d[None, :] < D)
+    return tl.load(at + row.to(tl.int64)[:, None] * step + o_d[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _spread(x, TIMES: tl.constexpr):
+    """[N, DP] to [N, TIMES, DP], every row so often."""
+    return tl.broadcast_to(x[:, None, :], [x.shape[0], TIMES, x.shape[1]])
+
+
+@triton.jit
+def _float(x):
+    """Metadata in fp32; bytes are e4m3: sign, 4 bits of exponent, 3 of mantissa."""
+    if x.dtype == tl.uint8:  # by hand: not all GPUs know it
+        byte = x.to(tl.int32)
+        normal = (((byte & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        small = (byte & 7).to(tl.float32) * 0.001953125
+        size = tl.where((byte & 120) == 0, small, normal)
+        x = tl.where(byte >= 128, -size, size)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _meta(
+    at, step, group_of, base, first, stop, n, ok, o_d,
+    KIND: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """Scales or zeros of the tokens n [BN] in fp32: [BN, DP], or what broadcasts to it."""
+    if KIND == CHANNEL:
+        if APART:
+            x = _float(_rows(at, step, n // GROUP, ok, o_d, D, DP))
+        elif GROUP >= BN:
+            x = _float(tl.load(at + base // GROUP * step + o_d, mask=o_d < D, other=0))[None, :]
+        else:
+            o_g = base + GROUP * tl.arange(0, BN // GROUP)
+            some = (o_g + GROUP > first) & (o_g < stop)
+            x = _float(_rows(at, step, o_g // GROUP, some, o_d, D, DP))
+            x = tl.reshape(_spread(x, GROUP), [BN, DP])
+    elif KIND == STATIC:
+        x = _float(tl.load(at + o_d, mask=o_d < D, other=0))[None, :]
+    elif KIND == MAPPED:
+        mask = ok[:, None] & (o_d[None, :] < D)
+        x = _float(
+            tl.load(at + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0)
+        )
+    elif GROUP == D:
+        x = _float(tl.load(at + n.to(tl.int64) * step, mask=ok, other=0))[:, None]
+    else:
+        o_g = tl.arange(0, DP // GROUP)
+        x = _float(_rows(at, step, n, ok, o_g, D // GROUP, DP // GROUP))
+        many = tl.broadcast_to(x[:, :, None], [BN, DP // GROUP, GROUP])
+        x = tl.reshape(many, [BN, DP])
+    return x
+
+
+@triton.jit
+def _codes(
+    at, step, base, first, stop, n, ok, o_d,
+    BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """The codes of the tokens n [BN]: int32 [BN, DP]."""
+    if BITS == 15:  # a byte is the sum of five codes times 3^a; inverse: of 3^a, times 65536
+        byte = _rows(at, step, n // 5, ok, o_d, D, DP).to(tl.int32)
+        a = n[:, None] % 5
+        even = tl.where(a == 0, 65536, tl.where(a == 2, 7282, 810))
+        whole = byte * tl.where(a == 1, 21846, tl.where(a == 3, 2428, even)) >> 16
+        code = whole - 3 * (whole * 21846 >> 16)
+    elif BITS == 8:
+        code = _rows(at, step, n, ok, o_d, D, DP).to(tl.int32)
+    elif BITS == 3:
+        if APART:
+            a = n[:, None] % 8
+            low = _rows(at, step, n // 8 * 3 + n % 8 // 4, ok, o_d, D, DP).to(tl.int32)
+            high = _rows(at, step, n // 8 * 3 + 2, ok, o_d, D, DP).to(tl.int32)
+            code = ((low >> (a % 4 * 2)) & 3) | (((high >> a) & 1) << 2)
+        else:
+            o_l = base + 4 * tl.arange(0, BN // 4)
+            some = (o_l + 4 > first) & (o_l < stop)
+            low = _rows(at, step, o_l // 8 * 3 + o_l % 8 // 4, some, o_d, D, DP).to(tl.int32)
+            low = (_spread(low, 4) >> (2 * tl.arange(0, 4))[None, :, None]) & 3
+            o_h = base + 8 * tl.arange(0, BN // 8)
+            some = (o_h + 8 > first) & (o_h < stop)
+            high = _rows(at, step, o_h // 8 * 3 + 2, some, o_d, D, DP).to(tl.int32)
+            high = (_spread(high, 8) >> tl.arange(0, 8)[None, :, None]) & 1
+            code = tl.reshape(low, [BN, DP]) | (tl.reshape(high, [BN, DP]) << 2)
+    else:
+        PER: tl.constexpr = 8 // BITS
+        if APART:
+            byte = _rows(at, step, n // PER, ok, o_d, D, DP).to(tl.int32)
+            code = (byte >> (n[:, None] % PER * BITS)) & ((1 << BITS) - 1)
+        else:
+            o_b = base + PER * tl.arange(0, BN // PER)
+            some = (o_b + PER > first) & (o_b < stop)
+            byte = _rows(at, step, o_b // PER, some, o_d, D, DP).to(tl.int32)
+            code = _spread(byte, PER) >> (BITS * tl.arange(0, PER))[None, :, None]
+            code = tl.reshape(code & ((1 << BITS) - 1), [BN, DP])
+    return code
+
+
+@triton.jit
+def _unpacked(
+    codes, scale, zero, group_of, divisor, levels, c_n, m_n, base, first, stop, n, ok, o_d,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROTATED: tl.constexpr,
+    DIVIDED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """The packed tokens n [BN] in fp32, rotated ones as they were rotated: [BN, DP]."""
+    code = _codes(codes, c_n, base, first, stop, n, ok, o_d, BITS, D, DP, BN, APART)
+    big = _meta(scale, m_n, group_of, base, first, stop, n, ok, o_d, KIND, GROUP, D, DP, BN, APART)
+    if ROTATED:
+        x = tl.load(levels + code) * big
+    else:
+        off = _meta(
+            zero, m_n, group_of, base, first, stop, n, ok, o_d, KIND, GROUP, D, DP, BN, APART
+        )
+        if BITS == 15 or BITS == 3:
+            x = code.to(tl.float32)
+        else:
+            x = ((code << (23 - BITS)) | 0x3F800000).to(tl.float32, bitcast=True)
+            big = big * (1 << BITS)
+            off = off - big
+        x = x * big + off
+    if DIVIDED:
+        x = x * divisor[None, :]
+    return x
+
+
+@triton.jit
+def _walk(
+    top, total, acc, q, first, stop, tile0, tile1, n_all, t, scale, softcap,
+    k_codes, k_scale, k_zero, k_group, k_div, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
+    v_codes, v_scale, v_zero, v_group, v_div, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
+    valid, bias, slots, o_m, o_d, heads,
+    K_BITS: tl.constexpr, K_KIND: tl.constexpr, K_GROUP: tl.constexpr, K_ROT: tl.constexpr,
+    K_DIV: tl.constexpr,
+    V_BITS: tl.constexpr, V_KIND: tl.constexpr, V_GROUP: tl.constexpr, V_ROT: tl.constexpr,
+    V_DIV: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Take tiles tile0 to tile1 of a region, tokens first to stop, into the running softmax."""
+    for tile in range(tile0, tile1):
+        base = first // BN * BN + tile * BN
+        j = base + tl.arange(0, BN)  # places in masks
+        ok = (j >= first) & (j < stop)
+        n = j  # tokens
+        if SLOTS:
+            n = tl.load(slots + j, mask=ok, other=0).to(tl.int32)
+        if K_BITS == 0:
+            k = _rows(k_tail, k_tn, n - k_sealed, ok, o_d, D, DP)
+        else:
+            k = _unpacked(
+                k_codes, k_scale, k_zero, k_group, k_div, k_levels, k_cn, k_mn,
+                base, first, stop, n, ok, o_d,
+                K_BITS, K_KIND, K_GROUP, K_ROT, K_DIV, D, DP, BN, SLOTS,
+            ).to(q.dtype)  # fmt: skip
+        s = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+        if SOFTCAP:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
+            s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
+        if BIAS:
+            some = (heads >= 0)[:, None] & ok[None, :]
+            s += tl.load(bias + heads[:, None] + j[None, :], mask=some, other=0.0)
+        see = ok[None, :]
+        if CAUSAL:
+            see = see & (j[None, :] <= n_all - t + o_m[:, None] % t)
+        if VALID:
+            see = see & (tl.load(valid + j, mask=ok, other=0) != 0)[None, :]
+        s = tl.where(see, s, -float("inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        sub = tl.where(new == -float("inf"), 0.0, new)
+        p = tl.exp(s - sub[:, None])
+        shrink = tl.exp(top - sub)
+        total = total * shrink + tl.sum(p, 1)
+        if V_BITS == 0:
+            v = _rows(v_tail, v_tn, n - v_sealed, ok, o_d, D, DP)
+        else:
+            v = _unpacked(
+                v_codes, v_scale, v_zero, v_group, v_div, v_levels, v_cn, v_mn,
+                base, first, stop, n, ok, o_d,
+                V_BITS, V_KIND, V_GROUP, V_ROT, V_DIV, D, DP, BN, SLOTS,
+            ).to(q.dtype)  # fmt: skip
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v, input_precision="tf32x3")
+        top = new
+    return top, total, acc
+
+
+@triton.jit
+def _stretch(i, splits, tiles):
+    """Which tiles program i of so many that share a region takes; none if it is not one of them."""
+    mine = (i >= 0) & (i < splits)
+    lo = tl.where(mine, (i.to(tl.int64) * tiles // tl.maximum(splits, 1)).to(tl.int32), 0)
+    hi = tl.where(mine, ((i.to(tl.int64) + 1) * tiles // tl.maximum(splits, 1)).to(tl.int32), 0)
+    return lo, hi
+
+
+@triton.jit(do_not_specialize=[
+    "k_sealed", "v_sealed", "bias_h", "valid_b", "valid_h", "bias_b", "slots_b", "slots_h", "n",
+    "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2", "t", "r",
+])  # fmt: skip
+def _split(
+    q_ptr, turned_ptr,
+    k_codes, k_scale, k_zero, k_group, k_div, k_levels, k_tail,
+    k_cb, k_ch, k_cn, k_mb, k_mh, k_mn, k_tb, k_th, k_tn, k_sealed,
+    v_codes, v_scale, v_zero, v_group, v_div, v_levels, v_tail,
+    v_cb, v_ch, v_cn, v_mb, v_mh, v_mn, v_tb, v_th, v_tn, v_sealed,
+    valid_ptr, bias_ptr, slots_ptr, acc_ptr, ml_ptr,
+    valid_b, valid_h, bias_b, bias_h, slots_b, slots_h,
+    scale, softcap, h, share, r, t, n, begin, both, split0, split1, split2, tiles0, tiles1, tiles2,
+    K_BITS: tl.constexpr, K_KIND: tl.constexpr, K_GROUP: tl.constexpr, K_ROT: tl.constexpr,
+    K_DIV: tl.constexpr,
+    V_BITS: tl.constexpr, V_KIND: tl.constexpr, V_GROUP: tl.constexpr, V_ROT: tl.constexpr,
+    V_DIV: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    BN0: tl.constexpr, BN1: tl.constexpr, MIXED: tl.constexpr,
+    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """One stretch of a region for BM query rows of a head; grid: [stretches x heads x rows].
+
+    Region 0, tokens begin to `both`: both sides in their formats (packed or not); region 1, to the
+    later end of a packed prefix: MIXED (1: keys packed, 2: values); region 2, to n: both exact.
+    h: heads of the slots or of the keys, `share` of the former to one of the latter. The first
+    column of the mask and of the bias is that of token `begin`. With slots, region 0 is they.
+    """
+    stretches = split0 + split1 + split2
+    pid = tl.program_id(0)
+    i = pid % stretches
+    head = (pid // stretches).to(tl.int64)
+    blocks = tl.cdiv(r * t, BM)
+    block = head % blocks
+    head = head // blocks
+    b, hs = head // h, head % h
+    hk = hs // share
+    o_m = block.to(tl.int32) * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, DP)
+    rows = o_m < r * t
+    at = (head * (r * t) + o_m)[:, None] * D + o_d[None, :]
+    mask = rows[:, None] & (o_d[None, :] < D)
+    q = tl.load(q_ptr + at, mask=mask, other=0.0)
+    turned = q
+    if K_ROT:
+        turned = tl.load(turned_ptr + at, mask=mask, other=0.0)
+    k_div_d, v_div_d, k_of, v_of = o_d, o_d, o_d, o_d
+    if K_DIV:
+        k_div_d = tl.load(k_div + hk * D + o_d, mask=o_d < D, other=0.0)
+    if V_DIV:
+        v_div_d = tl.load(v_div + hk * D + o_d, mask=o_d < D, other=0.0)
+    if K_KIND == MAPPED:
+        k_of = tl.load(k_group + hk * D + o_d, mask=o_d < D, other=0).to(tl.int32)
+    if V_KIND == MAPPED:
+        v_of = tl.load(v_group + hk * D + o_d, mask=o_d < D, other=0).to(tl.int32)
+    k_codes += b * k_cb + hk * k_ch
+    k_scale += b * k_mb + hk * k_mh
+    k_zero += b * k_mb + hk * k_mh
+    k_tail += b * k_tb + hk * k_th
+    v_codes += b * v_cb + hk * v_ch
+    v_scale += b * v_mb + hk * v_mh
+    v_zero += b * v_mb + hk * v_mh
+    v_tail += b * v_tb + hk * v_th
+    valid = valid_ptr + b * valid_b + hs * valid_h - begin
+    bias = bias_ptr + b * bias_b - begin
+    slots = slots_ptr + b * slots_b + hs * slots_h
+    heads = tl.where(rows, (hs * r + o_m // t) * bias_h, -1)
+    top = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    lo, hi = _stretch(i, split0, tiles0)
+    top, total, acc = _walk(
+        top, total, acc, turned, begin, both, lo, hi, n, t, scale, softcap,
+        k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
+        v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
+        valid, bias, slots, o_m, o_d, heads,
+        K_BITS, K_KIND, K_GROUP, K_ROT, K_DIV, V_BITS, V_KIND, V_GROUP, V_ROT, V_DIV,
+        D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, SLOTS,
+    )  # fmt: skip
+    if MIXED > 0:
+        lo, hi = _stretch(i - split0, split1, tiles1)
+        end = tl.maximum(k_sealed, v_sealed)
+        if MIXED == 1:
+            top, total, acc = _walk(
+                top, total, acc, turned, both, end, lo, hi, n, t, scale,
+                softcap,
+                k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn,
+                k_sealed,
+                v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn,
+                v_sealed,
+                valid, bias, slots, o_m, o_d, heads,
+                K_BITS, K_KIND, K_GROUP, K_ROT, K_DIV, 0, 0, 0, False, False,
+                D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, False,
+            )  # fmt: skip
+        else:
+            top, total, acc = _walk(
+                top, total, acc, q, both, end, lo, hi, n, t, scale, softcap,
+                k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn,
+                k_sealed,
+                v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn,
+                v_sealed,
+                valid, bias, slots, o_m, o_d, heads,
+                0, 0, 0, False, False, V_BITS, V_KIND, V_GROUP, V_ROT, V_DIV,
+                D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, False,
+            )  # fmt: skip
+    if (K_BITS > 0 or V_BITS > 0) and not SLOTS:
+        lo, hi = _stretch(i - split0 - split1, split2, tiles2)
+        end = tl.maximum(begin, tl.maximum(k_sealed, v_sealed))
+        top, total, acc = _walk(
+            top, total, acc, q, end, n, lo, hi, n, t, scale, softcap,
+            k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
+            v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
+            valid, bias, slots, o_m, o_d, heads,
+            0, 0, 0, False, False, 0, 0, 0, False, False,
+            D, DP, BN1, CAUSAL, VALID, SOFTCAP, BIAS, False,
+        )  # fmt: skip
+    place = (head * (r * t) + o_m) * stretches + i
+    tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
+    tl.store(ml_ptr + 2 * place, top, mask=rows)
+    tl.store(ml_ptr + 2 * place + 1, total, mask=rows)
+
+
+@triton.jit(do_not_specialize=["stretches", "turned"])
+def _merge(
+    acc_ptr, ml_ptr, out_ptr, turned_ptr, lse_ptr, stretches, turned,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """One query row: its stretches joined. The first `turned` have values that are rotated."""
+    row = tl.program_id(0).to(tl.int64)
+    o_d, o_s = tl.arange(0, DP), tl.arange(0, BS)
+    ml_ptr += 2 * row * stretches
+    acc_ptr += row * stretches * D
+    tops = tl.full([BS], -float("inf"), tl.float32)
+    for s0 in range(0, stretches, BS):
+        here = s0 + o_s < stretches
+        tops = tl.maximum(tops, tl.load(ml_ptr + 2 * (s0 + o_s), mask=here, other=-float("inf")))
+    top = tl.max(tops, 0)
+    sub = tl.where(top == -float("inf"), 0.0, top)
+    totals = tl.zeros([BS], tl.float32)
+    out = tl.zeros([DP], tl.float32)
+    back = tl.zeros([DP], tl.float32)
+    for s0 in range(0, stretches, BS):
+        o = s0 + o_s
+        here = o < stretches
+        weight = tl.exp(tl.load(ml_ptr + 2 * o, mask=here, other=-float("inf")) - sub)
+        totals += weight * tl.load(ml_ptr + 2 * o + 1, mask=here, other=0.0)
+        mask = here[:, None] & (o_d[None, :] < D)
+        acc = tl.load(acc_ptr + o[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+        acc = acc * weight[:, None]
+        if TURNED:
+            back += tl.sum(tl.where((o < turned)[:, None], acc, 0.0), 0)
+            acc = tl.where((o < turned)[:, None], 0.0, acc)
+        out += tl.sum(acc, 0)
+    total = tl.sum(totals, 0)
+    some = tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * D + o_d, out / some, mask=o_d < D)
+    if TURNED:
+        tl.store(turned_ptr + row * D + o_d, back / some, mask=o_d < D)
+    tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log(some), -float("inf")))

@@ -1,0 +1,311 @@
+"""Triton: quantize and pack in one pass, and back.
+
+The arithmetic and the layout are those of `ref`, to the last bit: quotients are IEEE's, a code is
+rounded half to even by adding 1.5 * 2^23, metadata are rounded in integers. So these run without
+contracting a product and a sum into one rounding (enable_fp_fusion=False).
+
+A tile is [A atoms, P tokens, D channels]; P is the atom's tokens, or 8 for the 5 of 1.5 bits. A
+program of `pack` owns a tile: per channel, one group of tokens. Loads of neighboring channels are
+contiguous, and a byte is the sum of its tokens' shares, so bytes that are begun are added to.
+
+Reference: `ref.quantize`, `ref.pack_codes`, `ref.dequantize`. Tolerance: none; unpacking rounds
+code * scale + zero once, as torch does, where the interpreter rounds twice if metadata are fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def held(x, META: tl.constexpr):
+    """X fp32 rounded to nearest even as the metadata dtype (0 fp32, 1 fp16, 2 bf16, 3 e4m3)."""
+    if META == 1:
+        x = x.to(tl.float16).to(tl.float32)
+    if META == 2:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+    if META == 3:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFFF + ((bits >> 20) & 1)
+        normal = ((bits >> 20) << 20).to(tl.float32, bitcast=True)
+        small = (tl.abs(x) + 16384.0) - 16384.0  # to multiples of 2^-9
+        small = tl.where(x < 0, -small, small)
+        x = tl.where(tl.abs(x) < 0.015625, small, normal)
+    return x
+
+
+@triton.jit
+def as_stored(x, META: tl.constexpr):
+    """X fp32, a number that the metadata dtype holds, as it is stored; e4m3 as bytes."""
+    if META == 1:
+        x = x.to(tl.float16)
+    if META == 2:
+        x = x.to(tl.bfloat16)
+    if META == 3:
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits >> 20) & 0x7FF) - 960  # exponents count from 7 instead of 127
+        size = tl.where(
+            tl.abs(x) < 0.015625, tl.minimum(tl.abs(x) * 512.0, 7.0).to(tl.int32), normal
+        )
+        x = (((bits >> 24) & 128) | (size & 127)).to(tl.uint8)
+    return x
+
+
+@triton.jit
+def as_float(x, META: tl.constexpr):
+    """What `as_stored` made, fp32."""
+    if META == 3:
+        byte = x.to(tl.int32)
+        normal = (((byte & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        small = (byte & 7).to(tl.float32) * 0.001953125
+        size = tl.where((byte & 120) == 0, small, normal)
+        return tl.where(byte > 127, -size, size)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def metadata(low, high, TOP: tl.constexpr, META: tl.constexpr):
+    """Scale and zero, as held, of groups from low to high."""
+    scale = tl.div_rn(high - low, tl.full(low.shape, TOP, tl.float32))
+    if META == 3:
+        scale = tl.where(scale > 0, tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scale)
+        low = tl.minimum(tl.maximum(low, -448.0), 448.0)
+    return held(scale, META), held(low, META)
+
+
+@triton.jit
+def encode(x, scale, zero, TOP: tl.constexpr):
+    """Codes int32 of x, given what is held of its groups."""
+    some = scale > 0
+    ratio = tl.div_rn(x - zero, tl.where(some, scale, 1.0))
+    ratio = tl.minimum(tl.maximum(ratio, 0.0), TOP * 1.0)
+    code = (ratio + 12582912.0).to(tl.int32, bitcast=True) & 255
+    return tl.where(some, code, 0)
+
+
+@triton.jit
+def put(
+    byte, row, codes, atom, last, step, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr
+):
+    """Store bytes [A, DB], row `row` of the PER rows of each atom; add to those that are begun.
+
+    atom: [A], of the whole storage, up to `last`; the first of all programs' is begun or not.
+    """
+    at = codes + (atom * PER + row).to(tl.int64)[:, None] * step + channel[None, :]
+    mask = (atom <= last)[:, None] & inside[None, :]
+    if BEGUN:
+        first = (tl.program_id(0) == 0) & (tl.arange(0, atom.shape[0]) == 0)
+        byte += tl.load(at, mask=mask & first[:, None], other=0).to(tl.int32)
+    tl.store(at, byte.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def join(
+    code, codes, atom, last, step, channel, inside,
+    BITS2: tl.constexpr, P: tl.constexpr, BEGUN: tl.constexpr,
+):  # fmt: skip
+    """Store codes [A, P, DB] of the atoms numbered `atom`, 0 where there is no token."""
+    t = tl.arange(0, P)[None, :, None]
+    if BITS2 == 6:
+        low = tl.where(t < 4, (code & 3) << (2 * (t & 3)), 0)
+        put(tl.sum(low, axis=1), 0, codes, atom, last, step, channel, inside, 3, BEGUN)
+        low = tl.where(t < 4, 0, (code & 3) << (2 * (t & 3)))
+        put(tl.sum(low, axis=1), 1, codes, atom, last, step, channel, inside, 3, BEGUN)
+        high = (code >> 2) << t
+        put(tl.sum(high, axis=1), 2, codes, atom, last, step, channel, inside, 3, BEGUN)
+    elif BITS2 == 3:
+        third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
+        third = tl.where(t == 4, 81, third)
+        put(tl.sum(code * third, axis=1), 0, codes, atom, last, step, channel, inside, 1, BEGUN)
+    else:
+        byte = tl.sum(code << (t * (BITS2 // 2)), axis=1)
+        put(byte, 0, codes, atom, last, step, channel, inside, 1, BEGUN)
+
+
+@triton.jit
+def pack(
+    x, real, codes, scale, zero, begin, n, heads,
+    x_row, x_head, x_token, x_channel, real_row, real_head, c_row, c_head, c_byte,
+    m_row, m_head, m_line, D, groups,
+    BITS2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, CHANNEL: tl.constexpr,
+    ATOM: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, G: tl.constexpr,
+    REAL: tl.constexpr, BEGUN: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """Quantize and pack a tile of the n tokens behind `begin`.
+
+    Grid: (tiles of A atoms, row and head, stretches of DB channels). CHANNEL: a tile is a group of
+    tokens, their number divides `begin`. Else: groups of G channels, all in one tile. BEGUN: the
+    first atom holds tokens already. CODES: whether to store codes too.
+    """
+    line = tl.program_id(1).to(tl.int64)
+    row, head = line // heads, line % heads
+    atom = begin // ATOM + tl.program_id(0) * A + tl.arange(0, A)
+    within = tl.arange(0, P)
+    channel = tl.program_id(2) * DB + tl.arange(0, DB)
+    inside = channel < D
+    token = (atom * ATOM)[:, None] + within[None, :] - begin
+    there = (token >= 0) & (token < n) & (within < ATOM)[None, :]
+    mask = there[:, :, None] & inside[None, None, :]
+    at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
+    number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
+    scale += row * m_row + head * m_head
+    zero += row * m_row + head * m_head
+
+    if CHANNEL:
+        counts = mask
+        if REAL:
+            seen = tl.load(real + row * real_row + head * real_head + token, mask=there, other=0)
+            counts = mask & (seen != 0)[:, :, None]
+        low = tl.min(tl.min(tl.where(counts, number, float("inf")), axis=1), axis=0)
+        high = tl.max(tl.max(tl.where(counts, number, float("-inf")), axis=1), axis=0)
+        none = low > high
+        step, least = metadata(tl.where(none, 0.0, low), tl.where(none, 0.0, high), TOP, META)
+        where = (begin // (A * ATOM) + tl.program_id(0)).to(tl.int64) * m_line + channel
+        tl.store(scale + where, as_stored(step, META), mask=inside)
+        tl.store(zero + where, as_stored(least, META), mask=inside)
+        step, least = step[None, None, :], least[None, None, :]
+    else:
+        low = tl.where(mask, number, float("inf")).reshape(A * P, DB // G, G)
+        high = tl.where(mask, number, float("-inf")).reshape(A * P, DB // G, G)
+        low, high = tl.min(low, axis=2), tl.max(high, axis=2)
+        none = low > high
+        step, least = metadata(tl.where(none, 0.0, low), tl.where(none, 0.0, high), TOP, META)
+        group = tl.arange(0, DB // G)
+        where = (begin + token).to(tl.int64).reshape(A * P)[:, None] * m_line + group[None, :]
+        written = there.reshape(A * P)[:, None] & (group < groups)[None, :]
+        tl.store(scale + where, as_stored(step, META), mask=written)
+        tl.store(zero + where, as_stored(least, META), mask=written)
+        step = tl.broadcast_to(step[:, :, None], (A * P, DB // G, G)).reshape(A, P, DB)
+        least = tl.broadcast_to(least[:, :, None], (A * P, DB // G, G)).reshape(A, P, DB)
+
+    if CODES:
+        code = tl.where(mask, encode(number, step, least, TOP), 0)
+        join(
+            code, codes + row * c_row + head * c_head, atom, (begin + n - 1) // ATOM, c_byte,
+            channel, inside, BITS2, P, BEGUN,
+        )  # fmt: skip
+
+
+@triton.jit
+def pack_given(
+    x, codes, scale, zero, columns, divisor, begin, n, heads,
+    x_row, x_head, x_token, x_channel, c_row, c_head, c_byte, m_row, m_head, m_line, D,
+    BITS2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, PER: tl.constexpr,
+    ATOM: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
+    BEGUN: tl.constexpr, DIVISOR: tl.constexpr,
+):  # fmt: skip
+    """Pack a tile of tokens whose metadata are stored already. Grid as for `pack`.
+
+    columns: int32 [Hk, D], the column of the metadata that is a channel's; PER tokens share a line.
+    divisor: fp32 [Hk, D], what channels are divided by before.
+    """
+    line = tl.program_id(1).to(tl.int64)
+    row, head = line // heads, line % heads
+    atom = begin // ATOM + tl.program_id(0) * A + tl.arange(0, A)
+    within = tl.arange(0, P)
+    channel = tl.program_id(2) * DB + tl.arange(0, DB)
+    inside = channel < D
+    token = (atom * ATOM)[:, None] + within[None, :] - begin
+    there = (token >= 0) & (token < n) & (within < ATOM)[None, :]
+    mask = there[:, :, None] & inside[None, None, :]
+    at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
+    number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
+    if DIVISOR:
+        by = tl.load(divisor + head * D + channel, mask=inside, other=1.0)
+        number = tl.div_rn(number, tl.broadcast_to(by[None, None, :], number.shape))
+    column = tl.load(columns + head * D + channel, mask=inside, other=0)
+    where = row * m_row + head * m_head
+    where += ((begin + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
+    step = as_float(tl.load(scale + where, mask=mask, other=0), META)
+    least = as_float(tl.load(zero + where, mask=mask, other=0), META)
+    code = tl.where(mask, encode(number, step, least, TOP), 0)
+    join(
+        code, codes + row * c_row + head * c_head, atom, (begin + n - 1) // ATOM, c_byte,
+        channel, inside, BITS2, P, BEGUN,
+    )  # fmt: skip
+
+
+@triton.jit
+def ranges(
+    x, columns, clip, divisor, scale, zero, begin, n, heads, x_row, x_head, x_token, x_channel,
+    m_row, m_line, D,
+    TOP: tl.constexpr, META: tl.constexpr, TB: tl.constexpr, DB: tl.constexpr,
+    DIVISOR: tl.constexpr,
+):  # fmt: skip
+    """Metadata [B, 1, N, groups] of groups of any channels. Grid: (tiles of TB tokens, B, groups).
+
+    columns: int32 [Hk, D], each channel's group. clip: fp32 [groups].
+    """
+    row, group = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    token = tl.program_id(0) * TB + tl.arange(0, TB)
+    channel = tl.arange(0, DB)
+    low = tl.full([TB], float("inf"), tl.float32)
+    high = tl.full([TB], float("-inf"), tl.float32)
+    for head in range(heads):
+        mine = tl.load(columns + head * D + channel, mask=channel < D, other=-1) == group
+        mask = (token < n)[:, None] & mine[None, :]
+        at = row * x_row + head * x_head
+        at += token.to(tl.int64)[:, None] * x_token + channel[None, :] * x_channel
+        number = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        if DIVISOR:
+            by = tl.load(divisor + head * D + channel, mask=mine, other=1.0)
+            number = tl.div_rn(number, tl.broadcast_to(by[None, :], number.shape))
+        low = tl.minimum(low, tl.min(tl.where(mask, number, float("inf")), axis=1))
+        high = tl.maximum(high, tl.max(tl.where(mask, number, float("-inf")), axis=1))
+    low, high = tl.where(token < n, low, 0.0), tl.where(token < n, high, 0.0)
+    alpha = tl.load(clip + group)
+    step, least = metadata(low * alpha, high * alpha, TOP, META)
+    where = row * m_row + (begin + token).to(tl.int64) * m_line + group
+    tl.store(scale + where, as_stored(step, META), mask=token < n)
+    tl.store(zero + where, as_stored(least, META), mask=token < n)
+
+
+@triton.jit
+def unpack(
+    codes, scale, zero, columns, divisor, out, lo, hi, heads, c_row, c_head, c_byte,
+    m_row, m_head, m_line, D,
+    BITS2: tl.constexpr, META: tl.constexpr, PER: tl.constexpr, ATOM: tl.constexpr,
+    A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
+):  # fmt: skip
+    """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as `pack`'s, from lo's atom on."""
+    line = tl.program_id(1).to(tl.int64)
+    row, head = line // heads, line % heads
+    atom = lo // ATOM + tl.program_id(0) * A + tl.arange(0, A)
+    within = tl.arange(0, P)
+    channel = tl.program_id(2) * DB + tl.arange(0, DB)
+    inside = channel < D
+    token = (atom * ATOM)[:, None] + within[None, :]
+    there = (token >= lo) & (token < hi) & (within < ATOM)[None, :]
+    mask = there[:, :, None] & inside[None, None, :]
+    codes += row * c_row + head * c_head
+    some = (atom * ATOM < hi)[:, None] & inside[None, :]
+    t = within[None, :, None]
+    if BITS2 == 6:
+        at = codes + (atom * 3).to(tl.int64)[:, None] * c_byte + channel[None, :]
+        first = tl.load(at, mask=some, other=0).to(tl.int32)[:, None, :]
+        second = tl.load(at + c_byte, mask=some, other=0).to(tl.int32)[:, None, :]
+        third = tl.load(at + 2 * c_byte, mask=some, other=0).to(tl.int32)[:, None, :]
+        code = (tl.where(t < 4, first, second) >> (2 * (t & 3))) & 3
+        code |= ((third >> t) & 1) << 2
+    else:
+        at = codes + atom.to(tl.int64)[:, None] * c_byte + channel[None, :]
+        byte = tl.load(at, mask=some, other=0).to(tl.int32)[:, None, :]
+        if BITS2 == 3:
+            third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
+            code = byte // tl.where(t > 3, 81, third) % 3
+        else:
+            code = (byte >> (t * (BITS2 // 2))) & ((1 << (BITS2 // 2)) - 1)
+    column = tl.load(columns + head * D + channel, mask=inside, other=0)
+    where = row * m_row + head * m_head
+    where += (token // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
+    step = as_float(tl.load(scale + where, mask=mask, other=0), META)
+    least = as_float(tl.load(zero + where, mask=mask, other=0), META)
+    number = tl.fma(code.to(tl.float32), step, least)
+    if DIVISOR:
+        number *= tl.load(divisor + head * D + channel, mask=inside, other=1.0)[None, None, :]
+    place = (line * (hi - lo) + (token - lo).to(tl.int64))[:, :, None] * D + channel[None, None, :]
+    tl.store(out + place, number.to(out.dtype.element_ty), mask=mask)

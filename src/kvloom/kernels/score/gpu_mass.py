@@ -1,0 +1,237 @@
+"""Triton: attention mass per key, in two passes over tiles of logits.
+
+For rows i of one query head and keys j, with s the scaled logits, in this order: softcap, bias,
+noise, 1 / tau, masks.
+
+`row_lse`: lse_i = log sum_j exp(s_ij). A program owns ROWS query rows of a head and walks the keys.
+`column_mass`: mass_j = sum_i exp(s_ij - lse_i). A program owns KEYS keys of a query head and walks
+the rows that see them. Nothing of the size T x N is stored.
+
+`step_logits` and `step_mass` do the same for a step of few queries, whose logits are small beside
+the keys: a program owns KEYS keys of a key/value head, reads them once for all query rows of the
+group, and keeps the logits and each row's (maximum, sum); then masses follow from the logits.
+
+A row that sees nothing has lse -inf, and gives no key anything. Reference: `ref.column_mass`;
+tolerance: relative 1e-4.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def hashed(x):
+    """The finalizer of MurmurHash3 on uint32 (see `noise`)."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel(seed, head, query, key, FIXED: tl.constexpr):
+    """Noise of query heads, queries and keys, uint32 that broadcast, fp32."""
+    state = hashed(seed + head * tl.full(head.shape, 0x9E3779B1, tl.uint32))
+    if not FIXED:
+        state = hashed(state + query * tl.full(query.shape, 0x85EBCA77, tl.uint32))
+    state = hashed(state + key * tl.full(key.shape, 0xC2B2AE3D, tl.uint32)) & 0xFFFFFF
+    u = (state.to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    return -tl.log(-tl.log(tl.minimum(u, 0.99999994)))
+
+
+@triton.jit
+def shaped(
+    s, head, query, token, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,
+    window, back,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr,
+    VALID: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Logits [ROWS, KEYS] from scaled products: softcap, bias, noise, temperature, masks.
+
+    head, query: [ROWS], of the rows; token: [KEYS]. bias, numbers, valid: where those of the batch
+    row (and key/value head) begin. back: keys before the first query, N - T.
+    """
+    inside = token < n
+    if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        s = softcap - 2.0 * softcap / (tl.exp(s * (2.0 / softcap)) + 1.0)
+    if BIAS:
+        at = bias + head.to(tl.int64)[:, None] * bias_head + token[None, :]
+        s += tl.load(at, mask=(inside & (token >= 0))[None, :] & (head >= 0)[:, None], other=0.0)
+    if NOISE == 1:
+        key = tl.load(numbers + token, mask=inside, other=0).to(tl.uint32)
+        s += gumbel(
+            tl.full([1, 1], seed, tl.int32).to(tl.uint32), head.to(tl.uint32)[:, None],
+            (first + query).to(tl.uint32)[:, None], key[None, :], FIXED,
+        )  # fmt: skip
+    if NOISE == 2:
+        s += 0.5772156649015329
+    s *= over_tau
+    ahead = token[None, :] - (back + query)[:, None]  # 0 for the query's own key
+    see = inside[None, :] & (ahead <= 0)
+    if WINDOW:
+        see = see & (ahead > -window)
+    if VALID:
+        see = see & (tl.load(valid + token, mask=inside, other=0) != 0)[None, :]
+    return tl.where(see, s, float("-inf"))
+
+
+@triton.jit
+def row_lse(
+    q, k, valid, bias, numbers, lse, scale, softcap, over_tau, seed, first, window, hq, r, t, n, D,
+    q_row, q_head, q_token, k_row, k_head, k_token, valid_row, valid_head, bias_row, bias_head,
+    number_row, number_head,
+    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VALID: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The log-sum-exp of ROWS rows, lse [B, Hq, T]. Grid: (blocks of rows, batch row and head)."""
+    line = tl.program_id(1).to(tl.int64)
+    row, head = line // hq, line % hq
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, DB)
+    inside = channel < D
+    at = i.to(tl.int64)[:, None] * q_token + channel[None, :]
+    queries = tl.load(
+        q + row * q_row + head * q_head + at, mask=(i < t)[:, None] & inside[None, :], other=0.0
+    )
+    k += row * k_row + head // r * k_head
+    bias += row * bias_row
+    numbers += row * number_row + head // r * number_head
+    valid += row * valid_row + head // r * valid_head
+    heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(0, n - t + tl.program_id(0) * ROWS - window + 1) // KEYS * KEYS
+    for lo in range(begin, tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS), KEYS):
+        j = lo + tl.arange(0, KEYS)
+        place = j.to(tl.int64)[None, :] * k_token + channel[:, None]
+        keys = tl.load(k + place, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+        s = tl.dot(queries, keys, input_precision="ieee") * scale
+        s = shaped(
+            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,
+            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VALID, WINDOW,
+        )  # fmt: skip
+        new = tl.maximum(top, tl.max(s, axis=1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(s - base[:, None]), axis=1)
+        top = new
+    found = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(lse + line * t + i, found, mask=i < t)
+
+
+@triton.jit
+def column_mass(
+    q, k, valid, bias, numbers, lse, real, mass, scale, softcap, over_tau, seed, first, window,
+    hq, r, t, n, D,
+    q_row, q_head, q_token, k_row, k_head, k_token, valid_row, valid_head, bias_row, bias_head,
+    number_row, number_head, real_row,
+    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VALID: tl.constexpr,
+    WINDOW: tl.constexpr, REAL: tl.constexpr,
+):  # fmt: skip
+    """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head)."""
+    line = tl.program_id(1).to(tl.int64)
+    row, head = line // hq, line % hq
+    j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    channel = tl.arange(0, DB)
+    inside = channel < D
+    k += row * k_row + head // r * k_head
+    at = j.to(tl.int64)[None, :] * k_token + channel[:, None]
+    keys = tl.load(k + at, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+    q += row * q_row + head * q_head
+    bias += row * bias_row
+    numbers += row * number_row + head // r * number_head
+    valid += row * valid_row + head // r * valid_head
+    heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
+    found = tl.zeros([KEYS], tl.float32)
+    end = t
+    if WINDOW:
+        end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
+    for lo in range(tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS, end, ROWS):
+        i = lo + tl.arange(0, ROWS)
+        place = i.to(tl.int64)[:, None] * q_token + channel[None, :]
+        queries = tl.load(q + place, mask=(i < t)[:, None] & inside[None, :], other=0.0)
+        s = tl.dot(queries, keys, input_precision="ieee") * scale
+        s = shaped(
+            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,
+            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VALID, WINDOW,
+        )  # fmt: skip
+        counts = i < t
+        if REAL:
+            counts = counts & (tl.load(real + row * real_row + i, mask=i < t, other=0) != 0)
+        base = tl.load(lse + line * t + i, mask=counts, other=float("inf"))
+        base = tl.where(base == float("-inf"), float("inf"), base)  # a row that sees nothing
+        found += tl.sum(tl.exp(s - base[:, None]), axis=0)
+    tl.store(mass + line * n + j, found, mask=j < n)
+
+
+@triton.jit
+def step_logits(
+    q, k, valid, bias, numbers, logits, parts, scale, softcap, over_tau, seed, first, window,
+    hk, r, t, n, D,
+    q_row, q_head, q_token, k_row, k_head, k_token, valid_row, valid_head, bias_row, bias_head,
+    number_row, number_head,
+    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VALID: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Logits [B, Hk, R * T, N] over KEYS keys, and their log-sum-exp, parts [B, Hk, R * T, blocks].
+
+    Grid: (blocks of keys, batch row and key/value head). All rows of the group are one tile.
+    """
+    line = tl.program_id(1).to(tl.int64)
+    row, head = line // hk, line % hk
+    rows = r * t
+    number = tl.arange(0, ROWS)
+    group, i = number // t, number % t
+    j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    channel = tl.arange(0, DB)
+    inside = channel < D
+    heads = (head * r).to(tl.int32) + group
+    at = (
+        row * q_row + heads.to(tl.int64)[:, None] * q_head + i[:, None] * q_token + channel[None, :]
+    )
+    queries = tl.load(q + at, mask=(number < rows)[:, None] & inside[None, :], other=0.0)
+    at = row * k_row + head * k_head + j.to(tl.int64)[None, :] * k_token + channel[:, None]
+    keys = tl.load(k + at, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+    s = tl.dot(queries, keys, input_precision="ieee") * scale
+    heads = tl.where(number < rows, heads, -1)
+    s = shaped(
+        s, heads, i, j, bias + row * bias_row, bias_head,
+        numbers + row * number_row + head * number_head, first, seed, softcap, over_tau,
+        valid + row * valid_row + head * valid_head, n, window, n - t,
+        SOFTCAP, BIAS, NOISE, FIXED, VALID, WINDOW,
+    )  # fmt: skip
+    at = (line * rows + number)[:, None] * n + j[None, :]
+    tl.store(logits + at, s, mask=(number < rows)[:, None] & (j < n)[None, :])
+    top = tl.max(s, axis=1)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(s - base[:, None]), axis=1)
+    part = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    at = (line * rows + number) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(parts + at, part, mask=number < rows)
+
+
+@triton.jit
+def step_mass(logits, lse, real, mass, hq, t, n, real_row, KEYS: tl.constexpr, REAL: tl.constexpr):
+    """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head).
+
+    logits: [B, Hq, T, N]; lse: [B, Hq, T].
+    """
+    line = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    found = tl.zeros([KEYS], tl.float32)
+    for i in range(t):
+        base = tl.load(lse + line * t + i)
+        base = tl.where(base == float("-inf"), float("inf"), base)
+        if REAL:
+            counts = tl.load(real + line // hq * real_row + i) != 0
+            base = tl.where(counts, base, float("inf"))
+        s = tl.load(logits + (line * t + i) * n + j, mask=j < n, other=float("-inf"))
+        found += tl.exp(s - base)
+    tl.store(mass + line * n + j, found, mask=j < n)

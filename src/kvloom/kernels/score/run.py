@@ -1,0 +1,52 @@
+"""Attention mass per key by whichever kernel covers the case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import dispatch
+from . import cpu, gpu, ref
+from .noise import Noise
+
+COVERAGE = {
+    "cpu": (
+        "queries and keys both in fp32, fp16 or bf16, any head_dim; noise gumbel, gaussian, "
+        "constant; tau, window, padding, softcap, bias"
+    ),
+    "gpu": (
+        "queries and keys in one of fp32, fp16, bf16, head_dim up to 256; noise gumbel, constant; "
+        "tau, window, padding, softcap, bias; not from a step's products"
+    ),
+}
+"""What a backend covers; `ref` runs the rest."""
+
+_KERNELS: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
+
+
+def column_mass(
+    q: Tensor, k: Tensor, scale: float, *, noise: Noise | None = None, **options: Any
+) -> Tensor:
+    """Add up as `ref.column_mass` does, by the kernel that covers the case."""
+    backend, why = dispatch.candidate(k)
+    why = why or _KERNELS[backend].problems(q, k, noise)
+    dispatch.count("column_mass", backend, why)
+    kernel = ref if why else _KERNELS[backend]
+    return kernel.column_mass(q, k, scale, noise=noise, **options)
+
+
+def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
+    """Add up as `ref.step_mass` does, by the kernel that covers the case."""
+    backend, why = dispatch.candidate(products)
+    if backend == "gpu":
+        why = why or ["it is not known to it"]
+    dispatch.count("step_mass", backend, why)
+    return (ref.step_mass if why else cpu.step_mass)(products, n, hk, **options)
+
+
+def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+    """Find the slot that `ref.lowest` finds, by the kernel that covers the case."""
+    _, why = dispatch.candidate(scores)
+    dispatch.count("lowest", "cpu", why)
+    return (ref.lowest if why else cpu.lowest)(scores, index, before, see)

@@ -1,0 +1,91 @@
+"""kernels.attend.cpu on formats beside the plain ones: few bits, transforms, keys before RoPE."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strands import agrees, channel, hidden, mapped, token
+
+SKVQ = (
+    mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
+    mapped(1.5, 16, "fp8", span="layer", reorder=True, clip="group"),
+    32,
+)
+FORMS = {  # keys, values, head dimension
+    "1 and 1.5 bit": (token(1, 16), channel(1.5, 32), 32),
+    "1.5 and 1 bit": (channel(1.5, 16), token(1, 0, "fp8"), 32),
+    "skvq": SKVQ,
+    "more groups than lanes": (
+        mapped(4, 16, span="layer", reorder=True),
+        mapped(1.5, 16, span="layer"),
+        144,
+    ),
+    "divided": (mapped(3, 16, smooth=True), mapped(8, 16, reorder=True, smooth=True), 48),
+    "fixed": (
+        mapped(2, 16, span="layer", reorder=True, static=True, smooth=True),
+        mapped(1.5, 16, "fp8", static=True),
+        32,
+    ),
+    "turbo": (mapped(3, 0, rotate=True), mapped(1.5, 16, "fp8", rotate=True), 48),
+    "interleaved before RoPE": (channel(2, 32, pre_rope=True), mapped(4, 0, rotate=True), 80),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Memory that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
+    keys, values, d = form
+    agrees((keys, values, d, torch.float32), hq, hk, t, n, sealed, b, seed, **options)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("n", [0, 1, 64, 127, 129, 500])
+def test_any_number_of_tokens(form, n):
+    for sealed in {(0, 0), (n, n), (n, max(0, n - 37)), (max(0, n - 90), n)}:
+        check(form, 4, 2, 1, n, sealed)
+
+
+@pytest.mark.parametrize(("hq", "hk", "t"), [(2, 2, 1), (5, 1, 1), (2, 1, 3)])
+def test_any_grouping_of_heads_and_several_queries(hq, hk, t):
+    for n in (t, 64, 333):
+        check(SKVQ, hq, hk, t, n, (n - t, n - t), causal=True)
+
+
+@pytest.mark.parametrize("form", [SKVQ, FORMS["turbo"]], ids=["skvq", "turbo"])
+@pytest.mark.parametrize("n", [1, 300])
+def test_masks_softcap_and_bias(form, n):
+    hq, hk, sealed = 4, 2, (n, n // 2)
+    bias = torch.randn(2, hq, n, generator=torch.Generator().manual_seed(1))
+    for valid in (None, hidden(2, 1, n), hidden(2, hk, n)):
+        check(form, hq, hk, 1, n, sealed, valid=valid, softcap=2.0, bias=bias[:1])
+        check(form, hq, hk, 1, n, sealed, valid=valid, causal=True, bias=bias)
+
+
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.integers(0, 900),
+    st.tuples(st.integers(0, 900), st.integers(0, 900)),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+def test_drawn_shapes(form, n, sealed, b, seed):
+    check(FORMS[form], 4, 2, 1, n, sealed, b, seed, causal=n >= 1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_stretches_on_several_threads_leave_no_seam(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(SKVQ, 4, 2, 1, 9000, (8990, 8871), 1)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,237 @@
+"""kernels.attend.gathered against float64 loops: every format, any choice, any mask.
+
+The loops get the listed tokens, unpacked to fp32. Forms are few, as each is compiled, and
+everything else is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import naive
+from kvloom.kernels import dispatch
+from kvloom.kernels.attend import gathered, ref, run
+from kvloom.kernels.attend.strand import Strand
+from kvloom.store import Packed
+from kvloom.store.formats import Transform
+from kvloom.store.packed import PackedTokens
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def channel(bits, group, meta):
+    return Packed(bits, "channel", group, meta, residual=group)
+
+
+def token(bits, group, meta):
+    return Packed(bits, "token", group, meta)
+
+
+FORMS = {  # keys, values, dtype of exact tokens
+    "exact": (None, None, FP32),
+    "exact bf16": (None, None, BF16),
+    "kivi": (channel(2, 32, "fp16"), token(2, 32, "fp16"), FP32),
+    "3 and 1.5 bit": (token(3, 16, "bf16"), channel(1.5, 32, "fp32"), FP16),
+    "1 and 4 bit": (channel(1, 16, "bf16"), token(4, 0, "fp32"), FP32),
+}
+D = 32
+HEADS = [(4, 2, 2), (4, 2, 4), (3, 1, 1), (8, 2, 2), (2, 2, 2)]  # Hq, Hk, heads that choose
+TOL = 2e-6  # the reference's
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Memory that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(b, h, n, seed, dtype=FP32):
+    """Random numbers with NaN before, behind and between, channels side by side."""
+    x = torch.full((b, h + 1, n + 3, D), torch.nan, dtype=dtype)
+    x[:, :h, 1 : n + 1] = torch.randn(b, h, n, D, generator=torch.Generator().manual_seed(seed))
+    return x[:, :h, 1 : n + 1]
+
+
+def strand(fmt, sealed, n, b, hk, dtype, seed):
+    """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
+    x = draw(b, hk, n, seed, dtype)
+    if fmt is not None and fmt.axis == "channel":
+        sealed -= sealed % fmt.group
+    if fmt is None or not sealed:
+        return Strand(None, x, fmt), x.float()
+    held = PackedTokens(fmt)
+    held.append(x[:, :, :sealed])
+    exact = torch.cat([held.view()._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
+    return Strand(held.view(), x[:, :, sealed:], fmt), exact
+
+
+def agrees(form, heads, n, m, begin, first=0, sealed=None, b=2, seed=0, **options):
+    """The kernel's state is that of the naive formula over the listed tokens; returns it."""
+    kfmt, vfmt, dtype = FORMS[form]
+    hq, hk, h = heads
+    sealed = (n, n) if sealed is None else sealed
+    q = draw(b, hq, 1, seed, dtype)
+    keys, k = strand(kfmt, sealed[0], n, b, hk, dtype, seed + 1)
+    values, v = strand(vfmt, sealed[1], n, b, hk, dtype, seed + 2)
+    lead = tuple(draw(b, hk, first, seed + i, dtype) for i in (3, 4)) if first else None
+    g = torch.Generator().manual_seed(seed)
+    slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]
+    assert not gathered.problems(1, keys.tail, kfmt, vfmt)
+    got = gathered.attend(q, keys, values, slots, begin, 0.125, first=lead, **options)
+    listed = []
+    for x, before in ((k, 0), (v, 1)):
+        each = x.repeat_interleave(h // hk, dim=1)
+        at = torch.cat([slots, torch.arange(begin, n).expand(b, h, -1)], dim=2)
+        each = each.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, D))
+        if lead is not None:
+            each = torch.cat([lead[before].float().repeat_interleave(h // hk, dim=1), each], dim=2)
+        listed.append(each.double().numpy())
+    plain = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    out, lse = naive.attention(q.double().numpy(), *listed, 0.125, **plain)
+    assert got.out.dtype == got.lse.dtype == FP32
+    np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
+    np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
+    return got
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
+def test_any_choice_of_any_format(form, m, rest, first):
+    for sealed in ((200, 200), (100, 163), (0, 0)):
+        n = 200 + rest
+        agrees(form, (4, 2, 2), n, m, 200, first, sealed)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_choose_together_or_alone(heads):
+    agrees("exact", heads, 300, 111, 260, 4)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 2), (4, 2, 4)])
+@pytest.mark.parametrize("m", [1, 30, 200])
+def test_masks_softcap_and_bias(heads, m):
+    hq, _, h = heads
+    n, total = 240, 3 + m + 30
+    g = torch.Generator().manual_seed(m)
+    bias = torch.randn(2, hq, total, generator=g)
+    for width in (1, h):
+        valid = torch.rand(2, width, total, generator=g) > 0.3
+        valid[-1] = False
+        agrees("exact", heads, n, m, 210, 3, valid=valid)
+        agrees("exact", heads, n, m, 210, 3, valid=valid, softcap=2.0, bias=bias[:1])
+    agrees("exact", heads, n, m, 210, 3, bias=bias)
+
+
+@given(
+    st.sampled_from(["exact", "kivi"]),
+    st.integers(1, 400),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 20),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+def test_drawn_shapes(form, n, share, part, first, b, seed):
+    begin = int(n * share)
+    agrees(form, (4, 2, 2), n, int(begin * part), begin, first, b=b, seed=seed)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_stretches_on_several_threads_leave_no_seam(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        agrees("exact", (4, 2, 2), 9000, 4000, 8000, 16, b=1)
+        agrees("kivi", (4, 2, 2), 9000, 4000, 8000, 16, (8960, 8872))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_layout_does_not_matter():
+    q, k, v = (draw(2, 4, n, i) for i, n in enumerate((1, 200, 200)))
+    slots = torch.rand(2, 150, 4).argsort(dim=1)[:, :50].transpose(1, 2)
+    lead = draw(2, 4, 5, 3), draw(2, 4, 5, 4)
+    want = ref.attend_gathered(q, Strand(None, k), Strand(None, v), slots, 180, 0.1, first=lead)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, *lead)]
+    apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v, *lead)]
+    for a, b, c, *more in (turned, apart):
+        got = gathered.attend(
+            a, Strand(None, b), Strand(None, c), slots, 180, 0.1, first=tuple(more)
+        )
+        torch.testing.assert_close(got, want, rtol=0, atol=TOL)
+
+
+def test_the_reference_is_attention_over_the_listed_tokens():
+    q, k, v = (draw(2, h, n, i) for i, (h, n) in enumerate(((4, 1), (2, 90), (2, 90))))
+    for h, begin in itertools.product((2, 4), (90, 70)):
+        slots = torch.rand(2, h, 70).argsort(dim=-1)[..., :20]
+        strands = Strand(None, k), Strand(None, v)
+        got = ref.attend_gathered(q, *strands, slots, begin, 0.1)
+        for row, head in ((0, 0), (1, 3)):
+            at = [*slots[row, head * h // 4].tolist(), *range(begin, 90)]
+            one = [x[row : row + 1, head // 2 : head // 2 + 1, at] for x in (k, v)]
+            out, _ = naive.attention(
+                *(x.double().numpy() for x in (q[row : row + 1, head : head + 1], *one)), 0.1
+            )
+            np.testing.assert_allclose(got.out[row, head], out[0, 0], rtol=0, atol=TOL)
+
+
+def test_nothing_chosen_is_the_identity():
+    q, k = draw(1, 2, 1, 0), draw(1, 2, 10, 1)
+    none = torch.empty(1, 2, 0, dtype=torch.long)
+    got = gathered.attend(q, Strand(None, k), Strand(None, k), none, 10, 1.0)
+    assert (got.out == 0).all()
+    assert (got.lse == -torch.inf).all()
+
+
+def test_what_is_not_covered_is_said():
+    like = torch.zeros(1, 1, 4, D)
+    said = gathered.problems(2, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, None)
+    assert [s.split()[0] for s in said] == ["head_dim=40", "keys", "2"]
+    assert gathered.problems(1, like.to("meta")) == ["the tensors are on meta"]
+    for changed, problem in (
+        ({"meta": "fp8"}, "meta=fp8 is none of fp32, fp16, bf16"),
+        ({"group": 64}, "group=64 is not a multiple of 16 that divides 32"),
+        ({"transform": Transform(clip=0.9)}, "transform="),
+        ({"pre_rope": True}, "pre_rope=True is not known to it"),
+    ):
+        fmt = Packed(**{"bits": 2, "axis": "token", "group": 32, **changed})
+        (one,) = gathered.problems(1, like, None, fmt)
+        assert one.startswith(f"values: {problem}")
+
+
+def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():
+    @dataclass(frozen=True)
+    class Rotated(Packed):
+        rotate: bool = False
+
+    fmt = Rotated(2, "token", 32, rotate=True)
+    like = torch.zeros(1, 1, 4, D)
+    assert gathered.problems(1, like, fmt) == ["keys: rotate=True is not known to it"]
+
+
+def test_who_ran_is_counted():
+    q, k = draw(1, 2, 1, 0), draw(1, 2, 10, 1)
+    slots = torch.tensor([[[0, 3], [5, 2]]])
+    args = (q, Strand(None, k), Strand(None, k), slots, 8, 1.0)
+    dispatch.ran.clear()
+    with dispatch.use("auto"):
+        assert run.attend_gathered(*args) is not None
+        assert run.attend_gathered(q.requires_grad_(), *args[1:]) is None
+    with dispatch.use("ref"):
+        assert run.attend_gathered(*args) is None
+    backends = [(backend, why) for operation, backend, why in dispatch.ran]
+    assert backends == [
+        ("cpu", ""),
+        ("ref", "a gradient is asked for; call under torch.no_grad()"),
+        ("ref", "the reference is asked for"),
+    ]

@@ -1,0 +1,356 @@
+"""kernels.quant.cpu against the reference, to the last bit: every format, any shape and layout.
+
+Two kernels take all formats, so nothing is compiled a case and everything is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import steps
+from kvloom.kernels import dispatch
+from kvloom.kernels.quant import cpu, ref
+from kvloom.kernels.quant.scheme import Held, Scheme, Turn
+from kvloom.layer import LayerCache
+from kvloom.recipe import Protect, Recipe
+from kvloom.rope import Rope
+from kvloom.store import Known, Packed, Store, Transform
+from kvloom.store.formats import META
+from kvloom.store.packed import PackedTokens
+
+BITS = (1, 1.5, 2, 3, 4, 8)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GUARD = 77  # what bytes hold that nobody may write
+EDGE = 3  # so many rows of them behind each head
+
+
+@pytest.fixture(autouse=True)
+def _auto(monkeypatch):
+    """Kernels are chosen; memory that nobody has written is NaN."""
+    monkeypatch.delenv("KVLOOM_KERNELS", raising=False)
+    dispatch.ran.clear()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(shape, dtype=torch.float32, seed=0, layout="plain"):
+    """Tokens with outlier channels and a constant stretch, laid out in one way or another."""
+    g = torch.Generator().manual_seed(seed)
+    b, h, n, d = shape
+    x = torch.randn(shape, generator=g) * torch.logspace(-2, 2, d)
+    x[:, :, : n // 3, : d // 2] = 0.3
+    x = x.to(dtype)
+    if layout == "tokens first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "every other":
+        wide = torch.full((b, h, 2 * n, 2 * d), torch.nan, dtype=dtype)
+        wide[:, :, ::2, ::2] = x
+        return wide[:, :, ::2, ::2]
+    if layout == "rows alike":
+        return x[:1, :1].expand(b, h, n, d)
+    return x
+
+
+def scattered(heads, dim, groups, seed):
+    """The group of each channel: sizes differ, all heads together, none empty."""
+    g = torch.Generator().manual_seed(seed)
+    group_of = torch.randint(0, groups, (heads * dim,), generator=g)
+    group_of[torch.randperm(heads * dim, generator=g)[:groups]] = torch.arange(groups)
+    return group_of.view(heads, dim)
+
+
+def mapped(bits, meta, heads, dim, groups=5, seed=0, static=False, smooth=True, clip=None):
+    """A scheme like SKVQ's, with everything a calibration may say."""
+    group_of = scattered(heads, dim, groups, seed)
+    divisor = torch.logspace(-1, 1, dim).repeat(heads, 1) if smooth else None
+    given = None
+    if static:
+        low, high = -torch.linspace(0, 2, groups), torch.linspace(0, 3, groups)
+        stored = ref.metadata(low, high, bits, meta)
+        given = tuple(ref.spread(m.view(1, 1, 1, -1), group_of) for m in stored)
+    return Scheme(bits, "token", 0, meta, group_of, 1.0 if clip is None else clip, divisor, given)
+
+
+def quantized(x, scheme, real=None):
+    """Codes, scale and zero by the reference."""
+    if scheme.group_of is None:
+        return ref.quantize(x, scheme.bits, scheme.axis, scheme.group, scheme.meta, real)
+    x = x.float() if scheme.divisor is None else x.float() / scheme.divisor[:, None]
+    if scheme.static is None:
+        return ref.quantize_mapped(x, scheme.bits, scheme.group_of, scheme.meta, scheme.clip)
+    none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=scheme.meta)
+    return ref.encode(x, *scheme.static, scheme.bits), none, none
+
+
+def restored(codes, scale, zero, scheme, dtype):
+    """Tokens by the reference."""
+    if scheme.group_of is None:
+        return ref.dequantize(codes, scale, zero, scheme.axis, scheme.group, dtype)
+    if scheme.static is None:
+        x = ref.dequantize_mapped(codes, scale, zero, scheme.group_of, torch.float32)
+    else:
+        x = torch.addcmul(scheme.static[1], codes.float(), scheme.static[0])
+    return (x if scheme.divisor is None else x * scheme.divisor[:, None]).to(dtype)
+
+
+def raw(x):
+    """Metadata as bits, which tell -0 from 0."""
+    return x.float().view(torch.int32)
+
+
+def room(x):
+    """Storage like x with a guarded edge behind each head, and the whole of it."""
+    b, h, n, d = x.shape
+    if not d:  # nothing is stored
+        return x, x.new_full((1, 1, 0, 0), GUARD)
+    whole = torch.full((b, h, n + EDGE, d * x.element_size()), GUARD, dtype=torch.uint8)
+    return whole.view(x.dtype)[:, :, :n], whole
+
+
+def agrees(x, scheme, cuts=(), real=None, stretch=None):
+    """What the kernel packs, in parts, and unpacks is the reference's, and nothing else moves."""
+    codes, scale, zero = quantized(x, scheme, real)
+    want = (ref.pack_codes(codes, scheme.bits), scale, zero)
+    (held_codes, *held_meta), wholes = zip(*(room(w) for w in want), strict=True)
+    held = Held(held_codes, *held_meta)
+    assert not cpu.problems(scheme, x.device, x.dtype)
+    for lo, hi in itertools.pairwise([0, *cuts, x.shape[2]]):
+        here = None if real is None else real[:, :, lo:hi]
+        cpu.pack(x[:, :, lo:hi], scheme, held, lo, here)
+    assert torch.equal(held.codes, want[0])
+    assert torch.equal(raw(held.scale), raw(scale))
+    assert torch.equal(raw(held.zero), raw(zero))
+    for part, whole in zip(held, wholes, strict=True):
+        assert (whole[:, :, part.shape[2] :] == GUARD).all()
+    lo, hi = stretch or (0, x.shape[2])
+    got = cpu.unpack(held, scheme, lo, hi, x.dtype)
+    exact = restored(codes, scale, zero, scheme, x.dtype)[:, :, lo:hi]
+    if scheme.meta == torch.float32:  # whether torch rounds once or twice is its own affair
+        size = exact.float().abs().max() if exact.numel() else 0.0
+        tol = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}[x.dtype]
+        torch.testing.assert_close(got, exact, rtol=tol, atol=float(size) * 2**-22)
+    else:
+        assert torch.equal(got, exact)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("meta", META)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_every_format(bits, axis, meta):
+    for dtype, group, dim in itertools.product(DTYPES, (16, 32, 64, 128), (80, 128, 256)):
+        if axis == "channel" or dim % group == 0:
+            n = 2 * group if axis == "channel" else 9
+            agrees(draw((2, 2, n, dim), dtype), Scheme(bits, axis, group, META[meta]))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("meta", META)
+def test_every_format_of_scattered_groups(bits, meta):
+    for dtype, dim, static in itertools.product(DTYPES, (20, 64), (False, True)):
+        clip = torch.linspace(0.8, 1.0, 5)
+        scheme = mapped(bits, META[meta], 3, dim, static=static, clip=clip)
+        agrees(draw((2, 3, 11, dim), dtype), scheme)
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 8, 16, 20, 64, 80]))
+layouts = st.sampled_from(["plain", "tokens first", "every other", "rows alike"])
+formats = st.tuples(
+    st.sampled_from(BITS), st.sampled_from(list(META.values())), st.sampled_from(DTYPES)
+)
+seeds = st.integers(0, 999)
+
+
+@settings(max_examples=150)
+@given(formats, shapes, layouts, st.lists(st.integers(0, 70), max_size=4), st.data())
+def test_tokens_of_any_length_cut_anywhere(form, shape, layout, cuts, data):
+    (bits, meta, dtype), (b, h, d) = form, shape
+    cuts = sorted({min(c, 70) for c in cuts})
+    n = data.draw(st.integers(cuts[-1] if cuts else 0, 90))
+    lo = data.draw(st.integers(0, n))
+    hi = data.draw(st.integers(lo, n))
+    if data.draw(st.booleans()):
+        groups = data.draw(st.integers(1, min(7, h * d)))
+        static, smooth = data.draw(st.booleans()), data.draw(st.booleans())
+        clip = data.draw(st.sampled_from([None, 0.9]))
+        scheme = mapped(bits, meta, h, d, groups, n, static, smooth, clip)
+    else:
+        group = data.draw(st.sampled_from([g for g in (16, 32, 64, d) if d % g == 0]))
+        scheme = Scheme(bits, "token", group, meta)
+    agrees(draw((b, h, n, d), dtype, n, layout), scheme, cuts, stretch=(lo, hi))
+
+
+@settings(max_examples=150)
+@given(formats, shapes, layouts, st.lists(st.integers(1, 4), max_size=3), st.data())
+def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data):
+    (bits, meta, dtype), (b, h, d) = form, shape
+    group = data.draw(st.sampled_from([16, 32, 128]))
+    ends = [group * e for e in itertools.accumulate(parts)]
+    n = ends[-1] if ends else 0
+    lo = data.draw(st.integers(0, n))
+    hi = data.draw(st.integers(lo, n))
+    x = draw((b, h, n, d), dtype, n, layout)
+    real = None
+    kind = data.draw(st.sampled_from(["none", "in front", "anywhere", "each head's"]))
+    if kind == "in front":
+        real = torch.arange(n) >= torch.randint(0, n + 1, (b, 1, 1))
+    elif kind != "none":
+        heads = h if kind == "each head's" else 1
+        real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
+    agrees(x, Scheme(bits, "channel", group, meta), ends[:-1], real, (lo, hi))
+
+
+@settings(max_examples=80)
+@given(formats, shapes, layouts, st.booleans(), st.data())
+def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
+    """As `rope` turns them: some of the channels, by a row's or a head's own positions."""
+    (bits, meta, dtype), (b, h, d) = form, shape
+    meta = torch.float16 if meta == torch.float32 else meta  # whose products are not all exact
+    half, n = data.draw(st.integers(0, d // 2)), 16 * data.draw(st.integers(0, 4))
+    rope = Rope(1000.0 ** -(torch.arange(half) / max(1, half)), interleaved)
+    at = torch.randint(0, 5000, (n, data.draw(st.sampled_from([1, h])), b)).permute(2, 1, 0)
+    if data.draw(st.booleans()):
+        scheme = mapped(bits, meta, h, d, min(5, h * d), n)
+    else:
+        axis = data.draw(st.sampled_from(["channel", "token"]))
+        scheme = Scheme(bits, axis, 16 if axis == "channel" else d, meta)
+    x = draw((b, h, n, d), dtype, n, layout)
+    codes, scale, zero = quantized(rope.turn(x.float(), -at), scheme)
+    held = Held(*(room(w)[0] for w in (ref.pack_codes(codes, bits), scale, zero)))
+    cpu.pack(x, scheme, held, 0, turn=Turn(*rope.angles(-at), interleaved))
+    assert torch.equal(held.codes, ref.pack_codes(codes, bits))
+    assert torch.equal(raw(held.scale), raw(scale))
+    got = cpu.unpack(held, scheme, 0, n, dtype, Turn(*rope.angles(at), interleaved))
+    flat = restored(codes, scale, zero, scheme, torch.float32)
+    assert torch.equal(got, rope.turn(flat, at).to(dtype))
+
+
+@pytest.mark.parametrize("meta", META.values(), ids=META)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
+    """Subnormal, vanishing and, where a format has infinity, too large ones; and ties."""
+    g = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (20_000,), generator=g)
+    bits[::2] = bits[::2] >> 12 << 12  # 11 bits of mantissa: often half way between two numbers
+    some = bits.int().view(torch.float32).nan_to_num(1.0, 1.0, 1.0).clamp(-1e38, 1e38)
+    small = torch.randint(-(2**13), 2**13, (10_000,), generator=g) * 2.0**-15
+    numbers = torch.cat([some, some.frexp()[0], small, small * 2.0**-12])
+    x = torch.zeros(1, 1, len(numbers), 16)
+    x[..., 3] = numbers  # scale is its size, zero is 0 or it
+    x = x.transpose(2, 3) if axis == "channel" else x
+    scheme = Scheme(1, axis, 16, meta)
+    codes, *want = quantized(x, scheme)
+    held = Held(*(room(w)[0] for w in (ref.pack_codes(codes, 1), *want)))
+    cpu.pack(x, scheme, held, 0)
+    assert torch.equal(raw(held.scale), raw(want[0]))
+    assert torch.equal(raw(held.zero), raw(want[1]))
+
+
+@pytest.mark.parametrize("values", [(65504.0, -65504.0, 1.0), (6e-8, 0.0, 1.8e-7), (-0.0, 0.0)])
+def test_extremes_of_fp16(values):
+    x = torch.tensor(values, dtype=torch.float16).repeat(64)[:64].expand(1, 1, 64, 64)
+    for bits, axis in itertools.product(BITS[1:], ("channel", "token")):
+        agrees(x, Scheme(bits, axis, 32, torch.float16))
+
+
+def test_storage_that_is_not_in_rows_is_read_but_not_written_to():
+    x, scheme = draw((2, 2, 32, 64)), Scheme(2, "token", 32, torch.float16)
+    codes, scale, zero = quantized(x, scheme)
+    held = Held(ref.pack_codes(codes, 2), scale, zero)
+    apart = Held(*(p.transpose(2, 3).contiguous().transpose(2, 3) for p in held))
+    want = restored(codes, scale, zero, scheme, torch.float32)
+    assert torch.equal(cpu.unpack(apart, scheme, 0, 32, torch.float32), want)
+    with pytest.raises(ValueError, match="must lie side by side"):
+        cpu.pack(x, scheme, apart, 0)
+
+
+@pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "Python's threads"])
+def test_threads_share_the_work(monkeypatch, openmp):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    if not openmp:
+        from kvloom.kernels import team
+
+        monkeypatch.setattr(team, "_openmp", lambda: None)
+    x = draw((2, 2, 1920, 64), torch.bfloat16)
+    for scheme in (
+        Scheme(1.5, "channel", 128, torch.float16),
+        Scheme(3, "token", 32, torch.float16),
+        mapped(1.5, torch.float8_e4m3fn, 2, 64),
+    ):
+        agrees(x, scheme, [128, 640])
+
+
+# --- as the store uses it ------------------------------------------------------------------------
+
+CACHES = {
+    **steps.RECIPES,
+    "skvq's": Recipe(
+        store=Store(
+            Packed(2, "token", 32, "fp8", transform=Transform("layer", clip=0.9), pre_rope=True),
+            Packed(1.5, "token", 32, "fp8", transform=Transform("layer")),
+        ),
+        protect=Protect(2, 7),
+    ),
+}
+KNOWN = Known(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
+
+
+@pytest.mark.parametrize("recipe", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(recipe, padded):
+    sizes = [70, *[1] * 9, 3, 20, *[1] * 35]
+    q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=2)
+    valid = None
+    if padded:
+        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
+        valid[1, :37] = False
+    caches = []
+    for backend in dispatch.CHOICES:
+        with dispatch.use(backend), torch.no_grad():
+            caches.append(LayerCache(recipe, known=KNOWN))
+            steps.feed(caches[-1], q, k, v, sizes, valid)
+    assert caches[0].nbytes == caches[1].nbytes
+    steps.assert_same_state(*(steps.state(cache) for cache in caches))
+
+
+def test_what_is_left_to_the_reference_says_why():
+    x = draw((1, 1, 5, 32))
+    rotated = Packed(3, "token", 0, transform=Transform(rotate=True))
+    for fmt, tokens in ((Packed(2, "token"), x.double()), (rotated, x)):
+        held = PackedTokens(fmt)
+        held.append(tokens)
+        assert held.view().tensor().dtype == tokens.dtype
+    with dispatch.use("ref"):
+        PackedTokens(Packed(2, "token")).append(x)
+    PackedTokens(Packed(2, "token")).append(x)
+    assert dispatch.ran == {
+        ("pack", "ref", "tokens are torch.float64, not fp32, fp16 or bf16"): 1,
+        ("unpack", "ref", "tokens are torch.float64, not fp32, fp16 or bf16"): 1,
+        ("pack", "ref", "rotated groups are not known to it"): 1,
+        ("unpack", "ref", "rotated groups are not known to it"): 1,
+        ("pack", "ref", "the reference is asked for"): 1,
+        ("pack", "cpu", ""): 1,
+    }
+
+
+@pytest.mark.parametrize("backend", dispatch.CHOICES)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_no_tokens_are_packed_to_nothing(backend, axis):
+    fmt = Packed(2, axis, 16, residual=16)
+    with dispatch.use(backend):
+        held = PackedTokens(fmt)
+        held.append(torch.empty(2, 1, 0, 32))
+        assert (len(held), held.nbytes) == (0, 0)
+        assert held.view().tensor().shape == (2, 1, 0, 32)
+        x = draw((2, 1, 16, 32))
+        alone = PackedTokens(fmt)
+        for part in (x, x[:, :, :0]):
+            held.append(part)
+            alone.append(part)
+        assert len(held) == len(alone) == 16
+        assert torch.equal(held.view().tensor(), alone.view().tensor())

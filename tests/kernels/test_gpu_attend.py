@@ -1,0 +1,339 @@
+"""kernels.attend.gpu against the reference in fp32: every format, any shape, any mask.
+
+In Triton's interpreter, which must be asked for before Triton is imported: so pytest runs this file
+once more, in a process of its own. It proves arithmetic and indexing on tensors of the CPU; memory
+that nobody has written is NaN. bf16 products are not what a GPU's are there, so models here are
+fp32 and fp16.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import steps
+from kvloom.kernels import dispatch
+from kvloom.kernels.attend import gpu, ref, run
+from kvloom.kernels.attend.strand import Strand
+from kvloom.layer import LayerCache
+from kvloom.recipes import resolve
+from kvloom.scored import ScoredLayer
+from kvloom.store import Packed
+from kvloom.store.codec import Channels
+from kvloom.store.formats import Transform
+from kvloom.store.packed import PackedTokens
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by the test below")
+TOL = {FP32: 4e-6, FP16: 2e-3}  # fp16: a product's factors are rounded to it
+B, HK = 2, 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the run")
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "KVLOOM_KERNELS": "auto"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def channel(bits, group=32, meta="fp16"):
+    return Packed(bits, "channel", group, meta, residual=group)
+
+
+def token(bits, group=32, meta="fp16", **more):
+    return Packed(bits, "token", group, meta, transform=Transform(**more) if more else None)
+
+
+def channels(**which):
+    """A calibration: groups of unequal size across heads, divisors, ranges."""
+    g = torch.Generator().manual_seed(5)
+    group_of = torch.cat([torch.arange(4), torch.randint(0, 4, (HK * 64 - 4,), generator=g)])
+    known = {
+        "group_of": group_of.view(HK, 64),
+        "divisor": torch.rand(HK, 64, generator=g) + 0.5,
+        "low": torch.full((4,), -2.0),
+        "high": torch.full((4,), 2.5),
+    }
+    return Channels(**{name: known[name] for name in which})
+
+
+LAYER = {"span": "layer", "reorder": True}
+FORMS = {  # keys, values, head dimension, dtype, calibration
+    "kivi": (channel(2), token(2), 64, FP32, None),
+    "kivi fp16": (channel(2), token(2), 128, FP16, None),
+    "1 bit": (channel(1), token(1, 16, "bf16"), 64, FP32, None),
+    "1.5 bit": (channel(1.5, 64, "fp8"), token(1.5, 32, "fp8"), 64, FP32, None),
+    "3 bit": (channel(3, 16, "fp32"), token(3, 16, "fp32"), 80, FP16, None),
+    "4 bit": (channel(4, 128), token(4, 16), 16, FP32, None),
+    "8 bit": (channel(8, 128, "bf16"), token(8), 96, FP32, None),
+    "axes swapped": (token(3), channel(4), 64, FP32, None),
+    "mixed": (token(2, 32, "fp8"), token(1.5, 0), 96, FP32, None),
+    "keys only": (token(8, 64, "fp32"), None, 256, FP16, None),
+    "values only": (None, token(4, 16), 80, FP32, None),
+    "exact": (None, None, 80, FP32, None),
+    "rotated": (token(3, 0, rotate=True), token(2, 16, "fp8", rotate=True), 96, FP32, None),
+    "keys rotated": (token(4, 32, rotate=True), token(2), 64, FP32, None),
+    "skvq": (token(2, 32, "fp8", clip=0.9, **LAYER), token(1.5, 32, "fp8", clip=0.9, **LAYER),
+             64, FP32, channels(group_of=1)),
+    "smooth": (token(2, 32, smooth=True), token(4, 64, smooth=True), 64, FP32,
+               channels(divisor=1)),
+    "static": (token(2, 32, static=True, **LAYER), token(3, 32, static=True, **LAYER), 64, FP32,
+               channels(group_of=1, low=1, high=1)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Memory that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(shape, seed, dtype=FP32):
+    """Random numbers with NaN before, behind and between, channels side by side."""
+    b, h, n, d = shape
+    x = torch.full((b, h + 1, n + 3, d), torch.nan, dtype=dtype)
+    x[:, :h, 1 : n + 1] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x[:, :h, 1 : n + 1]
+
+
+def strand(fmt, sealed, n, d, dtype, known, seed):
+    """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
+    x = draw((B, HK, n, d), seed, dtype)
+    if fmt is not None and fmt.axis == "channel":
+        sealed -= sealed % fmt.group
+    if fmt is None or not sealed:
+        return Strand(None, x, fmt), x.float()
+    held = PackedTokens(fmt, known)
+    held.append(x[:, :, :sealed].contiguous())
+    view = held.view()
+    if fmt.meta != "fp8":  # what lies behind the last group is not read
+        view = view._replace(
+            scale=torch.nn.functional.pad(view.scale, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
+            zero=torch.nn.functional.pad(view.zero, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
+        )
+    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
+    return Strand(view, x[:, :, sealed:], fmt), exact
+
+
+def both(form, n, sealed, seed=0):
+    kfmt, vfmt, d, dtype, known = form
+    keys, k = strand(kfmt, sealed[0], n, d, dtype, known, seed + 1)
+    values, v = strand(vfmt, sealed[1], n, d, dtype, known, seed + 2)
+    return keys, values, k, v
+
+
+def close(got, want, dtype=FP32):
+    assert got.out.dtype == got.lse.dtype == FP32
+    torch.testing.assert_close(got.out, want.out, rtol=0, atol=TOL[dtype])
+    torch.testing.assert_close(got.lse, want.lse, rtol=TOL[dtype], atol=TOL[dtype])
+
+
+def agrees(form, hq, t, n, sealed, **options):
+    """The kernel's state is the reference's over the unpacked tokens, in fp32."""
+    q = draw((B, hq, t, form[2]), 0, form[3])
+    keys, values, k, v = both(form, n, sealed)
+    assert gpu.problems(t, keys.tail, keys.fmt, values.fmt) == []
+    got = gpu.attend(q, keys, values, 0.125, **options)
+    close(got, ref.attend(q.float(), k, v, 0.125, **options), form[3])
+
+
+def hidden(b, h, n, seed=0):
+    """A mask that hides a third of the tokens, and everything in the last row."""
+    valid = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
+    valid[-1] = False
+    return valid
+
+
+@needs_interpreter
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    ("n", "sealed"), [(201, (192, 130)), (133, (128, 133))], ids=["keys ahead", "values ahead"]
+)
+def test_every_format(form, n, sealed):
+    agrees(form, 4, 1, n, sealed)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("form", [FORMS["kivi"], FORMS["exact"]], ids=["kivi", "exact"])
+@pytest.mark.parametrize(
+    ("n", "sealed"), [(0, (0, 0)), (1, (0, 0)), (1, (0, 1)), (64, (64, 64)), (65, (64, 65))]
+)
+def test_any_number_of_tokens(form, n, sealed):
+    agrees(form, 4, 1, n, sealed)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("hq", "t"), [(2, 1), (10, 3), (18, 8)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_number_of_rows(hq, t, causal):
+    agrees(FORMS["kivi"], hq, t, 150, (128, 120), causal=causal)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("form", [FORMS["kivi"], FORMS["rotated"]], ids=["kivi", "rotated"])
+def test_masks_softcap_and_bias(form):
+    hq, t, n, sealed = 4, 2, 170, (160, 90)
+    bias = torch.randn(B, hq, n, generator=torch.Generator().manual_seed(1))
+    agrees(form, hq, t, n, sealed, valid=hidden(B, 1, n), softcap=2.0, bias=bias[:1])
+    agrees(form, hq, t, n, sealed, valid=hidden(B, HK, n), causal=True, bias=bias)
+
+
+@needs_interpreter
+def test_one_program_or_many_give_the_same(monkeypatch):
+    for processors in (1, 40):
+        monkeypatch.setattr(gpu, "_processors", lambda device, n=processors: n)
+        agrees(FORMS["kivi"], 2, 1, 700, (640, 600), valid=hidden(B, 1, 700))
+
+
+@needs_interpreter
+def test_memory_layout_does_not_matter():
+    q, k, v = (draw((2, 4, n, 64), i) for i, n in enumerate((1, 100, 100)))
+    want = ref.attend(q, k, v, 0.1)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
+    for a, b, c in (turned, apart):
+        close(gpu.attend(a, Strand(None, b), Strand(None, c), 0.1), want)
+
+
+@needs_interpreter
+def test_huge_logits_neither_overflow_nor_lose_the_winner():
+    q, k, v = (draw((2, 4, n, 64), i) for i, n in enumerate((1, 300, 300)))
+    q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
+    got = gpu.attend(q, Strand(None, k), Strand(None, v), 0.5)
+    want = ref.attend(q, k, v, 0.5)
+    assert want.lse.abs().max() > 1e4
+    torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=0)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("each", [False, True], ids=["a group chooses", "a head chooses"])
+@pytest.mark.parametrize("form", ["kivi", "3 bit", "mixed", "rotated", "exact", "skvq"])
+def test_chosen_tokens(form, each):
+    form = FORMS[form]
+    n, m, hq, ends = 170, 37, 4, (160, 140)
+    q = draw((B, hq, 1, form[2]), 0, form[3])
+    keys, values, k, v = both(form, n, ends)
+    heads = hq if each else HK
+    slots = torch.rand(B, heads, 128, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    first = tuple(draw((B, HK, 5, form[2]), i, form[3]) for i in (7, 8))
+    slots, begin, total = slots[..., :m], 150, 5 + m + n - 150
+    bias = torch.randn(1, hq, total, generator=torch.Generator().manual_seed(4))
+    for options in ({}, {"valid": hidden(B, heads, total), "bias": bias, "first": first}):
+        got = gpu.attend_gathered(q, keys, values, slots, begin, 0.125, **options)
+        options["first"] = [x.float() for x in options.get("first", ())] or None
+        exact = Strand(None, k), Strand(None, v)
+        want = ref.attend_gathered(q.float(), *exact, slots, begin, 0.125, **options)
+        close(got, want, form[3])
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("t", "n", "causal", "d", "dtype"),
+    [(70, 70, True, 64, FP32), (33, 150, True, 80, FP16), (5, 40, False, 96, FP32)],
+)
+def test_a_prompt_and_its_log_sum_exp(t, n, causal, d, dtype):
+    from kvloom.kernels.attend.gpu_prompt import prompt
+
+    q, k, v = (draw((B, h, m, d), i, dtype) for i, (h, m) in enumerate(((4, t), (2, n), (2, n))))
+    bias = torch.randn(1, 4, n, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"valid": hidden(B, 1, n), "softcap": 3.0, "bias": bias}):
+        got = prompt(q, k, v, 0.125, causal=causal, **options)
+        want = ref.attend(q.float(), k.float(), v.float(), 0.125, causal=causal, **options)
+        close(got, want, dtype)
+
+
+WHOLE = {
+    "full": 12,
+    "kivi:group=16,residual=32": 12,
+    "turbo:window=16": 12,
+    "skvq:pre_rope=false,reorder=false,clip=0.92,group=32,window=16": 12,
+    "minikv:group=16,residual=32": 12,
+    "streaming:tokens=24,sinks=4": 12,
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name, padded):
+    recipe, sizes = resolve(name), [50, *[1] * 6, 3, 20, 1, 1]
+    q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=1)
+    valid = None
+    if padded:
+        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
+        valid[1, :17] = False
+    outs = []
+    for backend in ("gpu", "ref"):
+        dispatch.ran.clear()
+        with dispatch.use(backend), torch.no_grad():
+            layer = ScoredLayer if name.startswith("minikv") else LayerCache
+            outs.append(steps.feed(layer(recipe), q, k, v, sizes, valid))
+            if backend == "gpu":
+                assert dispatch.ran["attend", "gpu", ""] >= 8
+    real = slice(17 if padded else 0, None)  # what padding attends to does not matter
+    torch.testing.assert_close(outs[0][:, :, real], outs[1][:, :, real], rtol=0, atol=1e-5)
+
+
+@needs_interpreter
+def test_bf16_is_refused_by_the_interpreter():
+    said = gpu.problems(1, torch.zeros(1, 1, 4, 64, dtype=BF16))
+    assert said == ["Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there"]
+
+
+def test_what_is_not_covered_is_said(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton")
+    like = torch.zeros(1, 1, 4, 64)
+    pre_rope = Packed(2, "token", 32, pre_rope=True)
+    assert gpu.problems(1, like, channel(2), token(1.5, 0, "fp8")) == []
+    assert gpu.problems(1, like, pre_rope) == ["keys: pre_rope=True is not known to it"]
+    assert gpu.problems(1, like, None, token(2, 128)) == [
+        "values: group=128 does not divide head_dim=64"
+    ]
+    assert gpu.problems(9, torch.zeros(1, 1, 4, 8)) == [
+        "head_dim=8 is not from 16 to 256",
+        "9 queries a step are more than 8",
+    ]
+    assert "float64" in gpu.problems(1, like.double())[0]
+
+
+def test_without_a_gpu_the_setting_gpu_is_an_error_that_names_the_remedy(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.zeros(1, 1, 4, 64)
+    with (
+        dispatch.use("gpu"),
+        pytest.raises(ValueError, match="tensors are on cpu.*set TRITON_INTERPRET=1"),
+    ):
+        run.attend(x, Strand(None, x), Strand(None, x), 1.0)
+
+
+def test_cuda_tensors_without_triton_are_left_to_the_reference_and_it_says_so(monkeypatch):
+    from kvloom.kernels import cuda
+
+    monkeypatch.setattr(cuda, "_installed", lambda: False)
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+    monkeypatch.setenv("KVLOOM_KERNELS", "auto")
+
+    class OnCuda:
+        device = torch.device("cuda", 0)
+
+    why = "Triton is not installed; pip install triton"
+    assert dispatch.candidate(OnCuda()) == ("gpu", [why])
+    monkeypatch.setattr(cuda, "_installed", lambda: True)
+    assert dispatch.candidate(OnCuda()) == ("gpu", [])
+    monkeypatch.setattr(cuda, "_capability", lambda device: (7, 5))
+    why = "the GPU's compute capability is below 8.0 (Ampere)"
+    assert dispatch.candidate(OnCuda()) == ("gpu", [why])

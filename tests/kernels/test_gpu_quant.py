@@ -1,0 +1,141 @@
+"""kernels.quant.gpu against the reference, bit by bit, in Triton's interpreter.
+
+The interpreter must be asked for before Triton is imported, so pytest runs this file once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvloom.kernels.quant import gpu, ref
+from kvloom.kernels.quant.scheme import Held, Scheme
+from kvloom.store.codec import Channels, Mapped
+from kvloom.store.formats import META, Packed, Transform
+
+FP32, FP16 = torch.float32, torch.float16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DIMS = {"channel": ((16, 80), (32, 64), (128, 16)), "token": ((16, 80), (32, 96), (80, 80))}
+CASES = [
+    (bits, axis, meta, (torch.float32, torch.float16, torch.bfloat16)[i % 3], *DIMS[axis][i % 3])
+    for i, (bits, axis, meta) in enumerate(
+        itertools.product((1, 1.5, 2, 3, 4, 8), ("channel", "token"), META)
+    )
+]
+
+
+def storage(b, h, tokens, d, scheme, poison):
+    """Room for `tokens` tokens in larger storage, all of it `poison`."""
+    rows, numbers = scheme.scales(h, d)
+    lines = tokens // scheme.stretch
+    codes = torch.full((b, h, ref.rows_for(tokens, scheme.bits) + 3, d), poison, dtype=torch.uint8)
+    meta = torch.uint8 if scheme.meta == torch.float8_e4m3fn else scheme.meta
+    scale, zero = (torch.full((b, rows, lines + 2, numbers), poison, dtype=meta) for _ in "sz")
+    return Held(codes[:, :, :-3], scale[:, :, :-2], zero[:, :, :-2])
+
+
+def same(got, want):
+    if want.element_size() == 1:
+        got, want = got.view(torch.uint8), want.view(torch.uint8)
+    assert got.shape == want.shape
+    assert torch.equal(got, want)
+
+
+def check(x, scheme, quantize, dequantize, real=None, step=1e-6):
+    """Pack in two calls and unpack a stretch: as the reference does all at once."""
+    b, h, n, d = x.shape
+    codes, scale, zero = quantize(x, real)
+    held = storage(b, h, n, d, scheme, 113)
+    cut = n // 2 // scheme.stretch * scheme.stretch
+    for lo, hi in ((0, cut), (cut, n)):
+        upto = Held(
+            held.codes[:, :, : ref.rows_for(hi, scheme.bits)],
+            *(m[:, :, : hi // scheme.stretch] for m in held[1:]),
+        )
+        here = None if real is None else real[:, :, lo:hi]
+        gpu.pack(x[:, :, lo:hi], scheme, upto, lo, here)
+    same(held.codes, ref.pack_codes(codes, scheme.bits))
+    if scheme.static is None:
+        same(held.scale, scale)
+        same(held.zero, zero)
+    for lo, hi, dtype in ((0, n, FP32), (3, n - 2, FP16)):
+        got = gpu.unpack(held, scheme, lo, hi, dtype)
+        want = dequantize(codes, scale, zero, dtype)[:, :, lo:hi]
+        if scheme.meta == FP32 or scheme.static is not None or scheme.divisor is not None:
+            # the interpreter rounds code * scale + zero twice
+            torch.testing.assert_close(got, want, rtol=step, atol=step * float(x.abs().max()))
+        else:
+            same(got, want.contiguous())
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize(("bits", "axis", "meta", "dtype", "group", "dim"), CASES)
+    def test_groups_of_a_head(bits, axis, meta, dtype, group, dim):
+        g = torch.Generator().manual_seed(dim)
+        n = 2 * group if axis == "channel" else 13
+        x = torch.randn(2, n, 2, dim, generator=g) * torch.logspace(-2, 2, dim)
+        x = x.to(dtype).transpose(1, 2)
+        x[..., :group, :3] = 0.25  # constant groups
+        real = None
+        if axis == "channel" and bits != 4:
+            real = torch.arange(n) >= torch.tensor([0, group + 3])[:, None, None]
+        scheme = Scheme(bits, axis, group, META[meta])
+        step = 1e-6 if dtype == FP32 else 1e-3
+        check(
+            x,
+            scheme,
+            lambda y, r: ref.quantize(y, bits, axis, group, META[meta], r),
+            lambda c, s, z, to: ref.dequantize(c, s, z, axis, group, to),
+            real,
+            step,
+        )
+
+    @pytest.mark.parametrize("extra", ["", "clip", "smooth", "static"])
+    @pytest.mark.parametrize(("bits", "meta"), [(2, "fp8"), (1.5, "fp16"), (3, "fp32")])
+    def test_groups_of_any_channels(extra, bits, meta):
+        g = torch.Generator().manual_seed(7)
+        group_of = (torch.randperm(96, generator=g) // 20).view(2, 48)
+        more = {"clip": {"clip": "group"}, "smooth": {"smooth": True}, "static": {"static": True}}
+        transform = Transform(span="layer", reorder=True, **more.get(extra, {}))
+        fmt = Packed(bits, "token", 16, meta, transform=transform)
+        low = -torch.rand(5, generator=g) - 1
+        channels = Channels(
+            group_of,
+            torch.rand(5, generator=g) * 0.2 + 0.8 if extra == "clip" else None,
+            torch.rand(2, 48, generator=g) + 0.5 if extra == "smooth" else None,
+            low,
+            -low,
+        )
+        codec = Mapped(fmt, group_of, channels)
+        x = torch.randn(2, 2, 11, 48, generator=g)
+        check(x, codec.scheme, codec.quantize, codec.dequantize, step=1e-3)
+
+    def test_halves_are_rounded_to_even():
+        x = torch.arange(0, 8, 0.5).repeat(4).view(1, 1, 4, 16)
+        scheme = Scheme(3, "token", 16, FP32)
+        x[..., -1] = 7.0  # scale 1
+        held = storage(1, 1, 4, 16, scheme, 9)
+        gpu.pack(x, scheme, held, 0)
+        got = ref.unpack_codes(held.codes, 3, 4)
+        assert got[0, 0, 0].tolist() == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 7]
+
+else:
+
+    def test_in_the_interpreter():
+        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:]
+
+    def test_what_is_not_covered_is_said():
+        rotated = Scheme(2, "token", 32, FP16, rotated=True)
+        said = gpu.problems(rotated, torch.device("cpu"), torch.float64)
+        assert any("CUDA" in s for s in said)
+        assert any("rotated" in s for s in said)
+        assert any("float64" in s for s in said)

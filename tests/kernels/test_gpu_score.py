@@ -1,0 +1,102 @@
+"""kernels.score.gpu against the reference in Triton's interpreter: relative error 1e-4 at most.
+
+The interpreter must be asked for before Triton is imported, so pytest runs this file once more.
+bf16 is left out: the interpreter multiplies it wrongly.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvloom.kernels.score import gpu, ref
+from kvloom.kernels.score.noise import Noise
+
+FP32, FP16 = torch.float32, torch.float16
+SHAPES = {  # T, N, Hq, Hk, D, dtype
+    "decode": (1, 65, 4, 2, 64, FP16),
+    "draft": (3, 70, 6, 2, 80, FP32),
+    "first tokens": (8, 8, 4, 1, 16, FP32),
+    "prompt": (41, 41, 4, 2, 48, FP32),
+    "second turn": (70, 101, 2, 1, 64, FP16),
+}
+
+
+def options(t, n, hq, hk, g):
+    """What the named cases ask for."""
+    valid = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
+    some = torch.rand(2, hk, n, generator=g) > 0.3
+    keys = torch.rand(2, hk, n, generator=g).argsort(-1) + 9
+    bias = torch.randn(1, hq, n, generator=g)
+    padded = {"valid": valid, "real": valid[..., -t:]}
+    return {
+        "plain": {},
+        "padding": padded,
+        "each head sees its own": {"valid": some},
+        "softcap and bias": {"softcap": 5.0, "bias": bias},
+        "window": {"window": 7},
+        "noise": {"noise": Noise("gumbel", 3, keys, 11), "tau": 1.7},
+        "fixed noise": {"noise": Noise("gumbel", 1, keys[:1, :1].int(), 1, True)},
+        "constant": {"noise": Noise("constant", 3, keys, 11)},
+        "everything": {
+            **padded, "softcap": 5.0, "bias": bias.expand(2, -1, -1), "window": 20, "tau": 0.8,
+            "noise": Noise("gumbel", 2**31 + 5, keys, 2),
+        },
+    }  # fmt: skip
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @pytest.fixture(autouse=True)
+    def _poisoned():
+        """Memory that nobody has written is NaN."""
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_mass_is_the_references(shape):
+        t, n, hq, hk, d, dtype = SHAPES[shape]
+        g = torch.Generator().manual_seed(t)
+        q = torch.randn(2, t, hq, d, generator=g).to(dtype).transpose(1, 2)
+        k = torch.randn(2, hk, n, d, generator=g).to(dtype)
+        for name, given in options(t, n, hq, hk, g).items():
+            got, want = (f.column_mass(q, k, d**-0.5, **given) for f in (gpu, ref))
+            assert got.dtype == torch.float32
+            assert ((got - want).abs() <= 1e-4 * want).all(), name
+
+    def test_a_known_log_sum_exp_saves_a_pass():
+        q, k = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 33, 16)
+        logits = q.view(1, 2, 2, 20, 16) @ k.unsqueeze(2).transpose(-1, -2)
+        hidden = torch.ones(20, 33, dtype=torch.bool).triu(14)
+        lse = logits.masked_fill(hidden, -torch.inf).logsumexp(-1).view(1, 4, 20)
+        got = gpu.column_mass(q, k, 1.0, lse=lse)
+        torch.testing.assert_close(got, ref.column_mass(q, k, 1.0), rtol=1e-4, atol=1e-30)
+        doubled = gpu.column_mass(q, k, 1.0, lse=lse + 1)
+        torch.testing.assert_close(doubled, got / torch.e, rtol=1e-4, atol=1e-30)
+
+    def test_the_largest_noise_is_finite():
+        """The hash of key 13,984,714 ends in ones: u is 1 - 2^-24, not 1."""
+        noise = Noise("gumbel", 5, torch.tensor([[[13_984_714, *range(40)]]]), 0, True)
+        assert noise.block(1, 1, 0, 1, 1).item() > 16
+        q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 41, 16)
+        got, want = (f.column_mass(q, k, 1.0, noise=noise) for f in (gpu, ref))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
+
+else:
+
+    def test_in_the_interpreter():
+        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:]
+
+    def test_what_is_not_covered_is_said():
+        q, k = torch.zeros(1, 1, 1, 512, dtype=FP16), torch.zeros(1, 1, 9, 512)
+        said = gpu.problems(q, k, Noise("gaussian", 0, torch.arange(9)[None, None], 0))
+        for what in ("CUDA", "512", "float16", "gaussian"):
+            assert any(what in s for s in said)

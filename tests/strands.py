@@ -1,0 +1,114 @@
+"""What tests of compiled attention share: formats, strands of packed and exact tokens, the check.
+
+The loops of `naive` get what the kernel gets, unpacked to fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+import naive
+from kvloom.kernels.attend import cpu
+from kvloom.rope import Rope
+from kvloom.store import Packed, Transform
+from kvloom.store.codec import Channels
+from kvloom.store.packed import PackedTokens
+
+FP32 = torch.float32
+TOL = 2e-6  # the reference's
+
+
+def channel(bits, group, meta="fp16", pre_rope=False):
+    return Packed(bits, "channel", group, meta, residual=group, pre_rope=pre_rope)
+
+
+def token(bits, group, meta="fp16"):
+    return Packed(bits, "token", group, meta)
+
+
+def mapped(bits, group, meta="fp16", pre_rope=False, **fields):
+    transform = Transform(**fields)
+    return Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope)
+
+
+def draw(shape, seed, dtype=FP32):
+    """Random numbers with NaN before, behind and between, channels side by side."""
+    b, h, n, d = shape
+    x = torch.full((b, h + 1, n + 3, d), torch.nan, dtype=dtype)
+    x[:, :h, 1 : n + 1] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x[:, :h, 1 : n + 1]
+
+
+def known(fmt, hk, d):
+    """What calibration might say of a layer."""
+    if fmt.transform is None:
+        return None
+    g, count = torch.Generator().manual_seed(d), fmt.groups(hk, d)
+    group_of = None
+    if fmt.transform.reorder:
+        heads = hk if fmt.transform.span == "head" else 1  # that have groups of their own
+        own, channels = count // heads, hk * d // heads
+        of = [torch.randint(own, (channels,), generator=g) for _ in range(heads)]
+        for i, its in enumerate(of):
+            its[torch.randperm(channels, generator=g)[:own]] = torch.arange(own)  # none is empty
+            its += i * own
+        group_of = torch.cat(of).view(hk, d)
+    spread = 0.5 + torch.rand(count, generator=g)
+    return Channels(
+        group_of,
+        0.8 + 0.2 * torch.rand(count, generator=g),
+        0.5 + torch.rand(hk, d, generator=g) if fmt.transform.smooth else None,
+        -2 * spread,
+        3 * spread,
+    )
+
+
+def rope(fmt, d):
+    """The keys' rotary embedding: whole, or some channels of each head in pairs side by side."""
+    if not fmt.pre_rope:
+        return None
+    dims = d if fmt.axis == "token" else d - 34
+    return Rope(10000.0 ** -(torch.arange(0, dims, 2) / dims), interleaved=fmt.axis == "channel")
+
+
+def strand(fmt, sealed, n, b, hk, d, dtype, seed):
+    """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
+    x = draw((b, hk, n, d), seed, dtype)
+    if fmt is None:
+        return cpu.Strand(None, x), x.float()
+    sealed = min(sealed, n)
+    sealed -= sealed % fmt.group if fmt.axis == "channel" else 0
+    if not sealed:
+        return cpu.Strand(None, x, fmt), x.float()
+    held = PackedTokens(fmt, known(fmt, hk, d), rope(fmt, d))
+    at = torch.tensor([0, -3, 70_000])[:b, None, None]  # where the rows begin
+    for lo, hi in itertools.pairwise(sorted({0, sealed // 2 // 128 * 128, sealed})):
+        held.append(x[:, :, lo:hi], at=at + torch.arange(lo, hi))
+    view = held.view(at=at if fmt.pre_rope else None)
+    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
+    return cpu.Strand(view, x[:, :, sealed:], fmt), exact
+
+
+def agrees(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
+    """The kernel's state is the naive formula's."""
+    kfmt, vfmt, d, dtype = form
+    q = draw((b, hq, t, d), seed, dtype)
+    keys, k = strand(kfmt, sealed[0], n, b, hk, d, dtype, seed + 1)
+    values, v = strand(vfmt, sealed[1], n, b, hk, d, dtype, seed + 2)
+    assert not cpu.problems(t, keys.tail, keys.fmt, values.fmt)
+    got = cpu.attend(q, keys, values, 0.125, **options)
+    options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
+    assert got.out.dtype == got.lse.dtype == FP32
+    np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
+    np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
+
+
+def hidden(b, h, n, seed=0):
+    """A mask that hides a third of the tokens, and everything in the last row."""
+    valid = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
+    valid[-1] = False
+    return valid

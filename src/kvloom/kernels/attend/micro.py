@@ -151,11 +151,15 @@ def scores(
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
         flat = [x for row in acc for x in row]
         if len(flat) % WIDTH:
-            if len(flat) < WIDTH // 2:
-                sums = [summed(b, x) for x in flat]
-            else:
-                found = _sixteen_sums(b, flat + [same(0.0)] * (WIDTH - len(flat)))
-                sums = [b.extract_element(found, ir.Constant(I32, i)) for i in range(len(flat))]
+            sums = []
+            for i in range(0, len(flat), WIDTH):
+                some = flat[i : i + WIDTH]
+                if len(some) < WIDTH // 2:
+                    sums += [summed(b, x) for x in some]
+                else:
+                    found = _sixteen_sums(b, some + [same(0.0)] * (WIDTH - len(some)))
+                    lanes = [ir.Constant(I32, j) for j in range(len(some))]
+                    sums += [b.extract_element(found, lane) for lane in lanes]
             for i, x in enumerate(sums):
                 write(b, at(b, to[i // n_tokens], 4 * (i % n_tokens)), x)
             return context.get_dummy_value()

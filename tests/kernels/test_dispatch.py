@@ -76,11 +76,12 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from kvloom.kernels.attend import fused
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    form = fused.Form(16, 1, 0)
+    form = fused.Form(16, 1, fused.Way())
     made = fused.kernel.__wrapped__(form)
     assert isinstance(made, team.Kernel)
     q, k, v = drawn(1, 1, 1, 9, 16)
-    monkeypatch.setattr("kvloom.kernels.attend.cpu._kernel", lambda *case: (made, team.bits))
+    case = (made, form.tile, team.bits)
+    monkeypatch.setattr("kvloom.kernels.attend.forms.kernel", lambda *_: case)
     torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
 
 

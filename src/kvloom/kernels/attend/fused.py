@@ -34,8 +34,8 @@ class Form(NamedTuple):
     d: int
     w: int  # query rows at once
     exact: Way  # of the tails
-    keys: Way  # of the packed prefixes
-    values: Way
+    keys: Way = Way()  # of the packed prefixes
+    values: Way = Way()
     meta: tuple[int, int] = (0, 0)  # number formats of scale and zero
     span: tuple[int, int] = (0, 0)  # by channel: tokens that share S and Z, 0: all
     flat: tuple[bool, bool] = (True, True)  # by map: whether a head reads all of a token's groups

@@ -70,7 +70,7 @@ def channels(**which):
 LAYER = {"span": "layer", "reorder": True}
 FORMS = {  # keys, values, head dimension, dtype, calibration
     "kivi": (channel(2), token(2), 64, FP32, None),
-    "kivi fp16": (channel(2), token(2), 128, FP16, None),
+    "kivi fp16": (channel(2), token(2), 64, FP16, None),
     "1 bit": (channel(1), token(1, 16, "bf16"), 64, FP32, None),
     "1.5 bit": (channel(1.5, 64, "fp8"), token(1.5, 32, "fp8"), 64, FP32, None),
     "3 bit": (channel(3, 16, "fp32"), token(3, 16, "fp32"), 80, FP16, None),
@@ -159,7 +159,7 @@ def hidden(b, h, n, seed=0):
 @needs_interpreter
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
-    ("n", "sealed"), [(201, (192, 130)), (133, (128, 133))], ids=["keys ahead", "values ahead"]
+    ("n", "sealed"), [(141, (128, 70)), (133, (128, 133))], ids=["keys ahead", "values ahead"]
 )
 def test_every_format(form, n, sealed):
     agrees(form, 4, 1, n, sealed)
@@ -178,13 +178,13 @@ def test_any_number_of_tokens(form, n, sealed):
 @pytest.mark.parametrize(("hq", "t"), [(2, 1), (10, 3), (18, 8)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_any_number_of_rows(hq, t, causal):
-    agrees(FORMS["kivi"], hq, t, 150, (128, 120), causal=causal)
+    agrees(FORMS["kivi"], hq, t, 70, (64, 40), causal=causal)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("form", [FORMS["kivi"], FORMS["rotated"]], ids=["kivi", "rotated"])
 def test_masks_softcap_and_bias(form):
-    hq, t, n, sealed = 4, 2, 170, (160, 90)
+    hq, t, n, sealed = 4, 2, 110, (96, 50)
     bias = torch.randn(B, hq, n, generator=torch.Generator().manual_seed(1))
     agrees(form, hq, t, n, sealed, valid=hidden(B, 1, n), softcap=2.0, bias=bias[:1])
     agrees(form, hq, t, n, sealed, valid=hidden(B, HK, n), causal=True, bias=bias)
@@ -192,9 +192,9 @@ def test_masks_softcap_and_bias(form):
 
 @needs_interpreter
 def test_one_program_or_many_give_the_same(monkeypatch):
-    for processors in (1, 40):
+    for processors in (2, 40):
         monkeypatch.setattr(gpu, "_processors", lambda device, n=processors: n)
-        agrees(FORMS["kivi"], 2, 1, 700, (640, 600), valid=hidden(B, 1, 700))
+        agrees(FORMS["kivi"], 2, 1, 400, (352, 330), valid=hidden(B, 1, 400))
 
 
 @needs_interpreter
@@ -219,17 +219,20 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("each", [False, True], ids=["a group chooses", "a head chooses"])
-@pytest.mark.parametrize("form", ["kivi", "3 bit", "mixed", "rotated", "exact", "skvq"])
+@pytest.mark.parametrize(
+    ("form", "each"),
+    [("kivi", True), ("3 bit", False), ("mixed", False), ("rotated", False), ("skvq", False),
+     ("exact", True)],
+)  # fmt: skip
 def test_chosen_tokens(form, each):
     form = FORMS[form]
-    n, m, hq, ends = 170, 37, 4, (160, 140)
+    n, m, hq, ends = 100, 21, 4, (96, 80)
     q = draw((B, hq, 1, form[2]), 0, form[3])
     keys, values, k, v = both(form, n, ends)
     heads = hq if each else HK
-    slots = torch.rand(B, heads, 128, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    slots = torch.rand(B, heads, 80, generator=torch.Generator().manual_seed(3)).argsort(-1)
     first = tuple(draw((B, HK, 5, form[2]), i, form[3]) for i in (7, 8))
-    slots, begin, total = slots[..., :m], 150, 5 + m + n - 150
+    slots, begin, total = slots[..., :m], 80, 5 + m + n - 80
     bias = torch.randn(1, hq, total, generator=torch.Generator().manual_seed(4))
     for options in ({}, {"valid": hidden(B, heads, total), "bias": bias, "first": first}):
         got = gpu.attend_gathered(q, keys, values, slots, begin, 0.125, **options)
@@ -255,21 +258,20 @@ def test_a_prompt_and_its_log_sum_exp(t, n, causal, d, dtype):
         close(got, want, dtype)
 
 
-WHOLE = {
-    "full": 12,
-    "kivi:group=16,residual=32": 12,
-    "turbo:window=16": 12,
-    "skvq:pre_rope=false,reorder=false,clip=0.92,group=32,window=16": 12,
-    "minikv:group=16,residual=32": 12,
-    "streaming:tokens=24,sinks=4": 12,
-}
+WHOLE = (
+    "full",
+    "kivi:group=16,residual=32",
+    "turbo:window=16",
+    "skvq:pre_rope=false,reorder=false,clip=0.92,group=32,window=16",
+    "minikv:group=16,residual=32",
+    "streaming:tokens=24,sinks=4",
+)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
-def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name, padded):
-    recipe, sizes = resolve(name), [50, *[1] * 6, 3, 20, 1, 1]
+def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name):
+    padded, recipe, sizes = name.startswith("kivi"), resolve(name), [50, 1, 1, 3, 20, 1, 1]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=1)
     valid = None
     if padded:
@@ -282,7 +284,7 @@ def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name, padde
             layer = ScoredLayer if name.startswith("minikv") else LayerCache
             outs.append(steps.feed(layer(recipe), q, k, v, sizes, valid))
             if backend == "gpu":
-                assert dispatch.ran["attend", "gpu", ""] >= 8
+                assert dispatch.ran["attend", "gpu", ""] >= 4
     real = slice(17 if padded else 0, None)  # what padding attends to does not matter
     torch.testing.assert_close(outs[0][:, :, real], outs[1][:, :, real], rtol=0, atol=1e-5)
 
@@ -304,7 +306,7 @@ def test_what_is_not_covered_is_said(monkeypatch):
         "values: group=128 does not divide head_dim=64"
     ]
     assert gpu.problems(9, torch.zeros(1, 1, 4, 8)) == [
-        "head_dim=8 is not from 16 to 256",
+        "head_dim=8 is not from 16 to 128 in torch.float32",
         "9 queries a step are more than 8",
     ]
     assert "float64" in gpu.problems(1, like.double())[0]
@@ -315,7 +317,7 @@ def test_without_a_gpu_the_setting_gpu_is_an_error_that_names_the_remedy(monkeyp
     x = torch.zeros(1, 1, 4, 64)
     with (
         dispatch.use("gpu"),
-        pytest.raises(ValueError, match="tensors are on cpu.*set TRITON_INTERPRET=1"),
+        pytest.raises(ValueError, match=r"tensors are on cpu.*set TRITON_INTERPRET=1"),
     ):
         run.attend(x, Strand(None, x), Strand(None, x), 1.0)
 

@@ -102,6 +102,7 @@ def measure(form: Form, arch: int) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     return {
         "name": form.name,
+        "family": form.kernel.fn.__module__.split(".")[-2],
         "arch": arch,
         **_resources(made.asm["ptx"], arch),
         "shared": made.metadata.shared,

@@ -22,6 +22,7 @@ from .ref import State
 from .strand import Strand
 
 MOST = 8  # query rows of a step: more, and reading the keys is no longer what takes time
+WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
 _KNOWN = {"bits", "axis", "group", "meta", "transform", "residual", "unit"}
 _TRANSFORMS = {"span", "reorder", "clip", "smooth", "static", "rotate"}
 
@@ -32,6 +33,9 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
     found = [*cuda.problems(like), *_of_formats(like.shape[-1], keys, values)]
+    most = WIDEST.get(like.dtype, 256)
+    if not 16 <= like.shape[-1] <= most:
+        found.append(f"head_dim={like.shape[-1]} is not from 16 to {most} in {like.dtype}")
     if like.dtype == torch.bfloat16 and not like.is_cuda:
         found.append("Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there")
     if tokens > MOST:
@@ -42,8 +46,6 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
 @cache
 def _of_formats(d: int, *formats: Any) -> tuple[str, ...]:
     found = []
-    if not 16 <= d <= 256:
-        found.append(f"head_dim={d} is not from 16 to 256")
     for side, fmt in zip(("keys", "values"), formats, strict=True):
         if fmt is not None:
             found += [f"{side}: {problem}" for problem in _of_format(fmt, d)]
@@ -113,20 +115,18 @@ def attend_gathered(
     """
     lead, m, n = 0 if first is None else first[0].shape[2], slots.shape[2], keys.tokens
     before = [Strand(None, x) for x in first or ()]
-    parts = (  # strands, slots, tokens from, to
-        (before, None, 0, lead),
-        ([keys, values], slots, 0, m),
-        ([keys, values], None, begin, n),
-    )
+    both = [keys, values]
+    parts = ((before, None, 0, lead), (both, slots, 0, m), (both, None, begin, n))
     states, at = [], 0
-    for strands, chosen, lo, hi in parts:
+    for strands, chosen, lo, hi in parts:  # of strands, at slots, tokens from lo to hi
         if hi > lo and q.shape[0]:
             columns = slice(at, at + hi - lo)
             masks = _masks(
                 None if valid is None else valid[..., columns],
                 None if bias is None else bias[..., columns],
             )
-            states.append(_run(_call(q, *strands, scale, False, softcap, masks, chosen, lo, hi)))
+            k, v = strands
+            states.append(_run(_call(q, k, v, scale, False, softcap, masks, chosen, lo, hi)))
             at += hi - lo
     return ref.merge(states) if states else _nothing(q)
 
@@ -160,58 +160,48 @@ class _Side(NamedTuple):
     bits: float  # 0: nothing is packed
     sealed: int
     rotated: int  # channels that are rotated together, or 0
+    apart: bool  # numbers are looked up one by one: groups by channel, levels, bytes by token
 
 
 def _side(letter: str, strand: Strand) -> _Side:
+    """What the kernel is told of keys (letter k) or values (v)."""
     tail, packed, fmt = strand.tail, strand.packed, strand.fmt
     tail = tail if tail.stride(3) == 1 else tail.contiguous()
-    hk, d = tail.shape[1], tail.shape[3]
+    d = tail.shape[3]
     codes = scale = zero = group_of = divisor = table = tail  # where there is none: not read
-    meta = [0, 0, 0]
-    bits, kind, group, rotated, sealed = 0, 0, 0, 0, 0
+    meta, bits, kind, group, rotated, sealed, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
     if packed is not None:
-        bits, sealed, codec = fmt.bits, packed.hi, packed.codec
+        bits, sealed, how = fmt.bits, packed.hi, packed.channelwise
         codes, scale, zero = (
             x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
             for x in (packed.codes, packed.scale, packed.zero)
         )
-        transform = fmt.transform
-        if transform is None:
-            kind, group = (0 if fmt.axis == "channel" else 1), fmt.group or d
-        elif transform.rotate:
-            kind, group = 1, fmt.group or d
-            zero, rotated, table = scale, group, _levels(bits, tail.device)
-        else:
-            kind, group_of = 2, codec.group_of
-            divisor = group_of if codec.divisor is None else codec.divisor
-            if codec.static is not None:
-                kind, (scale, zero) = 3, codec.static
+        kind, group, rotated = (0 if fmt.axis == "channel" else 1), fmt.group or d, how.rotated
+        if rotated:
+            zero, table = scale, _levels(bits, tail.device)
+        elif how.fixed is not None:  # one for all tokens
+            kind = 3
+            scale, zero = how.fixed
+        elif how.group_of is not None:
+            kind, group_of = 2, how.group_of
+        if how.divisor is not None:
+            divided, divisor = True, how.divisor
         if scale.stride() != zero.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs know it; the kernel does
             scale, zero = scale.view(torch.uint8), zero.view(torch.uint8)
-        meta = [step if size > 1 else 0 for step, size in zip(scale.stride(), scale.shape)][:3]
+        meta = [scale.stride(i) if scale.shape[i] > 1 else 0 for i in range(3)]
     names = ("codes", "scale", "zero", "group", "div", "levels", "tail")
     tensors = (codes, scale, zero, group_of, divisor, table, tail)
     steps = [*codes.stride()[:3], *meta, *tail.stride()[:3]]
-    arguments = {
-        **{f"{letter}_{name}": x for name, x in zip(names, tensors, strict=True)},
-        **{
-            f"{letter}_{what}{dim}": step
-            for (what, dim), step in zip(
-                ("cb", "ch", "cn", "mb", "mh", "mn", "tb", "th", "tn"), steps, strict=True
-            )
-        },
-        f"{letter}_sealed": sealed,
-    }
-    big = letter.upper()
-    constants = {
-        f"{big}_BITS": 15 if bits == 1.5 else int(bits), f"{big}_KIND": kind,
-        f"{big}_GROUP": group, f"{big}_ROT": rotated > 0, f"{big}_DIV": kind > 1 and
-        packed.codec.divisor is not None,
-    }  # fmt: skip
-    assert hk
-    return _Side(arguments, constants, bits, sealed, rotated)
+    strides = ("cb", "ch", "cn", "mb", "mh", "mn", "tb", "th", "tn")
+    given = dict(zip((*names, *strides, "sealed"), (*tensors, *steps, sealed), strict=True))
+    arguments = {f"{letter}_{name}": x for name, x in given.items()}
+    codes_of = 15 if bits == 1.5 else int(bits)
+    form = {"BITS": codes_of, "KIND": kind, "GROUP": group, "ROT": rotated > 0, "DIV": divided}
+    constants = {f"{letter.upper()}_{name}": x for name, x in form.items()}
+    apart = bits == 1.5 or rotated > 0 or kind == 2
+    return _Side(arguments, constants, bits, sealed, rotated, apart)
 
 
 class _Launch(NamedTuple):
@@ -258,7 +248,7 @@ def _call(
     if ends and slots is None:
         both, end = max(begin, min(ends)), max(begin, max(ends))
         mixed = 0 if both == end else 1 if ks.sealed == end else 2
-    form = _form(d, r * t, q.dtype, slots is not None)
+    form = _form(d, r * t, q.dtype, slots is not None or ks.apart or vs.apart)
     sizes = (form.alone if both == n and not ends else form.tokens, form.tokens, form.alone)
     tiles, splits = [], []
     blocks = b * heads * -(-r * t // form.rows)
@@ -280,8 +270,9 @@ def _call(
     }  # fmt: skip
     constants = {
         **ks.constants, **vs.constants, "D": d, "DP": cuda.room(d), "BM": form.rows,
-        "BN0": sizes[0], "BN1": sizes[2], "MIXED": mixed, "CAUSAL": causal, "VALID": valid is not None,
-        "SOFTCAP": softcap is not None, "BIAS": bias is not None, "SLOTS": slots is not None,
+        "BN0": sizes[0], "BN1": sizes[2], "MIXED": mixed, "CAUSAL": causal,
+        "VALID": valid is not None, "SOFTCAP": softcap is not None, "BIAS": bias is not None,
+        "SLOTS": slots is not None,
     }  # fmt: skip
     stretches = sum(splits)
     values_packed = splits[0] + (splits[1] if mixed == 2 else 0)
@@ -331,15 +322,15 @@ class _Shape(NamedTuple):
     stages: int
 
 
-def _form(d: int, rows: int, dtype: torch.dtype, chosen: bool) -> _Shape:
-    """Shapes of tiles for a case: what neither spills nor needs more than 99 KiB, see `forms`.
+def _form(d: int, rows: int, dtype: torch.dtype, apart: bool) -> _Shape:
+    """Shapes of tiles for a case: what neither spills nor needs more than 99 KiB, see `gpu_forms`.
 
-    chosen: every token finds its own byte, which takes more registers.
+    apart: numbers are looked up one by one, which takes more registers.
     """
     exact, wide = dtype == torch.float32, d > 128
-    tokens = 16 if chosen or (exact and wide) else 32 if exact or wide else 64
-    rows = min(16 if exact and wide else 32 if exact or wide else 64, cuda.room(rows))
-    return _Shape(rows, tokens, min(tokens, 32), 8 if exact or wide else 4, 2)
+    tokens = 16 if apart else 32 if exact or wide else 64
+    rows = min(32 if exact or wide else 64, cuda.room(rows))
+    return _Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and (exact or wide) else 4, 2)
 
 
 @cache

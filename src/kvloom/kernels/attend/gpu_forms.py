@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ahead import Form, signature
 from . import gpu, gpu_packed
-from .strand import Strand
+from .strand import Channelwise, Strand
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 _META = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "fp8": torch.uint8}
@@ -30,6 +30,8 @@ def _packed(bits: float, axis: str, group: int = 32, meta: str = "fp16", kind: s
 
 
 def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> Strand:
+    """`sealed` packed tokens and exact ones behind them, _N together."""
+
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -42,14 +44,15 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> Strand:
         shape = (_B, 1, _N, max(1, _HK * d // group))
     meta = empty(*shape, dtype=_META[fmt.meta])
     constant = empty(1, _HK, 1, d, dtype=FP32)
-    codec = SimpleNamespace(
-        group_of=empty(_HK, d, dtype=torch.int64),
+    how = Channelwise(
+        group_of=empty(_HK, d, dtype=torch.int64) if fmt.kind in ("mapped", "smooth") else None,
+        fixed=(constant, constant) if fmt.kind == "static" else None,
         divisor=empty(_HK, 1, d, dtype=FP32) if fmt.kind == "smooth" else None,
-        static=(constant, constant) if fmt.kind == "static" else None,
+        rotated=group if fmt.kind == "rotated" else 0,
     )
     codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
-    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=sealed, codec=codec)
-    return Strand(packed, tail, fmt)  # type: ignore[arg-type]
+    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=sealed, channelwise=how)
+    return Strand(packed, tail, fmt)
 
 
 def _form(
@@ -68,7 +71,7 @@ def _form(
 ) -> Form:
     """One form: heads query heads, t queries, ends of the packed prefixes of keys and values."""
     q = torch.empty(_B, heads, t, d, dtype=dtype, device="meta")
-    strands = [_strand(fmt, d, dtype, end) for fmt, end in zip((keys, values), ends, strict=True)]
+    k, v = (_strand(fmt, d, dtype, end) for fmt, end in zip((keys, values), ends, strict=True))
     masks = gpu._Masks(None, None)
     if options:
         masks = gpu._masks(
@@ -77,7 +80,7 @@ def _form(
         )
     slots = torch.empty(_B, _HK, 512, dtype=torch.int64, device="meta") if chosen else None
     call = gpu._call(
-        q, *strands, 1.0, t > 1, 5.0 if options else None, masks, slots, 0, 512 if chosen else _N
+        q, k, v, 1.0, t > 1, 5.0 if options else None, masks, slots, 0, 512 if chosen else _N
     )
     parts = {"acc_ptr": call.q.float(), "ml_ptr": call.q.float()}
     short = str(dtype).removeprefix("torch.")
@@ -99,12 +102,12 @@ def forms() -> Iterator[Form]:
     main = {"kivi": kivi, "kivi-4": kivi_4, "exact": exact, "turbo": (rotated, rotated)}
     for name in ("kivi", "exact"):
         for d in (64, 80, 96, 256):
-            for dtype in (BF16, FP16, FP32):
+            for dtype in (x for x, most in gpu.WIDEST.items() if d <= most):
                 yield _form(name, *main[name], d, dtype)
     for name, formats in main.items():
-        yield _form(name, *formats, brief=name != "turbo")
+        yield _form(name, *formats, brief=name in ("kivi", "exact"))
         yield _form(name, *formats, dtype=FP16)
-        yield _form(name, *formats, dtype=FP32, brief=name == "kivi")
+        yield _form(name, *formats, dtype=FP32)
         yield _form(name, *formats, heads=32)
         yield _form(name, *formats, t=8)
         yield _form(name, *formats, t=4, options=True, brief=name == "kivi")

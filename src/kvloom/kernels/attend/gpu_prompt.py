@@ -4,8 +4,8 @@ Flash attention, forward: a program owns BLOCK_M query rows of one head and walk
 they may see in blocks of BLOCK_N with a running softmax, so nothing of size T x N is ever stored.
 The log-sum-exp is what a later pass needs to know the weights exactly (attention mass per key).
 Grid: one program for each (block of query rows, batch row, query head). The reference is
-`ref.attend`; products are taken in the dtype of the keys (fp32: exactly, on no tensor core) and
-summed in fp32.
+`ref.attend`; products are taken in the dtype of the keys (fp32: as three of tf32) and summed in
+fp32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ahead import Form, signature
+from .gpu import WIDEST
 from .ref import State
 
 
@@ -54,7 +55,7 @@ def _prompt(
         here = o_n[:, None] < n
         at = o_n.to(tl.int64)[:, None]
         k = tl.load(k_ptr + at * k_n + o_d[None, :], mask=here & channels, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        s = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if SOFTCAP:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
         if BIAS:
@@ -72,7 +73,7 @@ def _prompt(
         shrink = tl.exp(top - sub)
         total = total * shrink + tl.sum(p, 1)
         v = tl.load(v_ptr + at * v_n + o_d[None, :], mask=here & channels, other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
         top = new
     some = tl.where(total > 0, total, 1.0)
     place = (b * hq + h) * t + o_m
@@ -95,8 +96,13 @@ def prompt(
 ) -> State:
     """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D] as `ref.attend` does, with its options.
 
-    q, k, v have one dtype: fp32, fp16 or bf16. Returns fp32 out [B, Hq, T, D] and lse [B, Hq, T].
+    q, k, v have one dtype: fp32, fp16 or bf16; D is 16 to 256, in fp32 to 128. Returns fp32 out
+    [B, Hq, T, D] and lse [B, Hq, T]. Raises `ValueError` for other D.
     """
+    if not 16 <= q.shape[-1] <= WIDEST[q.dtype]:
+        raise ValueError(
+            f"head_dim={q.shape[-1]} is not from 16 to {WIDEST[q.dtype]}; use ref.attend"
+        )
     b, hq, t, d = q.shape
     out = q.new_empty(b, hq, t, d, dtype=torch.float32)
     lse = q.new_empty(b, hq, t, dtype=torch.float32)
@@ -119,7 +125,8 @@ def _call(
     bias: Tensor | None,
 ) -> tuple[dict[str, Any], dict[str, Any], int, int]:
     """A call's arguments, constants, warps and stages."""
-    (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
+    _, hq, t, d = q.shape
+    hk, n = k.shape[1:3]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     steps = [0, 0]
     if valid is not None:
@@ -129,7 +136,10 @@ def _call(
     if bias is not None:
         bias = bias.float().contiguous()
         more = [bias.stride(0) if bias.shape[0] > 1 else 0, bias.stride(1)]
-    names = "q_b q_h q_t k_b k_h k_n v_b v_h v_n valid_b valid_h bias_b bias_h".split()
+    names = (
+        "q_b", "q_h", "q_t", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n",
+        "valid_b", "valid_h", "bias_b", "bias_h",
+    )  # fmt: skip
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *steps, *more]
     arguments = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v,
@@ -140,19 +150,19 @@ def _call(
         "scale": float(scale), "softcap": float(softcap or 1.0),
     }  # fmt: skip
     wide, exact = triton.next_power_of_2(d), q.dtype == torch.float32
+    block = 32 if exact or wide > 128 else 64
     constants = {
-        "D": d, "DP": wide,
-        "BLOCK_M": 32 if exact else 64 if wide > 128 else 128, "BLOCK_N": 32 if exact else 64,
+        "D": d, "DP": wide, "BLOCK_M": block, "BLOCK_N": block,
         "CAUSAL": causal, "VALID": valid is not None,
         "SOFTCAP": softcap is not None, "BIAS": bias is not None,
     }  # fmt: skip
-    return arguments, constants, 8 if wide > 64 else 4, 2
+    return arguments, constants, 8 if exact or wide == 128 else 4, 2
 
 
 def forms() -> Iterator[Form]:
     """What is compiled ahead of time."""
     for d in (64, 80, 96, 128, 256):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in (x for x, most in WIDEST.items() if d <= most):
             q, k = (torch.empty(1, h, 256, d, dtype=dtype, device="meta") for h in (8, 2))
             valid = torch.empty(1, 1, 256, dtype=torch.bool, device="meta")
             bias = torch.empty(1, 8, 256, device="meta")
@@ -163,5 +173,5 @@ def forms() -> Iterator[Form]:
                 yield Form(
                     f"prompt d{d} {str(dtype).removeprefix('torch.')}{name}",
                     _prompt, signature(arguments), constants, warps, stages,
-                    shared=160 << 10, brief=d == 128 and dtype == torch.bfloat16,
+                    brief=d == 128 and dtype == torch.bfloat16 and name != "",
                 )  # fmt: skip

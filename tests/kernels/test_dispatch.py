@@ -65,7 +65,7 @@ def test_the_environment_and_a_block_choose(monkeypatch):
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
     with pytest.raises(ValueError, match="kernels 'fast' are none of auto, ref"):
         dispatch.setting()
-    with pytest.raises(ValueError, match="kernels 'gpu' are none of"), dispatch.use("gpu"):
+    with pytest.raises(ValueError, match="kernels 'cuda' are none of"), dispatch.use("cuda"):
         pass
 
 

@@ -357,5 +357,6 @@ def kernel(form: Form) -> Any:
                     states + head * splits * pstate, splits, rows, sets, d,
                     out + 4 * head * sets * rows * d, lse + 4 * head * rows,
                 )  # fmt: skip
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     return Kernel(attend, f"attend {form}")

@@ -307,5 +307,6 @@ def kernel(form: Form) -> Any:
                     states + head * splits * pstate, splits, rows, 1, d,
                     out + 4 * head * rows * d, lse + 4 * head * rows,
                 )  # fmt: skip
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     return Kernel(attend, f"gathered {form}")

@@ -166,6 +166,7 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
                     if value > top or (value == top and it < who):
                         top, who = value, it
                 store_whole(labels + 8 * (head * n + lo + j), who)
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     return Kernel(assign, f"nearest {d}, {number}, {pairs}")
 

@@ -112,6 +112,7 @@ def rating(form: Form) -> Any:
                 if dead:
                     for m in range(rows):
                         store_one(out + (head * rows + m) * orow + 4 * j, minus)
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     return Kernel(rate, f"rating {form}")
 
@@ -185,6 +186,7 @@ def choosing() -> Any:
                     for i in range(many):
                         store_whole(to + 8 * i, small(its + 4 * i))
                 filled += many
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     return Kernel(choose, "choosing")
 

@@ -32,6 +32,7 @@ from kvloom.store.lane import Lane
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CLOSE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}  # weights are rounded
 Case = tuple[str, str, float, Callable[[], float]]  # operation, what, tolerance, error
 
 
@@ -118,7 +119,7 @@ def _packed(bench: Bench, scheme: Scheme, d: int, dtype: torch.dtype) -> float:
     got = quant_gpu.unpack(held, scheme, 3, n, dtype)
     if scheme.meta != torch.float32:
         return wrong + float((got.cpu() != back).sum())
-    return wrong + float((got.cpu().float() - back.float()).abs().max() > 1e-2)
+    return wrong + float((got.cpu().float() - back.float()).abs().max() > 3e-2)
 
 
 def _score(bench: Bench, fast: bool) -> Iterator[Case]:
@@ -246,7 +247,7 @@ def _attend(bench: Bench, fast: bool) -> Iterator[Case]:
         for t in (1,) if fast else (1, 4):
             what = f"{name}, D={d} R={r} T={t} {dtype}"
             yield (
-                "attend", what, 3e-3,
+                "attend", what, _CLOSE[dtype],
                 lambda k=keys, v=values, d=d, r=r, t=t, dt=dtype: _step(bench, k, v, d, r, t, dt),
             )  # fmt: skip
 

@@ -44,11 +44,13 @@ class Bench:
         self.skipped: list[str] = []
         self.section = ""
         self.end = 0.0
-        self.copy_gb_s = 0.0
+        self.copy_gb_s = self.memory_gb = 0.0
         self.models: dict[str, Any] = {}
         if dry:
             return
-        l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
+        about = torch.cuda.get_device_properties(0)
+        self.memory_gb = about.total_memory / 1e9
+        l2 = getattr(about, "L2_cache_size", 64 << 20)
         self._flush = torch.empty(2 * l2, dtype=torch.uint8, device=self.device)
 
     def begin(self, section: str, seconds: float) -> None:
@@ -94,6 +96,26 @@ class Bench:
         if not self.dry:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def limited(self, gb: float) -> Iterator[None]:
+        """Let tensors take so much memory and no more, where there is as much."""
+        if self.dry or self.memory_gb <= gb:
+            yield
+            return
+        whole, self.memory_gb = self.memory_gb, gb
+        torch.cuda.set_per_process_memory_fraction(gb / whole)
+        try:
+            yield
+        finally:
+            self.memory_gb = whole
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def room_gb(self) -> float:
+        """Memory that is left, in GB."""
+        if self.dry:
+            return 0.001
+        return self.memory_gb - torch.cuda.memory_allocated() / 1e9
 
     def peak_gb(self) -> float:
         """The most memory that tensors took since `free`, in GB."""

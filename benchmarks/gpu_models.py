@@ -20,6 +20,8 @@ from gpu_clock import Bench
 from kvloom.hf.compat import geometry
 from kvloom.recipes import resolve
 
+# Tokens, of all rows, that are fed at once between the timed ends.
+_STRETCH = 1 << 15
 SHAPES: dict[str, dict[str, int]] = {
     "Llama-3-8B": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -31,7 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 _TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1,
     "num_attention_heads": 4, "vocab_size": 199,
 }  # fmt: skip
 
@@ -128,36 +130,43 @@ def run(
         prompt, new, batch, steps = min(prompt, 40), 6, min(batch, 2), 1
     steps = min(steps, new // 2)
 
-    def feed(tokens: int, cache: Any) -> None:
-        ids = torch.randint(0, made.config.vocab_size, (batch, tokens), device=bench.device)
+    def feed(tokens: int, cache: Any, rows: int = batch) -> None:
+        ids = torch.randint(0, made.config.vocab_size, (rows, tokens), device=bench.device)
         made(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     bench.free()
-    if not bench.dry:  # kernels are compiled, and cuBLAS set up, on a short prompt of this batch
+    if not bench.dry:  # kernels are compiled, and cuBLAS set up, on a short prompt
         warm = fresh()
         for tokens in (min(prompt, 512), 1, 1):
-            feed(tokens, warm)
+            feed(tokens, warm, min(batch, 4))
         del warm
         bench.free()
     cache = fresh()
     times = [bench.now()]
     feed(prompt, cache)
     times.append(bench.now())
-    feed(1, cache)
     ends = []
     for stretch in (0, new - 2 * steps - 2):
-        if stretch > 0:
-            feed(stretch, cache)
-            feed(1, cache)
+        while stretch > 0:  # so many at a time that activations take no more than a prompt's
+            now = min(stretch, max(1, _STRETCH // batch))
+            feed(now, cache)
+            stretch -= now
+        feed(1, cache)
         begin = bench.now()
         for _ in range(steps):
             feed(1, cache)
         ends.append((bench.now() - begin) / steps)
     peak = bench.peak_gb()
-    kept = getattr(cache, "nbytes", 0)
+    kept = cache.nbytes if isinstance(cache, kvloom.Cache) else _stock_nbytes(cache)
     del cache
     bench.free()
     return Run(times[1] - times[0], ends[0], ends[1], peak, prompt, new, batch, kept / 1e9)
+
+
+def _stock_nbytes(cache: Any) -> int:
+    """Bytes of the keys and values of a transformers cache."""
+    held = (x for layer in cache.layers for x in (layer.keys, layer.values))
+    return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
 
 
 def fits(bench: Bench, shape: str, recipe: str, tokens: int, room_gb: float) -> int:

@@ -44,7 +44,7 @@ def bandwidth(bench: Bench) -> None:
 
 def attend(bench: Bench) -> None:
     """One decode step of one layer, by context and batch."""
-    for tokens, batch in ((96, 2),) if bench.dry else GRID:
+    for tokens, batch in ((160, 1),) if bench.dry else GRID:
         name = f"{tokens} tokens x {batch}"
         if bench.skip(name, 4.0):
             continue
@@ -92,7 +92,7 @@ def _rate(bench: Bench, nbytes: int, ms: float) -> dict[str, float]:
 
 def kernels(bench: Bench) -> None:
     """The other kernels: packing, mass, clusters, pages."""
-    n = 96 if bench.dry else 32_768
+    n = 256 if bench.dry else 32_768
     hq, hk, d = (4, 2, 32) if bench.dry else (HQ, HK, D)
     dtype = torch.float16 if bench.dry else torch.bfloat16
     x = torch.randn(1, hk, n, d, device=bench.device, dtype=dtype)

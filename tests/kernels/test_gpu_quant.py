@@ -26,6 +26,7 @@ CASES = [
     for i, (bits, axis, meta) in enumerate(
         itertools.product((1, 1.5, 2, 3, 4, 8), ("channel", "token"), META)
     )
+    if (i // 4 + i // 8 + i) % 2  # every other of the metadata's dtypes
 ]
 
 
@@ -128,6 +129,7 @@ if INTERPRETED:
 else:
 
     def test_in_the_interpreter():
+        pytest.importorskip("triton")
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
         env = {**os.environ, "TRITON_INTERPRET": "1"}
         done = subprocess.run(words, env=env, capture_output=True, text=True)

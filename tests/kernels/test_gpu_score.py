@@ -13,7 +13,8 @@ import sys
 import pytest
 import torch
 
-from kvloom.kernels.score import gpu, ref
+from kvloom.kernels import dispatch
+from kvloom.kernels.score import gpu, ref, run
 from kvloom.kernels.score.noise import Noise
 
 FP32, FP16 = torch.float32, torch.float16
@@ -21,7 +22,7 @@ SHAPES = {  # T, N, Hq, Hk, D, dtype
     "decode": (1, 65, 4, 2, 64, FP16),
     "draft": (3, 70, 6, 2, 80, FP32),
     "first tokens": (8, 8, 4, 1, 16, FP32),
-    "prompt": (41, 41, 4, 2, 48, FP32),
+    "prompt": (41, 41, 2, 1, 48, FP32),
     "second turn": (70, 101, 2, 1, 64, FP16),
 }
 
@@ -69,6 +70,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             assert got.dtype == torch.float32
             assert ((got - want).abs() <= 1e-4 * want).all(), name
 
+    def test_it_is_chosen_where_it_is_asked_for():
+        q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 20, 16)
+        before = dispatch.ran.copy()
+        with dispatch.use("gpu"):
+            run.column_mass(q, k, 1.0)
+            noise = Noise("gaussian", 0, torch.arange(20)[None, None], 19)
+            run.column_mass(q, k, 1.0, noise=noise)
+        ran = [(backend, why) for _, backend, why in (dispatch.ran - before)]
+        assert sorted(ran) == [("gpu", ""), ("ref", "gaussian noise is none of gumbel, constant")]
+
     def test_a_known_log_sum_exp_saves_a_pass():
         q, k = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 33, 16)
         logits = q.view(1, 2, 2, 20, 16) @ k.unsqueeze(2).transpose(-1, -2)
@@ -90,6 +101,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
 
     def test_in_the_interpreter():
+        pytest.importorskip("triton")
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
         env = {**os.environ, "TRITON_INTERPRET": "1"}
         done = subprocess.run(words, env=env, capture_output=True, text=True)

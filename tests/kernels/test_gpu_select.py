@@ -13,7 +13,8 @@ import sys
 import pytest
 import torch
 
-from kvloom.kernels.select import gpu, ref
+from kvloom.kernels import dispatch
+from kvloom.kernels.select import gpu, ref, run
 
 FP32, FP16 = torch.float32, torch.float16
 
@@ -30,9 +31,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         g = torch.Generator().manual_seed(seed)
         return torch.randn(b, n, h, d, generator=g).to(dtype).transpose(1, 2)
 
-    @pytest.mark.parametrize("distance", ref.DISTANCES)
     @pytest.mark.parametrize(
-        ("n", "h", "d", "c", "dtype"), [(90, 2, 8, 6, FP32), (150, 1, 80, 70, FP16)]
+        ("distance", "n", "h", "d", "c", "dtype"),
+        [
+            ("cosine", 90, 2, 8, 6, FP32),
+            ("cosine", 150, 1, 80, 70, FP16),
+            ("l2", 90, 1, 48, 40, FP16),
+            ("inner", 70, 2, 16, 9, FP32),
+        ],
     )
     def test_clusters_are_the_references(distance, n, h, d, c, dtype):
         x, real = keys(2, h, n, d, dtype), torch.ones(2, 1, n, dtype=torch.bool)
@@ -40,7 +46,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         start = (torch.randperm(n - 20)[:c].sort().values + 20).expand(2, 1, c)
         alive = torch.ones(2, 1, c, dtype=torch.bool)
         alive[1, :, -2:] = False
-        for iterations in (1, 2, 5):
+        for iterations in (1, 4):
             given = (x, start, real, alive, distance, iterations)
             (want, labels), (got, found) = ref.kmeans(*given), gpu.kmeans(*given)
             assert torch.equal(found, labels)
@@ -87,6 +93,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             got, want = (f.select_clusters(scores, size, start, order, m) for f in (gpu, ref))
             assert torch.equal(got, want)
 
+    def test_they_are_chosen_where_they_are_asked_for():
+        x, q = keys(1, 1, 32, 16, FP32), keys(1, 2, 1, 16, FP32)[:, :, 0]
+        real = torch.ones(1, 1, 32, dtype=torch.bool)
+        before = dispatch.ran.copy()
+        with dispatch.use("gpu"):
+            low, high = run.page_bounds(x, 8, real)
+            scores = run.page_scores(q, low, high, "mean")
+            pages = run.select_pages(scores, 2, 8)
+        assert torch.equal(pages, ref.select_pages(ref.page_scores(q, low, high, "mean"), 2, 8))
+        ran = {(operation, backend) for operation, backend, _ in dispatch.ran - before}
+        assert ran == {("page_bounds", "gpu"), ("page_scores", "gpu"), ("select_pages", "ref")}
+
     def test_clusters_are_rated_as_the_reference_does():
         centroids, alive = keys(2, 2, 20, 32, FP32), torch.ones(2, 2, 20, dtype=torch.bool)
         alive[1, :, 4:] = False
@@ -98,6 +116,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
 
     def test_in_the_interpreter():
+        pytest.importorskip("triton")
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
         env = {**os.environ, "TRITON_INTERPRET": "1"}
         done = subprocess.run(words, env=env, capture_output=True, text=True)

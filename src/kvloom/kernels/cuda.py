@@ -110,7 +110,10 @@ def forms(name: str, call: Callable[[], object], brief: bool, **bounds: int) -> 
     for kernel, arguments, constants, warps, stages in noted:
         given = dict(zip(kernel.arg_names, arguments, strict=False))
         types = signature(given)
+        general = {p.name for p in kernel.params if p.do_not_specialize}
         for argument, x in given.items():  # numbers that a launch compiles for
+            if argument in general:
+                continue
             if isinstance(x, int) and x == 1:
                 del types[argument]
                 constants = {**constants, argument: 1}

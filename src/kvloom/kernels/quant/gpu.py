@@ -204,4 +204,4 @@ def forms() -> Iterator[Form]:
         ):
             at = 0 if axis == "channel" or atom == 1 else 1
             name = f"{bits} bit per {axis} {group}"
-            yield from of(Scheme(bits, axis, group, held), d, at, name, bits in (2, 3) and d == 128)
+            yield from of(Scheme(bits, axis, group, held), d, at, name, bits == 3 and d == 128)

@@ -17,6 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What changes from step to step is no reason to compile again.
+_VARY = ["begin", "n", "lo", "hi", "real_row", "real_head"]
+
 
 @triton.jit
 def held(x, META: tl.constexpr):
@@ -126,7 +129,7 @@ def join(
         put(byte, 0, codes, atom, last, step, channel, inside, 1, BEGUN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def pack(
     x, real, codes, scale, zero, begin, n, heads,
     x_row, x_head, x_token, x_channel, real_row, real_head, c_row, c_head, c_byte,
@@ -190,7 +193,7 @@ def pack(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def pack_given(
     x, codes, scale, zero, columns, divisor, begin, n, heads,
     x_row, x_head, x_token, x_channel, c_row, c_head, c_byte, m_row, m_head, m_line, D,
@@ -229,7 +232,7 @@ def pack_given(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def ranges(
     x, columns, clip, divisor, scale, zero, begin, n, heads, x_row, x_head, x_token, x_channel,
     m_row, m_line, D,
@@ -264,7 +267,7 @@ def ranges(
     tl.store(zero + where, as_stored(least, META), mask=token < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def unpack(
     codes, scale, zero, columns, divisor, out, lo, hi, heads, c_row, c_head, c_byte,
     m_row, m_head, m_line, D,

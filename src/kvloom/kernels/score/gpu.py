@@ -152,6 +152,5 @@ def forms() -> Iterator[Form]:
                     yield from cuda.forms(
                         f"d{d} {str(dtype).removeprefix('torch.')} {t}q{name}",
                         partial(column_mass, q, k, 1.0, **options),
-                        d == 128 and dtype == torch.bfloat16,
-                        shared=160 << 10,
+                        name != "" and d == 128 and dtype == torch.bfloat16,
                     )

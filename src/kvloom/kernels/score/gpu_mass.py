@@ -20,6 +20,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What changes from step to step is no reason to compile again.
+_VARY = [
+    "seed", "first", "window", "t", "n", "real_row",
+    "valid_row", "valid_head", "bias_row", "bias_head", "number_row", "number_head",
+]  # fmt: skip
+
 
 @triton.jit
 def hashed(x):
@@ -78,7 +84,7 @@ def shaped(
     return tl.where(see, s, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def row_lse(
     q, k, valid, bias, numbers, lse, scale, softcap, over_tau, seed, first, window, hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, valid_row, valid_head, bias_row, bias_head,
@@ -124,7 +130,7 @@ def row_lse(
     tl.store(lse + line * t + i, found, mask=i < t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def column_mass(
     q, k, valid, bias, numbers, lse, real, mass, scale, softcap, over_tau, seed, first, window,
     hq, r, t, n, D,
@@ -170,7 +176,7 @@ def column_mass(
     tl.store(mass + line * n + j, found, mask=j < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def step_logits(
     q, k, valid, bias, numbers, logits, parts, scale, softcap, over_tau, seed, first, window,
     hk, r, t, n, D,
@@ -217,7 +223,7 @@ def step_logits(
     tl.store(parts + at, part, mask=number < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def step_mass(logits, lse, real, mass, hq, t, n, real_row, KEYS: tl.constexpr, REAL: tl.constexpr):
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head).
 

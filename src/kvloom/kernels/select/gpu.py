@@ -85,19 +85,18 @@ def _clusters(
 
     finish(0)
     for number in range(max(1, iterations)):
-        tile: dict[str, Any] = {
-            "DK": dk, "CHUNKS": chunks, "TOKENS": side, "CLUSTERS": side, "FIRST": number == 0,
-        }  # fmt: skip
+        tile: dict[str, Any] = {"DK": dk, "CHUNKS": chunks, "TOKENS": side, "FIRST": number == 0}
         cuda.launch(
             kernels.assign, (-(-n // side), lines), x,
             x, shares, factor, offset, seen, labels, changed, number, n, c, h, d, *x.stride()[:3],
-            *_steps(seen), **tile, PARTS=parts, REAL=real is not None,
+            *_steps(seen), **tile, CLUSTERS=32, PARTS=parts, REAL=real is not None,
+            stages=2 if d <= 128 else 1,
         )  # fmt: skip
         if iterations:
             cuda.launch(
                 kernels.update, (-(-c // side) * chunks, lines, stretches), x,
                 x, labels, sums, counts, changed, number, n, c, h, d, stretch, *x.stride()[:3],
-                **tile,
+                **tile, CLUSTERS=side,
             )  # fmt: skip
             finish(stretches)
     return centroids, labels.long()
@@ -153,7 +152,7 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
         cuda.launch(
             _kernels().choose, (c, b * h), scores,
             scores.contiguous(), size, start, order, chosen, c, n, m, hk, h // hk,
-            CLUSTERS=min(1024, cuda.room(c)), TOKENS=128,
+            CLUSTERS=256, TOKENS=128,
         )  # fmt: skip
     return chosen
 
@@ -210,11 +209,11 @@ def forms() -> Iterator[Form]:
             x, q = meta(1, 2, 4096, d, dtype=dtype), meta(1, 8, d, dtype=dtype)
             for i, distance in enumerate(DISTANCES):
                 call = partial(kmeans, x, seeds, real, alive, distance, 2 - (i > 0))
-                yield from cuda.forms(f"{name} {distance}", call, brief, shared=160 << 10)
+                yield from cuda.forms(f"{name} {distance}", call, brief and i == 1)
             yield from cuda.forms(name, partial(page_bounds, x, 16, real), brief)
             call = partial(page_scores, q, x, x)
-            yield from cuda.forms(f"{name} pages", call, brief, shared=160 << 10)
-            yield from cuda.forms(f"{name} dots", partial(dots, q, x), brief)
+            yield from cuda.forms(f"{name} pages", call, brief)
+            yield from cuda.forms(f"{name} dots", partial(dots, q, x), False)
     call = partial(
         select_clusters, meta(1, 8, 48, dtype=torch.float32), meta(1, 2, 48), meta(1, 2, 48),
         meta(1, 2, 4096), 512,

@@ -16,8 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What changes from step to step is no reason to compile again.
+_VARY = ["number", "n", "m", "pages", "clusters", "stretch", "real_row", "real_head"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_VARY)
 def assign(
     x, parts, factor, offset, real, labels, changed, number, n, clusters, heads, D,
     x_row, x_head, x_token, real_row, real_head,
@@ -66,7 +69,7 @@ def assign(
     tl.store(labels + line * n + i, label, mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def update(
     x, labels, sums, counts, changed, number, n, clusters, heads, D, stretch,
     x_row, x_head, x_token,
@@ -102,7 +105,7 @@ def update(
     tl.store(counts + at, count, mask=(j < clusters) & (tl.program_id(0) % CHUNKS == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def finish(
     centroids, parts, factor, offset, alive, sums, counts, clusters, heads, D, stretches,
     alive_row, alive_head,
@@ -147,7 +150,7 @@ def finish(
     tl.store(offset + line * clusters + j, plus, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def bounds(
     x, real, low, high, pages, page, heads, D, most, x_row, x_head, x_token, real_row, real_head,
     DB: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, REAL: tl.constexpr,
@@ -178,7 +181,7 @@ def bounds(
     tl.store(high + place, largest.to(high.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def rate(
     q, low, high, scores, n, heads, r, D, q_row, q_head, x_row, x_head, x_token,
     DK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -221,7 +224,7 @@ def rate(
     tl.store(scores + at, s, mask=(number < r)[:, None] & (j < n)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARY)
 def choose(
     scores, size, start, order, chosen, clusters, n, m, heads, r,
     CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,

@@ -4,7 +4,8 @@ Per shape, all sides attend one query to the same tokens, alternating, so that w
 machine does meets all. `ms` is the median wall time of a call, `cpu_ms` the median of the CPU time
 that all threads spent. GB/s counts the bytes of keys and values that a call reads once; the
 machine's own read bandwidth stands beside it. Compiling is not timed. "rows" gives SDPA the query
-heads of a group as rows over the same keys, which torch does not do by itself.
+heads of a group as rows over the same keys, which torch does not do by itself. What `skvq` asks of
+a calibration is drawn at random: which group a channel is in, and how far that is clipped.
 
     python benchmarks/decode.py
 """
@@ -24,15 +25,18 @@ from kvloom.bench.limits import read_gb_s
 from kvloom.kernels import dispatch
 from kvloom.layer import LayerCache
 from kvloom.recipes import resolve
+from kvloom.rope import Rope
+from kvloom.store import Known
+from kvloom.store.codec import Channels
 
 D = 128
-RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4")
+RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4", "turbo", "skvq", "skvq-k2v1.5")
 
 
 def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:
     """A layer that holds k, v, and the bytes that a step reads."""
-    cache = LayerCache(resolve(recipe))
     dim = k.shape[-1]
+    cache = LayerCache(resolve(recipe), known=known(k.shape[1], dim))
     for lo in range(0, k.shape[2], 4096):
         part = slice(lo, lo + 4096)
         q = torch.zeros(1, hq, 1, dim, dtype=k.dtype).expand(-1, -1, k[:, :, part].shape[2], -1)
@@ -40,6 +44,17 @@ def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:
         assert asked is None, "a cache that keeps chooses by its queries"
         _fill(cache, q, k[:, :, part], v[:, :, part])
     return cache, cache.nbytes
+
+
+def known(hk: int, dim: int, group: int = 128) -> Known:
+    """A calibration of a random layer: groups of any channels of all heads."""
+    g, count = torch.Generator().manual_seed(0), hk * dim // group
+
+    def side() -> Channels:
+        group_of = torch.randperm(hk * dim, generator=g).view(hk, dim) % count
+        return Channels(group_of, 0.8 + 0.2 * torch.rand(count, generator=g))
+
+    return Known(side(), side(), Rope(10000.0 ** -(torch.arange(0, dim, 2) / dim)))
 
 
 def _fill(cache: LayerCache, q, k, v) -> None:

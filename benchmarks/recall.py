@@ -44,7 +44,7 @@ from kvloom.scored import layer_cache
 
 SINKS, FULL_LAYERS = 16, 2
 BUDGETS = (256, 512, 1024, 2048)
-NEEDLES = 160  # questions, eight a context
+NEEDLES = 88  # questions, eight a context
 INDEXES: dict[str, Index] = {
     "clusters cosine n/80": Clusters(),
     "clusters l2 n/80": Clusters(distance="l2"),

@@ -2,8 +2,8 @@
 
     python benchmarks/peers/run.py kvpress|llama.cpp|quantized [--context 8192,32768] [--json FILE]
 
-Each gets a virtual environment beside this file, made on first use (llama.cpp is compiled there:
-10 minutes and more on two cores). Options that are not known here go to the peer's script:
+Each gets a virtual environment beside this file, made on first use (llama.cpp is compiled there,
+which takes minutes). Options that are not known here go to the peer's script:
 `run.py llama.cpp --help` names them. Figures have the schema of `kvloom bench --json`. `quantized`
 is `kvloom bench generate` with transformers' quanto and hqq caches installed.
 """
@@ -40,7 +40,7 @@ PEERS = {
     "llama.cpp": Peer(
         (("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"),),
         (str(HERE / "llama_cpp_steps.py"),),
-        {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "1"},
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
     ),
     "quantized": Peer(
         (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT), "hqq", "optimum-quanto")),

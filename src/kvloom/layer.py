@@ -20,7 +20,8 @@ from .errors import CacheMisuse, NotFinite
 from .kernels.attend import ref
 from .recipe import Recipe
 from .rope import Rope
-from .segment import Piece, Segment, Sinks
+from .segment import Piece, Segment
+from .sinks import Sinks
 from .store import NOTHING, Known, Lane
 
 # Up to this many new tokens are written behind the tail before attention, so that tail and

@@ -9,6 +9,7 @@ Where the recipe has a tier, they leave the body for it then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .chosen import behind, chosen
 from .errors import CacheMisuse, TierError
 from .kernels.select import ref
 from .layer import Asked, LayerCache
-from .recall import Far, Finder, Form
+from .recall import Aside, Far, Finder, Form
 from .segment import Piece
 from .store import Lane, Packed
 from .store.codec import Plain
@@ -37,6 +38,7 @@ class RecalledLayer(LayerCache):
         self.recall = self.recipe.recall
         super().reset()
         self.finder: Finder = self.recall.index.finder()
+        self.aside = Aside()  # where the index grows
         store, tier = self.recipe.store, self.recall.tier
         forms = _form(store.keys), _form(store.values)
         self.far = None if tier is None else Far(tier, forms, store.unit)
@@ -64,6 +66,7 @@ class RecalledLayer(LayerCache):
         """Attend as `LayerCache.attend` does, a step of one token to what it recalls."""
         if self.lost:
             raise CacheMisuse(f"{self.name}: this cache is of no use any more: {self.lost}")
+        self.aside.wait()
         self.query = q.detach()[:, :, 0] if q.shape[2] == 1 else None
         before, self.mask = self.mask, None if valid is None else valid[:, None, :]
         try:
@@ -76,6 +79,7 @@ class RecalledLayer(LayerCache):
     def crop(self, tokens: int) -> None:
         """Remove the newest `tokens` tokens, from the tier too."""
         self.check_crop(tokens)
+        self.aside.wait()
         try:
             if tokens < self.seen and tokens > len(self.body) - self.body.away:
                 self._bring_back()
@@ -86,6 +90,7 @@ class RecalledLayer(LayerCache):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
+        self.aside.wait()
         super().map(fn)
         self.finder.map(fn)
         if self.far is not None:
@@ -175,8 +180,10 @@ class RecalledLayer(LayerCache):
             keys, real = self._keys(lo, lo + due), body.see(see, lo, lo + due)
             if real is None:
                 real = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
-            self.finder.extend(keys, real[:, :1])  # heads have their padding at the same places
+            real = real[:, :1]  # heads have their padding at the same places
+            self.aside.run(partial(self.finder.extend, keys, real), keys, real)
         if self.far is not None and self.finder.tokens:
+            self.aside.wait()
             self._put_away(self.far, self.recipe.front + self.finder.tokens - body.away)
 
     def _put_away(self, far: Far, tokens: int) -> None:

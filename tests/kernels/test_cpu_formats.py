@@ -7,7 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands import agrees, channel, hidden, mapped, token
+from kvloom.kernels import dispatch
+from kvloom.layer import LayerCache
+from kvloom.recipe import Protect, Recipe
+from kvloom.store import Known, Store
+from strands import agrees, channel, draw, hidden, known, mapped, rope, token
 
 SKVQ = (
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
@@ -89,3 +93,30 @@ def test_stretches_on_several_threads_leave_no_seam(threads):
         check(SKVQ, 4, 2, 1, 9000, (8990, 8871), 1)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_layer_with_padding_sinks_and_keys_before_rope_attends_as_by_the_reference():
+    keys, values, d = SKVQ
+    recipe = Recipe(store=Store(keys, values), protect=Protect(3, (7, 7)))
+    valid = torch.ones(2, 207, dtype=torch.bool)
+    valid[1, :150] = False  # the second row begins far behind the first tile
+    found = {}
+    dispatch.ran.clear()
+    for backend in dispatch.CHOICES:
+        layer = LayerCache(
+            recipe, known=Known(known(keys, 2, d), known(values, 2, d), rope(keys, d))
+        )
+        with dispatch.use(backend):
+            q = draw((2, 4, 207, d), 0).contiguous()
+            k, v = (draw((2, 2, 207, d), i).contiguous() for i in (1, 2))
+            outs = []
+            for lo, hi in ((0, 205), (205, 206), (206, 207)):
+                part = slice(lo, hi)
+                outs.append(
+                    layer.attend(
+                        q[:, :, part], k[:, :, part], v[:, :, part], scale=0.2, valid=valid[:, :hi]
+                    )
+                )
+        found[backend] = torch.cat(outs[1:], dim=2)
+    torch.testing.assert_close(found["auto"], found["ref"], rtol=0, atol=2e-6)
+    assert dispatch.ran["attend", "cpu", ""] == 2 * 2  # sinks, and what is behind them

@@ -5,7 +5,9 @@ Two kernels take all formats, so nothing is compiled a case and everything is dr
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -267,6 +269,16 @@ def test_storage_that_is_not_in_rows_is_read_but_not_written_to():
     assert torch.equal(cpu.unpack(apart, scheme, 0, 32, torch.float32), want)
     with pytest.raises(ValueError, match="must lie side by side"):
         cpu.pack(x, scheme, apart, 0)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_does_not_point_into_the_original(again):
+    scheme = mapped(2, torch.float16, 2, 32)
+    agrees(draw((1, 2, 9, 32)), scheme)
+    copied = again(scheme)
+    assert scheme.made
+    assert not copied.made
+    agrees(draw((1, 2, 9, 32)), copied)
 
 
 @pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "Python's threads"])

@@ -58,10 +58,9 @@ RECIPES = {
     "clusters, host": small("clusters", tier=Tier("host")),
     "pages, file": small("pages", recent=3, tier=Tier("file", steps=2)),
     "clusters, packed, host": small("clusters", packed=True, block=16, tier=Tier("host")),
-    "pages, packed, file": small("pages", packed="rtn:bits=3,group=16", tier=Tier("file")),
-    "keys packed, host": replace(
-        small("pages", recent=3, tier=Tier("host", steps=2)),
-        store=Store(keys=Packed(2, "channel", 16, "fp8", residual=16)),
+    "keys packed, file": replace(
+        small("pages", recent=3, tier=Tier("file", steps=2)),
+        store=Store(keys=Packed(3, "channel", 16, "fp8", residual=16)),
     ),
 }
 every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -311,6 +310,23 @@ def test_alibi_counts_from_each_tokens_own_place():
     for cache in (fresh(recipe), plain(recipe)):
         outputs.append(feed(cache, q, k, v, [100, 1], slopes=slopes)[:, :, -1:])
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 8, 50])
+@pytest.mark.parametrize("n", [1, 2, 7, 49])
+def test_fewer_tokens_than_clusters(size, n):
+    """A prompt within a cluster waits; a row with fewer real tokens than clusters has fewer."""
+    recipe = resolve(f"clusterkv:tokens=6,size={size},sinks=2,full_layers=0")
+    n, later = n + 2, 60
+    cache, want = fresh(recipe), plain(recipe)
+    valid = padded([0, n - 1], n + later)
+    qkv = heads(0, n + later)
+    outputs = [feed(c, *qkv, [n, *[1] * later], valid) for c in (cache, want)]
+    assert torch.isfinite(outputs[0][0]).all()
+    torch.testing.assert_close(outputs[0][:, :, :n], outputs[1][:, :, :n], rtol=0, atol=2e-6)
+    assert cache.finder.tokens == (0 if n - 2 + later < size else max(n - 2, size))
+    left_out = max(0, cache.finder.tokens - 4)
+    assert cache.read == n + later - left_out
 
 
 def test_a_cache_reads_what_a_trace_says():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import resource
 from dataclasses import replace
 
 import pytest
@@ -23,11 +24,13 @@ B, HQ, HK, D = 2, 4, 2, 32
 
 
 def recipe(index: str = "clusters", tier: Tier | None = None, group: str = "mean") -> Recipe:
+    """A small one; "packed" is clusters over keys per channel and values per token."""
     found = resolve("quest:page=8" if index == "pages" else "clusterkv:size=8").recall.index
-    if index == "clusters":
-        found = replace(found, block=20, block_clusters=3)
+    if index != "pages":
+        found = replace(found, block=16 if index == "packed" else 20, block_clusters=3)
+    store = resolve("kivi:group=16,residual=16" if index == "packed" else "full").store
     recall = Recall(found, 40, group, full_layers=0, tier=tier)
-    return Recipe(recall=recall, protect=Protect(sinks=4, recent=2), name="small")
+    return Recipe(store=store, recall=recall, protect=Protect(sinks=4, recent=2), name="small")
 
 
 def layer(made: Recipe):
@@ -42,7 +45,7 @@ def tokens(seed: int, n: int = PROMPT + STEPS):
 
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("index", ["clusters", "pages"])
+@pytest.mark.parametrize("index", ["clusters", "pages", "packed"])
 @pytest.mark.parametrize("group", ["mean", "each"])
 def test_a_tier_changes_no_answer_and_copies_what_did_not_lie_ready(kind, steps, index, group):
     cache, plain = (
@@ -82,21 +85,64 @@ def test_what_lies_on_the_device_does_not_grow_with_the_context():
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])
-def test_a_copy_of_a_cache_goes_its_own_way(kind):
-    cache = layer(recipe("clusters", Tier(kind)))
+@pytest.mark.parametrize("index", ["clusters", "packed"])
+def test_a_copy_of_a_cache_goes_its_own_way(kind, index):
+    cache = layer(recipe(index, Tier(kind)))
     feed(cache, *tokens(0), [PROMPT, *[1] * STEPS])
     twin = copy.deepcopy(cache)
     feed(cache, *tokens(1, 60), [1] * 60)
-    want = layer(recipe("clusters"))
+    want = layer(recipe(index))
     feed(want, *tokens(0), [PROMPT, *[1] * STEPS])
     outputs = [feed(c, *tokens(2, 60), [1] * 60) for c in (twin, want)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
+def shared(batch: int, n: int, seed: int):
+    """Tokens of a batch, the rows alike but for a little."""
+    return draw(seed, n, batch=batch, hq=HQ, hk=HK)
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+@pytest.mark.parametrize("index", ["clusters", "packed"])
+def test_beams_move_no_rows_of_a_tier(kind, index):
+    """Reordered, grown, extended, shrunk: the answers of a plain cache, and who copies what."""
+    cache, plain = layer(recipe(index, Tier(kind))), layer(recipe(index))
+    moves = [
+        (4, lambda x: x.repeat_interleave(2, dim=0)),
+        (4, lambda x: x.index_select(0, torch.tensor([3, 0, 0, 2]))),
+        (4, lambda x: x.index_select(0, torch.tensor([1, 1, 2, 0]))),
+        (1, lambda x: x[torch.tensor([2])]),
+        (3, lambda x: x.repeat_interleave(3, dim=0)),
+    ]
+    batch = 2
+    for c in (cache, plain):
+        feed(c, *shared(batch, PROMPT, 0))
+    for seed, (rows, move) in enumerate(moves):
+        held = [x.data_ptr() for shelf in cache.far.shelves for r in shelf.rows for x in [r.data]]
+        hits = cache.far.traffic.hits
+        for c in (cache, plain):
+            c.map(move)
+        now = [x.data_ptr() for shelf in cache.far.shelves for r in shelf.rows for x in [r.data]]
+        assert (held == now) == (rows >= batch)
+        batch = rows
+        new = shared(batch, 45, seed + 1)
+        outputs = [feed(c, *new, [1] * 45) for c in (cache, plain)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+        assert cache.far.traffic.hits > hits
+        assert cache.far.tokens > PROMPT - 40
+    many = [layer(recipe(index, Tier(kind))) for _ in range(2)]
+    for c, n in zip(many, (8, 1), strict=True):
+        feed(c, *shared(n, PROMPT, 0))
+    assert many[0].far.nbytes == 8 * many[1].far.nbytes
+    many[0].map(lambda x: x[:1])
+    assert many[0].far.nbytes <= many[1].far.nbytes  # what nobody follows any more is gone
+
+
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("n", [3, 50, 300])
-def test_predicted_bytes_are_measured_bytes(kind, n):
-    made = recipe("clusters", Tier(kind))
+@pytest.mark.parametrize("index", ["clusters", "packed"])
+def test_predicted_bytes_are_measured_bytes(kind, n, index):
+    made = recipe(index, Tier(kind))
     cache = layer(made)
     _, k, _ = qkv = tokens(0, n)
     feed(cache, *qkv)
@@ -122,16 +168,24 @@ def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path):
         layer(recipe("clusters", Tier("file", str(tmp_path / "nowhere"))))
 
 
+def test_what_is_no_folder_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TierError, match=r"file' \(Not a directory\); give a folder that exists"):
+        layer(recipe("clusters", Tier("file", str(tmp_path / "file"))))
+
+
 @pytest.mark.parametrize(("harm", "says"), [("unlink", "vanished"), ("cut", "been cut off")])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_file_that_is_lost_ends_the_cache_and_not_the_process(tmp_path, harm, says, size):
-    cache = layer(recipe("clusters", Tier("file", str(tmp_path))))
+@pytest.mark.parametrize("index", ["clusters", "packed"])
+def test_a_file_that_is_lost_ends_the_cache_and_not_the_process(tmp_path, harm, says, size, index):
+    cache = layer(recipe(index, Tier("file", str(tmp_path))))
     feed(cache, *tokens(0))
-    (file,) = tmp_path.iterdir()
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == {"clusters": 1, "packed": 6}[index]  # codes, scales, zeros of both
     if harm == "unlink":
-        file.unlink()
+        files[-1].unlink()
     else:
-        os.truncate(file, 100)
+        os.truncate(files[-1], 100)
     with pytest.raises(TierError, match=f"has {says}, and the tokens in it"):
         feed(cache, *tokens(1, size))
     with pytest.raises(CacheMisuse, match=f"no use any more: .*{says}"):
@@ -153,6 +207,24 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         feed(cache, *tokens(0, 1))
 
 
+def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
+    """The kernel itself refuses: a limit on the size of this process's files."""
+    cache = layer(recipe("clusters", Tier("file", str(tmp_path))))
+    feed(cache, *tokens(0))
+    (file,) = tmp_path.iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limits[1]))
+    try:
+        with pytest.raises(TierError, match=r"cannot grow to .* bytes \(File too large\); make"):
+            feed(cache, *tokens(1, 100), [1] * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(CacheMisuse, match=r"no use any more: .*File too large"):
+        feed(cache, *tokens(0, 1))
+    cache.reset()
+    feed(cache, *tokens(1, 20))
+
+
 @pytest.mark.parametrize(
     ("build", "says"),
     [
@@ -163,6 +235,11 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         (
             lambda: replace(resolve("clusterkv:tier=host"), store=resolve("skvq").store),
             "keys: a tier holds packed tokens without a transform and packed after RoPE",
+        ),
+        (
+            lambda: replace(recipe("clusters", Tier()), store=resolve("kivi").store),
+            "20 tokens are indexed at a time and 32 packed ones put into the tier at a time: "
+            "neither is a multiple of the other; use 32 and 32, or 64",
         ),
     ],
 )

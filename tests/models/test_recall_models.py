@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import zoo
 
 import kvloom
+from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipes import resolve
 
 NAMES = ["llama-gqa", "gemma2", "gptj", "mpt", "falcon-gqa", "bloom", "opt"]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -45,7 +49,8 @@ def test_a_token_nobody_looks_at_is_not_missed(name):
 
 
 @pytest.mark.parametrize("recipe", ["clusterkv:tokens=30,size=8,sinks=4", "quest:tokens=32,page=4,"
-                                    "sinks=4,recent=8", "clusterkv-2bit:tokens=180"])  # fmt: skip
+                                    "sinks=4,recent=8", "clusterkv-2bit:tokens=180",
+                                    "clusterkv-2bit:tokens=180,tier=host"])  # fmt: skip
 def test_beams_padding_and_drafts_run_on_a_small_budget(recipe):
     model = zoo.build("llama-gqa", head_dim=32)
     kvloom.attach(model, recipe)
@@ -59,6 +64,24 @@ def test_beams_padding_and_drafts_run_on_a_small_budget(recipe):
     drafted = model.generate(**alone, **GREEDY, prompt_lookup_num_tokens=3)
     assert torch.equal(drafted[:, :261], alone["input_ids"])
     assert 261 < drafted.shape[1] <= 286  # 5.10: one too many, at times
+
+
+def test_beams_padding_and_turns_over_what_a_keep_left():
+    """H2O's choice of a prompt, then pages of it: rows alone are rows together."""
+    model = zoo.build("llama-gqa", head_dim=32)
+    keep = Keep(Budget(tokens=120, recent=20), Mass(), when="prompt")
+    recipe = replace(resolve("quest:tokens=56,page=8,sinks=8,recent=8,full_layers=1"), keep=keep)
+    kvloom.attach(model, recipe)
+    batch = zoo.batch(tokens=261, padding=(0, 17, 200))
+    together = model.generate(**batch, **GREEDY)
+    assert model.generate(**batch, **GREEDY, num_beams=4).shape == (3, 285)
+    alone = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
+    assert torch.equal(model.generate(**alone, **GREEDY)[0], together[0])
+    cache = kvloom.Cache(model, recipe)
+    first = model.generate(**alone, **GREEDY, past_key_values=cache)
+    model.generate(first.repeat(1, 2)[:, : first.shape[1] + 9], **GREEDY, past_key_values=cache)
+    for layer in (routed.cache for routed in cache.routed[1:]):
+        assert layer.read < 56 + 20 < len(layer.body) < layer.seen - 100
 
 
 def test_the_cache_of_a_model_tells_what_was_copied():

@@ -19,7 +19,7 @@ STOREYS = [
     {"kernels"},
     {"store", "keep", "recall"},
     {"segment"},
-    {"recipe", "keeper", "slots", "chosen"},
+    {"recipe", "keeper", "slots", "chosen", "sinks"},
     {"layer"},
     {"recalled", "spared"},
     {"scored"},

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.kernels.attend import ref
-from kvloom.segment import Segment, Sinks
+from kvloom.segment import Segment
+from kvloom.sinks import Sinks
 from kvloom.store import Lane, Packed
 
 KEYS = (Packed(2, "channel", 16, residual=32), 0)

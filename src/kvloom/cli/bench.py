@@ -44,7 +44,7 @@ _PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times
 @app.command("decode")
 def decode(
     context: _CONTEXT = "8192,32768",
-    recipes: _RECIPES = "full,kivi,kivi-4,skvq:group=32,rtn:bits=4,h2o,clusterkv",
+    recipes: _RECIPES = "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
     batch: _BATCH = 1,
@@ -76,7 +76,7 @@ def decode(
 @app.command("prefill")
 def prefill(
     context: _CONTEXT = "2048",
-    recipes: _RECIPES = "full,kivi,skvq:group=32,h2o,snapkv,minikv,clusterkv",
+    recipes: _RECIPES = "full,kivi,skvq,h2o,snapkv,minikv,clusterkv",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
     batch: _BATCH = 1,
@@ -105,7 +105,7 @@ def prefill(
 @app.command("pack")
 def pack(
     context: _CONTEXT = "8192",
-    recipes: _RECIPES = "kivi,kivi-4,skvq:group=32,rtn:bits=4,turbo",
+    recipes: _RECIPES = "kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,turbo",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
     batch: _BATCH = 1,

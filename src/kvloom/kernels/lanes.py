@@ -88,6 +88,12 @@ def summed(builder: Any, x: Any) -> Any:
     return builder.call(fn, [ir.Constant(F32, -0.0), x], fastmath=("reassoc",))
 
 
+def in_order(builder: Any) -> None:
+    """No load moves across: else the compiler loads ahead until registers spill."""
+    nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+    builder.call(nothing, [])
+
+
 def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
     """Load `width` numbers of a format as fp32."""
     floats, ints = ir.VectorType(F32, width), ir.VectorType(I32, width)

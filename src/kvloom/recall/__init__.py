@@ -1,5 +1,6 @@
 """Which stored tokens a step reads."""
 
+from .aside import Aside
 from .base import GROUPS, Finder, Index, Recall
 from .clusters import Clusters
 from .far import Far, Form
@@ -11,6 +12,7 @@ INDEXES: dict[str, type[Index]] = {kind.kind: kind for kind in (Clusters, Pages,
 __all__ = [
     "GROUPS",
     "INDEXES",
+    "Aside",
     "Clusters",
     "Far",
     "Finder",

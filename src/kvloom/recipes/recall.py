@@ -49,13 +49,24 @@ def clusterkv(
 
 
 def clusterkv_2bit(
-    tokens: int = 1024, size: int = 80, sinks: int = 16, group: str = "mean", full_layers: int = 2
+    tokens: int = 1024,
+    size: int = 80,
+    sinks: int = 16,
+    group: str = "mean",
+    full_layers: int = 2,
+    tier: str = "device",
+    steps: int = 1,
 ) -> Recipe:
-    """ClusterKV over a store of KIVI's 2 bit."""
+    """ClusterKV over a store of KIVI's 2 bit.
+
+    tier: device, host or file, of packed tokens. steps: what so many last steps read stays on the
+    device, unpacked.
+    """
     recipe = clusterkv(tokens, size, sinks=sinks, group=group, full_layers=full_layers)
     packed = kivi()
     protect = Protect(sinks, packed.protect.recent)
-    return replace(recipe, store=packed.store, protect=protect, name="clusterkv-2bit")
+    recipe = replace(recipe, store=packed.store, protect=protect, name="clusterkv-2bit")
+    return _in(tier, steps, recipe)
 
 
 def quest(

@@ -41,17 +41,17 @@ class Buffer:
 
     def append(self, x: Tensor) -> None:
         """Add x [B, Hk, T, D] behind the live tokens."""
-        t = x.shape[2]
         if self.data is None:
             self.replace(x)
             return
+        t = x.shape[2]
         if self.stop + t > self.data.shape[2]:
             self._make_room(t)
         self.data[:, :, self.stop : self.stop + t] = x
         self.stop += t
 
     def extend(self, t: int, like: Tensor) -> Tensor:
-        """Add t tokens that nobody has written yet, shaped as in `like`.
+        """Add t tokens that nobody has written yet, shaped as in `like` [B, Hk, any, D].
 
         Returns the storage from the oldest live token on, with the spare room behind the newest.
         """

@@ -155,7 +155,8 @@ def _strand(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]
 
 def _rowwise(x: Tensor) -> Tensor:
     """x [., ., rows, .] with rows one behind the other."""
-    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
+    _, _, row, one = x.stride()
+    return x if one == 1 and row == x.shape[3] else x.contiguous()
 
 
 @cache
@@ -183,6 +184,9 @@ def _place(x: Tensor | None, dims: int) -> tuple[int, ...]:
     """
     if x is None:
         return (0,) * (dims + 1)
-    size, shape = x.element_size(), x.shape
-    steps = (0 if i < 2 and shape[i] == 1 else x.stride(i) * size for i in range(dims))
-    return (x.data_ptr(), *steps)
+    if not dims:
+        return (x.data_ptr(),)
+    size, shape, steps = x.element_size(), x.shape, x.stride()
+    batch = steps[0] * size if shape[0] > 1 else 0
+    head = steps[1] * size if shape[1] > 1 else 0
+    return (x.data_ptr(), batch, head, *(step * size for step in steps[2:dims]))

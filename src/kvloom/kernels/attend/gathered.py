@@ -18,7 +18,7 @@ from .forms import _WHEN, DTYPES, _unknown
 from .ref import First, State
 from .strand import Strand
 
-_META = ("fp32", "fp16", "bf16")
+_META = ("fp32", "fp16", "bf16", "fp8")
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:

@@ -160,6 +160,7 @@ class _Side(NamedTuple):
     bits: float  # 0: nothing is packed
     sealed: int
     rotated: int  # channels that are rotated together, or 0
+    apart: bool  # numbers are looked up one by one: groups by channel, levels, bytes by token
 
 
 def _side(letter: str, strand: Strand) -> _Side:
@@ -199,7 +200,8 @@ def _side(letter: str, strand: Strand) -> _Side:
     codes_of = 15 if bits == 1.5 else int(bits)
     form = {"BITS": codes_of, "KIND": kind, "GROUP": group, "ROT": rotated > 0, "DIV": divided}
     constants = {f"{letter.upper()}_{name}": x for name, x in form.items()}
-    return _Side(arguments, constants, bits, sealed, rotated)
+    apart = bits == 1.5 or rotated > 0 or kind == 2
+    return _Side(arguments, constants, bits, sealed, rotated, apart)
 
 
 class _Launch(NamedTuple):
@@ -246,7 +248,7 @@ def _call(
     if ends and slots is None:
         both, end = max(begin, min(ends)), max(begin, max(ends))
         mixed = 0 if both == end else 1 if ks.sealed == end else 2
-    form = _form(d, r * t, q.dtype, slots is not None)
+    form = _form(d, r * t, q.dtype, slots is not None or ks.apart or vs.apart)
     sizes = (form.alone if both == n and not ends else form.tokens, form.tokens, form.alone)
     tiles, splits = [], []
     blocks = b * heads * -(-r * t // form.rows)
@@ -320,13 +322,13 @@ class _Shape(NamedTuple):
     stages: int
 
 
-def _form(d: int, rows: int, dtype: torch.dtype, chosen: bool) -> _Shape:
-    """Shapes of tiles for a case: what neither spills nor needs more than 99 KiB, see `forms`.
+def _form(d: int, rows: int, dtype: torch.dtype, apart: bool) -> _Shape:
+    """Shapes of tiles for a case: what neither spills nor needs more than 99 KiB, see `gpu_forms`.
 
-    chosen: every token finds its own byte, which takes more registers.
+    apart: numbers are looked up one by one, which takes more registers.
     """
     exact, wide = dtype == torch.float32, d > 128
-    tokens = 16 if chosen else 32 if exact or wide else 64
+    tokens = 16 if apart else 32 if exact or wide else 64
     rows = min(32 if exact or wide else 64, cuda.room(rows))
     return _Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and (exact or wide) else 4, 2)
 

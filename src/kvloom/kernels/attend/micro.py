@@ -6,16 +6,16 @@ which tokens, in what order and what happens between scores and values is `fused
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, read, same, summed, write
-from .ways import CHANNEL, NONE, Meta, Way, machine, one, tokens, way
+from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, in_order, read, same, summed, write
+from .ways import CHANNEL, MAP, NONE, Meta, Way, machine, one, tokens, way
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
@@ -70,8 +70,12 @@ def _rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool)
                 for i, c in enumerate(its)
             ]
             other = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
-        cos, sin = (read(b, at(b, row, 64 * v + skip), VF) for skip in (0, 4 * d))
-        sin = b.fneg(sin) if back else sin
+        # where whole vectors are each other's mates, the second's numbers are the first's
+        whole = not how.interleaved and how.turned % (2 * WIDTH) == 0
+        second = whole and how.turned // 2 <= WIDTH * v < how.turned
+        place = 64 * v - (2 * how.turned if second else 0)
+        cos, sin = (read(b, at(b, row, place + skip), VF) for skip in (0, 4 * d))
+        sin = b.fneg(sin) if back != second else sin
         found[v] = fused(b, other, sin, b.fmul(x, cos))
     return found
 
@@ -127,18 +131,23 @@ def scores(
         scales = Meta(meta, gap, table, machine(context))
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
+        step = b.mul(stride, ir.Constant(I64, its.atom[1]))
         for vs in _together(n_d, its):
-            xs = {v: tokens(b, base, stride, n_atoms, v, its) for v in vs}
-            for t in range(n_tokens):
-                x = {v: scales.scaled(b, xs[v][t], t, v, n_d, its) for v in vs}
-                if its.turned:
-                    x = _rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
-                for v in vs:
-                    xs[v][t] = x[v]
-            for v in vs:
-                for row in range(n_w):
-                    qv = read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF)
-                    acc[row] = [fused(b, x, qv, a) for x, a in zip(xs[v], acc[row], strict=True)]
+            qs = {
+                v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
+                for v in vs
+            }
+            for i in range(n_atoms):  # an atom at a time: its numbers need registers
+                place = b.add(base, b.mul(step, ir.Constant(I64, i)))
+                xs = {v: tokens(b, place, stride, v, its) for v in vs}
+                for t in range(i * per, (i + 1) * per):
+                    x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
+                    if its.turned:
+                        x = _rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
+                    for v, row in itertools.product(vs, range(n_w)):
+                        acc[row][t] = fused(b, x[v], qs[v][row], acc[row][t])
+                if its.by == MAP or its.turned:
+                    in_order(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
         flat = [x for row in acc for x in row]
         if len(flat) % WIDTH:
@@ -167,7 +176,7 @@ def chunks(vectors: int, w: int) -> list[tuple[int, int]]:
     """Cut a row of `vectors` vectors so that w rows of accumulators fit in 16 registers."""
     parts = -(-vectors * w // 16)
     edges = [vectors * i // parts for i in range(parts + 1)]
-    return list(pairwise(edges))
+    return list(itertools.pairwise(edges))
 
 
 @intrinsic(prefer_literal=True)
@@ -230,7 +239,7 @@ def values(
                 place = b.add(meta, b.mul(token, ir.Constant(I64, its.across)))
             scales = Meta(place, gap, table, can)
             for v in range(lo, hi):
-                xs = tokens(b, here, stride, 1, v, its)
+                xs = tokens(b, here, stride, v, its)
                 for t in range(per):
                     if its.by == CHANNEL:
                         x = fused(b, xs[t], big[v], off[v])
@@ -238,6 +247,8 @@ def values(
                         x = scales.scaled(b, xs[t], t, v, n_d, its)
                     for row in range(n_w):
                         new[row, v] = fused(b, x, weights[row][t], new[row, v])
+                if its.by == MAP:
+                    in_order(b)
             i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
             here.add_incoming(b.add(here, step), b.block)
             for cell in cells:

@@ -124,16 +124,12 @@ def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge(states: list[State]) -> State:
     """Merge attention over disjoint parts into attention over their union; exact, any order."""
-    if len(states) == 1:
-        return states[0]
-    lse = torch.stack([s.lse for s in states])  # [parts, B, Hq, T]
-    top = lse.amax(dim=0)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weights = (lse - top).exp_()
-    total = weights.sum(dim=0)
-    out = torch.stack([s.out for s in states]).mul_(weights.unsqueeze(-1)).sum(dim=0)
-    out /= total.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    return State(out, total.log() + top)
+    out, lse = states[0]
+    for part in states[1:]:
+        weight = torch.sigmoid(part.lse - lse).nan_to_num()  # NaN: neither sees anything
+        out = out.lerp(part.out, weight.unsqueeze(-1))
+        lse = torch.logaddexp(lse, part.lse)
+    return State(out, lse)
 
 
 def visible(t: int, n: int, valid: Tensor | None, device: torch.device) -> Tensor:

@@ -14,9 +14,9 @@ from .strand import Strand
 COVERAGE = {
     "cpu": (
         "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
-        "bf16; packed at 2, 3, 4, 8 bit per channel or per token, metadata fp32, fp16, bf16, fp8; "
-        "padding, softcap, bias, causal; chosen tokens: one query a step, packed at 1, 1.5, 2, 3, "
-        "4, 8 bit"
+        "bf16; packed in any format of the store but rotated 8 bit, keys before RoPE that are "
+        "divided or rotated, and more than 128 groups a token; padding, softcap, bias, causal; "
+        "chosen tokens: one query a step, packed without a transform"
     ),
     "gpu": (
         "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, "

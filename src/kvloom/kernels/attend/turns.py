@@ -19,7 +19,7 @@ BEFORE = 8  # multiples of FAR below 0: where padding stands
 _NEAR = FAR + 640  # a step within the longest tile, from anywhere between two multiples
 
 
-def tables(rope: Rope, d: int, tokens: int) -> tuple[Tensor, Tensor]:
+def tables(rope: Rope, d: int, tokens: int) -> tuple[Tensor, ...]:
     """Rows for 0, 1, 2 … and for FAR times -BEFORE … tokens / FAR: fp32 [rows, 2, d].
 
     A row holds the cosines of all channels, 1 where one does not rotate, and then the sines, less

@@ -120,15 +120,12 @@ def _digits(b: Any, byte: Any, how: Way) -> list[Any]:
     return found[::-1]
 
 
-def tokens(b: Any, base: Any, stride: Any, atoms: int, v: int, how: Way) -> list[Any]:
-    """Channels 16v to 16v + 15 of the tokens of some atoms: as `_codes`, or exact numbers."""
+def tokens(b: Any, base: Any, stride: Any, v: int, how: Way) -> list[Any]:
+    """Channels 16v to 16v + 15 of the tokens of an atom: as `_codes`, or exact numbers."""
     if not how.twice:
-        rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(atoms)]
-        return [read_f32(b, at(b, row, v * WIDTH * SIZE[how.kind]), how.kind) for row in rows]
-    height = how.atom[1]
-    rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(atoms * height)]
-    rows = [at(b, row, v * WIDTH) for row in rows]
-    return [x for i in range(atoms) for x in _codes(b, rows[i * height : (i + 1) * height], how)]
+        return [read_f32(b, at(b, base, v * WIDTH * SIZE[how.kind]), how.kind)]
+    rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(how.atom[1])]
+    return _codes(b, [at(b, row, v * WIDTH) for row in rows], how)
 
 
 class Meta(NamedTuple):

@@ -19,7 +19,7 @@ from .scheme import Held, Scheme, Turn
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _METAS = {**_NUMBERS, torch.float8_e4m3fn: 3}
-_CHANNEL, _TOKEN, _MAPPED, _STATIC = range(4)
+_CHANNEL, _TOKEN, _MAPPED, _STATIC = range(4)  # as in `tiles`, which imports Numba
 # Numbers of a tile: fp32 copies of them stay near a core.
 _TILE = 1 << 14
 # Numbers that are worth a thread.

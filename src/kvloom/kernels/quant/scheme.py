@@ -30,7 +30,10 @@ class Scheme:
     static: tuple[Tensor, Tensor] | None = None
     rotated: bool = False
     made: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What a backend has made of it, by the backend's name."""
+    """What a backend has made of it, addresses perhaps: a copy makes its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "made": {}}
 
     @property
     def stretch(self) -> int:

@@ -106,7 +106,7 @@ def step_mass(
     mass = products.new_empty(b, hq, padded)
     worth = 64 if noise is None else 256  # multiplications
     threads = min(torch.get_num_threads(), 1 + worth * b * hq * t * n // _WORTH)
-    scratch = products.new_empty(threads if t > 1 else 0, padded)
+    scratch = products.new_empty(threads, padded) if t > 1 else mass
     options, alive = _options(b, hq, hk, t, n, valid, real, bias, noise)
     numbers = (
         b, hq // hk, t, n, 0, 0, hk, 1, 1, hq, *(0,) * 10, 4 * width, products.data_ptr(),
@@ -148,6 +148,8 @@ def _options(
     noise: Noise | None,
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Where options lie, as a job says it, and the tensors that must live meanwhile."""
+    if valid is None and real is None and bias is None and noise is None:
+        return (0,) * 15, ()
     keys, drawn = None, (0, 0, 0, 0)
     if valid is not None:
         valid = _padded(valid.expand(b, -1, n)).expand(b, hk, -1)

@@ -48,14 +48,21 @@ TILE = 256  # keys
 NONE, GUMBEL, GAUSSIAN = 0, 1, 2  # noise; one that is constant changes no softmax
 
 
-@njit(inline="always")
-def _number(address, kind):  # type: ignore[no-untyped-def]
-    """One number of a format that is known when the kernel runs."""
-    if kind == 0:
-        return load_one(address, FP32)
-    if kind == 1:
-        return load_one(address, FP16)
-    return load_one(address, BF16)
+@njit
+def _lay(to, apart, numbers, at, step, kind, factor):  # type: ignore[no-untyped-def]
+    """Write so many numbers of a format, `step` bytes apart, as fp32 times a factor; 0 if at is."""
+    if at == 0:
+        for i in range(numbers):
+            store_one(to + i * apart, np.float32(0.0))
+    elif kind == FP32:
+        for i in range(numbers):
+            store_one(to + i * apart, load_one(at + i * step, FP32) * factor)
+    elif kind == FP16:
+        for i in range(numbers):
+            store_one(to + i * apart, load_one(at + i * step, FP16) * factor)
+    else:
+        for i in range(numbers):
+            store_one(to + i * apart, load_one(at + i * step, BF16) * factor)
 
 
 @njit(inline="always")
@@ -173,14 +180,9 @@ def panels(vectors: int) -> Any:
             base = whole(job, 16) + b * whole(job, 17) + h * whole(job, 18)
             to = whole(job, 22) + 4 * task * TILE * d
             for j in range(TILE):
-                at = base + (tile * TILE + j) * key
+                at = base + (tile * TILE + j) * key if tile * TILE + j < n else 0
                 there = to + 4 * (j // panel * panel * d + j % panel)
-                if tile * TILE + j < n:
-                    for c in range(d):
-                        store_one(there + 4 * c * panel, _number(at + c * channel, kind))
-                else:
-                    for c in range(d):
-                        store_one(there + 4 * c * panel, np.float32(0.0))
+                _lay(there, 4 * panel, d, at, channel, kind, np.float32(1.0))
 
     return Kernel(panels, "panels of keys")
 
@@ -232,11 +234,8 @@ def mass(once: int, vectors: int) -> Any:
                 used = -(-rows // once)
                 for i in range(used * once):
                     there = qs + 4 * (i // once * once * d + i % once)
-                    for c in range(d):
-                        x = np.float32(0.0)
-                        if i < rows:
-                            x = _number(base + (row0 + i) * row + c * channel, kind) * scale
-                        store_one(there + 4 * c * once, x)
+                    at = base + (row0 + i) * row if i < rows else 0
+                    _lay(there, 4 * once, d, at, channel, kind, scale)
                 for i in range(rows):
                     store_one(best + 4 * i, np.float32(-np.inf))
                     store_one(sums + 4 * i, np.float32(0.0))

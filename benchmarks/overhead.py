@@ -1,0 +1,115 @@
+"""What kvloom adds to `generate()` beside its kernels: tokens/s, and Python a layer and step.
+
+`generate()` of the reference model on transformers' DynamicCache and on recipes, in turns, after a
+prompt of 512 tokens; the time of a token is that between two calls of a streamer. `python_us` is
+the time in kvloom's attention function and cache of a layer, without that of compiled kernels, the
+median over steps; it is of extra runs, since the clocks inside cost time themselves.
+
+    python benchmarks/overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from unittest.mock import patch
+
+import torch
+from transformers import DynamicCache
+
+import kvloom
+import record
+from kvloom.hf.cache import RoutedLayer
+from kvloom.kernels import team
+
+
+class Clock:
+    """A streamer that notes when tokens come; and what is spent in functions meanwhile."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.spent: list[dict[str, float]] = [{}]
+
+    def put(self, value: object) -> None:
+        self.times.append(time.perf_counter())
+        self.spent.append({})
+
+    def end(self) -> None:
+        pass
+
+    def around(self, name: str, fn: Callable) -> Callable:
+        def timed(*args, **kwargs):
+            begin = time.perf_counter()
+            out = fn(*args, **kwargs)
+            spent = self.spent[-1]
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - begin
+            return out
+
+        return timed
+
+
+def tokens(model, cache, prompt: int, new: int, clock: Clock) -> None:
+    ids = torch.arange(3, 3 + prompt)[None]
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+        max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=clock,
+    )  # fmt: skip
+
+
+def python_us(model, recipe: str, prompt: int, new: int) -> float:
+    """Microseconds a layer and step, outside compiled kernels."""
+    clock = Clock()
+    with (
+        patch.object(team.Kernel, "run", clock.around("kernel", team.Kernel.run)),
+        patch.object(RoutedLayer, "update", clock.around("kvloom", RoutedLayer.update)),
+        patch.object(RoutedLayer, "attend", clock.around("kvloom", RoutedLayer.attend)),
+    ):
+        tokens(model, kvloom.Cache(model, recipe), prompt, new, clock)
+    steps = [s["kvloom"] - s["kernel"] for s in clock.spent[4:-1]]
+    return 1e6 * statistics.median(steps) / model.config.num_hidden_layers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--recipes", nargs="+", default=["full", "kivi", "window"])
+    options = parser.parse_args()
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, ours = (kvloom.reference_model(dtype) for _ in range(2))
+        sides = {"DynamicCache": (plain, lambda m: DynamicCache(config=m.config))}
+        sides |= {r: (ours, lambda m, r=r: kvloom.Cache(m, r)) for r in options.recipes}
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        for i in range(options.repeats + 1):
+            for name, (model, make) in sides.items():
+                clock = Clock()
+                tokens(model, make(model), options.prompt, options.new_tokens, clock)
+                if i:  # the first time kernels are compiled
+                    taken[name] += [b - a for a, b in pairwise(clock.times[2:])]
+        median = {name: statistics.median(x) for name, x in taken.items()}
+        for name in sides:
+            row = {
+                "dtype": str(dtype).removeprefix("torch."),
+                "name": name,
+                "ms": 1e3 * median[name],
+                "least_ms": 1e3 * min(taken[name]),
+                "speed_ratio": median["DynamicCache"] / median[name],
+            }
+            if name != "DynamicCache":
+                row["python_us"] = python_us(ours, name, options.prompt, options.new_tokens)
+            rows.append(row)
+            print(
+                f"{row['dtype']:>9} {name:>14}: {row['ms']:6.2f} ms a token, least "
+                f"{row['least_ms']:6.2f}, {row['speed_ratio']:.2f}x DynamicCache's speed"
+                + (f", {row['python_us']:.0f} us of Python a layer" if "python_us" in row else "")
+            )
+    record.write("overhead", {"environment": record.environment(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvloom.kernels.quant import gpu, ref
-from kvloom.kernels.quant.scheme import Held, Scheme
+from kvloom.kernels.quant.scheme import Held, Scheme, Turn
+from kvloom.rope import Rope
 from kvloom.store.codec import Channels, Mapped
 from kvloom.store.formats import META, Packed, Transform
 
@@ -116,6 +117,20 @@ if INTERPRETED:
         codec = Mapped(fmt, group_of, channels)
         x = torch.randn(2, 2, 11, 48, generator=g)
         check(x, codec.scheme, codec.quantize, codec.dequantize, step=1e-3)
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_tokens_are_turned_before_and_back_after(interleaved):
+        g = torch.Generator().manual_seed(1)
+        x, scheme = torch.randn(1, 2, 32, 48, generator=g), Scheme(4, "channel", 16, FP16)
+        rope = Rope(0.1 * torch.randn(16, generator=g).abs(), interleaved)
+        at = torch.arange(5, 37).expand(1, 1, -1)
+        back, there = (Turn(*rope.angles(p), interleaved) for p in (-at, at))
+        held = storage(1, 2, 32, 48, scheme, 9)
+        gpu.pack(x, scheme, held, 0, None, back)
+        codes, scale, zero = ref.quantize(rope.turn(x, -at), 4, "channel", 16, FP16)
+        same(held.codes, ref.pack_codes(codes, 4))
+        want = rope.turn(ref.dequantize(codes, scale, zero, "channel", 16, FP32), at)
+        assert torch.equal(gpu.unpack(held, scheme, 0, 32, FP32, there), want)
 
     def test_halves_are_rounded_to_even():
         x = torch.arange(0, 8, 0.5).repeat(4).view(1, 1, 4, 16)

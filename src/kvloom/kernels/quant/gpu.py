@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import cuda
 from .ref import ATOM, rows_for, top
-from .scheme import Held, Scheme
+from .scheme import Held, Scheme, Turn
 
 if TYPE_CHECKING:
     from ..ahead import Form
@@ -34,15 +34,24 @@ def problems(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> list[s
     return found
 
 
-def pack(x: Tensor, scheme: Scheme, held: Held, at: int, real: Tensor | None = None) -> None:
+def pack(
+    x: Tensor,
+    scheme: Scheme,
+    held: Held,
+    at: int,
+    real: Tensor | None = None,
+    turn: Turn | None = None,
+) -> None:
     """Write x [B, Hk, T, D] behind `at` packed tokens, in storage that has room.
 
     Codes, scales and zeros are those of `ref`; filler codes of the last atom are 0. real: bool [B,
-    1 or Hk, T], False for padding, which does not enter the range of a group along tokens. Only
-    cases without `problems`; per channel, `at` and T are multiples of the group.
+    1 or Hk, T], False for padding, which does not enter the range of a group along tokens. turn:
+    done to each token first, by torch. Only cases without `problems`; per channel, `at` and T are
+    multiples of the group.
     """
     if not x.numel():
         return
+    x = x if turn is None else _turned(x.float(), turn)
     (_, h, n, d), bits, kernels = x.shape, scheme.bits, _kernels()
     codes, scale, zero, steps, m_steps = _storage(held, scheme)
     table = _table(scheme, h, d, x.device)
@@ -84,8 +93,15 @@ def pack(x: Tensor, scheme: Scheme, held: Held, at: int, real: Tensor | None = N
         )  # fmt: skip
 
 
-def unpack(held: Held, scheme: Scheme, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-    """Tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D], to the last bit those of `ref`."""
+def unpack(
+    held: Held, scheme: Scheme, lo: int, hi: int, dtype: torch.dtype, turn: Turn | None = None
+) -> Tensor:
+    """Tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D], to the last bit those of `ref`.
+
+    turn: done to each of them then, by torch.
+    """
+    if turn is not None:
+        return _turned(unpack(held, scheme, lo, hi, torch.float32), turn).to(dtype)
     b, h, _, d = held.codes.shape
     out = held.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():
@@ -103,6 +119,16 @@ def unpack(held: Held, scheme: Scheme, lo: int, hi: int, dtype: torch.dtype) -> 
         DIVISOR=scheme.divisor is not None, contract=False,
     )  # fmt: skip
     return out
+
+
+def _turned(x: Tensor, turn: Turn) -> Tensor:
+    """x fp32 [B, Hk, N, D], its first channels turned, products and sums each rounded."""
+    dims = 2 * turn.cos.shape[-1]
+    part, rest = x[..., :dims], x[..., dims:]
+    a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if turn.interleaved else part.chunk(2, dim=-1)
+    pair = a * turn.cos - b * turn.sin, b * turn.cos + a * turn.sin
+    part = torch.stack(pair, dim=-1).flatten(-2) if turn.interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([part, rest], dim=-1)
 
 
 class _Table(NamedTuple):

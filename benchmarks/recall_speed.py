@@ -1,0 +1,153 @@
+"""What recall costs one layer: clustering beside its prompt, and a decode step as contexts grow.
+
+The sections `prefill` and `decode` of `recall.py`, which writes their figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvloom.layer import Asked
+from kvloom.recall.clusters import ClusterFinder
+from kvloom.recalled import RecalledLayer
+from kvloom.recipes import resolve
+from kvloom.scored import layer_cache
+
+
+def prefill() -> list[dict[str, Any]]:
+    """One layer of Llama-2-7B's size, random, and the same with 8 key/value heads: whose prompt?
+
+    Seconds of its projections and MLP, of the prompt's attention and of clustering its keys, and
+    clustering's share of all that. At 8k in both dtypes, at 32k in the faster one.
+    """
+    made: list[dict[str, Any]] = []
+    for kv_heads in (8, 32):
+        dtypes = (torch.float32, torch.bfloat16)
+        for context in (8192, 32768):
+            rows = [layer_prefill(context, kv_heads, dtype) for dtype in dtypes]
+            made += rows
+            dtypes = (min(zip(rows, dtypes, strict=True), key=lambda x: x[0]["layer_s"])[1],)
+            for row in rows:
+                print(row, flush=True)
+    return made
+
+
+def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Where the time of a prompt goes; layer_s is that without clustering."""
+    hidden, inner, dim = 4096, 11008, 128
+    spent: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = call()
+        spent[name] = spent.get(name, 0.0) + time.perf_counter() - begin
+        return result
+
+    g = torch.Generator().manual_seed(0)
+
+    def linear(x: Tensor, width: int) -> Tensor:
+        weight = torch.randn(width, x.shape[-1], generator=g).mul_(x.shape[-1] ** -0.5).to(dtype)
+        return timed("linear_s", lambda: F.linear(x, weight))
+
+    def heads(x: Tensor, count: int) -> Tensor:
+        return linear(x, count * dim).view(1, context, count, dim).transpose(1, 2)
+
+    x = torch.randn(1, context, hidden, generator=g).to(dtype)
+    q, k, v = heads(x, hidden // dim), heads(x, kv_heads), heads(x, kv_heads)
+    layer = RecalledLayer(resolve("clusterkv"), "a layer", (2, 3))
+    index = layer._index
+    warm = resolve("clusterkv").recall.index.finder()  # compiles
+    warm.extend(k[:, :, :160].contiguous(), torch.ones(1, 1, 160, dtype=torch.bool))
+    layer._index = lambda: timed("cluster_s", index)  # type: ignore[method-assign]
+    out = timed("attend_s", lambda: layer.attend(q, k, v, scale=dim**-0.5))
+    spent["attend_s"] -= spent["cluster_s"]
+    linear(out.transpose(1, 2).reshape(1, context, hidden), hidden)
+    gate, up = linear(x, inner), linear(x, inner)
+    linear(timed("linear_s", lambda: F.silu(gate) * up), hidden)
+    layer_s = spent["linear_s"] + spent["attend_s"]
+    return {
+        "context": context,
+        "kv_heads": kv_heads,
+        "dtype": str(dtype).removeprefix("torch."),
+        **spent,
+        "layer_s": layer_s,
+        "share": spent["cluster_s"] / (layer_s + spent["cluster_s"]),
+    }
+
+
+def decode() -> list[dict[str, Any]]:
+    """Fastest and median step of one 32q/8kv x 128 layer behind random keys, budget 1024.
+
+    Steps of all sides take turns, each with queries of its own. `full` is torch's fused attention
+    over all tokens as transformers calls it; k-means makes one iteration, as the step does not
+    depend on how good the clusters are. Where a step's time goes is measured by itself: rating
+    centroids or page bounds, which grows with the context, choosing, and attention.
+    """
+    made: list[dict[str, Any]] = []
+    names = ("quest", "clusterkv", "clusterkv-2bit")
+    for dtype in (torch.float32, torch.bfloat16):
+        for context in (8192, 32768, 131072):
+            k, v = torch.randn(2, 1, 8, context, 128).to(dtype).unbind(0)
+            calls: dict[str, Callable[[Tensor], Any]] = {}
+            for name in names:
+                layer = layer_cache(resolve(name), "a layer", (2, 3))
+                if isinstance(layer.finder, ClusterFinder):
+                    layer.finder.options = replace(layer.finder.options, iterations=1)
+                layer.seen = context  # taken in without the quadratic time of its attention
+                layer._take(k, v, Asked(k[:, :, :1].repeat(1, 4, 1, 1), 1.0, None, None))
+                calls |= parts_of(name, layer, dtype)
+            calls["full"] = lambda q, k=k, v=v: F.scaled_dot_product_attention(
+                q, k, v, enable_gqa=True
+            )
+            spent: dict[str, list[float]] = defaultdict(list)
+            for turn in range(32):
+                for name, call in calls.items():
+                    if name == "full" and turn >= 8:
+                        continue
+                    q = torch.randn(1, 32, 1, 128).to(dtype)
+                    begin = time.perf_counter()
+                    call(q)
+                    if turn >= 2:
+                        spent[name].append(1000 * (time.perf_counter() - begin))
+            for name, ms in spent.items():
+                row = {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "context": context,
+                    "name": name,
+                    "ms": min(ms),
+                    "median_ms": statistics.median(ms),
+                }
+                made.append(row)
+                print(f"{row['dtype']:<9} {context:>7} {name:<24} {row['ms']:8.3f} ms, median "
+                      f"{row['median_ms']:.3f}", flush=True)  # fmt: skip
+            del calls, layer
+    return made
+
+
+def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
+    """A whole step of a layer, and its parts."""
+    finder, room = layer.finder, layer.recall.tokens - layer.recipe.always
+    room -= room % layer.recall.index.unit
+    one = torch.randn(2, 1, 8, 1, 128).to(dtype)
+    kept: dict[str, Tensor] = {}
+
+    def rate(q: Tensor) -> None:
+        kept["scores"] = finder.scores(q[:, :, 0], "mean")
+
+    def choose(q: Tensor) -> None:
+        kept["slots"] = finder.choose(kept["scores"], room)
+
+    return {
+        name: lambda q: layer.attend(q, one[0], one[1], scale=128**-0.5),
+        f"{name}, rating": rate,
+        f"{name}, choice": choose,
+    }

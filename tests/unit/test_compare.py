@@ -306,7 +306,7 @@ def test_json_has_the_promised_fields(model, task, rows):
     assert found["environment"]["dtype"] == "float32"
     want = {"recipe", "bits_per_value", "kv_bytes", "times_smaller", "prefill_s",
             "decode_tokens_s", "perplexity", "agreement", "needle", "tokens_read",
-            "problem"}  # fmt: skip
+            "moved_bytes", "ready", "problem"}  # fmt: skip
     assert all(set(row) == want for row in found["rows"])
     assert found["rows"][3]["perplexity"] is None
 
@@ -324,6 +324,25 @@ def test_what_a_step_reads_is_told_of_recipes_that_recall(model, tokenizer, task
         console.print(work.table(recalled, environment))
     told = " ".join(captured.get().split())
     assert f"a step reads, a layer: {spec} {recalled[1].tokens_read:,.0f}" in told
+    assert recalled[1].moved_bytes is None
+    assert "copied from a tier" not in told
+
+
+def test_what_a_step_copies_is_told_of_recipes_with_a_tier(model, tokenizer, task):
+    spec = "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1,tier=host"
+    row = work.compare(model, tokenizer, [spec], task)[1]
+    config, rows = model.config, task.text.shape[0]
+    chosen = 48 - 4 - 8  # tokens a step, of each row and head of the layers behind the first
+    heads = rows * config.num_key_value_heads * (config.num_hidden_layers - 1)
+    token = 2 * config.head_dim * 4  # keys and values in fp32
+    assert 0 < row.ready < 1
+    assert row.moved_bytes == pytest.approx(chosen * heads * token * (1 - row.ready))
+    environment = work.environment(model, "tiny", task, seed=5, text="lines")
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(work.table([row], environment))
+    told = " ".join(captured.get().split())
+    assert f"copied from a tier a step, all rows: {spec} {row.moved_bytes / 2**20:,.2f} MiB" in told
 
 
 def test_json_of_an_endless_perplexity_is_null():

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import IncompatibleRecipe, NotFinite
 from ..hf.cache import Cache
+from ..recall import Traffic
 from ..recipe import Recipe
 from .needles import Haystack, count_right
 from .step import now, step
@@ -68,7 +69,9 @@ class Row:
     together. perplexity: of the continuation. agreement: fraction of positions at which the
     greedy next token is that of `full`. needle: fraction of questions answered right, None if
     none were asked. tokens_read: that the last step read of a row, the mean over layers that kvloom
-    holds (None where a recipe does not recall, and reads all it holds).
+    holds (None where a recipe does not recall, and reads all it holds). moved_bytes: copied from a
+    tier to the device a step, whole batch; ready: fraction of the tokens chosen that lay there
+    already (None without a tier, or where it was not read).
     """
 
     recipe: str
@@ -81,6 +84,8 @@ class Row:
     agreement: float | None = None
     needle: float | None = None
     tokens_read: float | None = None
+    moved_bytes: float | None = None
+    ready: float | None = None
     problem: str | None = None
 
 
@@ -146,6 +151,7 @@ def _measure(
     tell(f"{name}: decoding", 1)
 
     decode_s, losses, greedy = 0.0, [], []
+    before = cache.traffic
     for i in range(context, context + task.new_tokens):
         begin = now(device)
         logits = step(model, text[:, i : i + 1], cache)  # [B, V]
@@ -157,6 +163,7 @@ def _measure(
     chosen = torch.stack(greedy, dim=1).cpu()  # [B, new_tokens]
     kv_bytes, bits = cache.nbytes, cache.bits_per_value if cache.routed else None
     tokens_read = cache.tokens_read if cache.routed and recipe.recall is not None else None
+    moved = Traffic(*(b - a for a, b in zip(before, cache.traffic, strict=True)))
     del cache
 
     tell(f"{name}: looking for needles", 0)
@@ -166,6 +173,7 @@ def _measure(
         tell(f"{name}: looking for needles", len(haystack.questions))
 
     exact = Measured(Row(name, kv_bytes=kv_bytes), chosen) if full is None else full
+    tokens = moved.hits + moved.misses
     assert exact.row.kv_bytes is not None
     assert exact.greedy is not None
     row = Row(
@@ -179,6 +187,8 @@ def _measure(
         agreement=(chosen == exact.greedy).float().mean().item(),
         needle=right / task.questions if task.questions else None,
         tokens_read=tokens_read,
+        moved_bytes=moved.nbytes / task.new_tokens if tokens else None,
+        ready=moved.hits / tokens if tokens else None,
     )
     return Measured(row, chosen)
 

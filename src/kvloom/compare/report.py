@@ -36,6 +36,13 @@ def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     problems = [Text(f"{r.recipe} cannot run: {r.problem}", "yellow") for r in rows if r.problem]
     reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
     recalled = [Text("tokens that a step reads, a layer: " + ", ".join(reads))] if reads else []
+    moved = [
+        f"{r.recipe} {r.moved_bytes / 2**20:,.2f} MiB ({r.ready:.0%} of the tokens lay ready)"
+        for r in rows
+        if r.moved_bytes is not None and r.ready is not None
+    ]
+    if moved:
+        recalled.append(Text("copied from a tier a step, all rows: " + ", ".join(moved)))
     return Group(built, *recalled, *problems, Text(_caption(e), "dim"))
 
 

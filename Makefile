@@ -9,7 +9,7 @@ demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --new-tokens 80 --questions 32
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready

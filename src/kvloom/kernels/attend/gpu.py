@@ -201,7 +201,7 @@ def _side(letter: str, strand: Strand) -> _Side:
     form = {"BITS": codes_of, "KIND": kind, "GROUP": group, "ROT": rotated > 0, "DIV": divided}
     constants = {f"{letter.upper()}_{name}": x for name, x in form.items()}
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
-    apart, slow = bits == 1.5 or rotated > 0 or kind == 2, bits in (1, 3)
+    apart, slow = bits == 1.5 or rotated > 0 or kind == 2, bits in (1, 3, 8)
     most = 16 if apart else 32 if slow or scale.dtype == torch.uint8 else 64
     return _Side(arguments, constants, bits, sealed, rotated, most)
 
@@ -332,7 +332,7 @@ def _form(d: int, rows: int, dtype: torch.dtype, most: int) -> _Shape:
     """
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
-    rows = min(32 if large else 64, cuda.room(rows))
+    rows = min(16 if most < 32 else 32 if large else 64, cuda.room(rows))
     return _Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, 2)
 
 

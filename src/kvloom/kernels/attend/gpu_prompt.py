@@ -151,9 +151,9 @@ def _call(
     }  # fmt: skip
     wide, exact = triton.next_power_of_2(d), q.dtype == torch.float32
     block = 32 if exact or wide > 128 else 64
-    keys = 16 if exact and wide > d else block  # a mask of channels takes registers too
+    block = 16 if exact and wide > d else block  # a mask of channels takes registers too
     constants = {
-        "D": d, "DP": wide, "BLOCK_M": block, "BLOCK_N": keys,
+        "D": d, "DP": wide, "BLOCK_M": block, "BLOCK_N": block,
         "CAUSAL": causal, "VALID": valid is not None,
         "SOFTCAP": softcap is not None, "BIAS": bias is not None,
     }  # fmt: skip

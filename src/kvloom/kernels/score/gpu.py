@@ -92,7 +92,8 @@ def column_mass(
             logits, parts.logsumexp(dim=-1), given, mass, hq, t, n, real_row, KEYS=512, **has,
         )  # fmt: skip
         return mass
-    form |= {"ROWS": 32 if exact else 64, "KEYS": 32 if exact else 64}
+    side = 64 >> (exact + (d > 128))
+    form |= {"ROWS": side, "KEYS": side}
     shape: dict[str, Any] = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
     if lse is None:
         lse = mass.new_empty(b, hq, t)

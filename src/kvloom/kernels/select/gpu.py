@@ -63,11 +63,9 @@ def _clusters(
     changed = torch.ones(1 + iterations, dtype=torch.int32, device=device)
     changed[1:].zero_()  # the first iteration changes every label
     exact = x.dtype == torch.float32
-    parts = 1 if exact else 3 if x.dtype == torch.bfloat16 else 2
     dk = min(cuda.room(d), 32 if exact else 128 if d <= 128 else 64)
     chunks, side = -(-d // dk), 32 if exact else 64
-    shares = x.new_empty(parts, b, h, c, d)
-    factor, offset = centroids.new_empty(2, b, h, c)
+    weights, offset = x.new_empty(b, h, c, d), centroids.new_empty(b, h, c)
     stretches = max(1, min(_STRETCHES, n // 2048))
     stretch = -(-n // stretches // side) * side
     sums = centroids.new_empty(stretches, b, h, c, d)
@@ -78,8 +76,8 @@ def _clusters(
     def finish(known: int) -> None:
         cuda.launch(
             kernels.finish, (-(-c // 16), lines), x,
-            centroids, shares, factor, offset, alive, sums, counts, c, h, d, known,
-            *_steps(alive), DB=cuda.room(d), PARTS=parts, CLUSTERS=16,
+            centroids, weights, offset, alive, sums, counts, c, h, d, known,
+            *_steps(alive), DB=cuda.room(d), CLUSTERS=16,
             DISTANCE=DISTANCES.index(distance),
         )  # fmt: skip
 
@@ -88,8 +86,8 @@ def _clusters(
         tile: dict[str, Any] = {"DK": dk, "CHUNKS": chunks, "TOKENS": side, "FIRST": number == 0}
         cuda.launch(
             kernels.assign, (-(-n // side), lines), x,
-            x, shares, factor, offset, seen, labels, changed, number, n, c, h, d, *x.stride()[:3],
-            *_steps(seen), **tile, CLUSTERS=32, PARTS=parts, REAL=real is not None,
+            x, weights, offset, seen, labels, changed, number, n, c, h, d, *x.stride()[:3],
+            *_steps(seen), **tile, CLUSTERS=32, REAL=real is not None,
             stages=2 if d <= 128 else 1,
         )  # fmt: skip
         if iterations:

@@ -1,11 +1,10 @@
 """Triton: K-means over keys, bounds of pages, and what a step's queries choose.
 
-`assign` labels tokens: a program owns TOKENS keys and walks the centroids. Keys of 16 bit are
-multiplied by centroids in two or three parts of their own dtype (`finish` makes them), so products
-are those of fp32 on tensor cores. `update` sums a cluster's keys: a program owns CLUSTERS clusters,
-a stretch of tokens and of channels, and multiplies keys by zeros and ones, so that sums have one
-order and no atomics; `finish` adds the stretches. An iteration in which no label changes leaves a
-flag, at which later ones return at once: the host never waits.
+`assign` labels tokens: a program owns TOKENS keys and walks the centroids as `ref.linear` weighs
+them, in the keys' dtype (`finish` makes these). `update` sums a cluster's keys: a program owns
+CLUSTERS clusters, a stretch of tokens and of channels, and multiplies keys by zeros and ones, so
+that sums have one order and no atomics; `finish` adds the stretches. An iteration in which no label
+changes leaves a flag, at which later ones return at once: the host never waits.
 
 `choose` replaces a sort: the place of a cluster's tokens is the size of all better clusters.
 Reference: `ref`. Labels and choices are its own, but where fp32 cannot tell two numbers apart.
@@ -22,16 +21,16 @@ _VARY = ["number", "n", "m", "pages", "clusters", "stretch", "real_row", "real_h
 
 @triton.jit(do_not_specialize=_VARY)
 def assign(
-    x, parts, factor, offset, real, labels, changed, number, n, clusters, heads, D,
+    x, weights, offset, real, labels, changed, number, n, clusters, heads, D,
     x_row, x_head, x_token, real_row, real_head,
-    DK: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    DK: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     CLUSTERS: tl.constexpr, FIRST: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """Labels int32 [B, Hk, N] of TOKENS keys. Grid: (blocks of tokens, batch row and head).
 
-    A key takes the cluster with the largest (x . centroid) * factor + offset. parts: [PARTS, B, Hk,
-    C, D]; factor, offset: fp32 [B, Hk, C]. FIRST: there are no labels yet. changed: int32, one an
-    iteration, above 0 if a label changed in it; number: of this iteration.
+    A key takes the cluster with the largest x . weights + offset. weights: [B, Hk, C, D]; offset:
+    fp32 [B, Hk, C]. FIRST: there are no labels yet. changed: int32, one an iteration, above 0 if a
+    label changed in it; number: of this iteration.
     """
     if not FIRST and tl.load(changed + number - 1) == 0:
         return
@@ -50,12 +49,10 @@ def assign(
             at = i.to(tl.int64)[:, None] * x_token + channel[None, :]
             keys = tl.load(x + at, mask=(i < n)[:, None] & inside[None, :], other=0.0)
             mask = (j < clusters)[None, :] & inside[:, None]
-            for part in tl.static_range(PARTS):
-                place = ((part * tl.num_programs(1) + line) * clusters + j) * D
-                means = tl.load(parts + place[None, :] + channel[:, None], mask=mask, other=0.0)
-                s = tl.dot(keys, means, s, input_precision="ieee")
+            place = (line * clusters + j) * D
+            means = tl.load(weights + place[None, :] + channel[:, None], mask=mask, other=0.0)
+            s = tl.dot(keys, means, s, input_precision="ieee")
         place = line * clusters + j
-        s *= tl.load(factor + place, mask=j < clusters, other=0.0)[None, :]
         s += tl.load(offset + place, mask=j < clusters, other=float("-inf"))[None, :]
         top, where = tl.max(s, axis=1, return_indices=True)
         label = tl.where(top > best, lo + where, label)
@@ -107,9 +104,9 @@ def update(
 
 @triton.jit(do_not_specialize=_VARY)
 def finish(
-    centroids, parts, factor, offset, alive, sums, counts, clusters, heads, D, stretches,
+    centroids, weights, offset, alive, sums, counts, clusters, heads, D, stretches,
     alive_row, alive_head,
-    DB: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, DISTANCE: tl.constexpr,
+    DB: tl.constexpr, CLUSTERS: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
     """Centroids fp32 [B, Hk, C, D] from sums, and what `assign` takes of them.
 
@@ -131,22 +128,15 @@ def finish(
         count += tl.load(counts + at, mask=known, other=0.0)
     mean = tl.where((count > 0)[:, None], total / tl.maximum(count, 1.0)[:, None], mean)
     tl.store(centroids + place, mean, mask=mask)
-    rest = mean
-    for part in tl.static_range(PARTS):
-        share = rest.to(parts.dtype.element_ty)
-        shift = part * tl.num_programs(1).to(tl.int64) * clusters * D
-        tl.store(parts + shift + place, share, mask=mask)
-        rest -= share.to(tl.float32)
-    size = tl.sum(mean * mean, axis=1)
-    by = tl.full([CLUSTERS], 1.0, tl.float32)
     if DISTANCE == 0:
-        by = 1.0 / tl.maximum(tl.sqrt(size), 1e-20)
+        mean /= tl.maximum(tl.sqrt(tl.sum(mean * mean, axis=1)), 1e-20)[:, None]
+    weight = mean.to(weights.dtype.element_ty)
+    tl.store(weights + place, weight, mask=mask)
     plus = tl.zeros([CLUSTERS], tl.float32)
     if DISTANCE == 1:
-        plus = -0.5 * size
+        plus = -0.5 * tl.sum(weight.to(tl.float32) * weight.to(tl.float32), axis=1)
     lives = alive + line // heads * alive_row + line % heads * alive_head
     plus = tl.where(tl.load(lives + j, mask=known, other=0) != 0, plus, float("-inf"))
-    tl.store(factor + line * clusters + j, by, mask=known)
     tl.store(offset + line * clusters + j, plus, mask=known)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import printed, progress, quiet, told, writable
+from .edge import Json, progress, quiet, show, told, writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,9 +35,6 @@ _THREADS = Annotated[
     int | None, typer.Option(help="Threads of torch and of kernels; default: torch's choice.")
 ]
 _REPEATS = Annotated[int, typer.Option(help="Timed calls of each side.")]
-_JSON = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write figures as JSON; -: to stdout.")
-]
 _PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times.")]
 
 
@@ -51,7 +48,7 @@ def decode(
     dtype: _DTYPE = "bfloat16",
     threads: _THREADS = None,
     repeats: _REPEATS = 30,
-    json: _JSON = None,
+    json: Json = None,
     plot: _PLOT = None,
 ) -> None:
     """One layer's decode step: one query to a long context, its token taken in.
@@ -83,7 +80,7 @@ def prefill(
     dtype: _DTYPE = "bfloat16",
     threads: _THREADS = None,
     repeats: _REPEATS = 5,
-    json: _JSON = None,
+    json: Json = None,
     plot: _PLOT = None,
 ) -> None:
     """A prompt's attention in one layer, with scoring, dropping, packing and indexing.
@@ -112,7 +109,7 @@ def pack(
     dtype: _DTYPE = "bfloat16",
     threads: _THREADS = None,
     repeats: _REPEATS = 5,
-    json: _JSON = None,
+    json: Json = None,
     plot: _PLOT = None,
 ) -> None:
     """A prompt's keys and values into their formats, beside the prompt's attention."""
@@ -142,7 +139,7 @@ def generate(
     dtype: _DTYPE = "bfloat16",
     threads: _THREADS = None,
     repeats: _REPEATS = 15,
-    json: _JSON = None,
+    json: Json = None,
     plot: _PLOT = None,
 ) -> None:
     """Whole decode steps of a Llama with random weights, beside transformers' caches.
@@ -234,10 +231,5 @@ def _run(
     }
     if plot:
         draw(found, environment, plot)
-    data = rows.to_json(found, environment, most)
-    if json == "-":
-        typer.echo(data)
-        return
-    if json:
-        Path(json).write_text(data + "\n", encoding="utf-8")
-    printed(report.table(found, environment, most, about, verb in ("prefill", "pack")))
+    table = report.table(found, environment, most, about, verb in ("prefill", "pack"))
+    show(rows.to_json(found, environment, most), json, table)

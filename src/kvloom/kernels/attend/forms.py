@@ -7,6 +7,7 @@ here has heard of is one such thing. Importing this does not import Numba.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from ..quant.ref import ATOM
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as kernels.lanes numbers them
-_META = ("fp32", "fp16", "bf16", "fp8")
+META = ("fp32", "fp16", "bf16", "fp8")
 _GROUPS = 128  # groups of a token whose scales are looked up by channel
-_WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
+WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
 _HOW = {"bits", "axis", "group", "meta", "transform", "pre_rope"}
 _TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate"}
 
@@ -26,6 +27,13 @@ _TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate"}
 @cache
 def problems(d: int, heads: int, dtype: torch.dtype, *formats: Any) -> tuple[str, ...]:
     """Why no kernel reads keys and values [B, heads, N, d] of a dtype, packed in these formats."""
+    return tuple(of_sides(d, dtype, formats, lambda fmt: _of_format(fmt, d, heads)))
+
+
+def of_sides(
+    d: int, dtype: torch.dtype, formats: Sequence[Any], of_format: Callable[[Any], list[str]]
+) -> list[str]:
+    """Why no kernel reads heads of size d in a dtype, and what `of_format` says of either side."""
     found = []
     if d % 16 or d > 512:
         found.append(f"head_dim={d} is not a multiple of 16, up to 512")
@@ -33,19 +41,19 @@ def problems(d: int, heads: int, dtype: torch.dtype, *formats: Any) -> tuple[str
         found.append(f"keys and values are {dtype}, not fp32, fp16 or bf16")
     for side, fmt in zip(("keys", "values"), formats, strict=True):
         if fmt is not None:
-            found += [f"{side}: {problem}" for problem in _of_format(fmt, d, heads)]
-    return tuple(found)
+            found += [f"{side}: {problem}" for problem in of_format(fmt)]
+    return found
 
 
 def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
-    found = [*_unknown(fmt, _HOW | _WHEN)]
+    found = [*unknown(fmt, _HOW | WHEN)]
     transform = fmt.transform
     if transform is not None:
-        found += [f"transform: {problem}" for problem in _unknown(transform, _TRANSFORM)]
+        found += [f"transform: {problem}" for problem in unknown(transform, _TRANSFORM)]
     if fmt.bits not in ATOM:
         found.append(f"bits={fmt.bits} is none of {', '.join(map(str, ATOM))}")
-    if fmt.meta not in _META:
-        found.append(f"meta={fmt.meta} is none of {', '.join(_META)}")
+    if fmt.meta not in META:
+        found.append(f"meta={fmt.meta} is none of {', '.join(META)}")
     if transform is None or transform.rotate:
         group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
         if group % 16 or whole % group:
@@ -59,7 +67,7 @@ def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
     return found
 
 
-def _unknown(what: Any, known: set[str]) -> list[str]:
+def unknown(what: Any, known: set[str]) -> list[str]:
     """Fields of a dataclass beside the known ones that are set."""
     found = []
     for field in fields(what):
@@ -121,7 +129,7 @@ def kernel(
         return tuple(default if fmt is None else of(fmt) for fmt in formats)
 
     def number_format(fmt: Any) -> int:
-        return 0 if fmt.transform is not None and fmt.transform.static else _META.index(fmt.meta)
+        return 0 if fmt.transform is not None and fmt.transform.static else META.index(fmt.meta)
 
     form = Form(
         d,

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from .cpu import _WORTH, _padded, _place, _rowwise
-from .forms import _WHEN, DTYPES, _unknown
+from .forms import DTYPES, META, WHEN, of_sides, unknown
 from .ref import First, State
 from .strand import Strand
-
-_META = ("fp32", "fp16", "bf16", "fp8")
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -36,26 +34,18 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
 
 @cache
 def _of_formats(d: int, dtype: torch.dtype, *formats: Any) -> tuple[str, ...]:
-    found = []
-    if d % 16 or d > 512:
-        found.append(f"head_dim={d} is not a multiple of 16, up to 512")
-    if dtype not in DTYPES:
-        found.append(f"keys and values are {dtype}, not fp32, fp16 or bf16")
-    for side, fmt in zip(("keys", "values"), formats, strict=True):
-        if fmt is not None:
-            found += [f"{side}: {problem}" for problem in _of_format(fmt, d)]
-    return tuple(found)
+    return tuple(of_sides(d, dtype, formats, lambda fmt: _of_format(fmt, d)))
 
 
 def _of_format(fmt: Any, d: int) -> list[str]:
     """What a kernel does not know of a format; a field it has never heard of is one such thing."""
     found = []
-    if fmt.meta not in _META:
-        found.append(f"meta={fmt.meta} is none of {', '.join(_META)}")
+    if fmt.meta not in META:
+        found.append(f"meta={fmt.meta} is none of {', '.join(META)}")
     group = fmt.group or d
     if fmt.axis == "token" and (group % 16 or d % group):
         found.append(f"group={group} is not a multiple of 16 that divides {d}")
-    return [*found, *_unknown(fmt, {"bits", "axis", "group", "meta"} | _WHEN)]
+    return [*found, *unknown(fmt, {"bits", "axis", "group", "meta"} | WHEN)]
 
 
 def attend(
@@ -131,7 +121,7 @@ def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, 
         each(lambda fmt: fmt.bits, 0),
         each(lambda fmt: fmt.group or d, 0),
         each(lambda fmt: fmt.axis == "channel", False),
-        each(lambda fmt: _META.index(fmt.meta), 0),
+        each(lambda fmt: META.index(fmt.meta), 0),
     )
     return kernel(form), team.bits
 

@@ -8,7 +8,6 @@ the device: its grid follows from shapes and from how many tokens are packed, wh
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from .. import cuda
 from ..quant.rotated import levels, rotate
 from . import ref
+from .forms import unknown
 from .ref import State
 from .strand import Strand
 
@@ -54,22 +54,12 @@ def _of_formats(d: int, *formats: Any) -> tuple[str, ...]:
 
 def _of_format(fmt: Any, d: int) -> list[str]:
     """What a kernel does not know of a format; a field it has never heard of is one such thing."""
-    found = _unknown(fmt, _KNOWN)
+    found = unknown(fmt, _KNOWN)
     if fmt.transform is not None:
-        found += _unknown(fmt.transform, _TRANSFORMS)
+        found += unknown(fmt.transform, _TRANSFORMS)
     elif fmt.axis == "token" and d % (fmt.group or d):
         found.append(f"group={fmt.group} does not divide head_dim={d}")
     return found
-
-
-def _unknown(x: Any, known: set[str]) -> list[str]:
-    """Fields of a dataclass that are not known and have not their default."""
-    return [
-        f"{field.name}={getattr(x, field.name)} is not known to it"
-        for field in fields(x)
-        if field.name not in known
-        and (field.default is MISSING or getattr(x, field.name) != field.default)
-    ]
 
 
 def attend(

@@ -39,14 +39,15 @@ def chosen(
 
     masks = [(valid, slots.shape[2]), *((piece.valid, piece.tokens) for piece in rest)]
     biases = [bias, *(piece.bias for piece in rest)]
-    choice = Choice(slots, begin, parts)
-    return Piece(*strands, _mask(slots, masks), bias=_bias(biases), choice=choice)
+    choice = Choice(slots, begin)
+    return Piece(*strands, _mask(slots, masks), bias=_bias(biases), choice=choice, parts=parts)
 
 
 def behind(first: Piece, piece: Piece) -> Piece:
     """The same piece with exact tokens before it."""
-    choice = piece.choice
+    choice, parts = piece.choice, piece.parts
     assert choice is not None
+    assert parts is not None
     assert choice.first is None
     assert isinstance(first.keys, Tensor)
     assert isinstance(first.values, Tensor)
@@ -54,9 +55,8 @@ def behind(first: Piece, piece: Piece) -> Piece:
     return piece._replace(
         valid=_mask(choice.slots, masks),
         bias=_bias([first.bias, piece.bias]),
-        choice=choice._replace(
-            first=(first.keys, first.values), parts=partial(_with, first, choice.parts)
-        ),
+        choice=choice._replace(first=(first.keys, first.values)),
+        parts=partial(_with, first, parts),
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .alibi import Alibi
 from .errors import CacheMisuse, NotFinite
+from .kernels.append.ref import within
 from .kernels.attend import ref
 from .recipe import Recipe
 from .rope import Rope
@@ -74,6 +75,8 @@ class LayerCache:
         if recipe.store.pre_rope and known.rope is None:
             raise CacheMisuse(f"{name}: keys before RoPE need the model's rotary embedding")
         self.recipe, self.name, self.place = recipe, name, place
+        sides = recipe.store.keys, recipe.store.values
+        self.most = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
         self.rope, self.known = rope, known
         self.recording = False
         self.trace = False  # remember which tokens stay, for `logical`; set before the first prompt
@@ -120,16 +123,19 @@ class LayerCache:
         anything has changed.
         """
         self.check(k, v)
-        alibi = self._spaced(alibi)
+        alibi = None if alibi is None else self._spaced(alibi)
         t, past = k.shape[2], self.seen
         see = None if valid is None else valid[:, None, :]
         if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
             pad = ~see[:, :, past:, None]
             k, v = k.masked_fill(pad, 0.0), v.masked_fill(pad, 0.0)
-        self.check_range(k, v)
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
-            self.body.append(k.detach(), v.detach())
+            most = None if k.is_cuda and t == 1 else self.most  # see check_range
+            if not self.body.append(k.detach(), v.detach(), most):
+                raise self._beyond(k, v)
+        else:
+            self.check_range(k, v)
         try:
             if early:
                 pieces = self._past(see, alibi, present=t)
@@ -147,7 +153,7 @@ class LayerCache:
             if early:
                 self.body.drop_back(t)
             raise
-        self.seen, self.read = past + t, sum(piece.tokens for piece in pieces)
+        self.seen, self.read = past + t, sum([piece.tokens for piece in pieces])
         asked = Asked(q.detach(), scale, softcap, see, alibi, products[0] if products else None)
         if not early:
             self._take(k.detach(), v.detach(), asked)
@@ -187,9 +193,8 @@ class LayerCache:
                 f"{self.name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
                 f"{v.dtype} do not belong together; give one value a key"
             )
-        if self.like is not None:
+        if self.like is not None and (want := _traits(self.like)) != (got := _traits(k)):
             names = "batch size", "key/value heads", "head dimension", "dtype", "device"
-            want, got = _traits(self.like), _traits(k)
             for what, a, b in zip(names, want, got, strict=True):
                 if a != b:
                     raise CacheMisuse(
@@ -201,14 +206,16 @@ class LayerCache:
         """Refuse numbers that the store cannot hold."""
         if k.is_cuda and k.shape[2] == 1:
             return  # reading the answer back would stall the device at every step
-        store = self.recipe.store
-        for what, x, fmt in (("keys", k, store.keys), ("values", v, store.values)):
-            low, high = x.detach().aminmax()
-            limit = torch.finfo(x.dtype).max if fmt is None else fmt.largest
-            if not (low.item() >= -limit and high.item() <= limit):
-                found = "NaN or infinity" if not torch.isfinite(x).all() else f"|x| > {limit:g}"
-                remedy = "check the model" if found.startswith("NaN") else 'use meta="bf16"'
-                raise NotFinite(f"{self.name}: {found} in {what}; {remedy}")
+        if not within((k, v), self.most):
+            raise self._beyond(k, v)
+
+    def _beyond(self, k: Tensor, v: Tensor) -> NotFinite:
+        """What is wrong with numbers that the store cannot hold."""
+        at = 1 if within((k,), self.most[:1]) else 0
+        what, x = (("keys", k), ("values", v))[at]
+        if torch.isfinite(x).all():
+            return NotFinite(f'{self.name}: |x| > {self.most[at]:g} in {what}; use meta="bf16"')
+        return NotFinite(f"{self.name}: NaN or infinity in {what}; check the model")
 
     def check_crop(self, tokens: int) -> None:
         """Refuse to remove the newest `tokens` tokens where that cannot be done."""
@@ -266,10 +273,10 @@ class LayerCache:
         """Whether all tokens stay, exact: then the tail is the whole store."""
         return self.recipe.keep is None and self.recipe.store.exact
 
-    def _spaced(self, alibi: Alibi | None) -> Alibi | None:
+    def _spaced(self, alibi: Alibi) -> Alibi:
         """ALiBi with the distances that the recipe asks for."""
         keep = self.recipe.keep
-        if alibi is None or keep is None or keep.positions == "original":
+        if keep is None or keep.positions == "original":
             return alibi
         position = alibi.position - self.dropped  # it matters to those who round
         return replace(alibi, position=position, closed_up=True)
@@ -321,8 +328,7 @@ class LayerCache:
     def _settle(self, asked: Asked | None) -> None:
         """Drop what is over the budget and pack what is due."""
         self.pending, self.held = 0, None
-        surplus = self._surplus(len(self.body))
-        if surplus:
+        if self.budget is not None and (surplus := self._surplus(len(self.body))):
             self.body.drop_front(surplus)
         self.body.seal(None if asked is None else asked.see)
 
@@ -358,6 +364,9 @@ def attend_pieces(
         state = only.fused(q, scale, softcap, products)
         if state is not None:
             return state.out.to(q.dtype)
+        if only.parts is not None:
+            pieces = only.parts()
+            only = pieces[0]
     fused = softcap is None and (only.bias is None or q.shape[2] == 1)
     if len(pieces) == 1 and fused and isinstance(only.keys, Tensor):
         k, v, valid = only.keys, only.values, only.valid

@@ -71,7 +71,8 @@ class ScoredLayer(LayerCache):
         self.check_range(k, v)
         see = None if valid is None else valid[:, None, :]
         self.slots.append(k.detach(), v.detach(), self.seen)
-        piece, index = self.slots.piece(see, self._spaced(alibi)), self.slots.index
+        alibi = None if alibi is None else self._spaced(alibi)
+        piece, index = self.slots.piece(see, alibi), self.slots.index
         if self.rope is not None:
             piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
         products: list[Tensor] | None = [] if self._scores_steps else None

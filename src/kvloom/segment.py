@@ -7,6 +7,7 @@ included); padding, causality and positions follow from it. Knows nothing of rec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .kernels.append import run as append
+from .kernels.append.ref import within
 from .kernels.attend import ref, run
 from .kernels.attend.strand import Strand
 from .kernels.select.ref import gather
@@ -27,12 +30,11 @@ _UNPACK = 8192
 class Choice(NamedTuple):
     """Which tokens of strands a piece is: at slots int64 [B, H, M], and all from `begin` on.
 
-    first: exact keys and values [B, Hk, S, D] before them. parts: gives the same as pieces.
+    first: exact keys and values [B, Hk, S, D] before them.
     """
 
     slots: Tensor
     begin: int
-    parts: Callable[[], list[Piece]]
     first: ref.First | None = None
 
     def tokens(self, held: Any) -> int:
@@ -47,6 +49,7 @@ class Piece(NamedTuple):
     The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
     valid: bool [B, 1, N], or None when every token may be seen. bias: fp32 [B, Hq, N], added to the
     logits. choice: only these tokens of two strands, in the order named there, for one query.
+    parts: gives the same as pieces that the reference attends to one by one, where this is not one.
     """
 
     keys: Tensor | PackedView | Strand
@@ -55,15 +58,17 @@ class Piece(NamedTuple):
     causal: int = 0
     bias: Tensor | None = None
     choice: Choice | None = None
+    parts: Callable[[], list[Piece]] | None = None
 
     @property
     def tokens(self) -> int:
         """How many there are."""
-        if self.choice is not None:
-            return self.choice.tokens(self.keys)
-        if isinstance(self.keys, PackedView):
-            return self.keys.hi - self.keys.lo
-        return _strand(self.keys).tokens
+        keys = self.keys
+        if isinstance(keys, Tensor):
+            return keys.shape[2]
+        if isinstance(keys, PackedView):
+            return keys.hi - keys.lo
+        return keys.tokens if self.choice is None else self.choice.tokens(keys)
 
     @property
     def exact_keys(self) -> Tensor:
@@ -73,8 +78,8 @@ class Piece(NamedTuple):
     def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
         """Attend q [B, Hq, T, D] to this piece."""
         state = self.fused(q, scale, softcap)
-        if state is None and self.choice is not None:
-            return ref.merge([part.attend(q, scale, softcap) for part in self.choice.parts()])
+        if state is None and self.parts is not None:
+            return ref.merge([part.attend(q, scale, softcap) for part in self.parts()])
         return state or ref.attend(
             q,
             self.exact_keys,
@@ -103,7 +108,7 @@ class Piece(NamedTuple):
         keys, values = _strand(self.keys), _strand(self.values)
         options: dict[str, Any] = {"valid": self.valid, "softcap": softcap, "bias": self.bias}
         if self.choice is not None:
-            slots, begin, _, first = self.choice
+            slots, begin, first = self.choice
             return run.attend_gathered(q, keys, values, slots, begin, scale, first=first, **options)
         return run.attend(
             q, keys, values, scale, causal=self.causal > 0, products=products, **options
@@ -148,10 +153,22 @@ class Segment:
         """The exact keys [B, Hk, N, D]: all of them where nothing is packed."""
         return self.keys.tail.view()
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Add k, v [B, Hk, T, D], exact for now."""
-        self.keys.append(k)
-        self.values.append(v)
+    def append(self, k: Tensor, v: Tensor, most: tuple[float, ...] | None = None) -> bool:
+        """Add k, v [B, Hk, T, D], exact for now, or nothing where numbers are above `most`.
+
+        most: the largest magnitude of keys and of values; None: nobody looks at the numbers.
+        Returns whether they were added.
+        """
+        keys, values, t = self.keys.tail, self.values.tail, k.shape[2]
+        if most is not None and not (keys.fits(t) and values.fits(t)):
+            if not within((k, v), most):
+                return False  # no room is made for what is refused
+            most = None
+        if not append.append((k, v), (keys.room(k), values.room(v)), most):
+            return False
+        keys.stop += t
+        values.stop += t
+        return True
 
     def take(self, k: Tensor, v: Tensor, drop: int, valid: Tensor | None = None) -> None:
         """Add k, v, drop the `drop` oldest tokens, seal what is due.
@@ -210,19 +227,27 @@ class Segment:
     def pieces(
         self, valid: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
     ) -> list[Piece]:
-        """All here in one piece for a kernel that takes it so; else cut where a packed prefix ends.
+        """All here in one piece, or cut where a packed prefix ends; what is whole can be cut still.
 
-        The reference unpacks, so a long prefix is cut too. The last `present` tokens are the
-        step's. valid: bool [B, 1, seen tokens] by logical index. begin: leave out what is before.
+        The last `present` tokens are the step's. valid: bool [B, 1, seen tokens] by logical index.
+        begin: leave out what is before.
         """
-        n, away = len(self), self.away
-        begin = max(begin, away)
+        away = self.away
         scattered = self.index is not None and self.keys.placed  # positions with gaps
-        if present and begin == away and not scattered:
-            k, v = self.keys.whole(self.positions), self.values.whole()
-            if not run.attends(present, k.tail, k.fmt, v.fmt):
-                bias = None if alibi is None else self.bias(alibi, away, n)
-                return [Piece(_plain(k), _plain(v), self.see(valid), present, bias)]
+        if not present or begin > away or scattered:
+            return self._cut(valid, present, alibi, max(begin, away))
+        keys, values = self.keys.whole(self.positions), self.values.whole()
+        see, bias = self.see(valid), None if alibi is None else self.bias(alibi, away, len(self))
+        if keys.fmt is None and values.fmt is None:
+            return [Piece(keys.tail, values.tail, see, present, bias)]
+        cut = partial(self._cut, valid, present, alibi, away)
+        return [Piece(keys, values, see, present, bias, parts=cut)]
+
+    def _cut(
+        self, valid: Tensor | None, present: int, alibi: Alibi | None, begin: int
+    ) -> list[Piece]:
+        """What `pieces` gives for the reference: it unpacks, so a long prefix is cut too."""
+        n, away = len(self), self.away
         packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
         ends = {away + end for end in (*packed, self.keys.sealed, self.values.sealed)} | {n}
         cuts = [begin, *sorted(end for end in ends if end > begin)]
@@ -319,7 +344,3 @@ def _exact(x: Tensor | PackedView | Strand) -> Tensor:
 
 def _strand(x: Tensor | Strand) -> Strand:
     return Strand(None, x) if isinstance(x, Tensor) else x
-
-
-def _plain(x: Strand) -> Tensor | Strand:
-    return x.tail if x.fmt is None else x

@@ -32,12 +32,12 @@ EDGE = 3  # so many rows of them behind each head
 
 
 @pytest.fixture(autouse=True)
-def _auto(monkeypatch):
+def _auto():
     """Kernels are chosen; memory that nobody has written is NaN."""
-    monkeypatch.delenv("KVLOOM_KERNELS", raising=False)
     dispatch.ran.clear()
     torch.use_deterministic_algorithms(True)
-    yield
+    with dispatch.use("auto"):
+        yield
     torch.use_deterministic_algorithms(False)
 
 

@@ -21,7 +21,11 @@ from kvloom.store import Packed, Store
 @pytest.fixture(autouse=True)
 def _auto(monkeypatch):
     monkeypatch.delenv("KVLOOM_KERNELS", raising=False)
+    dispatch.environment.cache_clear()
     dispatch.ran.clear()
+    yield
+    monkeypatch.undo()
+    dispatch.environment.cache_clear()
 
 
 def drawn(hq=4, hk=2, t=1, n=40, d=32):
@@ -58,11 +62,14 @@ def test_the_environment_and_a_block_choose(monkeypatch):
     like = drawn()[1]
     assert run.attends(1, like) == []
     monkeypatch.setenv("KVLOOM_KERNELS", "ref")
+    assert dispatch.setting() == "auto", "it is read once"
+    dispatch.environment.cache_clear()
     assert run.attends(1, like) == ["the reference is asked for"]
     with dispatch.use("auto"):
         assert run.attends(1, like) == []
     assert dispatch.setting() == "ref"
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
+    dispatch.environment.cache_clear()
     with pytest.raises(ValueError, match="kernels 'fast' are none of auto, ref"):
         dispatch.setting()
     with pytest.raises(ValueError, match="kernels 'cuda' are none of"), dispatch.use("cuda"):

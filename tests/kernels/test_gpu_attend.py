@@ -327,10 +327,11 @@ def test_cuda_tensors_without_triton_are_left_to_the_reference_and_it_says_so(mo
 
     monkeypatch.setattr(cuda, "_installed", lambda: False)
     monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
-    monkeypatch.setenv("KVLOOM_KERNELS", "auto")
+    monkeypatch.setattr(dispatch, "environment", lambda: "auto")
 
     class OnCuda:
         device = torch.device("cuda", 0)
+        is_cpu = False
 
     why = "Triton is not installed; pip install triton"
     assert dispatch.candidate(OnCuda()) == ("gpu", [why])

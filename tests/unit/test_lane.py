@@ -36,7 +36,7 @@ def test_taking_is_appending_and_sealing(fmt, recent, sizes, one_by_one):
     for part in x.split(sizes, dim=2):
         taken.take(part, drop=0)
         for piece in part.split(1, dim=2) if one_by_one else [part]:
-            sealed.append(piece)
+            sealed.tail.append(piece)
             sealed.seal()
     assert len(taken) == len(sealed) == sum(sizes)
     for a, b in zip(parts(taken), parts(sealed), strict=True):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 
 from torch import Tensor
 
@@ -41,8 +42,13 @@ def use(backend: str) -> Iterator[None]:
 
 def setting() -> str:
     """What is asked for: `auto`, `ref` or `gpu`."""
-    forced = _forced.get()
-    return _known(os.environ.get("KVLOOM_KERNELS", "auto")) if forced is None else forced
+    return _forced.get() or environment()
+
+
+@cache
+def environment() -> str:
+    """What KVLOOM_KERNELS asked for when the first kernel could have run."""
+    return _known(os.environ.get("KVLOOM_KERNELS", "auto"))
 
 
 def candidate(x: Tensor) -> tuple[str, list[str]]:
@@ -59,7 +65,7 @@ def candidate(x: Tensor) -> tuple[str, list[str]]:
             remedy = "set TRITON_INTERPRET=1 before the first step to run them on the CPU"
             raise ValueError(f"kernels 'gpu' are asked for, but {'; '.join(why)}; {remedy}")
         return "gpu", []
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return "cpu", []
     if x.device.type == "cuda":
         return "gpu", cuda.misplaced(x.device)

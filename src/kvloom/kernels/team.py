@@ -20,7 +20,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,8 +49,11 @@ class Kernel:
         self.address = self.code.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)
 
-    def run(self, numbers: Sequence[int], counters: int, threads: int) -> None:
-        """Run the kernel on a job: its counter, these numbers and more counters."""
+    def run(self, numbers: Sequence[int], counters: int, threads: int) -> array:
+        """Run the kernel on a job: its counter, these numbers and more counters.
+
+        Returns the job as the kernel has left it.
+        """
         job = array("q", (0, *numbers, *(0,) * counters))
         address, _ = job.buffer_info()
         parallel = _openmp() if threads > 1 else None
@@ -63,6 +66,7 @@ class Kernel:
             self.call(address)
             for other in others:
                 other.result()
+        return job
 
 
 def sources(*modules: ModuleType) -> int:
@@ -74,6 +78,7 @@ def sources(*modules: ModuleType) -> int:
     return 1 + zlib.crc32(b"".join(texts))
 
 
+@lru_cache(64)
 def bits(x: float) -> int:
     """A float64's bits, as a job holds it."""
     return int(struct.unpack("q", struct.pack("d", x))[0])
@@ -121,6 +126,17 @@ def real(ctx: Any, job: Any, i: Any) -> Any:
         return b.load(_at(b, args[0], args[1], ir.DoubleType()))
 
     return types.float64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_whole(ctx: Any, address: Any, x: Any) -> Any:
+    """Store an int64 at an address."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store(args[1], b.inttoptr(args[0], ir.IntType(64).as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

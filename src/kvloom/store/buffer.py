@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels.append.ref import Room
+
 
 class Buffer:
     """Tokens along dimension 2 of a [B, Hk, capacity, D] tensor; live ones are start..stop.
@@ -41,14 +43,21 @@ class Buffer:
 
     def append(self, x: Tensor) -> None:
         """Add x [B, Hk, T, D] behind the live tokens."""
+        data, at = self.room(x)
+        self.stop += x.shape[2]
+        data[:, :, at : self.stop] = x
+
+    def room(self, x: Tensor) -> Room:
+        """Where x [B, Hk, T, D] has room behind the live tokens; `stop` says if it is live."""
         if self.data is None:
-            self.replace(x)
-            return
-        t = x.shape[2]
-        if self.stop + t > self.data.shape[2]:
-            self._make_room(t)
-        self.data[:, :, self.stop : self.stop + t] = x
-        self.stop += t
+            self.data = x.new_empty(x.shape)
+        elif not self.fits(x.shape[2]):
+            self._make_room(x.shape[2])
+        return Room(self.data, self.stop)
+
+    def fits(self, t: int) -> bool:
+        """Whether there is room for t tokens behind the live ones."""
+        return self.data is not None and self.stop + t <= self.data.shape[2]
 
     def extend(self, t: int, like: Tensor) -> Tensor:
         """Add t tokens that nobody has written yet, shaped as in `like` [B, Hk, any, D].
@@ -57,7 +66,7 @@ class Buffer:
         """
         if self.data is None:
             self.data = like.new_empty(*like.shape[:2], t, *like.shape[3:])
-        elif self.stop + t > self.data.shape[2]:
+        elif not self.fits(t):
             self._make_room(t)
         self.stop += t
         return self.data[:, :, self.start :] if self.start else self.data

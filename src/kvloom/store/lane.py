@@ -62,10 +62,6 @@ class Lane:
         """Bytes of the tensors held."""
         return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
 
-    def append(self, x: Tensor) -> None:
-        """Add x [B, Hk, T, D] to the exact tail."""
-        self.tail.append(x)
-
     def take(
         self, x: Tensor, drop: int, real: Tensor | None = None, at: Positions | None = None
     ) -> None:
@@ -90,9 +86,10 @@ class Lane:
 
         prompt: the tail holds a prompt, which is packed at once.
         """
+        if self.packed is None:
+            return
         surplus = self._surplus(len(self.tail), prompt)
         if surplus:
-            assert self.packed is not None
             here = None if real is None else real[:, :, self.sealed : self.sealed + surplus]
             begin = self.sealed
             there = at(begin, begin + surplus) if at and self.placed else None

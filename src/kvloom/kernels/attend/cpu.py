@@ -29,8 +29,9 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
 
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
-    found = list(forms.problems(like.shape[-1], like.shape[1], like.dtype, keys, values))
-    if like.device.type != "cpu":
+    _, heads, _, d = like.shape
+    found = list(forms.problems(d, heads, like.dtype, keys, values))
+    if not like.is_cpu:
         found.append(f"the tensors are on {like.device.type}")
     if tokens > MOST:
         found.append(f"{tokens} queries a step are more than {MOST}")
@@ -61,9 +62,11 @@ def attend(
     if not n or not b:
         out = q.new_zeros(b, hq, t, d, dtype=torch.float32)
         return State(out, lse.fill_(-torch.inf))
-    rope = None if keys.packed is None else keys.packed.rope
-    turned = (0, False) if rope is None else (2 * rope.inv_freq.shape[0], rope.interleaved)
-    kfmt = None if keys.packed is None and keys.fmt and keys.fmt.pre_rope else keys.fmt
+    turned, kfmt = (0, False), keys.fmt
+    if keys.packed is not None and (rope := keys.packed.rope) is not None:
+        turned = (2 * rope.inv_freq.shape[0], rope.interleaved)
+    elif keys.packed is None and kfmt is not None and kfmt.pre_rope:
+        kfmt = None
     kernel, tile, bits = forms.kernel(d, hk, rows, dtype, turned, kfmt, values.fmt)
     threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _WORTH)
     splits = 1 if threads == 1 else min(-(-n // tile), -(-4 * threads // (b * hk)))
@@ -72,7 +75,8 @@ def attend(
     if keys.packed is not None and kfmt is not None and forms.own_space(kfmt):
         meeting = _into(queries, keys.packed.channelwise)
     sets = 1 + (values.fmt is not None and forms.own_space(values.fmt))
-    out = q.new_empty(b, hk, sets, rows, d, dtype=torch.float32)
+    shape = (b, hq, t, d) if sets == 1 else (b, hk, sets, rows, d)
+    out = q.new_empty(shape, dtype=torch.float32)
     parts = q.new_empty(b * hk * splits * rows * (sets * d + 32), dtype=torch.float32)
     if valid is not None:
         valid = _padded(valid).expand(b, hk, -1)
@@ -96,7 +100,7 @@ def attend(
     )  # fmt: skip
     del alive, alive_too, alive_as_well
     if sets == 1:
-        return State(out.view(b, hq, t, d), lse)
+        return State(out, lse)
     whole = out[:, :, 0]
     if values.packed is not None:
         whole = whole + _out_of(out[:, :, 1], values.packed.channelwise)

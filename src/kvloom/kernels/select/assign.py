@@ -36,9 +36,9 @@ from ..lanes import (
     store,
     write,
 )
-from ..team import Kernel, count, sources, whole
+from ..team import Kernel, count, sources, store_whole, whole
 from . import words
-from .words import SIZE, small, store_whole
+from .words import SIZE, small
 
 PANEL = 2 * WIDTH  # centroids whose products are taken together
 # Keys beside them: as many as leave room in the registers, 32 of sixteen lanes or fewer.

@@ -18,8 +18,8 @@ from ..attend import micro, ways
 from ..attend.micro import scores
 from ..attend.ways import SIZE, Way
 from ..lanes import add, ahead, larger, largest, load, load_any, load_one, splat, store, store_one
-from ..team import Kernel, count, real, sources, whole
-from .words import byte, small, smaller, store_whole
+from ..team import Kernel, count, real, sources, store_whole, whole
+from .words import byte, small, smaller
 
 STRETCH = 64  # clusters or pages that a thread takes at a time
 BLOCK = 128  # ratings whose largest is known

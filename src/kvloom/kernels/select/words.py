@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..lanes import BF16, FP16, FP32, I32, I64, Lanes, read, write
+from ..lanes import BF16, FP16, FP32, I32, I64, Lanes, read
 
 SIZE = {FP32: 4, FP16: 2, BF16: 2}  # bytes of a number
 
@@ -33,17 +33,6 @@ def byte(ctx: Any, address: Any) -> Any:
 def small(ctx: Any, address: Any) -> Any:
     """The int32 at an address."""
     return _reads(I32)
-
-
-@intrinsic
-def store_whole(ctx: Any, address: Any, x: Any) -> Any:
-    """Store an int64."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        write(b, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

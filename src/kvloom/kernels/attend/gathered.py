@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpu import _WORTH, _padded, _place, _rowwise
 from .forms import DTYPES, META, WHEN, of_sides, unknown
+from .job import WORTH, padded, place, rowwise
 from .ref import First, State
 from .strand import Strand
 
@@ -74,15 +74,15 @@ def attend(
     lse = q.new_empty(b, hq, 1, dtype=torch.float32)
     if not n or not b:
         return State(out.zero_(), lse.fill_(-torch.inf))
-    threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _WORTH)
+    threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // WORTH)
     tiles = -(-n // 128)
     splits = 1 if threads == 1 else min(tiles, -(-4 * threads // (b * h)))
     queries = q.float().contiguous()
     parts = q.new_empty(b * h * splits * rows * (d + 32), dtype=torch.float32)
     if valid is not None:
-        valid = _padded(valid).expand(b, h, -1)
+        valid = padded(valid).expand(b, h, -1)
     if bias is not None:
-        bias = _padded(bias.float()).expand(b, hq, -1)
+        bias = padded(bias.float()).expand(b, hq, -1)
     slots = slots if slots.stride(2) == 1 else slots.contiguous()
     lead: list[Any] = [x if x.stride(3) == 1 else x.contiguous() for x in first or ()]
     lead = lead or [None, None]
@@ -92,8 +92,8 @@ def attend(
         (
             b, h, rows, h // hk, s, m, begin, n, splits, bits(scale), bits(softcap or 0.0),
             queries.data_ptr(), out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-            *_place(bias, 2), *_place(valid, 2), *_place(slots, 2),
-            *_place(lead[0], 3), *_place(lead[1], 3), *at_keys, *at_values,
+            *place(bias, 2), *place(valid, 2), *place(slots, 2),
+            *place(lead[0], 3), *place(lead[1], 3), *at_keys, *at_values,
         ),
         b * h,
         threads,
@@ -132,7 +132,7 @@ def _strand(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     if tail.stride(3) != 1:
         tail = tail.contiguous()
     if packed is None:
-        return (*(0,) * 11, *_place(tail, 3)), (tail,)
-    codes, scale, zero = (_rowwise(x) for x in (packed.codes, packed.scale, packed.zero))
-    where = (*_place(codes, 3), *_place(scale, 2), *_place(zero, 2), packed.hi, *_place(tail, 3))
+        return (*(0,) * 11, *place(tail, 3)), (tail,)
+    codes, scale, zero = (rowwise(x) for x in (packed.codes, packed.scale, packed.zero))
+    where = (*place(codes, 3), *place(scale, 2), *place(zero, 2), packed.hi, *place(tail, 3))
     return where, (codes, scale, zero, tail)

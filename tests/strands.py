@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import naive
-from kvloom.kernels.attend import cpu
+from kvloom.kernels.attend import cpu, gathered
 from kvloom.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels
@@ -102,6 +102,38 @@ def agrees(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
     got = cpu.attend(q, keys, values, 0.125, **options)
     options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
+    assert got.out.dtype == got.lse.dtype == FP32
+    np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
+    np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
+
+
+def chosen_agree(form, heads, n, m, begin, first=0, sealed=None, b=2, seed=0, **options):
+    """The kernel's state over chosen tokens is the naive formula's over the listed ones.
+
+    heads: Hq, Hk and how many choose. m of the first `begin` tokens are chosen, and all from there
+    on; first: so many exact ones stand before them.
+    """
+    kfmt, vfmt, d, dtype = form
+    hq, hk, h = heads
+    sealed = (n, n) if sealed is None else sealed
+    q = draw((b, hq, 1, d), seed, dtype)
+    keys, k = strand(kfmt, sealed[0], n, b, hk, d, dtype, seed + 1)
+    values, v = strand(vfmt, sealed[1], n, b, hk, d, dtype, seed + 2)
+    lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None
+    g = torch.Generator().manual_seed(seed)
+    slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]
+    assert not gathered.problems(1, keys.tail, kfmt, vfmt)
+    got = gathered.attend(q, keys, values, slots, begin, 0.125, first=lead, **options)
+    listed = []
+    for x, before in ((k, 0), (v, 1)):
+        each = x.repeat_interleave(h // hk, dim=1)
+        at = torch.cat([slots, torch.arange(begin, n).expand(b, h, -1)], dim=2)
+        each = each.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, d))
+        if lead is not None:
+            each = torch.cat([lead[before].float().repeat_interleave(h // hk, dim=1), each], dim=2)
+        listed.append(each.double().numpy())
+    plain = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    out, lse = naive.attention(q.double().numpy(), *listed, 0.125, **plain)
     assert got.out.dtype == got.lse.dtype == FP32
     np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
     np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)

@@ -20,19 +20,9 @@ from kvloom.kernels import dispatch
 from kvloom.kernels.attend import gathered, ref, run
 from kvloom.kernels.attend.strand import Strand
 from kvloom.store import Packed
-from kvloom.store.formats import Transform
-from kvloom.store.packed import PackedTokens
+from strands import FP32, TOL, channel, chosen_agree, draw, mapped, token
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-def channel(bits, group, meta):
-    return Packed(bits, "channel", group, meta, residual=group)
-
-
-def token(bits, group, meta):
-    return Packed(bits, "token", group, meta)
-
+FP16, BF16 = torch.float16, torch.bfloat16
 
 FORMS = {  # keys, values, dtype of exact tokens
     "exact": (None, None, FP32),
@@ -41,7 +31,6 @@ FORMS = {  # keys, values, dtype of exact tokens
 }
 D = 32
 HEADS = [(4, 2, 2), (4, 2, 4), (3, 1, 1), (8, 2, 2), (2, 2, 2)]  # Hq, Hk, heads that choose
-TOL = 2e-6  # the reference's
 
 
 @pytest.fixture(autouse=True)
@@ -52,53 +41,8 @@ def _poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-def draw(b, h, n, seed, dtype=FP32):
-    """Random numbers with NaN before, behind and between, channels side by side."""
-    x = torch.full((b, h + 1, n + 3, D), torch.nan, dtype=dtype)
-    x[:, :h, 1 : n + 1] = torch.randn(b, h, n, D, generator=torch.Generator().manual_seed(seed))
-    return x[:, :h, 1 : n + 1]
-
-
-def strand(fmt, sealed, n, b, hk, dtype, seed):
-    """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
-    x = draw(b, hk, n, seed, dtype)
-    if fmt is not None and fmt.axis == "channel":
-        sealed -= sealed % fmt.group
-    if fmt is None or not sealed:
-        return Strand(None, x, fmt), x.float()
-    held = PackedTokens(fmt)
-    held.append(x[:, :, :sealed])
-    exact = torch.cat([held.view()._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
-    return Strand(held.view(), x[:, :, sealed:], fmt), exact
-
-
-def agrees(form, heads, n, m, begin, first=0, sealed=None, b=2, seed=0, **options):
-    """The kernel's state is that of the naive formula over the listed tokens; returns it."""
-    kfmt, vfmt, dtype = FORMS[form]
-    hq, hk, h = heads
-    sealed = (n, n) if sealed is None else sealed
-    q = draw(b, hq, 1, seed, dtype)
-    keys, k = strand(kfmt, sealed[0], n, b, hk, dtype, seed + 1)
-    values, v = strand(vfmt, sealed[1], n, b, hk, dtype, seed + 2)
-    lead = tuple(draw(b, hk, first, seed + i, dtype) for i in (3, 4)) if first else None
-    g = torch.Generator().manual_seed(seed)
-    slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]
-    assert not gathered.problems(1, keys.tail, kfmt, vfmt)
-    got = gathered.attend(q, keys, values, slots, begin, 0.125, first=lead, **options)
-    listed = []
-    for x, before in ((k, 0), (v, 1)):
-        each = x.repeat_interleave(h // hk, dim=1)
-        at = torch.cat([slots, torch.arange(begin, n).expand(b, h, -1)], dim=2)
-        each = each.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, D))
-        if lead is not None:
-            each = torch.cat([lead[before].float().repeat_interleave(h // hk, dim=1), each], dim=2)
-        listed.append(each.double().numpy())
-    plain = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    out, lse = naive.attention(q.double().numpy(), *listed, 0.125, **plain)
-    assert got.out.dtype == got.lse.dtype == FP32
-    np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
-    np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
-    return got
+def agrees(form, *args, **options):
+    return chosen_agree((*FORMS[form][:2], D, FORMS[form][2]), *args, **options)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -155,9 +99,9 @@ def test_stretches_on_several_threads_leave_no_seam(threads):
 
 
 def test_memory_layout_does_not_matter():
-    q, k, v = (draw(2, 4, n, i) for i, n in enumerate((1, 200, 200)))
+    q, k, v = (draw((2, 4, n, D), i) for i, n in enumerate((1, 200, 200)))
     slots = torch.rand(2, 150, 4).argsort(dim=1)[:, :50].transpose(1, 2)
-    lead = draw(2, 4, 5, 3), draw(2, 4, 5, 4)
+    lead = draw((2, 4, 5, D), 3), draw((2, 4, 5, D), 4)
     want = ref.attend_gathered(q, Strand(None, k), Strand(None, v), slots, 180, 0.1, first=lead)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, *lead)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v, *lead)]
@@ -169,7 +113,7 @@ def test_memory_layout_does_not_matter():
 
 
 def test_the_reference_is_attention_over_the_listed_tokens():
-    q, k, v = (draw(2, h, n, i) for i, (h, n) in enumerate(((4, 1), (2, 90), (2, 90))))
+    q, k, v = (draw((2, h, n, D), i) for i, (h, n) in enumerate(((4, 1), (2, 90), (2, 90))))
     for h, begin in itertools.product((2, 4), (90, 70)):
         slots = torch.rand(2, h, 70).argsort(dim=-1)[..., :20]
         strands = Strand(None, k), Strand(None, v)
@@ -184,7 +128,7 @@ def test_the_reference_is_attention_over_the_listed_tokens():
 
 
 def test_nothing_chosen_is_the_identity():
-    q, k = draw(1, 2, 1, 0), draw(1, 2, 10, 1)
+    q, k = draw((1, 2, 1, D), 0), draw((1, 2, 10, D), 1)
     none = torch.empty(1, 2, 0, dtype=torch.long)
     got = gathered.attend(q, Strand(None, k), Strand(None, k), none, 10, 1.0)
     assert (got.out == 0).all()
@@ -196,14 +140,15 @@ def test_what_is_not_covered_is_said():
     said = gathered.problems(2, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, None)
     assert [s.split()[0] for s in said] == ["head_dim=40", "keys", "2"]
     assert gathered.problems(1, like.to("meta")) == ["the tensors are on meta"]
-    for changed, problem in (
-        ({"group": 64}, "group=64 is not a multiple of 16 that divides 32"),
-        ({"transform": Transform(clip=0.9)}, "transform="),
-        ({"pre_rope": True}, "pre_rope=True is not known to it"),
+    for fmt, problem in (
+        (token(2, 64), "group=64 is not a multiple of 16 that divides 32"),
+        (mapped(8, 0, rotate=True), "8 bit are more levels than are looked up in registers"),
+        (
+            mapped(2, 16, pre_rope=True, smooth=True),
+            "keys before RoPE that were divided or rotated are not known to it",
+        ),
     ):
-        fmt = Packed(**{"bits": 2, "axis": "token", "group": 32, **changed})
-        (one,) = gathered.problems(1, like, None, fmt)
-        assert one.startswith(f"values: {problem}")
+        assert gathered.problems(1, like, fmt) == [f"keys: {problem}"]
 
 
 def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():
@@ -217,7 +162,7 @@ def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference
 
 
 def test_who_ran_is_counted():
-    q, k = draw(1, 2, 1, 0), draw(1, 2, 10, 1)
+    q, k = draw((1, 2, 1, D), 0), draw((1, 2, 10, D), 1)
     slots = torch.tensor([[[0, 3], [5, 2]]])
     args = (q, Strand(None, k), Strand(None, k), slots, 8, 1.0)
     dispatch.ran.clear()

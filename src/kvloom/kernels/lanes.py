@@ -8,10 +8,12 @@ vector operations; knows nothing of attention. Importing this imports Numba.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
 WIDTH = 16
@@ -94,6 +96,12 @@ def in_order(builder: Any) -> None:
     builder.call(nothing, [])
 
 
+@cache
+def has(feature: str) -> bool:
+    """Whether the machine that is compiled for has a feature, as LLVM calls it."""
+    return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
 def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
     """Load `width` numbers of a format as fp32."""
     floats, ints = ir.VectorType(F32, width), ir.VectorType(I32, width)
@@ -106,10 +114,12 @@ def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
         size = builder.fmul(builder.bitcast(rest, floats), same(2.0**120, floats))
         return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
     half = read(builder, address, ir.VectorType(ir.IntType(16), width), align=2)
+    if kind == FP16 and has("f16c"):
+        return builder.fpext(builder.bitcast(half, ir.VectorType(ir.HalfType(), width)), floats)
     bits = builder.zext(half, ints)
     if kind == BF16:
         return builder.bitcast(builder.shl(bits, same(16, ints)), floats)
-    # fp16: a product corrects the exponent's bias, and makes subnormal numbers right too
+    # without an instruction: a product corrects the exponent's bias, of subnormal numbers too
     sign = builder.shl(builder.and_(bits, same(0x8000, ints)), same(16, ints))
     rest = builder.and_(bits, same(0x7FFF, ints))
     small = builder.bitcast(builder.shl(rest, same(13, ints)), floats)

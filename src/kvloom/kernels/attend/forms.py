@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,37 +109,45 @@ def kernel(
     from .. import team
     from .fused import Form
     from .fused import kernel as compiled
-    from .ways import CHANNEL, MAP, RUN, Way
+    from .ways import Way
 
     team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
-
-    def way(fmt: Any, turned: tuple[int, bool]) -> Way:
-        if fmt is None:
-            return Way()
-        its = Way(int(2 * fmt.bits), turned=turned[0], interleaved=int(turned[1]))
-        transform, width = fmt.transform, across(fmt, d, heads)
-        if fmt.axis == "channel" or (transform is not None and transform.static):
-            return its._replace(by=CHANNEL)
-        if transform is None or transform.rotate:
-            levels = int(transform is not None)
-            return its._replace(by=RUN, group=fmt.group or d, across=width, levels=levels)
-        return its._replace(by=MAP, across=width)
-
-    def each(of: Any, default: Any) -> Any:
-        return tuple(default if fmt is None else of(fmt) for fmt in formats)
-
-    def number_format(fmt: Any) -> int:
-        return 0 if fmt.transform is not None and fmt.transform.static else META.index(fmt.meta)
-
+    each = partial(of_both, formats)
     form = Form(
         d,
         min(4, 1 << (rows - 1).bit_length()),
         Way(kind=DTYPES[dtype]),
-        way(formats[0], turned),
-        way(formats[1], (0, False)),
+        way(formats[0], d, heads, turned),
+        way(formats[1], d, heads),
         each(number_format, 0),
         each(lambda fmt: fmt.group if fmt.axis == "channel" else 0, 0),
         each(lambda fmt: fmt.transform is None or fmt.transform.span == "layer", True),
         each(own_space, False),
     )
     return compiled(form), form.tile, team.bits
+
+
+def way(fmt: Any, d: int, heads: int, turned: tuple[int, bool] = (0, False)) -> Any:
+    """How tokens of a format become numbers, as `ways.Way`; None: nothing is packed."""
+    from .ways import CHANNEL, MAP, RUN, Way
+
+    if fmt is None:
+        return Way()
+    its = Way(int(2 * fmt.bits), turned=turned[0], interleaved=int(turned[1]))
+    transform, width = fmt.transform, across(fmt, d, heads)
+    if fmt.axis == "channel" or (transform is not None and transform.static):
+        return its._replace(by=CHANNEL)
+    if transform is None or transform.rotate:
+        levels = int(transform is not None)
+        return its._replace(by=RUN, group=fmt.group or d, across=width, levels=levels)
+    return its._replace(by=MAP, across=width)
+
+
+def number_format(fmt: Any) -> int:
+    """In which number format kernels find scale and zero: fixed ones in fp32."""
+    return 0 if fmt.transform is not None and fmt.transform.static else META.index(fmt.meta)
+
+
+def of_both(formats: Sequence[Any], of: Callable[[Any], Any], default: Any) -> Any:
+    """Something of both formats, `default` where nothing is packed."""
+    return tuple(default if fmt is None else of(fmt) for fmt in formats)

@@ -1,7 +1,7 @@
 """Decode attention over chosen tokens on CPU tensors: which cases, and how the kernel is called.
 
 Tokens are read where they lie, in a dense or a packed store; nothing is gathered into memory first.
-`staged` says how. What is not covered is said in sentences. Importing this does not import Numba.
+`staged` says how, `forms` which formats. Importing this does not import Numba.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpu import _WORTH, _padded, _place, _rowwise
-from .forms import DTYPES, META, WHEN, of_sides, unknown
+from . import forms
+from .job import WORTH, into, out_of, padded, place, side, turns
 from .ref import First, State
 from .strand import Strand
 
@@ -24,28 +24,12 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
 
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
-    found = list(_of_formats(like.shape[-1], like.dtype, keys, values))
+    found = list(forms.problems(like.shape[-1], like.shape[1], like.dtype, keys, values))
     if like.device.type != "cpu":
         found.append(f"the tensors are on {like.device.type}")
     if tokens != 1:
         found.append(f"{tokens} queries a step are not one")
     return found
-
-
-@cache
-def _of_formats(d: int, dtype: torch.dtype, *formats: Any) -> tuple[str, ...]:
-    return tuple(of_sides(d, dtype, formats, lambda fmt: _of_format(fmt, d)))
-
-
-def _of_format(fmt: Any, d: int) -> list[str]:
-    """What a kernel does not know of a format; a field it has never heard of is one such thing."""
-    found = []
-    if fmt.meta not in META:
-        found.append(f"meta={fmt.meta} is none of {', '.join(META)}")
-    group = fmt.group or d
-    if fmt.axis == "token" and (group % 16 or d % group):
-        found.append(f"group={group} is not a multiple of 16 that divides {d}")
-    return [*found, *unknown(fmt, {"bits", "axis", "group", "meta"} | WHEN)]
 
 
 def attend(
@@ -70,69 +54,70 @@ def attend(
     hk, dtype = keys.tail.shape[1], keys.tail.dtype
     rows, s = hq // h, 0 if first is None else first[0].shape[2]
     n = s + m + keys.tokens - begin
-    out = q.new_empty(b, hq, 1, d, dtype=torch.float32)
     lse = q.new_empty(b, hq, 1, dtype=torch.float32)
     if not n or not b:
-        return State(out.zero_(), lse.fill_(-torch.inf))
-    threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _WORTH)
-    tiles = -(-n // 128)
-    splits = 1 if threads == 1 else min(tiles, -(-4 * threads // (b * h)))
+        out = q.new_zeros(b, hq, 1, d, dtype=torch.float32)
+        return State(out, lse.fill_(-torch.inf))
+    rope = None if keys.packed is None else keys.packed.rope
+    turned = (0, False) if rope is None else (2 * rope.inv_freq.shape[0], rope.interleaved)
+    kfmt = None if keys.packed is None and keys.fmt and keys.fmt.pre_rope else keys.fmt
+    kernel, tile, bits = _kernel(d, hk, rows, dtype, turned, kfmt, values.fmt)
+    threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // WORTH)
+    splits = 1 if threads == 1 else min(-(-n // tile), -(-4 * threads // (b * h)))
     queries = q.float().contiguous()
-    parts = q.new_empty(b * h * splits * rows * (d + 32), dtype=torch.float32)
+    meeting = queries
+    if keys.packed is not None and kfmt is not None and forms.own_space(kfmt):
+        meeting = into(queries, keys.packed.channelwise)
+    sets = 1 + (values.fmt is not None and forms.own_space(values.fmt))
+    out = q.new_empty(b, h, sets, rows, d, dtype=torch.float32)
+    parts = q.new_empty(b * h * splits * rows * (sets * d + 32), dtype=torch.float32)
     if valid is not None:
-        valid = _padded(valid).expand(b, h, -1)
+        valid = padded(valid).expand(b, h, -1)
     if bias is not None:
-        bias = _padded(bias.float()).expand(b, hq, -1)
+        bias = padded(bias.float()).expand(b, hq, -1)
     slots = slots if slots.stride(2) == 1 else slots.contiguous()
     lead: list[Any] = [x if x.stride(3) == 1 else x.contiguous() for x in first or ()]
     lead = lead or [None, None]
-    (at_keys, alive), (at_values, alive_too) = _strand(keys), _strand(values)
-    kernel, bits = _kernel(d, rows, dtype, keys.fmt, values.fmt)
+    (at_keys, alive), (at_values, alive_too) = side(keys), side(values)
+    at_turns, alive_as_well = turns(keys.packed, b, d)
     kernel.run(
         (
             b, h, rows, h // hk, s, m, begin, n, splits, bits(scale), bits(softcap or 0.0),
-            queries.data_ptr(), out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-            *_place(bias, 2), *_place(valid, 2), *_place(slots, 2),
-            *_place(lead[0], 3), *_place(lead[1], 3), *at_keys, *at_values,
+            queries.data_ptr(), meeting.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            parts.data_ptr(), *place(bias, 2), *place(valid, 2), *place(slots, 2),
+            *place(lead[0], 3), *place(lead[1], 3), *at_keys, *at_turns, *at_values,
         ),
         b * h,
         threads,
     )  # fmt: skip
-    del alive, alive_too
-    return State(out, lse)
+    del alive, alive_too, alive_as_well
+    if sets == 1:
+        return State(out.view(b, hq, 1, d), lse)
+    whole = out[:, :, 0]
+    if values.packed is not None:
+        own = out[:, :, 1].reshape(b, hk, -1, d)
+        whole = whole + out_of(own, values.packed.channelwise).view(whole.shape)
+    return State(whole.reshape(b, hq, 1, d), lse)
 
 
 @cache
-def _kernel(d: int, rows: int, dtype: torch.dtype, *formats: Any) -> tuple[Any, Any]:
-    """The kernel for a case, and what writes a number into its job."""
+def _kernel(
+    d: int, heads: int, rows: int, dtype: torch.dtype, turned: tuple[int, bool], *formats: Any
+) -> tuple[Any, int, Any]:
+    """The kernel for a case, as `forms.kernel`."""
     start = time.perf_counter()
     from .. import team
-    from .staged import Form, kernel
+    from . import staged
 
     team.seconds.setdefault("loading Numba", time.perf_counter() - start)
-
-    def each(of: Any, default: Any) -> Any:
-        return tuple(default if fmt is None else of(fmt) for fmt in formats)
-
-    form = Form(
+    form = staged.Form(
         d,
         min(4, 1 << (rows - 1).bit_length()),
-        DTYPES[dtype],
-        each(lambda fmt: fmt.bits, 0),
-        each(lambda fmt: fmt.group or d, 0),
-        each(lambda fmt: fmt.axis == "channel", False),
-        each(lambda fmt: META.index(fmt.meta), 0),
+        forms.DTYPES[dtype],
+        forms.way(formats[0], d, heads, turned),
+        forms.way(formats[1], d, heads),
+        forms.of_both(formats, forms.number_format, 0),
+        forms.of_both(formats, lambda fmt: fmt.group if fmt.axis == "channel" else 1, 1),
+        forms.of_both(formats, forms.own_space, False),
     )
-    return kernel(form), team.bits
-
-
-def _strand(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Where a strand lies, as a job says it, and the tensors that must live meanwhile."""
-    tail, packed = strand.tail, strand.packed
-    if tail.stride(3) != 1:
-        tail = tail.contiguous()
-    if packed is None:
-        return (*(0,) * 11, *_place(tail, 3)), (tail,)
-    codes, scale, zero = (_rowwise(x) for x in (packed.codes, packed.scale, packed.zero))
-    where = (*_place(codes, 3), *_place(scale, 2), *_place(zero, 2), packed.hi, *_place(tail, 3))
-    return where, (codes, scale, zero, tail)
+    return staged.kernel(form), staged.TILE, team.bits

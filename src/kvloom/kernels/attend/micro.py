@@ -47,7 +47,7 @@ def mates(d: int, turned: int, interleaved: bool) -> list[int]:
 
 
 @cache
-def _together(d: int, how: Way) -> list[list[int]]:
+def together(d: int, how: Way) -> list[list[int]]:
     """Vectors of a token that are needed together: those that hold each other's mates."""
     of = list(range(d // WIDTH))
     for c, mate in enumerate(mates(d, how.turned, bool(how.interleaved))):
@@ -56,7 +56,7 @@ def _together(d: int, how: Way) -> list[list[int]]:
     return [[v for v, its in enumerate(of) if its == first] for first in sorted(set(of))]
 
 
-def _rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) -> dict[int, Any]:
+def rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) -> dict[int, Any]:
     """Vectors of a token turned by a row of cosines and sines [2, d], or turned back."""
     mate, found = mates(d, how.turned, bool(how.interleaved)), {}
     for v, x in xs.items():
@@ -88,9 +88,9 @@ def turn(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, how: Any) -> Any:
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         q, out, row = args[:3]
         for i in range(n_w):
-            for vs in _together(n_d, its):
+            for vs in together(n_d, its):
                 xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
-                for v, x in _rotated(b, xs, row, n_d, its, back=True).items():
+                for v, x in rotated(b, xs, row, n_d, its, back=True).items():
                     write(b, at(b, out, 4 * i * n_d + 64 * v), x)
         return context.get_dummy_value()
 
@@ -132,7 +132,7 @@ def scores(
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
         step = b.mul(stride, ir.Constant(I64, its.atom[1]))
-        for vs in _together(n_d, its):
+        for vs in together(n_d, its):
             qs = {
                 v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
                 for v in vs
@@ -143,7 +143,7 @@ def scores(
                 for t in range(i * per, (i + 1) * per):
                     x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
                     if its.turned:
-                        x = _rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
+                        x = rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         acc[row][t] = fused(b, x[v], qs[v][row], acc[row][t])
                 if its.by == MAP or its.turned:

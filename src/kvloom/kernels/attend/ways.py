@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from ..lanes import F32, I32, I64, VF, VI, WIDTH, at, fused, read, read_f32, same, spread
+from ..lanes import F32, FP32, I32, I64, VF, VI, WIDTH, at, fused, read, read_f32, same, spread
 from ..quant.ref import ATOM
 
 SIZE = {0: 4, 1: 2, 2: 2, 3: 1}  # bytes of lanes.FP32, FP16, BF16, FP8
@@ -129,12 +129,13 @@ def tokens(b: Any, base: Any, stride: Any, v: int, how: Way) -> list[Any]:
 
 
 class Meta(NamedTuple):
-    """Where S is in scratch, how far behind it Z, and the numbers of channels or levels."""
+    """Where S is, how far behind it Z, and the numbers of channels or levels."""
 
     base: Any
     gap: Any
     table: Any  # int32 [d], each channel's number among S of a token; or fp32 [16], levels
     machine: str  # what it can do
+    kind: int = FP32  # number format of S and Z; by map, fp32
 
     def scaled(self, b: Any, x: Any, t: int, v: int, d: int, how: Way) -> Any:
         """Channels 16v to 16v + 15 of token t of those at hand, from its x."""
@@ -142,23 +143,25 @@ class Meta(NamedTuple):
             x = picked(b, self.machine, self.table, x, 1)
         if how.by == NONE:
             return x
+        size, kind = SIZE[self.kind], self.kind
         if how.by == CHANNEL:
-            big = at(b, self.base, 64 * v)
-            return fused(b, x, read(b, big, VF), read(b, b.add(big, self.gap), VF))
+            big = at(b, self.base, WIDTH * size * v)
+            both = (big, b.add(big, self.gap))
+            return fused(b, x, *(read_f32(b, place, kind) for place in both))
         if how.by == RUN:
-            big = at(b, self.base, 4 * (t * how.across + v * WIDTH // how.group))
+            big = at(b, self.base, size * (t * how.across + v * WIDTH // how.group))
             if how.levels:
-                return b.fmul(x, one(b, big))
-            return fused(b, x, one(b, big), one(b, b.add(big, self.gap)))
+                return b.fmul(x, one(b, big, kind))
+            return fused(b, x, one(b, big, kind), one(b, b.add(big, self.gap), kind))
         index = read(b, at(b, self.table, 64 * v), VI)
         big, tables = at(b, self.base, 4 * t * how.across), -(-how.across // WIDTH)
         parts = (picked(b, self.machine, at_, index, tables) for at_ in (big, b.add(big, self.gap)))
         return fused(b, x, *parts)
 
 
-def one(b: Any, address: Any) -> Any:
+def one(b: Any, address: Any, kind: int = FP32) -> Any:
     """One number in all lanes."""
-    return spread(b, read(b, address, F32))
+    return spread(b, b.extract_element(read_f32(b, address, kind, 1), ir.Constant(I32, 0)))
 
 
 def machine(context: Any) -> str:

@@ -7,23 +7,17 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 import kvloom
+import tiny
 from kvloom.cli import app
 from kvloom.cli.compare import split
 from kvloom.recipes import RECIPES, resolve
 from kvloom.reference import WEIGHTS
-from kvloom.reference.tokenizer import train_tokenizer
+from tiny import TEXT
 
-TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in range(500))
 SMALL = ["--context", "120", "--new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
@@ -36,14 +30,12 @@ def _offline(monkeypatch):
 def here(tmp_path_factory):
     """A folder with a saved model, a text, an empty file and files that are no text."""
     folder = tmp_path_factory.mktemp("cli")
-    tokenizer = train_tokenizer([TEXT, "The magic number for Question:"] * 3, 400)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=1024,
-        initializer_range=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    tokenizer = tiny.tokenizer()
+    model = tiny.llama(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, max_position_embeddings=1024,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     t5 = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")

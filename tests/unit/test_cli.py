@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kvloom
 import tiny
 from kvloom.cli import app
-from kvloom.cli.compare import split
+from kvloom.cli.edge import split
 from kvloom.recipes import RECIPES, resolve
 from kvloom.reference import WEIGHTS
 from tiny import TEXT

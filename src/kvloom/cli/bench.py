@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import Json, progress, quiet, show, told, writable
+from .edge import Json, chosen, progress, quiet, show, told, writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -169,22 +169,14 @@ def _run(
     from ..bench.shape import contexts
     from ..compare.environment import machine
     from ..compare.errors import InputError
-    from ..compare.plot import check
     from ..kernels.dispatch import compile_seconds
-    from ..recipes import resolve
-    from .compare import split
 
-    counts, names = contexts(context), list(dict.fromkeys(split(recipes)))
-    if not names:
-        raise InputError("--recipes names no recipe; see kvloom recipes")
-    for name in names:
-        resolve(name)  # a wrong one is told before anything is built
+    counts = contexts(context)
+    names = list(dict.fromkeys(recipe.name for recipe in chosen(recipes)))
     for option, value in (("--threads", threads), ("--repeats", repeats)):
         if value is not None and value < 1:
             raise InputError(f"{option} {value} must be 1 or more")
-    writable(json, plot)
-    if plot:
-        check(plot)
+    writable(json, plot=plot)
     quiet()
     if threads is not None:
         torch.set_num_threads(threads)

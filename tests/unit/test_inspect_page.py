@@ -139,23 +139,3 @@ def test_the_command_says_what_was_read(saved, tmp_path):
     said = re.sub(r"\s+", " ", found.stdout)
     assert f"in the last step heads that recall read {read:.0f} of 43 tokens, {mass:.1%} of" in said
     assert f"{mass:.1%} of its attention mass; wrote {out}" in said
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ([""], "the text is empty"),
-        (["none.txt"], "there is no file 'none.txt'; give a file that exists, or the text itself"),
-        (["hi there", "--recipe", "h2oo"], "did you mean 'h2o'"),
-        (["hi there", "--out", "nowhere/a.html"], "give a file in a folder that exists"),
-        (["hi there", "--model", "nobody/nothing"], "there is no model 'nobody/nothing'"),
-    ],
-)
-def test_the_command_says_what_is_wrong(saved, args, said, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    options = [] if "--model" in args else ["--model", saved / "model"]
-    found = run(*args, *options)
-    assert found.exit_code == 2, found.output
-    (line,) = found.stderr.strip().splitlines()
-    assert line.startswith("kvloom: ")
-    assert said in line

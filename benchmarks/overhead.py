@@ -1,11 +1,12 @@
 """What kvloom adds to `generate()` beside its kernels: tokens/s, and Python a layer and step.
 
 `generate()` of the reference model on transformers' DynamicCache and on recipes, in turns, after a
-prompt of 512 tokens; the time of a token is that between two calls of a streamer. `python_us` is
+prompt; the time of a token is that between two calls of a streamer. `python_us` is
 the time in kvloom's attention function and cache of a layer, without that of compiled kernels, the
 median over steps; it is of extra runs, since the clocks inside cost time themselves.
 
     python benchmarks/overhead.py
+    python benchmarks/overhead.py --prompt 4096 --recipes full --repeats 4
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Clock:
 
 
 def tokens(model, cache, prompt: int, new: int, clock: Clock) -> None:
-    ids = torch.arange(3, 3 + prompt)[None]
+    ids = 3 + torch.arange(prompt)[None] % (model.config.vocab_size - 3)
     model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
         max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=clock,
@@ -108,7 +109,8 @@ def main() -> None:
                 f"{row['least_ms']:6.2f}, {row['speed_ratio']:.2f}x DynamicCache's speed"
                 + (f", {row['python_us']:.0f} us of Python a layer" if "python_us" in row else "")
             )
-    record.write("overhead", {"environment": record.environment(), "rows": rows})
+    name = "overhead" if options.prompt == 512 else f"overhead_{options.prompt}"
+    record.write(name, {"environment": record.environment(prompt=options.prompt), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ class TierError(RuntimeError):
     """A file or host memory that holds tokens of a cache cannot be used any more."""
 
 
+class NoKernel(ValueError):
+    """Kernels that are asked for by a name there is not, or that cannot run here."""
+
+
 class NotFinite(ValueError):
     """NaN or infinity in keys or values."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import steps
+from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch
 from kvloom.kernels.attend import ref, run
 from kvloom.kernels.attend.strand import Strand
@@ -70,9 +71,9 @@ def test_the_environment_and_a_block_choose(monkeypatch):
     assert dispatch.setting() == "ref"
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
     dispatch.environment.cache_clear()
-    with pytest.raises(ValueError, match="kernels 'fast' are none of auto, ref"):
+    with pytest.raises(NoKernel, match="kernels 'fast' are none of auto, ref"):
         dispatch.setting()
-    with pytest.raises(ValueError, match="kernels 'cuda' are none of"), dispatch.use("cuda"):
+    with pytest.raises(NoKernel, match="kernels 'cuda' are none of"), dispatch.use("cuda"):
         pass
 
 

@@ -95,19 +95,3 @@ def test_the_commands_on_the_reference_model(tmp_path):
                 "--json", "-")  # fmt: skip
     rtn, kivi, kivi_4 = json.loads(found.stdout)["rows"]
     assert kivi_4["output"] < kivi["output"] < rtn["output"]
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["distribution", "--layers", "first"], "--layers 'first' must be numbers, such as 0,3,5"),
-        (["distribution", "--context", 64, "--layers", "9"], "layers [9] are not among those"),
-        (["distribution", "--plot", "a.txt"], "must end in one of"),
-        (["error", "--recipes", "kivvi"], "did you mean 'kivi'"),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_sentence(args, says):
-    found = run(*args)
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert says in found.stderr
-    assert len(found.stderr.strip().splitlines()) == 1

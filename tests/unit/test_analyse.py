@@ -222,22 +222,3 @@ def test_json_to_stdout_is_nothing_else(tmp_path):
     text.write_text("The magic number is not here.\n" * 40)
     found = run(text, "--context", 64, "--new-tokens", 2, "--recipe", "full", "--json", "-")
     assert json.loads(found.stdout)["environment"]["text"] == "text.txt"
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["none.txt"], "there is no file 'none.txt'"),
-        (["--recipe", "h2oo"], "did you mean 'h2o'"),
-        (["--plot", "a.xyz"], "must end in one of .png"),
-        (["--json", "nowhere/a.json"], "give a file in a folder that exists"),
-        (["--context", 40_000], "the model has 32768; give less text"),
-        ([__file__, "--context", 20_000], "give more text or a smaller --context"),
-    ],
-)
-def test_the_command_says_what_is_wrong(args, said):
-    found = run(*args)
-    assert found.exit_code == 2, found.output
-    (line,) = found.stderr.strip().splitlines()
-    assert line.startswith("kvloom: ")
-    assert said in line

@@ -11,9 +11,8 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from kvloom.bench import ModelShape, Row, Shape, caches, clock, limits, rows
+from kvloom.bench import Row, Shape, caches, clock, limits, rows
 from kvloom.cli import app
-from kvloom.compare import InputError
 from kvloom.kernels import dispatch
 from kvloom.layer import LayerCache
 from kvloom.recipes import resolve
@@ -149,45 +148,6 @@ def test_peers_write_the_same_rows():
     made = common.row(Namespace(shape="x"), "one", 8, [2.0, 4.0, 3.0], 10, 5, {"other": [6.0]})
     assert set(made) == {field.name for field in fields(Row)}
     assert (made["ms"], made["least_ms"], made["ratios"]) == (3.0, 2.0, {"other": 2.0})
-
-
-# bad input
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["--recipes", "kiwi"], "no recipe named 'kiwi'"),
-        (["--context", "0"], "--context '0' is not a list of token counts, 1 or more"),
-        (["--context", "8k"], "--context '8k' is not a list"),
-        (["--context", ","], "--context ',' is not a list"),
-        (["--recipes", ","], "--recipes names no recipe"),
-        (["--threads", "0"], "--threads 0 must be 1 or more"),
-        (["--repeats", "0"], "--repeats 0 must be 1 or more"),
-        (["--batch", "0"], "batch=0 must be 1 or more"),
-        (["--heads", "8/3"], "8 query heads cannot share 3 key/value heads"),
-        (["--heads", "8/x"], "--heads '8/x' is not query heads/key-value heads"),
-        (["--heads", "8/0"], "kv_heads=0 must be 1 or more"),
-        (["--head-dim", "0"], "head_dim=0 must be 1 or more"),
-        (["--dtype", "int8"], "--dtype 'int8' is not one of bfloat16, float16, float32"),
-        (["--plot", "times.txt"], "must end in one of .png"),
-        (["--json", "no/such/folder/x.json"], "cannot write"),
-    ],
-)
-@pytest.mark.parametrize("verb", ["decode", "generate"])
-def test_bad_input_is_one_sentence(verb, args, says, monkeypatch):
-    monkeypatch.setattr(clock, "run", lambda *_, **__: pytest.fail("measured all the same"))
-    found = run(verb, *args)
-    assert found.exit_code == 2, found.output
-    assert found.stdout == ""
-    (line,) = found.stderr.strip().splitlines()
-    assert line.startswith("kvloom: ")
-    assert says in line
-
-
-def test_a_model_without_layers():
-    with pytest.raises(InputError, match="layers=0 must be 1 or more"):
-        ModelShape(layers=0)
 
 
 # the clock

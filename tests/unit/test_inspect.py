@@ -1,37 +1,28 @@
-"""inspect: the data equals what the caches held, and the page cannot be broken by a text."""
+"""inspect: the data equals what the caches held, read and scored."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import math
-import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
+import tiny
 from kvloom.analyse import attention
-from kvloom.cli import app
 from kvloom.compare import InputError
 from kvloom.errors import UnsupportedModel
 from kvloom.hf.cache import Cache
 from kvloom.hf.watch import watch
-from kvloom.inspect import follow, page, pieces
+from kvloom.inspect import follow
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
-from kvloom.reference.tokenizer import train_tokenizer
 from kvloom.store import Packed, Store
+from tiny import TEXT
 
-TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in range(60))
-NASTY = (
-    'before </script><script>document.title = "broken"</script> <!-- <script> &lt; @DATA@ @STYLE@'
-)
 LAYERS, HEADS, PROMPT, NEW = 3, 2, 60, 5
 RECIPES = [
     "full",
@@ -59,18 +50,12 @@ RECALL = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer([TEXT, "The magic number for Question:"] * 3, 400)
+    return tiny.tokenizer()
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=48, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=HEADS, head_dim=16, initializer_range=0.3,
-        max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+def model():
+    return tiny.llama()
 
 
 def seen_by(model, tokenizer, recipe):
@@ -81,9 +66,6 @@ def held_at(head, step):
     """Logical indices of the tokens that a head holds after a step, read from the data."""
     gone = head["gone"][: PROMPT + step]
     return [i for i, at in enumerate(gone) if at == -1 or at > step]
-
-
-# --- the data ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -329,136 +311,3 @@ def test_what_cannot_be_followed_is_said(model, tokenizer):
         follow(model, tokenizer, "h2o", TEXT, context=500, new_tokens=14)
     with pytest.raises(InputError, match="context=0 must be 1 or more"):
         follow(model, tokenizer, "h2o", TEXT, context=0)
-
-
-@pytest.mark.parametrize("text", [TEXT, "naïve 日本 🙂🙂 \n\n  x\ttab", NASTY])
-def test_pieces_are_the_text(tokenizer, text):
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = pieces(tokenizer, ids)
-    assert len(found) == len(ids)
-    assert "".join(found) == tokenizer.decode(ids)
-
-
-# --- the page ------------------------------------------------------------------------------------
-
-
-class Elements(HTMLParser):
-    """Start tags with their attributes, and the text in script elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.tags, self.scripts = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, text):
-        if self.tags and self.tags[-1][0] == "script":
-            self.scripts.append(text)
-
-
-def parse(html):
-    parser = Elements()
-    parser.feed(html)
-    return parser
-
-
-@pytest.fixture(scope="module")
-def nasty(model, tokenizer):
-    data = {"source": NASTY, **follow(model, tokenizer, "h2o", NASTY, new_tokens=2)}
-    return data, page(data)
-
-
-def test_no_text_can_end_its_script(nasty):
-    data, html = nasty
-    found = parse(html)
-    scripts = [attrs for tag, attrs in found.tags if tag == "script"]
-    assert scripts == [{"type": "application/json", "id": "data"}, {}]
-    assert json.loads(found.scripts[0]) == data
-    assert "</script>" in "".join(data["tokens"])
-
-
-def test_the_page_loads_nothing(nasty):
-    html = nasty[1]
-    tags = parse(html).tags
-    assert not {"link", "img", "iframe", "base", "object", "embed"} & {tag for tag, _ in tags}
-    assert not [attrs for _, attrs in tags if {"src", "href", "srcset"} & set(attrs)]
-    code = html.replace(html[html.index('id="data">') : html.index("</script>")], "")
-    assert not re.search(r"https?://|//[a-z]|@import|url\(|fetch\(|XMLHttp|import\(", code)
-    policy = next(a["content"] for t, a in tags if t == "meta" and "http-equiv" in a)
-    assert policy.startswith("default-src 'none'")
-
-
-def test_no_number_is_outside_json():
-    with pytest.raises(ValueError, match="Out of range"):
-        page({"x": math.nan})
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(model, tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inspect")
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(TEXT)
-    return folder
-
-
-def run(*args, **kwargs):
-    return CliRunner().invoke(app, ["inspect", *map(str, args)], **kwargs)
-
-
-def test_the_command_writes_page_and_json(saved, tmp_path):
-    args = ["--model", saved / "model", "--recipe", "h2o", "--context", 40, "--new-tokens", 3]
-    out, js = tmp_path / "a.html", tmp_path / "a.json"
-    found = run(saved / "text.txt", *args, "--out", out, "--json", js)
-    assert found.exit_code == 0, found.output
-    data = json.loads(js.read_text())
-    assert json.loads(parse(out.read_text()).scripts[0]) == data
-    assert (data["source"], data["model"], data["prompt_tokens"]) == ("text.txt", "model", 40)
-    mass = [m["mass"][0] for layer in data["layers"] for m in layer["heads"]]
-    said = re.sub(r"\s+", " ", found.stdout)
-    assert f"h2o: 40 tokens (the first of {data['text_tokens']:,}; --context takes more)" in said
-    assert f"{np.mean(mass):.1%} of the prompt's attention mass kept; wrote {out}" in said
-    # the same text by hand (longer than any file's name) and from stdin
-    for where in ([TEXT], ["-"]):
-        again = run(*where, *args, "--out", out, "--json", js, input=TEXT)
-        assert again.exit_code == 0, again.output
-        assert json.loads(js.read_text())["layers"] == data["layers"]
-
-
-def test_the_command_says_what_was_read(saved, tmp_path):
-    recipe = "quest:tokens=16,page=4,sinks=2,recent=4,full_layers=1"
-    out, js = tmp_path / "a.html", tmp_path / "a.json"
-    args = ["--model", saved / "model", "--recipe", recipe, "--context", 40, "--new-tokens", 3]
-    found = run(saved / "text.txt", *args, "--out", out, "--json", js)
-    assert found.exit_code == 0, found.output
-    data = json.loads(js.read_text())
-    recalling = [head for layer in data["layers"][1:] for head in layer["heads"]]
-    read = np.mean([sum(head["read"][3][1::2]) for head in recalling])
-    mass = np.mean([head["read_mass"][3] for head in recalling])
-    said = re.sub(r"\s+", " ", found.stdout)
-    assert f"in the last step heads that recall read {read:.0f} of 43 tokens, {mass:.1%} of" in said
-    assert f"{mass:.1%} of its attention mass; wrote {out}" in said
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ([""], "the text is empty"),
-        (["none.txt"], "there is no file 'none.txt'; give a file that exists, or the text itself"),
-        (["hi there", "--recipe", "h2oo"], "did you mean 'h2o'"),
-        (["hi there", "--out", "nowhere/a.html"], "give a file in a folder that exists"),
-        (["hi there", "--model", "nobody/nothing"], "there is no model 'nobody/nothing'"),
-    ],
-)
-def test_the_command_says_what_is_wrong(saved, args, said, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    options = [] if "--model" in args else ["--model", saved / "model"]
-    found = run(*args, *options)
-    assert found.exit_code == 2, found.output
-    (line,) = found.stderr.strip().splitlines()
-    assert line.startswith("kvloom: ")
-    assert said in line

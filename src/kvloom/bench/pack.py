@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from ..errors import IncompatibleRecipe
 from ..recipe import Recipe
@@ -18,6 +17,7 @@ from ..recipes import resolve
 from ..store import Lane
 from . import caches
 from .clock import Side
+from .prefill import attention, prompt
 from .shape import Shape
 
 AGAINST = ("the prompt's attention",)
@@ -25,16 +25,8 @@ AGAINST = ("the prompt's attention",)
 
 def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
     """All sides at one prompt length."""
-    _, k, v = caches.random(shape, context)
-    q = torch.randn(shape.batch, shape.q_heads, context, shape.head_dim).to(shape.dtype)
-    gqa = shape.q_heads != shape.kv_heads
-    found = [
-        Side(
-            AGAINST[0],
-            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
-            held=lambda: k.nbytes + v.nbytes,
-        )
-    ]
+    q, k, v = prompt(shape, context)
+    found, nbytes = [attention(AGAINST[0], q, k, v)], k.nbytes + v.nbytes
     for name in recipes:
         recipe = resolve(name)
         try:
@@ -46,13 +38,7 @@ def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
             found.append(Side(name, problem="it packs nothing"))
             continue
         found.append(
-            Side(
-                name,
-                partial(lanes.take, k, v),
-                lanes.make,
-                lanes.nbytes,
-                lambda: k.nbytes + v.nbytes,
-            )
+            Side(name, partial(lanes.take, k, v), lanes.make, lanes.nbytes, lambda: nbytes)
         )
     return found
 

@@ -18,28 +18,15 @@ from ..layer import LayerCache
 from ..recipes import resolve
 from . import caches
 from .clock import Side
-from .shape import Shape, short
+from .shape import DTYPES, Shape, short
 
-
-def against(shape: Shape) -> tuple[str]:
-    """What ratios are to: the prompt's attention alone."""
-    return (f"SDPA {short(shape.dtype)}",)
+AGAINST = tuple(f"SDPA {short(dtype)}" for dtype in DTYPES.values())  # the shape's runs
 
 
 def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
     """All sides at one prompt length."""
-    _, k, v = caches.random(shape, context)
-    g = torch.Generator().manual_seed(1)
-    size = shape.batch, shape.q_heads, context, shape.head_dim
-    q = torch.randn(size, generator=g).to(shape.dtype)
-    gqa = shape.q_heads != shape.kv_heads
-    found = [
-        Side(
-            against(shape)[0],
-            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
-            held=lambda: k.nbytes + v.nbytes,
-        )
-    ]
+    q, k, v = prompt(shape, context)
+    found = [attention(f"SDPA {short(shape.dtype)}", q, k, v)]
     for name in recipes:
         try:
             fresh = _Fresh(name, shape)
@@ -47,20 +34,28 @@ def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
             found.append(Side(name, problem=str(error)))
             continue
         found += [
-            Side(
-                name,
-                partial(fresh.attend, q, k, v),
-                fresh.make,
-                fresh.nbytes,
-            ),
-            Side(
-                f"{name}, taking in",
-                partial(fresh.take, q, k, v),
-                fresh.make,
-                fresh.nbytes,
-            ),
+            Side(name, partial(fresh.attend, q, k, v), fresh.make, fresh.nbytes),
+            Side(f"{name}, taking in", partial(fresh.take, q, k, v), fresh.make, fresh.nbytes),
         ]
     return found
+
+
+def prompt(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values: q [B, Hq, tokens, D], k and v [B, Hk, tokens, D]."""
+    _, k, v = caches.random(shape, tokens)
+    g = torch.Generator().manual_seed(1)
+    size = shape.batch, shape.q_heads, tokens, shape.head_dim
+    return torch.randn(size, generator=g).to(shape.dtype), k, v
+
+
+def attention(name: str, q: Tensor, k: Tensor, v: Tensor) -> Side:
+    """A prompt's attention alone, by torch's SDPA."""
+    gqa = q.shape[1] != k.shape[1]
+    return Side(
+        name,
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
+        held=lambda: k.nbytes + v.nbytes,
+    )
 
 
 class _Fresh:

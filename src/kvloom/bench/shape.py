@@ -29,6 +29,11 @@ class Shape:
         for what in ("q_heads", "kv_heads", "head_dim", "batch"):
             if getattr(self, what) < 1:
                 raise InputError(f"{what}={getattr(self, what)} must be 1 or more")
+        if self.head_dim % 2:
+            raise InputError(
+                f"head_dim={self.head_dim} is odd, and RoPE turns pairs of numbers; use "
+                f"{self.head_dim + 1}"
+            )
         if self.q_heads % self.kv_heads:
             raise InputError(
                 f"{self.q_heads} query heads cannot share {self.kv_heads} key/value heads; give "
@@ -59,6 +64,11 @@ class ModelShape(Shape):
         for what in ("layers", "hidden", "intermediate", "vocabulary"):
             if getattr(self, what) < 1:
                 raise InputError(f"{what}={getattr(self, what)} must be 1 or more")
+        if self.hidden % self.q_heads:
+            raise InputError(
+                f"hidden={self.hidden} is not a multiple of {self.q_heads} query heads, as Llama's "
+                f"must be; use {self.q_heads * max(1, self.hidden // self.q_heads)}"
+            )
 
     def __str__(self) -> str:
         return f"{self.layers} layers, hidden {self.hidden}, {super().__str__()}"

@@ -7,7 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from .edge import Dtype, Files, Json, Model, named, progress, quiet, show, source, told, writable
+from .edge import (
+    Dtype,
+    Files,
+    Json,
+    Model,
+    chosen,
+    named,
+    progress,
+    quiet,
+    show,
+    source,
+    told,
+    writable,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Draw the papers' plots for a model and a text.")
 
@@ -17,7 +30,7 @@ def _analyse() -> None:
     """Draw the papers' plots for a model and a text."""
 
 
-_SEED = Annotated[int, typer.Option(help="Which part of the text.")]
+_SEED = Annotated[int, typer.Option(min=0, help="Which part of the text.")]
 
 
 @app.command("attention")
@@ -43,18 +56,14 @@ def attention(
     with told():
         from ..analyse import attention as work
         from ..analyse import attention_report as report
-        from ..compare.environment import machine
-        from ..compare.plot import check
         from ..recipes import resolve
 
         resolve(recipe)  # a wrong name is told before anything is loaded
-        writable(json, plot)
-        if plot:
-            check(plot)
+        writable(json, plot=plot)
         built, text = _read(files, model, dtype, seed, context=context, new_tokens=new_tokens)
         with progress(new_tokens + 1) as tell:
             layers = work.measure(built, text, context=context, recipe=recipe, progress=tell)
-        facts = _facts(machine(built), model, files, recipe, context, seed)
+        facts = _facts(built, model, files, recipe, context, seed)
         facts["new_tokens"] = new_tokens
         if plot:
             report.plot(layers, facts, plot)
@@ -81,16 +90,13 @@ def error(
     with told():
         from ..analyse import error as work
         from ..analyse import error_report as report
-        from ..compare.environment import machine
-        from ..recipes import resolve
-        from .compare import split
 
-        chosen = [resolve(spec) for spec in split(recipes)]
+        picked = chosen(recipes)
         writable(json)
         built, text = _read(files, model, dtype, seed, context=context, contexts=contexts)
         with progress(contexts) as tell:
-            found = work.measure(built, text, chosen, progress=tell)
-        facts = _facts(machine(built), model, files, recipes, context, seed)
+            found = work.measure(built, text, picked, progress=tell)
+        facts = _facts(built, model, files, recipes, context, seed)
         facts["contexts"] = contexts
         show(report.to_json(found, facts), json, report.table(found, facts))
 
@@ -119,31 +125,29 @@ def distribution(
         from ..analyse import distribution as work
         from ..analyse import distribution_report as report
         from ..compare import InputError
-        from ..compare.environment import machine
-        from ..compare.plot import check
         from ..recipes import resolve
 
-        chosen = resolve(recipe)
+        picked = resolve(recipe)
         try:
             numbers = None if layers is None else [int(n) for n in layers.split(",")]
         except ValueError:
             raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
-        writable(json, plot)
-        if plot:
-            check(plot)
+        writable(json, plot=plot)
         built, text = _read(files, model, dtype, seed, context=context)
-        found = work.measure(built, text, chosen, numbers)
-        facts = _facts(machine(built), model, files, recipe, context, seed)
+        found = work.measure(built, text, picked, numbers)
+        facts = _facts(built, model, files, recipe, context, seed)
         if plot:
             report.plot(found, facts, plot)
         show(report.to_json(found, facts), json, report.table(found, facts))
 
 
 def _facts(
-    machine: dict, model: str, files: list[Path] | None, recipe: str, context: int, seed: int
+    built: Any, model: str, files: list[Path] | None, recipe: str, context: int, seed: int
 ) -> dict:
     """What figures depend on."""
-    return {**machine, "model": named(model), "text": source(files), "recipe": recipe,
+    from ..compare.environment import machine
+
+    return {**machine(built), "model": named(model), "text": source(files), "recipe": recipe,
             "context": context, "seed": seed}  # fmt: skip
 
 

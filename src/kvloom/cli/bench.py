@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import Json, progress, quiet, show, told, writable
+from .edge import Json, chosen, progress, quiet, show, told, writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,91 +39,68 @@ _REPEATS = Annotated[int, typer.Option(help="Timed calls of each side.")]
 _PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times.")]
 
 
-@app.command("decode")
-def decode(
-    context: _CONTEXT = "8192,32768",
-    recipes: _RECIPES = "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
-    heads: _HEADS = "32/8",
-    head_dim: _HEAD_DIM = 128,
-    batch: _BATCH = 1,
-    dtype: _DTYPE = "bfloat16",
-    threads: _THREADS = None,
-    repeats: _REPEATS = 30,
-    json: Json = None,
-    plot: _PLOT = None,
+def _layer(
+    verb: str, context: str, recipes: str, repeats: int, *, about: str, caption: str
 ) -> None:
-    """One layer's decode step: one query to a long context, its token taken in.
+    """Add a verb that measures a part of one layer's work, as the module `bench.<verb>` has it."""
+
+    @app.command(verb, help=about)
+    def command(
+        context: _CONTEXT = context,
+        recipes: _RECIPES = recipes,
+        heads: _HEADS = "32/8",
+        head_dim: _HEAD_DIM = 128,
+        batch: _BATCH = 1,
+        dtype: _DTYPE = "bfloat16",
+        threads: _THREADS = None,
+        repeats: _REPEATS = repeats,
+        json: Json = None,
+        plot: _PLOT = None,
+    ) -> None:
+        with told():
+            from ..bench import Shape, shape
+
+            work = import_module(f"kvloom.bench.{verb}")
+            built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
+            _run(
+                verb, built, context, recipes, threads, repeats, json, plot,
+                lambda names, tokens: work.sides(built, names, tokens), work.AGAINST, caption,
+            )  # fmt: skip
+
+
+_layer(
+    "decode",
+    "8192,32768",
+    "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
+    30,
+    about="""One layer's decode step: one query to a long context, its token taken in.
 
     Beside torch's SDPA (rows: query heads of a group as rows over the same keys, which torch does
     not do by itself) and transformers' caches. The context is not computed: caches are filled with
     random keys and values.
-    """
-    with told():
-        from ..bench import Shape, shape
-        from ..bench import decode as work
-
-        built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
-        _run(
-            "decode", built, context, recipes, threads, repeats, json, plot,
-            lambda names, tokens: work.sides(built, names, tokens), work.AGAINST,
-            "ms: median of a step; KV: held, metadata included; GB/s: keys and values that a step "
-            "has to read, over its time.",
-        )  # fmt: skip
-
-
-@app.command("prefill")
-def prefill(
-    context: _CONTEXT = "2048",
-    recipes: _RECIPES = "full,kivi,skvq,h2o,snapkv,minikv,clusterkv",
-    heads: _HEADS = "32/8",
-    head_dim: _HEAD_DIM = 128,
-    batch: _BATCH = 1,
-    dtype: _DTYPE = "bfloat16",
-    threads: _THREADS = None,
-    repeats: _REPEATS = 5,
-    json: Json = None,
-    plot: _PLOT = None,
-) -> None:
-    """A prompt's attention in one layer, with scoring, dropping, packing and indexing.
+    """,
+    caption="ms: median of a step; KV: held, metadata included; GB/s: keys and values that a step "
+    "has to read, over its time.",
+)
+_layer(
+    "prefill",
+    "2048",
+    "full,kivi,skvq,h2o,snapkv,minikv,clusterkv",
+    5,
+    about="""A prompt's attention in one layer, with scoring, dropping, packing and indexing.
 
     "taking in" is what comes after the attention, timed alone.
-    """
-    with told():
-        from ..bench import Shape, shape
-        from ..bench import prefill as work
-
-        built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
-        _run(
-            "prefill", built, context, recipes, threads, repeats, json, plot,
-            lambda names, tokens: work.sides(built, names, tokens), work.against(built),
-            "ms: median of a prompt in one layer; KV: held after it.",
-        )  # fmt: skip
-
-
-@app.command("pack")
-def pack(
-    context: _CONTEXT = "8192",
-    recipes: _RECIPES = "kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,turbo",
-    heads: _HEADS = "32/8",
-    head_dim: _HEAD_DIM = 128,
-    batch: _BATCH = 1,
-    dtype: _DTYPE = "bfloat16",
-    threads: _THREADS = None,
-    repeats: _REPEATS = 5,
-    json: Json = None,
-    plot: _PLOT = None,
-) -> None:
-    """A prompt's keys and values into their formats, beside the prompt's attention."""
-    with told():
-        from ..bench import Shape, shape
-        from ..bench import pack as work
-
-        built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
-        _run(
-            "pack", built, context, recipes, threads, repeats, json, plot,
-            lambda names, tokens: work.sides(built, names, tokens), work.AGAINST,
-            "ms: median of packing a prompt of one layer; GB/s: keys and values that go in.",
-        )  # fmt: skip
+    """,
+    caption="ms: median of a prompt in one layer; KV: held after it.",
+)
+_layer(
+    "pack",
+    "8192",
+    "kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,turbo",
+    5,
+    about="A prompt's keys and values into their formats, beside the prompt's attention.",
+    caption="ms: median of packing a prompt of one layer; GB/s: keys and values that go in.",
+)
 
 
 @app.command("generate")
@@ -191,22 +169,14 @@ def _run(
     from ..bench.shape import contexts
     from ..compare.environment import machine
     from ..compare.errors import InputError
-    from ..compare.plot import check
     from ..kernels.dispatch import compile_seconds
-    from ..recipes import resolve
-    from .compare import split
 
-    counts, names = contexts(context), list(dict.fromkeys(split(recipes)))
-    if not names:
-        raise InputError("--recipes names no recipe; see kvloom recipes")
-    for name in names:
-        resolve(name)  # a wrong one is told before anything is built
+    counts = contexts(context)
+    names = list(dict.fromkeys(recipe.name for recipe in chosen(recipes)))
     for option, value in (("--threads", threads), ("--repeats", repeats)):
         if value is not None and value < 1:
             raise InputError(f"{option} {value} must be 1 or more")
-    writable(json, plot)
-    if plot:
-        check(plot)
+    writable(json, plot=plot)
     quiet()
     if threads is not None:
         torch.set_num_threads(threads)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .compare import split
-from .edge import Dtype, quiet, told, writable
+from .edge import Dtype, chosen, quiet, told, writable
 
 DEFAULT = "skvq,skvq-k2v1.5,rptq,smoothquant"
 
@@ -36,10 +35,9 @@ def command(
         from ..calibrate import contexts as cut
         from ..compare import InputError, load
         from ..compare.text import opening, read_files, tokenize
-        from ..recipes import resolve
 
-        chosen = [resolve(spec) for spec in split(recipes)]
-        plain = [recipe.name for recipe in chosen if not recipe.store.calibrated]
+        picked = chosen(recipes)
+        plain = [recipe.name for recipe in picked if not recipe.store.calibrated]
         if plain:
             raise InputError(f"recipe {plain[0]!r} needs no calibration; name others")
         writable(out)
@@ -48,7 +46,7 @@ def command(
         built, tokenizer = load(model, dtype)
         settings = Settings(contexts=contexts, context=context)
         ids = cut(tokenize(tokenizer, words), opening(tokenizer), settings)
-        found = _with_progress(lambda tell: calibrate(built, ids, chosen, out, settings, tell))
+        found = _with_progress(lambda tell: calibrate(built, ids, picked, out, settings, tell))
         size = out.stat().st_size
         typer.echo(f"{out}: {len(found.tensors)} tensors, {size:,} bytes, {len(ids)} contexts")
 

@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from .edge import Dtype, Files, Json, Model, named, progress, quiet, show, source, told, writable
+from .edge import (
+    Dtype,
+    Files,
+    Json,
+    Model,
+    chosen,
+    named,
+    progress,
+    quiet,
+    show,
+    source,
+    told,
+    writable,
+)
 
 
 def command(
@@ -49,23 +62,16 @@ def command(
     """
     with told():
         from .. import compare as work
-        from ..compare.plot import check
         from ..compare.run import with_full
         from ..compare.text import library_text, read_files
-        from ..recipes import RECIPES, resolve
+        from ..recipes import RECIPES
 
-        chosen = list(RECIPES) if recipes is None else split(recipes)
-        if not chosen:
-            raise work.InputError(f"--recipes names no recipe; there are {', '.join(RECIPES)}")
+        picked = chosen(",".join(RECIPES) if recipes is None else recipes)
         settings = work.Settings(context, new_tokens, batch, questions, ask, seed)
         share = None if budget is None else _budget(budget)
-        picked = [resolve(spec) for spec in chosen]  # wrong ones are told before anything is loaded
         if share is not None:
             picked = [recipe.with_budget(share) for recipe in picked]
-        writable(json)
-        if plot:
-            check(plot)
-            writable(plot)
+        writable(json, plot=plot)
         text = read_files(files) if files else library_text()
         quiet()
         built, tokenizer = work.load(model, dtype)
@@ -79,17 +85,6 @@ def command(
         if plot:
             work.plot(rows, environment, plot)
         show(work.to_json(rows, environment), json, work.table(rows, environment))
-
-
-def split(recipes: str) -> list[str]:
-    """Part "kivi:bits=4,group=64,rtn" into recipes: an option belongs to the name before it."""
-    parts: list[str] = []
-    for item in (item.strip() for item in recipes.split(",")):
-        if "=" in item and ":" not in item and parts and ":" in parts[-1]:
-            parts[-1] += f",{item}"
-        elif item:
-            parts.append(item)
-    return parts
 
 
 def _budget(text: str) -> int | float:

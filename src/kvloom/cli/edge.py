@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
 
 Files = Annotated[
     list[Path] | None,
@@ -26,18 +32,29 @@ Json = Annotated[
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Say what a user did wrong in one sentence on stderr and leave with exit code 2."""
-    from .. import errors as known
+    """Say what a user did wrong in one sentence on stderr and leave with exit code 2.
+
+    A lack of memory is told as well: mostly it is a context too long.
+    """
+    from .. import errors
     from ..compare.errors import InputError
 
+    ours = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
+    known: tuple[type[Exception], ...] = (InputError, *ours)
     try:
         yield
-    except (
-        InputError, known.CacheMisuse, known.CalibrationError, known.IncompatibleRecipe,
-        known.NotFinite, known.RecipeError, known.UnsupportedModel,
-    ) as error:  # fmt: skip
-        typer.echo(f"kvloom: {error}", err=True)
-        raise typer.Exit(2) from None
+    except known as error:
+        said = str(error)
+    except (MemoryError, RuntimeError) as error:
+        size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        if size is None and not isinstance(error, MemoryError):
+            raise
+        asked = "that much" if size is None else f"{size[1]} more"
+        said = f"there is no memory for {asked}; take fewer tokens, a smaller batch or model"
+    else:
+        return
+    typer.echo(f"kvloom: {said}", err=True)
+    raise typer.Exit(2)
 
 
 def quiet() -> None:
@@ -48,13 +65,63 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def writable(*paths: str | Path | None) -> None:
+def writable(*paths: str | Path | None, plot: Path | None = None) -> None:
     """Refuse a file that could not be written before minutes of work; None and "-" are fine."""
     from ..compare.errors import InputError
+    from ..compare.plot import check
 
-    for path in (Path(path) for path in paths if path not in (None, "-")):
-        if path.is_dir() or not path.absolute().parent.is_dir():
+    if plot:
+        check(plot)
+    for path in (Path(path) for path in (*paths, plot) if path not in (None, "-")):
+        folder = path.absolute().parent
+        if path.is_dir() or not folder.is_dir():
             raise InputError(f"cannot write {str(path)!r}; give a file in a folder that exists")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise InputError(f"cannot write {str(path)!r}: no permission; give another file")
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a file; raises `InputError` if the system does not."""
+    from ..compare.errors import InputError
+
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def stdin() -> str:
+    """The text that is piped in, or typed; raises `InputError` if it is not UTF-8."""
+    from ..compare.errors import InputError
+
+    if sys.stdin.isatty():
+        typer.echo("reading text from here; Ctrl-D ends it", err=True)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError("stdin is not UTF-8 text; convert it first") from error
+
+
+def chosen(recipes: str) -> list[Recipe]:
+    """The recipes that an option names; a wrong one is told before anything is loaded."""
+    from ..compare.errors import InputError
+    from ..recipes import RECIPES, resolve
+
+    specs = split(recipes)
+    if not specs:
+        raise InputError(f"--recipes names no recipe; there are {', '.join(RECIPES)}")
+    return [resolve(spec) for spec in specs]
+
+
+def split(recipes: str) -> list[str]:
+    """Part "kivi:bits=4,group=64,rtn" into recipes: an option belongs to the name before it."""
+    parts: list[str] = []
+    for item in (item.strip() for item in recipes.split(",")):
+        if "=" in item and ":" not in item and parts and ":" in parts[-1]:
+            parts[-1] += f",{item}"
+        elif item:
+            parts.append(item)
+    return parts
 
 
 def named(model: str) -> str:
@@ -72,9 +139,9 @@ def show(data: str, json: str | None, table: Any) -> None:
     if json == "-":
         typer.echo(data)
         return
-    if json:
-        Path(json).write_text(data + "\n", encoding="utf-8")
     printed(table)
+    if json:
+        write(json, data + "\n")
 
 
 def printed(shown: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import Dtype, Model, quiet, told
+from .edge import Dtype, Model, quiet, stdin, told
 
 if TYPE_CHECKING:
     from ..hf.cache import Cache
@@ -26,7 +25,7 @@ def command(
     temperature: Annotated[
         float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token each time.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
     dtype: Dtype = "auto",
 ) -> None:
     """Generate text on a compressed cache; figures of the cache go to stderr."""
@@ -37,7 +36,7 @@ def command(
         from ..recipes import resolve
 
         chosen = resolve(recipe)
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = stdin() if prompt == "-" else prompt
         if not text.strip():
             raise InputError("the prompt is empty; give some text to go on from")
         quiet()

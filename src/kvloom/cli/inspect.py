@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json as js
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .edge import Dtype, Model, named, progress, quiet, told, writable
+from .edge import Dtype, Model, named, progress, quiet, stdin, told, writable, write
 
 
 def command(
@@ -55,9 +54,9 @@ def command(
                 context=context, new_tokens=new_tokens, progress=tell,
             )  # fmt: skip
         data = {"model": named(model), "source": source, **noted}
-        out.write_text(page(data), encoding="utf-8")
+        write(out, page(data))
         if json:
-            json.write_text(js.dumps(data, ensure_ascii=False), encoding="utf-8")
+            write(json, js.dumps(data, ensure_ascii=False))
         typer.echo(_told(data, out))
 
 
@@ -67,7 +66,7 @@ def _words(text: str) -> tuple[str, str]:
     from ..compare.text import read_files
 
     if text == "-":
-        return sys.stdin.read(), "text from stdin"
+        return stdin(), "text from stdin"
     path = Path(text)
     if text and os.path.exists(text):  # Path's own raises where a text is too long for a name
         return read_files([path]), path.name

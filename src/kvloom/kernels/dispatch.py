@@ -19,6 +19,7 @@ from functools import cache
 
 from torch import Tensor
 
+from ..errors import NoKernel
 from . import cuda
 
 CHOICES = ("auto", "ref")
@@ -54,7 +55,7 @@ def environment() -> str:
 def candidate(x: Tensor) -> tuple[str, list[str]]:
     """The backend made for a tensor like this; `ref`, and why, where none is or it is asked for.
 
-    Raises `ValueError` where Triton's kernels are asked for and cannot run.
+    Raises `NoKernel` where Triton's kernels are asked for and cannot run.
     """
     asked = setting()
     if asked == "ref":
@@ -63,7 +64,7 @@ def candidate(x: Tensor) -> tuple[str, list[str]]:
         why = cuda.misplaced(x.device)
         if why:
             remedy = "set TRITON_INTERPRET=1 before the first step to run them on the CPU"
-            raise ValueError(f"kernels 'gpu' are asked for, but {'; '.join(why)}; {remedy}")
+            raise NoKernel(f"kernels 'gpu' are asked for, but {'; '.join(why)}; {remedy}")
         return "gpu", []
     if x.is_cpu:
         return "cpu", []
@@ -85,5 +86,5 @@ def compile_seconds() -> float:
 
 def _known(backend: str) -> str:
     if backend not in (*CHOICES, "gpu"):
-        raise ValueError(f"kernels {backend!r} are none of {', '.join(CHOICES)}, gpu")
+        raise NoKernel(f"kernels {backend!r} are none of {', '.join(CHOICES)}, gpu")
     return backend

@@ -30,19 +30,9 @@ def _recipe(
     positions: str = "original",
     sinks: int = 0,
 ) -> Recipe:
-    budget = (
-        Budget(tokens=tokens, recent=recent, layers=layers)
-        if tokens
-        else Budget(fraction=fraction, recent=recent, layers=layers)
-    )
-    keep = Keep(
-        budget,
-        scorer,
-        when="limit" if limit else when,
-        limit=limit or None,
-        shared=shared,
-        positions=positions,
-    )
+    budget = Budget(tokens or None, None if tokens else fraction, recent, layers)
+    when = "limit" if limit else when
+    keep = Keep(budget, scorer, when=when, limit=limit or None, shared=shared, positions=positions)
     return Recipe(keep=keep, protect=Protect(sinks=sinks), name=name)
 
 

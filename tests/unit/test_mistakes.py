@@ -1,0 +1,187 @@
+"""Mistakes on the command line: one sentence on stderr, exit code 2, and nothing was measured."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from kvloom.bench import ModelShape, caches, clock, limits
+from kvloom.cli import app
+from kvloom.cli.edge import told, write
+from kvloom.compare import InputError
+
+# What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
+READ = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect",
+        "calibrate model --out c.safetensors --text"]  # fmt: skip
+ONE = ["analyse attention", "analyse distribution", "generate hi", "inspect hi", "recipes"]
+SEVERAL = ["compare", "analyse error", "calibrate model --out c.safetensors", "bench decode",
+           "bench generate"]  # fmt: skip
+JSON = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect hi",
+        "bench decode", "bench generate"]  # fmt: skip
+PLOT = ["compare", "analyse attention", "analyse distribution", "bench prefill"]
+LOAD = ["compare text.txt", "analyse error text.txt --context 64", "generate hi", "inspect hi"]
+MODELS = [
+    ("nobody/nothing", "there is no model 'nobody/nothing': it is not a folder here"),
+    ("no-model", "'no-model' is a folder without config.json"),
+    ("untyped", "model 'untyped' cannot be loaded: "),
+    ("cut", "model 'cut' cannot be loaded: "),
+]
+COMMON = [
+    *((f"{v} none.txt", "there is no file 'none.txt'") for v in READ),
+    *((f"{v} empty.txt", "'empty.txt' is empty; give a file with text") for v in READ),
+    *((f"{v} bytes.bin", "'bytes.bin' is not UTF-8 text; convert it first") for v in READ),
+    *((f"{v} no-model", "'no-model' is a folder; give text files") for v in READ),
+    *((f"{v} {'kivy' if v == 'recipes' else '--recipe kivy'}", "mean 'kivi'?") for v in ONE),
+    *((f"{v} --recipes full,kivy", "did you mean 'kivi'?") for v in SEVERAL),
+    *((f"{v} --recipes ,", "--recipes names no recipe; there are full, ") for v in SEVERAL),
+    *((f"{v} --json nowhere/a.json", "give a file in a folder that exists") for v in JSON),
+    *((f"{v} --json no-model", "give a file in a folder that exists") for v in JSON),
+    *((f"{v} --plot nowhere/a.png", "give a file in a folder that exists") for v in PLOT),
+    *((f"{v} --plot a.xyz", "must end in one of .png") for v in PLOT),
+    *((f"{v} --model {name}", said) for v in LOAD for name, said in MODELS),
+    *((f"{v} --dtype fp8", "dtype='fp8' is not one of auto") for v in LOAD),
+    *((f"bench {v} --context 64 {option}", said) for v in ("decode", "generate")
+      for option, said in [
+          ("--context 0", "--context '0' is not a list of token counts, 1 or more"),
+          ("--context=-5", "--context '-5' is not a list"),
+          ("--context 8k", "--context '8k' is not a list"),
+          ("--context ,", "--context ',' is not a list"),
+          ("--threads 0", "--threads 0 must be 1 or more"),
+          ("--repeats=-1", "--repeats -1 must be 1 or more"),
+          ("--batch 0", "batch=0 must be 1 or more"),
+          ("--heads 8/3", "8 query heads cannot share 3 key/value heads"),
+          ("--heads 8/x", "--heads '8/x' is not query heads/key-value heads"),
+          ("--heads 8/0", "kv_heads=0 must be 1 or more"),
+          ("--head-dim 0", "head_dim=0 must be 1 or more"),
+          ("--head-dim 7", "head_dim=7 is odd, and RoPE turns pairs of numbers; use 8"),
+          ("--dtype int8", "--dtype 'int8' is not one of bfloat16, float16, float32"),
+      ]),
+]  # fmt: skip
+OWN = [
+    ("compare short.txt --model model", "tokens, context and continuation take"),
+    ("compare --recipes kivi,bits=4", "no recipe named 'bits=4'"),
+    ("compare --recipes kivi:bts=4", "no option 'bts' (did you mean 'bits'?)"),
+    ("compare --recipes kivi:residual=100", "residual=100 is not a multiple of group=32"),
+    ("compare --new-tokens 3", "new_tokens=3 must be 32 or more"),
+    ("compare --context=-5", "context=-5 must be 1 or more"),
+    ("compare --seed=-1", "seed=-1 must be 0 or more"),
+    ("compare --budget half", "--budget 'half' is neither whole tokens (512) nor a fraction"),
+    ("compare --budget 0", "budget tokens=0 must be a whole number, 1 or more"),
+    ("compare --budget 1.5", "budget fraction=1.5 must lie in (0, 1]"),
+    ("compare --budget 16 --recipes snapkv", "window of 32 tokens does not fit a budget"),
+    ("compare --ask before", "ask='before' is not one of after, with"),
+    ("compare text.txt --model model --context 1000", "use a context of 863 or less"),
+    ("analyse attention text.txt --model model", "the model has 1024; give less text"),
+    ("analyse error short.txt --model model", "give more text or a smaller --context"),
+    ("analyse distribution --layers first", "--layers 'first' must be numbers, such as 0,3,5"),
+    ("analyse distribution text.txt --model model --context 64 --layers 9 --recipe full",
+     "layers [9] are not among those that kvloom holds; choose from [0, 1]"),
+    ("generate ''", "the prompt is empty; give some text to go on from"),
+    ("generate", "the prompt is empty; give some text to go on from"),
+    ("generate hi --model model --recipe kivi:group=64", "does not divide head_dim=32"),
+    ("generate hi --model model --max-new-tokens 2000", "the model has 1024"),
+    ("inspect '' --model model", "the text is empty"),
+    ("inspect none.txt", "there is no file 'none.txt'; give a file that exists, or the text"),
+    ("inspect hi --out nowhere/a.html", "give a file in a folder that exists"),
+    ("calibrate model --out c.safetensors --recipes kivi", "'kivi' needs no calibration"),
+    ("calibrate model --out nowhere/c.safetensors", "cannot write 'nowhere/c.safetensors'"),
+    ("calibrate model --out c.safetensors --text text.txt --context 9000",
+     "calibration needs 4 contexts of 9000; give more text"),
+    ("calibrate model --out c.safetensors --text text.txt --recipes skvq",
+     "group=128 does not divide the layer's channels=32"),
+    ("calibrate no-model --out c.safetensors --text text.txt", "a folder without config.json"),
+    ("recipes kivi:bits=x", "option 'bits' of recipe 'kivi' must be a number, not 'x'"),
+    ("bench generate --hidden 63", "hidden=63 is not a multiple of 32 query heads"),
+    ("bench generate --layers 0", "layers=0 must be 1 or more"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(here, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(clock, "run", lambda *_, **__: pytest.fail("measured all the same"))
+    monkeypatch.setattr(limits, "read_gb_s", lambda: 1.0)
+
+
+def refused(command, **kwargs):
+    """The one sentence of a run that must end with exit code 2."""
+    found = CliRunner().invoke(app, shlex.split(command), **kwargs)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    (line,) = found.stderr.strip().splitlines()
+    assert line.startswith("kvloom: ")
+    return line
+
+
+@pytest.mark.parametrize(("command", "said"), COMMON + OWN)
+def test_a_mistake_is_told_in_one_sentence(here, command, said):
+    before = sorted(path.name for path in here.iterdir())
+    assert said in refused(command)
+    assert sorted(path.name for path in here.iterdir()) == before
+
+
+def test_a_model_that_is_no_decoder():
+    assert "model 't5' cannot be loaded: " in refused("compare text.txt --model t5")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "analyse attention --context=-5", "analyse error --context 1", "analyse error --seed=-1",
+        "analyse distribution --context abc", "generate hi --max-new-tokens 0",
+        "generate hi --temperature=-1", "generate hi --seed=-1", "inspect hi --context 0",
+        "inspect hi --new-tokens=-1", "calibrate model", "compare --recepes kivi", "recipe",
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_and_a_word_there_is_not(command):
+    found = CliRunner().invoke(app, shlex.split(command))
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert isinstance(found.exception, SystemExit)  # Typer's own sentence
+    assert "Usage: " in found.stderr
+
+
+@pytest.mark.parametrize("verb", ["generate", "inspect"])
+def test_stdin_that_is_no_text(verb):
+    assert "stdin is not UTF-8 text; convert it first" in refused(verb, input=b"\xff\xfe")
+
+
+def test_kernels_there_are_not(monkeypatch):
+    monkeypatch.setenv("KVLOOM_KERNELS", "fast")
+    assert "kernels 'fast' are none of auto, ref" in refused("generate hi --model model")
+
+
+def test_memory_that_does_not_suffice(monkeypatch):
+    tokens = 10**13  # beyond what a process can address
+    assert "there is no memory for " in refused(
+        f"bench decode --heads 4/2 --head-dim 32 --context {tokens}"
+    )
+
+    def none(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(caches, "random", none)
+    assert "there is no memory for that much; take fewer tokens" in refused("bench pack")
+
+
+def test_an_error_of_ours_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="a bug"), told():
+        raise RuntimeError("a bug")
+
+
+def test_a_file_without_permission(monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    line = refused("compare --json a.json")
+    assert line == "kvloom: cannot write 'a.json': no permission; give another file"
+
+
+def test_a_file_that_cannot_be_written_after_all(tmp_path):
+    with pytest.raises(InputError, match=r"cannot write '.*gone/a.json': No such file"):
+        write(tmp_path / "gone" / "a.json", "{}")
+
+
+def test_a_model_shape_of_nothing():
+    with pytest.raises(InputError, match="vocabulary=0 must be 1 or more"):
+        ModelShape(vocabulary=0)

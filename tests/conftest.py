@@ -29,7 +29,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvloom")
-torch.set_num_threads(1)  # with tensors this small, threads only wait for each other
 
 
 @pytest.fixture(autouse=True)

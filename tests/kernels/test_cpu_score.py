@@ -284,6 +284,15 @@ def test_what_is_not_covered_is_left_to_the_reference_visibly(monkeypatch):
         cpu.column_mass(q, k, 0.3, valid=torch.ones(1, 1, 4, dtype=torch.bool))
 
 
+def test_a_gpu_that_has_no_kernel_for_it_leaves_it_to_the_reference(monkeypatch):
+    monkeypatch.setattr(dispatch, "candidate", lambda x: ("gpu", []))  # as for CUDA's tensors
+    dispatch.ran.clear()
+    run.step_mass(torch.zeros(1, 4, 1, 16), 9, 2)
+    run.lowest(torch.zeros(1, 2, 20), torch.arange(40).view(1, 2, 20).int(), 9)
+    why = "it is not known to it"
+    assert dispatch.ran == {("step_mass", "ref", why): 1, ("lowest", "ref", why): 1}
+
+
 WHOLE = {
     "h2o": resolve("h2o:tokens=40"),
     "keyformer": resolve("keyformer:tokens=40"),

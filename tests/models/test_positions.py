@@ -48,6 +48,7 @@ def kept(cache) -> list[int]:
     return slots.index[0, 0][held].sort().values.tolist()
 
 
+@torch.no_grad()  # a step that asks for a gradient is left to the reference
 def logits(model, ids, **kwargs):
     return model(input_ids=ids, use_cache=True, **kwargs).logits[:, -1]
 

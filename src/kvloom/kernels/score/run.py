@@ -17,7 +17,7 @@ COVERAGE = {
     ),
     "gpu": (
         "queries and keys in one of fp32, fp16, bf16, head_dim up to 256; noise gumbel, constant; "
-        "tau, window, padding, softcap, bias; not from a step's products"
+        "tau, window, padding, softcap, bias; not from a step's products; not the slot given up"
     ),
 }
 """What a backend covers; `ref` runs the rest."""
@@ -38,15 +38,18 @@ def column_mass(
 
 def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """Add up as `ref.step_mass` does, by the kernel that covers the case."""
-    backend, why = dispatch.candidate(products)
-    if backend == "gpu":
-        why = why or ["it is not known to it"]
-    dispatch.count("step_mass", backend, why)
-    return (ref.step_mass if why else cpu.step_mass)(products, n, hk, **options)
+    return _on_cpu("step_mass", products).step_mass(products, n, hk, **options)
 
 
 def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
     """Find the slot that `ref.lowest` finds, by the kernel that covers the case."""
-    _, why = dispatch.candidate(scores)
-    dispatch.count("lowest", "cpu", why)
-    return (ref.lowest if why else cpu.lowest)(scores, index, before, see)
+    return _on_cpu("lowest", scores).lowest(scores, index, before, see)
+
+
+def _on_cpu(operation: str, x: Tensor) -> Any:
+    """Whose operation takes x, of those that Triton has no kernel of; counts the answer."""
+    backend, why = dispatch.candidate(x)
+    if backend == "gpu":
+        why = why or ["it is not known to it"]
+    dispatch.count(operation, backend, why)
+    return ref if why else cpu

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 import kvloom
 from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, SavedCacheError
-from kvloom.hf import saved, state
+from kvloom.hf import saved
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe import Recipe
 from kvloom.recipes import RECIPES, resolve
 from kvloom.store.calibration import Calibration
 
-# Every recipe in a size that drops, packs, recalls and is in the middle of a block after 180 tokens.
+# Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.
 SMALL = {
     "full": "",
     "clusterkv": "tokens=40,size=8,sinks=4,full_layers=1",
@@ -89,7 +89,7 @@ def kivi(llama):
 def step(model, cache, lo: int, hi: int, rows=slice(None)) -> torch.Tensor:
     """Logits of tokens lo to hi behind those that the cache holds."""
     ids, mask = IDS["input_ids"][rows, lo:hi], IDS["attention_mask"][rows, :hi]
-    with torch.inference_mode():
+    with torch.no_grad():
         return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
 
 
@@ -112,7 +112,7 @@ def same(a: list, b: list) -> bool:
 
 
 def held(path) -> int:
-    """Bytes of the tensors in a file, but for masks and lists of rows, which `nbytes` leaves out."""
+    """Bytes of the tensors in a file, without masks and lists of rows, as `nbytes` has it."""
     uncounted = (".mask", ".stretches", ".source")
     return sum(x.nbytes for name, x in load_file(path).items() if not name.endswith(uncounted))
 
@@ -170,7 +170,7 @@ def test_generate_goes_on_behind_a_prefix_in_half_precision(tmp_path):
     model = zoo.build("llama-gqa").bfloat16()
     ids = zoo.batch(1, 90, (0,))["input_ids"]
     cache = kvloom.Cache(model, "skvq:group=16,window=8,reorder=false,clip=0.9")
-    with torch.inference_mode():
+    with torch.no_grad():
         model(input_ids=ids[:, :80], past_key_values=cache)
     cache.save(tmp_path / "prefix.kv")
     loaded = kvloom.Cache.load(model, tmp_path / "prefix.kv")
@@ -316,7 +316,8 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, mon
 def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
     model, cache = kivi
     path = tmp_path / "prefix.kv"
-    cache.activate_past_recording()
+    for layer in cache.routed:
+        layer.record_past = True
     step(model, cache, 70, 73)
     with pytest.raises(CacheMisuse, match=r"newest 3 tokens may still be taken back; call crop"):
         cache.save(path)

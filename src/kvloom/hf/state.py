@@ -91,8 +91,8 @@ def take(x: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if x is None or isinstance(x, int):
         return x
     if isinstance(x, Tensor):
-        whole = {"copy": True, "memory_format": torch.contiguous_format}  # layers may share a mask
-        tensors[path] = x.detach().to("cpu", **whole)
+        whole = torch.contiguous_format  # and a copy: layers may share a mask
+        tensors[path] = x.detach().to("cpu", copy=True, memory_format=whole)
         return _TENSOR
     if isinstance(x, (list, tuple)):
         return [take(y, f"{path}.{i}", tensors) for i, y in enumerate(x)]

@@ -41,3 +41,7 @@ class NotFinite(ValueError):
 
 class CalibrationError(ValueError):
     """A calibration that is missing, damaged, of another model, or not made for a format."""
+
+
+class SavedCacheError(ValueError):
+    """A file of a cache that is missing, damaged, of another model or version, or not writable."""

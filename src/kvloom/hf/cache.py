@@ -5,6 +5,7 @@ Decides how the calls of transformers map onto `LayerCache`; computes nothing.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..recall import Traffic
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..scored import layer_cache, link
-from . import compat, rotary
+from . import compat, rotary, saved
 from .known import known
 
 
@@ -164,7 +165,7 @@ class Cache(transformers.Cache):
         from .attach import route
 
         compat.refuse_unsupported(model)
-        self.recipe = resolve(recipe)
+        self.recipe, self.owner = resolve(recipe), saved.Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
         told = known(model, self.recipe)
@@ -231,6 +232,24 @@ class Cache(transformers.Cache):
         for layer in self.routed:
             layer.cache.check_crop(layer.to_remove(tokens_to_remove))
         super().crop(tokens_to_remove)
+
+    def save(self, path: str | Path) -> None:
+        """Write all that is held to a safetensors file of about `nbytes`, whole or not at all.
+
+        Nothing of the model goes into it, nor token ids, nor padding masks. Raises
+        `SavedCacheError` where it cannot be written, and `CacheMisuse` in the middle of a step, or
+        while tokens may still be taken back.
+        """
+        saved.save(self, path)
+
+    @classmethod
+    def load(cls, model: PreTrainedModel, path: str | Path) -> Cache:
+        """Return the cache in a file that `save` wrote, on the model's device.
+
+        It goes on exactly as the one that was saved. Raises `SavedCacheError` for another file,
+        model, dtype, calibration or version, before anything is changed.
+        """
+        return saved.load(cls, model, path)
 
 
 def _alias(x: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Far:
 
     def __init__(self, tier: Tier, forms: tuple[Form | None, Form | None], unit: int) -> None:
         self.tier, self.forms, self.unit = tier, forms, unit
-        self.shelves = [] if tier.kind == "host" else self._shelves(pinned=False)
+        self.shelves = [] if tier.kind == "host" else self.empty_shelves(pinned=False)
         self.stretches = torch.empty(0, 3, dtype=torch.long)
         self.source = torch.empty(1, 0, dtype=torch.long)
         self.tokens = 0
@@ -122,7 +122,7 @@ class Far:
         """
         self.like, b = like, like.shape[0]
         if not self.shelves:
-            self.shelves = self._shelves(pinned=like.is_cuda)
+            self.shelves = self.empty_shelves(pinned=like.is_cuda)
         here, bricks = torch.arange(b)[:, None], tokens // self.unit
         if self.source.shape[1] == 0 or not torch.equal(self.source[:, -1:], here):
             new = torch.tensor([[self.tokens, b, self._bricks]])
@@ -192,6 +192,15 @@ class Far:
         new.traffic = self.traffic
         return new
 
+    def empty_shelves(self, pinned: bool) -> list[Shelf]:
+        """Return empty shelves: one where keys and values are exact, else one for each."""
+
+        def rows() -> Rows:
+            return FileRows(self.tier.folder) if self.tier.kind == "file" else Rows(pinned)
+
+        forms = (None,) if self.forms == (None, None) else self.forms
+        return [Shelf(rows, form, self.unit) for form in forms]
+
     @property
     def _bricks(self) -> int:
         """Bricks held."""
@@ -200,15 +209,6 @@ class Far:
         assert self.like is not None
         begin, batch, brick = self.stretches[-1].tolist()
         return brick + (self.tokens - begin) // self.unit * batch * self.like.shape[1]
-
-    def _shelves(self, pinned: bool) -> list[Shelf]:
-        """Empty shelves: one where keys and values are exact, else one for each."""
-
-        def rows() -> Rows:
-            return FileRows(self.tier.folder) if self.tier.kind == "file" else Rows(pinned)
-
-        forms = (None,) if self.forms == (None, None) else self.forms
-        return [Shelf(rows, form, self.unit) for form in forms]
 
     def _joined(self, parts: Sequence[Part]) -> Sequence[Part]:
         """The parts as the shelves hold them."""

@@ -98,7 +98,7 @@ class Rows:
             spare = 0 if self.data is None else max(16, need // 16)
             self.data = self._room(need + spare, x)
         self.data[self.count : need].copy_(x, non_blocking=self.pinned)
-        if self.pinned:
+        if self.pinned and x.is_cuda:
             self.copied = torch.cuda.current_stream(x.device).record_event()
         self.count = need
 

@@ -1,0 +1,359 @@
+"""A saved cache goes on as the one that was saved, in every form; other files are refused."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import json
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import kvloom
+from kvloom.calibrate import Settings, calibrate
+from kvloom.errors import CacheMisuse, IncompatibleRecipe, SavedCacheError
+from kvloom.hf import saved
+from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe import Recipe
+from kvloom.recipes import RECIPES, resolve
+from kvloom.store.calibration import Calibration
+
+# Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.
+SMALL = {
+    "full": "",
+    "clusterkv": "tokens=40,size=8,sinks=4,full_layers=1",
+    "clusterkv-2bit": "tokens=140,size=8,sinks=4,full_layers=1",
+    "dilated": "tokens=40",
+    "h2o": "",
+    "keyformer": "",
+    "kivi": "group=16,residual=32",
+    "kivi-4": "group=16,residual=32,meta=fp8",
+    "minikv": "residual=32",
+    "minikv-pyramid": "residual=32",
+    "minikv-snap": "window=8,residual=32",
+    "pyramidkv": "tokens=40,window=8",
+    "quest": "tokens=48,page=4,sinks=4,recent=8,full_layers=1",
+    "random": "",
+    "rptq": "group=16",
+    "rtn": "group=16",
+    "skvq": "group=16,window=8,sinks=2",
+    "skvq-k2v1.5": "group=16",
+    "smoothquant": "group=16",
+    "snapkv": "tokens=40,window=8",
+    "streaming": "tokens=40",
+    "topk": "tokens=40,sinks=4,recent=8,full_layers=1",
+    "turbo": "window=8,sinks=3",
+    "window": "tokens=40",
+}
+FORMS = [
+    *(f"{name}:{options}" for name, options in SMALL.items()),
+    "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,group=each",
+    "clusterkv-2bit:tokens=140,size=8,sinks=4,full_layers=1,tier=file",
+    "h2o:shared=true,layers=variance",
+    "h2o:tokens=40,limit=120,positions=renumbered",
+    "keyformer:tokens=40,positions=renumbered",
+    "skvq:group=16,window=8,sinks=2,heavy=4",
+    "snapkv:tokens=40,window=8,positions=renumbered",
+    "window:tokens=40,limit=200",
+]
+CALIBRATED = [form for form in FORMS if resolve(form).store.calibrated]
+KIVI = "kivi:group=16,residual=32"
+IDS = zoo.batch(3, 220, (0, 17, 60))
+PROMPT, SAVED = 170, 180
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    model = zoo.build("llama-gqa", head_dim=32)
+    path = tmp_path_factory.mktemp("llama") / "c.safetensors"
+    ids = torch.randint(3, 199, (4, 64), generator=torch.Generator().manual_seed(0))
+    settings = Settings(contexts=4, context=64, sample_contexts=2, sample_tokens=64, recent=8)
+    calibrate(model, ids, [resolve(form) for form in CALIBRATED], path, settings)
+    return model, path
+
+
+@pytest.fixture
+def kivi(llama):
+    """A model and a cache of a short prompt."""
+    cache = kvloom.Cache(llama[0], KIVI)
+    step(llama[0], cache, 0, 70)
+    return llama[0], cache
+
+
+def step(model, cache, lo: int, hi: int, rows=slice(None)) -> torch.Tensor:
+    """Logits of tokens lo to hi behind those that the cache holds."""
+    ids, mask = IDS["input_ids"][rows, lo:hi], IDS["attention_mask"][rows, :hi]
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def go_on(model, cache) -> list:
+    """What a cache of 180 tokens answers from there on, and how much it holds."""
+    found = []
+    for lo, hi in ((180, 181), (181, 182), (182, 200), (200, 201), (201, 202)):
+        found += [step(model, cache, lo, hi), cache.nbytes, cache.tokens_read, cache.traffic]
+    cache.reorder_cache(torch.tensor([0, 0, 2]))
+    rows = torch.tensor([0, 0, 2])
+    found += [step(model, cache, lo, lo + 1, rows) for lo in range(202, 220)]
+    return [*found, cache.nbytes]
+
+
+def same(a: list, b: list) -> bool:
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def held(path) -> int:
+    """Bytes of the tensors in a file, without masks and lists of rows, as `nbytes` has it."""
+    uncounted = (".mask", ".stretches", ".source")
+    return sum(x.nbytes for name, x in load_file(path).items() if not name.endswith(uncounted))
+
+
+def test_every_recipe_is_here():
+    assert SMALL.keys() == RECIPES.keys()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(llama, form, tmp_path):
+    model, calibration = llama
+    if form in CALIBRATED:
+        form = f"{form},calibration={calibration}"
+    cache, path = kvloom.Cache(model, form), tmp_path / "prefix.kv"
+    step(model, cache, 0, PROMPT)
+    cache.save(path)
+    assert held(path) == cache.nbytes  # where nothing is spare
+    for lo, hi in ((PROMPT, 171), (171, 179), (179, SAVED)):
+        step(model, cache, lo, hi)
+    cache.save(path)
+    assert held(path) <= cache.nbytes
+    loaded = kvloom.Cache.load(model, path)
+    assert (loaded.recipe, loaded.nbytes) == (cache.recipe, cache.nbytes)
+    assert loaded.get_seq_length() == SAVED
+    assert same(go_on(model, loaded), go_on(model, copy.deepcopy(cache)))
+    assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("gemma3", KIVI),
+        ("mistral-sliding", "full"),
+        ("gpt2", "streaming:tokens=40,positions=renumbered"),
+        ("gptj", "h2o:tokens=40,positions=renumbered"),
+        ("falcon-alibi", "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1"),
+        ("mpt", "snapkv:tokens=40,window=8,positions=renumbered"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("prompt", [9, 60])
+def test_other_models_and_their_sliding_layers_go_on_too(name, recipe, prompt, tmp_path):
+    model = zoo.build(name)
+    cache = kvloom.Cache(model, recipe)
+    step(model, cache, 0, prompt)
+    step(model, cache, prompt, prompt + 1)
+    cache.save(tmp_path / "prefix.kv")
+    model = zoo.build(name)  # as tomorrow, in another process
+    loaded = kvloom.Cache.load(model, tmp_path / "prefix.kv")
+    for lo in range(prompt + 1, prompt + 30):
+        assert torch.equal(step(model, loaded, lo, lo + 1), step(model, cache, lo, lo + 1))
+        assert loaded.nbytes == cache.nbytes
+
+
+def test_generate_goes_on_behind_a_prefix_in_half_precision(tmp_path):
+    model = zoo.build("llama-gqa").bfloat16()
+    ids = zoo.batch(1, 90, (0,))["input_ids"]
+    cache = kvloom.Cache(model, "skvq:group=16,window=8,reorder=false,clip=0.9")
+    with torch.no_grad():
+        model(input_ids=ids[:, :80], past_key_values=cache)
+    cache.save(tmp_path / "prefix.kv")
+    loaded = kvloom.Cache.load(model, tmp_path / "prefix.kv")
+    answers = [
+        model.generate(ids, past_key_values=each, max_new_tokens=12, do_sample=False)
+        for each in (cache, loaded)
+    ]
+    assert torch.equal(*answers)
+    assert loaded.nbytes == cache.nbytes
+
+
+def test_what_was_chosen_with_a_trace_can_be_told(llama, tmp_path):
+    model, _ = llama
+    cache = kvloom.Cache(model, "snapkv:tokens=40,window=8")
+    for layer in cache.routed:
+        layer.cache.trace = True
+    step(model, cache, 0, 70)
+    cache.save(tmp_path / "prefix.kv")
+    loaded = kvloom.Cache.load(model, tmp_path / "prefix.kv")
+    for one, other in zip(cache.routed, loaded.routed, strict=True):
+        assert torch.equal(one.cache.logical(), other.cache.logical())
+
+
+def test_a_crop_goes_back_as_far(llama, tmp_path):
+    model, _ = llama
+    cache = kvloom.Cache(model, "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1,tier=host")
+    step(model, cache, 0, 90)
+    cache.save(tmp_path / "prefix.kv")
+    loaded = kvloom.Cache.load(model, tmp_path / "prefix.kv")
+    for each in (cache, loaded):
+        each.crop(-20)
+    assert torch.equal(step(model, loaded, 70, 71), step(model, cache, 70, 71))
+
+
+def test_an_empty_cache_comes_back_empty(llama, tmp_path):
+    model, _ = llama
+    kvloom.Cache(model, KIVI).save(tmp_path / "none.kv")
+    loaded = kvloom.Cache.load(model, tmp_path / "none.kv")
+    assert (loaded.nbytes, loaded.get_seq_length()) == (0, 0)
+    assert torch.equal(step(model, loaded, 0, 70), step(model, kvloom.Cache(model, KIVI), 0, 70))
+
+
+def test_nothing_of_the_file_is_needed_once_it_is_loaded(kivi, tmp_path):
+    model, cache = kivi
+    path = tmp_path / "prefix.kv"
+    cache.save(path)
+    loaded = kvloom.Cache.load(model, path)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(step(model, loaded, 70, 71), step(model, cache, 70, 71))
+
+
+def refused(model, path) -> str:
+    with pytest.raises(SavedCacheError) as error:
+        kvloom.Cache.load(model, path)
+    assert "\n" not in str(error.value)
+    assert path.name in str(error.value)
+    return str(error.value)
+
+
+def rewrite(path, **changes) -> None:
+    """Let a file say something else of itself."""
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["kvloom_cache"])
+    save_file(load_file(path), path, {"kvloom_cache": json.dumps({**about, **changes})})
+
+
+def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
+    model, cache = kivi
+    path = tmp_path / "prefix.kv"
+    assert "there is no saved cache" in refused(model, path)
+    cache.save(path)
+    whole = path.read_bytes()
+    for cut in (0, 5, 300, -1):
+        path.write_bytes(whole[:cut])
+        assert "is cut off, or was never a saved cache" in refused(model, path)
+    save_file({"w": torch.ones(2)}, path)
+    assert "safetensors, but no saved cache" in refused(model, path)
+    path.write_bytes(whole)
+    rewrite(path, format="99-0", kvloom="9.0")
+    assert f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__})" in refused(
+        model, path
+    )
+
+
+def test_another_model_dtype_or_rope_is_refused_before_anything_is_changed(kivi, tmp_path):
+    path = tmp_path / "prefix.kv"
+    kivi[1].save(path)
+    other = zoo.build("qwen3")
+    says = refused(other, path)
+    assert "a cache of LlamaForCausalLM with model=LlamaForCausalLM, head_dim=32, weights=" in says
+    assert "this model is Qwen3ForCausalLM with model=Qwen3ForCausalLM, head_dim=16" in says
+    tuned = zoo.build("llama-gqa", seed=1, head_dim=32)
+    assert "LlamaForCausalLM with weights=" in refused(tuned, path)
+    half = zoo.build("llama-gqa", head_dim=32).bfloat16()
+    assert "this model is LlamaForCausalLM with dtype=bfloat16;" in refused(half, path)
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    longer = zoo.build("llama-gqa", head_dim=32, rope_parameters=rope)
+    assert "with rope_parameters={'rope_type': 'linear'" in refused(longer, path)
+    assert all(getattr(m, "_kvloom", None) is None for m in (other, tuned, half, longer))
+
+
+def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_path):
+    model, calibration = llama
+    path, own = tmp_path / "prefix.kv", tmp_path / "c.safetensors"
+    own.write_bytes(calibration.read_bytes())
+    cache = kvloom.Cache(model, f"skvq:group=16,window=8,calibration={own}")
+    step(model, cache, 0, 70)
+    cache.save(path)
+    kvloom.Cache.load(model, path)
+    found = Calibration.load(own)
+    for name, x in found.tensors.items():
+        if name.startswith("clip."):
+            x *= 0.5
+    found.save(own)
+    assert "packed with another calibration" in refused(model, path)
+    own.unlink()
+    with pytest.raises(IncompatibleRecipe, match=r"there is no calibration .*c\.safetensors"):
+        kvloom.Cache.load(model, path)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, monkeypatch):
+    _, cache = kivi
+    path = tmp_path / "prefix.kv"
+    cache.save(path)
+    before = path.read_bytes()
+
+    def full(tensors, to, metadata):
+        to.write_bytes(b"some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saved, "save_file", full)
+    with pytest.raises(SavedCacheError, match=r"prefix\.kv' cannot be written: No space left"):
+        cache.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    for nowhere in (tmp_path / "none" / "p.kv", path / "p.kv", tmp_path):
+        with pytest.raises(SavedCacheError, match="cannot be written"):
+            cache.save(nowhere)
+    assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
+
+
+def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
+    model, cache = kivi
+    path = tmp_path / "prefix.kv"
+    for layer in cache.routed:
+        layer.record_past = True
+    step(model, cache, 70, 73)
+    with pytest.raises(CacheMisuse, match=r"newest 3 tokens may still be taken back; call crop"):
+        cache.save(path)
+    cache.crop(-1)
+    cache.save(path)
+    loaded = kvloom.Cache.load(model, path)
+    assert loaded.get_seq_length() == 72
+    cache.routed[1].cache.seen += 1
+    with pytest.raises(CacheMisuse, match="last step failed"):
+        cache.save(path)
+
+
+def test_copies_know_their_model_and_pickles_do_not(tmp_path):
+    model = zoo.build("llama-gqa")
+    cache = kvloom.Cache(model, KIVI)
+    copy.deepcopy(cache).save(tmp_path / "copy.kv")
+    for lost in (pickle.loads(pickle.dumps(cache)), cache):
+        if lost is cache:
+            del model
+            gc.collect()
+        with pytest.raises(CacheMisuse, match="this one's model is gone, or was lost in a pickle"):
+            lost.save(tmp_path / "none.kv")
+
+
+def test_what_saving_does_not_know_is_refused(kivi, tmp_path):
+    model, cache = kivi
+    path = tmp_path / "none.kv"
+    cache.routed[0].cache.body.keys.tail.more = 1
+    with pytest.raises(SavedCacheError, match="Buffer has more, of which saving knows nothing"):
+        cache.save(path)
+
+    @dataclass(frozen=True)
+    class Mine(Mass):
+        """A score of somebody's own."""
+
+    mine = kvloom.Cache(model, Recipe(keep=Keep(Budget(20), Mine())))
+    with pytest.raises(SavedCacheError, match="'custom' has a part of your own"):
+        mine.save(path)
+    assert not path.exists()

@@ -1,8 +1,8 @@
 """Rotating a row of channels, rounding it to levels, and back: the steps for rotated groups.
 
 Decides nothing of the arithmetic, which is `rotated`'s to the last bit: the same sums in the same
-order. Rows of numbers are fp32, padded to whole vectors; codes are a byte each. Addresses are int64.
-Importing this imports Numba.
+order. Rows of numbers are fp32, padded to whole vectors; codes are a byte each. Addresses are
+int64. Importing this imports Numba.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from ..lanes import (
     Lanes,
     add,
     at,
+    call,
+    div,
     fused,
+    larger,
     load,
     load_one,
     mul,
@@ -37,26 +40,12 @@ from ..lanes import (
     store_one,
     write,
 )
-from .numbers import made, put_vector, sub
+from .numbers import held, made, nonzero, put_vector, smaller, sub
 from .ref import ATOM, top
+from .tiles import narrow
 
 _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
-MOST = 15  # levels above the lowest that are met one by one; of more, the place is searched
-
-
-def _number(b: Any, base: Any, i: int) -> Any:
-    """Number i of a table in all lanes."""
-    return spread(b, read(b, at(b, base, 4 * i), F32))
-
-
-def _each(b: Any, base: Any, index: Any) -> Any:
-    """Sixteen numbers of a table, by lanes of int32."""
-    found = ir.Constant(VF, ir.Undefined)
-    for i in range(WIDTH):
-        lane = ir.Constant(I32, i)
-        where = b.shl(b.zext(b.extract_element(index, lane), I64), ir.Constant(I64, 2))
-        found = b.insert_element(found, read(b, b.add(base, where), F32), lane)
-    return found
+_MOST = 15  # the highest code of formats whose levels are met one by one
 
 
 def _forms(b: Any, twice: Any) -> Any:
@@ -64,6 +53,51 @@ def _forms(b: Any, twice: Any) -> Any:
     for bits in ATOM:
         with b.if_then(b.icmp_signed("==", twice, ir.Constant(I64, int(2 * bits)))):
             yield top(bits)
+
+
+def _all(b: Any, table: Any, i: int) -> Any:
+    """Number i of a table, in all lanes."""
+    return spread(b, read(b, at(b, table, 4 * i), F32))
+
+
+def _each(b: Any, table: Any, index: Any) -> Any:
+    """Sixteen numbers of a table, by lanes of int32."""
+    found = ir.Constant(VF, ir.Undefined)
+    for i in range(WIDTH):
+        lane = ir.Constant(I32, i)
+        where = b.shl(b.zext(b.extract_element(index, lane), I64), ir.Constant(I64, 2))
+        found = b.insert_element(found, read(b, b.add(table, where), F32), lane)
+    return found
+
+
+def _met(b: Any, x: Any, ends: Any, levels: Any, most: int, apart: int = 1) -> tuple[Any, Any]:
+    """The codes and the levels of sixteen numbers, which meet every end, or some."""
+    code, level = same(0, VI), _all(b, levels, 0)
+    for i in range(most // apart):
+        above = b.fcmp_ordered(">", x, _all(b, ends, apart * (i + 1) - 1))
+        code = b.sub(code, b.sext(above, VI))
+        level = b.select(above, _all(b, levels, i + 1), level)
+    return code, level
+
+
+def _searched(b: Any, x: Any, ends: Any, levels: Any, most: int) -> tuple[Any, Any]:
+    """The same where there are 256: every sixteenth end first, then by halves between two."""
+    code = b.mul(_met(b, x, ends, levels, most, 16)[0], same(16, VI))
+    for step in (8, 4, 2, 1):
+        above = b.fcmp_ordered(">", x, _each(b, at(b, ends, 4 * (step - 1)), code))
+        code = b.select(above, b.add(code, same(step, VI)), code)
+    return code, _each(b, levels, code)
+
+
+def _named(b: Any, code: Any, levels: Any, most: int) -> Any:
+    """The levels of sixteen codes."""
+    if most > _MOST:
+        return _each(b, levels, code)
+    level = _all(b, levels, 0)
+    for i in range(most):
+        above = b.icmp_signed(">", code, same(i, VI))
+        level = b.select(above, _all(b, levels, i + 1), level)
+    return level
 
 
 @intrinsic(prefer_literal=True)
@@ -99,6 +133,12 @@ def halved(ctx: Any, x: Any) -> Any:
 
 
 @intrinsic
+def root(ctx: Any, x: Any) -> Any:
+    """The square root."""
+    return made(Lanes(Lanes), lambda b, x: call(b, "llvm.sqrt.v16f32", VF, x))
+
+
+@intrinsic
 def nearest(ctx: Any, x: Any, ends: Any, levels: Any, bits: Any, codes: Any, to: Any) -> Any:
     """Store the codes and the levels of sixteen numbers.
 
@@ -108,21 +148,8 @@ def nearest(ctx: Any, x: Any, ends: Any, levels: Any, bits: Any, codes: Any, to:
 
     def emit(b: Any, x: Any, ends: Any, levels: Any, twice: Any, codes: Any, to: Any) -> None:
         for most in _forms(b, twice):
-            code = same(0, VI)
-            if most > MOST:
-                step = (most + 1) // 2
-                while step:
-                    end = _each(b, at(b, ends, 4 * (step - 1)), code)
-                    above = b.fcmp_ordered(">", x, end)
-                    code = b.select(above, b.add(code, same(step, VI)), code)
-                    step //= 2
-                level = _each(b, levels, code)
-            else:
-                level = _number(b, levels, 0)
-                for i in range(most):
-                    above = b.fcmp_ordered(">", x, _number(b, ends, i))
-                    code = b.sub(code, b.sext(above, VI))
-                    level = b.select(above, _number(b, levels, i + 1), level)
+            way = _searched if most > _MOST else _met
+            code, level = way(b, x, ends, levels, most)
             put_vector(b, codes, b.trunc(code, _BYTES))
             write(b, to, level)
 
@@ -136,14 +163,7 @@ def leveled(ctx: Any, codes: Any, levels: Any, bits: Any, scale: Any, to: Any) -
     def emit(b: Any, codes: Any, levels: Any, twice: Any, scale: Any, to: Any) -> None:
         code = b.zext(read(b, codes, _BYTES, 1), VI)
         for most in _forms(b, twice):
-            if most > MOST:
-                level = _each(b, levels, code)
-            else:
-                level = _number(b, levels, 0)
-                for i in range(most):
-                    above = b.icmp_signed(">", code, same(i, VI))
-                    level = b.select(above, _number(b, levels, i + 1), level)
-            write(b, to, b.fmul(level, scale))
+            write(b, to, b.fmul(_named(b, code, levels, most), scale))
 
     return made(types.void(types.int64, types.int64, types.int64, Lanes, types.int64), emit)
 
@@ -152,7 +172,7 @@ def leveled(ctx: Any, codes: Any, levels: Any, bits: Any, scale: Any, to: Any) -
 def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
     """Blocks of `size` numbers, a power of 2, times the Hadamard matrix, in place.
 
-    before, after: fp32 [n], by which numbers are multiplied, or 0.
+    before, after: fp32, by which numbers are multiplied, whole vectors, or 0.
     """
     for c in range(0, n, 16):
         one = load(x + 4 * c)
@@ -212,48 +232,81 @@ def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-de
 
 
 @njit
-def length(x, n, padded):  # type: ignore[no-untyped-def]
-    """|x| of n numbers in a row with room for `padded`, which is set to 0."""
-    for c in range(n, padded):
-        store_one(x + 4 * c, np.float32(0.0))
+def squared(x, n):  # type: ignore[no-untyped-def]
+    """The sum of the squares of n numbers; their row is filled up with 0."""
     total = splat(np.float32(0.0))
-    for c in range(0, padded, 16):
+    for c in range(n, -(-n // 16) * 16):
+        store_one(x + 4 * c, np.float32(0.0))
+    for c in range(0, n, 16):
         one = load(x + 4 * c)
         total = add(total, mul(one, one))
-    return np.float32(math.sqrt(halved(total)))
+    return halved(total)
 
 
 @njit
-def round_row(x, d, group, size, signs, mix, levels, ends, bits, spare, scale, codes):  # type: ignore[no-untyped-def]
-    """Rotate a row of d numbers by groups and round it to levels; the row is lost.
+def rotate_row(x, d, group, size, signs, mix, spare, squares):  # type: ignore[no-untyped-def]
+    """Rotate a row of d numbers by groups, in place, and leave what squares of each sum up to.
 
-    Leaves a code a number and a scale a group, fp32. size: the power of 2 that divides a group;
-    signs: fp32, of a group; mix: of what else divides it, fp32 [rows, rows].
+    size: the power of 2 that divides a group; signs: fp32, of a group; mix: of what else divides
+    it, fp32 [rows, rows].
     """
-    rows, padded = group // size, -(-group // 16) * 16
+    rows = group // size
     for g in range(d // group):
-        at_group, to = x + 4 * g * group, codes + g * group
-        hadamard(at_group, padded, size, signs, 0)
+        at_group = x + 4 * g * group
+        hadamard(at_group, group, size, signs, 0)
         if rows > 1:
             mixed(at_group, rows, size, mix, 4 * rows, 4, spare)
-        norm = length(at_group, group, padded)
-        root = np.float32(math.sqrt(group))
-        unit = splat(root if norm == 0 else np.float32(1.0) / norm * root)
-        for c in range(0, padded, 16):
-            one = mul(load(at_group + 4 * c), unit)
+        store_one(squares + 4 * g, squared(at_group, group))
+
+
+@njit
+def units(norm, n, group, unit):  # type: ignore[no-untyped-def]
+    """Make norms of n sums of squares, and find what each group is multiplied by."""
+    for i in range(0, n, 16):
+        one = root(load(norm + 4 * i))
+        store(norm + 4 * i, one)
+        by = div(splat(np.float32(1.0)), nonzero(one))
+        store(unit + 4 * i, mul(by, splat(np.float32(math.sqrt(group)))))
+
+
+@njit
+def round_row(x, d, group, levels, ends, bits, unit, codes):  # type: ignore[no-untyped-def]
+    """Round a row of d rotated numbers, times the unit of each group, to codes; the row is lost.
+
+    Instead of units, what squares of levels sum up to is left.
+    """
+    for g in range(d // group):
+        at_group, to, by = x + 4 * g * group, codes + g * group, splat(load_one(unit + 4 * g, 0))
+        for c in range(0, group, 16):
+            one = mul(load(at_group + 4 * c), by)
             nearest(one, ends, levels, bits, to + c, at_group + 4 * c)
-        rounded = max(length(at_group, group, padded), np.float32(1e-6))
-        store_one(scale + 4 * g, norm / rounded)
+        store_one(unit + 4 * g, squared(at_group, group))
+
+
+@njit
+def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
+    """Store the scales of n groups, none of them larger than the format's largest."""
+    for i in range(0, n, 16):
+        rounded = larger(root(load(squares + 4 * i)), splat(np.float32(1e-6)))
+        scale = div(load(norm + 4 * i), rounded)
+        if meta == 1:
+            scale = smaller(scale, splat(np.float32(65504.0)))
+        elif meta == 2:
+            scale = smaller(scale, splat(np.float32(2.0**127 * 255 / 128)))
+        elif meta == 3:
+            scale = held(scale)
+        store(norm + 4 * i, scale)
+    narrow(norm, n, meta, to)
 
 
 @njit
 def restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, to):  # type: ignore[no-untyped-def]
-    """Invert `round_row`: d numbers from their codes and scales."""
-    rows, padded = group // size, -(-group // 16) * 16
+    """Invert all that: d numbers from their codes and scales."""
+    rows = group // size
     for g in range(d // group):
         at_group, by = to + 4 * g * group, splat(load_one(scale + 4 * g, 0))
-        for c in range(0, padded, 16):
+        for c in range(0, group, 16):
             leveled(codes + g * group + c, levels, bits, by, at_group + 4 * c)
         if rows > 1:
             mixed(at_group, rows, size, mix, 4, 4 * rows, spare)
-        hadamard(at_group, padded, size, 0, signs)
+        hadamard(at_group, group, size, 0, signs)

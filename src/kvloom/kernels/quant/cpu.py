@@ -187,7 +187,7 @@ def _run(
     turned: tuple[int, ...] = (0,) * 6
     if turn is not None:  # the bytes to the next row and head, 0 where these share
         cos, sin = turn.cos.contiguous(), turn.sin.contiguous()
-        steps = (0 if n == 1 else 4 * step for n, step in zip(cos.shape, cos.stride()[:2]))
+        steps = (0 if cos.shape[i] == 1 else 4 * cos.stride(i) for i in (0, 1))
         turned = (cos.data_ptr(), sin.data_ptr(), *steps, cos.shape[3], int(turn.interleaved))
     kernel.run(
         (

@@ -18,7 +18,7 @@ from .. import lanes, team
 from ..lanes import div, load, store
 from ..team import Kernel, count, sources, whole
 from . import butterfly, numbers, ref, tiles
-from .butterfly import restore_row, round_row
+from .butterfly import keep_scales, restore_row, rotate_row, round_row, units
 from .numbers import clear
 from .tiles import (
     CHANNEL,
@@ -29,7 +29,6 @@ from .tiles import (
     encode_row,
     fill,
     join_atom,
-    keep_scale,
     metadata,
     narrow,
     range_of_channels,
@@ -118,7 +117,12 @@ def kernels() -> tuple[Kernel, Kernel]:
                     metadata(low + place, high + place, d, top, meta, scale + out, zero + out)
             elif how == STATIC:
                 scales, zeros = whole(job, 22), whole(job, 23)
-            elif how != ROTATED:
+            elif how == ROTATED:  # norms first: scales follow from the codes
+                for t in range(m):
+                    to = high + 4 * t * groups
+                    rotate_row(xs + t * row, d, group, size, signs, mix, spare, to)
+                units(high, m * groups, group, low)
+            else:
                 for t in range(m):
                     place = 4 * t * groups
                     if how == TOKEN:
@@ -144,17 +148,15 @@ def kernels() -> tuple[Kernel, Kernel]:
                     place = 4 * t * groups
                 to = bytes_ + (begun + t) * cols
                 if how == ROTATED:
-                    round_row(
-                        xs + t * row, d, group, size, signs, mix, whole(job, 51), whole(job, 52),
-                        bits, spare, scales + place, to,
-                    )  # fmt: skip
+                    levels, ends_of = whole(job, 51), whole(job, 52)
+                    round_row(xs + t * row, d, group, levels, ends_of, bits, low + place, to)
                 else:
                     encode_row(
                         xs + t * row, cols, how, group, group_of, zeros + place, scales + place,
                         top, to,
                     )  # fmt: skip
             if how == ROTATED:
-                keep_scale(scales, m * groups, meta, scale + lo * groups * size_of(meta))
+                keep_scales(high, low, m * groups, meta, scale + lo * groups * size_of(meta))
             atoms = -(-(begun + m) // atom)
             for i in range((begun + m) * cols, atoms * atom * cols, 16):
                 clear(bytes_ + i)

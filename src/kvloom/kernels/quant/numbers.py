@@ -118,6 +118,7 @@ def put_vector(b: Any, address: Any, x: Any) -> None:
 
 def made(signature: Any, emit: Any) -> Any:
     """What an intrinsic returns that emits code of its arguments."""
+
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         got = emit(builder, *args)
         return context.get_dummy_value() if got is None else got

@@ -30,12 +30,12 @@ def quantize_rotated(
     grouped = x.float().unflatten(-1, (-1, group))
     turned = rotate(grouped)
     norm = _length(turned)
-    some = norm > 0
-    unit = turned * (torch.where(some, norm, torch.ones_like(norm)).reciprocal() * math.sqrt(group))
+    inverse = torch.where(norm > 0, norm.reciprocal(), 0.0)
     codebook = levels(bits).to(x.device)
-    codes = torch.bucketize(unit, ends(codebook))
-    rounded = _length(codebook[codes])  # 0 only where all u are, so norm is 0
-    scale = torch.where(some, norm / rounded.clamp_min(1e-6), torch.zeros_like(norm))
+    unit = turned * (inverse * math.sqrt(group))
+    codes = torch.bucketize(unit.contiguous(), ends(codebook))
+    rounded = _length(codebook[codes])  # may be 0 where all u are, and norm is
+    scale = norm / rounded.clamp_min(1e-6)
     scale = held_scale(scale.clamp_max(torch.finfo(meta).max), meta)
     return codes.to(torch.uint8).view(x.shape), scale.squeeze(-1)
 

@@ -187,21 +187,6 @@ def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-d
 
 
 @njit
-def keep_scale(scale, n, meta, to):  # type: ignore[no-untyped-def]
-    """Store n scales, none of them larger than the format's largest."""
-    for i in range(0, n, 16):
-        one = load(scale + 4 * i)
-        if meta == 1:
-            one = smaller(one, splat(np.float32(65504.0)))
-        elif meta == 2:
-            one = smaller(one, splat(np.float32(2.0**127 * 255 / 128)))
-        elif meta == 3:
-            one = held(one)
-        store(scale + 4 * i, one)
-    narrow(scale, n, meta, to)
-
-
-@njit
 def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
     """The codes of an atom, a byte each, to its byte rows."""
     even = d // 16 * 16

@@ -171,7 +171,7 @@ class PackedTokens:
         return Held(
             self.codes.extend(more, codes),
             self.scale.extend(t, scales),
-            self.zero.extend(t, scales),
+            self.zero.extend(t, scales[..., :0] if scheme.rotated else scales),
         )
 
     def _append(self, x: Tensor, real: Tensor | None, at: Tensor | None) -> None:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import rotated
 from .ref import ATOM, top
 from .scheme import Held, Scheme, Turn
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _METAS = {**_NUMBERS, torch.float8_e4m3fn: 3}
-_CHANNEL, _TOKEN, _MAPPED, _STATIC = range(4)  # as in `tiles`, which imports Numba
+_CHANNEL, _TOKEN, _MAPPED, _STATIC, _ROTATED = range(5)  # as in `tiles`, which imports Numba
 # Numbers of a tile: fp32 copies of them stay near a core.
 _TILE = 1 << 14
 # Numbers that are worth a thread.
@@ -33,8 +34,6 @@ def problems(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> list[s
         found.append(f"the tensors are on {device.type}")
     if dtype not in _NUMBERS:
         found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
-    if scheme.rotated:
-        found.append("rotated groups are not known to it")
     return found
 
 
@@ -57,24 +56,12 @@ def pack(
         return
     if not all(part.is_contiguous() or _side_by_side(part) for part in held):
         raise ValueError("rows of codes, scales and zeros must lie side by side to be written to")
-    table = _table(scheme, x.shape[1], x.shape[3])
-    turn = _in_rows(turn)
-    b, h, t, d = x.shape
     where: tuple[int, ...] = (0, 0, 0)
-    if real is not None and table.how == _CHANNEL:
+    if real is not None and scheme.axis == "channel":
         real = real if real.stride(2) == 1 else real.contiguous()
         where = (real.data_ptr(), real.stride(0), real.stride(1) if real.shape[1] > 1 else 0)
-    size = x.element_size()
-    strides = [step * size for step in x.stride()]
-    kernel = _kernels()[0]
-    kernel.run(
-        (
-            b, h, table.across, d, at, t, *table.numbers, _NUMBERS[x.dtype], *table.tables,
-            *table.given, x.data_ptr(), *strides, *_places(held), *where, *_turned(turn),
-        ),
-        0,
-        _threads(x.numel()),
-    )  # fmt: skip
+    table = _table(scheme, x.shape[1], x.shape[3])
+    _run(_kernels()[0], x, at, held, table, table.given, where, turn)
 
 
 def unpack(
@@ -90,19 +77,9 @@ def unpack(
     out = held.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():
         return out
-    turn = _in_rows(turn)
     held = Held(*(part if _side_by_side(part) else part.contiguous() for part in held))
     table = _table(scheme, h, d)
-    strides = [step * out.element_size() for step in out.stride()]
-    kernel = _kernels()[1]
-    kernel.run(
-        (
-            b, h, table.across, d, lo, hi - lo, *table.numbers, _NUMBERS[dtype], *table.tables,
-            *table.stored, out.data_ptr(), *strides, *_places(held), 0, 0, 0, *_turned(turn),
-        ),
-        0,
-        _threads(out.numel()),
-    )  # fmt: skip
+    _run(_kernels()[1], out, lo, held, table, table.stored, (0, 0, 0), turn)
     return out
 
 
@@ -115,6 +92,7 @@ class _Table(NamedTuple):
     tables: tuple[int, ...]  # addresses, or 0: groups of channels, channels of groups, their ends,
     given: tuple[int, int]  # alphas, divisors; scales and zeros that are given, to divide by
     stored: tuple[int, int]  # and to multiply by
+    rotation: tuple[int, ...]  # a power of 2 and addresses: signs, matrix, levels, their ends
     alive: tuple[Tensor, ...]
 
 
@@ -133,7 +111,7 @@ def _made(scheme: Scheme, heads: int, d: int) -> _Table:
     tile = max(1, _TILE // (across * padded) // unit) * unit
     tables: dict[str, Tensor] = {}
     groups = padded if scheme.axis == "channel" else scheme.scales(heads, d)[1]
-    how = _CHANNEL if scheme.axis == "channel" else _TOKEN
+    how = _CHANNEL if scheme.axis == "channel" else _ROTATED if scheme.rotated else _TOKEN
     if mapped:
         assert scheme.group_of is not None
         how = _MAPPED if scheme.static is None else _STATIC
@@ -155,6 +133,13 @@ def _made(scheme: Scheme, heads: int, d: int) -> _Table:
         tables |= {"scale": scale, "zero": zero, "step": step}
         given = (step.data_ptr(), zero.data_ptr())
         stored = (scale.data_ptr(), zero.data_ptr())
+    rotation: tuple[int, ...] = (0,) * 5
+    if scheme.rotated:
+        signs, mix = rotated.parts(scheme.group)
+        levels = rotated.levels(scheme.bits)
+        more = [_rows(signs[None], 0), mix.contiguous(), levels, rotated.ends(levels)]
+        tables |= dict(zip(("signs", "mix", "levels", "level ends"), more, strict=True))
+        rotation = (scheme.group // len(mix), *(x.data_ptr() for x in more))
     names = ("group_of", "slots", "ends", "clip", "divisor")
     return _Table(
         how,
@@ -166,6 +151,7 @@ def _made(scheme: Scheme, heads: int, d: int) -> _Table:
         tuple(tables[n].data_ptr() if n in tables else 0 for n in names),
         given,
         stored,
+        rotation,
         tuple(tables.values()),
     )  # fmt: skip
 
@@ -181,35 +167,40 @@ def _side_by_side(x: Tensor) -> bool:
     return row == 0 or (x.stride(2) == row and (row == 1 or x.stride(3) == 1))
 
 
-def _places(held: Held) -> tuple[int, ...]:
-    """Where codes, scales and zeros lie, and the bytes from one row, head (and byte row) on."""
+def _run(
+    kernel: Any,
+    x: Tensor,
+    at: int,
+    held: Held,
+    table: _Table,
+    fixed: tuple[int, int],
+    real: tuple[int, ...],
+    turn: Turn | None,
+) -> None:
+    """Run a kernel on tokens x [B, Hk, T, D], read or written, and on what holds them from `at` on.
+
+    real: where that is said of tokens, and the bytes to the next row and head; 0 where it is not.
+    """
+    b, h, t, d = x.shape
+    size = x.element_size()
     codes, scale, zero = held
-    steps = codes.stride()
-    size = scale.element_size()
-    return (
-        codes.data_ptr(), *steps[:3],
-        scale.data_ptr(), *(step * size for step in scale.stride()[:2]),
-        zero.data_ptr(), *(step * size for step in zero.stride()[:2]),
+    turned: tuple[int, ...] = (0,) * 6
+    if turn is not None:  # the bytes to the next row and head, 0 where these share
+        cos, sin = turn.cos.contiguous(), turn.sin.contiguous()
+        steps = (0 if cos.shape[i] == 1 else 4 * cos.stride(i) for i in (0, 1))
+        turned = (cos.data_ptr(), sin.data_ptr(), *steps, cos.shape[3], int(turn.interleaved))
+    kernel.run(
+        (
+            b, h, table.across, d, at, t, *table.numbers, _NUMBERS[x.dtype], *table.tables,
+            *fixed, x.data_ptr(), *(step * size for step in x.stride()),
+            codes.data_ptr(), *codes.stride()[:3],
+            scale.data_ptr(), *(step * scale.element_size() for step in scale.stride()[:2]),
+            zero.data_ptr(), *(step * zero.element_size() for step in zero.stride()[:2]),
+            *real, *turned, *table.rotation,
+        ),
+        0,
+        min(torch.get_num_threads(), 1 + x.numel() // _WORTH),
     )  # fmt: skip
-
-
-def _in_rows(turn: Turn | None) -> Turn | None:
-    """A turn whose cosines and sines lie side by side."""
-    return turn and Turn(turn.cos.contiguous(), turn.sin.contiguous(), turn.interleaved)
-
-
-def _turned(turn: Turn | None) -> tuple[int, ...]:
-    """Where cosines and sines lie, and the bytes to the next row and head, 0 where these share."""
-    if turn is None:
-        return (0,) * 6
-    cos, sin, interleaved = turn
-    b, h, n, half = cos.shape
-    steps = (0 if b == 1 else 4 * h * n * half, 0 if h == 1 else 4 * n * half)
-    return (cos.data_ptr(), sin.data_ptr(), *steps, half, int(interleaved))
-
-
-def _threads(numbers: int) -> int:
-    return min(torch.get_num_threads(), 1 + numbers // _WORTH)
 
 
 @cache

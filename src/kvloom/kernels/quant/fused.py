@@ -17,10 +17,12 @@ import numpy as np
 from .. import lanes, team
 from ..lanes import div, load, store
 from ..team import Kernel, count, sources, whole
-from . import numbers, ref, tiles
+from . import butterfly, numbers, ref, tiles
+from .butterfly import keep_scales, restore_row, rotate_row, round_row, units
 from .numbers import clear
 from .tiles import (
     CHANNEL,
+    ROTATED,
     STATIC,
     TOKEN,
     decode_row,
@@ -42,7 +44,7 @@ from .tiles import (
 @cache
 def kernels() -> tuple[Kernel, Kernel]:
     """Compile what packs and what unpacks; see `cpu` for how they are called."""
-    emitters = sources(lanes, numbers, ref, team, tiles)
+    emitters = sources(butterfly, lanes, numbers, ref, team, tiles)
 
     def pack(job):  # type: ignore[no-untyped-def]
         if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
@@ -57,6 +59,7 @@ def kernels() -> tuple[Kernel, Kernel]:
         x, x_row, x_step = whole(job, 24), whole(job, 27), whole(job, 28)
         codes_row, cos, sin = whole(job, 32), whole(job, 42), whole(job, 43)
         half, interleaved = whole(job, 46), whole(job, 47) != 0
+        size, signs, mix = whole(job, 48), whole(job, 49), whole(job, 50)
         dp = -(-d // 16) * 16
         cols = across * dp
         rows = min(tile, n)
@@ -64,12 +67,14 @@ def kernels() -> tuple[Kernel, Kernel]:
         tasks = batch * (heads // across) * (last - first)
         stretches = 1 if how == STATIC else rows // group if how == CHANNEL else rows
         metas = (stretches * groups + 31) // 16 * 16
-        scratch = np.empty(rows * cols + 2 * metas + (rows + 16) * cols // 4 + 16, np.float32)
+        scratch = np.empty((rows + 1) * cols + 2 * metas + (rows + 16) * cols // 4 + 16, np.float32)
         wide = (scratch.ctypes.data + 63) // 64 * 64
         low = wide + 4 * rows * cols
         high = low + 4 * metas
-        bytes_ = high + 4 * metas
+        spare = high + 4 * metas
+        bytes_ = spare + 4 * cols
         in_place = kind == 0 and x_step == 4 and d == dp and across == 1 and divisor + cos == 0
+        in_place = in_place and how != ROTATED
         while True:
             task = count(job)
             if task >= tasks:
@@ -112,6 +117,11 @@ def kernels() -> tuple[Kernel, Kernel]:
                     metadata(low + place, high + place, d, top, meta, scale + out, zero + out)
             elif how == STATIC:
                 scales, zeros = whole(job, 22), whole(job, 23)
+            elif how == ROTATED:  # norms first: scales follow from the codes
+                for t in range(m):
+                    to = high + 4 * t * groups
+                    rotate_row(xs + t * row, d, group, size, signs, mix, spare, to)
+                units(high, m * groups, group, low)
             else:
                 for t in range(m):
                     place = 4 * t * groups
@@ -136,10 +146,17 @@ def kernels() -> tuple[Kernel, Kernel]:
                     place = 4 * (t // group * dp)
                 elif how != STATIC:
                     place = 4 * t * groups
-                encode_row(
-                    xs + t * row, cols, how, group, group_of, zeros + place, scales + place, top,
-                    bytes_ + (begun + t) * cols,
-                )  # fmt: skip
+                to = bytes_ + (begun + t) * cols
+                if how == ROTATED:
+                    levels, ends_of = whole(job, 51), whole(job, 52)
+                    round_row(xs + t * row, d, group, levels, ends_of, bits, low + place, to)
+                else:
+                    encode_row(
+                        xs + t * row, cols, how, group, group_of, zeros + place, scales + place,
+                        top, to,
+                    )  # fmt: skip
+            if how == ROTATED:
+                keep_scales(high, low, m * groups, meta, scale + lo * groups * size_of(meta))
             atoms = -(-(begun + m) // atom)
             for i in range((begun + m) * cols, atoms * atom * cols, 16):
                 clear(bytes_ + i)
@@ -161,17 +178,19 @@ def kernels() -> tuple[Kernel, Kernel]:
         out, out_row = whole(job, 24), whole(job, 27)
         codes_row, cos, sin = whole(job, 32), whole(job, 42), whole(job, 43)
         half, interleaved = whole(job, 46), whole(job, 47) != 0
+        size, signs, mix = whole(job, 48), whole(job, 49), whole(job, 50)
         dp = -(-d // 16) * 16
         cols = across * dp
         first, last = at // tile, -(-(at + n) // tile)
         tasks = batch * (heads // across) * (last - first)
         stretches = 1 if how == STATIC else tile // group + 1 if how == CHANNEL else tile
         metas = (stretches * groups + 31) // 16 * 16
-        scratch = np.empty(cols + 2 * metas + (tile + 16) * cols // 4 + 16, np.float32)
+        scratch = np.empty(2 * cols + 2 * metas + (tile + 16) * cols // 4 + 16, np.float32)
         wide = (scratch.ctypes.data + 63) // 64 * 64
         low = wide + 4 * cols
         high = low + 4 * metas
-        bytes_ = high + 4 * metas
+        spare = high + 4 * metas
+        bytes_ = spare + 4 * cols
         while True:
             task = count(job)
             if task >= tasks:
@@ -195,7 +214,8 @@ def kernels() -> tuple[Kernel, Kernel]:
                 scales, zeros = whole(job, 22), whole(job, 23)
             else:
                 held_at = lo * groups * size_of(meta)
-                widen(zero + held_at, size_of(meta), meta, (hi - lo) * groups, low)
+                if how != ROTATED:
+                    widen(zero + held_at, size_of(meta), meta, (hi - lo) * groups, low)
                 widen(scale + held_at, size_of(meta), meta, (hi - lo) * groups, high)
             # --- codes
             begun = lo % atom
@@ -211,10 +231,16 @@ def kernels() -> tuple[Kernel, Kernel]:
                     place = 4 * ((lo + t - begin) // group * dp)
                 elif how != STATIC:
                     place = 4 * t * groups
-                decode_row(
-                    bytes_ + (begun + t) * cols, cols, how, group, group_of, zeros + place,
-                    scales + place, divisor, wide,
-                )  # fmt: skip
+                if how == ROTATED:
+                    restore_row(
+                        bytes_ + (begun + t) * cols, d, group, size, signs, mix, whole(job, 51),
+                        bits, spare, scales + place, wide,
+                    )  # fmt: skip
+                else:
+                    decode_row(
+                        bytes_ + (begun + t) * cols, cols, how, group, group_of, zeros + place,
+                        scales + place, divisor, wide,
+                    )  # fmt: skip
                 for i in range(across):
                     if cos != 0:
                         at_row = b * whole(job, 44) + (h + i) * whole(job, 45)

@@ -111,12 +111,14 @@ def _wide(b: Any, x: Any) -> Any:
     return b.insert_element(none, x, ir.Constant(I32, 0))
 
 
-def _put(b: Any, address: Any, x: Any) -> None:
+def put_vector(b: Any, address: Any, x: Any) -> None:
     """Store a vector anywhere."""
     b.store(x, b.inttoptr(address, x.type.as_pointer()), align=1)
 
 
-def _made(signature: Any, emit: Any) -> Any:
+def made(signature: Any, emit: Any) -> Any:
+    """What an intrinsic returns that emits code of its arguments."""
+
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         got = emit(builder, *args)
         return context.get_dummy_value() if got is None else got
@@ -127,13 +129,13 @@ def _made(signature: Any, emit: Any) -> Any:
 @intrinsic
 def sub(ctx: Any, a: Any, b: Any) -> Any:
     """a - b."""
-    return _made(Lanes(Lanes, Lanes), lambda b, x, y: b.fsub(x, y))
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fsub(x, y))
 
 
 @intrinsic
 def smaller(ctx: Any, a: Any, b: Any) -> Any:
     """The smaller of a and b, lane by lane."""
-    return _made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 
 
 def _reduced(b: Any, x: Any, sign: str) -> Any:
@@ -152,13 +154,13 @@ def _reduced(b: Any, x: Any, sign: str) -> Any:
 @intrinsic
 def least(ctx: Any, x: Any) -> Any:
     """The smallest lane; no NaN among them."""
-    return _made(types.float32(Lanes), lambda b, x: _reduced(b, x, "<"))
+    return made(types.float32(Lanes), lambda b, x: _reduced(b, x, "<"))
 
 
 @intrinsic
 def most(ctx: Any, x: Any) -> Any:
     """The largest lane; no NaN among them."""
-    return _made(types.float32(Lanes), lambda b, x: _reduced(b, x, ">"))
+    return made(types.float32(Lanes), lambda b, x: _reduced(b, x, ">"))
 
 
 @intrinsic
@@ -173,7 +175,7 @@ def gather(ctx: Any, base: Any, slots: Any) -> Any:
             found = b.insert_element(found, one, ir.Constant(I32, i))
         return found
 
-    return _made(Lanes(types.int64, types.int64), emit)
+    return made(Lanes(types.int64, types.int64), emit)
 
 
 @intrinsic
@@ -189,25 +191,25 @@ def held(ctx: Any, scale: Any) -> Any:
             )
         return x
 
-    return _made(Lanes(Lanes), emit)
+    return made(Lanes(Lanes), emit)
 
 
 def _put_as(b: Any, address: Any, x: Any, kind: Any) -> None:
     for fmt in (FP32, FP16, BF16, FP8):
         with b.if_then(b.icmp_signed("==", kind, ir.Constant(I64, fmt))):
-            _put(b, address, _stored(b, _rounded(b, x, fmt), fmt))
+            put_vector(b, address, _stored(b, _rounded(b, x, fmt), fmt))
 
 
 @intrinsic
 def put(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
     """Round sixteen numbers to a format and store them."""
-    return _made(types.void(types.int64, Lanes, types.int64), _put_as)
+    return made(types.void(types.int64, Lanes, types.int64), _put_as)
 
 
 @intrinsic
 def put_one(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
     """Round one number to a format and store it."""
-    return _made(
+    return made(
         types.void(types.int64, types.float32, types.int64),
         lambda b, a, x, kind: _put_as(b, a, _wide(b, x), kind),
     )
@@ -217,14 +219,14 @@ def put_one(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
 def get(ctx: Any, address: Any, kind: Any) -> Any:
     """Sixteen numbers of a format, fp8 too."""
     fmt = kind.literal_value
-    return _made(Lanes(types.int64, kind), lambda b, a, _: _read(b, a, fmt, WIDTH))
+    return made(Lanes(types.int64, kind), lambda b, a, _: _read(b, a, fmt, WIDTH))
 
 
 @intrinsic(prefer_literal=True)
 def get_one(ctx: Any, address: Any, kind: Any) -> Any:
     """One number of a format, fp8 too."""
     fmt, zero = kind.literal_value, ir.Constant(I32, 0)
-    return _made(
+    return made(
         types.float32(types.int64, kind),
         lambda b, a, _: b.extract_element(_read(b, a, fmt, 1), zero),
     )
@@ -242,9 +244,9 @@ def encode(ctx: Any, x: Any, zero: Any, step: Any, top: Any, to: Any) -> Any:
         code = b.select(b.fcmp_ordered(">", code, same(0.0)), code, same(0.0))
         code = b.select(b.fcmp_ordered("<", code, top), code, top)
         _, ints, bytes_ = _vectors(WIDTH)
-        _put(b, to, b.trunc(b.bitcast(b.fadd(code, same(2.0**23)), ints), bytes_))
+        put_vector(b, to, b.trunc(b.bitcast(b.fadd(code, same(2.0**23)), ints), bytes_))
 
-    return _made(types.void(Lanes, Lanes, Lanes, Lanes, types.int64), emit)
+    return made(types.void(Lanes, Lanes, Lanes, Lanes, types.int64), emit)
 
 
 @intrinsic
@@ -256,7 +258,7 @@ def decode(ctx: Any, codes: Any, zero: Any, step: Any) -> Any:
         code = b.sitofp(b.zext(read(b, codes, bytes_, 1), ints), VF)
         return fused(b, code, step, zero)
 
-    return _made(Lanes(types.int64, Lanes, Lanes), emit)
+    return made(Lanes(types.int64, Lanes, Lanes), emit)
 
 
 def _joined(b: Any, parts: list[Any], bits: int) -> Any:
@@ -312,7 +314,7 @@ def _between(of: Any, parts: int, width: int) -> Any:
             with b.if_then(b.icmp_signed("==", bits, ir.Constant(I64, int(2 * fmt)))):
                 held = [read(b, row(rows, stride, i), kind, 1) for i in range(atom[parts])]
                 for i, found in enumerate(of(b, held, fmt)):
-                    _put(b, row(to, to_stride, i), found)
+                    put_vector(b, row(to, to_stride, i), found)
 
     return emit
 
@@ -325,20 +327,20 @@ def join(ctx: Any, codes: Any, gap: Any, to: Any, stride: Any, bits: Any, width:
     format's.
     """
     emit = _between(_join, 0, width.literal_value)
-    return _made(types.void(*[types.int64] * 5, width), emit)
+    return made(types.void(*[types.int64] * 5, width), emit)
 
 
 @intrinsic(prefer_literal=True)
 def split(ctx: Any, rows: Any, stride: Any, to: Any, gap: Any, bits: Any, width: Any) -> Any:
     """Invert `join`: `width` channels of an atom's byte rows to the codes of its tokens."""
     emit = _between(_split, 1, width.literal_value)
-    return _made(types.void(*[types.int64] * 5, width), emit)
+    return made(types.void(*[types.int64] * 5, width), emit)
 
 
 @intrinsic
 def nonzero(ctx: Any, x: Any) -> Any:
     """x, and infinity where it is 0 (or less)."""
-    return _made(
+    return made(
         Lanes(Lanes),
         lambda b, x: b.select(b.fcmp_ordered(">", x, same(0.0)), x, same(float("inf"))),
     )
@@ -347,17 +349,17 @@ def nonzero(ctx: Any, x: Any) -> Any:
 @intrinsic
 def byte(ctx: Any, address: Any) -> Any:
     """The byte at an address."""
-    return _made(types.int64(types.int64), lambda b, a: b.zext(read(b, a, I8, 1), I64))
+    return made(types.int64(types.int64), lambda b, a: b.zext(read(b, a, I8, 1), I64))
 
 
 @intrinsic
 def clear(ctx: Any, address: Any) -> Any:
     """Store sixteen bytes of 0."""
     kind = ir.VectorType(I8, WIDTH)
-    return _made(types.void(types.int64), lambda b, a: _put(b, a, same(0, kind)))
+    return made(types.void(types.int64), lambda b, a: put_vector(b, a, same(0, kind)))
 
 
 @intrinsic
 def slot(ctx: Any, address: Any) -> Any:
     """The int32 at an address."""
-    return _made(types.int64(types.int64), lambda b, a: b.sext(read(b, a, I32), I64))
+    return made(types.int64(types.int64), lambda b, a: b.sext(read(b, a, I32), I64))

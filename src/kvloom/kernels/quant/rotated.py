@@ -6,6 +6,9 @@ u = y sqrt(G) / |y| is rounded to the nearest of Lloyd and Max's levels c for N(
 scale is |y| / |c(u)|, so that x' = R^T (scale c) has the norm of x (one that its dtype cannot hold
 becomes the largest). R is a Hadamard matrix with random signs, times a small cosine transform where
 G is no power of 2; the same for all heads and layers.
+
+Every sum is taken in an order that is written down here, so that compiled kernels, and other
+machines, find the same codes and scales to the last bit.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .ref import held_scale, top
@@ -25,13 +29,13 @@ def quantize_rotated(
     """Quantize x [B, Hk, N, D] to (codes uint8 [B, Hk, N, D], scale [B, Hk, N, D/G])."""
     grouped = x.float().unflatten(-1, (-1, group))
     turned = rotate(grouped)
-    norm = turned.norm(dim=-1, keepdim=True)
-    some = norm > 0
-    unit = turned * (math.sqrt(group) / torch.where(some, norm, torch.ones_like(norm)))
+    norm = _length(turned)
+    inverse = torch.where(norm > 0, norm.reciprocal(), 0.0)
     codebook = levels(bits).to(x.device)
-    codes = torch.bucketize(unit, (codebook[1:] + codebook[:-1]) / 2)
-    rounded = codebook[codes].norm(dim=-1, keepdim=True)  # 0 only where all u are, so norm is 0
-    scale = torch.where(some, norm / rounded.clamp_min(1e-6), torch.zeros_like(norm))
+    unit = turned * (inverse * math.sqrt(group))
+    codes = torch.bucketize(unit.contiguous(), ends(codebook))
+    rounded = _length(codebook[codes])  # may be 0 where all u are, and norm is
+    scale = norm / rounded.clamp_min(1e-6)
     scale = held_scale(scale.clamp_max(torch.finfo(meta).max), meta)
     return codes.to(torch.uint8).view(x.shape), scale.squeeze(-1)
 
@@ -63,16 +67,21 @@ def levels(bits: float) -> Tensor:
     return ((found - found.flip(0)) / 2).float()  # symmetric to the last bit
 
 
+def ends(levels: Tensor) -> Tensor:
+    """Up to where each level but the last is the nearest."""
+    return (levels[1:] + levels[:-1]) / 2
+
+
 def rotate(x: Tensor) -> Tensor:
     """R x along the last dimension, fp32; the same for a vector whatever stands beside it."""
-    signs, mix = _parts(x.shape[-1])
+    signs, mix = parts(x.shape[-1])
     blocks = (x * signs.to(x.device)).unflatten(-1, (len(mix), -1))
     return _mixed(_hadamard(blocks), mix).flatten(-2)
 
 
 def unrotate(x: Tensor) -> Tensor:
     """R^T x along the last dimension, fp32."""
-    signs, mix = _parts(x.shape[-1])
+    signs, mix = parts(x.shape[-1])
     back = _hadamard(_mixed(x.unflatten(-1, (len(mix), -1)), mix.T)).flatten(-2)
     return back * signs.to(x.device)
 
@@ -90,18 +99,34 @@ def _hadamard(x: Tensor) -> Tensor:
         a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
         x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
         half *= 2
-    return x / math.sqrt(size)
+    return x * (1 / math.sqrt(size))
 
 
 def _mixed(x: Tensor, mix: Tensor) -> Tensor:
-    """Combine the rows of x [..., m, 2^k] by mix [m, m]."""
+    """Combine the rows of x [..., m, 2^k] by mix [m, m], one row of x after the other."""
     if len(mix) == 1:
         return x
-    return (mix.to(x.device).unsqueeze(-1) * x.unsqueeze(-3)).sum(dim=-2)
+    found = torch.zeros_like(x)
+    for column, row in zip(mix.to(x.device).T, x.unbind(-2), strict=True):
+        found = found + column.unsqueeze(-1) * row.unsqueeze(-2)
+    return found
+
+
+def _length(x: Tensor) -> Tensor:
+    """|x| along the last dimension, [..., 1]: squares of sixteen channels are added to those of
+    the next sixteen, and so on, then the upper half of the sixteen sums to the lower, and so on.
+    """
+    total, *others = F.pad(x.square(), (0, -x.shape[-1] % 16)).split(16, dim=-1)
+    for squares in others:
+        total = total + squares
+    while total.shape[-1] > 1:
+        low, high = total.chunk(2, dim=-1)
+        total = low + high
+    return total.double().sqrt().float()  # torch's root of fp32 is not always the nearest
 
 
 @lru_cache
-def _parts(dim: int) -> tuple[Tensor, Tensor]:
+def parts(dim: int) -> tuple[Tensor, Tensor]:
     """Random signs [dim], and the cosine transform of the odd part of dim, [m, m]."""
     signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(dim)) * 2.0 - 1
     m = dim // (dim & -dim)

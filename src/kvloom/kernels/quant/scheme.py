@@ -53,7 +53,7 @@ class Held(NamedTuple):
     """Where packed tokens lie, or will: token 0 first.
 
     codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
-    all heads, [B, 1, N, groups]; fp8 as bytes or as numbers.
+    all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
     """
 
     codes: Tensor

@@ -32,8 +32,9 @@ from .numbers import (
     sub,
 )
 
-CHANNEL, TOKEN, MAPPED, STATIC = range(4)
-"""What shares a scale: tokens of a channel, channels of a token, any of them; or it is given."""
+CHANNEL, TOKEN, MAPPED, STATIC, ROTATED = range(5)
+"""What shares a scale: tokens of a channel, channels of a token, any of them; or it is given; or
+channels of a token that are rotated."""
 
 
 @njit
@@ -197,7 +198,7 @@ def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
 
 @njit
 def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
-    """Invert `_join`."""
+    """Invert `join_atom`."""
     even = d // 16 * 16
     for c in range(0, even, 16):
         split(rows + c, stride, to + c, gap, bits, 16)
@@ -226,7 +227,7 @@ def encode_row(x, dp, how, group, group_of, zero, scale, top, codes):  # type: i
 
 @njit
 def decode_row(codes, dp, how, group, group_of, zero, scale, divisor, to):  # type: ignore[no-untyped-def]
-    """Invert `_encode`: a row of codes to fp32."""
+    """Invert `encode_row`: a row of codes to fp32."""
     for c in range(0, dp, 16):
         if how == TOKEN:
             g = 4 * (c // group)

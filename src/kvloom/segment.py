@@ -106,13 +106,17 @@ class Piece(NamedTuple):
             run.left(q.shape[2], q, _format(self.keys), _format(self.values))
             return None
         keys, values = _strand(self.keys), _strand(self.values)
-        options: dict[str, Any] = {"valid": self.valid, "softcap": softcap, "bias": self.bias}
+        valid, bias = self.valid, self.bias
         if self.choice is not None:
             slots, begin, first = self.choice
-            return run.attend_gathered(q, keys, values, slots, begin, scale, first=first, **options)
+            return run.attend_gathered(
+                q, keys, values, slots, begin, scale,
+                first=first, valid=valid, softcap=softcap, bias=bias,
+            )  # fmt: skip
         return run.attend(
-            q, keys, values, scale, causal=self.causal > 0, products=products, **options
-        )
+            q, keys, values, scale,
+            causal=self.causal > 0, valid=valid, softcap=softcap, bias=bias, products=products,
+        )  # fmt: skip
 
 
 class Segment:
@@ -219,6 +223,8 @@ class Segment:
 
     def seal(self, valid: Tensor | None = None, prompt: bool = False) -> None:
         """Pack what the schedules no longer keep exact; valid as in `take`, prompt as in `Lane`."""
+        if self.keys.packed is None and self.values.packed is None:
+            return
         real = self.see(valid)
         self._begin(valid)
         self.keys.seal(real, prompt, self.positions)

@@ -36,10 +36,17 @@ class Buffer:
         """Bytes of the tensor held, spare room included."""
         return 0 if self.data is None else self.data.nbytes
 
-    def view(self) -> Tensor:
-        """Live tokens [B, Hk, N, D], a view."""
+    def view(self, most: int | None = None) -> Tensor:
+        """Live tokens [B, Hk, N, D], the `most` oldest of them or all: a view."""
         assert self.data is not None, "an empty buffer has no shape yet"
-        return self.data[:, :, self.start : self.stop]
+        stop = self.stop if most is None else min(self.stop, self.start + most)
+        return self.data[:, :, self.start : stop]
+
+    @property
+    def storage(self) -> Tensor:
+        """What there is from the oldest live token on, spare room behind the newest too: a view."""
+        assert self.data is not None, "an empty buffer has no shape yet"
+        return self.data[:, :, self.start :] if self.start else self.data
 
     def append(self, x: Tensor) -> None:
         """Add x [B, Hk, T, D] behind the live tokens."""
@@ -69,7 +76,7 @@ class Buffer:
         elif not self.fits(t):
             self._make_room(t)
         self.stop += t
-        return self.data[:, :, self.start :] if self.start else self.data
+        return self.storage
 
     def replace(self, x: Tensor) -> None:
         """Hold a copy of x [B, Hk, N, D] and nothing else, without spare room."""

@@ -93,7 +93,7 @@ class Lane:
             here = None if real is None else real[:, :, self.sealed : self.sealed + surplus]
             begin = self.sealed
             there = at(begin, begin + surplus) if at and self.placed else None
-            self.packed.append(self.tail.view()[:, :, :surplus], here, there)
+            self.packed.append(self.tail.view(surplus), here, there)
             self.tail.drop_front(surplus)
 
     def view(self, lo: int, hi: int, at: Positions | None = None) -> Tensor | PackedView:

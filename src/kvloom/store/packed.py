@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ _CHUNK = 4096
 class PackedView(NamedTuple):
     """A stretch of packed tokens as kernels see it: storage, token range and format."""
 
-    codes: Tensor  # uint8 [B, Hk, rows, D]
+    codes: Tensor  # uint8 [B, Hk, rows, D], and perhaps spare room behind them, as in the next two
     scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; with a transform [B, 1, N, groups]
     zero: Tensor
     fmt: Packed
@@ -81,7 +82,7 @@ class PackedTokens:
     def __init__(
         self, fmt: Packed, channels: Channels | None = None, rope: Rope | None = None
     ) -> None:
-        self.fmt, self.channels = fmt, channels
+        self.fmt, self.channels = _one(fmt), channels
         self.rope = rope if fmt.pre_rope else None
         self.codec: Codec | None = None
         self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
@@ -121,7 +122,7 @@ class PackedTokens:
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
         """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
-        held = self.codes.view(), self.scale.view(), self.zero.view()
+        held = self.codes.storage, self.scale.storage, self.zero.storage
         return self.wrap(held, lo, self.count if hi is None else hi, at)
 
     def wrap(
@@ -129,8 +130,9 @@ class PackedTokens:
     ) -> PackedView:
         """Tokens lo..hi of codes, scales and zeros `held` as this prefix's are; at: `append`'s."""
         assert self.codec is not None, "no tokens yet"
-        meta = META[self.fmt.meta]
-        codes, scale, zero = held[0], held[1].view(meta), held[2].view(meta)
+        codes, scale, zero = held
+        if self.fmt.meta == "fp8":  # held as bytes
+            scale, zero = scale.view(META["fp8"]), zero.view(META["fp8"])
         return PackedView(
             codes, scale, zero, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at
         )
@@ -206,6 +208,12 @@ class PackedTokens:
             codes = torch.cat([old, codes], dim=2)
         self.codes.append(ref.pack_codes(codes, bits))
         self.count += n
+
+
+@cache
+def _one(fmt: Packed) -> Packed:
+    """One object for all formats that are equal: kernels are looked up by it, at every step."""
+    return fmt
 
 
 def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:

@@ -60,11 +60,11 @@ def side(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     elif how.group_of is not None:
         by = how.by_layer if strand.fmt.transform.span == "layer" else how.by_head
         table, first, step = *by, 4 * tail.shape[3]
-    codes, scale, zero = (rowwise(x) for x in (packed.codes, scale, zero))
+    codes, scale, zero = rowwise(packed.codes), rowwise(scale), rowwise(zero)
     row = 0 if how.fixed is not None else scale.shape[3] * scale.element_size()
     where = (
-        *place(codes, 3), packed.hi, *place(scale, 2), *place(zero, 2), row,
-        *place(tail, 3), *place(table, 0), step, *place(first, 0),
+        *place(codes, 3), packed.hi, *place(scale, 2), *place(zero, 2), row, *place(tail, 3),
+        0 if table is None else table.data_ptr(), step, 0 if first is None else first.data_ptr(),
     )  # fmt: skip
     return where, (codes, scale, zero, tail, table, first)
 
@@ -100,9 +100,9 @@ def place(x: Tensor | None, dims: int) -> tuple[int, ...]:
     """
     if x is None:
         return (0,) * (dims + 1)
-    if not dims:
-        return (x.data_ptr(),)
-    size, shape, steps = x.element_size(), x.shape, x.stride()
-    batch = steps[0] * size if shape[0] > 1 else 0
-    head = steps[1] * size if shape[1] > 1 else 0
-    return (x.data_ptr(), batch, head, *(step * size for step in steps[2:dims]))
+    size, (rows, heads, *_), steps = x.element_size(), x.shape, x.stride()
+    batch = steps[0] * size if rows > 1 else 0
+    head = steps[1] * size if heads > 1 else 0
+    if dims == 2:
+        return x.data_ptr(), batch, head
+    return x.data_ptr(), batch, head, steps[2] * size

@@ -71,10 +71,10 @@ def attend(
     dispatch.count("attend", backend, why)
     if why:
         return None
-    options: dict[str, Any] = {"causal": causal, "valid": valid, "softcap": softcap, "bias": bias}
-    if backend == "cpu":
-        options["products"] = products
-    return _KERNELS[backend].attend(q, keys, values, scale, **options)
+    more = {"products": products} if backend == "cpu" else {}
+    return _KERNELS[backend].attend(
+        q, keys, values, scale, causal=causal, valid=valid, softcap=softcap, bias=bias, **more
+    )
 
 
 def attend_gathered(

@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := kivi,kivi-4,skvq:group=32,rtn,h2o,keyformer,snapkv,minikv,streaming,window,clusterkv,quest
 
-.PHONY: demo test test-oldest lint train clean
+.PHONY: demo test test-kernels test-oldest lint train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --new-tokens 80 --questions 32
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto
+
+# Whole models by the compiled kernels, which a user gets; TESTS=tests runs everything so.
+test-kernels: TESTS = $(addprefix tests/models/test_,generate.py positions.py recall_models.py)
+test-kernels: .venv/ready
+	KVLOOM_KERNELS=auto $(BIN)/python -m pytest -n auto $(TESTS)
 
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -89,6 +91,11 @@ def feed(
     return torch.cat(outs, dim=2)
 
 
+def padded(pads: list[int], tokens: int) -> Tensor:
+    """The mask of a batch whose row i starts with pads[i] padded slots, bool [B, tokens]."""
+    return torch.arange(tokens) >= torch.tensor(pads)[:, None]
+
+
 def build(recipe: Recipe, q, k, v, sizes=None, valid=None) -> LayerCache:
     """A cache that has seen these tokens."""
     cache = LayerCache(recipe)
@@ -121,6 +128,20 @@ def assert_same_state(a, b) -> None:
     for name in a:
         same = torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
         assert same, f"{name} differs: {a[name]} != {b[name]}"
+
+
+def assert_follows_beams(fresh: Callable[[], LayerCache], prompt: int) -> None:
+    """A cache whose rows are beams that move is as one that was built from where they came."""
+    beams = torch.tensor([2, 0, 0])
+    qkv, more, new = (draw(i, n, batch=3, hq=4, hk=2) for i, n in enumerate((prompt, 30, 30)))
+    moved, built = fresh(), fresh()
+    feed(moved, *qkv)
+    feed(moved, *more, [1] * 30)
+    moved.map(lambda x: x.index_select(0, beams))
+    feed(built, *(x[beams] for x in qkv))
+    feed(built, *(x[beams] for x in more), [1] * 30)
+    outputs = [feed(cache, *new, [1] * 30) for cache in (moved, built)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
 def rows(held, index: list[int]):

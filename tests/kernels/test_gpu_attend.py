@@ -8,13 +8,10 @@ fp32 and fp16.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+import interpreter
 import steps
 from kvloom.kernels import dispatch
 from kvloom.kernels.attend import gpu, ref, run
@@ -28,22 +25,14 @@ from kvloom.store.formats import Transform
 from kvloom.store.packed import PackedTokens
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by the test below")
+needs_interpreter = pytest.mark.skipif(not interpreter.INTERPRETED, reason="run by the test below")
 TOL = {FP32: 4e-6, FP16: 2e-3}  # fp16: a product's factors are rounded to it
 B, HK = 2, 2
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the run")
+@pytest.mark.skipif(interpreter.INTERPRETED, reason="this is the run")
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "KVLOOM_KERNELS": "auto"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    interpreter.run(__file__)
 
 
 def channel(bits, group=32, meta="fp16"):

@@ -6,13 +6,11 @@ The interpreter must be asked for before Triton is imported, so pytest runs this
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+import interpreter
 from kvloom.kernels.quant import gpu, ref
 from kvloom.kernels.quant.scheme import Held, Scheme, Turn
 from kvloom.rope import Rope
@@ -20,7 +18,6 @@ from kvloom.store.codec import Channels, Mapped
 from kvloom.store.formats import META, Packed, Transform
 
 FP32, FP16 = torch.float32, torch.float16
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DIMS = {"channel": ((16, 80), (32, 64), (128, 16)), "token": ((16, 80), (32, 96), (80, 80))}
 CASES = [
     (bits, axis, meta, (torch.float32, torch.float16, torch.bfloat16)[i % 3], *DIMS[axis][i % 3])
@@ -75,7 +72,7 @@ def check(x, scheme, quantize, dequantize, real=None, step=1e-6):
             same(got, want.contiguous())
 
 
-if INTERPRETED:
+if interpreter.INTERPRETED:
 
     @pytest.mark.parametrize(("bits", "axis", "meta", "dtype", "group", "dim"), CASES)
     def test_groups_of_a_head(bits, axis, meta, dtype, group, dim):
@@ -144,11 +141,7 @@ if INTERPRETED:
 else:
 
     def test_in_the_interpreter():
-        pytest.importorskip("triton")
-        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(words, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:]
+        interpreter.run(__file__)
 
     def test_what_is_not_covered_is_said():
         rotated = Scheme(2, "token", 32, FP16, rotated=True)

@@ -6,13 +6,10 @@ bf16 is left out: the interpreter multiplies it wrongly.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+import interpreter
 from kvloom.kernels import dispatch
 from kvloom.kernels.score import gpu, ref, run
 from kvloom.kernels.score.noise import Noise
@@ -50,7 +47,7 @@ def options(t, n, hq, hk, g):
     }  # fmt: skip
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if interpreter.INTERPRETED:
 
     @pytest.fixture(autouse=True)
     def _poisoned():
@@ -101,11 +98,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
 
     def test_in_the_interpreter():
-        pytest.importorskip("triton")
-        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(words, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:]
+        interpreter.run(__file__)
 
     def test_what_is_not_covered_is_said():
         q, k = torch.zeros(1, 1, 1, 512, dtype=FP16), torch.zeros(1, 1, 9, 512)

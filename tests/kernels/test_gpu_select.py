@@ -6,19 +6,16 @@ bf16 is left out: the interpreter multiplies it wrongly.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+import interpreter
 from kvloom.kernels import dispatch
 from kvloom.kernels.select import gpu, ref, run
 
 FP32, FP16 = torch.float32, torch.float16
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if interpreter.INTERPRETED:
 
     @pytest.fixture(autouse=True)
     def _poisoned():
@@ -116,11 +113,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
 
     def test_in_the_interpreter():
-        pytest.importorskip("triton")
-        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(words, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:]
+        interpreter.run(__file__)
 
     def test_what_is_not_covered_is_said():
         said = gpu.problems(torch.zeros(1, 1, 9, 512), torch.zeros(1, 1, 512, dtype=FP16))

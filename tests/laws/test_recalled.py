@@ -16,7 +16,16 @@ from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
 from kvloom.shapes import Geometry
 from kvloom.store import Packed, Store
-from steps import assert_same_state, build, draw, feed, state, unpacked
+from steps import (
+    assert_follows_beams,
+    assert_same_state,
+    build,
+    draw,
+    feed,
+    padded,
+    state,
+    unpacked,
+)
 
 LAYERS, FULL = 3, 2
 PROMPT = 120
@@ -210,20 +219,7 @@ def test_rows_do_not_see_each_other(recipe):
 
 @every
 def test_the_index_follows_the_beams(recipe):
-    beams = torch.tensor([2, 0, 0])
-    qkv, more, new = heads(0, PROMPT, 3), heads(1, 30, 3), heads(2, 30, 3)
-    moved, built = fresh(recipe), fresh(recipe)
-    feed(moved, *qkv)
-    feed(moved, *more, [1] * 30)
-    moved.map(lambda x: x.index_select(0, beams))
-    feed(built, *(x[beams] for x in qkv))
-    feed(built, *(x[beams] for x in more), [1] * 30)
-    outputs = [feed(cache, *new, [1] * 30) for cache in (moved, built)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-
-
-def padded(pads: list[int], tokens: int) -> torch.Tensor:
-    return torch.arange(tokens) >= torch.tensor(pads)[:, None]
+    assert_follows_beams(lambda: fresh(recipe), PROMPT)
 
 
 @every

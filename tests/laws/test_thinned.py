@@ -14,7 +14,7 @@ from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
 from kvloom.scored import ScoredLayer, ThinnedLayer, layer_cache, link
 from kvloom.shapes import Geometry
-from steps import assert_same_state, draw, feed, state
+from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state
 
 PROMPT, SINKS, KEPT = 120, 4, 64
 STEPS = [1] * 50
@@ -50,10 +50,6 @@ def fresh(recipe: Recipe, place: int = 1):
 
 def heads(seed: int, tokens: int, batch: int = 2):
     return draw(seed, tokens, batch=batch, hq=4, hk=2)
-
-
-def padded(pads: list[int], tokens: int) -> torch.Tensor:
-    return torch.arange(tokens) >= torch.tensor(pads)[:, None]
 
 
 @every
@@ -137,16 +133,7 @@ def test_content_of_padding_is_irrelevant(recipe):
 
 @every
 def test_the_index_follows_the_beams(recipe):
-    beams = torch.tensor([2, 0, 0])
-    qkv, more, new = heads(0, PROMPT, 3), heads(1, 30, 3), heads(2, 30, 3)
-    moved, built = fresh(recipe), fresh(recipe)
-    feed(moved, *qkv)
-    feed(moved, *more, [1] * 30)
-    moved.map(lambda x: x.index_select(0, beams))
-    feed(built, *(x[beams] for x in qkv))
-    feed(built, *(x[beams] for x in more), [1] * 30)
-    outputs = [feed(cache, *new, [1] * 30) for cache in (moved, built)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    assert_follows_beams(lambda: fresh(recipe), PROMPT)
 
 
 @every

@@ -24,6 +24,7 @@ from transformers import (
 import kvloom
 from kvloom import compare as work
 from kvloom.compare import InputError, Row, Settings, needles, text
+from kvloom.compare.plot import style
 from kvloom.compare.run import with_full
 from kvloom.recipes import resolve
 from kvloom.reference import tasks
@@ -372,6 +373,10 @@ def test_plot_writes_a_picture(model, task, rows, tmp_path):
     assert "kivi:group=64 " not in svg
     with pytest.raises(InputError, match=r"must end in one of \.png"):
         work.plot(rows, environment, tmp_path / "c.txt")
+
+
+def test_no_two_of_sixty_recipes_look_the_same():
+    assert len({style(i)[:2] for i in range(60)}) == 60  # color and marker
 
 
 def test_load_takes_a_folder_in_its_own_dtype(model, tokenizer, tmp_path):

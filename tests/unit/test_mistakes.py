@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvloom.bench import ModelShape, caches, clock, limits
 from kvloom.cli import app
-from kvloom.cli.edge import told, write
+from kvloom.cli.edge import stdin, told, write
 from kvloom.compare import InputError
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
@@ -146,6 +147,14 @@ def test_a_number_out_of_range_and_a_word_there_is_not(command):
 @pytest.mark.parametrize("verb", ["generate", "inspect"])
 def test_stdin_that_is_no_text(verb):
     assert "stdin is not UTF-8 text; convert it first" in refused(verb, input=b"\xff\xfe")
+
+
+def test_who_types_is_told_that_text_is_awaited(monkeypatch, capsys):
+    typed = io.TextIOWrapper(io.BytesIO(b"one\r\ntwo\n"))
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", typed)
+    assert stdin() == "one\ntwo\n"
+    assert capsys.readouterr().err == "reading text from here; Ctrl-D ends it\n"
 
 
 def test_kernels_there_are_not(monkeypatch):

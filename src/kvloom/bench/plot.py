@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..compare.plot import check
+from ..compare.plot import check, style
 from .rows import Row
 
 
@@ -27,15 +27,19 @@ def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> 
         f"bench {e['verb']}: {e['shape']}, {e['dtype']}, batch {e['batch']}", fontsize=10
     )
     if len(contexts) > 1:
-        for name in names:
+        for i, name in enumerate(names):
             mine = sorted((row.context, row.ms) for row in ran if row.name == name)
-            axes.plot(*zip(*mine, strict=True), marker="o", markersize=4, label=name)
+            color, marker, line = style(i)
+            axes.plot(
+                *zip(*mine, strict=True), label=name,
+                color=color, marker=marker, markersize=4, linestyle=line,
+            )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
         axes.set_xlabel("tokens of context")
         axes.set_ylabel("ms")
-        figure.legend(fontsize=8, loc="outside right upper")
+        figure.legend(fontsize=8, handlelength=4, loc="outside right upper")
     else:
         bars = axes.barh(names[::-1], [row.ms or 0.0 for row in ran][::-1])
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)

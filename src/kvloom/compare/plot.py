@@ -17,12 +17,13 @@ _PLACES = [(6, 5), (6, -12), (-6, 5), (-6, -12), (0, 13), (0, -20), (6, 18), (6,
 
 
 class Point(NamedTuple):
-    """A recipe's mark: bits a value, a figure, and the colour both panels give it."""
+    """A recipe's mark: bits a value, a figure, and the color and marker both panels give it."""
 
     name: str
     x: float
     y: float
     color: str
+    marker: str
 
 
 def check(path: str | Path) -> None:
@@ -30,6 +31,12 @@ def check(path: str | Path) -> None:
     suffix = Path(path).suffix.lstrip(".").lower()
     if suffix not in FORMATS:
         raise InputError(f"plot file {str(path)!r} must end in one of .{', .'.join(FORMATS)}")
+
+
+def style(i: int) -> tuple[str, str, str]:
+    """Color, marker and line style of the i-th of many: past ten, colors return with others."""
+    turn = i // 10
+    return f"C{i % 10}", "osD^vP"[turn % 6], ("-", "--", ":", "-.")[turn % 4]
 
 
 def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> None:
@@ -57,9 +64,10 @@ def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> 
 def _panel(
     axes: Any, rows: Sequence[Row], title: str, height: Callable[[Row], float | None]
 ) -> None:
+    marks = {row.recipe: style(i)[:2] for i, row in enumerate(rows)} | {"full": ("black", "o")}
     points = [
-        Point(row.recipe, row.bits_per_value, y, "black" if row.recipe == "full" else f"C{i % 10}")
-        for i, row in enumerate(rows)
+        Point(row.recipe, row.bits_per_value, y, *marks[row.recipe])
+        for row in rows
         if row.bits_per_value is not None and (y := height(row)) is not None and math.isfinite(y)
     ]
     heights = [p.y for p in points]
@@ -68,7 +76,7 @@ def _panel(
     elif heights and max(heights) > 4 * min(heights):
         axes.set_yscale("log")
     for p in points:
-        axes.scatter([p.x], [p.y], s=36, color=p.color, zorder=3)
+        axes.scatter([p.x], [p.y], s=36, color=p.color, marker=p.marker, zorder=3)
         if p.name == "full":
             axes.axhline(p.y, color=p.color, linewidth=0.8, linestyle=":")
     axes.set_title(title, fontsize=10)

@@ -136,7 +136,7 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(llama, form, tmp_path)
     assert held(path) <= cache.nbytes
     loaded = kvloom.Cache.load(model, path)
     assert (loaded.recipe, loaded.nbytes) == (cache.recipe, cache.nbytes)
-    assert loaded.get_seq_length() == SAVED
+    assert (loaded.get_seq_length(), loaded.tokens_read) == (SAVED, cache.tokens_read)
     assert same(go_on(model, loaded), go_on(model, copy.deepcopy(cache)))
     assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
 
@@ -211,6 +211,13 @@ def test_an_empty_cache_comes_back_empty(llama, tmp_path):
     loaded = kvloom.Cache.load(model, tmp_path / "none.kv")
     assert (loaded.nbytes, loaded.get_seq_length()) == (0, 0)
     assert torch.equal(step(model, loaded, 0, 70), step(model, kvloom.Cache(model, KIVI), 0, 70))
+
+
+def test_a_file_may_be_read_by_whom_the_user_lets_read_files(kivi, tmp_path):
+    kivi[1].save(tmp_path / "prefix.kv")
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
 
 
 def test_nothing_of_the_file_is_needed_once_it_is_loaded(kivi, tmp_path):

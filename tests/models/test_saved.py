@@ -117,6 +117,15 @@ def held(path) -> int:
     return sum(x.nbytes for name, x in load_file(path).items() if not name.endswith(uncounted))
 
 
+def written(cache, folder) -> bytes:
+    """What a file of the cache says."""
+    path = folder / "again.kv"
+    cache.save(path)
+    said = path.read_bytes()
+    path.unlink()
+    return said
+
+
 def test_every_recipe_is_here():
     assert SMALL.keys() == RECIPES.keys()
 
@@ -137,7 +146,9 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(llama, form, tmp_path)
     loaded = kvloom.Cache.load(model, path)
     assert (loaded.recipe, loaded.nbytes) == (cache.recipe, cache.nbytes)
     assert (loaded.get_seq_length(), loaded.tokens_read) == (SAVED, cache.tokens_read)
-    assert same(go_on(model, loaded), go_on(model, copy.deepcopy(cache)))
+    assert written(loaded, tmp_path) == path.read_bytes()  # nothing was lost
+    assert same(go_on(model, loaded), go_on(model, cache))
+    assert written(loaded, tmp_path) == written(cache, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
 
 

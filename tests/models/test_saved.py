@@ -117,6 +117,15 @@ def held(path) -> int:
     return sum(x.nbytes for name, x in load_file(path).items() if not name.endswith(uncounted))
 
 
+def written(cache, folder) -> bytes:
+    """What a file of the cache says."""
+    path = folder / "again.kv"
+    cache.save(path)
+    said = path.read_bytes()
+    path.unlink()
+    return said
+
+
 def test_every_recipe_is_here():
     assert SMALL.keys() == RECIPES.keys()
 
@@ -136,8 +145,10 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(llama, form, tmp_path)
     assert held(path) <= cache.nbytes
     loaded = kvloom.Cache.load(model, path)
     assert (loaded.recipe, loaded.nbytes) == (cache.recipe, cache.nbytes)
-    assert loaded.get_seq_length() == SAVED
-    assert same(go_on(model, loaded), go_on(model, copy.deepcopy(cache)))
+    assert (loaded.get_seq_length(), loaded.tokens_read) == (SAVED, cache.tokens_read)
+    assert written(loaded, tmp_path) == path.read_bytes()  # nothing was lost
+    assert same(go_on(model, loaded), go_on(model, cache))
+    assert written(loaded, tmp_path) == written(cache, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
 
 
@@ -211,6 +222,13 @@ def test_an_empty_cache_comes_back_empty(llama, tmp_path):
     loaded = kvloom.Cache.load(model, tmp_path / "none.kv")
     assert (loaded.nbytes, loaded.get_seq_length()) == (0, 0)
     assert torch.equal(step(model, loaded, 0, 70), step(model, kvloom.Cache(model, KIVI), 0, 70))
+
+
+def test_a_file_may_be_read_by_whom_the_user_lets_read_files(kivi, tmp_path):
+    kivi[1].save(tmp_path / "prefix.kv")
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
 
 
 def test_nothing_of_the_file_is_needed_once_it_is_loaded(kivi, tmp_path):

@@ -84,7 +84,9 @@ def save(cache: Cache, path: str | Path) -> None:
     fresh = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         fresh.touch()
+        mode = fresh.stat().st_mode  # what the user's files have; safetensors' own are private
         save_file(tensors, fresh, {_KEY: json.dumps(about)})
+        fresh.chmod(mode)
         os.replace(fresh, path)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)

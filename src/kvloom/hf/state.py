@@ -67,7 +67,7 @@ _STATE: dict[type, str] = {
     DynamicSlidingWindowLayer: "keys values cumulative_length is_initialized record_past",
 }
 _MADE: dict[type, str] = {
-    LayerCache: "recipe name place rope known pending held",
+    LayerCache: "recipe name place rope known most pending held",
     ScoredLayer: "keep together fresh see choice",
     RecalledLayer: "recall aside lost query chosen",
     PackedTokens: "fmt channels rope codec dtype _like",

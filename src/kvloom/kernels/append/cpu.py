@@ -27,7 +27,7 @@ def problems(x: Tensor) -> list[str]:
     if x.shape[3] % 16:
         found.append(f"head_dim={x.shape[3]} is not a multiple of 16")
     if x.shape[2] > MOST:
-        found.append(f"{x.shape[2]} tokens a step are more than {MOST}")
+        found.append(f"more than {MOST} tokens a step")
     return found
 
 

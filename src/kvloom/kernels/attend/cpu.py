@@ -29,7 +29,7 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     if not like.is_cpu:
         found.append(f"the tensors are on {like.device.type}")
     if tokens > MOST:
-        found.append(f"{tokens} queries a step are more than {MOST}")
+        found.append(f"more than {MOST} queries a step")
     return found
 
 

@@ -39,7 +39,7 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     if like.dtype == torch.bfloat16 and not like.is_cuda:
         found.append("Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there")
     if tokens > MOST:
-        found.append(f"{tokens} queries a step are more than {MOST}")
+        found.append(f"more than {MOST} queries a step")
     return found
 
 

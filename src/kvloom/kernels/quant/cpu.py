@@ -86,7 +86,6 @@ def unpack(
 class _Table(NamedTuple):
     """What a job says of a scheme, for heads of one size."""
 
-    how: int
     across: int  # heads that share groups
     numbers: tuple[int, ...]
     tables: tuple[int, ...]  # addresses, or 0: groups of channels, channels of groups, their ends,
@@ -142,7 +141,6 @@ def _made(scheme: Scheme, heads: int, d: int) -> _Table:
         rotation = (scheme.group // len(mix), *(x.data_ptr() for x in more))
     names = ("group_of", "slots", "ends", "clip", "divisor")
     return _Table(
-        how,
         across,
         (
             tile, how, scheme.group, groups, int(2 * scheme.bits), top(scheme.bits), atom,

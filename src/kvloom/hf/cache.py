@@ -35,7 +35,7 @@ def _lasting(change: _F) -> _F:
     def changing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_inference_mode_enabled():
             return change(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             return change(*args, **kwargs)
 
     return changing  # type: ignore[return-value]
@@ -73,7 +73,6 @@ class RoutedLayer(CacheLayerMixin):
         self.armed = True
         return key, value_states
 
-    @_lasting
     def attend(
         self,
         module: torch.nn.Module,
@@ -96,7 +95,10 @@ class RoutedLayer(CacheLayerMixin):
             self.check_model(config)
         self.armed = False
         valid = None if mask is None else mask.to(q.device)
-        return self.cache.attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
+        attend = self.cache.attend
+        if torch.is_inference_mode_enabled():
+            attend = _lasting(attend)
+        return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
 
     def check_model(self, config: Any) -> None:
         """Refuse a model other than the one this cache was made for."""

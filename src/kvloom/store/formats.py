@@ -153,7 +153,12 @@ class Packed:
         return heads * (head_dim // (self.group or head_dim))
 
     def bits_a_value(self, head_dim: int = 0) -> float:
-        """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G."""
+        """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G.
+
+        head_dim: where the group is a whole head (group=0), its channels.
+        """
+        if not self.group and not head_dim:
+            raise RecipeError("group=0 is one head: give bits_a_value its head_dim")
         atom, rows = ref.ATOM[self.bits]
         return 8 * rows / atom + 8 * self._group_nbytes / (self.group or head_dim)
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import kvloom
 import record
 
-RECIPES = ("full", "h2o", "keyformer", "snapkv:tokens=0", "random", "window:tokens=4096")
+RECIPES = ("full", "h2o", "keyformer", "snapkv:fraction=0.5", "random", "window:tokens=4096")
 WARM_UP = 10
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
@@ -16,6 +16,7 @@ from .keep import SCORERS, Budget, Keep, Spare
 from .recall import INDEXES, Recall, Tier
 from .shapes import Geometry
 from .store import Packed, Store, Transform
+from .typed import typed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +37,7 @@ class Protect:
     spare: Spare | None = None
 
     def __post_init__(self) -> None:
+        typed(self, "spare")
         if isinstance(self.recent, tuple) and len(self.recent) != 2:
             raise RecipeError(f"recent={self.recent!r} is one number, or (keys, values)")
         for name, value in (("sinks", self.sinks), *(("recent", r) for r in self.recents)):
@@ -67,6 +69,7 @@ class Recipe:
     name: str = "custom"
 
     def __post_init__(self) -> None:
+        typed(self, "keep", "store", "recall", "protect", "name")
         if self.recall is not None:
             self._check_recall(self.recall)
         if self.protect.spare is not None and (self.keep is not None or self.store.exact):
@@ -201,8 +204,10 @@ class Recipe:
                 row += g.kv_heads * self._index_nbytes(held, self.front, g)
             if keep.when == "step" and held < tokens:
                 row += g.kv_heads * self._slots_nbytes(held, g)
-            elif keep.when != "prompt":  # scores, and indices once there are gaps
-                row += g.kv_heads * (4 * held + (4 * held if held < tokens else 0))
+            else:  # scores, and indices once there are gaps
+                scored, placed = keep.when != "prompt", g.alibi or self.store.pre_rope
+                row += g.kv_heads * 4 * held * scored
+                row += g.kv_heads * 4 * held * (held < tokens and (scored or placed))
         return row * batch
 
     def _layer_nbytes(self, tokens: int, g: Geometry) -> int:
@@ -273,37 +278,37 @@ class Recipe:
             raise RecipeError(f"not a TOML recipe: {error}") from error
 
 
-def _of_kind(name: str, fields: Any) -> Any:
+def _of_kind(name: str, given: Any) -> Any:
     """A table that says with its `kind` what it is."""
     kinds = _KINDS[name]
-    kind = fields.get("kind") if isinstance(fields, dict) else fields
-    if kind not in kinds:
+    kind = given.get("kind") if isinstance(given, dict) else given
+    if not isinstance(kind, str) or kind not in kinds:
         raise RecipeError(f"{name} kind={kind!r} is not one of {', '.join(kinds)}")
-    rest = {k: v for k, v in fields.items() if k != "kind"} if isinstance(fields, dict) else {}
+    rest = {k: v for k, v in given.items() if k != "kind"} if isinstance(given, dict) else {}
     return _build(kinds[kind], rest, name)
 
 
-def _build(cls: type, fields: Any, where: str = "recipe") -> Any:
-    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
-    if not isinstance(fields, dict):
-        raise RecipeError(f"{where} must be a table of {', '.join(known)}, not {fields!r}")
-    unknown = sorted(set(fields) - set(known))
+def _build(cls: type, given: Any, where: str = "recipe") -> Any:
+    known = {f.name: f.default is f.default_factory is MISSING for f in fields(cls)}
+    if not isinstance(given, dict):
+        raise RecipeError(f"{where} must be a table of {', '.join(known)}, not {given!r}")
+    unknown = sorted(set(given) - set(known))
     if unknown:
         raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}")
     if cls is Keep:
-        fields = {"budget": {}, **fields}
+        given = {"budget": {}, **given}
+    missing = [name for name, needed in known.items() if needed and name not in given]
+    if missing:
+        raise RecipeError(f"{where}: {cls.__name__} needs the field {missing[0]!r}")
     built = {
         name: _of_kind(name, value)
         if name in _KINDS
         else _build(_PARTS[name], value, name)
         if name in _PARTS
         else _tuple(value)
-        for name, value in fields.items()
+        for name, value in given.items()
     }
-    try:
-        return cls(**built)
-    except TypeError as error:
-        raise RecipeError(f"{cls.__name__}: {error}") from error
+    return cls(**built)
 
 
 def _tuple(value: Any) -> Any:

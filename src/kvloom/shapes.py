@@ -13,13 +13,14 @@ import torch
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a cache must know of a model: layers, heads, head dimension and dtype."""
+    """What a cache must know of a model: layers, heads, head dimension, dtype, and ALiBi."""
 
     layers: int
     q_heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    alibi: bool = False
 
     def token_nbytes(self) -> int:
         """Bytes of one token's exact keys and values in all layers, batch 1."""

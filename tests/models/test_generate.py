@@ -217,6 +217,45 @@ def test_pipeline(model):
     assert generate([text, text], max_new_tokens=12, do_sample=False, batch_size=2)
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    ["full", KIVI, "streaming:tokens=40", "h2o:tokens=30",
+     "quest:tokens=40,page=8,sinks=4,recent=8,full_layers=0,tier=host"],
+)  # fmt: skip
+def test_inference_mode_comes_and_goes(recipe):
+    model = zoo.build("llama-gqa")
+    ids = zoo.batch(tokens=80)["input_ids"]
+
+    def steps(modes):
+        cache, at, logits = kvloom.Cache(model, recipe), 0, []
+        for mode, tokens in zip(modes, [60, *[1] * 8, 12], strict=True):
+            with mode():
+                out = model(input_ids=ids[:, at : at + tokens], past_key_values=cache).logits
+                cache.reorder_cache(torch.tensor([0, 2, 1]))
+            logits.append(out.clone())
+            at += tokens
+        return torch.cat(logits, dim=1)
+
+    expected = steps([torch.no_grad] * 10)
+    assert torch.equal(steps([torch.inference_mode, torch.no_grad] * 5), expected)
+    assert torch.equal(steps([torch.no_grad, torch.inference_mode] * 5), expected)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bloom"])
+@pytest.mark.parametrize("recipe", ["full", "snapkv:tokens=30,window=8", "streaming:tokens=40"])
+def test_bytes_held_after_a_prompt(name, recipe):
+    """As predicted; sliding layers hold all of the prompt until the next step."""
+    model = zoo.build(name)
+    ids = zoo.batch(rows=2, padding=(0, 0))["input_ids"]
+    cache = kvloom.Cache(model, recipe)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    sliding = [layer for layer in cache.layers if layer not in cache.routed]
+    stock = sum(x.untyped_storage().nbytes() for y in sliding for x in (y.keys, y.values))
+    assert stock == len(sliding) * 2 * ids.numel() * cache.geometry.kv_heads * 16 * 4
+    assert cache.nbytes == stock + cache.recipe.nbytes(61, cache.geometry, 2)
+
+
 def test_training_is_left_alone(model):
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
     expected = model(input_ids=ids, labels=ids).loss

@@ -143,6 +143,16 @@ def test_another_batch_size_or_dtype(model):
     assert cache.get_seq_length() == 62
 
 
+def test_another_batch_touches_no_layer_of_transformers_either():
+    model = zoo.build("gemma2")
+    ids = zoo.batch()["input_ids"]
+    cache = kvloom.Cache(model, "full")
+    model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="holds batch size 3 and was given 2; make a new cache"):
+        model(input_ids=ids[:2, :1], past_key_values=cache)
+    assert {layer.get_seq_length() for layer in cache.layers} == {61}
+
+
 def test_crop_into_packed_tokens_touches_no_layer(model):
     ids = zoo.batch(rows=1, tokens=100, padding=(0,))["input_ids"]
     cache = kvloom.Cache(model, KIVI)
@@ -192,6 +202,15 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert full.full_nbytes == 32768 * 2 * 3 * 2 * 16 * 4
     assert "instead of 24.0" in str(full)
     assert "3 of 3 layers" in repr(full)
+
+
+@pytest.mark.parametrize("recipe", ["full", KIVI, "h2o", "pyramidkv", "clusterkv"])
+def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(recipe):
+    model = zoo.build("mistral-sliding")
+    expected = model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False)
+    report = kvloom.attach(model, recipe)
+    assert "0 of 3 layers compressed (none)" in str(report)
+    assert torch.equal(model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False), expected)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent.parent
 # A part may import the parts of lower storeys. Parts of one storey do not know each other.
 STOREYS = [
     {"shapes", "errors", "rope", "alibi"},
-    {"kernels"},
+    {"kernels", "typed"},
     {"store", "keep", "recall"},
     {"segment"},
     {"recipe", "keeper", "slots", "chosen", "sinks"},

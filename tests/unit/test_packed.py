@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom.errors import RecipeError
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import codec
 from kvloom.store.packed import PackedTokens
@@ -95,6 +96,8 @@ def test_effective_bits():
     assert Packed(1.5, "token", 128, "fp8").bits_a_value() == pytest.approx(1.6 + 1 / 8)
     assert Packed(2, "token", 128, "fp8").bits_a_value() == 2.125
     assert Packed(3, "token", 0, transform=Transform(rotate=True)).bits_a_value(128) == 3.125
+    with pytest.raises(RecipeError, match="give bits_a_value its head_dim"):
+        Packed(3, "token", 0).bits_a_value()
     assert Packed(1, "token", 64, "fp8").bits_a_value() == 1.25
     assert Packed(2, "token", 32).bits_a_value() == 3
     assert Packed(2, "token", 16).bits_a_value() == 4

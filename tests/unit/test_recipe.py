@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.keep import Budget, Keep
-from kvloom.recall import Clusters, Pages, Recall, TopK
+from kvloom.keep import Budget, Keep, Mass, Noisy, Observation
+from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import RECIPES, resolve
 from kvloom.shapes import Geometry
@@ -66,6 +66,54 @@ def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
 def test_a_bad_transform_is_refused(fields, says):
     with pytest.raises(RecipeError) as refused:
         Transform(**fields)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: Packed(2, "token", transform="rotate"), "transform='rotate' must be a Transform"),
+        (lambda: Packed(2, "token", pre_rope="yes"), "pre_rope='yes' must be True or False"),
+        (lambda: Packed(2, "token", unit=1.5), "unit=1.5 must be a whole number or None"),
+        (lambda: Store(keys=2), "keys=2 must be a Packed or None"),
+        (lambda: Transform(smooth=1), "smooth=1 must be True or False"),
+        (lambda: Transform(clip=None), "clip=None must be above 0"),
+        (lambda: Protect(spare=64), "spare=64 must be a Spare or None"),
+        (lambda: Budget(5, recent="1"), "recent='1' must be a number"),
+        (lambda: Budget(5, layers=[1, 2]), r"layers=[1, 2] must be a string or a tuple"),
+        (lambda: Budget(5, layers=(1.0, float("nan"))), "must be one weight a layer, 0 or more"),
+        (lambda: Keep(0.5), "budget=0.5 must be a Budget"),
+        (lambda: Keep(Budget(5), shared="no"), "shared='no' must be True or False"),
+        (lambda: Mass("a"), "damping='a' must be a number"),
+        (lambda: Observation(2.5), "window=2.5 must be a whole number"),
+        (lambda: Noisy(tau_end=float("nan")), "tau_begin=1.0 and tau_end=nan must be numbers"),
+        (lambda: Noisy(steps=0.5), "steps=0.5 must be a whole number"),
+        (lambda: Recall(Pages(), tier="host"), "tier='host' must be a Tier or None"),
+        (lambda: Tier("file", folder=3), "folder=3 must be a string or None"),
+        (lambda: Recipe("kivi"), "keep='kivi' must be a Keep or None"),
+        (lambda: Recipe(store=Packed(2, "token")), "must be a Store"),
+        (lambda: Recipe(recall=Pages()), "must be a Recall or None"),
+        (lambda: Recipe(protect=4), "protect=4 must be a Protect"),
+    ],
+)
+def test_a_part_of_a_wrong_type_is_refused(build, says):
+    with pytest.raises(RecipeError) as refused:
+        build()
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"store": {"keys": {"bits": 2}}}, "keys: Packed needs the field 'axis'"),
+        ({"keep": {"budget": {"tokens": 5}, "scorer": {"kind": [1]}}}, "kind=[1] is not one of"),
+        ({"keep": {"budget": {"tokens": 5}, "scorer": {"kind": "mass", "weighs": True}}},
+         "Mass has no field 'weighs'; it has damping"),
+    ],
+)  # fmt: skip
+def test_data_that_lacks_a_field_or_has_one_too_many(data, says):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.from_dict(data)
     assert says in str(refused.value)
 
 

@@ -52,6 +52,24 @@ def test_a_recipe_is_called_what_the_user_called_it(name):
     assert resolve(name).name == name
 
 
+def test_a_window_is_a_share_or_a_whole_number_of_tokens():
+    assert resolve("h2o:recent=0.25").keep.budget.recent == 0.25
+    for name in ("h2o", "keyformer", "random", "minikv", "minikv-pyramid"):
+        assert resolve(f"{name}:recent=64").keep.budget.window(100) == 64
+
+
+def test_a_fraction_counts_where_it_is_given():
+    for name in ("snapkv", "pyramidkv"):
+        assert resolve(name).keep.budget.resolve(5000) == 1024
+        assert resolve(f"{name}:fraction=0.25").keep.budget.resolve(5000) == 1250
+    assert resolve("h2o:tokens=64").keep.budget.resolve(5000) == 64
+
+
+def test_minikv_packs_in_all_the_bits_there_are():
+    assert resolve("minikv:bits=1.5").store.values.bits == 1.5
+    assert resolve("minikv-snap:bits=1.5").store.keys.bits == 1.5
+
+
 def test_a_recipe_resolves_to_itself():
     recipe = Recipe(protect=Protect(sinks=2))
     assert resolve(recipe) is recipe

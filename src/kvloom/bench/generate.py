@@ -65,7 +65,7 @@ def sides(
     routed = copy.deepcopy(plain, shared)  # kvloom's attention is put into this one
     for name in recipes:
         try:
-            with torch.inference_mode():
+            with torch.no_grad():  # steps of a model write to these tensors in any mode
                 ours = caches.ours(routed, resolve(name), shape, context)
         except IncompatibleRecipe as error:
             found.append(Side(name, problem=str(error)))

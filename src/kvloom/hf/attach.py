@@ -182,8 +182,11 @@ def _before_forward(
     recipe, cache = model._kvloom.recipe, kwargs.get("past_key_values")
     if isinstance(cache, Cache):
         _check_implementation(model)
+        new = kwargs.get("inputs_embeds") if given is None else given
+        if new is None:
+            return None  # the model says what is missing
+        cache.check_batch(new.shape[0])
         if cache.learned:
-            new = kwargs["inputs_embeds"] if given is None else given
             return args, {**kwargs, "position_ids": _closed_up(cache, new, kwargs)}
     if recipe is None or model.training or cache is not None:
         return None

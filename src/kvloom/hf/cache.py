@@ -5,8 +5,10 @@ Decides how the calls of transformers map onto `LayerCache`; computes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -23,6 +25,21 @@ from ..recipes import resolve
 from ..scored import layer_cache, link
 from . import compat, rotary, saved
 from .known import known
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _lasting(change: _F) -> _F:
+    """Let what a method leaves in a cache be changed outside inference mode too."""
+
+    @wraps(change)
+    def changing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return change(*args, **kwargs)
+        with torch.inference_mode(False):
+            return change(*args, **kwargs)
+
+    return changing  # type: ignore[return-value]
 
 
 class RoutedLayer(CacheLayerMixin):
@@ -79,7 +96,10 @@ class RoutedLayer(CacheLayerMixin):
             self.check_model(config)
         self.armed = False
         valid = None if mask is None else mask.to(q.device)
-        return self.cache.attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
+        attend = self.cache.attend
+        if torch.is_inference_mode_enabled():
+            attend = _lasting(attend)
+        return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
 
     def check_model(self, config: Any) -> None:
         """Refuse a model other than the one this cache was made for."""
@@ -120,6 +140,7 @@ class RoutedLayer(CacheLayerMixin):
     def record_past(self, value: bool) -> None:
         self.cache.recording = value
 
+    @_lasting
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
         self.cache.crop(self.to_remove(tokens))
@@ -133,14 +154,17 @@ class RoutedLayer(CacheLayerMixin):
         self.cache.reset()
         self.armed = False
 
+    @_lasting
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams: row i becomes row beam_idx[i]."""
         self.cache.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
+    @_lasting
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         self.cache.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
+    @_lasting
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
         self.cache.map(lambda x: x[indices.to(x.device)])
@@ -227,6 +251,15 @@ class Cache(transformers.Cache):
         values = sum(_values(layer.cache) for layer in self.routed)
         return 8 * held / values if values else 0.0
 
+    def check_batch(self, rows: int) -> None:
+        """Refuse a step of another batch before layers that transformers holds have taken it in."""
+        held = next((x.cache.like for x in self.routed), None)
+        if held is not None and held.shape[0] != rows:
+            raise CacheMisuse(
+                f"this cache holds batch size {held.shape[0]} and was given {rows}; make a new "
+                "cache, or repeat its rows with batch_repeat_interleave"
+            )
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove -tokens_to_remove tokens from every layer, or from none if one cannot."""
         for layer in self.routed:
@@ -271,4 +304,5 @@ def _full_nbytes(cache: LayerCache) -> int:
 
 def _stock_nbytes(layer: Any) -> int:
     held = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    return sum(x.nbytes for x in held if isinstance(x, Tensor))
+    # after a prompt they are views of all of it, until the next step
+    return sum(x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor))

@@ -66,7 +66,7 @@ def adapted(model: PreTrainedModel) -> bool:
 
 
 def geometry(model: PreTrainedModel) -> Geometry:
-    """Heads, head dimension and dtype of a supported model, and its layers of full attention."""
+    """What a cache must know of a supported model; layers: those of full attention."""
     config = decoder_config(model)
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
@@ -75,7 +75,7 @@ def geometry(model: PreTrainedModel) -> Geometry:
         kv_heads = 1 if one else config.num_kv_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
     layers = sum(kind == FULL for kind, _ in stock_layers(config))
-    return Geometry(layers, q_heads, kv_heads, head_dim, model.dtype)
+    return Geometry(layers, q_heads, kv_heads, head_dim, model.dtype, has_alibi(config))
 
 
 def fingerprint(config: Any) -> tuple:

@@ -20,7 +20,7 @@ from ..compare.errors import InputError
 from ..compare.run import check_room
 from ..compare.step import step
 from ..compare.text import opening, tokenize
-from ..hf import attach
+from ..hf import attach, compat
 from ..hf.cache import Cache, RoutedLayer
 from ..hf.watch import Look, watch
 from ..kernels.score import run
@@ -257,5 +257,6 @@ def _scores(scores: Tensor) -> list[float | str | None]:
 def _said(fmt: Packed | None, model: PreTrainedModel) -> str:
     if fmt is None:
         return f"exact, {str(model.dtype).removeprefix('torch.')}"
-    bits = fmt.bits_a_value()
-    return f"{fmt.bits} bit per {fmt.axis}, groups of {fmt.group} ({bits:g} bits a value)"
+    head_dim = compat.geometry(model).head_dim
+    group, bits = fmt.group or head_dim, fmt.bits_a_value(head_dim)
+    return f"{fmt.bits} bit per {fmt.axis}, groups of {group} ({bits:g} bits a value)"

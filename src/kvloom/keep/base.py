@@ -6,10 +6,12 @@ the layer's segments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import RecipeError
+from ..typed import typed
 from . import budgets
 from .scorers import SCORERS, Recent, Scorer
 
@@ -40,6 +42,7 @@ class Budget:
     layers: str | tuple[float, ...] = "uniform"
 
     def __post_init__(self) -> None:
+        typed(self, "recent", "layers")
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError("a budget is either tokens or a fraction of the prompt: give one")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
@@ -60,8 +63,10 @@ class Budget:
             if self.layers not in budgets.POLICIES:
                 known = ", ".join(budgets.POLICIES)
                 raise RecipeError(f"layers={self.layers!r} is not one of {known}")
-        elif not self.layers or min(self.layers) < 0 or sum(self.layers) <= 0:
-            raise RecipeError("layers: one weight a layer, 0 or more, not all 0")
+        elif not all(0 <= weight < math.inf for weight in self.layers) or not any(self.layers):
+            raise RecipeError(
+                f"layers={self.layers!r} must be one weight a layer, 0 or more, not all 0"
+            )
 
     def resolve(self, prompt_tokens: int) -> int:
         """Tokens to hold, averaged over layers, given the first prompt's length (at least one)."""
@@ -86,7 +91,7 @@ class Budget:
         """
         total = self.resolve(prompt_tokens)
         window = self.window(total)
-        if total >= prompt_tokens:
+        if total >= prompt_tokens or not layers:
             return [total - window] * layers
         shares = budgets.weights(self.layers, layers, variances)
         given = budgets.split((total - window) * layers, shares, prompt_tokens - window)
@@ -123,6 +128,7 @@ class Keep:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        typed(self, "budget", "shared", "seed")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         if self.when not in WHEN:

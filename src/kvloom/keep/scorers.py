@@ -7,6 +7,7 @@ nothing about how many tokens stay.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels.score import run
 from ..kernels.score.noise import KINDS, Noise
+from ..typed import typed
 
 
 @dataclass
@@ -133,6 +135,7 @@ class Mass(Scorer):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        typed(self, "damping")
         if not 0 < self.damping <= 1:
             raise RecipeError(f"damping={self.damping!r} must lie in (0, 1]")
 
@@ -159,11 +162,12 @@ class Observation(Scorer):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        typed(self, "window", "kernel")
         if self.pool not in ("avg", "max", "none"):
             raise RecipeError(f"pool={self.pool!r} is not one of avg, max, none")
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
             raise RecipeError(
-                f"window={self.window} must be 1 or more and kernel={self.kernel} odd"
+                f"window={self.window} must be 1 or more, and kernel={self.kernel} odd"
             )
 
     def __call__(self, step: Step) -> Tensor:
@@ -193,10 +197,15 @@ class Noisy(Scorer):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        typed(self, "fixed", "tau_begin", "tau_end", "steps")
         if self.noise not in (*KINDS, "none"):
             raise RecipeError(f"noise={self.noise!r} is not one of {', '.join(KINDS)}, none")
-        if min(self.tau_begin, self.tau_end) <= 0 or self.steps < 1:
-            raise RecipeError("tau_begin and tau_end must be above 0, steps 1 or more")
+        if not (0 < self.tau_begin < math.inf and 0 < self.tau_end < math.inf):
+            raise RecipeError(
+                f"tau_begin={self.tau_begin} and tau_end={self.tau_end} must be numbers above 0"
+            )
+        if self.steps < 1:
+            raise RecipeError(f"steps={self.steps} must be 1 or more")
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""

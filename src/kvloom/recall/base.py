@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..typed import typed
 from .tiers import Tier
 
 GROUPS = {
@@ -116,6 +117,7 @@ class Recall:
     def __post_init__(self) -> None:
         if not isinstance(self.index, Index):
             raise RecipeError(f"index={self.index!r} is not an index; use Clusters, Pages or TopK")
+        typed(self, "tier")
         whole("budget tokens", self.tokens, 1)
         whole("full_layers", self.full_layers, 0)
         if self.group not in GROUPS:

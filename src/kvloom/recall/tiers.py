@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError, TierError
+from ..typed import typed
 
 TIERS = {
     "host": "in host memory",
@@ -36,6 +37,7 @@ class Tier:
     steps: int = 1
 
     def __post_init__(self) -> None:
+        typed(self, "folder")
         if self.kind not in TIERS:
             raise RecipeError(f"tier kind={self.kind!r} is not one of {', '.join(TIERS)}")
         if self.folder is not None and self.kind != "file":

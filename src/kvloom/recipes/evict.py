@@ -3,7 +3,9 @@
 Every decision is made per key/value head, from the summed scores of its query heads; dropped
 tokens free their memory. Options they share:
 
-tokens, fraction: the budget; the fraction is one of the prompt, and counts where tokens is 0.
+tokens, fraction: the budget, in tokens or as a fraction of the prompt. What has no budget by
+default counts where it is given: tokens with h2o, keyformer and random, the fraction with snapkv
+and pyramidkv.
 recent: how many of the budget (or which share of it) are the newest tokens, whatever their score.
 layers: how the rest is divided over layers. shared: one score, and so one choice, for all layers.
 limit: drop down to the budget only when more than this many tokens are held (0: at every step).
@@ -38,7 +40,7 @@ def _recipe(
 
 def h2o(
     fraction: float = 0.5,
-    recent: float = 0.5,
+    recent: int | float = 0.5,
     tokens: int = 0,
     layers: str = "uniform",
     shared: bool = False,
@@ -55,7 +57,7 @@ def h2o(
 
 def keyformer(
     fraction: float = 0.5,
-    recent: float = 0.3,
+    recent: int | float = 0.3,
     tokens: int = 0,
     layers: str = "uniform",
     shared: bool = False,
@@ -78,7 +80,7 @@ def keyformer(
 
 def snapkv(
     tokens: int = 1024,
-    fraction: float = 0.5,
+    fraction: float = 0.0,
     window: int = 32,
     kernel: int = 7,
     pool: str = "avg",
@@ -87,14 +89,14 @@ def snapkv(
 ) -> Recipe:
     """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed."""
     return _recipe(
-        "snapkv", Observation(window, pool, kernel), tokens, fraction, window,
+        "snapkv", Observation(window, pool, kernel), 0 if fraction else tokens, fraction, window,
         layers=layers, when="prompt", positions=positions,
     )  # fmt: skip
 
 
 def pyramidkv(
     tokens: int = 1024,
-    fraction: float = 0.5,
+    fraction: float = 0.0,
     window: int = 32,
     kernel: int = 7,
     pool: str = "avg",
@@ -104,6 +106,8 @@ def pyramidkv(
     return snapkv(tokens, fraction, window, kernel, pool, "pyramidkv", positions)
 
 
-def random(fraction: float = 0.5, recent: float = 0.5, tokens: int = 0, sinks: int = 4) -> Recipe:
+def random(
+    fraction: float = 0.5, recent: int | float = 0.5, tokens: int = 0, sinks: int = 4
+) -> Recipe:
     """Random tokens beside the recent ones: the floor every score must beat."""
     return _recipe("random", Random(), tokens, fraction, recent, when="prompt", sinks=sinks)

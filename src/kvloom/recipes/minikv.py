@@ -19,8 +19,8 @@ from ..store import Packed, Store
 
 def minikv(
     fraction: float = 0.5,
-    recent: float = 0.5,
-    bits: int = 2,
+    recent: int | float = 0.5,
+    bits: int | float = 2,
     group: int = 16,
     residual: int = 128,
     layers: str = "uniform",
@@ -31,7 +31,11 @@ def minikv(
 
 
 def minikv_pyramid(
-    fraction: float = 0.5, recent: float = 0.5, bits: int = 2, group: int = 16, residual: int = 128
+    fraction: float = 0.5,
+    recent: int | float = 0.5,
+    bits: int | float = 2,
+    group: int = 16,
+    residual: int = 128,
 ) -> Recipe:
     """MiniKV with more heavy hitters in lower layers."""
     return minikv(fraction, recent, bits, group, residual, layers="pyramid")
@@ -41,7 +45,7 @@ def minikv_snap(
     fraction: float = 0.5,
     window: int = 32,
     kernel: int = 7,
-    bits: int = 2,
+    bits: int | float = 2,
     group: int = 16,
     residual: int = 128,
 ) -> Recipe:
@@ -50,7 +54,7 @@ def minikv_snap(
     return _minikv(budget, Observation(window=window, kernel=kernel), bits, group, residual)
 
 
-def _minikv(budget: Budget, scorer: Scorer, bits: int, group: int, residual: int) -> Recipe:
+def _minikv(budget: Budget, scorer: Scorer, bits: float, group: int, residual: int) -> Recipe:
     def fmt(axis: str) -> Packed:
         return Packed(bits, axis, group, residual=residual, unit=group)
 

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import RecipeError
 from ..kernels.quant import ref
+from ..typed import typed
 
 META = {
     "fp32": torch.float32,
@@ -48,10 +49,11 @@ class Transform:
     rotate: bool = False
 
     def __post_init__(self) -> None:
+        typed(self, "reorder", "smooth", "static", "rotate")
         _choice("span", self.span, SPANS)
         if isinstance(self.clip, str):
             _choice("clip", self.clip, CLIPS)
-        elif isinstance(self.clip, bool) or not 0 < self.clip <= 1:
+        elif type(self.clip) not in (int, float) or not 0 < self.clip <= 1:
             raise RecipeError(
                 f"clip={self.clip!r} must be above 0 and at most 1, or calibrated: "
                 f"{' or '.join(CLIPS)}"
@@ -92,6 +94,7 @@ class Packed:
     pre_rope: bool = False
 
     def __post_init__(self) -> None:
+        typed(self, "unit", "transform", "pre_rope")
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
         _choice("axis", self.axis, AXES)
         _choice("group", self.group, GROUPS if self.axis == "channel" else (*GROUPS, 0))
@@ -150,7 +153,12 @@ class Packed:
         return heads * (head_dim // (self.group or head_dim))
 
     def bits_a_value(self, head_dim: int = 0) -> float:
-        """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G."""
+        """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G.
+
+        head_dim: where the group is a whole head (group=0), its channels.
+        """
+        if not self.group and not head_dim:
+            raise RecipeError("group=0 is one head: give bits_a_value its head_dim")
         atom, rows = ref.ATOM[self.bits]
         return 8 * rows / atom + 8 * self._group_nbytes / (self.group or head_dim)
 
@@ -194,7 +202,7 @@ class Store:
     """Formats of keys and values; None keeps them exact in the model's dtype.
 
     calibration: the file that `kvloom calibrate` wrote, for formats that need one (None: the one
-    that ships with the reference model).
+    in the folder of the model's weights).
     """
 
     keys: Packed | None = None
@@ -202,6 +210,7 @@ class Store:
     calibration: str | None = None
 
     def __post_init__(self) -> None:
+        typed(self, "keys", "values", "calibration")
         if self.values is not None and self.values.pre_rope:
             raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
 

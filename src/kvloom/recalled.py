@@ -130,7 +130,8 @@ class RecalledLayer(LayerCache):
         def gather() -> tuple[Tensor, Tensor]:
             return self._gather(keys, end, slots), self._gather(values, end, slots)
 
-        strands = keys.whole(self.body.positions), values.whole()
+        gaps = self.body.index is not None
+        strands = keys.whole(self.body.positions, gaps), values.whole()
         return [chosen(strands, slots, end, valid, bias, rest, gather)]
 
     def _far_pieces(self, see: Tensor | None, alibi: Alibi | None) -> list[Piece]:

@@ -107,11 +107,23 @@ def agrees(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
     np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
 
 
-def chosen_agree(form, heads, n, m, begin, first=0, sealed=None, b=2, seed=0, **options):
+def _with_gaps(keys, b, hk, seed):
+    """The same codes, each at a position of its own, and what the keys are then."""
+    step = torch.randint(
+        1, 9, (b, hk, keys.packed.hi), generator=torch.Generator().manual_seed(seed)
+    )
+    packed = keys.packed._replace(at=step.cumsum(dim=2) - 3)
+    k = torch.cat([packed._replace(dtype=FP32).tensor(), keys.tail.float()], dim=2)
+    return keys._replace(packed=packed), k
+
+
+def chosen_agree(
+    form, heads, n, m, begin, first=0, sealed=None, b=2, seed=0, gaps=False, **options
+):
     """The kernel's state over chosen tokens is the naive formula's over the listed ones.
 
     heads: Hq, Hk and how many choose. m of the first `begin` tokens are chosen, and all from there
-    on; first: so many exact ones stand before them.
+    on; first: so many exact ones stand before them; gaps: between the tokens of each head.
     """
     kfmt, vfmt, d, dtype = form
     hq, hk, h = heads
@@ -119,6 +131,8 @@ def chosen_agree(form, heads, n, m, begin, first=0, sealed=None, b=2, seed=0, **
     q = draw((b, hq, 1, d), seed, dtype)
     keys, k = strand(kfmt, sealed[0], n, b, hk, d, dtype, seed + 1)
     values, v = strand(vfmt, sealed[1], n, b, hk, d, dtype, seed + 2)
+    if gaps and keys.packed is not None:
+        keys, k = _with_gaps(keys, b, hk, seed)
     lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None
     g = torch.Generator().manual_seed(seed)
     slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]

@@ -6,7 +6,7 @@ kernel reads where it lies; where none does, each part is attended to by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,24 +23,24 @@ def chosen(
     strands: tuple[Strand, Strand],
     slots: Tensor,
     begin: int,
-    valid: Tensor | None,
-    bias: Tensor | None,
-    rest: list[Piece],
+    valid: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    rest: Callable[[], list[Piece]],
     gather: Gather,
 ) -> Piece:
     """The tokens at slots int64 [B, H, M] of keys and values, and all from `begin` on.
 
-    valid: bool [B, 1 or H, M]. bias: fp32 [B or 1, Hq, M]. rest: the same as pieces from `begin`
-    on, the last token the step's.
+    valid: bool [B, 1 or H, M] and [B, 1 or Hk, N - begin]. bias: fp32 [B or 1, Hq, M] and
+    [B or 1, Hq, N - begin]. rest: gives what is from `begin` on as pieces, the last token the
+    step's.
     """
 
     def parts() -> list[Piece]:
-        return [Piece(*gather(), valid, bias=bias), *rest]
+        return [Piece(*gather(), valid[0], bias=bias[0]), *rest()]
 
-    masks = [(valid, slots.shape[2]), *((piece.valid, piece.tokens) for piece in rest)]
-    biases = [bias, *(piece.bias for piece in rest)]
-    choice = Choice(slots, begin)
-    return Piece(*strands, _mask(slots, masks), bias=_bias(biases), choice=choice, parts=parts)
+    masks = list(zip(valid, (slots.shape[2], strands[0].tokens - begin), strict=True))
+    choice, both = Choice(slots, begin), _bias(list(bias))
+    return Piece(*strands, _mask(slots, masks), bias=both, choice=choice, parts=parts)
 
 
 def behind(first: Piece, piece: Piece) -> Piece:

@@ -118,19 +118,24 @@ class RecalledLayer(LayerCache):
             slots = torch.cat([always, slots + front], dim=-1)
         if self.trace:
             self.chosen = slots
-        valid = None if see is None else _at(self.body.see(see, 0, end), slots)
-        bias = None
+        body, n = self.body, len(self.body)
+        valid: tuple[Tensor | None, ...] = (None, None)
+        if see is not None:
+            valid = _at(body.see(see, 0, end), slots), body.see(see, end, n)
+        bias: tuple[Tensor | None, ...] = (None, None)
         if alibi is not None:
-            bias = alibi.bias(_at(self.body.logical(0, end, slots.device), slots))
-        rest = self.body.pieces(see, present, alibi, begin=end)
+            logical = body.logical(0, end, slots.device)
+            bias = alibi.bias(_at(logical, slots)), body.bias(alibi, end, n)
+        rest = partial(body.pieces, see, present, alibi, begin=end)
         if self.far is not None:
-            return [Piece(*self.far.read(slots), valid, bias=bias), *rest]
-        keys, values = self.body.keys, self.body.values
+            return [Piece(*self.far.read(slots), valid[0], bias=bias[0]), *rest()]
+        keys, values = body.keys, body.values
 
         def gather() -> tuple[Tensor, Tensor]:
             return self._gather(keys, end, slots), self._gather(values, end, slots)
 
-        strands = keys.whole(self.body.positions), values.whole()
+        gaps = body.index is not None
+        strands = keys.whole(body.positions, gaps), values.whole()
         return [chosen(strands, slots, end, valid, bias, rest, gather)]
 
     def _far_pieces(self, see: Tensor | None, alibi: Alibi | None) -> list[Piece]:

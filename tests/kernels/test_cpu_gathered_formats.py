@@ -59,6 +59,12 @@ def test_heads_choose_together_or_alone(form, heads):
     check(form, heads, 300, 111, 260, 4, (280, 270))
 
 
+@pytest.mark.parametrize("form", ["skvq", "interleaved before RoPE"])
+def test_keys_before_rope_are_turned_to_positions_with_gaps(form):
+    check(form, (4, 2, 2), 400, 90, 350, 4, (352, 352), gaps=True)
+    check(form, (4, 2, 4), 900, 300, 850, 0, (870, 870), gaps=True)
+
+
 @pytest.mark.parametrize("form", ["skvq", "rotated and divided"])
 def test_masks_softcap_and_bias(form):
     total = 3 + 50 + 30

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvloom.keep import Budget, Keep, Mass
 from kvloom.kernels import dispatch
+from kvloom.recall import Clusters, Recall
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
+from kvloom.rope import Rope
 from kvloom.scored import layer_cache
-from steps import draw, feed
+from kvloom.store import Known, Packed, Store
+from steps import D, draw, feed
+from strands import known, mapped
 
 PROMPT, STEPS = 330, 12
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -19,6 +25,21 @@ RECIPES = (
     "quest:tokens=60,page=8,sinks=4,recent=5",
     "quest:tokens=60,page=8,sinks=0,recent=5,group=max",
 )
+SKVQ = Store(
+    mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
+    mapped(1.5, 16, "fp8", span="layer", reorder=True, clip="group"),
+)
+ROTATED = Store(mapped(3, 0, rotate=True), mapped(4, 16, rotate=True))
+BEFORE_ROPE = Store(
+    Packed(2, "channel", 16, residual=16, pre_rope=True), mapped(2, 16, smooth=True)
+)
+THIN = Keep(Budget(tokens=200, recent=8), Mass(), when="prompt")
+COMPOSED = {  # store, keep, sinks and window
+    "skvq": (SKVQ, None, Protect(4, 7)),
+    "skvq of what a keep left": (SKVQ, THIN, Protect(4)),
+    "rotated": (ROTATED, None, Protect(0, 5)),
+    "keys by channel before RoPE, of what a keep left": (BEFORE_ROPE, THIN, Protect(4)),
+}
 OPERATIONS = {"attend_gathered", "kmeans", "page_bounds", "page_scores", "cluster_scores"}
 OPERATIONS |= {"select_clusters", "select_pages"}
 
@@ -43,4 +64,26 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
         ran = {operation for operation, who, _ in dispatch.ran if who == "cpu"} & OPERATIONS
         assert len(ran) == (4 if backend == "auto" else 0)
     assert read[0] == read[1] < PROMPT
+    torch.testing.assert_close(*outs, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("pads", [(0, 0), (0, 90)])
+def test_recall_composes_with_any_store(name, pads):
+    store, keep, protect = COMPOSED[name]
+    recall = Recall(Clusters(size=10, block=16, block_clusters=3), 60, full_layers=0)
+    recipe = Recipe(keep=keep, store=store, recall=recall, protect=protect)
+    turns = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
+    calibrated = Known(known(store.keys, 2, D), known(store.values, 2, D), turns)
+    n = PROMPT + STEPS
+    qkv, valid = draw(3, n, batch=2, hq=4, hk=2), torch.arange(n) >= torch.tensor(pads)[:, None]
+    outs = []
+    for backend in ("auto", "ref"):
+        cache = layer_cache(recipe, "a layer", (0, 1), turns, calibrated)
+        dispatch.ran.clear()
+        with dispatch.use(backend):
+            fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], valid if any(pads) else None)
+        outs.append(fed[:, :, PROMPT:])
+        ran = {who for operation, who, _ in dispatch.ran if operation == "attend_gathered"}
+        assert ran == {"cpu" if backend == "auto" else "ref"}
     torch.testing.assert_close(*outs, rtol=0, atol=4e-6)

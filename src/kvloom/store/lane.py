@@ -127,15 +127,17 @@ class Lane:
         assert self.packed is not None
         return self.packed.wrap(part, 0, n)
 
-    def whole(self, at: Positions | None = None) -> Strand:
+    def whole(self, at: Positions | None = None, gaps: bool = False) -> Strand:
         """All tokens, as kernels see them that take packed and exact ones together.
 
-        at: as in `take`, where each token stands one behind the one before.
+        at: as in `take`. gaps: not every token stands one behind the one before.
         """
         if self.packed is None:
             return Strand(None, self.tail.view())
-        first = at(0, 1) if at and self.placed and self.sealed else None
-        packed = self.packed.view(at=first) if self.sealed else None
+        there = None
+        if at and self.placed and self.sealed:
+            there = at(0, self.sealed if gaps else 1)
+        packed = self.packed.view(at=there) if self.sealed else None
         return Strand(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from . import forms
-from .job import WORTH, into, out_of, padded, place, side, turns
+from .job import WORTH, into, out_of, padded, place, side
 from .ref import First, State
-from .strand import Strand
+from .strand import Codes, Strand
+from .turns import tables
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -79,7 +80,7 @@ def attend(
     lead: list[Any] = [x if x.stride(3) == 1 else x.contiguous() for x in first or ()]
     lead = lead or [None, None]
     (at_keys, alive), (at_values, alive_too) = side(keys), side(values)
-    at_turns, alive_as_well = turns(keys.packed, b, d)
+    at_turns, alive_as_well = _turns(keys.packed, d)
     kernel.run(
         (
             b, h, rows, h // hk, s, m, begin, n, splits, bits(scale), bits(softcap or 0.0),
@@ -98,6 +99,18 @@ def attend(
         own = out[:, :, 1].reshape(b, hk, -1, d)
         whole = whole + out_of(own, values.packed.channelwise).view(whole.shape)
     return State(whole.reshape(b, hq, 1, d), lse)
+
+
+def _turns(packed: Codes | None, d: int) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Where the tables for keys packed before RoPE and their positions lie; at last, whether each
+    has its own, or stands one behind the one before.
+    """
+    if packed is None or packed.rope is None:
+        return (0,) * 6, ()
+    assert packed.at is not None
+    at, each = packed.at.contiguous(), packed.at.shape[2] > 1
+    near, far = tables(packed.rope, d, int(at.max()) + (1 if each else packed.hi))
+    return (near.data_ptr(), far.data_ptr(), *place(at, 2), int(each)), (near, far, at)
 
 
 @cache

@@ -16,7 +16,7 @@ COVERAGE = {
         "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
         "bf16; packed in any format of the store but rotated 8 bit, keys before RoPE that are "
         "divided or rotated, and more than 128 groups a token; padding, softcap, bias, causal; "
-        "chosen tokens: one query a step, packed without a transform"
+        "chosen tokens, one query a step: all of that"
     ),
     "gpu": (
         "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, "

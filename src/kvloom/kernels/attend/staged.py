@@ -41,7 +41,7 @@ from .ways import CHANNEL, MAP, SIZE, Way
 TILE = 128  # tokens of a running softmax
 BLOCK = 32  # tokens that lie unpacked at once
 AHEAD = 16  # tokens between asking the memory for one and reading it
-KEYS, VALUES, DONE = 34, 56, 75  # where a job says where things lie; counters
+KEYS, VALUES, DONE = 34, 59, 78  # where a job says where things lie; counters
 
 
 class Form(NamedTuple):
@@ -188,7 +188,8 @@ def kernel(form: Form) -> Any:
             vpacked, vtail, vtrow = values_
             ksealed, vsealed = whole(job, KEYS + 4), whole(job, VALUES + 4)
             knear, kfar = whole(job, KEYS + 19), whole(job, KEYS + 20)
-            kposition = whole(whole(job, KEYS + 21), b) if kturned else 0
+            places = whole(job, KEYS + 21) + b * whole(job, KEYS + 22) + h * whole(job, KEYS + 23)
+            apart = whole(job, KEYS + 24)  # whether each key has a position of its own
             last = min(n, (part + 1) * tiles // splits * TILE)
             for lo in range(part * tiles // splits * TILE, last, TILE):
                 nt = min(TILE, n - lo)
@@ -213,8 +214,9 @@ def kernel(form: Form) -> Any:
                         if its:
                             near, far = knear, kfar
                             if kturned:
-                                turns_ = max(-BEFORE, (kposition + j) // FAR)
-                                near += max(0, kposition + j - turns_ * FAR) * trow
+                                at = whole(places, j) if apart else whole(places, 0) + j
+                                turns_ = max(-BEFORE, at // FAR)
+                                near += max(0, at - turns_ * FAR) * trow
                                 far += (turns_ + BEFORE) * trow
                             _lay(
                                 to, j, kpacked, near, far, groups,

@@ -45,6 +45,13 @@ class _LanesModel(models.PrimitiveModel):
 # --- for those who emit LLVM's instructions ------------------------------------------------------
 
 
+@cache
+def features() -> frozenset[str]:
+    """What the machine that code is compiled for has, by LLVM's names."""
+    its = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return frozenset(name[1:] for name in its if name.startswith("+"))
+
+
 def same(value: float, kind: Any = VF) -> ir.Constant:
     """A constant in all lanes."""
     return ir.Constant(kind, [value] * kind.count)
@@ -113,6 +120,9 @@ def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
         rest = builder.shl(builder.and_(bits, same(0x7F, ints)), same(20, ints))
         size = builder.fmul(builder.bitcast(rest, floats), same(2.0**120, floats))
         return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
+    if kind == FP16 and "f16c" in features():
+        halves = read(builder, address, ir.VectorType(ir.HalfType(), width), align=2)
+        return builder.fpext(halves, floats)
     half = read(builder, address, ir.VectorType(ir.IntType(16), width), align=2)
     if kind == FP16 and has("f16c"):
         return builder.fpext(builder.bitcast(half, ir.VectorType(ir.HalfType(), width)), floats)
@@ -226,10 +236,20 @@ def lane(ctx: Any, x: Any) -> Any:
 
 @intrinsic
 def largest(ctx: Any, x: Any) -> Any:
-    """The largest lane."""
-    return _typed(
-        types.float32(Lanes), lambda b, x: call(b, "llvm.vector.reduce.fmax.v16f32", F32, x)
-    )
+    """The largest lane that is a number, -inf where none is.
+
+    LLVM's own reduction, which NaN may enter, goes lane by lane.
+    """
+
+    def emit(b: Any, x: Any) -> Any:
+        x = b.select(b.fcmp_ordered("==", x, x), x, same(float("-inf")))
+        for half in (8, 4, 2, 1):
+            pick = ir.Constant(VI, [i ^ half for i in range(WIDTH)])
+            other = b.shuffle_vector(x, ir.Constant(VF, ir.Undefined), pick)
+            x = b.select(b.fcmp_ordered(">", x, other), x, other)
+        return b.extract_element(x, ir.Constant(I32, 0))
+
+    return _typed(types.float32(Lanes), emit)
 
 
 @intrinsic

@@ -103,12 +103,6 @@ def in_order(builder: Any) -> None:
     builder.call(nothing, [])
 
 
-@cache
-def has(feature: str) -> bool:
-    """Whether the machine that is compiled for has a feature, as LLVM calls it."""
-    return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-
-
 def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
     """Load `width` numbers of a format as fp32."""
     floats, ints = ir.VectorType(F32, width), ir.VectorType(I32, width)
@@ -124,8 +118,6 @@ def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
         halves = read(builder, address, ir.VectorType(ir.HalfType(), width), align=2)
         return builder.fpext(halves, floats)
     half = read(builder, address, ir.VectorType(ir.IntType(16), width), align=2)
-    if kind == FP16 and has("f16c"):
-        return builder.fpext(builder.bitcast(half, ir.VectorType(ir.HalfType(), width)), floats)
     bits = builder.zext(half, ints)
     if kind == BF16:
         return builder.bitcast(builder.shl(bits, same(16, ints)), floats)

@@ -164,11 +164,12 @@ class Segment:
         Returns whether they were added.
         """
         keys, values, t = self.keys.tail, self.values.tail, k.shape[2]
-        if most is not None and not (keys.fits(t) and values.fits(t)):
-            if not within((k, v), most):
-                return False  # no room is made for what is refused
-            most = None
-        if not append.append((k, v), (keys.room(k), values.room(v)), most):
+        to_keys, to_values = keys.spare(t), values.spare(t)
+        if to_keys is None or to_values is None:  # no room is made for what is refused
+            if most is not None and not within((k, v), most):
+                return False
+            most, to_keys, to_values = None, keys.room(k), values.room(v)
+        if not append.append((k, v), (to_keys, to_values), most):
             return False
         keys.stop += t
         values.stop += t

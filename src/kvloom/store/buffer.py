@@ -55,16 +55,18 @@ class Buffer:
         data[:, :, at : self.stop] = x
 
     def room(self, x: Tensor) -> Room:
-        """Where x [B, Hk, T, D] has room behind the live tokens; `stop` says if it is live."""
+        """Make room for x [B, Hk, T, D] behind the live tokens; `stop` says when it is live."""
         if self.data is None:
             self.data = x.new_empty(x.shape)
-        elif not self.fits(x.shape[2]):
+        elif self.stop + x.shape[2] > self.data.shape[2]:
             self._make_room(x.shape[2])
         return Room(self.data, self.stop)
 
-    def fits(self, t: int) -> bool:
-        """Whether there is room for t tokens behind the live ones."""
-        return self.data is not None and self.stop + t <= self.data.shape[2]
+    def spare(self, t: int) -> Room | None:
+        """The room for t tokens behind the live ones, if there is."""
+        if self.data is None or self.stop + t > self.data.shape[2]:
+            return None
+        return Room(self.data, self.stop)
 
     def extend(self, t: int, like: Tensor) -> Tensor:
         """Add t tokens that nobody has written yet, shaped as in `like` [B, Hk, any, D].
@@ -73,7 +75,7 @@ class Buffer:
         """
         if self.data is None:
             self.data = like.new_empty(*like.shape[:2], t, *like.shape[3:])
-        elif not self.fits(t):
+        elif self.stop + t > self.data.shape[2]:
             self._make_room(t)
         self.stop += t
         return self.storage

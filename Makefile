@@ -18,7 +18,7 @@ test-kernels: .venv/ready
 
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready
-	.venv-oldest/bin/python -m pytest tests/models
+	.venv-oldest/bin/python -m pytest -n auto tests/models
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -39,7 +39,7 @@ train: .venv/ready
 	grep -v -e transformers -e tokenizers constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt torch
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt \
-		'transformers==5.10.4' -e . pytest hypothesis
+		'transformers==5.10.4' -e . pytest pytest-xdist hypothesis
 	touch $@
 
 clean:

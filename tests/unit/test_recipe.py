@@ -40,6 +40,8 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
         ({"residual": 1.5}, "1.5", "whole number"),
         ({"residual": 100}, "residual=100 is not a multiple of group=32", "use 32 or 128"),
         ({"residual": 64, "group": 128}, "residual=64 is not a multiple of group=128", "use 128"),
+        ({"residual": 64, "unit": 48}, "unit=48 does not divide residual=64", "a unit that does"),
+        ({"residual": 64, "unit": 16}, "unit=16 is not a multiple of group=32", "use 32"),
     ],
 )
 def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
@@ -142,9 +144,11 @@ def test_bad_protection_is_refused(fields, wrong):
         (lambda: Recall(Pages(), tokens=0.5), "tokens=0.5 must be a whole number, 1 or more"),
         (lambda: Recall(Pages(), full_layers=-1), "full_layers=-1 must be a whole number, 0 or"),
         (lambda: Recall(Pages(), group="sum"), "group='sum' is not one of mean, max, each"),
+        (lambda: Tier("x"), "kind='x' is not one of host, file; leave the tier out to keep every"),
         (lambda: Pages(0), "page=0 must be a whole number, 1 or more"),
         (lambda: Clusters(size=0), "size=0 must be a whole number, 1 or more"),
         (lambda: Clusters(seed=-1), "seed=-1 must be a whole number, 0 or more"),
+        (lambda: Clusters(seed=1 << 64), "has more than 64 bits; use one below 2**64"),
         (lambda: Clusters(distance="dot"), "distance='dot' is not one of cosine, l2, inner"),
         (lambda: Clusters(block=2), "block_clusters=4 is more than the block=2 tokens have room"),
     ],
@@ -181,9 +185,22 @@ def test_an_index_of_no_known_kind_is_refused():
         Recipe.from_dict(data)
 
 
-def test_a_budget_in_tokens_is_what_a_step_recalls():
-    assert resolve("quest").with_budget(256).recall.tokens == 256
-    assert resolve("quest").with_budget(0.5) == resolve("quest")
+def test_a_budget_is_what_a_step_recalls():
+    quest = resolve("quest")
+    assert quest.with_budget(256).recall.tokens == 256
+    assert quest.with_budget(0.25, 2050).recall.tokens == 512
+    with pytest.raises(RecipeError, match=r"not budget=0.5 of a prompt .*; give a whole number"):
+        quest.with_budget(0.5)
+    for wrong in (0, 0.0, 1.5):
+        with pytest.raises(RecipeError, match=f"={wrong} must"):
+            quest.with_budget(wrong, 2050)
+
+
+def test_who_has_a_budget():
+    assert [resolve(name).budgeted for name in ("h2o", "quest", "kivi", "full")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert resolve("kivi").with_budget(0.5) == resolve("kivi")
 
 
 def test_keep_and_a_packed_store_do_not_combine():

@@ -128,7 +128,7 @@ class Keep:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        typed(self, "budget", "shared", "seed")
+        typed(self, "budget", "when", "group", "shared", "positions", "seed")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         if self.when not in WHEN:

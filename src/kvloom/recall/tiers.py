@@ -37,7 +37,7 @@ class Tier:
     steps: int = 1
 
     def __post_init__(self) -> None:
-        typed(self, "folder")
+        typed(self, "kind", "folder")
         if self.kind not in TIERS:
             raise RecipeError(
                 f"tier kind={self.kind!r} is not one of {', '.join(TIERS)}; leave the tier out to "

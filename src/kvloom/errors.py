@@ -20,7 +20,7 @@ class IncompatibleRecipe(ValueError):
 
 
 class UnsupportedModel(ValueError):
-    """A model whose attention cannot be routed to kvloom."""
+    """A model whose attention cannot be routed to kvloom, or that cannot be told from others."""
 
 
 class CacheMisuse(RuntimeError):

@@ -76,7 +76,7 @@ class Keeper:
         index: int32 or int64 [B or 1, Hk or 1, N], the tokens' places among the `seen` tokens.
         The others as in `Step`.
         """
-        seed = self.keep.seed * 1_009 + self.place[0]
+        seed = (self.keep.seed * 1_009 + self.place[0]) % (1 << 32)  # so many bits are hashed
         number, self.asked = self.asked, self.asked + 1
         return self.keep.scorer(
             Step(

@@ -146,17 +146,29 @@ class Recipe:
         """Tokens that every step of a recipe with recall reads: sinks, or the front, and recent."""
         return max(self.protect.sinks, self.front) + max(self.protect.recents)
 
-    def with_budget(self, budget: int | float) -> Recipe:
+    @property
+    def budgeted(self) -> bool:
+        """Whether it has a budget: of tokens that a step recalls, or else of tokens kept."""
+        return self.recall is not None or self.keep is not None
+
+    def with_budget(self, budget: int | float, prompt_tokens: int | None = None) -> Recipe:
         """Return it with another budget, in tokens (int) or as a fraction of the prompt (float).
 
-        A recipe that drops nothing stays as it is, but for the tokens that a step recalls. Raises
-        `RecipeError` for a budget out of range.
+        A step recalls a number of tokens: for a recipe that recalls, prompt_tokens says of how many
+        a fraction is taken. A recipe that is not `budgeted` stays as it is. Raises `RecipeError`
+        for a budget out of range.
         """
-        if self.recall is not None and isinstance(budget, int):
-            return replace(self, recall=replace(self.recall, tokens=budget))
+        tokens, fraction = (budget, None) if isinstance(budget, int) else (None, budget)
+        if self.recall is not None:
+            if tokens is None and prompt_tokens is None:
+                raise RecipeError(
+                    f"a step recalls a number of tokens, not budget={budget!r} of a prompt of any "
+                    "length; give a whole number, or with_budget the prompt_tokens"
+                )
+            tokens = Budget(tokens, fraction).resolve(prompt_tokens or 0)
+            return replace(self, recall=replace(self.recall, tokens=tokens))
         if self.keep is None:
             return self
-        tokens, fraction = (budget, None) if isinstance(budget, int) else (None, budget)
         changed = replace(self.keep.budget, tokens=tokens, fraction=fraction)
         return replace(self, keep=replace(self.keep, budget=changed))
 

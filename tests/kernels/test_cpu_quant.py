@@ -14,17 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import steps
 from kvloom.kernels import dispatch
 from kvloom.kernels.quant import cpu, ref
 from kvloom.kernels.quant.rotated import dequantize_rotated, quantize_rotated, rotate
 from kvloom.kernels.quant.scheme import Held, Scheme, Turn
-from kvloom.layer import LayerCache
-from kvloom.recipe import Protect, Recipe
 from kvloom.rope import Rope
-from kvloom.store import Known, Packed, Store, Transform
+from kvloom.store import Packed, Transform
 from kvloom.store.formats import META
-from kvloom.store.packed import PackedTokens
 
 BITS = (1, 1.5, 2, 3, 4, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -328,80 +324,3 @@ def test_threads_share_the_work(monkeypatch, openmp):
         Scheme(3, "token", 64, torch.float16, rotated=True),
     ):
         agrees(x, scheme, [128, 640])
-
-
-# --- as the store uses it ------------------------------------------------------------------------
-
-CACHES = {
-    **steps.RECIPES,
-    "skvq's": Recipe(
-        store=Store(
-            Packed(2, "token", 32, "fp8", transform=Transform("layer", clip=0.9), pre_rope=True),
-            Packed(1.5, "token", 32, "fp8", transform=Transform("layer")),
-        ),
-        protect=Protect(2, 7),
-    ),
-    "rotated before RoPE": Recipe(
-        store=Store(
-            Packed(3, "token", 0, transform=Transform(rotate=True), pre_rope=True),
-            Packed(8, "token", 16, "bf16", transform=Transform(rotate=True)),
-        ),
-        protect=Protect(2, 7),
-    ),
-}
-KNOWN = Known(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
-
-
-@pytest.mark.parametrize("recipe", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
-def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(recipe, padded):
-    sizes = [70, *[1] * 9, 3, 20, *[1] * 35]
-    q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=2)
-    valid = None
-    if padded:
-        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
-        valid[1, :37] = False
-    caches = []
-    for backend in dispatch.CHOICES:
-        with dispatch.use(backend), torch.no_grad():
-            caches.append(LayerCache(recipe, known=KNOWN))
-            steps.feed(caches[-1], q, k, v, sizes, valid)
-    assert caches[0].nbytes == caches[1].nbytes
-    steps.assert_same_state(*(steps.state(cache) for cache in caches))
-
-
-def test_what_is_left_to_the_reference_says_why():
-    x = draw((1, 1, 5, 32))
-    held = PackedTokens(Packed(2, "token"))
-    held.append(x.double())
-    assert held.view().tensor().dtype == torch.float64
-    with dispatch.use("ref"):
-        PackedTokens(Packed(2, "token")).append(x)
-    rotated = PackedTokens(Packed(3, "token", 0, transform=Transform(rotate=True)))
-    rotated.append(x)
-    assert rotated.view().tensor().dtype == torch.float32
-    assert dispatch.ran == {
-        ("pack", "ref", "tokens are torch.float64, not fp32, fp16 or bf16"): 1,
-        ("unpack", "ref", "tokens are torch.float64, not fp32, fp16 or bf16"): 1,
-        ("pack", "ref", "the reference is asked for"): 1,
-        ("pack", "cpu", ""): 1,
-        ("unpack", "cpu", ""): 1,
-    }
-
-
-@pytest.mark.parametrize("backend", dispatch.CHOICES)
-@pytest.mark.parametrize("axis", ["channel", "token"])
-def test_no_tokens_are_packed_to_nothing(backend, axis):
-    fmt = Packed(2, axis, 16, residual=16)
-    with dispatch.use(backend):
-        held = PackedTokens(fmt)
-        held.append(torch.empty(2, 1, 0, 32))
-        assert (len(held), held.nbytes) == (0, 0)
-        assert held.view().tensor().shape == (2, 1, 0, 32)
-        x = draw((2, 1, 16, 32))
-        alone = PackedTokens(fmt)
-        for part in (x, x[:, :, :0]):
-            held.append(part)
-            alone.append(part)
-        assert len(held) == len(alone) == 16
-        assert torch.equal(held.view().tensor(), alone.view().tensor())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kvloom.kernels import dispatch
 from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
 from steps import draw, feed
@@ -107,6 +110,22 @@ def test_noise_is_reproducible_and_matters(fixed):
     assert torch.equal(one, two)
     without = feed(fresh("keyformer:noise=none", *qkv), *new, [1] * 20)
     assert not torch.equal(one, without)
+
+
+@pytest.mark.parametrize("backend", dispatch.CHOICES)
+def test_a_seed_may_be_any_whole_number(backend):
+    qkv, new = draw(0, 80), draw(1, 20)
+    outputs = []
+    for seed in (0, 1 << 70, -(1 << 32), 5):
+        recipe = resolve("keyformer")
+        recipe = replace(recipe, keep=replace(recipe.keep, seed=seed))
+        with dispatch.use(backend):
+            cache = layer_cache(recipe, "layer 0", (0, 1))
+            feed(cache, *qkv, None, None)
+            outputs.append(feed(cache, *new, [1] * 20))
+    assert torch.equal(outputs[0], outputs[1])  # of a seed 32 bits count
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[3])
 
 
 def test_fixed_noise_is_other_noise():

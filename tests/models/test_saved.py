@@ -1,24 +1,20 @@
-"""A saved cache goes on as the one that was saved, in every form; other files are refused."""
+"""A saved cache goes on as the one that was saved, in every form; not every one can be saved."""
 
 from __future__ import annotations
 
 import copy
-import errno
 import gc
-import json
 import pickle
 from dataclasses import dataclass
 
 import pytest
 import torch
 import zoo
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import kvloom
 from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, SavedCacheError
-from kvloom.hf import saved
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe import Recipe
 from kvloom.recipes import RECIPES, resolve
@@ -241,56 +237,6 @@ def test_nothing_of_the_file_is_needed_once_it_is_loaded(kivi, tmp_path):
     assert torch.equal(step(model, loaded, 70, 71), step(model, cache, 70, 71))
 
 
-def refused(model, path) -> str:
-    with pytest.raises(SavedCacheError) as error:
-        kvloom.Cache.load(model, path)
-    assert "\n" not in str(error.value)
-    assert path.name in str(error.value)
-    return str(error.value)
-
-
-def rewrite(path, **changes) -> None:
-    """Let a file say something else of itself."""
-    with safe_open(path, "pt") as file:
-        about = json.loads(file.metadata()["kvloom_cache"])
-    save_file(load_file(path), path, {"kvloom_cache": json.dumps({**about, **changes})})
-
-
-def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
-    model, cache = kivi
-    path = tmp_path / "prefix.kv"
-    assert "there is no saved cache" in refused(model, path)
-    cache.save(path)
-    whole = path.read_bytes()
-    for cut in (0, 5, 300, -1):
-        path.write_bytes(whole[:cut])
-        assert "is cut off, or was never a saved cache" in refused(model, path)
-    save_file({"w": torch.ones(2)}, path)
-    assert "safetensors, but no saved cache" in refused(model, path)
-    path.write_bytes(whole)
-    rewrite(path, format="99-0", kvloom="9.0")
-    assert f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__})" in refused(
-        model, path
-    )
-
-
-def test_another_model_dtype_or_rope_is_refused_before_anything_is_changed(kivi, tmp_path):
-    path = tmp_path / "prefix.kv"
-    kivi[1].save(path)
-    other = zoo.build("qwen3")
-    says = refused(other, path)
-    assert "a cache of LlamaForCausalLM with model=LlamaForCausalLM, head_dim=32, weights=" in says
-    assert "this model is Qwen3ForCausalLM with model=Qwen3ForCausalLM, head_dim=16" in says
-    tuned = zoo.build("llama-gqa", seed=1, head_dim=32)
-    assert "LlamaForCausalLM with weights=" in refused(tuned, path)
-    half = zoo.build("llama-gqa", head_dim=32).bfloat16()
-    assert "this model is LlamaForCausalLM with dtype=bfloat16;" in refused(half, path)
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    longer = zoo.build("llama-gqa", head_dim=32, rope_parameters=rope)
-    assert "with rope_parameters={'rope_type': 'linear'" in refused(longer, path)
-    assert all(getattr(m, "_kvloom", None) is None for m in (other, tuned, half, longer))
-
-
 def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_path):
     model, calibration = llama
     path, own = tmp_path / "prefix.kv", tmp_path / "c.safetensors"
@@ -304,31 +250,11 @@ def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_p
         if name.startswith("clip."):
             x *= 0.5
     found.save(own)
-    assert "packed with another calibration" in refused(model, path)
+    with pytest.raises(SavedCacheError, match=r"prefix\.kv' was packed with another calibration"):
+        kvloom.Cache.load(model, path)
     own.unlink()
     with pytest.raises(IncompatibleRecipe, match=r"there is no calibration .*c\.safetensors"):
         kvloom.Cache.load(model, path)
-
-
-def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, monkeypatch):
-    _, cache = kivi
-    path = tmp_path / "prefix.kv"
-    cache.save(path)
-    before = path.read_bytes()
-
-    def full(tensors, to, metadata):
-        to.write_bytes(b"some")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(saved, "save_file", full)
-    with pytest.raises(SavedCacheError, match=r"prefix\.kv' cannot be written: No space left"):
-        cache.save(path)
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    for nowhere in (tmp_path / "none" / "p.kv", path / "p.kv", tmp_path):
-        with pytest.raises(SavedCacheError, match="cannot be written"):
-            cache.save(nowhere)
-    assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
 
 
 def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):

@@ -78,8 +78,18 @@ def test_other_safetensors_and_other_versions_are_told_apart(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path):
-    with pytest.raises(CalibrationError, match="cannot be written"):
-        made().save(tmp_path / "no folder" / "c.safetensors")
+    (tmp_path / "file").touch()
+    for nowhere in (tmp_path / "no folder" / "c.safetensors", tmp_path / "file" / "c.safetensors",
+                    tmp_path, "."):  # fmt: skip
+        with pytest.raises(CalibrationError, match="cannot be written"):
+            made().save(nowhere)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_may_be_read_by_whom_the_user_lets_read_files(tmp_path):
+    made().save(tmp_path / "c.safetensors")
+    (tmp_path / "other").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
 def test_channels_of_a_format():

@@ -60,16 +60,27 @@ def test_json_to_stdout_is_nothing_else(here):
 
 
 def test_one_budget_for_all_and_questions_with_the_prompt(here):
-    args = ["--recipes", "h2o,window,kivi:group=32", "--ask", "with", "--json", "-"]
+    recipes = "h2o,window,quest:page=4,recent=8,full_layers=0,kivi:group=32"
+    args = ["--recipes", recipes, "--ask", "with", "--json", "-"]
     found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, *args,
                 "--budget", "0.25")  # fmt: skip
     data = json.loads(found.stdout)
     assert data["environment"]["budget"] == 0.25
     assert data["environment"]["ask"] == "with"
-    full, h2o, window, kivi = data["rows"]
+    assert data["environment"]["without_budget"] == ["full", "kivi:group=32"]
+    full, h2o, window, quest, kivi = data["rows"]
     assert h2o["kv_bytes"] < 0.4 * full["kv_bytes"]
     assert window["kv_bytes"] < 0.4 * full["kv_bytes"]
+    assert 30 <= quest["tokens_read"] < 34  # of the 120 a quarter, and what is in no page yet
     assert kivi["bits_per_value"] > 3
+
+
+def test_the_table_says_whose_budget_it_is(here):
+    text, model = here / "text.txt", here / "model"
+    found = run("compare", text, "--model", model, *SMALL, "--budget", "0.5", "--recipes", "h2o")
+    said = " ".join(found.stdout.split())
+    assert "budget: 0.5 of the context, kept, or read at a step by recipes that recall" in said
+    assert "without one: full." in said
 
 
 def test_compare_reads_the_library_by_default(here):

@@ -73,6 +73,8 @@ OWN = [
     ("compare --budget 0", "budget tokens=0 must be a whole number, 1 or more"),
     ("compare --budget 1.5", "budget fraction=1.5 must lie in (0, 1]"),
     ("compare --budget 16 --recipes snapkv", "window of 32 tokens does not fit a budget"),
+    ("compare --budget 0.04 --recipes quest",
+     "--budget 0.04 with quest: a budget of 81 tokens leaves nothing to find beside 80"),
     ("compare --ask before", "ask='before' is not one of after, with"),
     ("compare text.txt --model model --context 1000", "use a context of 863 or less"),
     ("analyse attention text.txt --model model", "the model has 1024; give less text"),
@@ -82,6 +84,9 @@ OWN = [
      "layers [9] are not among those that kvloom holds; choose from [0, 1]"),
     ("generate ''", "the prompt is empty; give some text to go on from"),
     ("generate", "the prompt is empty; give some text to go on from"),
+    ("generate ab\udcff", "the prompt is not UTF-8 text; convert it first"),
+    ("inspect ab\udcff", "the text is not UTF-8 text; convert it first"),
+    ("generate hi --recipe clusterkv:seed=99999999999999999999", "has more than 64 bits"),
     ("generate hi --model model --recipe kivi:group=64", "does not divide head_dim=32"),
     ("generate hi --model model --max-new-tokens 2000", "the model has 1024"),
     ("inspect '' --model model", "the text is empty"),
@@ -134,7 +139,8 @@ def test_a_model_that_is_no_decoder():
     [
         "analyse attention --context=-5", "analyse error --context 1", "analyse error --seed=-1",
         "analyse distribution --context abc", "generate hi --max-new-tokens 0",
-        "generate hi --temperature=-1", "generate hi --seed=-1", "inspect hi --context 0",
+        "generate hi --temperature=-1", "generate hi --seed=-1",
+        "generate hi --seed 18446744073709551616", "inspect hi --context 0",
         "inspect hi --new-tokens=-1", "calibrate model", "compare --recepes kivi", "recipe",
     ],
 )  # fmt: skip

@@ -107,6 +107,12 @@ def test_a_recipe_resolves_to_itself():
         ("quest:tokens=90", ["leaves nothing to find beside 80 protected tokens; use 96 or more"]),
         ("clusterkv:distance=l3", ["distance='l3' is not one of cosine, l2, inner"]),
         ("clusterkv:group=all", ["group='all' is not one of mean, max, each"]),
+        ("clusterkv:tier=x", ["tier='x' is not one of device, host, file; tier=device keeps"]),
+        *(
+            (f"{name}:steps=2", ["steps=2 says what", "add tier=host or tier=file, or leave steps"])
+            for name in ("clusterkv", "clusterkv-2bit", "quest")
+        ),
+        ("minikv:residual=100", ["residual=100 is not a multiple of group=16", "use 16 or 64"]),
     ],
 )
 def test_a_wrong_name_or_value_says_what_is_allowed(spelling, says):

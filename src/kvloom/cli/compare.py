@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from .edge import (
     told,
     writable,
 )
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
 
 
 def command(
@@ -46,7 +49,11 @@ def command(
     ] = "after",
     budget: Annotated[
         str | None,
-        typer.Option(help="Budget of all recipes that have one: tokens (512) or a share (0.25)."),
+        typer.Option(
+            help="Tokens that recipes keep, or that a step of those that recall reads: so many "
+            "(512), or a share of the context (0.25). Recipes that do neither, such as kivi, have "
+            "no budget."
+        ),
     ] = None,
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Which parts of the text, which needles.")] = 0,
@@ -62,29 +69,45 @@ def command(
     """
     with told():
         from .. import compare as work
-        from ..compare.run import with_full
+        from ..compare.run import DEFAULT_CONTEXT, with_full
         from ..compare.text import library_text, read_files
         from ..recipes import RECIPES
 
         picked = chosen(",".join(RECIPES) if recipes is None else recipes)
         settings = work.Settings(context, new_tokens, batch, questions, ask, seed)
         share = None if budget is None else _budget(budget)
-        if share is not None:
-            picked = [recipe.with_budget(share) for recipe in picked]
+        _budgeted(picked, share, context or DEFAULT_CONTEXT)  # told before anything is loaded
         writable(json, plot=plot)
         text = read_files(files) if files else library_text()
         quiet()
         built, tokenizer = work.load(model, dtype)
         task = work.prepare(built, tokenizer, text, settings)
+        picked = _budgeted(picked, share, task.context)
         with progress(task.units * len(with_full(picked))) as tell:
             rows = work.compare(built, tokenizer, picked, task, tell)
 
         environment = work.environment(built, named(model), task, seed, source(files))
         if share is not None:
             environment["budget"] = share
+            environment["without_budget"] = [r.name for r in with_full(picked) if not r.budgeted]
         if plot:
             work.plot(rows, environment, plot)
         show(work.to_json(rows, environment), json, work.table(rows, environment))
+
+
+def _budgeted(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
+    """The recipes with a budget, of a context of so many tokens; None leaves them as they are."""
+    from ..errors import RecipeError
+
+    if share is None:
+        return recipes
+    changed = []
+    for recipe in recipes:
+        try:
+            changed.append(recipe.with_budget(share, context))
+        except RecipeError as error:
+            raise RecipeError(f"--budget {share} with {recipe.name}: {error}") from error
+    return changed
 
 
 def _budget(text: str) -> int | float:

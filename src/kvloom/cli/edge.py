@@ -102,6 +102,17 @@ def stdin() -> str:
         raise InputError("stdin is not UTF-8 text; convert it first") from error
 
 
+def argument(what: str, text: str) -> str:
+    """The text of an argument; raises `InputError` if its bytes are not UTF-8."""
+    from ..compare.errors import InputError
+
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # bytes that Python could not decode are surrogates
+        raise InputError(f"{what} is not UTF-8 text; convert it first") from error
+    return text
+
+
 def chosen(recipes: str) -> list[Recipe]:
     """The recipes that an option names; a wrong one is told before anything is loaded."""
     from ..compare.errors import InputError
@@ -131,7 +142,12 @@ def named(model: str) -> str:
 
 def source(files: list[Path] | None) -> str:
     """What the text to read is called."""
-    return ", ".join(f.name for f in files) if files else "CPython's library"
+    return ", ".join(map(spelled, files)) if files else "CPython's library"
+
+
+def spelled(path: Path) -> str:
+    """A file's name in letters that can be written; others are question marks."""
+    return path.name.encode("utf-8", "replace").decode("utf-8")
 
 
 def show(data: str, json: str | None, table: Any) -> None:

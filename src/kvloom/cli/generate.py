@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import Dtype, Model, quiet, stdin, told
+from .edge import Dtype, Model, argument, quiet, stdin, told
 
 if TYPE_CHECKING:
     from ..hf.cache import Cache
@@ -25,7 +25,7 @@ def command(
     temperature: Annotated[
         float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token each time.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
     dtype: Dtype = "auto",
 ) -> None:
     """Generate text on a compressed cache; figures of the cache go to stderr."""
@@ -36,7 +36,7 @@ def command(
         from ..recipes import resolve
 
         chosen = resolve(recipe)
-        text = stdin() if prompt == "-" else prompt
+        text = stdin() if prompt == "-" else argument("the prompt", prompt)
         if not text.strip():
             raise InputError("the prompt is empty; give some text to go on from")
         quiet()

@@ -9,7 +9,19 @@ from typing import Annotated
 
 import typer
 
-from .edge import Dtype, Model, named, progress, quiet, stdin, told, writable, write
+from .edge import (
+    Dtype,
+    Model,
+    argument,
+    named,
+    progress,
+    quiet,
+    spelled,
+    stdin,
+    told,
+    writable,
+    write,
+)
 
 
 def command(
@@ -69,10 +81,10 @@ def _words(text: str) -> tuple[str, str]:
         return stdin(), "text from stdin"
     path = Path(text)
     if text and os.path.exists(text):  # Path's own raises where a text is too long for a name
-        return read_files([path]), path.name
+        return read_files([path]), spelled(path)
     if len(text.split()) == 1 and (path.suffix or len(path.parts) > 1):
         raise InputError(f"there is no file {text!r}; give a file that exists, or the text itself")
-    return text, "text from the command line"
+    return argument("the text", text), "text from the command line"
 
 
 def _told(data: dict, out: Path) -> str:

@@ -43,7 +43,8 @@ def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     ]
     if moved:
         recalled.append(Text("copied from a tier a step, all rows: " + ", ".join(moved)))
-    return Group(built, *recalled, *problems, Text(_caption(e), "dim"))
+    budget = [Text(_budget(e), "dim")] if "budget" in e else []
+    return Group(built, *recalled, *problems, *budget, Text(_caption(e), "dim"))
 
 
 def to_json(rows: Sequence[Row], environment: dict[str, Any]) -> str:
@@ -75,6 +76,15 @@ def _caption(e: dict[str, Any]) -> str:
         f"{rows} of {e['context']:,} tokens of {e['text'] or 'text'}, {e['new_tokens']} more fed "
         "one by one. bits, MiB: held at the end, exact windows, metadata and spare room included; "
         "tok/s: all rows together; agrees: the likeliest next token is that of full."
+    )
+
+
+def _budget(e: dict[str, Any]) -> str:
+    budget, without = e["budget"], e["without_budget"]
+    tokens = f"{budget:,} tokens" if isinstance(budget, int) else f"{budget:.4g} of the context"
+    return (
+        f"budget: {tokens}, kept, or read at a step by recipes that recall; "
+        f"without one: {', '.join(without)}."
     )
 
 

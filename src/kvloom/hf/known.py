@@ -46,9 +46,17 @@ def known(model: PreTrainedModel, recipe: Recipe) -> list[Known]:
 
 
 def identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells a model from others: its shape, and a digest of some of each weight, in bf16."""
+    """What tells a model from others: its shape, and a digest of some of each weight, in bf16.
+
+    Raises `UnsupportedModel` where a weight is not in memory.
+    """
     g, digest = compat.geometry(model), hashlib.sha256()
     for name, weight in model.named_parameters():
+        if weight.is_meta:
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot be told from models like it, as {name} lies on the "
+                "meta device (offloaded, or never loaded); load it with all weights in memory"
+            )
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         some = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
         digest.update(some.view(torch.uint8).numpy().tobytes())

@@ -9,24 +9,20 @@ recipe's calibration is asked again, and must say the same.
 from __future__ import annotations
 
 import json
-import os
 import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..errors import CacheMisuse, SavedCacheError
+from ..errors import CacheMisuse, RecipeError, SavedCacheError
 from ..recalled import RecalledLayer
 from ..recipe import Recipe
-from ..store import Known
+from ..store import Known, files
 from ..store.calibration import checksum
 from ..store.codec import Channels
 from . import compat, state
@@ -66,7 +62,6 @@ class Owner:
 
 def save(cache: Cache, path: str | Path) -> None:
     """Write `path`, whole or not at all; see `Cache.save`."""
-    path = Path(path)
     _check_settled(cache)
     recipe = cache.recipe.to_dict()
     if Recipe.from_dict(json.loads(json.dumps(recipe))) != cache.recipe:
@@ -81,19 +76,7 @@ def save(cache: Cache, path: str | Path) -> None:
         "calibration": _tables([layer.cache.known for layer in cache.routed]),
         "layers": [state.take(_held(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
-    fresh = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        fresh.touch()
-        mode = fresh.stat().st_mode  # what the user's files have; safetensors' own are private
-        save_file(tensors, fresh, {_KEY: json.dumps(about)})
-        fresh.chmod(mode)
-        os.replace(fresh, path)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise SavedCacheError(f"{str(path)!r} cannot be written: {why}") from error
-    finally:
-        with suppress(OSError):
-            fresh.unlink()
+    files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError)
 
 
 def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
@@ -102,7 +85,12 @@ def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
     path = Path(path)
     about = _about(path)
     _check_model(path, about["model"], _traits(model))
-    recipe = Recipe.from_dict(about["recipe"])
+    try:
+        recipe = Recipe.from_dict(about.get("recipe"))
+    except RecipeError as error:
+        raise SavedCacheError(
+            f"{str(path)!r} says no recipe that there is: {error}; prefill anew"
+        ) from error
     if _tables(known(model, recipe)) != about["calibration"]:
         raise SavedCacheError(
             f"{str(path)!r} was packed with another calibration than the one found for "

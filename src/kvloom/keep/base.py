@@ -112,7 +112,7 @@ class Keep:
     limit: tokens a layer may gather before it drops, for when="limit". group: how the scores of
     the query heads of a group become one. shared: one score for all layers, their sum, and so the
     same tokens in all of them. positions: what kept tokens' distances are, one of `POSITIONS`.
-    seed: of noise and of random scores.
+    seed: of noise and of random scores; its lowest 32 bits count.
 
     Where layers wait for each other (shared, budgets by variance), the prompt of all of them is
     held exact until the last has scored. Protected sinks count in the budget.
@@ -128,7 +128,7 @@ class Keep:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        typed(self, "budget", "shared", "seed")
+        typed(self, "budget", "when", "group", "shared", "positions", "seed")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         if self.when not in WHEN:

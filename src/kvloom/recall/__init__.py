@@ -5,13 +5,14 @@ from .base import GROUPS, Finder, Index, Recall
 from .clusters import Clusters
 from .far import Far, Form
 from .pages import Pages, TopK
-from .tiers import Tier, Traffic
+from .tiers import TIERS, Tier, Traffic
 
 INDEXES: dict[str, type[Index]] = {kind.kind: kind for kind in (Clusters, Pages, TopK)}
 
 __all__ = [
     "GROUPS",
     "INDEXES",
+    "TIERS",
     "Aside",
     "Clusters",
     "Far",

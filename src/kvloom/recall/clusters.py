@@ -40,6 +40,8 @@ class Clusters(Index):
         for name in ("size", "block", "block_clusters", "iterations"):
             whole(name, getattr(self, name), 1)
         whole("seed", self.seed, 0)
+        if self.seed >= 1 << 64:
+            raise RecipeError(f"seed={self.seed} has more than 64 bits; use one below 2**64")
         if self.distance not in ref.DISTANCES:
             raise RecipeError(
                 f"distance={self.distance!r} is not one of {', '.join(ref.DISTANCES)}"

@@ -37,9 +37,12 @@ class Tier:
     steps: int = 1
 
     def __post_init__(self) -> None:
-        typed(self, "folder")
+        typed(self, "kind", "folder")
         if self.kind not in TIERS:
-            raise RecipeError(f"tier kind={self.kind!r} is not one of {', '.join(TIERS)}")
+            raise RecipeError(
+                f"tier kind={self.kind!r} is not one of {', '.join(TIERS)}; leave the tier out to "
+                "keep every token on the device"
+            )
         if self.folder is not None and self.kind != "file":
             raise RecipeError(f'folder={self.folder!r} needs kind="file", not {self.kind!r}')
         if type(self.steps) is not int or self.steps < 0:

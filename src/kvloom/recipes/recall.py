@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..recall import Clusters, Index, Pages, Recall, Tier, TopK
+from ..errors import RecipeError
+from ..recall import TIERS, Clusters, Index, Pages, Recall, Tier, TopK
 from ..recipe import Protect, Recipe
 from .kivi import kivi
 
@@ -113,7 +114,17 @@ def _recipe(
 
 def _in(tier: str, steps: int, recipe: Recipe) -> Recipe:
     """The recipe with its tokens in a tier, "device" for none."""
+    if tier != "device" and tier not in TIERS:
+        raise RecipeError(
+            f"tier={tier!r} is not one of device, {', '.join(TIERS)}; tier=device keeps every "
+            "token on the device"
+        )
     if tier == "device":
+        if steps != 1:
+            raise RecipeError(
+                f"steps={steps} says what stays on the device beside a tier, and tier=device is "
+                "none; add tier=host or tier=file, or leave steps out"
+            )
         return recipe
     assert recipe.recall is not None
     return replace(recipe, recall=replace(recipe.recall, tier=Tier(tier, steps=steps)))

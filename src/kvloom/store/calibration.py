@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import CalibrationError
+from . import files
 from .codec import Channels, consecutive
 from .formats import Packed
 
@@ -46,18 +45,11 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all."""
-        path = Path(path)
         about = {"version": VERSION, "model": self.model, "text": self.text,
                  "settings": self.settings, "sum": checksum(self.tensors)}  # fmt: skip
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            tensors = {n: t.cpu().contiguous() for n, t in self.tensors.items()}
-            fresh.write_bytes(save(tensors, {"kvloom_calibration": json.dumps(about)}))
-            os.replace(fresh, path)
-        except OSError as error:
-            raise CalibrationError(f"{str(path)!r} cannot be written: {error.strerror}") from error
-        finally:
-            fresh.unlink(missing_ok=True)
+        tensors = {n: t.cpu().contiguous() for n, t in self.tensors.items()}
+        files.write(Path(path), tensors, {"kvloom_calibration": json.dumps(about)},
+                    CalibrationError)  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

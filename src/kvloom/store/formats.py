@@ -107,12 +107,19 @@ class Packed:
             raise RecipeError(
                 f"residual={self.residual!r} must be a whole number of tokens, 1 or more"
             )
-        if self.unit is not None and (self.unit < 1 or self.residual % self.unit):
-            raise RecipeError(f"unit={self.unit} does not divide residual={self.residual}")
-        if self.axis == "channel" and (self.unit or self.residual) % self.group:
+        if self.axis == "channel" and self.residual % self.group:
             raise RecipeError(
                 f"residual={self.residual} is not a multiple of group={self.group}: per channel, "
                 f"whole groups of tokens are packed; use {self.group} or {4 * self.group}"
+            )
+        if self.unit is not None and (self.unit < 1 or self.residual % self.unit):
+            raise RecipeError(
+                f"unit={self.unit} does not divide residual={self.residual}; use a unit that does"
+            )
+        if self.axis == "channel" and self.unit is not None and self.unit % self.group:
+            raise RecipeError(
+                f"unit={self.unit} is not a multiple of group={self.group}: per channel, whole "
+                f"groups of tokens are packed; use {self.group}"
             )
         if self.axis == "channel" and self.transform is not None:
             raise RecipeError('a transform regroups the channels of a token; use axis="token"')

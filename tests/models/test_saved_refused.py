@@ -1,0 +1,126 @@
+"""Files that are no saved cache of this model, and places no file can be written to."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import kvloom
+from kvloom.errors import SavedCacheError, UnsupportedModel
+from kvloom.hf.known import identity
+from kvloom.store import files
+
+
+@pytest.fixture
+def kivi():
+    """A model and a cache of a short prompt."""
+    model = zoo.build("llama-gqa", head_dim=32)
+    cache = kvloom.Cache(model, "kivi:group=16,residual=32")
+    with torch.no_grad():
+        model(**zoo.batch(3, 70, (0, 17, 60)), past_key_values=cache)
+    return model, cache
+
+
+def refused(model, path) -> str:
+    with pytest.raises(SavedCacheError) as error:
+        kvloom.Cache.load(model, path)
+    assert "\n" not in str(error.value)
+    assert path.name in str(error.value)
+    return str(error.value)
+
+
+def rewrite(path, **changes) -> None:
+    """Let a file say something else of itself."""
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["kvloom_cache"])
+    save_file(load_file(path), path, {"kvloom_cache": json.dumps({**about, **changes})})
+
+
+def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
+    model, cache = kivi
+    path = tmp_path / "prefix.kv"
+    assert "there is no saved cache" in refused(model, path)
+    cache.save(path)
+    whole = path.read_bytes()
+    for cut in (0, 5, 300, -1):
+        path.write_bytes(whole[:cut])
+        assert "is cut off, or was never a saved cache" in refused(model, path)
+    save_file({"w": torch.ones(2)}, path)
+    assert "safetensors, but no saved cache" in refused(model, path)
+    path.write_bytes(whole)
+    rewrite(path, format="99-0", kvloom="9.0")
+    assert f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__})" in refused(
+        model, path
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"store": {"keys": {"bits": 5, "axis": "channel"}}}, "bits=5 is not one of 1, 1.5"),
+        ({"stores": {}}, "Recipe has no field 'stores'"),
+        ("kivi", "recipe must be a table of keep, store"),
+        (None, "recipe must be a table of keep, store"),
+    ],
+)
+def test_a_damaged_recipe_is_a_damaged_file(kivi, tmp_path, damage, says):
+    model, cache = kivi
+    path = tmp_path / "prefix.kv"
+    cache.save(path)
+    rewrite(path, recipe=damage)
+    assert f"says no recipe that there is: {says}" in refused(model, path)
+
+
+def test_a_model_without_its_weights_is_not_told_from_others(kivi, tmp_path):
+    model, cache = kivi
+    path = tmp_path / "prefix.kv"
+    cache.save(path)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    for ask in (lambda: kvloom.Cache.load(empty, path), lambda: identity(empty)):
+        with pytest.raises(UnsupportedModel, match=r"as model\.embed.* lies on the meta device"):
+            ask()
+
+
+def test_another_model_dtype_or_rope_is_refused_before_anything_is_changed(kivi, tmp_path):
+    path = tmp_path / "prefix.kv"
+    kivi[1].save(path)
+    other = zoo.build("qwen3")
+    says = refused(other, path)
+    assert "a cache of LlamaForCausalLM with model=LlamaForCausalLM, head_dim=32, weights=" in says
+    assert "this model is Qwen3ForCausalLM with model=Qwen3ForCausalLM, head_dim=16" in says
+    tuned = zoo.build("llama-gqa", seed=1, head_dim=32)
+    assert "LlamaForCausalLM with weights=" in refused(tuned, path)
+    half = zoo.build("llama-gqa", head_dim=32).bfloat16()
+    assert "this model is LlamaForCausalLM with dtype=bfloat16;" in refused(half, path)
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    longer = zoo.build("llama-gqa", head_dim=32, rope_parameters=rope)
+    assert "with rope_parameters={'rope_type': 'linear'" in refused(longer, path)
+    assert all(getattr(m, "_kvloom", None) is None for m in (other, tuned, half, longer))
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, monkeypatch):
+    _, cache = kivi
+    path = tmp_path / "prefix.kv"
+    cache.save(path)
+    before = path.read_bytes()
+
+    def full(tensors, to, metadata):
+        to.write_bytes(b"some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(SavedCacheError, match=r"prefix\.kv' cannot be written: No space left"):
+        cache.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    for nowhere in (tmp_path / "none" / "p.kv", path / "p.kv", tmp_path, "."):
+        with pytest.raises(SavedCacheError, match="cannot be written"):
+            cache.save(nowhere)
+    assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]

@@ -1,0 +1,139 @@
+"""Recipes as plain dicts and as TOML: any comes back the same, and what is wrong is named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.errors import RecipeError
+from kvloom.keep import Budget, Keep
+from kvloom.recall import Clusters, Pages, Recall, TopK
+from kvloom.recipe import Protect, Recipe
+from kvloom.recipes import RECIPES, resolve
+from kvloom.store import Packed, Store, Transform
+
+formats = st.none() | st.builds(
+    Packed,
+    bits=st.sampled_from([1, 1.5, 2, 3, 4, 8]),
+    axis=st.sampled_from(["channel", "token"]),
+    group=st.sampled_from([16, 32, 64, 128]),
+    meta=st.sampled_from(["fp32", "fp16", "bf16", "fp8"]),
+    residual=st.sampled_from([128, 256]),
+)
+transforms = st.builds(
+    Transform,
+    span=st.sampled_from(["head", "layer"]),
+    reorder=st.booleans(),
+    clip=st.sampled_from([1.0, 0.9, "group", "layer"]),
+    smooth=st.booleans(),
+)
+formats |= st.builds(
+    Packed,
+    bits=st.sampled_from([1.5, 2]),
+    axis=st.just("token"),
+    meta=st.just("fp8"),
+    transform=transforms
+    | st.sampled_from([Transform(static=True, reorder=True), Transform(rotate=True)]),
+)
+numbers = st.integers(0, 500)
+protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers, numbers))
+budgets = st.builds(Budget, tokens=st.integers(1001, 10**6)) | st.builds(
+    Budget, fraction=st.floats(1e-9, 1)
+)
+indexes = st.builds(
+    Clusters, size=st.integers(1, 500), distance=st.sampled_from(["cosine", "l2", "inner"])
+) | st.builds(Pages, page=st.integers(1, 99))
+recalls = st.builds(
+    Recall,
+    index=indexes | st.builds(TopK),
+    tokens=st.integers(1500, 10**6),
+    group=st.sampled_from(["mean", "max", "each"]),
+)
+recipes = st.builds(
+    Recipe, store=st.builds(Store, formats, formats), recall=recalls, protect=protects
+)
+recipes |= st.builds(
+    Recipe, store=st.builds(Store, formats, formats), protect=protects
+) | st.builds(Recipe, keep=st.builds(Keep, budget=budgets), protect=protects)
+
+
+@given(recipes)
+def test_any_recipe_comes_back_from_a_dict_and_from_toml(recipe):
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipes_come_back_too(name):
+    recipe = resolve(name)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@given(st.text())
+def test_any_name_comes_back_from_toml(name):
+    assert Recipe.from_toml(Recipe(name=name).to_toml()).name == name
+
+
+def test_a_dict_is_plain_and_without_none():
+    recipe = Recipe(store=Store(values=Packed(4, "token")), protect=Protect(2, (0, 128)))
+    assert recipe.to_dict() == {
+        "store": {
+            "values": {"bits": 4, "axis": "token", "group": 32, "meta": "fp16", "residual": 1}
+        },
+        "protect": {"sinks": 2, "recent": [0, 128]},
+        "name": "custom",
+    }
+
+
+def test_a_toml_written_by_hand():
+    assert Recipe.from_toml(
+        """
+            name = "mine"
+            [store.keys]
+            bits = 4
+            axis = "channel"
+            residual = 64
+            [protect]
+            recent = [0, 64]
+            """
+    ) == Recipe(
+        store=Store(keys=Packed(4, "channel", residual=64)),
+        protect=Protect(recent=(0, 64)),
+        name="mine",
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"kep": {}}, "Recipe has no field 'kep'; it has keep, store, recall, protect, name"),
+        ({"store": {"both": {"bits": 2, "axis": "token"}}}, "no field 'both'; it has keys, values"),
+        ({"store": {"keys": {"bits": 2, "axes": "token"}}}, "no field 'axes'; it has bits, axis"),
+        ({"store": {"keys": {"bits": 2}}}, "axis"),
+        ({"keep": {}}, "give one"),
+        ({"keep": {"budget": {"tokens": 8}, "score": 1}}, "Keep has no field 'score'"),
+        ({"protect": {"recents": 1}}, "Protect has no field 'recents'; it has sinks, recent"),
+        ({"recall": {"index": "tree"}}, "index kind='tree' is not one of"),
+        # a section that is no section
+        ({"protect": 3}, "protect"),
+        ({"keep": {"budget": 3}}, "budget"),
+        ({"store": {"keys": 2}}, "keys"),
+        ({"store": 2}, "store"),
+    ],
+)
+def test_bad_data_is_refused_by_name(data, says):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.from_dict(data)
+    assert says in str(refused.value)
+
+
+def test_text_that_is_no_toml_is_refused():
+    with pytest.raises(RecipeError, match="not a TOML recipe"):
+        Recipe.from_toml("bits: 2")
+
+
+def test_a_kind_alone_is_its_defaults():
+    table = {"recall": {"index": "pages", "tokens": 500}}
+    assert Recipe.from_dict(table) == Recipe(recall=Recall(Pages(), 500))

@@ -19,11 +19,12 @@ from .. import lanes, team
 from ..lanes import exp, fma, lane, load, load_any, load_one, mul, splat, store, store_one
 from ..quant import ref
 from ..team import Kernel, count, real, sources, whole
-from . import micro, parts, turns, ways
+from . import lookup, micro, parts, turns, ways
+from .lookup import known, place, tabled
 from .micro import scores, turn, values
 from .parts import clear, merge, numbers, sizes, soften
 from .turns import BEFORE, FAR
-from .ways import CHANNEL, MAP, NONE, RUN, SIZE, Way
+from .ways import CHANNEL, MAP, NONE, RUN, SIZE, TABLE, Way
 
 KEYS, VALUES, LEFT, DONE = 21, 43, 62, 64  # where a job says where things lie; counters
 
@@ -52,7 +53,7 @@ class Form(NamedTuple):
 def kernel(form: Form) -> Any:
     """Compile the kernel of a form; see `cpu.attend` for how it is called."""
     d, w, tile = form.d, form.w, form.tile
-    k, v, exact = form.keys, form.values, form.exact.number
+    k, v, exact = known(form.keys), known(form.values), form.exact.number
     kbits, vbits, kby, vby = k.twice, v.twice, k.by, v.by
     (kper, khigh), (vper, vhigh) = k.atom, v.atom
     kmeta, vmeta = form.meta
@@ -65,17 +66,19 @@ def kernel(form: Form) -> Any:
     kchannel, vchannel = kby == CHANNEL, vby == CHANNEL
     kfold = kchannel and not kturned  # S goes into the query
     # by token: scales of a tile lie side by side, or those of a head among others'
-    kmap, vmap = kby == MAP, vby == MAP
+    ktabled, vtabled = kby == TABLE, vby == TABLE
+    kmap, vmap = kby == MAP or ktabled, vby == MAP or vtabled
     kjoint, vjoint = kby == RUN or (kmap and form.flat[0]), vby == RUN or (vmap and form.flat[1])
     kstrewn, vstrewn = kmap and not kjoint, vmap and not vjoint
     kway, vway = (k._replace(by=NONE) if kfold else k).number, v.number
     kblock = max(1, 16 // (w * kper))  # atoms of packed keys at once
-    kstretch = max(1, 16 // kper) if kturned else tile  # atoms that share a turned query
+    kstretch = max(1, 16 // kper) if kturned or ktabled else tile  # atoms: a turned query, tables
     trow = 8 * d  # bytes of a row of cosines and sines
+    table_size = lookup.SIZE
     block = 16 // w  # exact keys at once
     meta_gap = 4 * (max(kacross, vacross, 1) * (tile + 8) + d + 256) // 64 * 64  # bytes of S
     srow = 4 * (tile + 16)
-    emitters = sources(lanes, micro, parts, ref, team, turns, ways)
+    emitters = sources(lanes, lookup, micro, parts, ref, team, turns, ways)
 
     def attend(job):  # type: ignore[no-untyped-def]
         if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
@@ -92,7 +95,7 @@ def kernel(form: Form) -> Any:
         pstate = 4 * (sets * rows * d + 32 * rows)  # bytes of a task's state
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(koffset))
         room = padded * ((sets + 2) * d + 32) + w * (3 * d + 32) + w * (srow // 4)
-        scratch = np.empty(room + 2 * (meta_gap // 4) + 16, np.float32)
+        scratch = np.empty(room + 2 * (meta_gap // 4) + 2 * d + 512 + 16, np.float32)
         acc = (scratch.ctypes.data + 63) // 64 * 64
         qs = acc + 4 * sets * padded * d  # queries times scale
         qps = qs + 4 * padded * d  # the same for packed keys, where those differ
@@ -103,6 +106,9 @@ def kernel(form: Form) -> Any:
         rest = begin + 4 * w * 16  # weights of the tokens of an unfinished atom
         s = rest + 4 * w * 16
         meta = s + w * srow
+        tables = meta + 2 * meta_gap
+        kplaced = tables + 2048
+        vplaced = kplaced + 4 * d
         while True:
             task = count(job)
             if task >= tasks:
@@ -134,6 +140,9 @@ def kernel(form: Form) -> Any:
             if kmap and ksealed > 0:
                 kscale += msize * whole(whole(side, 18), h)
                 kzero += msize * whole(whole(side, 18), h)
+                if ktabled:
+                    place(ktable, kplaced, d, kway)
+                    ktable = kplaced
             knear, kfar = whole(side, 19), whole(side, 20)
             kposition = whole(whole(side, 21), b) if kturned else 0
             side = job + 8 * VALUES
@@ -148,6 +157,9 @@ def kernel(form: Form) -> Any:
             if vmap and vsealed > 0:
                 vscale += vsize * whole(whole(side, 18), h)
                 vzero += vsize * whole(whole(side, 18), h)
+                if vtabled:
+                    place(vtable, vplaced, d, vway)
+                    vtable = vplaced
             last = min(n, (part + 1) * tiles // splits * tile)
             for lo in range(part * tiles // splits * tile, last, tile):
                 nt = min(tile, n - lo)
@@ -218,20 +230,22 @@ def kernel(form: Form) -> Any:
                                     its = turned
                                     here = knear + (few + g - skip + a0 * kper) * trow
                                     turn(far, turned, here, d, w, kway)
+                                at, each = meta + 4 * a0 * kper * kacross, 4 * kper * kacross
+                                if ktabled:
+                                    tabled(at, meta_gap, (stop - a0) * kper, tables, kway)
+                                    at, each = tables, kper * table_size
                                 even = a0 + (stop - a0) // kblock * kblock
                                 for a in range(a0, even, kblock):
                                     scores(
                                         its, begin, base + a * khigh * krow, krow,
-                                        to + 4 * a * kper, srow,
-                                        meta + 4 * a * kper * kacross, meta_gap, ktable,
-                                        knear + (a - a0) * kper * trow, d, w, kblock, kway,
+                                        to + 4 * a * kper, srow, at + (a - a0) * each, meta_gap,
+                                        ktable, knear + (a - a0) * kper * trow, d, w, kblock, kway,
                                     )  # fmt: skip
                                 for a in range(even, stop):
                                     scores(
                                         its, begin, base + a * khigh * krow, krow,
-                                        to + 4 * a * kper, srow,
-                                        meta + 4 * a * kper * kacross, meta_gap, ktable,
-                                        knear + (a - a0) * kper * trow, d, w, 1, kway,
+                                        to + 4 * a * kper, srow, at + (a - a0) * each, meta_gap,
+                                        ktable, knear + (a - a0) * kper * trow, d, w, 1, kway,
                                     )  # fmt: skip
                             for i in range(w):
                                 for j in range(skip):

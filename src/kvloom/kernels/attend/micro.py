@@ -15,7 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..lanes import I32, I64, VF, VI, WIDTH, at, fused, in_order, read, same, summed, write
-from .ways import CHANNEL, MAP, NONE, Meta, Way, machine, one, tokens, way
+from . import lookup
+from .ways import CHANNEL, MAP, NONE, TABLE, Meta, Way, machine, one, tokens, way
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
@@ -139,14 +140,21 @@ def scores(
             }
             for i in range(n_atoms):  # an atom at a time: its numbers need registers
                 place = b.add(base, b.mul(step, ir.Constant(I64, i)))
-                xs = {v: tokens(b, place, stride, v, its) for v in vs}
+                if its.by == TABLE:
+                    xs = {v: lookup.indices(b, place, v, its, table) for v in vs}
+                else:
+                    xs = {v: tokens(b, place, stride, v, its) for v in vs}
                 for t in range(i * per, (i + 1) * per):
-                    x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
+                    if its.by == TABLE:
+                        both = lookup.stored(b, at(b, meta, lookup.SIZE * t))
+                        x = {v: lookup.found(b, both, xs[v][t - i * per]) for v in vs}
+                    else:
+                        x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
                     if its.turned:
                         x = rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         acc[row][t] = fused(b, x[v], qs[v][row], acc[row][t])
-                if its.by == MAP or its.turned:
+                if its.by in (MAP, TABLE) or its.turned:
                     in_order(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
         flat = [x for row in acc for x in row]
@@ -242,16 +250,25 @@ def values(
             if its.by not in (NONE, CHANNEL):
                 place = b.add(meta, b.mul(token, ir.Constant(I64, its.across)))
             scales = Meta(place, gap, table, can)
+            tables = []
+            if its.by == TABLE:
+                scale_of = [at(b, place, 4 * t * its.across) for t in range(per)]
+                tables = [lookup.table(b, x, gap) for x in scale_of]
             for v in range(lo, hi):
-                xs = tokens(b, here, stride, v, its)
+                if its.by == TABLE:
+                    xs = lookup.indices(b, here, v, its, table)
+                else:
+                    xs = tokens(b, here, stride, v, its)
                 for t in range(per):
-                    if its.by == CHANNEL:
+                    if its.by == TABLE:
+                        x = lookup.found(b, tables[t], xs[t])
+                    elif its.by == CHANNEL:
                         x = fused(b, xs[t], big[v], off[v])
                     else:
                         x = scales.scaled(b, xs[t], t, v, n_d, its)
                     for row in range(n_w):
                         new[row, v] = fused(b, x, weights[row][t], new[row, v])
-                if its.by == MAP:
+                if its.by in (MAP, TABLE):
                     in_order(b)
             i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
             here.add_incoming(b.add(here, step), b.block)

@@ -17,8 +17,9 @@ from ..quant.ref import ATOM
 
 SIZE = {0: 4, 1: 2, 2: 2, 3: 1}  # bytes of lanes.FP32, FP16, BF16, FP8
 # Whose S and Z: nobody's (exact, or folded into the query), a channel's for all tokens at hand,
-# a token's for runs of channels, or a token's for groups that an index of the channels names.
-NONE, CHANNEL, RUN, MAP = range(4)
+# a token's for runs of channels, or a token's for groups that an index of the channels names, by a
+# table of their numbers where those are few (see `lookup`).
+NONE, CHANNEL, RUN, MAP, TABLE = range(5)
 _ONE = 0x3F800000
 
 
@@ -47,12 +48,12 @@ class Way(NamedTuple):
     @property
     def factor(self) -> float:
         """S / scale."""
-        return 1.0 if self.levels or self.bits < 2 else 2.0**self.bits
+        return 1.0 if self.levels or self.by == TABLE or self.bits < 2 else 2.0**self.bits
 
     @property
     def offset(self) -> float:
         """(Z - zero) / S."""
-        return 0.0 if self.bits < 2 else -1.0
+        return 0.0 if self.by == TABLE or self.bits < 2 else -1.0
 
     @property
     def number(self) -> int:
@@ -64,7 +65,7 @@ class Way(NamedTuple):
         return found
 
 
-_WIDTHS = (5, 2, 2, 10, 10, 1, 10, 1)
+_WIDTHS = (5, 2, 3, 10, 10, 1, 10, 1)
 
 
 def way(number: int) -> Way:

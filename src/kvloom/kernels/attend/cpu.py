@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import forms
-from .job import WORTH, into, out_of, padded, place, side, turns
+from .job import WORTH, into, padded, place, side, turns, whole
 from .ref import State
 from .strand import Strand
 
@@ -70,7 +70,7 @@ def attend(
     if keys.packed is not None and kfmt is not None and forms.own_space(kfmt):
         meeting = into(queries, keys.packed.channelwise)
     sets = 1 + (values.fmt is not None and forms.own_space(values.fmt))
-    shape = (b, hq, t, d) if sets == 1 else (b, hk, sets, rows, d)
+    shape = (b, hq, t, d) if sets == 1 else (b, hk, 1, sets, rows, d)
     out = q.new_empty(shape, dtype=torch.float32)
     parts = q.new_empty(b * hk * splits * rows * (sets * d + 32), dtype=torch.float32)
     if valid is not None:
@@ -96,7 +96,6 @@ def attend(
     del alive, alive_too, alive_as_well
     if sets == 1:
         return State(out, lse)
-    whole = out[:, :, 0]
-    if values.packed is not None:
-        whole = whole + out_of(out[:, :, 1], values.packed.channelwise)
-    return State(whole.reshape(b, hq, t, d), lse)
+    if values.packed is None:
+        return State(out[:, :, 0, 0].reshape(b, hq, t, d), lse)
+    return State(whole(out, values.packed.channelwise).view(b, hq, t, d), lse)

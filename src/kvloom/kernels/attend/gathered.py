@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import forms
-from .job import WORTH, into, out_of, padded, place, side
+from .job import WORTH, into, padded, place, side, whole
 from .ref import First, State
 from .strand import Codes, Strand
 from .turns import tables
@@ -70,7 +70,7 @@ def attend(
     if keys.packed is not None and kfmt is not None and forms.own_space(kfmt):
         meeting = into(queries, keys.packed.channelwise)
     sets = 1 + (values.fmt is not None and forms.own_space(values.fmt))
-    out = q.new_empty(b, h, sets, rows, d, dtype=torch.float32)
+    out = q.new_empty(b, hk, h // hk, sets, rows, d, dtype=torch.float32)
     parts = q.new_empty(b * h * splits * rows * (sets * d + 32), dtype=torch.float32)
     if valid is not None:
         valid = padded(valid).expand(b, h, -1)
@@ -94,11 +94,9 @@ def attend(
     del alive, alive_too, alive_as_well
     if sets == 1:
         return State(out.view(b, hq, 1, d), lse)
-    whole = out[:, :, 0]
-    if values.packed is not None:
-        own = out[:, :, 1].reshape(b, hk, -1, d)
-        whole = whole + out_of(own, values.packed.channelwise).view(whole.shape)
-    return State(whole.reshape(b, hq, 1, d), lse)
+    if values.packed is None:
+        return State(out[..., 0, :, :].reshape(b, hq, 1, d), lse)
+    return State(whole(out, values.packed.channelwise).view(b, hq, 1, d), lse)
 
 
 def _turns(packed: Codes | None, d: int) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
@@ -109,7 +107,8 @@ def _turns(packed: Codes | None, d: int) -> tuple[tuple[int, ...], tuple[Tensor,
         return (0,) * 6, ()
     assert packed.at is not None
     at, each = packed.at.contiguous(), packed.at.shape[2] > 1
-    near, far = tables(packed.rope, d, int(at.max()) + (1 if each else packed.hi))
+    most = at if at.numel() == 1 else at.max()
+    near, far = tables(packed.rope, d, int(most) + (1 if each else packed.hi))
     return (near.data_ptr(), far.data_ptr(), *place(at, 2), int(each)), (near, far, at)
 
 

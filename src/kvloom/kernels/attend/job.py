@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,20 +21,30 @@ WORTH = 1 << 18
 
 
 def into(q: Tensor, how: Channelwise) -> Tensor:
-    """Queries [B, Hq, T, D] as they meet packed keys."""
+    """Queries fp32 [B, Hq, T, D] as they meet packed keys."""
     if how.rotated:
-        return (q.unflatten(-1, (-1, how.rotated)) @ matrix(how.rotated)).flatten(-2).contiguous()
+        return q @ _rotation(how.rotated, q.shape[3])
     assert how.divisor is not None
-    by_head = q.unflatten(1, (len(how.divisor), -1)) * how.divisor[:, None]
-    return by_head.flatten(1, 2).contiguous()
+    by_head = q.view(q.shape[0], len(how.divisor), -1, q.shape[3])
+    return (by_head * how.divisor).view(q.shape)
 
 
-def out_of(sums: Tensor, how: Channelwise) -> Tensor:
-    """Sums [B, Hk, rows, D] of packed values as sums of values."""
+def whole(sums: Tensor, how: Channelwise) -> Tensor:
+    """Sums fp32 [B, Hk, R, rows, D] of values, from those of exact and of packed ones.
+
+    sums: [B, Hk, R, 2, rows, D], packed values as they are stored.
+    """
+    exact, packed = sums.unbind(-3)
     if how.rotated:
-        return (sums.unflatten(-1, (-1, how.rotated)) @ matrix(how.rotated).T).flatten(-2)
+        return exact + packed @ _rotation(how.rotated, sums.shape[-1]).T
     assert how.divisor is not None
-    return sums * how.divisor
+    return torch.addcmul(exact, packed, how.divisor[:, None])
+
+
+@cache
+def _rotation(group: int, d: int) -> Tensor:
+    """M fp32 [d, d] with x M = R x for every group of x."""
+    return torch.block_diag(*[matrix(group)] * (d // group))
 
 
 def padded(x: Tensor) -> Tensor:
@@ -61,7 +72,7 @@ def side(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
         by = how.by_layer if strand.fmt.transform.span == "layer" else how.by_head
         table, first, step = *by, 4 * tail.shape[3]
     codes, scale, zero = rowwise(packed.codes), rowwise(scale), rowwise(zero)
-    row = 0 if how.fixed is not None else scale.shape[3] * scale.element_size()
+    row = 0 if how.fixed is not None else scale.shape[3] * scale.itemsize
     where = (
         *place(codes, 3), packed.hi, *place(scale, 2), *place(zero, 2), row, *place(tail, 3),
         0 if table is None else table.data_ptr(), step, 0 if first is None else first.data_ptr(),
@@ -71,6 +82,8 @@ def side(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
 
 def rowwise(x: Tensor) -> Tensor:
     """x [., ., rows, .] with rows one behind the other."""
+    if x.is_contiguous():
+        return x
     _, _, row, one = x.stride()
     return x if one == 1 and row == x.shape[3] else x.contiguous()
 
@@ -88,8 +101,9 @@ def turns(packed: Codes | None, b: int, d: int) -> tuple[tuple[int, ...], tuple[
         return (0, 0, 0), ()
     assert packed.at is not None
     assert packed.at.shape[1:] == (1, 1), "each token stands one behind the one before"
-    at = packed.at[:, 0, 0].expand(b).contiguous()
-    held = (*tables(packed.rope, d, int(at.max()) + packed.hi), at)
+    first = packed.at if packed.at.numel() == 1 else packed.at.max()
+    at = packed.at.expand(b, 1, 1).contiguous()
+    held = (*tables(packed.rope, d, int(first) + packed.hi), at)
     return tuple(x.data_ptr() for x in held), held
 
 
@@ -100,9 +114,9 @@ def place(x: Tensor | None, dims: int) -> tuple[int, ...]:
     """
     if x is None:
         return (0,) * (dims + 1)
-    size, (rows, heads, *_), steps = x.element_size(), x.shape, x.stride()
-    batch = steps[0] * size if rows > 1 else 0
-    head = steps[1] * size if heads > 1 else 0
+    size, shape, steps = x.itemsize, x.shape, x.stride()
+    batch = steps[0] * size if shape[0] > 1 else 0
+    head = steps[1] * size if shape[1] > 1 else 0
     if dims == 2:
         return x.data_ptr(), batch, head
     return x.data_ptr(), batch, head, steps[2] * size

@@ -27,7 +27,6 @@ import record
 from kvloom.hf.cache import RoutedLayer
 from kvloom.kernels import team
 
-
 STOCK = "DynamicCache"
 
 

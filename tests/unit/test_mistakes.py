@@ -12,6 +12,7 @@ from kvloom.bench import ModelShape, caches, clock, limits
 from kvloom.cli import app
 from kvloom.cli.edge import stdin, told, write
 from kvloom.compare import InputError
+from kvloom.kernels import dispatch
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
 READ = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect",
@@ -165,6 +166,7 @@ def test_who_types_is_told_that_text_is_awaited(monkeypatch, capsys):
 
 def test_kernels_there_are_not(monkeypatch):
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
+    monkeypatch.setattr(dispatch, "environment", dispatch.environment.__wrapped__)  # asked again
     assert "kernels 'fast' are none of auto, ref" in refused("generate hi --model model")
 
 

@@ -166,7 +166,7 @@ def test_who_types_is_told_that_text_is_awaited(monkeypatch, capsys):
 
 def test_kernels_there_are_not(monkeypatch):
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
-    monkeypatch.setattr(dispatch, "environment", dispatch.environment.__wrapped__)  # asked again
+    dispatch.environment.cache_clear()
     assert "kernels 'fast' are none of auto, ref" in refused("generate hi --model model")
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import kvloom
 from kvloom.errors import SavedCacheError, UnsupportedModel
+from kvloom.hf import state
 from kvloom.hf.known import identity
 from kvloom.store import files
 
@@ -53,6 +54,11 @@ def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
         assert "is cut off, or was never a saved cache" in refused(model, path)
     save_file({"w": torch.ones(2)}, path)
     assert "safetensors, but no saved cache" in refused(model, path)
+    for text in ("[]", "3", "null"):
+        save_file({"w": torch.ones(2)}, path, {"kvloom_cache": text})
+        assert "safetensors, but no saved cache" in refused(model, path)
+    save_file({"w": torch.ones(2)}, path, {"kvloom_cache": json.dumps({"format": state.FORMAT})})
+    assert "is damaged: its recipe is missing; prefill anew" in refused(model, path)
     path.write_bytes(whole)
     rewrite(path, format="99-0", kvloom="9.0")
     assert f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__})" in refused(

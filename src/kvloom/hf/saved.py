@@ -86,7 +86,7 @@ def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
     about = _about(path)
     _check_model(path, about["model"], _traits(model))
     try:
-        recipe = Recipe.from_dict(about.get("recipe"))
+        recipe = Recipe.from_dict(about["recipe"])
     except RecipeError as error:
         raise SavedCacheError(
             f"{str(path)!r} says no recipe that there is: {error}; prefill anew"
@@ -121,15 +121,19 @@ def _about(path: Path) -> dict[str, Any]:
         raise SavedCacheError(
             f"{name} is cut off, or was never a saved cache; save the cache again"
         ) from error
-    if about is None:
+    if not isinstance(about, dict):
         raise SavedCacheError(
             f"{name} is safetensors, but no saved cache; give a file that cache.save wrote"
         )
-    if about["format"] != state.FORMAT:
+    found, by = about.get("format"), about.get("kvloom")
+    if found != state.FORMAT:
         raise SavedCacheError(
-            f"{name} has cache format {about['format']} of kvloom {about['kvloom']}, and this "
+            f"{name} has cache format {found} of kvloom {by}, and this "
             f"kvloom ({__version__}) reads {state.FORMAT}; use that kvloom, or prefill anew"
         )
+    lacks = [part for part in ("recipe", "model", "calibration", "layers") if part not in about]
+    if lacks:
+        raise SavedCacheError(f"{name} is damaged: its {lacks[0]} is missing; prefill anew")
     return about
 
 

@@ -27,9 +27,7 @@ class Rope(NamedTuple):
     def angles(self, by: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every pair's angle at positions `by`: fp32 [*by.shape, dims / 2]."""
         if by.is_cpu and by.numel() == 1:  # a decode step asks in every layer
-            shape = *by.shape, len(self.inv_freq)
-            cos, sin = _angles_at(self.inv_freq, int(by))
-            return cos.view(shape), sin.view(shape)
+            return _angles_at(self.inv_freq, int(by), by.shape)
         return _angles(self.inv_freq, by)
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
@@ -58,6 +56,6 @@ def _angles(inv_freq: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _angles_at(inv_freq: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """The angles at one position; a tensor is known by its identity."""
-    return _angles(inv_freq, torch.tensor(by))
+def _angles_at(inv_freq: Tensor, by: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """The angles at one position, given in a shape; a tensor is known by its identity."""
+    return _angles(inv_freq, torch.full(shape, by))

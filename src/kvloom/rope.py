@@ -7,6 +7,7 @@ model rotates how: `hf.rotary` finds that out.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ class Rope(NamedTuple):
 
     def angles(self, by: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every pair's angle at positions `by`: fp32 [*by.shape, dims / 2]."""
-        angle = by.double().unsqueeze(-1) * self.inv_freq.to(by.device, torch.float64)
-        return angle.cos().float(), angle.sin().float()
+        if by.is_cpu and by.numel() == 1:  # a decode step asks in every layer
+            return _angles_at(self.inv_freq, int(by), by.shape)
+        return _angles(self.inv_freq, by)
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """Turn x [B, Hk, N, D] by whole positions `by` [B or 1, Hk or 1, N], in x's dtype.
@@ -46,3 +48,14 @@ class Rope(NamedTuple):
         else:
             rotary = torch.cat(turned, dim=-1)
         return torch.cat([rotary.to(x.dtype), x[..., dims:]], dim=-1)
+
+
+def _angles(inv_freq: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+    angle = by.double().unsqueeze(-1) * inv_freq.to(by.device, torch.float64)
+    return angle.cos().float(), angle.sin().float()
+
+
+@lru_cache(maxsize=16)
+def _angles_at(inv_freq: Tensor, by: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """The angles at one position, given in a shape; a tensor is known by its identity."""
+    return _angles(inv_freq, torch.full(shape, by))

@@ -68,9 +68,10 @@ class ScoredLayer(LayerCache):
         if self.slots is None:
             return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
         self.check(k, v)
-        self.check_range(k, v)
         see = None if valid is None else valid[:, None, :]
-        self.slots.append(k.detach(), v.detach(), self.seen)
+        most = None if k.is_cuda else self.most  # see check_range
+        if not self.slots.append(k.detach(), v.detach(), self.seen, most):
+            raise self._beyond(k, v)
         alibi = None if alibi is None else self._spaced(alibi)
         piece, index = self.slots.piece(see, alibi), self.slots.index
         if self.rope is not None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .kernels.append import run as append
+from .kernels.append.ref import Room
 from .kernels.score import run
 from .segment import Piece, take
 
@@ -40,14 +42,19 @@ class Slots:
         held = (self.keys, self.values, self.scores, self.free, self.index)
         return sum(t.nbytes for t in held)
 
-    def append(self, k: Tensor, v: Tensor, logical: int) -> None:
-        """Write one token k, v [B, Hk, 1, D] with this logical index into the free slot."""
-        b, h, c, d = self.keys.shape
-        at = torch.arange(0, b * h * c, c, device=k.device).add_(self.free.view(-1))
-        for held, x in ((self.keys, k), (self.values, v)):  # scatter_ takes 70 us for bf16
-            held.view(-1, d).index_copy_(0, at, x.reshape(-1, d))
+    def append(
+        self, k: Tensor, v: Tensor, logical: int, most: tuple[float, ...] | None = None
+    ) -> bool:
+        """Write one token k, v [B, Hk, 1, D] with this logical index into the free slot.
+
+        Or nothing that counts, where numbers are above `most`, as in `Segment.append`.
+        """
+        rooms = Room(self.keys, self.free), Room(self.values, self.free)
+        if not append.append((k, v), rooms, most):
+            return False
         self.scores.scatter_(2, self.free, 0.0)
         self.index.scatter_(2, self.free, logical)
+        return True
 
     def piece(self, valid: Tensor | None, alibi: Alibi | None = None) -> Piece:
         """All slots as one piece; valid: bool [B, 1, seen tokens] by logical index."""

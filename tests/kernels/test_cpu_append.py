@@ -41,6 +41,22 @@ def test_tokens_are_written_where_they_belong_and_nowhere_else(b, h, t, d, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("t", [1, 3])
+def test_every_head_may_have_a_place_of_its_own(t, dtype):
+    new = drawn(2, 3, t, 48, dtype)
+    at = torch.tensor([[4, 0, 6], [1, 2, 5]]).unsqueeze(-1)
+    for append in (cpu.append, ref.append):
+        got = rooms(new[0], 9, (at, 2))
+        assert append(new, got, MOST)
+        for b in range(2):
+            for h in range(3):
+                want = torch.full((9, 48), 7.0, dtype=dtype)
+                want[at[b, h] : at[b, h] + t] = new[0][b, h]
+                assert torch.equal(got[0].data[b, h], want)
+        assert torch.equal(got[1].data[:, :, 2 : 2 + t], new[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("append", [cpu.append, ref.append], ids=["cpu", "ref"])
 def test_numbers_that_may_not_be_held_are_found_wherever_they_are(append, side, dtype):

@@ -145,7 +145,7 @@ class Mass(Scorer):
 
     def join(self, held: Tensor, new: Tensor) -> Tensor:
         """The sum, what was held damped."""
-        return held * self.damping + new
+        return (held if self.damping == 1 else held * self.damping) + new
 
 
 @dataclass(frozen=True)

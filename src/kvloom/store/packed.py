@@ -87,7 +87,7 @@ class PackedTokens:
         self.codec: Codec | None = None
         self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
         self.count = 0
-        self._like: tuple[Tensor, Tensor] | None = None  # empty: the shapes of codes and scales
+        self._like: Held | None = None  # empty: the shapes of codes, scales and zeros
         self.dtype = torch.float32
 
     def __len__(self) -> int:
@@ -165,15 +165,16 @@ class PackedTokens:
         if self._like is None:
             rows, numbers = scheme.scales(h, d)
             meta = torch.uint8 if scheme.meta == torch.float8_e4m3fn else scheme.meta
-            codes = x.new_empty(b, h, 0, d, dtype=torch.uint8)
-            self._like = codes, x.new_empty(b, rows, 0, numbers, dtype=meta)
-        codes, scales = self._like
+            scales = x.new_empty(b, rows, 0, numbers, dtype=meta)
+            zeros = scales[..., :0] if scheme.rotated else scales
+            self._like = Held(x.new_empty(b, h, 0, d, dtype=torch.uint8), scales, zeros)
+        codes, scales, zeros = self._like
         more = ref.rows_for(self.count + t, scheme.bits) - ref.rows_for(self.count, scheme.bits)
         t //= scheme.stretch
         return Held(
             self.codes.extend(more, codes),
             self.scale.extend(t, scales),
-            self.zero.extend(t, scales[..., :0] if scheme.rotated else scales),
+            self.zero.extend(t, zeros),
         )
 
     def _append(self, x: Tensor, real: Tensor | None, at: Tensor | None) -> None:

@@ -32,14 +32,15 @@ def problems(x: Tensor) -> list[str]:
 
 
 def append(new: Sides, rooms: tuple[Room, ...], most: tuple[float, ...] | None) -> bool:
-    """Append as `ref.append` does; only cases without `problems`."""
+    """Append as `ref.append` does; only cases without `problems`, a head's own `at` contiguous."""
     held = [x if x.stride(3) == 1 else x.contiguous() for x in new]
     dtype = new[0].dtype
     kernel, side, sides = _kernel(dtype.itemsize)
     numbers = [*new[0].shape, len(new)]
     for i, (data, at) in enumerate(rooms):
         x, bits = held[i], -1 if most is None else _bits(most[i], dtype)
-        numbers += (x.data_ptr(), *x.stride(), data.data_ptr(), *data.stride(), at, bits, 0)
+        here, each = (0, at.data_ptr()) if isinstance(at, Tensor) else (at, 0)
+        numbers += (x.data_ptr(), *x.stride(), data.data_ptr(), *data.stride(), here, each, bits, 0)
     job = kernel.run(numbers, 0, 1)
     return not any(job[side + sides - 1 :: sides])
 

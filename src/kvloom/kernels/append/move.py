@@ -18,7 +18,7 @@ from .. import lanes, team
 from ..lanes import I32, I64, VI, WIDTH, read, same
 from ..team import Kernel, sources, store_whole, whole
 
-SIDE, SIDES = 6, 13  # where a job's first side begins, and how many numbers a side has
+SIDE, SIDES = 6, 14  # where a job's first side begins, and how many numbers a side has
 
 
 @intrinsic(prefer_literal=True)
@@ -51,7 +51,8 @@ def kernel(width: int) -> Kernel:
 
     Its job: B, Hk, T, D, how many sides; then of each side where tokens are read and the numbers
     to the next along each dimension, where storage begins and the same, its token to begin with,
-    the bits of the largest magnitude, and a number that is not 0 afterwards if one was larger.
+    where each head's own is added or 0, the bits of the largest magnitude, and a number that is
+    not 0 afterwards if one was larger.
     """
     emitters = sources(lanes, team)
 
@@ -61,13 +62,16 @@ def kernel(width: int) -> Kernel:
         rows, heads, tokens, d = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
         for i in range(whole(job, 5)):
             side = job + 8 * (SIDE + i * SIDES)
-            most, found = whole(side, 11), 0
+            each, most, found = whole(side, 11), whole(side, 12), 0
             for b in range(rows):
                 for h in range(heads):
+                    begin = whole(side, 10)
+                    if each != 0:
+                        begin += whole(each, b * heads + h)
                     for t in range(tokens):
                         x = b * whole(side, 1) + h * whole(side, 2) + t * whole(side, 3)
                         y = b * whole(side, 6) + h * whole(side, 7)
-                        y += (t + whole(side, 10)) * whole(side, 8)
+                        y += (t + begin) * whole(side, 8)
                         source, target = whole(side, 0) + x * width, whole(side, 5) + y * width
                         for c in range(0, d * width, WIDTH * width):
                             found |= moved(source + c, target + c, most, width)

@@ -12,10 +12,13 @@ Sides = tuple[Tensor, ...]
 
 
 class Room(NamedTuple):
-    """Where tokens go: storage [B, Hk, N or more, D], from row `at` on."""
+    """Where tokens go: storage [B, Hk, N or more, D], from row `at` on.
+
+    at: the same for all heads, or int64 [B, Hk, 1], each head's own.
+    """
 
     data: Tensor
-    at: int
+    at: int | Tensor
 
 
 def append(new: Sides, rooms: tuple[Room, ...], most: tuple[float, ...] | None) -> bool:
@@ -25,8 +28,12 @@ def append(new: Sides, rooms: tuple[Room, ...], most: tuple[float, ...] | None) 
     """
     if most is not None and not within(new, most):
         return False
-    for x, room in zip(new, rooms, strict=True):
-        room.data[:, :, room.at : room.at + x.shape[2]] = x
+    for x, (data, at) in zip(new, rooms, strict=True):
+        if isinstance(at, Tensor):
+            rows = at + torch.arange(x.shape[2], device=at.device)
+            data.scatter_(2, rows.unsqueeze(-1).expand(x.shape), x)
+        else:
+            data[:, :, at : at + x.shape[2]] = x
     return True
 
 

@@ -54,7 +54,8 @@ def pack(
     """
     if not x.numel():
         return
-    if not all(part.is_contiguous() or _side_by_side(part) for part in held):
+    codes, scale, zero = held
+    if not (_side_by_side(codes) and _side_by_side(scale) and _side_by_side(zero)):
         raise ValueError("rows of codes, scales and zeros must lie side by side to be written to")
     where: tuple[int, ...] = (0, 0, 0)
     if real is not None and scheme.axis == "channel":
@@ -161,6 +162,8 @@ def _rows(x: Tensor, filler: int) -> Tensor:
 
 def _side_by_side(x: Tensor) -> bool:
     """Whether what follows along the last two dimensions of x [B, H, N, D] lies so in memory."""
+    if x.is_contiguous():
+        return True
     row = x.shape[3]
     return row == 0 or (x.stride(2) == row and (row == 1 or x.stride(3) == 1))
 
@@ -180,8 +183,9 @@ def _run(
     real: where that is said of tokens, and the bytes to the next row and head; 0 where it is not.
     """
     b, h, t, d = x.shape
-    size = x.element_size()
+    size, (row, head, token, one) = x.itemsize, x.stride()
     codes, scale, zero = held
+    meta, scales, zeros = scale.itemsize, scale.stride(), zero.stride()
     turned: tuple[int, ...] = (0,) * 6
     if turn is not None:  # the bytes to the next row and head, 0 where these share
         cos, sin = turn.cos.contiguous(), turn.sin.contiguous()
@@ -190,10 +194,10 @@ def _run(
     kernel.run(
         (
             b, h, table.across, d, at, t, *table.numbers, _NUMBERS[x.dtype], *table.tables,
-            *fixed, x.data_ptr(), *(step * size for step in x.stride()),
+            *fixed, x.data_ptr(), row * size, head * size, token * size, one * size,
             codes.data_ptr(), *codes.stride()[:3],
-            scale.data_ptr(), *(step * scale.element_size() for step in scale.stride()[:2]),
-            zero.data_ptr(), *(step * zero.element_size() for step in zero.stride()[:2]),
+            scale.data_ptr(), scales[0] * meta, scales[1] * meta,
+            zero.data_ptr(), zeros[0] * meta, zeros[1] * meta,
             *real, *turned, *table.rotation,
         ),
         0,

@@ -1,9 +1,9 @@
 """Numbers of few groups and codes, looked up by both at once: one instruction a vector of a token.
 
 Of up to `GROUPS` groups and 4 codes a token has at most 32 numbers, code * scale + zero, which two
-registers hold. A lane's index among them is made of its code and the number of its group: number 16h
-+ 4c + l is code c's in group 4h + l. Codes of an atom that stand in one register, a lane's four
-bytes, are joined to their groups together. Needs AVX-512. Decides nothing about which tokens.
+registers hold. Number 16h + 4c + l is code c's in group 4h + l, so a table is made of scales and
+zeros by broadcasts. Codes of an atom that stand in one register, in a lane's four bytes, are joined
+to the numbers of their groups together. Needs AVX-512. Decides nothing about which tokens.
 """
 
 from __future__ import annotations

@@ -57,6 +57,13 @@ def together(d: int, how: Way) -> list[list[int]]:
     return [[v for v, its in enumerate(of) if its == first] for first in sorted(set(of))]
 
 
+def _place(v: int, how: Way) -> int:
+    """Where a row has a vector's cosines: of two that are each other's mates, the first's."""
+    whole = not how.interleaved and how.turned % (2 * WIDTH) == 0
+    second = whole and how.turned // 2 <= WIDTH * v < how.turned
+    return 64 * v - (2 * how.turned if second else 0)
+
+
 def rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) -> dict[int, Any]:
     """Vectors of a token turned by a row of cosines and sines [2, d], or turned back."""
     mate, found = mates(d, how.turned, bool(how.interleaved)), {}
@@ -71,13 +78,35 @@ def rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) 
                 for i, c in enumerate(its)
             ]
             other = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
-        # where whole vectors are each other's mates, the second's numbers are the first's
-        whole = not how.interleaved and how.turned % (2 * WIDTH) == 0
-        second = whole and how.turned // 2 <= WIDTH * v < how.turned
-        place = 64 * v - (2 * how.turned if second else 0)
+        place = _place(v, how)
+        second = place < 64 * v
         cos, sin = (read(b, at(b, row, place + skip), VF) for skip in (0, 4 * d))
         sin = b.fneg(sin) if back != second else sin
         found[v] = fused(b, other, sin, b.fmul(x, cos))
+    return found
+
+
+RUNS = 8  # tokens to which a query is turned from two of them
+
+
+def _chain(
+    b: Any, q: dict[int, Any], turns: Any, lo: int, hi: int, d: int, how: Way
+) -> dict[int, dict[int, Any]]:
+    """Vectors of a query turned back by lo .. hi - 1: two by table, the others from those.
+
+    q(j + 1) = 2 cos(w) q(j) - q(j - 1), of which errors grow: so three steps up and three down.
+    """
+    found: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
+    middle = (lo + hi) // 2
+    for j in (middle - 1, middle):
+        found[j] = rotated(b, q, at(b, turns, 8 * j * d), d, how, back=True)
+    for v in q:
+        cos = read(b, at(b, turns, 8 * d + _place(v, how)), VF)
+        twice = b.fadd(cos, cos)
+        for j in range(middle + 1, hi):
+            found[j][v] = fused(b, twice, found[j - 1][v], b.fneg(found[j - 2][v]))
+        for j in range(middle - 2, lo - 1, -1):
+            found[j][v] = fused(b, twice, found[j + 1][v], b.fneg(found[j + 2][v]))
     return found
 
 
@@ -133,6 +162,7 @@ def scores(
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
         step = b.mul(stride, ir.Constant(I64, its.atom[1]))
+        chained = its.turned and n_w == 1 and n_tokens >= WIDTH - 1
         for vs in together(n_d, its):
             qs = {
                 v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
@@ -145,15 +175,19 @@ def scores(
                 else:
                     xs = {v: tokens(b, place, stride, v, its) for v in vs}
                 for t in range(i * per, (i + 1) * per):
+                    if chained and t % RUNS == 0:
+                        first = {v: qs[v][0] for v in vs}
+                        chain = _chain(b, first, turns, t, min(t + RUNS, n_tokens), n_d, its)
                     if its.by == TABLE:
                         both = lookup.stored(b, at(b, meta, lookup.SIZE * t))
                         x = {v: lookup.found(b, both, xs[v][t - i * per]) for v in vs}
                     else:
                         x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
-                    if its.turned:
+                    if its.turned and not chained:
                         x = rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
-                        acc[row][t] = fused(b, x[v], qs[v][row], acc[row][t])
+                        y = chain[t][v] if chained else qs[v][row]
+                        acc[row][t] = fused(b, x[v], y, acc[row][t])
                 if its.by in (MAP, TABLE) or its.turned:
                     in_order(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]

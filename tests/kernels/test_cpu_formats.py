@@ -34,6 +34,11 @@ FORMS = {  # keys, values, head dimension
         32,
     ),
     "turbo": (mapped(3, 0, rotate=True), mapped(1.5, 16, "fp8", rotate=True), 48),
+    "more groups than a table holds, before RoPE": (
+        mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True),
+        mapped(2, 16, span="layer"),
+        80,
+    ),
     "interleaved before RoPE": (channel(2, 32, pre_rope=True), mapped(4, 0, rotate=True), 80),
 }
 

@@ -17,7 +17,7 @@ from .strand import Channelwise, Codes, Strand
 from .turns import tables
 
 # Elements of keys and values that are worth a thread.
-WORTH = 1 << 18
+WORTH = 1 << 15
 
 
 def into(q: Tensor, how: Channelwise) -> Tensor:

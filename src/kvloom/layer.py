@@ -132,8 +132,7 @@ class LayerCache:
         early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
         if early:
             most = None if k.is_cuda and t == 1 else self.most  # see check_range
-            given = (k.detach(), v.detach()) if k.requires_grad or v.requires_grad else (k, v)
-            if not self.body.append(*given, most):
+            if not self.body.append(k.detach(), v.detach(), most):
                 raise self._beyond(k, v)
         else:
             self.check_range(k, v)

@@ -49,10 +49,7 @@ KNOWN = Known(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
 def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(recipe, padded):
     sizes = [70, *[1] * 9, 3, 20, *[1] * 35]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=2)
-    valid = None
-    if padded:
-        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
-        valid[1, :37] = False
+    valid = steps.padded([0, 37], sum(sizes)) if padded else None
     caches = []
     for backend in dispatch.CHOICES:
         with dispatch.use(backend), torch.no_grad():

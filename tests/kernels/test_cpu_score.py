@@ -312,10 +312,7 @@ WHOLE = {
 def test_a_cache_keeps_the_same_tokens_by_kernels_and_by_the_reference(recipe, padded):
     sizes = [70, *[1] * 20, 3, 20, *[1] * 9]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=4, hk=2)
-    valid = None
-    if padded:
-        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
-        valid[1, :17] = False
+    valid = steps.padded([0, 17], sum(sizes)) if padded else None
     found = []
     for backend in dispatch.CHOICES:
         dispatch.ran.clear()

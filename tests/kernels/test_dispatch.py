@@ -137,10 +137,7 @@ WHOLE = {
 def test_a_cache_attends_alike_by_kernels_and_by_the_reference(recipe, padded):
     sizes = [50, *[1] * 40, 3, 20, 1, 1]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=1)
-    valid = None
-    if padded:
-        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
-        valid[1, :17] = False
+    valid = steps.padded([0, 17], sum(sizes)) if padded else None
     outs = []
     for backend in dispatch.CHOICES:
         with dispatch.use(backend), torch.no_grad():

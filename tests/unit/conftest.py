@@ -11,6 +11,18 @@ from transformers import T5Config, T5ForConditionalGeneration
 import tiny
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The tokenizer of the tiny models."""
+    return tiny.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny Llama of the module that asks for it."""
+    return tiny.llama()
+
+
 @pytest.fixture(scope="session")
 def here(tmp_path_factory):
     """A folder with a saved model, damaged ones, a text, an empty file and one that is no text."""

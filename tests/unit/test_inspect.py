@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
-import tiny
 from kvloom.analyse import attention
 from kvloom.compare import InputError
 from kvloom.errors import UnsupportedModel
@@ -46,16 +45,6 @@ RECALL = {
     "pages": "quest:tokens=24,page=4,sinks=2,recent=4,full_layers=1",
     "topk": "topk:tokens=24,sinks=2,recent=4,full_layers=1",
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny.llama()
 
 
 def seen_by(model, tokenizer, recipe):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import tiny
 from kvloom.cli import app
 from kvloom.inspect import follow, page, pieces
 from tiny import TEXT
@@ -19,16 +18,6 @@ from tiny import TEXT
 NASTY = (
     'before </script><script>document.title = "broken"</script> <!-- <script> &lt; @DATA@ @STYLE@'
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny.llama()
 
 
 @pytest.mark.parametrize("text", [TEXT, "naïve 日本 🙂🙂 \n\n  x\ttab", NASTY])

@@ -2,15 +2,17 @@
 
 `ref`, plain torch, runs everything. `cpu`, compiled by Numba on first use, runs what it covers on
 CPU tensors; `gpu`, Triton, on CUDA's. Each is chosen wherever it covers the case: the operations
-of a family (`attend`, `quant`, `score`, `select`) ask here, in their `run.py`. KVLOOM_KERNELS=ref
-in the environment, or `use("ref")` around some calls, leaves everything to the reference; `gpu`
-sends CPU tensors to Triton's kernels too, in its interpreter. Imports neither Numba nor Triton.
+of a family (`append`, `attend`, `quant`, `score`, `select`) ask here, in their `run.py`.
+KVLOOM_KERNELS=ref in the environment, or `use("ref")` around some calls, leaves everything to the
+reference; `gpu` sends CPU tensors to Triton's kernels too, in its interpreter. Imports neither
+Numba nor Triton.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +78,16 @@ def candidate(x: Tensor) -> tuple[str, list[str]]:
 def count(operation: str, backend: str, why: list[str]) -> None:
     """Note in `ran` that an operation ran, by `ref` if there is a reason why not by `backend`."""
     ran[operation, "ref" if why else backend, "; ".join(why)] += 1
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Time the import of compiled kernels within the block, of which the first loads Numba."""
+    begin = time.perf_counter()
+    yield
+    from . import team
+
+    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
 
 
 def compile_seconds() -> float:

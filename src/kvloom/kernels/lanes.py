@@ -73,10 +73,21 @@ def write(builder: Any, address: Any, value: Any) -> None:
 
 
 def spread(builder: Any, scalar: Any) -> Any:
-    """A scalar in all lanes."""
-    none = ir.Constant(VF, ir.Undefined)
+    """A scalar of any type in all lanes."""
+    none = ir.Constant(ir.VectorType(scalar.type, WIDTH), ir.Undefined)
     one = builder.insert_element(none, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, none, same(0, VI))
+
+
+def each(builder: Any, table: Any, index: Any) -> Any:
+    """The fp32 numbers of a table at sixteen int32, read one by one."""
+    found = ir.Constant(VF, ir.Undefined)
+    for i in range(WIDTH):
+        lane = ir.Constant(I32, i)
+        where = builder.zext(builder.extract_element(index, lane), I64)
+        x = read(builder, builder.add(table, builder.shl(where, ir.Constant(I64, 2))), F32)
+        found = builder.insert_element(found, x, lane)
+    return found
 
 
 def call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
@@ -134,7 +145,9 @@ def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
 # --- for kernels ---------------------------------------------------------------------------------
 
 
-def _typed(signature: Any, emit: Any) -> Any:
+def made(signature: Any, emit: Any) -> Any:
+    """What an intrinsic returns that emits code of its arguments."""
+
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         got = emit(builder, *args)
         return context.get_dummy_value() if got is None else got
@@ -145,21 +158,21 @@ def _typed(signature: Any, emit: Any) -> Any:
 @intrinsic
 def load(ctx: Any, address: Any) -> Any:
     """Sixteen fp32 numbers."""
-    return _typed(Lanes(types.int64), lambda b, a: read(b, a, VF))
+    return made(Lanes(types.int64), lambda b, a: read(b, a, VF))
 
 
 @intrinsic(prefer_literal=True)
 def load_any(ctx: Any, address: Any, kind: Any) -> Any:
     """Sixteen numbers of a format, a constant."""
     fmt = kind.literal_value
-    return _typed(Lanes(types.int64, kind), lambda b, a, _: read_f32(b, a, fmt))
+    return made(Lanes(types.int64, kind), lambda b, a, _: read_f32(b, a, fmt))
 
 
 @intrinsic(prefer_literal=True)
 def load_one(ctx: Any, address: Any, kind: Any) -> Any:
     """One number of a format, a constant."""
     fmt, zero = kind.literal_value, ir.Constant(I32, 0)
-    return _typed(
+    return made(
         types.float32(types.int64, kind),
         lambda b, a, _: b.extract_element(read_f32(b, a, fmt, 1), zero),
     )
@@ -168,62 +181,62 @@ def load_one(ctx: Any, address: Any, kind: Any) -> Any:
 @intrinsic
 def store(ctx: Any, address: Any, x: Any) -> Any:
     """Store sixteen fp32 numbers."""
-    return _typed(types.void(types.int64, Lanes), lambda b, a, x: write(b, a, x))
+    return made(types.void(types.int64, Lanes), lambda b, a, x: write(b, a, x))
 
 
 @intrinsic
 def store_one(ctx: Any, address: Any, x: Any) -> Any:
     """Store one fp32 number."""
-    return _typed(types.void(types.int64, types.float32), lambda b, a, x: write(b, a, x))
+    return made(types.void(types.int64, types.float32), lambda b, a, x: write(b, a, x))
 
 
 @intrinsic
 def splat(ctx: Any, x: Any) -> Any:
     """A scalar in all lanes."""
-    return _typed(Lanes(types.float32), spread)
+    return made(Lanes(types.float32), spread)
 
 
 @intrinsic
 def add(ctx: Any, a: Any, b: Any) -> Any:
     """a + b."""
-    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.fadd(x, y))
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fadd(x, y))
 
 
 @intrinsic
 def mul(ctx: Any, a: Any, b: Any) -> Any:
     """a * b."""
-    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.fmul(x, y))
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fmul(x, y))
 
 
 @intrinsic
 def div(ctx: Any, a: Any, b: Any) -> Any:
     """a / b."""
-    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.fdiv(x, y))
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fdiv(x, y))
 
 
 @intrinsic
 def fma(ctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c."""
-    return _typed(Lanes(Lanes, Lanes, Lanes), fused)
+    return made(Lanes(Lanes, Lanes, Lanes), fused)
 
 
 @intrinsic
 def larger(ctx: Any, a: Any, b: Any) -> Any:
     """The larger of a and b, lane by lane."""
-    return _typed(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
 @intrinsic
 def total(ctx: Any, x: Any) -> Any:
     """The sum of all lanes."""
-    return _typed(types.float32(Lanes), summed)
+    return made(types.float32(Lanes), summed)
 
 
 @intrinsic
 def lane(ctx: Any, x: Any) -> Any:
     """The first lane."""
     zero = ir.Constant(I32, 0)
-    return _typed(types.float32(Lanes), lambda b, x: b.extract_element(x, zero))
+    return made(types.float32(Lanes), lambda b, x: b.extract_element(x, zero))
 
 
 @intrinsic
@@ -241,7 +254,7 @@ def largest(ctx: Any, x: Any) -> Any:
             x = b.select(b.fcmp_ordered(">", x, other), x, other)
         return b.extract_element(x, ir.Constant(I32, 0))
 
-    return _typed(types.float32(Lanes), emit)
+    return made(types.float32(Lanes), emit)
 
 
 @intrinsic
@@ -250,10 +263,10 @@ def first(ctx: Any, x: Any, count: Any) -> Any:
 
     def emit(b: Any, x: Any, count: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
-        few = b.bitcast(spread(b, b.bitcast(b.trunc(count, I32), F32)), VI)
+        few = spread(b, b.trunc(count, I32))
         return b.select(b.icmp_signed("<", lane, few), x, same(float("-inf")))
 
-    return _typed(Lanes(Lanes, types.int64), emit)
+    return made(Lanes(Lanes, types.int64), emit)
 
 
 @intrinsic
@@ -265,7 +278,7 @@ def seen(ctx: Any, x: Any, address: Any) -> Any:
         flags = read(b, address, kind, align=1)
         return b.select(b.icmp_unsigned("!=", flags, same(0, kind)), x, same(float("-inf")))
 
-    return _typed(Lanes(Lanes, types.int64), emit)
+    return made(Lanes(Lanes, types.int64), emit)
 
 
 @intrinsic
@@ -286,7 +299,7 @@ def exp(ctx: Any, x: Any) -> Any:
         power = b.shl(b.add(b.fptosi(n, VI), same(127, VI)), same(23, VI))
         return b.select(low, same(0.0), b.fmul(y, b.bitcast(power, VF)))
 
-    return _typed(Lanes(Lanes), emit)
+    return made(Lanes(Lanes), emit)
 
 
 @intrinsic
@@ -299,4 +312,4 @@ def ahead(ctx: Any, address: Any) -> Any:
         fn = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
         b.call(fn, [b.inttoptr(address, byte), *(ir.Constant(I32, i) for i in (0, 3, 1))])
 
-    return _typed(types.void(types.int64), emit)
+    return made(types.void(types.int64), emit)

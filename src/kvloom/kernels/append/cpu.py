@@ -6,13 +6,13 @@ Importing this does not import Numba, the first call does.
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from .ref import Room, Sides
 
 MOST = 8  # tokens of a step: more are worth torch's threads
@@ -55,9 +55,6 @@ def _bits(most: float, dtype: torch.dtype) -> int:
 
 @cache
 def _kernel(width: int) -> Any:
-    begin = time.perf_counter()
-    from .. import team
-    from .move import SIDE, SIDES, kernel
-
-    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
+    with dispatch.loading():
+        from .move import SIDE, SIDES, kernel
     return kernel(width), SIDE, SIDES

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import lanes, team
-from ..lanes import I32, I64, VI, WIDTH, read, same
+from ..lanes import I64, WIDTH, read, same, spread
 from ..team import Kernel, sources, store_whole, whole
 
 SIDE, SIDES = 6, 14  # where a job's first side begins, and how many numbers a side has
@@ -35,9 +35,7 @@ def moved(ctx: Any, source: Any, target: Any, most: Any, width: Any) -> Any:
         kind = ir.VectorType(one, WIDTH)
         x = read(b, source, kind, bits // 8)
         b.store(x, b.inttoptr(target, kind.as_pointer()), align=bits // 8)
-        none = ir.Constant(kind, ir.Undefined)
-        limit = b.insert_element(none, b.trunc(most, one), ir.Constant(I32, 0))
-        limit = b.shuffle_vector(limit, none, same(0, VI))
+        limit = spread(b, b.trunc(most, one))
         size = b.and_(x, same((1 << (bits - 1)) - 1, kind))
         above = b.icmp_unsigned(">", size, limit)
         return b.zext(b.bitcast(above, ir.IntType(WIDTH)), I64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import forms
-from .job import WORTH, into, padded, place, side, turns, whole
+from .job import WORTH, into, padded, place, side, turning, turns, whole
 from .ref import State
 from .strand import Strand
 
@@ -57,11 +57,7 @@ def attend(
     if not n or not b:
         out = q.new_zeros(b, hq, t, d, dtype=torch.float32)
         return State(out, lse.fill_(-torch.inf))
-    turned, kfmt = (0, False), keys.fmt
-    if keys.packed is not None and (rope := keys.packed.rope) is not None:
-        turned = (2 * rope.inv_freq.shape[0], rope.interleaved)
-    elif keys.packed is None and kfmt is not None and kfmt.pre_rope:
-        kfmt = None
+    turned, kfmt = turning(keys)
     kernel, tile, bits = forms.kernel(d, hk, rows, dtype, turned, kfmt, values.fmt)
     threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // WORTH)
     splits = 1 if threads == 1 else min(-(-n // tile), -(-4 * threads // (b * hk)))

@@ -6,7 +6,6 @@ here has heard of is one such thing. Importing this does not import Numba.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import cache, partial
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import dispatch
 from ..quant.ref import ATOM
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as kernels.lanes numbers them
@@ -105,13 +105,11 @@ def kernel(
 
     turned: rotary channels of keys packed before RoPE, and whether pairs are interleaved.
     """
-    begin = time.perf_counter()
-    from .. import team
-    from .fused import Form
-    from .fused import kernel as compiled
-    from .ways import Way
-
-    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
+    with dispatch.loading():
+        from .. import team
+        from .fused import Form
+        from .fused import kernel as compiled
+        from .ways import Way
     each = partial(of_both, formats)
     form = Form(
         d,

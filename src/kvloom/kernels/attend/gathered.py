@@ -6,15 +6,15 @@ Tokens are read where they lie, in a dense or a packed store; nothing is gathere
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from . import forms
-from .job import WORTH, into, padded, place, side, whole
+from .job import WORTH, into, padded, place, side, turning, whole
 from .ref import First, State
 from .strand import Codes, Strand
 from .turns import tables
@@ -59,9 +59,7 @@ def attend(
     if not n or not b:
         out = q.new_zeros(b, hq, 1, d, dtype=torch.float32)
         return State(out, lse.fill_(-torch.inf))
-    rope = None if keys.packed is None else keys.packed.rope
-    turned = (0, False) if rope is None else (2 * rope.inv_freq.shape[0], rope.interleaved)
-    kfmt = None if keys.packed is None and keys.fmt and keys.fmt.pre_rope else keys.fmt
+    turned, kfmt = turning(keys)
     kernel, tile, bits = _kernel(d, hk, rows, dtype, turned, kfmt, values.fmt)
     threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // WORTH)
     splits = 1 if threads == 1 else min(-(-n // tile), -(-4 * threads // (b * h)))
@@ -117,11 +115,9 @@ def _kernel(
     d: int, heads: int, rows: int, dtype: torch.dtype, turned: tuple[int, bool], *formats: Any
 ) -> tuple[Any, int, Any]:
     """The kernel for a case, as `forms.kernel`."""
-    start = time.perf_counter()
-    from .. import team
-    from . import staged
-
-    team.seconds.setdefault("loading Numba", time.perf_counter() - start)
+    with dispatch.loading():
+        from .. import team
+        from . import staged
     form = staged.Form(
         d,
         min(4, 1 << (rows - 1).bit_length()),

@@ -7,6 +7,7 @@ what is done with it they say. Importing this does not import Numba.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,18 @@ def padded(x: Tensor) -> Tensor:
     """x [..., N] with room for whole vectors of 16 behind it."""
     more = -x.shape[-1] % 16
     return F.pad(x, (0, more)) if more else x.contiguous()
+
+
+def turning(keys: Strand) -> tuple[tuple[int, bool], Any]:
+    """What a kernel turns of packed keys, as `forms.kernel` takes it, and the format it reads.
+
+    As long as nothing is packed, keys that will be packed before RoPE are exact ones.
+    """
+    if keys.packed is None:
+        return (0, False), None if keys.fmt is not None and keys.fmt.pre_rope else keys.fmt
+    rope = keys.packed.rope
+    turned = (0, False) if rope is None else (2 * rope.inv_freq.shape[0], rope.interleaved)
+    return turned, keys.fmt
 
 
 def side(strand: Strand) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ..lanes import FP32, I32, I64, VF, VI, WIDTH, at, read, read_f32, same, write
+from ..lanes import FP32, I32, I64, VF, VI, WIDTH, at, read, read_f32, same, spread, write
 from .micro import rotated, together
 from .ways import MAP, SIZE, Meta, Way, machine, way
 
@@ -79,7 +79,7 @@ def unpack(
 def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: Way) -> Any:
     """Gives sixteen codes of a token, int32, by the number of their vector."""
     bits = how.bits
-    amount = _lanes(b, by)
+    amount = spread(b, b.trunc(by, I32))
 
     def byte(row: Any, v: int) -> Any:
         return b.zext(read(b, at(b, row, WIDTH * v), ir.VectorType(ir.IntType(8), WIDTH), 1), VI)
@@ -96,19 +96,12 @@ def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: Way) -> Any:
         four, two = (ir.Constant(I64, x) for x in (4, 2))
         low = b.add(base, b.mul(stride, b.udiv(t, four)))
         high = b.add(base, b.mul(stride, two))
-        low_amount = _lanes(b, b.mul(b.urem(t, four), two))
+        low_amount = spread(b, b.trunc(b.mul(b.urem(t, four), two), I32))
         return lambda v: b.or_(
             masked(byte(low, v), low_amount, 3),
             b.shl(masked(byte(high, v), amount, 1), same(2, VI)),
         )
     return lambda v: masked(byte(base, v), amount, 2 ** int(bits) - 1)
-
-
-def _lanes(b: Any, x: Any) -> Any:
-    """An int64 as int32 in all lanes."""
-    none = ir.Constant(VI, ir.Undefined)
-    first = b.insert_element(none, b.trunc(x, I32), ir.Constant(I32, 0))
-    return b.shuffle_vector(first, none, same(0, VI))
 
 
 def _widened(b: Any, meta: Meta, room: Any, how: Way) -> Meta:

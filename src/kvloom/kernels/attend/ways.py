@@ -12,7 +12,22 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from ..lanes import F32, FP32, I32, I64, VF, VI, WIDTH, at, fused, read, read_f32, same, spread
+from ..lanes import (
+    F32,
+    FP32,
+    I32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    at,
+    each,
+    fused,
+    read,
+    read_f32,
+    same,
+    spread,
+)
 from ..quant.ref import ATOM
 
 SIZE = {0: 4, 1: 2, 2: 2, 3: 1}  # bytes of lanes.FP32, FP16, BF16, FP8
@@ -181,13 +196,7 @@ def picked(b: Any, can: str, base: Any, index: Any, tables: int) -> Any:
             for side in (0, 1)
         ]
         return b.shuffle_vector(*halves, ir.Constant(VI, list(range(WIDTH))))
-    found = ir.Constant(VF, ir.Undefined)
-    for i in range(WIDTH):
-        lane = ir.Constant(I32, i)
-        where = b.zext(b.extract_element(index, lane), I64)
-        x = read(b, b.add(base, b.shl(where, ir.Constant(I64, 2))), F32)
-        found = b.insert_element(found, x, lane)
-    return found
+    return each(b, base, index)
 
 
 def _chosen(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:

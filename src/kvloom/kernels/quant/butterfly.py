@@ -27,10 +27,12 @@ from ..lanes import (
     at,
     call,
     div,
+    each,
     fused,
     larger,
     load,
     load_one,
+    made,
     mul,
     read,
     same,
@@ -40,7 +42,7 @@ from ..lanes import (
     store_one,
     write,
 )
-from .numbers import held, made, nonzero, put_vector, smaller, sub
+from .numbers import held, nonzero, put_vector, smaller, sub
 from .ref import ATOM, top
 from .tiles import narrow
 
@@ -60,16 +62,6 @@ def _all(b: Any, table: Any, i: int) -> Any:
     return spread(b, read(b, at(b, table, 4 * i), F32))
 
 
-def _each(b: Any, table: Any, index: Any) -> Any:
-    """Sixteen numbers of a table, by lanes of int32."""
-    found = ir.Constant(VF, ir.Undefined)
-    for i in range(WIDTH):
-        lane = ir.Constant(I32, i)
-        where = b.shl(b.zext(b.extract_element(index, lane), I64), ir.Constant(I64, 2))
-        found = b.insert_element(found, read(b, b.add(table, where), F32), lane)
-    return found
-
-
 def _met(b: Any, x: Any, ends: Any, levels: Any, most: int, apart: int = 1) -> tuple[Any, Any]:
     """The codes and the levels of sixteen numbers, which meet every end, or some."""
     code, level = same(0, VI), _all(b, levels, 0)
@@ -84,15 +76,15 @@ def _searched(b: Any, x: Any, ends: Any, levels: Any, most: int) -> tuple[Any, A
     """The same where there are 256: every sixteenth end first, then by halves between two."""
     code = b.mul(_met(b, x, ends, levels, most, 16)[0], same(16, VI))
     for step in (8, 4, 2, 1):
-        above = b.fcmp_ordered(">", x, _each(b, at(b, ends, 4 * (step - 1)), code))
+        above = b.fcmp_ordered(">", x, each(b, at(b, ends, 4 * (step - 1)), code))
         code = b.select(above, b.add(code, same(step, VI)), code)
-    return code, _each(b, levels, code)
+    return code, each(b, levels, code)
 
 
 def _named(b: Any, code: Any, levels: Any, most: int) -> Any:
     """The levels of sixteen codes."""
     if most > _MOST:
-        return _each(b, levels, code)
+        return each(b, levels, code)
     level = _all(b, levels, 0)
     for i in range(most):
         above = b.icmp_signed(">", code, same(i, VI))

@@ -7,13 +7,13 @@ Numba, the first call does.
 from __future__ import annotations
 
 import math
-import time
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from . import rotated
 from .ref import ATOM, top
 from .scheme import Held, Scheme, Turn
@@ -207,9 +207,6 @@ def _run(
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    begin = time.perf_counter()
-    from .. import team
-    from .fused import kernels
-
-    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
+    with dispatch.loading():
+        from .fused import kernels
     return kernels()

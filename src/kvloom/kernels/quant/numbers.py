@@ -24,6 +24,7 @@ from ..lanes import (
     Lanes,
     at,
     fused,
+    made,
     read,
     read_f32,
     same,
@@ -114,16 +115,6 @@ def _wide(b: Any, x: Any) -> Any:
 def put_vector(b: Any, address: Any, x: Any) -> None:
     """Store a vector anywhere."""
     b.store(x, b.inttoptr(address, x.type.as_pointer()), align=1)
-
-
-def made(signature: Any, emit: Any) -> Any:
-    """What an intrinsic returns that emits code of its arguments."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        got = emit(builder, *args)
-        return context.get_dummy_value() if got is None else got
-
-    return signature, codegen
 
 
 @intrinsic

@@ -6,7 +6,6 @@ Numba, the first call does.
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import dispatch
 from .noise import Noise
 
 _FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -193,11 +193,9 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels() -> _Kernels:
-    begin = time.perf_counter()
-    from .. import team
-    from . import mass, micro
-
-    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
+    with dispatch.loading():
+        from .. import team
+        from . import mass, micro
     rows, vectors = micro.AT_ONCE
     return _Kernels(
         mass.panels(vectors), mass.mass(rows, vectors), mass.step(), mass.lowest(), team.bits,

@@ -100,7 +100,7 @@ def behind(ctx: Any, x: Any, count: Any) -> Any:
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
-        few = b.bitcast(spread(b, b.bitcast(b.trunc(args[1], I32), F32)), VI)
+        few = spread(b, b.trunc(args[1], I32))
         return b.select(b.icmp_signed(">=", lane, few), args[0], same(float("-inf")))
 
     return Lanes(Lanes, types.int64), codegen
@@ -112,7 +112,7 @@ def before(ctx: Any, x: Any, address: Any, end: Any) -> Any:
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         x, address, end = args
-        limit = b.bitcast(spread(b, b.bitcast(b.trunc(end, I32), F32)), VI)
+        limit = spread(b, b.trunc(end, I32))
         there = b.icmp_signed("<", read(b, address, VI), limit)
         return b.select(there, x, same(float("inf")))
 
@@ -170,7 +170,7 @@ def _signed(x: int) -> int:
 def _uniform(b: Any, state: Any, keys: Any) -> Any:
     """The uniform numbers that `noise` draws for sixteen keys, given the hash of the rest."""
     x = b.mul(keys, same(_signed(C), VI))
-    x = b.add(b.bitcast(spread(b, b.bitcast(b.trunc(state, I32), F32)), VI), x)
+    x = b.add(spread(b, b.trunc(state, I32)), x)
     for shift, factor in ((16, M1), (13, M2)):
         x = b.xor(x, b.lshr(x, same(shift, VI)))
         x = b.mul(x, same(_signed(factor), VI))

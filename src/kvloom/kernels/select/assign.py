@@ -101,8 +101,8 @@ def _meet(
             phi.add_incoming(new[cell], b.block)
         b.cbranch(b.icmp_signed("<", following, ir.Constant(I64, n_d)), body, after)
         b.position_at_end(after)
-        first = b.bitcast(b.trunc(base, ir.IntType(32)), ir.FloatType())
-        lane = b.add(b.bitcast(spread(b, first), VI), ir.Constant(VI, list(range(WIDTH))))
+        first = spread(b, b.trunc(base, ir.IntType(32)))
+        lane = b.add(first, ir.Constant(VI, list(range(WIDTH))))
         for m in range(ROWS):
             top, who = read(b, at(b, best, 128 * m), VF), read(b, at(b, best, 128 * m + 64), VI)
             for v in range(2):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import dispatch
 from . import ref
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -186,11 +186,9 @@ def _place(x: Tensor | None, dims: int) -> tuple[int, ...]:
 
 
 def _loaded() -> Any:
-    begin = time.perf_counter()
-    from .. import team
-    from . import find
-
-    team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
+    with dispatch.loading():
+        from .. import team
+        from . import find
     return find, team
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from .hf.attach import Report, attach, detach
+    from .hf.attach import attach, detach
     from .hf.cache import Cache
+    from .hf.report import Report
     from .keep import Budget, Keep, Spare
     from .recall import Clusters, Pages, Recall, TopK
     from .recipe import Protect, Recipe
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attach": "hf.attach",
     "detach": "hf.attach",
-    "Report": "hf.attach",
+    "Report": "hf.report",
     "Cache": "hf.cache",
     "Recipe": "recipe",
     "Protect": "recipe",

@@ -91,9 +91,10 @@ class Keeper:
         if known == 0:
             self.scores.replace(protect_sinks(scores, self.sinks, see).unsqueeze(-1))
             return
-        self.scores.append(torch.zeros_like(scores[..., known:]).unsqueeze(-1))
-        held = self.scores.view()[..., 0]
-        held.copy_(self.add(held, scores))
+        held = torch.cat(
+            [self.scores.view()[..., 0], torch.zeros_like(scores[..., known:])], dim=-1
+        )
+        self.scores.replace(self.add(held, scores).unsqueeze(-1))
 
     def add(self, held: Tensor, scores: Tensor) -> Tensor:
         """Scores after a step; plus infinity, which sinks have, stays."""

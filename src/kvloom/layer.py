@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .rope import Rope
 from .segment import Piece, Segment
 from .sinks import Sinks
 from .store import NOTHING, Known, Lane
+from .undo import Undo
 
 # Up to this many new tokens are written behind the tail before attention, so that tail and
 # present are one stretch; more would make the tail of a packed store large for a moment.
@@ -99,6 +100,7 @@ class LayerCache:
         self.budget: int | None = None
         self.read = 0  # tokens that the last step read, of each row and head
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
+        self.undo: Undo | None = None  # of the running step
 
     @property
     def nbytes(self) -> int:
@@ -119,9 +121,46 @@ class LayerCache:
         """Attend q [B, Hq, T, D] to all that is held and to k, v [B, Hk, T, D]; take k, v in.
 
         valid: bool [B, seen + T], False hides padding. alibi: of seen + T tokens, where the model
-        has it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite` before
-        anything has changed.
+        has it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
+        exception, an interrupt included, the layer is as it was before the call.
         """
+        self.undo = Undo(self.parts)
+        try:
+            return self._attend(q, k, v, scale, valid, softcap, alibi)
+        except BaseException:
+            self.roll_back()
+            raise
+
+    def roll_back(self) -> None:
+        """Undo the last step, if nothing has happened since and `end_step` was not called."""
+        if self.undo is not None:
+            undo, self.undo = self.undo, None
+            undo.restore()
+            undo.forget()
+
+    def end_step(self) -> None:
+        """Release what undoing the last step would need."""
+        if self.undo is not None:
+            self.undo.forget()
+            self.undo = None
+
+    @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes."""
+        own = [self, *self.body.parts]
+        return own if self.sinks is None else [*own, self.sinks]
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        valid: Tensor | None,
+        softcap: float | None,
+        alibi: Alibi | None,
+    ) -> Tensor:
+        """Attend as `attend` says, leaving the undoing to it."""
         self.check(k, v)
         alibi = None if alibi is None else self._spaced(alibi)
         t, past = k.shape[2], self.seen
@@ -136,23 +175,18 @@ class LayerCache:
                 raise self._beyond(k, v)
         else:
             self.check_range(k, v)
-        try:
-            if early:
-                pieces = self._past(see, alibi, present=t)
-            else:
-                here = None if see is None else see[:, :, past:]
-                bias = None
-                if alibi is not None:
-                    index = torch.arange(past, past + t, device=k.device)
-                    bias = alibi.bias(index.expand(1, 1, -1))
-                pieces = self._past(see, alibi, present=0) if past else []
-                pieces.append(Piece(k, v, here, causal=t, bias=bias))
-            products: list[Tensor] | None = [] if self._scores_steps else None
-            out = attend_pieces(q, pieces, scale, softcap, products)
-        except BaseException:  # out of memory, an interrupt: as if never called
-            if early:
-                self.body.drop_back(t)
-            raise
+        if early:
+            pieces = self._past(see, alibi, present=t)
+        else:
+            here = None if see is None else see[:, :, past:]
+            bias = None
+            if alibi is not None:
+                index = torch.arange(past, past + t, device=k.device)
+                bias = alibi.bias(index.expand(1, 1, -1))
+            pieces = self._past(see, alibi, present=0) if past else []
+            pieces.append(Piece(k, v, here, causal=t, bias=bias))
+        products: list[Tensor] | None = [] if self._scores_steps else None
+        out = attend_pieces(q, pieces, scale, softcap, products)
         self.seen, self.read = past + t, sum([piece.tokens for piece in pieces])
         asked = Asked(q.detach(), scale, softcap, see, alibi, products[0] if products else None)
         if not early:

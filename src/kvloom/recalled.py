@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,14 +68,39 @@ class RecalledLayer(LayerCache):
         if self.lost:
             raise CacheMisuse(f"{self.name}: this cache is of no use any more: {self.lost}")
         self.aside.wait()
-        self.query = q.detach()[:, :, 0] if q.shape[2] == 1 else None
-        before, self.mask = self.mask, None if valid is None else valid[:, None, :]
         try:
             return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
-        except BaseException as error:
-            self.mask = before
-            self.lost = str(error) if isinstance(error, TierError) else ""
+        except TierError as error:
+            self.lost = str(error)
             raise
+
+    @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes."""
+        own = [*super().parts, self.finder]
+        return own if self.far is None else [*own, *self.far.parts]
+
+    def roll_back(self) -> None:
+        """Undo the last step; the copies on the device of tokens in the tier are dropped."""
+        if self.undo is not None:
+            self.aside.wait()
+            super().roll_back()
+            if self.far is not None:
+                self.far.forget()
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        valid: Tensor | None,
+        softcap: float | None,
+        alibi: Alibi | None,
+    ) -> Tensor:
+        self.query = q.detach()[:, :, 0] if q.shape[2] == 1 else None
+        self.mask = None if valid is None else valid[:, None, :]
+        return super()._attend(q, k, v, scale, valid, softcap, alibi)
 
     def crop(self, tokens: int) -> None:
         """Remove the newest `tokens` tokens, from the tier too."""

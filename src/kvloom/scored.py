@@ -9,6 +9,7 @@ back, the queries wait and score when it is known which of them stay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,22 +52,27 @@ class ScoredLayer(LayerCache):
         waiting = 0 if self.held is None else self.held.q.nbytes
         return self.body.nbytes + self.keeper.nbytes + slots + waiting
 
-    def attend(
+    @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes."""
+        own = [*super().parts, self.keeper, self.keeper.scores]
+        return own if self.slots is None else [*own, self.slots]
+
+    def _attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
         scale: float,
-        valid: Tensor | None = None,
-        softcap: float | None = None,
-        alibi: Alibi | None = None,
+        valid: Tensor | None,
+        softcap: float | None,
+        alibi: Alibi | None,
     ) -> Tensor:
-        """Attend as `LayerCache.attend` does, in the slots where one token comes and one goes."""
+        """Attend as `LayerCache` does, in the slots where one token comes and one goes."""
         if self.slots is not None and (k.shape[2] > 1 or self.recording):
             self._unroll()
         if self.slots is None:
-            return super().attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
+            return super()._attend(q, k, v, scale, valid, softcap, alibi)
         self.check(k, v)
         see = None if valid is None else valid[:, None, :]
         most = None if k.is_cuda else self.most  # see check_range

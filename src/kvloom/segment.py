@@ -147,6 +147,11 @@ class Segment:
         return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in more if x is not None)
 
     @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes: this one and its buffers."""
+        return [self, *self.keys.parts, *self.values.parts]
+
+    @property
     def exact(self) -> int:
         """Newest tokens whose keys and values are both still exact: those that crop can remove."""
         if self.keys.packed is None and self.values.packed is None:

@@ -54,9 +54,12 @@ class Sinks:
         slot = self._index() - seen  # [B, count]
         here = ((slot >= 0) & (slot < t))[:, None, :, None]
         slot = slot.clamp(0, t - 1)[:, None, :, None].expand(b, h, self.count, 1)
-        for held, new in ((self.keys, k), (self.values, v)):
+
+        def with_new(held: Tensor, new: Tensor) -> Tensor:
             found = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
-            held.copy_(torch.where(here, found, held))
+            return torch.where(here, found, held)
+
+        self.keys, self.values = with_new(self.keys, k), with_new(self.values, v)
         return min(t, max(0, self.count - seen))
 
     def full(self, seen: int) -> bool:

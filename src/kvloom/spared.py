@@ -8,6 +8,7 @@ group has gaps. Decides when the rule is asked; what it says is `keep.Spare`'s.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ class SparedLayer(LayerCache):
         super().reset()
         self.spared = Segment(Lane(None, 0), Lane(None, 0))
         self.asked = False  # whether the rule has been
+
+    @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [*super().parts, *self.spared.parts]
 
     @property
     def nbytes(self) -> int:

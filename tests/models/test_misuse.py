@@ -1,5 +1,7 @@
 """What cannot work is refused in one sentence, and nothing has changed."""
 
+import copy
+
 import pytest
 import torch
 import transformers as tf
@@ -7,8 +9,10 @@ import zoo
 
 import kvloom
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
+from kvloom.hf.report import report
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe import Recipe
+from kvloom.recipes import resolve
 
 KIVI = "kivi:group=16,residual=32"
 
@@ -17,7 +21,8 @@ def untouched(model) -> bool:
     return (
         getattr(model, "_kvloom", None) is None
         and model.config._attn_implementation != "kvloom"
-        and not model._forward_pre_hooks
+        and "forward" not in vars(model)
+        and "forward" not in vars(model.get_decoder() or model)
         and "_prepare_cache_for_generation" not in vars(model)
     )
 
@@ -178,6 +183,44 @@ def test_nan_in_keys_or_values_names_the_layer(model, bad, side):
     assert cache.routed[1].cache.nbytes == 0
 
 
+@pytest.mark.parametrize("recipe", [KIVI, "full", "h2o"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "falcon-gqa"])
+def test_a_cache_on_a_model_that_is_not_routed(name, recipe):
+    model, ids = zoo.build(name), zoo.batch(rows=1, padding=(0,))["input_ids"]
+    plain = copy.deepcopy(model)
+    cache = kvloom.Cache(model, recipe)
+    model(input_ids=ids, past_key_values=cache)
+    kvloom.detach(model)
+    held = cache.nbytes
+    more = torch.cat([ids, ids[:, :1]], dim=1)
+    for other in (model, plain):
+        for use in (
+            lambda other=other: other(input_ids=ids[:, :1], past_key_values=cache),
+            lambda other=other: (
+                other.model(input_ids=ids[:, :1], past_key_values=cache)
+                if name != "falcon-gqa"
+                else other.transformer(input_ids=ids[:, :1], past_key_values=cache)
+            ),
+            lambda other=other: other.generate(more, max_new_tokens=1, past_key_values=cache),
+        ):
+            with pytest.raises(CacheMisuse, match=r"not routed .* kvloom\.attach\(model, recipe\)"):
+                use()
+            assert (cache.nbytes, cache.get_seq_length()) == (held, 61)
+    kvloom.attach(model, recipe)
+    model(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 62
+
+
+def test_new_ids_alone_are_refused_with_both_lengths(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(CacheMisuse, match=r"holds 61 tokens .* given 5 in all; .*the whole seq"):
+        model.generate(ids[:, :5], max_new_tokens=3, past_key_values=cache)
+    whole = torch.cat([ids, ids[:, :5]], dim=1)
+    assert model.generate(whole, max_new_tokens=3, past_key_values=cache).shape[1] == 69
+
+
 def test_an_empty_prompt(model):
     kvloom.attach(model, KIVI)
     empty = torch.zeros(1, 0, dtype=torch.long)
@@ -202,6 +245,17 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert full.full_nbytes == 32768 * 2 * 3 * 2 * 16 * 4
     assert "instead of 24.0" in str(full)
     assert "3 of 3 layers" in repr(full)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "prompts", "small"),
+    [("full", False, False), ("kivi:group=16", True, True), ("kivi-4:group=16", True, False),
+     ("h2o", True, False), ("skvq-k2v1.5:group=16,calibration=x", True, True)],
+)  # fmt: skip
+def test_report_says_what_to_beware_of(model, recipe, prompts, small):
+    notes = report(model, resolve(recipe)).notes
+    assert any("log-likelihoods from one forward pass" in note for note in notes) == prompts
+    assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
 @pytest.mark.parametrize("recipe", ["full", KIVI, "h2o", "pyramidkv", "clusterkv"])

@@ -8,8 +8,8 @@ attention modules) and `attend` (what takes the place of their forward).
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -25,22 +25,15 @@ from .cache import Cache, RoutedLayer
 
 _MASKS = "kvloom-adapted"  # the masks of a step whose cache is kvloom's
 _OWN = "_kvloom_own_forward"
-_IMPLEMENTATION = "_kvloom_own_implementation"
 
 
-def install(model: PreTrainedModel) -> list[Any]:
-    """Route every attention module of an adapted model; returns the handles of the hooks set."""
-    AttentionMaskInterface.register(_MASKS, _mask)
+def install(model: PreTrainedModel) -> None:
+    """Route every attention module of an adapted model."""
     adapter = _adapter(model)
     for module in _attentions(model):
         name = _name(module)
         setattr(module, _OWN, getattr(module, name))
-        setattr(module, name, types.MethodType(partial(_forward, adapter.attend), module))
-    base = model.base_model
-    return [
-        base.register_forward_pre_hook(_before, with_kwargs=True),
-        base.register_forward_hook(_after, always_call=True),
-    ]
+        setattr(module, name, partial(_forward, adapter.attend, module))
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -103,21 +96,19 @@ def _forward(
     return getattr(module, _OWN)(*args, **kwargs)
 
 
-def _before(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Ask for kvloom's masks in a step whose cache is kvloom's and this model's."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache):
-        for layer in cache.routed:
-            layer.check_model(model.config)
-        setattr(model, _IMPLEMENTATION, model.config._attn_implementation)
-        model.config._attn_implementation_internal = _MASKS
-
-
-def _after(model: PreTrainedModel, args: tuple, output: Any) -> None:
-    """Put the model's own masks back, after an error too."""
-    if hasattr(model, _IMPLEMENTATION):
-        model.config._attn_implementation_internal = getattr(model, _IMPLEMENTATION)
-        delattr(model, _IMPLEMENTATION)
+@contextmanager
+def masks(model: PreTrainedModel) -> Iterator[None]:
+    """Let an adapted model ask for kvloom's masks, in a step whose cache is kvloom's."""
+    if not compat.adapted(model):
+        yield
+        return
+    AttentionMaskInterface.register(_MASKS, _mask)
+    own = model.config._attn_implementation
+    model.config._attn_implementation_internal = _MASKS
+    try:
+        yield
+    finally:
+        model.config._attn_implementation_internal = own
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,29 +1,28 @@
 """Make a recipe the default of a model, and undo it.
 
 Decides what is changed on a model: its attention (the implementation, or for some the modules, see
-`adapters`), the hook that builds a cache for direct calls, `_prepare_cache_for_generation`, and
-use_cache where it is off. All of it is kept in one place, `model._kvloom`, and restored by
-`detach`.
+`adapters`), its forward and that of its decoder (`forward`), `_prepare_cache_for_generation`, and
+use_cache where it is off. `model._kvloom` records all of it, and `detach` restores it.
 """
 
 from __future__ import annotations
 
-import types
+import copy
+import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from ..recipe import Recipe
 from ..recipes import resolve
-from ..shapes import Geometry
 from . import adapters, attention, compat, rotary
 from .cache import Cache
+from .forward import RoutedForward, check_implementation, nothing_new
 from .known import known
-
-_TOKENS = 32768  # the prompt for which a report states sizes
+from .report import Report, report
 
 
 @dataclass
@@ -35,43 +34,25 @@ class _Routing:
 
     config: Any
     changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
-    hooks: list[Any]
+    forwards: list[RoutedForward]
     recipe: Recipe | None = None
 
+    def __deepcopy__(self, memo: dict) -> _Routing:
+        """Copy with the model that this belongs to."""
+        memo[id(self)] = new = object.__new__(_Routing)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
-@dataclass(frozen=True)
-class Report:
-    """What `attach` did: printable, and plain data.
-
-    nbytes: bytes the compressed layers will hold after a prompt of 32,768 tokens; full_nbytes:
-    those of an exact cache.
-    """
-
-    model: str
-    recipe: Recipe
-    geometry: Geometry
-    compressed: tuple[int, ...]
-    skipped: dict[int, str]
-    full_nbytes: int
-    nbytes: int
-
-    def __str__(self) -> str:
-        total = len(self.compressed) + len(self.skipped)
-        lines = [
-            f"kvloom: {self.recipe.name} on {self.model}: {len(self.compressed)} of {total} layers "
-            f"compressed ({_ranges(self.compressed)})"
-        ]
-        for reason in dict.fromkeys(self.skipped.values()):
-            which = tuple(i for i, r in self.skipped.items() if r == reason)
-            lines.append(f"  not compressed: layers {_ranges(which)}: {reason}")
-        if self.compressed:
-            lines.append(
-                f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "
-                f"{self.full_nbytes / 2**20:,.1f} ({self.full_nbytes / self.nbytes:.1f}x smaller)"
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state out of a pickle: the model in it stays attached."""
+        vars(self).update(state)
+        attention.register()
+        if self.recipe is not None:
+            warnings.warn(
+                f"the unpickled model has recipe {self.recipe.name!r} attached, as it had when it "
+                "was pickled; call kvloom.detach(model) for the plain model",
+                stacklevel=2,
             )
-        return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def route(model: PreTrainedModel) -> None:
@@ -81,21 +62,21 @@ def route(model: PreTrainedModel) -> None:
     becomes True.
     """
     if getattr(model, "_kvloom", None) is not None:
-        _check_implementation(model)
+        check_implementation(model)
         return
-    hooks = [
-        model.register_forward_pre_hook(_before_forward, with_kwargs=True),
-        model.register_forward_hook(_after_forward, with_kwargs=True),
-    ]
-    model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
+    modules = {id(module): module for module in (model, model.get_decoder() or model)}
+    forwards = [RoutedForward(model, module) for module in modules.values()]
+    model._prepare_cache_for_generation = partial(_prepare_cache, model)
     adapted, decoder = compat.adapted(model), compat.decoder_config(model)
-    model._kvloom = _Routing(None if adapted else decoder, [], hooks)
+    model._kvloom = _Routing(None if adapted else decoder, [], forwards)
     for config in (decoder, model.generation_config):
         if getattr(config, "use_cache", True) is False:
             model._kvloom.changed.append((config, "use_cache", False))
             config.use_cache = True
+    for forward in forwards:
+        forward.install()
     if adapted:
-        hooks += adapters.install(model)
+        adapters.install(model)
     else:
         attention.register()
         model._kvloom.changed += _implementations(model)
@@ -105,10 +86,12 @@ def route(model: PreTrainedModel) -> None:
 def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
-    A cache passed by the caller, use_cache=False and cache_implementation keep their meaning.
+    model: as for `Cache`; in the wrapper of `torch.compile` its steps run uncompiled. A cache that
+    the caller passes, use_cache=False and cache_implementation keep their meaning.
     Returns a `Report` of which layers are compressed. Raises `UnsupportedModel`, `RecipeError` or
     `IncompatibleRecipe` before anything is changed, `CacheMisuse` if a recipe is attached already.
     """
+    model = compat.unwrap(model)
     compat.refuse_unsupported(model)
     routing = getattr(model, "_kvloom", None)
     if routing is not None and routing.recipe is not None:
@@ -120,19 +103,20 @@ def attach(model: PreTrainedModel, recipe: Recipe | str = "kivi") -> Report:
     recipe.check(compat.geometry(model))
     known(model, recipe)
     rotary.mover(model, recipe)
-    report = _report(model, recipe)
+    found = report(model, recipe)
     route(model)
     model._kvloom.recipe = recipe
-    return report
+    return found
 
 
 def detach(model: PreTrainedModel) -> None:
     """Restore the model as it was before `attach` or `Cache` touched it."""
+    model = compat.unwrap(model)
     routing = getattr(model, "_kvloom", None)
     if routing is None:
         raise CacheMisuse("nothing is attached to this model")
-    for hook in routing.hooks:
-        hook.remove()
+    for forward in routing.forwards:
+        forward.uninstall()
     for config, attribute, was in routing.changed:
         setattr(config, attribute, was)
     if compat.adapted(model):
@@ -164,110 +148,16 @@ def _prepare_cache(
     if ours and generation_config.cache_implementation is None:
         given = model_kwargs["past_key_values"] = Cache(model, recipe)
     if isinstance(given, Cache):
+        tokens = [
+            model_kwargs[name].shape[-1]
+            for name in ("attention_mask", "position_ids")
+            if model_kwargs.get(name) is not None
+        ]
+        if tokens and "inputs_embeds" not in model_kwargs and tokens[0] <= given.get_seq_length():
+            raise nothing_new(given, tokens[0])
         records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
         for layer in given.routed:
             layer.record_past = bool(records)
     return type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, *args, **kwargs
     )
-
-
-def _before_forward(
-    model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]] | None:
-    """Give a direct call of the model our cache where transformers would have made its own."""
-    given = kwargs.get("input_ids", args[0] if args else None)
-    if given is not None and given.shape[-1] == 0:
-        raise CacheMisuse("the prompt is empty: give at least one token")
-    recipe, cache = model._kvloom.recipe, kwargs.get("past_key_values")
-    if isinstance(cache, Cache):
-        _check_implementation(model)
-        new = kwargs.get("inputs_embeds") if given is None else given
-        if new is None:
-            return None  # the model says what is missing
-        cache.check_batch(new.shape[0])
-        if cache.learned:
-            return args, {**kwargs, "position_ids": _closed_up(cache, new, kwargs)}
-    if recipe is None or model.training or cache is not None:
-        return None
-    use = kwargs.get("use_cache")
-    if use is None:
-        use = getattr(compat.decoder_config(model), "use_cache", True)
-    if not use or torch.compiler.is_compiling():
-        return None
-    return args, {**kwargs, "past_key_values": Cache(model, recipe), "use_cache": True}
-
-
-def _closed_up(cache: Cache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Position ids [B or 1, T] of new tokens [B, T, …], as if those dropped had never been."""
-    tokens = new.shape[1]
-    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    padding: Any = 0
-    if mask is not None and mask.dim() == 2:
-        padding = (mask == 0).sum(dim=-1, keepdim=True)
-        if given is None:
-            given = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
-    if given is None:
-        seen = cache.get_seq_length()
-        given = torch.arange(seen, seen + tokens, device=new.device)[None]
-    dropped = cache.routed[0].cache.dropped if cache.routed else 0
-    gone = dropped - torch.as_tensor(padding, device=given.device)
-    return given - gone.clamp(min=0)
-
-
-def _after_forward(
-    model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any
-) -> None:
-    """Refuse an answer whose attention did not see the cache."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache) and any(layer.armed for layer in cache.routed):
-        missed = tuple(i for i, layer in enumerate(cache.layers) if getattr(layer, "armed", False))
-        raise CacheMisuse(
-            f"the attention of layers {_ranges(missed)} did not reach kvloom, so this step's "
-            "answer is wrong; the model's attention was replaced: call kvloom.detach and "
-            "kvloom.attach again, and start with a new cache"
-        )
-
-
-def _check_implementation(model: PreTrainedModel) -> None:
-    config = model._kvloom.config
-    found = attention.NAME if config is None else config._attn_implementation
-    if found != attention.NAME:
-        raise CacheMisuse(
-            f"the model's attention implementation is {found!r} now and its attention would not "
-            'reach kvloom; call model.set_attn_implementation("kvloom"), or kvloom.detach(model)'
-        )
-
-
-def _report(model: PreTrainedModel, recipe: Recipe) -> Report:
-    kinds = [kind for kind, _ in compat.stock_layers(compat.decoder_config(model))]
-    reasons = {
-        compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
-    }
-    skipped = {
-        i: reasons.get(kind, f"{kind} holds no ordinary keys and values")
-        for i, kind in enumerate(kinds)
-        if kind != compat.FULL
-    }
-    compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
-    geometry = compat.geometry(model)
-    return Report(
-        type(model).__name__,
-        recipe,
-        geometry,
-        compressed,
-        skipped,
-        _TOKENS * geometry.token_nbytes(),
-        recipe.nbytes(_TOKENS, geometry),
-    )
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and parts[-1][1] == n - 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"

@@ -5,7 +5,8 @@ Decides how the calls of transformers map onto `LayerCache`; computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from ..recipe import Recipe
 from ..recipes import resolve
 from ..scored import layer_cache, link
 from . import compat, rotary, saved
+from .guard import Guard
 from .known import known
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -66,8 +68,8 @@ class RoutedLayer(CacheLayerMixin):
         """Return the present keys and values; the past joins them inside attention."""
         if self.armed:
             raise CacheMisuse(
-                f"{self.cache.name}: the last step's attention did not reach kvloom, or that step "
-                "failed; start with a new cache"
+                f"{self.cache.name}: attention did not reach kvloom after the last update; call "
+                "kvloom.detach and kvloom.attach again"
             )
         key = _alias(key_states)  # so that the model's tensor stays bare
         key._kvloom_layer = self  # type: ignore[attr-defined]
@@ -154,6 +156,11 @@ class RoutedLayer(CacheLayerMixin):
         self.cache.reset()
         self.armed = False
 
+    def roll_back(self) -> None:
+        """Undo the running step."""
+        self.cache.roll_back()
+        self.armed = False
+
     @_lasting
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams: row i becomes row beam_idx[i]."""
@@ -179,15 +186,19 @@ class RoutedLayer(CacheLayerMixin):
 class Cache(transformers.Cache):
     """A compressed cache for `model.generate(past_key_values=cache)` and `model(...)`.
 
-    model: any supported model; its attention is routed through kvloom from here on, which changes
-    nothing for other caches (`kvloom.detach` undoes it). recipe: a `Recipe`, or its name with
-    overrides ("kivi:bits=4,group=64"). Raises `UnsupportedModel` or `IncompatibleRecipe` before
-    anything is changed.
+    model: any supported model, also inside peft's or `torch.compile`'s wrapper. Its attention goes
+    through kvloom from here on, which changes nothing for other caches (`kvloom.detach` undoes it).
+    recipe: a `Recipe`, or its name with overrides ("kivi:bits=4,group=64"). Raises
+    `UnsupportedModel` or `IncompatibleRecipe` before anything is changed.
+
+    A step that fails or is interrupted is undone in all layers. One thread may use a cache at a
+    time: a second one gets `CacheMisuse`.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe | str = "kivi") -> None:
         from .attach import route
 
+        model = compat.unwrap(model)
         compat.refuse_unsupported(model)
         self.recipe, self.owner = resolve(recipe), saved.Owner(model)
         self.geometry = compat.geometry(model)
@@ -207,6 +218,7 @@ class Cache(transformers.Cache):
         ]
         link([layer.cache for layer in layers if isinstance(layer, RoutedLayer)])
         super().__init__(layers=layers)
+        self.guard = Guard()
         route(model)
 
     def __bool__(self) -> bool:
@@ -251,6 +263,71 @@ class Cache(transformers.Cache):
         values = sum(_values(layer.cache) for layer in self.routed)
         return 8 * held / values if values else 0.0
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one step of the model: after any failure in it, all layers are as before.
+
+        Raises `CacheMisuse` while another step runs, and where attention did not reach kvloom.
+        """
+        with self.guard.step():
+            for layer in self.routed:
+                layer.cache.end_step()
+            others = [x for x in self.layers if not isinstance(x, RoutedLayer)]
+            states = [_stock_state(layer) for layer in others]
+            try:
+                yield
+                self._check_reached()
+            except BaseException:
+                self.guard.unusable = "a step failed, and undoing it failed too"
+                for layer in self.routed:
+                    layer.roll_back()
+                for other, state in zip(others, states, strict=True):
+                    vars(other).clear()
+                    vars(other).update(state)
+                self.guard.unusable = ""
+                raise
+            for layer in self.routed:
+                layer.cache.end_step()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand a layer its present keys and values [B, Hk, T, D]; models call this.
+
+        Raises `CacheMisuse` where the model that calls is not routed through kvloom.
+        """
+        self._check_routed()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand a layer of linear attention its state, with the checks of `update`."""
+        self._check_routed()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand a layer of linear attention its state, with the checks of `update`."""
+        self._check_routed()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def _check_routed(self) -> None:
+        """Refuse a step of a model that kvloom does not route."""
+        if not self.guard.running and self.routed:
+            raise CacheMisuse(
+                "this model's attention is not routed through kvloom, so it would not see the "
+                "cache: after kvloom.detach, or with another copy of the model, call "
+                "kvloom.attach(model, recipe) again, or make the cache with kvloom.Cache(model)"
+            )
+
+    def _check_reached(self) -> None:
+        """Refuse a step whose attention did not see the cache."""
+        missed = tuple(i for i, layer in enumerate(self.layers) if getattr(layer, "armed", False))
+        if missed:
+            raise CacheMisuse(
+                f"the attention of layers {ranges(missed)} did not reach kvloom, so this step's "
+                "answer would be wrong: the model's attention was replaced; call kvloom.detach and "
+                "kvloom.attach again"
+            )
+
     def check_batch(self, rows: int) -> None:
         """Refuse a step of another batch before layers that transformers holds have taken it in."""
         held = next((x.cache.like for x in self.routed), None)
@@ -264,7 +341,29 @@ class Cache(transformers.Cache):
         """Remove -tokens_to_remove tokens from every layer, or from none if one cannot."""
         for layer in self.routed:
             layer.cache.check_crop(layer.to_remove(tokens_to_remove))
-        super().crop(tokens_to_remove)
+        with self.guard.change("crop"):
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams: row i becomes row beam_idx[i]."""
+        with self.guard.change("reorder_cache"):
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        with self.guard.change("batch_repeat_interleave"):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`."""
+        with self.guard.change("batch_select_indices"):
+            super().batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forget everything, also why the cache could not be used any more."""
+        self.guard.unusable = ""
+        with self.guard.change("reset"):
+            super().reset()
 
     def save(self, path: str | Path) -> None:
         """Write all that is held to a safetensors file of about `nbytes`, whole or not at all.
@@ -273,7 +372,8 @@ class Cache(transformers.Cache):
         `SavedCacheError` where it cannot be written, and `CacheMisuse` in the middle of a step, or
         while tokens may still be taken back.
         """
-        saved.save(self, path)
+        with self.guard.step():
+            saved.save(self, path)
 
     @classmethod
     def load(cls, model: PreTrainedModel, path: str | Path) -> Cache:
@@ -282,7 +382,7 @@ class Cache(transformers.Cache):
         It goes on exactly as the one that was saved. Raises `SavedCacheError` for another file,
         model, dtype, calibration or version, before anything is changed.
         """
-        return saved.load(cls, model, path)
+        return saved.load(cls, compat.unwrap(model), path)
 
 
 def _alias(x: Tensor) -> Tensor:
@@ -300,6 +400,32 @@ def _values(cache: LayerCache) -> int:
 
 def _full_nbytes(cache: LayerCache) -> int:
     return 0 if cache.like is None else _values(cache) * cache.like.element_size()
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"
+
+
+def _stock_state(layer: Any) -> dict[str, Any]:
+    """The attributes of one of transformers' layers; states that it overwrites are copied."""
+
+    def copied(x: Any) -> Any:
+        return x.clone() if isinstance(x, Tensor) else x
+
+    state = dict(vars(layer))
+    for name, value in state.items():
+        if isinstance(value, list):
+            state[name] = [copied(x) for x in value]
+        elif isinstance(value, dict):
+            state[name] = {key: copied(x) for key, x in value.items()}
+    return state
 
 
 def _stock_nbytes(layer: Any) -> int:

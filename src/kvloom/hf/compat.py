@@ -29,6 +29,27 @@ def decoder_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside what `torch.compile` or peft has made of it, or `model`.
+
+    Raises `UnsupportedModel` for peft's prefix tuning, which fills a cache of its own.
+    """
+    while not isinstance(model, PreTrainedModel):
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):  # peft
+            kind = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
+            if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
+                raise UnsupportedModel(
+                    f"{type(model).__name__} cannot be used with kvloom: prefix tuning gives every "
+                    "call a cache of its own; merge the prefix, or use another adapter"
+                )
+            model = model.get_base_model()
+        else:
+            break
+    return model
+
+
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel`, by name and with the reason, if attention cannot be routed."""
     if not isinstance(model, PreTrainedModel):

@@ -67,11 +67,11 @@ _STATE: dict[type, str] = {
     DynamicSlidingWindowLayer: "keys values cumulative_length is_initialized record_past",
 }
 _MADE: dict[type, str] = {
-    LayerCache: "recipe name place rope known most pending held",
+    LayerCache: "recipe name place rope known most pending held undo",
     ScoredLayer: "keep together fresh see choice",
     RecalledLayer: "recall aside lost query chosen",
     PackedTokens: "fmt channels rope codec dtype _like",
-    Buffer: "tight most",
+    Buffer: "tight most before",
     Sinks: "count",
     Keeper: "keep sinks place",
     ClusterFinder: "options",

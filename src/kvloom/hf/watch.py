@@ -56,12 +56,18 @@ class WatchedLayer(RoutedLayer):
         alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend as `RoutedLayer` does."""
-        self.exact.append(k)
+        self.exact.append(k.detach())
         keys = self.exact.view()
         every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
         bias = None if alibi is None else alibi.bias(every)
         self.saw(Look(self.place, self.cache, q, keys, scale, softcap, bias))
         return super().attend(module, q, k, v, scale, mask, softcap, alibi)
+
+    def roll_back(self) -> None:
+        """Undo the last step, as `RoutedLayer` does."""
+        super().roll_back()
+        if len(self.exact) > self.cache.seen:
+            self.exact.drop_back(len(self.exact) - self.cache.seen)
 
 
 def watch(cache: Cache, saw: Callable[[Look], None]) -> None:

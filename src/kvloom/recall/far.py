@@ -9,7 +9,7 @@ Decides nothing of what is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +101,12 @@ class Far:
     def nbytes(self) -> int:
         """Bytes held in all, wherever they are."""
         return self.device_nbytes + sum(shelf.nbytes for shelf in self.shelves)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes; tensors on the device are changed in place."""
+        rows = [rows for shelf in self.shelves for rows in shelf.rows]
+        return [self, *self.shelves, *rows]
 
     @property
     def device_nbytes(self) -> int:

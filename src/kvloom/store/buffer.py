@@ -9,6 +9,7 @@ gives its memory back once three quarters of it (and 64 tokens) are unused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Buffer:
         self.data: Tensor | None = None
         self.start = 0
         self.stop = 0
+        self.before: dict[str, Any] | None = None  # the entry of an `undo.Undo`, during a step
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -107,14 +109,14 @@ class Buffer:
         capacity = need if self.tight else need + max(16, need // 16)
         if need <= self.most:
             capacity = min(capacity, self.most)
-        if capacity <= self.data.shape[2]:  # the front is free: move instead of growing
-            self.data[:, :, : len(self)] = live.clone()
-        else:
-            b, h, _, *rest = self.data.shape
-            grown = self.data.new_empty(b, h, capacity, *rest)
-            grown[:, :, : len(self)] = live
-            self.data = grown
-        self.start, self.stop = 0, need - t
+        capacity = max(capacity, self.data.shape[2])
+        b, h, _, *rest = self.data.shape
+        grown = self.data.new_empty(b, h, capacity, *rest)
+        grown[:, :, : len(self)] = live
+        before = self.before
+        if before and before["data"] is self.data and before["start"] == self.start:
+            before.update(data=grown, start=0, stop=before["stop"] - self.start)
+        self.data, self.start, self.stop = grown, 0, need - t
 
     def _shrink(self) -> None:
         assert self.data is not None

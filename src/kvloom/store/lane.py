@@ -11,6 +11,7 @@ it does not depend on how a prompt was cut into chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ class Lane:
     def sealed(self) -> int:
         """Tokens in the packed prefix."""
         return 0 if self.packed is None else len(self.packed)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [self.tail] if self.packed is None else [self.tail, *self.packed.parts]
 
     @property
     def placed(self) -> bool:

@@ -98,6 +98,11 @@ class PackedTokens:
         """Bytes of the tensors held."""
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
+    @property
+    def parts(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [self, self.codes, self.scale, self.zero]
+
     def append(self, x: Tensor, real: Tensor | None = None, at: Tensor | None = None) -> None:
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
 

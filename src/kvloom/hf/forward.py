@@ -1,0 +1,141 @@
+"""The forward of a routed model: one call is one step of its cache, whole or not at all.
+
+Decides which cache a call uses, and that a failure or an interrupt anywhere in the call leaves that
+cache as it was. The model and its decoder both get such a forward, as either can be called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import CacheMisuse
+from . import adapters, attention, compat
+from .cache import Cache
+
+
+class RoutedForward:
+    """Stands in for the forward of `module`, which is `model` or its decoder.
+
+    Does nothing where `model` is not routed, and in calls whose cache is not kvloom's.
+    """
+
+    def __init__(self, model: PreTrainedModel, module: torch.nn.Module) -> None:
+        self.model, self.module = model, module
+        self.replaced = vars(module).get("forward")  # what somebody else had put there
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's forward without kvloom."""
+        return self.replaced or types.MethodType(type(self.module).forward, self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the module's own forward, which transformers reads."""
+        return inspect.signature(self.forward)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, never compiled: a compiled step would not meet the cache.
+
+        Raises `CacheMisuse` before anything has changed.
+        """
+        if getattr(self.model, "_kvloom", None) is None:
+            return self.forward(*args, **kwargs)
+        if len(args) > 1:
+            kwargs = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
+            args = ()
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, Cache) and cache.guard.running:  # the decoder inside a model's call
+            return self.forward(*args, **kwargs)
+        changes = _prepared(self.model, args, kwargs)
+        kwargs = {**kwargs, **changes}
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, Cache):
+            return self.forward(*args, **kwargs)
+        with cache.step(), adapters.masks(self.model):
+            return self.forward(*args, **kwargs)
+
+    def install(self) -> None:
+        """Become the module's forward."""
+        self.module.forward = self
+
+    def uninstall(self) -> None:
+        """Put back what was there, unless somebody has replaced this since."""
+        held = vars(self.module)
+        if held.get("forward") is self:
+            if self.replaced is None:
+                del self.module.forward
+            else:
+                self.module.forward = self.replaced
+        elif held.get("_old_forward") is self:  # accelerate has hooked the module since
+            self.module._old_forward = self.forward
+
+
+def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What to change in the arguments of a call: the cache, or the positions of new tokens."""
+    given = kwargs.get("input_ids", args[0] if args else None)
+    cache = kwargs.get("past_key_values")
+    if given is not None and given.shape[-1] == 0:
+        raise nothing_new(cache)
+    if isinstance(cache, Cache):
+        check_implementation(model)
+        new = kwargs.get("inputs_embeds") if given is None else given
+        if new is None:
+            return {}  # the model says what is missing
+        cache.check_batch(new.shape[0])
+        return {"position_ids": _closed_up(cache, new, kwargs)} if cache.learned else {}
+    recipe = model._kvloom.recipe
+    if recipe is None or model.training or cache is not None:
+        return {}
+    use = kwargs.get("use_cache")
+    if use is None:
+        use = getattr(compat.decoder_config(model), "use_cache", True)
+    if not use:
+        return {}
+    return {"past_key_values": Cache(model, recipe), "use_cache": True}
+
+
+def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:
+    """Say why a call of `given` tokens, those in the cache included, has no token to run."""
+    seen = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    if not seen:
+        return CacheMisuse("the prompt is empty: give at least one token")
+    return CacheMisuse(
+        f"the cache holds {seen} tokens and generate() was given {given or 'no more'} in all; it "
+        "takes the whole sequence, the tokens in the cache and the new ones: "
+        "generate(torch.cat([old_ids, new_ids], dim=-1), past_key_values=cache)"
+    )
+
+
+def _closed_up(cache: Cache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Position ids [B or 1, T] of new tokens [B, T, …], as if those dropped had never been."""
+    tokens = new.shape[1]
+    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    padding: Any = 0
+    if mask is not None and mask.dim() == 2:
+        padding = (mask == 0).sum(dim=-1, keepdim=True)
+        if given is None:
+            given = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
+    if given is None:
+        seen = cache.get_seq_length()
+        given = torch.arange(seen, seen + tokens, device=new.device)[None]
+    dropped = cache.routed[0].cache.dropped if cache.routed else 0
+    gone = dropped - torch.as_tensor(padding, device=given.device)
+    return given - gone.clamp(min=0)
+
+
+def check_implementation(model: PreTrainedModel) -> None:
+    """Raise `CacheMisuse` where somebody has changed the model's attention implementation."""
+    config = model._kvloom.config
+    found = attention.NAME if config is None else config._attn_implementation
+    if found != attention.NAME:
+        raise CacheMisuse(
+            f"the model's attention implementation is {found!r} now and its attention would not "
+            'reach kvloom; call model.set_attn_implementation("kvloom"), or kvloom.detach(model)'
+        )

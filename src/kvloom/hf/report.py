@@ -1,0 +1,96 @@
+"""What `attach` reports: the layers compressed, their size, and what to beware of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ..recipe import Recipe
+from ..shapes import Geometry
+from . import compat
+from .cache import ranges
+
+_TOKENS = 32768  # the prompt for which a report states sizes
+_SMALL = 1_000_000_000  # parameters below which 2 bit is known to do harm
+_SMALL_HEAD = 64
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `attach` did: printable, and plain data.
+
+    nbytes: bytes the compressed layers will hold after a prompt of 32,768 tokens; full_nbytes:
+    those of an exact cache. notes: sentences on what to beware of.
+    """
+
+    model: str
+    recipe: Recipe
+    geometry: Geometry
+    compressed: tuple[int, ...]
+    skipped: dict[int, str]
+    full_nbytes: int
+    nbytes: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        total = len(self.compressed) + len(self.skipped)
+        lines = [
+            f"kvloom: {self.recipe.name} on {self.model}: {len(self.compressed)} of {total} layers "
+            f"compressed ({ranges(self.compressed)})"
+        ]
+        for reason in dict.fromkeys(self.skipped.values()):
+            which = tuple(i for i, r in self.skipped.items() if r == reason)
+            lines.append(f"  not compressed: layers {ranges(which)}: {reason}")
+        if self.compressed:
+            lines.append(
+                f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "
+                f"{self.full_nbytes / 2**20:,.1f} ({self.full_nbytes / self.nbytes:.1f}x smaller)"
+            )
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+
+def report(model: PreTrainedModel, recipe: Recipe) -> Report:
+    """Report what `recipe` does to `model`."""
+    kinds = [kind for kind, _ in compat.stock_layers(compat.decoder_config(model))]
+    reasons = {
+        compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
+    }
+    skipped = {
+        i: reasons.get(kind, f"{kind} holds no ordinary keys and values")
+        for i, kind in enumerate(kinds)
+        if kind != compat.FULL
+    }
+    compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
+    geometry = compat.geometry(model)
+    return Report(
+        type(model).__name__,
+        recipe,
+        geometry,
+        compressed,
+        skipped,
+        _TOKENS * geometry.token_nbytes(),
+        recipe.nbytes(_TOKENS, geometry),
+        _notes(model, recipe, geometry) if compressed else (),
+    )
+
+
+def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
+    """What to beware of with this recipe on this model."""
+    notes = []
+    if recipe.keep is not None or recipe.recall is not None or not recipe.store.exact:
+        notes.append(
+            "note: a prompt attends exactly, so log-likelihoods from one forward pass (as lm-eval "
+            "computes them) do not depend on the recipe"
+        )
+    bits = min((fmt.bits for fmt in recipe.store.sides.values()), default=16)
+    parameters = sum(p.numel() for p in model.parameters())
+    if bits <= 2 and (parameters < _SMALL or geometry.head_dim <= _SMALL_HEAD):
+        notes.append(
+            f"warning: {bits:g}-bit keys or values can cost much quality on a model of this size "
+            f"({parameters / 1e6:,.0f} M parameters, head_dim {geometry.head_dim}); compare with "
+            "kivi-4"
+        )
+    return tuple(notes)

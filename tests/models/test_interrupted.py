@@ -1,0 +1,207 @@
+"""A step that fails or is interrupted, anywhere, leaves the cache as it was before the step."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+import zoo
+from test_saved import FORMS, IDS, PROMPT, SAVED, llama, step
+from torch.overrides import TorchFunctionMode
+
+import kvloom
+from kvloom.errors import CacheMisuse
+from kvloom.recipes import resolve
+
+__all__ = ["llama"]
+NEVER = 1 << 40
+KIVI = "kivi:group=16,residual=32"
+
+
+def run(model, cache, lo: int, hi: int, number: int) -> int:
+    """Run a step and stop at the torch operation of this number; how many there were."""
+    ids, mask = IDS["input_ids"][:, lo:hi], IDS["attention_mask"][:, :hi]
+    with torch.no_grad(), StopAt(number) as mode:
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    return number - mode.left
+
+
+class Stop(BaseException):
+    """Like an interrupt from the keyboard: no `Exception`."""
+
+
+class StopAt(TorchFunctionMode):
+    """Raise `Stop` at the torch operation of this number, once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == -1:
+            raise Stop
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def stopping(module):
+    """Raise `Stop` when the module has been called."""
+
+    def stop(*args):
+        raise Stop
+
+    hook = module.register_forward_hook(stop)
+    with pytest.raises(Stop):
+        yield
+    hook.remove()
+
+
+def places(model) -> list:
+    """Modules that end inside a layer, between layers and behind the last one."""
+    layers = model.model.layers
+    inside = [layer.self_attn.o_proj for layer in layers]
+    return [*inside, *[layer.mlp for layer in layers], model.model.norm, model.lm_head]
+
+
+def filled(llama, form: str):
+    """A model and a cache of 180 tokens, ten of them decoded."""
+    model, calibration = llama
+    if resolve(form).store.calibrated:
+        form = f"{form},calibration={calibration}"
+    cache = kvloom.Cache(model, form)
+    step(model, cache, 0, PROMPT)
+    for at in range(PROMPT, SAVED):
+        step(model, cache, at, at + 1)
+    return model, cache
+
+
+def go_on(model, cache, begin: int) -> torch.Tensor:
+    """The logits of some steps from token `begin` on."""
+    cuts = [begin, begin + 1, begin + 2, begin + 14, begin + 15]
+    return torch.cat([step(model, cache, lo, hi) for lo, hi in pairwise(cuts)], 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_that_stops_anywhere_is_undone(llama, form):
+    model, cache = filled(llama, form)
+    want = go_on(model, copy.deepcopy(cache), SAVED)
+    for tokens in (1, 18):
+        for module in places(model):
+            with stopping(module):
+                step(model, cache, SAVED, SAVED + tokens)
+            assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
+        count = run(model, copy.deepcopy(cache), SAVED, SAVED + tokens, NEVER)
+        assert count > 100
+        for number in range(tokens % 13, count, 13):
+            with pytest.raises(Stop):
+                run(model, cache, SAVED, SAVED + tokens, number)
+            assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
+    assert torch.equal(go_on(model, cache, SAVED), want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
+    model, calibration = llama
+    if resolve(form).store.calibrated:
+        form = f"{form},calibration={calibration}"
+    want = step(model, kvloom.Cache(model, form), 0, PROMPT)
+    cache = kvloom.Cache(model, form)
+    for module in places(model):
+        with stopping(module):
+            step(model, cache, 0, PROMPT)
+        assert (cache.nbytes, cache.get_seq_length()) == (0, 0)
+    assert torch.equal(step(model, cache, 0, PROMPT), want)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "opt", "bloom", "falcon-gqa", "gptj"])
+def test_layers_of_other_models_are_undone_too(name):
+    model = zoo.build(name)
+    implementation = model.config._attn_implementation
+    cache = kvloom.Cache(model, "h2o:tokens=24,fraction=0")
+    routed = model.config._attn_implementation
+    step(model, cache, 0, 61)
+    want = go_on(model, copy.deepcopy(cache), 61)
+    for number in range(0, run(model, copy.deepcopy(cache), 61, 62, NEVER), 7):
+        with pytest.raises(Stop):
+            run(model, cache, 61, 62, number)
+        assert {layer.get_seq_length() for layer in cache.layers} == {61}
+        assert model.config._attn_implementation == routed
+    assert torch.equal(go_on(model, cache, 61), want)
+    kvloom.detach(model)
+    assert model.config._attn_implementation == implementation
+
+
+def test_what_cannot_be_undone_makes_the_cache_unusable(llama, monkeypatch, tmp_path):
+    model, cache = filled(llama, "full")
+    monkeypatch.setattr(cache.routed[1], "roll_back", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(model, cache, SAVED, SAVED + 1, 200)
+    monkeypatch.undo()
+    for use in (
+        lambda: step(model, cache, SAVED, SAVED + 1),
+        lambda: cache.crop(-1),
+        lambda: cache.save(tmp_path / "x.kv"),
+        lambda: copy.deepcopy(cache).crop(-1),
+    ):
+        with pytest.raises(
+            CacheMisuse, match="cannot be used any more: a step failed, and undoing"
+        ):
+            use()
+    cache.reset()
+    step(model, cache, 0, PROMPT)
+
+
+def test_a_reordering_that_stops_midway_makes_the_cache_unusable(llama, monkeypatch):
+    model, cache = filled(llama, "full")
+    monkeypatch.setattr(cache.routed[1].cache, "map", lambda fn: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.reorder_cache(torch.tensor([0, 0, 1]))
+    with pytest.raises(CacheMisuse, match=r"reorder_cache failed midway; call cache\.reset"):
+        step(model, cache, SAVED, SAVED + 1)
+
+
+def test_nothing_is_kept_for_undoing_after_a_step(llama):
+    _, cache = filled(llama, KIVI)
+    for layer in cache.routed:
+        assert layer.cache.undo is None
+        assert all(getattr(part, "before", None) is None for part in layer.cache.parts)
+
+
+def test_a_second_thread_is_refused_and_changes_nothing(llama):
+    model, cache = filled(llama, KIVI)
+    want = go_on(model, copy.deepcopy(cache), SAVED)
+    inside, may_end, errors = threading.Event(), threading.Event(), []
+
+    def wait(*args):
+        inside.set()
+        assert may_end.wait(60)
+
+    def first():
+        hook = model.model.layers[1].mlp.register_forward_hook(wait)
+        try:
+            errors.append(step(model, cache, SAVED, SAVED + 1))
+        finally:
+            hook.remove()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(60)
+    for use in (
+        lambda: step(model, cache, SAVED, SAVED + 1),
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([0, 1, 2])),
+        lambda: cache.save("nowhere/x.kv"),
+    ):
+        with pytest.raises(CacheMisuse, match="in the middle of a step, perhaps in another thread"):
+            use()
+    other = copy.deepcopy(kvloom.Cache(model, KIVI))
+    may_end.set()
+    step(model, other, 0, PROMPT)  # another cache of the same model may be used meanwhile
+    thread.join()
+    rest = [step(model, cache, lo, hi) for lo, hi in ((181, 182), (182, 194), (194, 195))]
+    assert torch.equal(torch.cat([errors[0], *rest], dim=1), want)

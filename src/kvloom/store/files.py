@@ -75,7 +75,7 @@ def intact(path: Path) -> bool:
     """Return whether a file ends with the CRC-32 of all bytes before; raises `OSError`."""
     crc = 0
     with path.open("rb") as file:
-        while part := file.read(1 << 20):
+        while part := file.read(1 << 16):
             crc = zlib.crc32(part, crc)
     return crc == _INTACT
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .cache import Cache
 
 _KEY = "kvloom_cache"
+_CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
 
 
 class Owner:
@@ -104,11 +105,12 @@ def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
     routed = getattr(model, "_kvloom", None) is not None
     try:
         return _restore(kind, model, path, about)
-    except (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a file without a checksum may contain anything
+    except Exception as error:
         if not routed and getattr(model, "_kvloom", None) is not None:
             detach(model)
+        if isinstance(error, _CLEAR):
+            raise
+        # anything else: a file without a checksum may contain whatever damage made of it
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise SavedCacheError(
             f"{str(path)!r} cannot be restored ({reason}); prefill and save the cache again"
@@ -148,7 +150,7 @@ def _held(layer: Any) -> Any:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """The metadata of a file that this kvloom can read and whose checksum is right."""
+    """Check a file's format and checksum; return its metadata."""
     name = repr(str(path))
     if not os.path.isfile(path):
         raise SavedCacheError(f"there is no saved cache {name}; make one with cache.save({name})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 
 import pytest
 import torch
@@ -37,10 +38,13 @@ def refused(model, path) -> str:
 
 
 def rewrite(path, **changes) -> None:
-    """Let a file say something else of itself."""
+    """Write other metadata into a file, with the checksum that belongs to it."""
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["kvloom_cache"])
-    save_file(load_file(path), path, {"kvloom_cache": json.dumps({**about, **changes})})
+    tensors = load_file(path)
+    del tensors[files.CHECKSUM]
+    about = {"kvloom_cache": json.dumps({**about, **changes})}
+    files.write(path, tensors, about, AssertionError, checksum=True)
 
 
 def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
@@ -51,19 +55,24 @@ def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
     whole = path.read_bytes()
     for cut in (0, 5, 300, -1):
         path.write_bytes(whole[:cut])
-        assert "is cut off, or was never a saved cache" in refused(model, path)
+        assert "is damaged, or was never a saved cache" in refused(model, path)
     save_file({"w": torch.ones(2)}, path)
     assert "safetensors, but no saved cache" in refused(model, path)
-    for text in ("[]", "3", "null"):
+    for text in ("[]", "3", "null", "{}"):
         save_file({"w": torch.ones(2)}, path, {"kvloom_cache": text})
         assert "safetensors, but no saved cache" in refused(model, path)
-    save_file({"w": torch.ones(2)}, path, {"kvloom_cache": json.dumps({"format": state.FORMAT})})
-    assert "is damaged: its recipe is missing; prefill anew" in refused(model, path)
+    about = {"kvloom_cache": json.dumps({"format": state.FORMAT})}
+    save_file({"w": torch.ones(2)}, path, about)
+    assert "is damaged: its checksum is wrong" in refused(model, path)
+    files.write(path, {"w": torch.ones(2)}, about, AssertionError, checksum=True)
+    assert "is damaged: its recipe is missing; prefill and save" in refused(model, path)
     path.write_bytes(whole)
     rewrite(path, format="99-0", kvloom="9.0")
-    assert f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__})" in refused(
-        model, path
-    )
+    both = f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__}) reads {state.FORMAT}"
+    assert both in refused(model, path)
+    path.write_bytes(whole)
+    rewrite(path, layers=[])
+    assert "cannot be restored (ValueError: zip() argument 2 is shorter" in refused(model, path)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,7 @@ def test_a_damaged_recipe_is_a_damaged_file(kivi, tmp_path, damage, says):
     path = tmp_path / "prefix.kv"
     cache.save(path)
     rewrite(path, recipe=damage)
-    assert f"says no recipe that there is: {says}" in refused(model, path)
+    assert f"({kvloom.__version__}) does not know: {says}" in refused(model, path)
 
 
 def test_a_model_without_its_weights_is_not_told_from_others(kivi, tmp_path):
@@ -117,11 +126,10 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, mon
     cache.save(path)
     before = path.read_bytes()
 
-    def full(tensors, to, metadata):
-        to.write_bytes(b"some")
+    def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(SavedCacheError, match=r"prefix\.kv' cannot be written: No space left"):
         cache.save(path)
     monkeypatch.undo()

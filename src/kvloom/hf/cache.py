@@ -366,11 +366,11 @@ class Cache(transformers.Cache):
             super().reset()
 
     def save(self, path: str | Path) -> None:
-        """Write all that is held to a safetensors file of about `nbytes`, whole or not at all.
+        """Write the cache to a safetensors file of about `nbytes`, whole or not at all.
 
-        Nothing of the model goes into it, nor token ids, nor padding masks. Raises
-        `SavedCacheError` where it cannot be written, and `CacheMisuse` in the middle of a step, or
-        while tokens may still be taken back.
+        The file has a checksum. It holds no weights, token ids or padding masks. Raises
+        `SavedCacheError` if it cannot be written, and `CacheMisuse` after a failed step, or while
+        `crop` may still remove tokens.
         """
         with self.guard.step():
             saved.save(self, path)
@@ -379,8 +379,9 @@ class Cache(transformers.Cache):
     def load(cls, model: PreTrainedModel, path: str | Path) -> Cache:
         """Return the cache in a file that `save` wrote, on the model's device.
 
-        It goes on exactly as the one that was saved. Raises `SavedCacheError` for another file,
-        model, dtype, calibration or version, before anything is changed.
+        It continues exactly as the saved one. Raises `SavedCacheError` for a damaged file and for
+        another model, dtype, calibration or format, before anything is changed; `UnsupportedModel`
+        for a model that cannot be identified. Warns if the file has no checksum (format 1).
         """
         return saved.load(cls, compat.unwrap(model), path)
 

@@ -1,14 +1,16 @@
 """A cache as a file: what `Cache.save` writes and `Cache.load` reads.
 
-Decides what a file says of itself and when it is refused; what of a cache is state is in `state`.
-The file is safetensors: tensors as they are held (packed stays packed; spare room is not written),
-all else as JSON in its metadata, never code. What formats were told of channels is not in it: the
-recipe's calibration is asked again, and must say the same.
+Decides what a file's metadata holds and when a file is refused; `state` decides what of a cache is
+state. The file is safetensors: tensors as the cache stores them (packed stays packed; spare room is
+not written), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
+Calibrated numbers are not in it: the recipe's calibration is read again and must be the same.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..errors import CacheMisuse, RecipeError, SavedCacheError
+from ..errors import (
+    CacheMisuse,
+    IncompatibleRecipe,
+    RecipeError,
+    SavedCacheError,
+    TierError,
+    UnsupportedModel,
+)
 from ..recalled import RecalledLayer
 from ..recipe import Recipe
 from ..store import Known, files
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
     from .cache import Cache
 
 _KEY = "kvloom_cache"
+_CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
 
 
 class Owner:
@@ -76,31 +86,61 @@ def save(cache: Cache, path: str | Path) -> None:
         "calibration": _tables([layer.cache.known for layer in cache.routed]),
         "layers": [state.take(_held(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
-    files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError)
+    files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
 
 
 def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
     """Read `path` as a `kind`; see `Cache.load`."""
+    from .attach import detach
+
     compat.refuse_unsupported(model)
     path = Path(path)
     about = _about(path)
+    if about["format"] == state.UNCHECKED:
+        warnings.warn(
+            f"{str(path)!r} was saved without a checksum (by kvloom {about.get('kvloom')}), so "
+            "damage to it may go unnoticed; load it and save it again",
+            stacklevel=3,
+        )
+    routed = getattr(model, "_kvloom", None) is not None
+    try:
+        return _restore(kind, model, path, about)
+    except Exception as error:
+        if not routed and getattr(model, "_kvloom", None) is not None:
+            detach(model)
+        if isinstance(error, _CLEAR):
+            raise
+        # anything else: a file without a checksum may contain whatever damage made of it
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise SavedCacheError(
+            f"{str(path)!r} cannot be restored ({reason}); prefill and save the cache again"
+        ) from error
+
+
+def _restore(kind: type[Cache], model: PreTrainedModel, path: Path, about: dict[str, Any]) -> Cache:
+    """Make the cache that a file describes."""
     _check_model(path, about["model"], _traits(model))
     try:
         recipe = Recipe.from_dict(about["recipe"])
     except RecipeError as error:
         raise SavedCacheError(
-            f"{str(path)!r} says no recipe that there is: {error}; prefill anew"
+            f"{str(path)!r} has a recipe that this kvloom ({__version__}) does not know: {error}; "
+            "prefill and save the cache again"
         ) from error
-    if _tables(known(model, recipe)) != about["calibration"]:
+    try:
+        channels = known(model, recipe)
+    except IncompatibleRecipe as error:
+        raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
+    if _tables(channels) != about["calibration"]:
         raise SavedCacheError(
-            f"{str(path)!r} was packed with another calibration than the one found for "
-            f"{recipe.name!r} now; put that file back, or prefill anew"
+            f"{str(path)!r} was packed with another calibration than the one that "
+            f"{recipe.name!r} finds now; put the old one back, or prefill and save the cache again"
         )
     cache = kind(model, recipe)
     devices = _devices(model)
     with safe_open(path, "pt") as file:
-        for i, (layer, said) in enumerate(zip(cache.layers, about["layers"], strict=True)):
-            state.Giver(file, devices.get(i, model.device)).give(_held(layer), said, str(i))
+        for i, (layer, stored) in enumerate(zip(cache.layers, about["layers"], strict=True)):
+            state.Giver(file, devices.get(i, model.device)).give(_held(layer), stored, str(i))
     return cache
 
 
@@ -110,30 +150,42 @@ def _held(layer: Any) -> Any:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What a file says of itself, if this kvloom can read it."""
+    """Check a file's format and checksum; return its metadata."""
     name = repr(str(path))
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise SavedCacheError(f"there is no saved cache {name}; make one with cache.save({name})")
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "null"))
-    except (SafetensorError, OSError, ValueError) as error:
+            checked = files.CHECKSUM in file.keys()  # noqa: SIM118
+        intact = files.intact(path)
+    except OSError as error:
         raise SavedCacheError(
-            f"{name} is cut off, or was never a saved cache; save the cache again"
+            f"{name} cannot be read: {error.strerror or error}; check its permissions and its disk"
         ) from error
-    if not isinstance(about, dict):
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise SavedCacheError(
+            f"{name} is damaged, or was never a saved cache; prefill and save the cache again"
+        ) from error
+    if not isinstance(about, dict) or "format" not in about:
         raise SavedCacheError(
             f"{name} is safetensors, but no saved cache; give a file that cache.save wrote"
         )
-    found, by = about.get("format"), about.get("kvloom")
-    if found != state.FORMAT:
+    found, by = about["format"], about.get("kvloom")
+    if found not in (state.FORMAT, state.UNCHECKED):
         raise SavedCacheError(
             f"{name} has cache format {found} of kvloom {by}, and this "
             f"kvloom ({__version__}) reads {state.FORMAT}; use that kvloom, or prefill anew"
         )
+    if not intact and (checked or found == state.FORMAT):
+        raise SavedCacheError(
+            f"{name} is damaged: its checksum is wrong; prefill and save the cache again"
+        )
     lacks = [part for part in ("recipe", "model", "calibration", "layers") if part not in about]
     if lacks:
-        raise SavedCacheError(f"{name} is damaged: its {lacks[0]} is missing; prefill anew")
+        raise SavedCacheError(
+            f"{name} is damaged: its {lacks[0]} is missing; prefill and save the cache again"
+        )
     return about
 
 

@@ -1,11 +1,10 @@
 """What of a cache is state: it is taken out as JSON and named tensors, and given back.
 
-`_STATE` says of every class which attributes those are, and `_MADE` which ones come from the recipe
-and the model, or live no longer than a step. An attribute that neither names is refused, so that
-none is forgotten in silence. `FORMAT` follows from the table: where an attribute has come, gone or
-got another name, files written before are refused, and made again by a prefill. A file is a prefix
-to come back to, not an archive. Where numbers change their meaning and nothing its name, `_VERSION`
-must grow.
+`_STATE` names the attributes of every class that are state; `_MADE` names those that come from the
+recipe and the model, or live no longer than a step. An attribute in neither table is refused, so
+that none is forgotten silently. `FORMAT` is a version and a digest of the table: after an attribute
+was added, removed or renamed, older files are refused and the prompt must be prefilled again.
+Raise the version where the file's structure, or the meaning of a stored number, changes.
 
 State is given to an empty cache, object by object; it names no classes, and makes no objects but
 `Slots`. A tensor has the name of where it is found, as `2.body.keys.packed.codes`. Spare room is
@@ -41,7 +40,6 @@ from ..store.buffer import Buffer
 from ..store.codec import codec
 from ..store.packed import PackedTokens
 
-_VERSION = 1
 _TENSOR = "tensor"  # stands for the tensor of the same path; no state is a text
 _HOST = ("stretches", "source")  # tensors that stay on the host whatever the device
 
@@ -83,7 +81,9 @@ _MADE: dict[type, str] = {
     DynamicSlidingWindowLayer: "sliding_window _sliding_window_tensor dtype device",
 }
 _LAYOUT = sorted(f"{kind.__name__}: {names}" for kind, names in _STATE.items())
-FORMAT = f"{_VERSION}-{hashlib.sha256(repr(_LAYOUT).encode()).hexdigest()[:8]}"
+_DIGEST = hashlib.sha256(repr(_LAYOUT).encode()).hexdigest()[:8]
+FORMAT = f"2-{_DIGEST}"
+UNCHECKED = f"1-{_DIGEST}"  # the same without a checksum, which is still read
 
 
 def take(x: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -1,34 +1,133 @@
-"""A safetensors file, written whole or not at all. What is in it is its writer's matter."""
+"""A safetensors file, written whole or not at all. What is in it is its writer's matter.
+
+`write` fills a temporary file beside the target, `.{name}.{32 hex digits}`, and renames it. The
+writer locks the temporary file until the rename; the system releases the lock when the process
+dies. So the next writer of the same target can remove what a killed one left, and nothing else.
+safetensors' own `save_file` chooses a temporary name that nobody could recognise later.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 from uuid import uuid4
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # Windows: temporary files are not locked, so none is removed later
+    fcntl = None  # type: ignore[assignment]
+
+CHECKSUM = "checksum"
+"""The name of the tensor in which a file's checksum is stored: its last four bytes."""
+
+_INTACT = 0x2144DF1C  # the CRC-32 of any bytes that are followed by their own CRC-32
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def write(
-    path: Path, tensors: dict[str, Tensor], about: dict[str, str], refusal: type[Exception]
+    path: Path,
+    tensors: dict[str, Tensor],
+    about: dict[str, str],
+    refusal: type[Exception],
+    checksum: bool = False,
 ) -> None:
-    """Write tensors, and texts about them, with the rights that the user's new files have.
+    """Write contiguous CPU tensors and the metadata `about`, with the user's default permissions.
 
-    Raises `refusal` where that cannot be done; what was at `path` before is there still.
+    checksum: append the CRC-32 of all bytes before it, for `intact`, as the tensor `CHECKSUM`.
+    Raises `refusal` if the file cannot be written; `path` then has its old content.
     """
-    fresh = path.parent / f".{path.name}.{uuid4().hex}"
     try:
-        fresh.touch()
-        mode = fresh.stat().st_mode  # safetensors' own files are private
-        save_file(tensors, fresh, about)
-        fresh.chmod(mode)
-        os.replace(fresh, path)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise refusal(f"{str(path)!r} cannot be written: {why}") from error
-    finally:
-        with suppress(OSError):
-            fresh.unlink()
+        _remove_abandoned(path)
+        file = _create(path)
+        try:
+            with file:
+                crc = 0
+                for part in _parts(tensors, about, checksum):
+                    crc = zlib.crc32(part, crc)
+                    file.write(part)
+                if checksum:
+                    file.write(crc.to_bytes(4, "little"))
+                file.flush()
+                if fcntl is None:
+                    file.close()  # Windows cannot rename an open file
+                os.replace(file.name, path)
+        finally:
+            with suppress(OSError):
+                os.unlink(file.name)
+    except OSError as error:
+        raise refusal(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def intact(path: Path) -> bool:
+    """Return whether a file ends with the CRC-32 of all bytes before; raises `OSError`."""
+    crc = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 16):
+            crc = zlib.crc32(part, crc)
+    return crc == _INTACT
+
+
+def _parts(tensors: dict[str, Tensor], about: dict[str, str], checksum: bool) -> Iterator[Any]:
+    """The bytes of a safetensors file: the header's length, the header, every tensor.
+
+    Wide dtypes come first and the header is a multiple of 8 bytes, so every tensor is aligned.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name in names:
+        x, begin = tensors[name], end
+        end += x.nbytes
+        header[name] = {
+            "dtype": _DTYPES[x.dtype], "shape": [*x.shape], "data_offsets": [begin, end],
+        }  # fmt: skip
+    if checksum:
+        header[CHECKSUM] = {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in names:
+        yield tensors[name].reshape(-1).view(torch.uint8).numpy()
+
+
+def _create(path: Path) -> BinaryIO:
+    """Open a new temporary file of `path`, locked until it is closed or this process dies."""
+    while True:
+        file = (path.parent / f".{path.name}.{uuid4().hex}").open("xb")
+        if fcntl is None:
+            return file
+        with suppress(OSError):  # a file system without locks: nobody can remove the file either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.exists(file.name):
+            return file
+        file.close()  # another writer removed it before it was locked
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary files of `path` that no living process has locked."""
+    if fcntl is None:
+        return
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}")
+    names: list[str] = []
+    with suppress(OSError):  # a folder that cannot be listed may still be written to
+        names = os.listdir(path.parent)
+    for name in names:
+        if ours.fullmatch(name):
+            found = path.parent / name
+            with suppress(OSError), found.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.unlink()

@@ -1,0 +1,169 @@
+"""A damaged file of a saved cache is refused; a file without a checksum is read with a warning."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import kvloom
+from kvloom.errors import SavedCacheError
+from kvloom.hf import state
+from kvloom.store import files
+
+KIVI = "kivi:group=16,residual=32"
+RECIPES = [
+    KIVI,
+    "full",
+    "h2o",
+    "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1",
+    "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host",
+]
+BATCH = zoo.batch(2, 80, (0, 17))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.build("llama-gqa", head_dim=32)
+
+
+def step(model, cache, lo: int, hi: int) -> torch.Tensor:
+    """Logits of tokens lo to hi."""
+    ids, mask = BATCH["input_ids"][:, lo:hi], BATCH["attention_mask"][:, :hi]
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def save(model, recipe: str, path) -> kvloom.Cache:
+    cache = kvloom.Cache(model, recipe)
+    step(model, cache, 0, 70)
+    cache.save(path)
+    return cache
+
+
+def save_version_1(model, recipe: str, path) -> kvloom.Cache:
+    """Write what version 1 wrote: the same tensors and metadata, without a checksum."""
+    cache = save(model, recipe, path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["kvloom_cache"])
+    tensors = load_file(path)
+    del tensors["checksum"]
+    about["format"] = about["format"].replace("2-", "1-", 1)
+    save_file(tensors, path, {"kvloom_cache": json.dumps(about)})
+    return cache
+
+
+def flips(whole: bytes, count: int) -> list[bytes]:
+    """Return copies with one bit flipped: count in the header, count in the body, the last 32."""
+    header = 8 + int.from_bytes(whole[:8], "little")
+    draw = random.Random(0).randrange
+    bits = [draw(8 * header) for _ in range(count)]
+    bits += [draw(8 * header, 8 * len(whole)) for _ in range(count)]
+    bits += range(8 * len(whole) - 32, 8 * len(whole))  # the checksum itself
+    found = []
+    for bit in bits:
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        found.append(bytes(changed))
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_flipped_bit_is_refused(model, recipe, tmp_path):
+    path = tmp_path / "prefix.kv"
+    save(model, recipe, path)
+    for changed in flips(path.read_bytes(), 150):
+        path.write_bytes(changed)
+        with pytest.raises(SavedCacheError, match=r"prefix\.kv' ") as error:
+            kvloom.Cache.load(model, path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_file_cut_off_or_appended_to_is_refused(model, tmp_path):
+    path = tmp_path / "prefix.kv"
+    save(model, KIVI, path)
+    whole = path.read_bytes()
+    cuts = [0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 4, len(whole) - 1]
+    tails = [b"\0", b"\n", bytes(4), whole[-4:], whole]
+    for changed in [whole[:cut] for cut in cuts] + [whole + tail for tail in tails]:
+        path.write_bytes(changed)
+        with pytest.raises(SavedCacheError, match=r"prefix\.kv' is damaged"):
+            kvloom.Cache.load(model, path)
+    path.write_bytes(whole)
+    kvloom.Cache.load(model, path)
+
+
+def test_metadata_tensor_names_and_shapes_are_part_of_the_checksum(model, tmp_path):
+    path = tmp_path / "prefix.kv"
+    save(model, KIVI, path)
+    whole = path.read_bytes()
+    for old, new in [
+        (b'\\"seen\\": 70', b'\\"seen\\": 71'),
+        (b'"0.body.keys.tail"', b'"3.body.keys.tail"'),
+        (b'"shape":[2,2,', b'"shape":[1,4,'),
+        (b'"F32"', b'"I32"'),
+    ]:
+        assert old in whole
+        path.write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(SavedCacheError, match="is damaged: its checksum is wrong"):
+            kvloom.Cache.load(model, path)
+
+
+def test_a_file_of_version_1_is_read_with_a_warning(model, tmp_path):
+    path = tmp_path / "prefix.kv"
+    cache = save_version_1(model, KIVI, path)
+    with pytest.warns(UserWarning, match=r"prefix\.kv' was saved without a checksum") as found:
+        loaded = kvloom.Cache.load(model, path)
+    assert found[0].filename == __file__
+    assert torch.equal(step(model, loaded, 70, 71), step(model, cache, 70, 71))
+    loaded = kvloom.Cache(model, KIVI)
+    with pytest.warns(UserWarning, match="load it and save it again"):
+        kvloom.Cache.load(model, path).save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvloom.Cache.load(model, path)
+
+
+def test_a_checksum_is_checked_whatever_the_version(model, tmp_path):
+    path = tmp_path / "prefix.kv"
+    save(model, KIVI, path)
+    path.write_bytes(path.read_bytes().replace(state.FORMAT.encode(), state.UNCHECKED.encode()))
+    with pytest.raises(SavedCacheError, match="is damaged: its checksum is wrong"):
+        kvloom.Cache.load(model, path)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:3])
+@pytest.mark.filterwarnings("ignore:.*without a checksum")
+def test_damage_without_a_checksum_raises_nothing_else(model, recipe, tmp_path):
+    path = tmp_path / "prefix.kv"
+    save_version_1(model, recipe, path)
+    kvloom.detach(model)
+    refused = 0
+    for changed in flips(path.read_bytes(), 80):
+        path.write_bytes(changed)
+        try:
+            kvloom.Cache.load(model, path)
+        except SavedCacheError:
+            refused += 1
+            assert getattr(model, "_kvloom", None) is None  # the model is as it was
+        else:
+            kvloom.detach(model)
+    assert refused > 40
+
+
+def test_a_file_that_cannot_be_read_is_refused(model, tmp_path, monkeypatch):
+    path = tmp_path / "prefix.kv"
+    save(model, KIVI, path)
+
+    def broken(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files, "intact", broken)
+    with pytest.raises(SavedCacheError, match=r"prefix\.kv' cannot be read: Input/output error; "):
+        kvloom.Cache.load(model, path)

@@ -49,7 +49,7 @@ class Keeper:
         """Fix this layer's budget, given the first prompt."""
         budget = self.keep.budget
         self.prompt_tokens = prompt_tokens
-        self.recent = budget.window(budget.resolve(prompt_tokens))
+        self.recent = budget.window(prompt_tokens)
         if not self.budget_waits:
             self.divide(None)
 

@@ -22,8 +22,10 @@ NAMES = (
     "keyformer:fraction=0.7",
     "snapkv:tokens=64,window=16",
     "pyramidkv:tokens=64,window=16",
+    "pyramidkv:tokens=90,window=16",
     "minikv",
     "minikv:fraction=0.75,bits=4",
+    "minikv:fraction=0.4,recent=0.75",
     "minikv-pyramid",
     "minikv-snap:window=16",
     "random",
@@ -31,7 +33,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tokens", [100, 257])
+@pytest.mark.parametrize("tokens", [100, 103, 257])
 def test_predicted_bytes_are_measured_bytes(name, tokens):
     recipe, layers = resolve(name), 4
     caches = [layer_cache(recipe, f"layer {i}", (i, layers)) for i in range(layers)]

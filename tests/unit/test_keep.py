@@ -37,10 +37,30 @@ def test_a_bad_budget_is_refused(fields, says):
         (Budget(fraction=0.5), 9, 4),
         (Budget(fraction=1), 9, 9),
         (Budget(fraction=0.1), 3, 1),
+        (Budget(fraction=0.5, recent=0.5, apart=True), 103, 50),
+        (Budget(fraction=0.5, recent=0.9, apart=True), 100, 50),
+        (Budget(fraction=0.5, recent=7, apart=True), 103, 51),
+        (Budget(tokens=51, recent=0.5, apart=True), 103, 51),
+        (Budget(fraction=0.1, recent=0.5, apart=True), 3, 1),
     ],
 )
 def test_a_budget_in_tokens(budget, prompt, tokens):
     assert budget.resolve(prompt) == tokens
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "window"),
+    [
+        (Budget(tokens=10), 300, 10),
+        (Budget(tokens=10, recent=0.25), 300, 2),
+        (Budget(tokens=10, recent=4, apart=True), 300, 4),
+        (Budget(fraction=0.5, recent=0.3), 107, 15),  # 0.3 of 53
+        (Budget(fraction=0.5, recent=0.3, apart=True), 107, 16),  # 0.15 of 107
+        (Budget(fraction=0.1, recent=64), 100, 10),
+    ],
+)
+def test_a_recent_window_in_tokens(budget, prompt, window):
+    assert budget.window(prompt) == window
 
 
 def test_an_unknown_scorer_is_refused():

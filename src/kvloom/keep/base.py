@@ -33,16 +33,19 @@ class Budget:
 
     recent: of them, how many are the newest (a whole number) or which share of the budget (a
     fraction); the others are heavy hitters, chosen by score. layers: how the heavy part is divided
-    over the layers, a policy of `budgets.POLICIES` or one weight a layer.
+    over the layers, a policy of `budgets.POLICIES` or one weight a layer. apart: the recent share
+    and the heavy share of the prompt are each rounded down to whole tokens, as MiniKV's code does;
+    otherwise the budget is rounded down, and then the recent share of it.
     """
 
     tokens: int | None = None
     fraction: float | None = None
     recent: int | float = 1.0
     layers: str | tuple[float, ...] = "uniform"
+    apart: bool = False
 
     def __post_init__(self) -> None:
-        typed(self, "recent", "layers")
+        typed(self, "recent", "layers", "apart")
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError("a budget is either tokens or a fraction of the prompt: give one")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
@@ -73,28 +76,37 @@ class Budget:
         if self.tokens is not None:
             return self.tokens
         assert self.fraction is not None
-        return max(1, int(prompt_tokens * self.fraction))
+        tokens = prompt_tokens * self.fraction
+        if self.apart and isinstance(self.recent, float):
+            heavy_share = round(1 - self.recent, 12)  # 1 - 0.9 is a little less than 0.1
+            return max(1, int(tokens * self.recent) + int(tokens * heavy_share))
+        return max(1, int(tokens))
 
-    def window(self, tokens: int) -> int:
-        """How many of `tokens` held tokens are the newest."""
+    def window(self, prompt_tokens: int) -> int:
+        """How many of the tokens to hold are the newest, given the first prompt's length."""
+        total = self.resolve(prompt_tokens)
         if isinstance(self.recent, int):
-            return min(self.recent, tokens)
-        return int(tokens * self.recent)
+            return min(self.recent, total)
+        if self.apart and self.fraction is not None:
+            return int(prompt_tokens * self.fraction * self.recent)
+        return int(total * self.recent)
 
     def heavy(
         self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
     ) -> list[int]:
         """Heavy hitters of each layer; their sum is `layers` times the average, where they fit.
 
-        A prompt within the budget stays whole, in every layer. Raises `RecipeError` for a pyramid
-        with an empty top, and for a layer without a single token.
+        A prompt within the budget stays whole, in every layer. PyramidKV's division is uniform for
+        a prompt shorter than twice the average, as in KVCache-Factory. Raises `RecipeError` for a
+        pyramid with an empty top, and for a layer without a single token.
         """
-        total = self.resolve(prompt_tokens)
-        window = self.window(total)
-        if total >= prompt_tokens or not layers:
-            return [total - window] * layers
-        shares = budgets.weights(self.layers, layers, variances)
-        given = budgets.split((total - window) * layers, shares, prompt_tokens - window)
+        total, window = self.resolve(prompt_tokens), self.window(prompt_tokens)
+        average, most = total - window, prompt_tokens - window
+        short = self.layers == "pyramidkv" and prompt_tokens < 2 * average
+        if total >= prompt_tokens or short or not layers:
+            return [average] * layers
+        shares = budgets.weights(self.layers, layers, variances, most / max(1, average))
+        given = budgets.split(average * layers, shares, most)
         pyramid = self.layers in budgets.DEPTH
         if total > window and min(given) == 0 and (pyramid or window == 0):
             raise RecipeError(
@@ -154,7 +166,7 @@ class Keep:
         budget = self.budget
         if budget.layers in budgets.BY_VARIANCE:
             budget = replace(budget, layers="uniform")
-        window = budget.window(budget.resolve(prompt_tokens))
+        window = budget.window(prompt_tokens)
         return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
 
     def drops(self, tokens: int) -> bool:

@@ -14,7 +14,8 @@ from ..errors import RecipeError
 POLICIES = {
     "uniform": "every layer the same",
     "pyramid": "MiniKV: from 2x - x/7 at the bottom layer to x/7 at the top one, linearly",
-    "pyramidkv": "PyramidKV: from 2x - x/20 at the bottom layer to x/20 at the top one, linearly",
+    "pyramidkv": "PyramidKV: from 2x - x/20 at the bottom layer to x/20 at the top one, linearly; "
+    "uniform where the prompt is shorter than 2x",
     "variance": "in proportion to the variance of a layer's attention mass",
     "inverse-variance": "in inverse proportion to it",
 }
@@ -23,9 +24,16 @@ DEPTH = {"pyramid": 7, "pyramidkv": 20}
 
 
 def weights(
-    policy: str | Sequence[float], layers: int, variances: Sequence[float] | None = None
+    policy: str | Sequence[float],
+    layers: int,
+    variances: Sequence[float] | None = None,
+    most: float = math.inf,
 ) -> list[float]:
-    """Weight of each layer; `variances` [layers] for the two policies that need them."""
+    """Weight of each layer; `variances` [layers] for the two policies that need them.
+
+    most: the tokens that a layer can hold, divided by the average x. Where that is less than the
+    bottom layer's share, the pyramid of PyramidKV is flatter (KVCache-Factory's rule).
+    """
     if not isinstance(policy, str):
         if len(policy) != layers:
             raise RecipeError(
@@ -34,8 +42,10 @@ def weights(
             )
         return [float(w) for w in policy]
     if policy in DEPTH:
-        top = 1 / DEPTH[policy]
-        bottom = 2 - top
+        bottom = 2 - 1 / DEPTH[policy]
+        if policy == "pyramidkv":
+            bottom = min(bottom, most)
+        top = 2 - bottom
         steps = max(1, layers - 1)
         return [bottom + (top - bottom) * i / steps for i in range(layers)] if layers > 1 else [1.0]
     if policy in BY_VARIANCE:

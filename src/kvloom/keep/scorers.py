@@ -152,7 +152,8 @@ class Mass(Scorer):
 class Observation(Scorer):
     """Attention from the last queries of the prompt, smoothed over neighbours (SnapKV).
 
-    arXiv:2404.14469, section 4: window queries vote, pooling with `kernel` tokens keeps clusters.
+    arXiv:2404.14469, section 4: the last `window` queries vote, and votes are pooled over `kernel`
+    neighbors, so that clusters stay. Tokens inside the window and before it are pooled separately.
     """
 
     window: int = 32
@@ -176,7 +177,9 @@ class Observation(Scorer):
         if self.pool == "none":
             return mass
         pool = F.avg_pool1d if self.pool == "avg" else F.max_pool1d
-        return pool(mass, self.kernel, stride=1, padding=self.kernel // 2)
+        parts = mass.tensor_split([max(0, mass.shape[-1] - self.window)], dim=-1)
+        half = self.kernel // 2
+        return torch.cat([pool(x, self.kernel, 1, half) for x in parts if x.numel()], dim=-1)
 
 
 @dataclass(frozen=True)

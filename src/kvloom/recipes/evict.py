@@ -1,7 +1,14 @@
 """Eviction by attention: H2O, Keyformer, SnapKV, PyramidKV.
 
 Every decision is made per key/value head, from the summed scores of its query heads; dropped
-tokens free their memory. Options they share:
+tokens free their memory.
+
+Departures: H2O's and SnapKV's official code decides per query head. H2O's code counts a step's own
+token in the recent window, so that it attends to one token fewer. SnapKV's experiments pool by
+maximum. KVCache-Factory rounds PyramidKV's step between layers down; here the layers sum up to the
+budget.
+
+Options they share:
 
 tokens, fraction: the budget, in tokens or as a fraction of the prompt. What has no budget by
 default counts where it is given: tokens with h2o, keyformer and random, the fraction with snapkv
@@ -102,7 +109,10 @@ def pyramidkv(
     pool: str = "avg",
     positions: str = "original",
 ) -> Recipe:
-    """PyramidKV (arXiv:2406.02069): SnapKV with more tokens in lower layers."""
+    """PyramidKV (arXiv:2406.02069): SnapKV with more tokens in lower layers.
+
+    Uniform where the prompt is shorter than twice (budget - window), as in KVCache-Factory.
+    """
     return snapkv(tokens, fraction, window, kernel, pool, "pyramidkv", positions)
 
 

@@ -1,13 +1,14 @@
 """MiniKV (arXiv:2411.18077): evict once after the prompt, then 2 bit.
 
-Heavy hitters by accumulated attention over the whole prompt, a recent window beside them, frozen
-for the generation (section 3.1); pyramid budgets for the heavy part (section 3.2; as in the
-official code the lower layers get more, where the paper's formula has the ends swapped). What
-stays is packed at group 16; generated tokens gather in an exact buffer of 128.
+Heavy hitters by accumulated attention over the whole prompt, a recent window beside them, each
+share rounded down to whole tokens, frozen for the generation (section 3.1); pyramid budgets for the
+heavy part (section 3.2; as in the official code the lower layers get more, where the paper's
+formula has the ends swapped). What stays is packed at group 16; generated tokens gather in an exact
+buffer of 128.
 
 Departures: scores are normalised row by row (the paper's kernel skips it); one decision per
 key/value head (the official code repeats the heads); the buffer is packed after the step that
-fills it.
+fills it; minikv-snap pools by mean (the official scripts by maximum).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def minikv(
     layers: str = "uniform",
 ) -> Recipe:
     """MiniKV (arXiv:2411.18077): heavy hitters and recent tokens of the prompt, in 2 bit."""
-    return _minikv(Budget(fraction=fraction, recent=recent, layers=layers), Mass(), bits, group,
-                   residual)  # fmt: skip
+    budget = Budget(fraction=fraction, recent=recent, layers=layers, apart=True)
+    return _minikv(budget, Mass(), bits, group, residual)
 
 
 def minikv_pyramid(

@@ -2,10 +2,12 @@
 
 Every token's key and value vector of every head is rotated (a Hadamard matrix with random signs)
 and its coordinates are rounded to the Lloyd-Max levels of a normal distribution, with one scale a
-vector that keeps its norm: bits + 16 / head_dim bits a packed value. It is the paper's form for
-least squared error; its second one spends a bit of keys on unbiased inner products.
+vector that keeps its norm: bits + 16 / head_dim bits a packed value.
 
-Departures: one rotation for all heads and layers; a window of recent tokens stays exact.
+Departures: the levels are those of the paper's form for least squared error, but its scale is the
+norm of the vector, and what comes back is shorter than the vector; here it has the same norm. The
+paper's second form, which spends a bit of keys on unbiased inner products, is not here. One
+rotation serves all heads and layers; a window of recent tokens stays exact.
 """
 
 from __future__ import annotations

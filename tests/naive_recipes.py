@@ -1,0 +1,107 @@
+"""Rules of the papers' own code in float64, by loops. Imports nothing of kvloom.
+
+Arrays are numpy float64: q [R, N, D] of the query heads that share one key/value head, k [N, D].
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import naive
+
+
+def turned(x, position, inv_freq):
+    """RoPE at a position for x [..., D]: channel c and c + D/2 turn by position * inv_freq[c]."""
+    half = x.shape[-1] // 2
+    cos, sin = np.cos(position * inv_freq), np.sin(position * inv_freq)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class SkvqBaseline:
+    """RPTQ or SmoothQuant as SKVQ's harness stores them, one side of a layer: x [Hk, N, D].
+
+    Each channel is divided by its divisor; the channels of a group (group_of [Hk, D]) share the
+    range that they have in this very token (dynamic, not clipped); no window, no sinks. inv_freq:
+    of keys, which are stored as they were before RoPE.
+    """
+
+    def __init__(self, bits, group_of, divisor=1.0, inv_freq=None, meta="fp64"):
+        self.bits, self.group_of, self.meta = bits, group_of, meta
+        self.divisor = np.broadcast_to(divisor, group_of.shape)
+        self.inv_freq = inv_freq
+
+    def fake(self, x):
+        """What comes back of x after packing."""
+        out = np.zeros(x.shape)
+        for i in range(x.shape[1]):
+            token = x[:, i] if self.inv_freq is None else turned(x[:, i], -i, self.inv_freq)
+            smooth = (token / self.divisor)[:, None]
+            back = naive.mapped(smooth, self.bits, self.group_of, self.meta)[0][:, 0] * self.divisor
+            out[:, i] = back if self.inv_freq is None else turned(back, i, self.inv_freq)
+        return out
+
+
+def pooled(votes, kernel, pool):
+    """Mean (zeros beyond the ends) or maximum of `kernel` neighbors of each vote."""
+    half, out = kernel // 2, []
+    for i in range(len(votes)):
+        near = [votes[j] for j in range(i - half, i + half + 1) if 0 <= j < len(votes)]
+        out.append(sum(near) / kernel if pool == "avg" else max(near))
+    return np.array(out)
+
+
+def best(scores, count):
+    """The places of the `count` highest scores, ascending."""
+    return sorted(sorted(range(len(scores)), key=lambda j: -scores[j])[:count])
+
+
+def snapkv_votes(q, k, scale, window, kernel=7, pool="avg"):
+    """SnapKV's votes for the tokens before the window: queries q [R, N, D] and keys k [N, D].
+
+    The last `window` queries vote by their attention to all tokens up to themselves. The votes of
+    the R query heads are summed, then pooled over neighbors, which lie before the window too.
+    """
+    n = len(k)
+    votes = np.zeros(n - window)
+    for row in range(n - window, n):
+        for head in q:
+            weights = np.exp(k[: row + 1] @ head[row] * scale)
+            votes += weights[: n - window] / weights.sum()
+    return votes if pool == "none" else pooled(votes, kernel, pool)
+
+
+def snapkv(q, k, scale, heavy, window, kernel=7, pool="avg"):
+    """Tokens that one key/value head keeps by SnapKV: the `heavy` best voted, and the window."""
+    votes = snapkv_votes(q, k, scale, window, kernel, pool)
+    return best(votes, heavy) + list(range(len(votes), len(k)))
+
+
+def pyramidkv(tokens, budget, window, layers, beta=20):
+    """Tokens that each layer keeps of a prompt by KVCache-Factory's rule for PyramidKV."""
+    average = budget - window
+    if tokens < budget:
+        return [tokens] * layers
+    if tokens < 2 * average:  # the prompt does not fill twice the average: all layers alike
+        return [budget] * layers
+    top = average // beta
+    bottom = 2 * average - top
+    if bottom >= tokens - window:
+        bottom = tokens - window
+        top = 2 * average - bottom
+    step = (bottom - top) // (layers - 1)
+    return [bottom - layer * step + window for layer in range(layers)]
+
+
+def minikv(q, k, scale, heavy_share, recent_share):
+    """Tokens that one head keeps by MiniKV: queries q [R, N, D] and keys k [N, D]."""
+    n = len(k)
+    heavy, recent = int(n * heavy_share), int(n * recent_share)
+    if heavy + recent >= n:
+        return list(range(n))
+    mass = np.zeros(n)
+    for row in range(n):
+        for head in q:
+            weights = np.exp(k[: row + 1] @ head[row] * scale)
+            mass[: row + 1] += weights / weights.sum()
+    return best(mass[: n - recent], heavy) + list(range(n - recent, n))

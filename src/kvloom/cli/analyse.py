@@ -14,13 +14,13 @@ from .edge import (
     Model,
     chosen,
     named,
-    progress,
     quiet,
     show,
     source,
     told,
     writable,
 )
+from .progress import progress
 
 app = typer.Typer(no_args_is_help=True, help="Draw the papers' plots for a model and a text.")
 
@@ -61,7 +61,8 @@ def attention(
         resolve(recipe)  # a wrong name is told before anything is loaded
         writable(json, plot=plot)
         built, text = _read(files, model, dtype, seed, context=context, new_tokens=new_tokens)
-        with progress(new_tokens + 1) as tell:
+        with progress() as shown:
+            tell = shown.counter(new_tokens + 1)
             layers = work.measure(built, text, context=context, recipe=recipe, progress=tell)
         facts = _facts(built, model, files, recipe, context, seed)
         facts["new_tokens"] = new_tokens
@@ -94,8 +95,8 @@ def error(
         picked = chosen(recipes)
         writable(json)
         built, text = _read(files, model, dtype, seed, context=context, contexts=contexts)
-        with progress(contexts) as tell:
-            found = work.measure(built, text, picked, progress=tell)
+        with progress() as shown:
+            found = work.measure(built, text, picked, progress=shown.counter(contexts))
         facts = _facts(built, model, files, recipes, context, seed)
         facts["contexts"] = contexts
         show(report.to_json(found, facts), json, report.table(found, facts))

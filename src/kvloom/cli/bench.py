@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import Json, chosen, progress, quiet, show, told, writable
+from .edge import Json, chosen, quiet, show, told, writable
+from .progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,7 +184,8 @@ def _run(
     begin = compile_seconds()
     most = {"read_gb_s": limits.read_gb_s()}
     found = []
-    with progress(len(counts) * clock.rounds(repeats)) as tell:
+    with progress() as shown:
+        tell = shown.counter(len(counts) * clock.rounds(repeats))
         for tokens in counts:
             tell(f"filling caches with {tokens:,} tokens", 0)
             built = sides(names, tokens)

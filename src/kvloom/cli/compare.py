@@ -14,13 +14,13 @@ from .edge import (
     Model,
     chosen,
     named,
-    progress,
     quiet,
     show,
     source,
     told,
     writable,
 )
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -83,7 +83,8 @@ def command(
         built, tokenizer = work.load(model, dtype)
         task = work.prepare(built, tokenizer, text, settings)
         picked = _budgeted(picked, share, task.context)
-        with progress(task.units * len(with_full(picked))) as tell:
+        with progress() as shown:
+            tell = shown.counter(task.units * len(with_full(picked)))
             rows = work.compare(built, tokenizer, picked, task, tell)
 
         environment = work.environment(built, named(model), task, seed, source(files))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -166,19 +166,3 @@ def printed(shown: Any) -> None:
 
     console = Console()
     (console if console.is_terminal else Console(width=100)).print(shown)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Show a bar on stderr; yields what to call with the work at hand and the units just done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    )  # fmt: skip
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, refresh_per_second=4
-    ) as bar:
-        line = bar.add_task("starting", total=total)
-        yield lambda what, units: bar.update(line, description=what, advance=units)

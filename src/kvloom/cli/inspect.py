@@ -14,7 +14,6 @@ from .edge import (
     Model,
     argument,
     named,
-    progress,
     quiet,
     spelled,
     stdin,
@@ -22,6 +21,7 @@ from .edge import (
     writable,
     write,
 )
+from .progress import progress
 
 
 def command(
@@ -60,10 +60,10 @@ def command(
         words, source = _words(text)
         quiet()
         built, tokenizer = load(model, dtype)
-        with progress(new_tokens + 1) as tell:
+        with progress() as shown:
             noted = follow(
                 built, tokenizer, recipe, words,
-                context=context, new_tokens=new_tokens, progress=tell,
+                context=context, new_tokens=new_tokens, progress=shown.counter(new_tokens + 1),
             )  # fmt: skip
         data = {"model": named(model), "source": source, **noted}
         write(out, page(data))

@@ -14,13 +14,14 @@ from .edge import printed, told
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help='One recipe, such as "kivi:bits=4".')
+        str | None, typer.Argument(metavar="NAME", help='One recipe: "kivi:bits=4", or recipe.toml.')
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """List the recipes and their options; with a name, show that recipe, its TOML and its source.
+    """List the recipes and their options; with a name, show that recipe, its paper and its TOML.
 
-    A recipe's options follow its name: "kivi:bits=4,group=64".
+    A recipe's options follow its name: "kivi:bits=4,group=64". Its TOML, saved to a file and
+    changed, is a recipe too: give the file's name instead of the recipe's.
     """
     with told():
         from ..recipes import RECIPES
@@ -42,9 +43,12 @@ def describe(spec: str) -> dict[str, Any]:
     recipe = resolve(spec)
     name = spec.partition(":")[0].strip()
     name = ALIASES.get(name, name)
-    module = sys.modules[RECIPES[name].__module__]
-    docs = inspect.cleandoc(module.__doc__ or "")
-    return {**_brief(name), "docs": docs, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
+    if name in RECIPES:
+        module = sys.modules[RECIPES[name].__module__]
+        about = {**_brief(name), "docs": inspect.cleandoc(module.__doc__ or "")}
+    else:
+        about = {"name": spec, "summary": "A recipe file.", "options": {}, "docs": ""}
+    return {**about, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
 
 
 def _brief(name: str) -> dict[str, Any]:
@@ -58,9 +62,9 @@ def _options(found: dict[str, Any]) -> str:
 
 
 def _page(found: dict[str, Any]) -> str:
-    options = _options(found) or "none"
-    head = f"{found['name']}: {found['summary']}\n\noptions and their defaults: {options}"
-    return f"{head}\n\n{found['docs']}\n\nas TOML:\n\n{found['toml'].rstrip()}"
+    options = f"options and their defaults: {_options(found) or 'none'}" if found["docs"] else ""
+    parts = [f"{found['name']}: {found['summary']}", options, found["docs"], "as TOML:", found["toml"].rstrip()]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _print_list(found: list[dict[str, Any]]) -> None:

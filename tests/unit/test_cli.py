@@ -183,6 +183,15 @@ def test_recipes_lists_every_recipe_in_one_line():
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("width", [20, 60, 140])
+def test_recipes_are_listed_in_the_columns_there_are(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = run("recipes").stdout
+    assert width - 20 <= max(map(len, shown.splitlines())) <= width
+    words = set(shown.split())
+    assert {*RECIPES, "round-to-nearest", "half"} <= {*words, *(w.lower() for w in words)}
+
+
 def test_recipes_as_json_have_options_and_defaults():
     found = json.loads(run("recipes", "--json").stdout)
     assert [one["name"] for one in found] == list(RECIPES)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from ..compare.sheet import Sheet
 from .rows import Row
 
 
@@ -20,7 +19,7 @@ def table(
     about: str,
     shares: bool = False,
 ) -> Group:
-    """Return a rich table of the rows, by context, readable at 100 columns; about: the caption.
+    """Return a table of the rows, by context; rich prints it. about: the caption.
 
     shares: say which share of another's time a side takes, instead of how many times faster it is.
     """
@@ -28,20 +27,14 @@ def table(
     against = list(dict.fromkeys(name for row in rows for name in row.ratios))
     threads = "1 thread" if e["threads"] == 1 else f"{e['threads']} threads"
     title = f"{e['shape']}, {e['dtype']}, batch {e['batch']}; {e['cpu']}, {threads}"
-    built = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
-    )
-    built.add_column("", overflow="fold")
     speeds = any(row.gb_s is not None for row in rows)
     names = ["ms", *(_wrapped(name, shares) for name in against), "KV\nMiB"]
-    for name in names + ["GB/s", "of the\nlimit"] * speeds:
-        built.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    built = Sheet(title, "", names + ["GB/s", "of the\nlimit"] * speeds)
     for context in dict.fromkeys(row.context for row in rows):
-        built.add_section()
-        built.add_row(Text(f"{context:,} tokens", "bold"))
+        built.part(f"{context:,} tokens")
         for row in (row for row in rows if row.context == context):
             mark = "*" if row.fell else ""
-            built.add_row(Text(row.name + mark), *_cells(row, against, shares, speeds, most))
+            built.add(row.name + mark, *_cells(row, against, shares, speeds, most))
     notes = [Text(f"{r.name}: {r.problem}", "yellow") for r in _once(rows) if r.problem]
     fell = [f"* {r.name}: plain torch runs {'; '.join(r.fell)}" for r in _once(rows) if r.fell]
     notes += [Text(why, "yellow") for why in fell]

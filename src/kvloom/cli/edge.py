@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,9 +161,13 @@ def show(data: str, json: str | None, table: Any) -> None:
         write(json, data + "\n")
 
 
+def width() -> int:
+    """Columns to print in: `COLUMNS`, else the terminal's, else 100; at least 20."""
+    return max(20, shutil.get_terminal_size((100, 24)).columns)
+
+
 def printed(shown: Any) -> None:
-    """Print a rich table; 100 columns wide where nobody says how wide."""
+    """Print what rich can print, in `width()` columns."""
     from rich.console import Console
 
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(shown)
+    Console(width=width()).print(shown)

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .edge import printed, told
+from .edge import printed, told, width
 
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help='One recipe: "kivi:bits=4", or recipe.toml.')
+        str | None,
+        typer.Argument(metavar="NAME", help='One recipe, such as "kivi:bits=4" or recipe.toml.'),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
@@ -63,18 +64,24 @@ def _options(found: dict[str, Any]) -> str:
 
 def _page(found: dict[str, Any]) -> str:
     options = f"options and their defaults: {_options(found) or 'none'}" if found["docs"] else ""
-    parts = [f"{found['name']}: {found['summary']}", options, found["docs"], "as TOML:", found["toml"].rstrip()]
+    head = f"{found['name']}: {found['summary']}"
+    parts = [head, options, found["docs"], "as TOML:", found["toml"].rstrip()]
     return "\n\n".join(part for part in parts if part)
 
 
 def _print_list(found: list[dict[str, Any]]) -> None:
+    from rich.console import Group
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
+    below: list[Any] = []  # where there is no room for two columns
     for one in found:
-        table.add_row(Text(one["name"], "bold"), Text(one["summary"]))
+        lines = [Text(one["summary"])]
         if one["options"]:
-            table.add_row("", Text(_options(one), "dim"))
-    printed(table)
+            lines.append(Text(_options(one), "dim"))
+        table.add_row(Text(one["name"], "bold"), Group(*lines))
+        below += [Text(one["name"], "bold"), Padding(Group(*lines), (0, 0, 0, 2))]
+    printed(table if width() >= 50 else Group(*below))

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from .measure import Row
+from .sheet import Sheet
 
 _COLUMNS = (
     "bits a\nvalue", "KV\nMiB", "times\nsmaller", "prefill\ns", "decode\ntok/s", "perplexity",
@@ -22,17 +21,11 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
-    """Return a rich table of the rows with what it was measured on, readable at 100 columns."""
+    """Return a table of the rows, and below it what they were measured on; rich prints it."""
     e = environment
-    title = f"{e['model']} ({e['dtype']}), {_device(e)}"
-    built = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
-    )
-    built.add_column("recipe", overflow="fold")
-    for name in _COLUMNS:
-        built.add_column(name, justify="right", no_wrap=True)
+    built = Sheet(f"{e['model']} ({e['dtype']}), {_device(e)}", "recipe", _COLUMNS)
     for row in rows:
-        built.add_row(Text(row.recipe), *_cells(row, e["questions"]))
+        built.add(row.recipe, *_cells(row, e["questions"]))
     problems = [Text(f"{r.recipe} cannot run: {r.problem}", "yellow") for r in rows if r.problem]
     reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
     recalled = [Text("tokens that a step reads, a layer: " + ", ".join(reads))] if reads else []

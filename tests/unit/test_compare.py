@@ -307,7 +307,7 @@ def test_json_has_the_promised_fields(model, task, rows):
     assert found["environment"]["dtype"] == "float32"
     want = {"recipe", "bits_per_value", "kv_bytes", "times_smaller", "prefill_s",
             "decode_tokens_s", "perplexity", "agreement", "needle", "tokens_read",
-            "moved_bytes", "ready", "problem"}  # fmt: skip
+            "moved_bytes", "ready", "problem", "failed"}  # fmt: skip
     assert all(set(row) == want for row in found["rows"])
     assert found["rows"][3]["perplexity"] is None
 

@@ -40,7 +40,20 @@ def table(
     notes += [Text(why, "yellow") for why in fell]
     compiled = f" Kernels were ready after {e['compile_s']:.1f} s, not timed."
     limit = f" The machine reads {most:.1f} GB/s at most." if speeds else ""
+    if "missing" in e:
+        notes.append(Text(f"not measured: {', '.join(e['missing'])}", "yellow"))
     return Group(built, *notes, Text(about + limit + compiled * (e["compile_s"] >= 0.05), "dim"))
+
+
+def line(row: Row) -> str:
+    """Return the figures of a row in one line."""
+    at = f"{row.context:,} tokens, {row.name}: "
+    if row.ms is None:
+        return at + (row.problem or "no times")
+    others = ((name, ratio) for name, ratio in row.ratios.items() if name != row.name)
+    ratios = (f", {ratio:.2f}x the speed of {name}" for name, ratio in others)
+    held = "" if row.kv_bytes is None else f", {row.kv_bytes / 2**20:,.1f} MiB"
+    return f"{at}{row.ms:,.2f} ms{held}" + "".join(ratios)
 
 
 def _cells(row: Row, against: Sequence[str], shares: bool, speeds: bool, most: float) -> list[str]:

@@ -26,7 +26,7 @@ def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     built = Sheet(f"{e['model']} ({e['dtype']}), {_device(e)}", "recipe", _COLUMNS)
     for row in rows:
         built.add(row.recipe, *_cells(row, e["questions"]))
-    problems = [Text(f"{r.recipe} cannot run: {r.problem}", "yellow") for r in rows if r.problem]
+    problems = [Text(_problem(r), "yellow") for r in rows if r.problem]
     reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
     recalled = [Text("tokens that a step reads, a layer: " + ", ".join(reads))] if reads else []
     moved = [
@@ -37,13 +37,31 @@ def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     if moved:
         recalled.append(Text("copied from a tier a step, all rows: " + ", ".join(moved)))
     budget = [Text(_budget(e), "dim")] if "budget" in e else []
-    return Group(built, *recalled, *problems, *budget, Text(_caption(e), "dim"))
+    missing = [Text(f"not measured: {', '.join(e['missing'])}", "yellow")] if "missing" in e else []
+    return Group(built, *recalled, *problems, *missing, *budget, Text(_caption(e), "dim"))
 
 
 def to_json(rows: Sequence[Row], environment: dict[str, Any]) -> str:
     """Return `{"environment": …, "rows": […]}`; figures that do not exist are null."""
     plain = [{k: _finite(v) for k, v in asdict(row).items()} for row in rows]
     return json.dumps({"environment": environment, "rows": plain}, indent=2, ensure_ascii=False)
+
+
+def line(row: Row, environment: dict[str, Any]) -> str:
+    """Return the figures of a row in one line."""
+    if row.problem is not None:
+        return _problem(row)
+    bits, _, smaller, prefill, speed, perplexity, agrees, needles = _cells(
+        row, environment["questions"]
+    )
+    return (
+        f"{row.recipe}: {bits} bits a value, {smaller} smaller, prefill {prefill} s, "
+        f"{speed} tok/s, perplexity {perplexity}, agrees {agrees}, needles {needles}"
+    )
+
+
+def _problem(row: Row) -> str:
+    return f"{row.recipe} {'failed' if row.failed else 'cannot run'}: {row.problem}"
 
 
 def _cells(row: Row, questions: int) -> list[str]:

@@ -6,7 +6,7 @@ DEMO := kivi,kivi-4,skvq:group=32,rtn,h2o,keyformer,snapkv,minikv,streaming,wind
 .PHONY: demo test test-kernels test-oldest lint train clean
 
 demo: .venv/ready
-	$(BIN)/kvloom compare --recipes "$(DEMO)" --new-tokens 80 --questions 32
+	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto

@@ -1,8 +1,8 @@
 """kvloom: smaller KV caches for any Hugging Face model, with memory really freed.
 
 import kvloom
-kvloom.attach(model, "kivi")      # every later model.generate() uses a 2-bit cache
-cache = kvloom.Cache(model, "kivi:bits=4")      # or one cache of your own
+kvloom.attach(model, "kivi-4")      # every later model.generate() uses a 4-bit cache
+cache = kvloom.Cache(model, "kivi-4")      # or one cache of your own
 model.generate(**inputs, past_key_values=cache)
 """
 

@@ -7,8 +7,10 @@ frozen data, validated when made, and go through a dict or TOML without loss.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from .errors import IncompatibleRecipe, RecipeError
@@ -282,12 +284,37 @@ class Recipe:
         return "\n".join(_toml_lines(self.to_dict(), "")) + "\n"
 
     @classmethod
-    def from_toml(cls, text: str) -> Recipe:
-        """Build from a TOML document."""
+    def from_toml(cls, source: str | Path) -> Recipe:
+        """Build from a TOML document, or from a file that holds one.
+
+        source: the document, or the path of the file (see `is_file`). Raises `RecipeError` if the
+        file cannot be read or the document is not a recipe.
+        """
+        if not is_file(source):
+            return cls._from_document(str(source))
+        try:
+            return cls._from_document(Path(source).read_text(encoding="utf-8"))
+        except OSError as error:
+            why = f"cannot be read ({error.strerror}); give an existing TOML file"
+        except UnicodeDecodeError:
+            why = "is not UTF-8 text; give a TOML file"
+        except RecipeError as error:
+            why = f"is not a recipe: {error}"
+        raise RecipeError(f"recipe file {str(source)!r} {why}")
+
+    @classmethod
+    def _from_document(cls, text: str) -> Recipe:
         try:
             return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise RecipeError(f"not a TOML recipe: {error}") from error
+
+
+def is_file(source: str | Path) -> bool:
+    """Whether this is a recipe file's path: a `Path`, a name in .toml, or any existing file."""
+    if isinstance(source, Path):
+        return True
+    return "\n" not in source and (source.endswith(".toml") or os.path.isfile(source))
 
 
 def _of_kind(name: str, given: Any) -> Any:

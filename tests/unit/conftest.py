@@ -45,5 +45,6 @@ def here(tmp_path_factory):
     (folder / "text.txt").write_text(tiny.TEXT)
     (folder / "short.txt").write_text("a few words\n")
     (folder / "empty.txt").write_text("\n")
+    (folder / "no-recipe.toml").write_text("[stor]\n")
     (folder / "bytes.bin").write_bytes(b"\xff\xfe\x00\x81")
     return folder

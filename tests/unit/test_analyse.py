@@ -203,7 +203,7 @@ def run(*args):
 
 def test_the_command_shows_table_picture_and_json(tmp_path):
     out, png = tmp_path / "a.json", tmp_path / "a.png"
-    found = run("--context", 96, "--new-tokens", 4, "--json", out, "--plot", png)
+    found = run("--context", 96, "--max-new-tokens", 4, "--json", out, "--plot", png)
     assert found.exit_code == 0, found.output
     assert png.read_bytes().startswith(b"\x89PNG")
     data = json.loads(out.read_text())
@@ -220,5 +220,5 @@ def test_the_command_shows_table_picture_and_json(tmp_path):
 def test_json_to_stdout_is_nothing_else(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The magic number is not here.\n" * 40)
-    found = run(text, "--context", 64, "--new-tokens", 2, "--recipe", "full", "--json", "-")
+    found = run(text, "--context", 64, "--max-new-tokens", 2, "--recipe", "full", "--json", "-")
     assert json.loads(found.stdout)["environment"]["text"] == "text.txt"

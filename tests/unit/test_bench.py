@@ -41,10 +41,10 @@ def run(*args):
     return CliRunner().invoke(app, ["bench", *(str(a) for a in args)])
 
 
-def measured(*args):
+def measured(*args, status=0):
     """The JSON of a run, its rows by (name, context)."""
     found = run(*args, "--json", "-")
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == status, found.output
     data = json.loads(found.stdout)
     return data, {(row["name"], row["context"]): row for row in data["rows"]}
 
@@ -57,7 +57,10 @@ def test_decode_prints_a_table_and_writes_files(tmp_path):
         "decode", *LAYER, "--context", "96,200", "--recipes", "full,kivi:group=64,clusterkv",
         "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png",
     )  # fmt: skip
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 1, found.output  # kivi:group=64 does not fit
+    assert "200 tokens, clusterkv: " in found.stderr
+    assert "200 tokens, kivi:group=64: recipe 'kivi:group=64' does not fit" in found.stderr
+    assert found.stderr.endswith("kvloom: no figures of kivi:group=64; see above\n")
     said = ("4q/2kv x 32", "96 tokens", "200 tokens", "SDPA bf16 rows", "kivi:group=64", "MiB")
     for word in said:
         assert word in found.stdout
@@ -98,7 +101,7 @@ def test_a_cache_that_is_not_there_says_what_to_install(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(caches, "stock", none)
-    _, found = measured("decode", *LAYER, "--context", "64", "--recipes", "kivi:group=64,full")
+    _, found = measured("decode", *LAYER, "--context", "64", "--recipes", "kivi,full")
     row = found["QuantizedCache hqq-4", 64]
     assert (row["problem"], row["ms"]) == ("not installed: pip install hqq", None)
     table = run("decode", *LAYER, "--context", "64", "--recipes", "full").stdout
@@ -116,7 +119,7 @@ def test_prefill_times_taking_in_alone():
 
 def test_pack_counts_what_goes_in():
     _, found = measured(
-        "pack", *LAYER, "--context", "256", "--recipes", "kivi,full,skvq:group=32,turbo"
+        "pack", *LAYER, "--context", "256", "--recipes", "kivi,full,skvq:group=32,turbo", status=1
     )
     assert found["full", 256]["problem"] == "it packs nothing"
     for name in ("kivi", "skvq:group=32", "turbo"):
@@ -127,7 +130,7 @@ def test_pack_counts_what_goes_in():
 def test_generate_runs_whole_steps(tmp_path):
     data, found = measured(
         "generate", *MODEL, "--context", "128", "--plot", tmp_path / "out.svg",
-        "--recipes", "full,kivi:group=64,h2o,skvq:group=32,snapkv:tokens=48",
+        "--recipes", "full,kivi:group=64,h2o,skvq:group=32,snapkv:tokens=48", status=1,
     )  # fmt: skip
     assert data["environment"]["shape"] == "2 layers, hidden 64, 4q/2kv x 32"
     exact = found["DynamicCache", 128]
@@ -148,6 +151,67 @@ def test_peers_write_the_same_rows():
     made = common.row(Namespace(shape="x"), "one", 8, [2.0, 4.0, 3.0], 10, 5, {"other": [6.0]})
     assert set(made) == {field.name for field in fields(Row)}
     assert (made["ms"], made["least_ms"], made["ratios"]) == (3.0, 2.0, {"other": 2.0})
+
+
+# runs that end early
+
+
+def test_finished_contexts_stay_after_an_interrupt(monkeypatch, tmp_path):
+    whole, out = clock.run, tmp_path / "out.json"
+
+    def interrupted(sides, *rest):
+        if len(held) == 1:
+            raise KeyboardInterrupt
+        held.append(sides)
+        return whole(sides, *rest)
+
+    held = []
+    monkeypatch.setattr(clock, "run", interrupted)
+    found = run("decode", *LAYER, "--context", "64,96,128", "--recipes", "rtn", "--json", out,
+                "--plot", tmp_path / "out.png")  # fmt: skip
+    assert found.exit_code == 130
+    assert "64 tokens" in found.stdout
+    assert "not measured: 96 tokens, 128 tokens" in found.stdout
+    assert "kvloom: interrupted; not measured: 96 tokens, 128 tokens" in found.stderr
+    data = json.loads(out.read_text())
+    assert {row["context"] for row in data["rows"]} == {64}
+    assert data["environment"]["missing"] == ["96 tokens", "128 tokens"]
+    assert (tmp_path / "out.png").exists()
+
+
+def test_a_context_without_memory_leaves_those_before_it(monkeypatch):
+    fill = caches.random
+
+    def random(shape, tokens, *rest):
+        if tokens == 96:
+            raise MemoryError
+        return fill(shape, tokens, *rest)
+
+    monkeypatch.setattr(caches, "random", random)
+    found = run("decode", *LAYER, "--context", "64,96", "--recipes", "rtn")
+    assert found.exit_code == 2
+    assert "64 tokens" in found.stdout
+    assert found.stderr.splitlines()[-1].startswith("kvloom: there is no memory for that much")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(MemoryError(), "there is no memory for"), (KeyError("a bug"), "KeyError: 'a bug'")],
+)
+def test_a_recipe_that_fails_leaves_the_others(monkeypatch, error, said):
+    attend = LayerCache.attend
+
+    def fails(self, *args, **kwargs):
+        if self.recipe.name == "kivi" and self.seen > 66:
+            raise error
+        return attend(self, *args, **kwargs)
+
+    monkeypatch.setattr(LayerCache, "attend", fails)
+    args = ["decode", *LAYER, "--context", "64", "--recipes", "kivi,rtn"]
+    _, found = measured(*args, status=1)
+    assert found["kivi", 64]["problem"].startswith(said)
+    assert found["kivi", 64]["ms"] is None
+    assert found["rtn", 64]["ms"] > 0
 
 
 # the clock

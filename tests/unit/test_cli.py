@@ -2,22 +2,29 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import kvloom
+import tiny
 from kvloom.cli import app
 from kvloom.cli.edge import split
+from kvloom.cli.generate import packs_from
 from kvloom.recipes import RECIPES, resolve
 from kvloom.reference import WEIGHTS
 from tiny import TEXT
 
-SMALL = ["--context", "120", "--new-tokens", "32", "--batch", "2", "--questions", "2"]
+# kvloom.compare.measure is a function of the module of that name
+measure, compare_run = (import_module(f"kvloom.compare.{name}") for name in ("measure", "run"))
+SMALL = ["--context", "120", "--max-new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +45,8 @@ def test_compare_prints_a_table_and_writes_files(here):
         "--recipes", "kivi:group=32,residual=32,window:tokens=64,kivi:group=64",
         "--json", here / "out.json", "--plot", here / "out.png",
     )  # fmt: skip
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 1, found.output
+    assert found.stderr.endswith("kvloom: no figures of kivi:group=64; see above\n")
     assert "text.txt" in found.stdout
     assert "kivi:group=64 cannot run: " in found.stdout
     rows = json.loads((here / "out.json").read_text())["rows"]
@@ -90,7 +98,7 @@ def test_compare_reads_the_library_by_default(here):
 
 @pytest.mark.skipif(not any(WEIGHTS.glob("*.safetensors")), reason="no weights yet")
 def test_compare_takes_the_reference_model_by_default():
-    args = ["--context", "256", "--new-tokens", "32", "--batch", "1", "--questions", "2"]
+    args = ["--context", "256", "--max-new-tokens", "32", "--batch", "1", "--questions", "2"]
     found = json.loads(run("compare", *args, "--recipes", "kivi", "--json", "-").stdout)
     full, kivi = found["rows"]
     assert found["environment"]["model"] == "reference"
@@ -105,6 +113,123 @@ def test_the_same_seed_gives_the_same_quality(here):
     first, again, other = (json.loads(run(*args, s).stdout)["rows"][1] for s in (1, 1, 2))
     assert first["perplexity"] == again["perplexity"]
     assert first["perplexity"] != other["perplexity"]
+
+
+def test_a_recipe_of_the_default_list_that_does_not_fit_is_no_failure(here):
+    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-")
+    rows = json.loads(found.stdout)["rows"]
+    assert any(row["problem"] for row in rows)
+    assert not any(row["failed"] for row in rows)
+    assert found.exit_code == 0
+
+
+def test_finished_rows_go_to_stderr_and_the_table_to_stdout(here):
+    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL,
+                "--recipes", "rtn,window")  # fmt: skip
+    lines = [line for line in found.stderr.splitlines() if not line.startswith("kvloom: ")]
+    assert [line.partition(":")[0] for line in lines] == ["full", "rtn", "window"]
+    assert "x smaller, prefill " in lines[1]
+    assert not any(line in found.stdout for line in lines)
+
+
+@pytest.mark.parametrize("finished", [0, 2])
+def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, finished):
+    whole, measured, out = measure.measure, [], tmp_path / "out.json"
+
+    def interrupted(*args):
+        if len(measured) == finished:
+            raise KeyboardInterrupt
+        measured.append(args)
+        return whole(*args)
+
+    monkeypatch.setattr(compare_run, "measure", interrupted)
+    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", out,
+                "--recipes", "rtn,window,h2o")  # fmt: skip
+    missing = ["full", "rtn", "window", "h2o"][finished:]
+    assert found.exit_code == 130
+    assert f"kvloom: interrupted; not measured: {', '.join(missing)}" in found.stderr
+    if not finished:
+        assert found.stdout == ""
+        assert not out.exists()
+        return
+    assert f"not measured: {', '.join(missing)}" in found.stdout
+    assert re.search(r"^ rtn .*\d", found.stdout, re.MULTILINE)
+    data = json.loads(out.read_text())
+    assert [row["recipe"] for row in data["rows"]] == ["full", "rtn"]
+    assert data["environment"]["missing"] == missing
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "there is no memory for that much"),
+        (kvloom.errors.NotFinite("layer 1: NaN"), "layer 1: NaN"),
+        (KeyError("a bug"), "KeyError: 'a bug'"),
+    ],
+)
+def test_a_recipe_that_fails_leaves_the_others(here, monkeypatch, caplog, error, said):
+    whole = measure._measure
+
+    def fails(model, tokenizer, recipe, *rest):
+        if recipe.name == "rtn":
+            raise error
+        return whole(model, tokenizer, recipe, *rest)
+
+    monkeypatch.setattr(measure, "_measure", fails)
+    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-",
+                "--recipes", "rtn,window")  # fmt: skip
+    assert found.exit_code == 1
+    full, rtn, window = json.loads(found.stdout)["rows"]
+    assert rtn["problem"].startswith(said)
+    assert (rtn["failed"], rtn["perplexity"]) == (True, None)
+    assert full["perplexity"] > 1 < window["perplexity"]
+    assert f"rtn failed: {said}" in found.stderr
+    assert ("Traceback" in caplog.text) == isinstance(error, KeyError)  # of a defect alone
+
+
+@pytest.mark.parametrize("command", ["compare", "inspect", "analyse attention", "generate"])
+def test_new_tokens_are_called_the_same_everywhere(command):
+    shown = run(*command.split(), "--help").stdout
+    assert "--max-new-tokens" in shown
+    assert "--new-tokens" not in shown
+    refused = run(*command.split(), "hi", "--new-tokens", "x").stderr  # the former name
+    assert "--max-new-tokens" in refused
+    assert "Invalid value" in refused
+
+
+def test_a_recipe_file_is_a_recipe_everywhere(here, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(resolve("kivi:group=16,residual=16").to_toml())
+    args = [here / "text.txt", "--model", here / "model"]
+    found = run("compare", *args, *SMALL, "--recipes", "mine.toml,rtn", "--json", "-")
+    assert [row["recipe"] for row in json.loads(found.stdout)["rows"]] == [
+        "full",
+        "mine.toml",
+        "rtn",
+    ]
+    assert json.loads(found.stdout)["rows"][1]["bits_per_value"] < 16
+    found = run("analyse", "error", *args, "--context", 64, "--recipes", "mine.toml", "--json", "-")
+    assert json.loads(found.stdout)["rows"][0]["recipe"] == "mine.toml"
+    few = ["--recipe", "mine.toml", "--max-new-tokens", 2]
+    assert "mine.toml: 64 tokens" in run("inspect", *args, *few, "--context", 64).stdout
+    assert "mine.toml: " in run("generate", "line 7", *args[1:], *few).stderr
+    assert run("analyse", "attention", *args, *few, "--context", 64).exit_code == 0
+    args = ["--heads", "4/2", "--head-dim", 32, "--context", 64, "--repeats", 1, "--json", "-"]
+    found = run("bench", "decode", *args, "--recipes", "mine.toml")
+    assert json.loads(found.stdout)["rows"][-1]["ms"] > 0
+    page = run("recipes", "mine.toml").stdout
+    assert page.startswith("mine.toml: A recipe file.\n")
+    assert "residual = 16" in page
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_model_takes_a_recipe_file(here, tmp_path, kind):
+    path = tmp_path / "mine.toml"
+    path.write_text(resolve("rtn:bits=4").to_toml())
+    model = AutoModelForCausalLM.from_pretrained(here / "model")
+    assert kvloom.Cache(model, kind(path)).recipe.store.keys.bits == 4
+    assert kvloom.attach(model, kind(path)).recipe.name == str(path)
+    kvloom.detach(model)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +260,7 @@ def test_generate_is_plain_generation_and_reports_the_cache(here):
     said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert found.stdout.strip() == said.strip()
     assert f"full: {ids.shape[1]} + 12 tokens, " in found.stderr
-    for figure in ("MiB held", "x smaller than full", "bits a value", "tokens/s"):
+    for figure in ("MiB held", "no smaller than full", "bits a value", "tokens/s"):
         assert figure in found.stderr
     assert model.dtype == torch.float32
 
@@ -147,6 +272,56 @@ def test_generate_reads_stdin_and_compresses(here):
     times = float(re.search(r"([\d.]+)x smaller", found.stderr)[1])
     assert times > 4
     assert run("generate", *args, input=TEXT[:1500]).stdout == found.stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens"),
+    [
+        ("kivi", 128),
+        ("kivi:residual=64", 64),
+        ("rtn:residual=100", 101),
+        ("turbo:window=32,sinks=4", 37),
+        ("rtn", 1),
+        ("full", None),
+        ("h2o", None),
+    ],
+)
+def test_packing_starts_where_the_recipe_says(here, recipe, tokens):
+    assert packs_from(resolve(recipe)) == tokens
+    if tokens is None or tokens == 1:
+        return
+    prompt = "line 7: the"
+    args = ["generate", prompt, "--model", here / "model", "--recipe", recipe, "--max-new-tokens"]
+    read = len(tiny.tokenizer()(prompt)["input_ids"]) - 1  # the last new token is not read
+    before, after = (run(*args, tokens - read + more).stderr for more in (-1, 0))
+    assert f"nothing packed yet: {recipe} starts to pack at {tokens} tokens" in before
+    assert "smaller" not in before
+    assert "bits a value" not in before
+    assert "nothing packed" not in after
+
+
+def test_generate_says_tokens_held_where_tokens_are_dropped(here):
+    args = ["--model", here / "model", "--recipe", "minikv", "--max-new-tokens", "2"]
+    said = run("generate", "line", *args).stderr
+    assert "nothing packed yet: minikv starts to pack at 128 tokens held" in said
+
+
+def test_generate_chats_by_the_template(here, tmp_path):
+    shutil.copytree(here / "model", tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(here / "model")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "chat")
+    args = ["--recipe", "full", "--max-new-tokens", "8", "--model"]
+    chat = run("generate", "line 7", "--chat", *args, tmp_path / "chat")
+    ids = tokenizer("user: line 7\nassistant:", add_special_tokens=False)["input_ids"]
+    assert chat.exit_code == 0, chat.output
+    assert f"full: {len(ids)} + 8 tokens, " in chat.stderr
+    plain = run("generate", "user: line 7\nassistant:", *args, here / "model")
+    assert f"full: {len(ids) + 1} + 8 tokens, " in plain.stderr  # <s> in front
+    assert chat.stdout != run("generate", "line 7", *args, here / "model").stdout
 
 
 def test_generate_samples_by_seed(here):
@@ -181,6 +356,15 @@ def test_recipes_lists_every_recipe_in_one_line():
     for name in RECIPES:
         assert any(line.split()[:1] == [name] for line in lines)
     assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("width", [20, 60, 140])
+def test_recipes_are_listed_in_the_columns_there_are(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = run("recipes").stdout
+    assert width - 20 <= max(map(len, shown.splitlines())) <= width
+    words = set(shown.split())
+    assert {*RECIPES, "round-to-nearest", "half"} <= {*words, *(w.lower() for w in words)}
 
 
 def test_recipes_as_json_have_options_and_defaults():

@@ -307,7 +307,7 @@ def test_json_has_the_promised_fields(model, task, rows):
     assert found["environment"]["dtype"] == "float32"
     want = {"recipe", "bits_per_value", "kv_bytes", "times_smaller", "prefill_s",
             "decode_tokens_s", "perplexity", "agreement", "needle", "tokens_read",
-            "moved_bytes", "ready", "problem"}  # fmt: skip
+            "moved_bytes", "ready", "problem", "failed"}  # fmt: skip
     assert all(set(row) == want for row in found["rows"])
     assert found["rows"][3]["perplexity"] is None
 
@@ -361,6 +361,23 @@ def test_table_is_readable_at_100_columns(model, task, rows):
     assert "kivi:group=32,residual=32" in shown  # not folded
     assert "kivi:group=64 cannot run: " in shown
     assert f"{rows[1].bits_per_value:.2f}" in shown
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 99, 100, 200])
+def test_a_table_of_any_width_shows_every_figure(model, task, width):
+    row = Row("skvq:group=32,calibration=x.safetensors", 13.75, 6 << 20, 4.4, 0.63, 1099.9, 5.905,
+              0.884, 1.0)  # fmt: skip
+    environment = work.environment(model, "tiny", task, seed=0, text="lines")
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(work.table([row], environment))
+    shown = captured.get()
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown
+    for figure in ("13.75", "6.00", "4.4x", "0.63", "1,099.9", "5.905", "88.4%", "3/3"):
+        assert f" {figure}" in shown
+    assert "perplexity" in shown or width == 20
+    assert shown.count("recipe") == {20: 8, 40: 4, 60: 2}.get(width, 1)  # blocks of columns
 
 
 def test_plot_writes_a_picture(model, task, rows, tmp_path):

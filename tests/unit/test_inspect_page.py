@@ -97,7 +97,7 @@ def run(*args, **kwargs):
 
 
 def test_the_command_writes_page_and_json(saved, tmp_path):
-    args = ["--model", saved / "model", "--recipe", "h2o", "--context", 40, "--new-tokens", 3]
+    args = ["--model", saved / "model", "--recipe", "h2o", "--context", 40, "--max-new-tokens", 3]
     out, js = tmp_path / "a.html", tmp_path / "a.json"
     found = run(saved / "text.txt", *args, "--out", out, "--json", js)
     assert found.exit_code == 0, found.output
@@ -118,7 +118,7 @@ def test_the_command_writes_page_and_json(saved, tmp_path):
 def test_the_command_says_what_was_read(saved, tmp_path):
     recipe = "quest:tokens=16,page=4,sinks=2,recent=4,full_layers=1"
     out, js = tmp_path / "a.html", tmp_path / "a.json"
-    args = ["--model", saved / "model", "--recipe", recipe, "--context", 40, "--new-tokens", 3]
+    args = ["--model", saved / "model", "--recipe", recipe, "--context", 40, "--max-new-tokens", 3]
     found = run(saved / "text.txt", *args, "--out", out, "--json", js)
     assert found.exit_code == 0, found.output
     data = json.loads(js.read_text())

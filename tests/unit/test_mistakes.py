@@ -8,6 +8,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
+from kvloom import compare
 from kvloom.bench import ModelShape, caches, clock, limits
 from kvloom.cli import app
 from kvloom.cli.edge import stdin, told, write
@@ -23,6 +24,10 @@ SEVERAL = ["compare", "analyse error", "calibrate model --out c.safetensors", "b
 JSON = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect hi",
         "bench decode", "bench generate"]  # fmt: skip
 PLOT = ["compare", "analyse attention", "analyse distribution", "bench prefill"]
+RECIPE_FILES = [
+    ("none.toml", "recipe file 'none.toml' cannot be read (No such file or directory); give"),
+    ("no-recipe.toml", "recipe file 'no-recipe.toml' is not a recipe: Recipe has no field 'stor'"),
+]
 LOAD = ["compare text.txt", "analyse error text.txt --context 64", "generate hi", "inspect hi"]
 MODELS = [
     ("nobody/nothing", "there is no model 'nobody/nothing': it is not a folder here"),
@@ -37,6 +42,9 @@ COMMON = [
     *((f"{v} no-model", "'no-model' is a folder; give text files") for v in READ),
     *((f"{v} {'kivy' if v == 'recipes' else '--recipe kivy'}", "mean 'kivi'?") for v in ONE),
     *((f"{v} --recipes full,kivy", "did you mean 'kivi'?") for v in SEVERAL),
+    *((f"{v} {'' if v == 'recipes' else '--recipe '}{file}", said)
+      for v in ONE for file, said in RECIPE_FILES),
+    *((f"{v} --recipes full,{file}", said) for v in SEVERAL for file, said in RECIPE_FILES),
     *((f"{v} --recipes ,", "--recipes names no recipe; there are full, ") for v in SEVERAL),
     *((f"{v} --json nowhere/a.json", "give a file in a folder that exists") for v in JSON),
     *((f"{v} --json no-model", "give a file in a folder that exists") for v in JSON),
@@ -62,13 +70,10 @@ COMMON = [
       ]),
 ]  # fmt: skip
 OWN = [
-    ("compare short.txt --model model", "tokens, context and continuation take"),
+    ("compare short.txt --model model", "tokens, and the context and what follows it take"),
     ("compare --recipes kivi,bits=4", "no recipe named 'bits=4'"),
     ("compare --recipes kivi:bts=4", "no option 'bts' (did you mean 'bits'?)"),
     ("compare --recipes kivi:residual=100", "residual=100 is not a multiple of group=32"),
-    ("compare --new-tokens 3", "new_tokens=3 must be 32 or more"),
-    ("compare --context=-5", "context=-5 must be 1 or more"),
-    ("compare --seed=-1", "seed=-1 must be 0 or more"),
     ("compare --budget half", "--budget 'half' is neither whole tokens (512) nor a fraction"),
     ("compare --budget 0", "budget tokens=0 must be a whole number, 1 or more"),
     ("compare --budget 1.5", "budget fraction=1.5 must lie in (0, 1]"),
@@ -78,7 +83,7 @@ OWN = [
     ("compare --ask before", "ask='before' is not one of after, with"),
     ("compare text.txt --model model --context 1000", "use a context of 863 or less"),
     ("analyse attention text.txt --model model", "the model has 1024; give less text"),
-    ("analyse error short.txt --model model", "give more text or a smaller --context"),
+    ("analyse error short.txt --model model", "give more text, a shorter context or fewer new"),
     ("analyse distribution --layers first", "--layers 'first' must be numbers, such as 0,3,5"),
     ("analyse distribution text.txt --model model --context 64 --layers 9 --recipe full",
      "layers [9] are not among those that kvloom holds; choose from [0, 1]"),
@@ -90,6 +95,8 @@ OWN = [
     ("generate hi --model model --recipe kivi:group=64", "does not divide head_dim=32"),
     ("generate hi --model model --max-new-tokens 2000", "the model has 1024"),
     ("inspect '' --model model", "the text is empty"),
+    ("inspect text.txt --model model --max-new-tokens 1000", "the model has 1024; give less text"),
+    ("generate hi --chat --model model", "the tokenizer of model 'model' has no chat template;"),
     ("inspect none.txt", "there is no file 'none.txt'; give a file that exists, or the text"),
     ("inspect hi --out nowhere/a.html", "give a file in a folder that exists"),
     ("calibrate model --out c.safetensors --recipes kivi", "'kivi' needs no calibration"),
@@ -123,6 +130,20 @@ def refused(command, **kwargs):
     return line
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compare short.txt", "compare text.txt --context 1000", "compare text.txt --context 40",
+        "analyse attention short.txt", "analyse attention text.txt", "analyse error short.txt",
+        "analyse distribution short.txt", "inspect ''", "inspect text.txt --max-new-tokens 1000",
+        "generate hi --max-new-tokens 2000", "generate hi --chat",
+    ],
+)  # fmt: skip
+def test_what_the_tokenizer_can_refuse_is_refused_before_the_model_is_loaded(command, monkeypatch):
+    monkeypatch.setattr(compare, "load_model", lambda *_: pytest.fail("loaded all the same"))
+    refused(f"{command} --model model")
+
+
 @pytest.mark.parametrize(("command", "said"), COMMON + OWN)
 def test_a_mistake_is_told_in_one_sentence(here, command, said):
     before = sorted(path.name for path in here.iterdir())
@@ -141,7 +162,9 @@ def test_a_model_that_is_no_decoder():
         "analyse distribution --context abc", "generate hi --max-new-tokens 0",
         "generate hi --temperature=-1", "generate hi --seed=-1",
         "generate hi --seed 18446744073709551616", "inspect hi --context 0",
-        "inspect hi --new-tokens=-1", "calibrate model", "compare --recepes kivi", "recipe",
+        "inspect hi --max-new-tokens=-1", "compare --max-new-tokens 31", "compare --context=-5",
+        "compare --seed=-1", "compare --batch 0", "compare --questions=-1", "calibrate model",
+        "compare --recepes kivi", "recipe",
     ],
 )  # fmt: skip
 def test_a_number_out_of_range_and_a_word_there_is_not(command):

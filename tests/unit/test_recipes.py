@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from kvloom.errors import RecipeError
@@ -123,8 +126,56 @@ def test_a_wrong_name_or_value_says_what_is_allowed(spelling, says):
     assert "\n" not in str(refused.value)
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder, with recipe files: good ones under three names, and bad ones."""
+    document = resolve("kivi:bits=4").to_toml()
+    for name in ("mine.toml", "mine", "kivi"):
+        (tmp_path / name).write_text(document)
+    (tmp_path / "bad.toml").write_text("bits: 2")
+    (tmp_path / "wrong.toml").write_text("[stor]\n")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "folder.toml").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("name", ["mine.toml", "mine", "./kivi"])
+def test_a_file_is_a_recipe(folder, name, kind):
+    path = folder / name if kind is Path else name
+    found = resolve(path)
+    assert found.name == str(path)
+    assert replace(found, name="") == replace(resolve("kivi:bits=4"), name="")
+    assert Recipe.from_toml(path) == resolve("kivi:bits=4")  # the name that the file gives
+
+
+def test_a_name_is_a_name_though_there_is_such_a_file(folder):
+    assert resolve("kivi").store.keys.bits == 2
+    assert resolve(Path("kivi")).store.keys.bits == 4
+
+
+@pytest.mark.parametrize("read", [resolve, Recipe.from_toml])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none.toml", "cannot be read (No such file or directory); give an existing TOML file"),
+        ("folder.toml", "cannot be read (Is a directory)"),
+        ("bytes.toml", "is not UTF-8 text; give a TOML file"),
+        ("bad.toml", "is not a recipe: not a TOML recipe: "),
+        ("wrong.toml", "is not a recipe: Recipe has no field 'stor'; it has keep, store"),
+    ],
+)
+def test_a_file_that_is_no_recipe_says_why(folder, read, name, why):
+    for path in (name, folder / name):
+        with pytest.raises(RecipeError) as refused:
+            read(path)
+        assert str(refused.value).startswith(f"recipe file {str(path)!r} {why}")
+        assert "\n" not in str(refused.value)
+
+
 def test_something_else_is_no_recipe():
-    with pytest.raises(RecipeError, match="a recipe is a Recipe or a name, not int"):
+    with pytest.raises(RecipeError, match="expected a Recipe, its name or its TOML file, got int"):
         resolve(2)
 
 

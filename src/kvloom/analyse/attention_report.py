@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ..compare.plot import check
+from ..compare.sheet import Sheet
 from .attention import EDGES, GRID, THRESHOLD, LayerAttention
 
 _COLUMNS = (
@@ -23,17 +22,12 @@ _COLUMNS = (
 
 
 def table(layers: Sequence[LayerAttention], environment: dict[str, Any]) -> Group:
-    """Return a rich table of the layers and what the figures mean, readable at 100 columns."""
+    """Return a table of the layers, and below it what the figures mean; rich prints it."""
     e = environment
-    built = Table(
-        title=f"{e['model']} ({e['dtype']}), {e['recipe']}", title_justify="left", box=SIMPLE_HEAD,
-        pad_edge=False,
-    )  # fmt: skip
-    built.add_column("layer", justify="right")
-    for name in _COLUMNS:
-        built.add_column(name, justify="right", no_wrap=True)
+    title = f"{e['model']} ({e['dtype']}), {e['recipe']}"
+    built = Sheet(title, "layer", _COLUMNS, numbers=True)
     for x in layers:
-        built.add_row(
+        built.add(
             str(x.number), f"{x.sparsity:.1%}", f"{x.most:.1%}", f"{x.variance:.4g}",
             f"{x.held_tokens:,}", f"{x.kept:.1%}",
         )  # fmt: skip

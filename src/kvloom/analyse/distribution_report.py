@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ..compare.plot import check
+from ..compare.sheet import Sheet
 from .distribution import KINDS, Distribution
 
 MOST = 3  # layers drawn: first, middle and last of those measured
@@ -42,16 +41,13 @@ def to_json(found: Sequence[Distribution], environment: dict[str, Any]) -> str:
 
 
 def table(found: Sequence[Distribution], environment: dict[str, Any]) -> Group:
-    """Return a rich table of the figures and what they mean, readable at 100 columns."""
+    """Return a table of the figures, and below it what they mean; rich prints it."""
     e = environment
-    built = Table(title=f"{e['model']} ({e['dtype']}), {e['recipe']}", title_justify="left",
-                  box=SIMPLE_HEAD, pad_edge=False)  # fmt: skip
-    for name in ("layer", "of", "largest over\nmedian channel", "spread in\nplain groups",
-                 "in calibrated\ngroups"):  # fmt: skip
-        built.add_column(name, justify="left" if name == "of" else "right", no_wrap=True)
+    columns = ("largest over\nmedian channel", "spread in\nplain groups", "in calibrated\ngroups")
+    built = Sheet(f"{e['model']} ({e['dtype']}), {e['recipe']}", "layer", columns)
     for d in found:
         after = "" if d.after is None else f"{d.after:.2f}"
-        built.add_row(str(d.layer), KINDS[d.kind], f"{d.outliers:.1f}x", f"{d.before:.2f}", after)
+        built.add(f"{d.layer} {KINDS[d.kind]}", f"{d.outliers:.1f}x", f"{d.before:.2f}", after)
     caption = (
         f"{e['context']:,} tokens of {e['text']}. spread: a group's range in a token over the mean "
         f"magnitude, groups of {found[0].group if found else 0} channels of all heads on average."

@@ -6,13 +6,17 @@ are not counted.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from ..compare.errors import explained, sentence
 from ..kernels import dispatch
+
+_log = logging.getLogger(__name__)
 
 WARM_UP = 3
 """Rounds that are not counted."""
@@ -25,7 +29,7 @@ class Side:
     """Something to time.
 
     call: one step. prepare: what comes before each, untimed. held, read: bytes of keys and values
-    that are held, and that a step reads, asked once all is measured. problem: why it cannot run.
+    that are held, and that a step reads, asked once all is measured. problem: why it has no times.
     """
 
     name: str
@@ -50,7 +54,10 @@ def run(
     tell: Callable[[str, int], None] | None = None,
     warm_up: int = WARM_UP,
 ) -> dict[str, Times]:
-    """Time every side `repeats` times, in turns, slow ones less often; by name."""
+    """Time every side `repeats` times, in turns, slow ones less often; by name.
+
+    A side whose call raises an error gets it as its `problem` and no times; the others go on.
+    """
     times = {side.name: Times() for side in sides}
     slow: set[str] = set()
     with torch.inference_mode():
@@ -60,25 +67,43 @@ def run(
                     continue
                 if tell:
                     tell(side.name, 0)
-                if side.prepare is not None:
-                    side.prepare()
-                before = dispatch.ran.copy()
-                begin = _now()
-                side.call()
-                ms = 1e3 * (_now() - begin)
+                try:
+                    ms, fell = _time(side)
+                except Exception as error:
+                    side.call, side.problem, times[side.name] = None, problem(error), Times()
+                    continue
                 if i >= warm_up:
                     taken = times[side.name].ms
                     taken.append(ms)
                     if len(taken) >= _LEAST and sum(taken) > 1e3 * _ENOUGH_S:
                         slow.add(side.name)
-                times[side.name].fell |= {
-                    f"{operation}: {why}"
-                    for (operation, backend, why), n in dispatch.ran.items()
-                    if backend == "ref" and n > before[operation, backend, why]
-                }
+                times[side.name].fell |= fell
             if tell:
                 tell("", 1)
     return times
+
+
+def problem(error: Exception) -> str:
+    """Return why a side has no times; the traceback of a defect goes to the log."""
+    if explained(error) is None:
+        _log.error("a side failed", exc_info=error)
+    return sentence(error)
+
+
+def _time(side: Side) -> tuple[float, set[str]]:
+    """Milliseconds of a call, and what of kvloom ran by the reference in it."""
+    assert side.call is not None
+    if side.prepare is not None:
+        side.prepare()
+    before = dispatch.ran.copy()
+    begin = _now()
+    side.call()
+    ms = 1e3 * (_now() - begin)
+    return ms, {
+        f"{operation}: {why}"
+        for (operation, backend, why), n in dispatch.ran.items()
+        if backend == "ref" and n > before[operation, backend, why]
+    }
 
 
 def rounds(repeats: int) -> int:

@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..errors import IncompatibleRecipe, RecipeError
 from ..layer import LayerCache
 from ..recipes import resolve
 from . import caches
-from .clock import Side
+from .clock import Side, problem
 from .shape import Shape, short
 
 AGAINST = ("SDPA fp32", "SDPA bf16", "DynamicCache")
@@ -88,8 +87,8 @@ def _recipe(name: str, shape: Shape, context: int) -> Side:
         (cache,) = caches.layers(resolve(name), shape)
         with torch.inference_mode():
             caches.fill(cache, q, k, v)
-    except (IncompatibleRecipe, RecipeError) as error:
-        return Side(name, problem=str(error))
+    except Exception as error:
+        return Side(name, problem=problem(error))
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
     return Side(
         name,

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..errors import IncompatibleRecipe
 from ..hf.cache import Cache
 from ..recipes import resolve
 from . import caches
-from .clock import Side
+from .clock import Side, problem
 from .shape import ModelShape
 
 AGAINST = ("DynamicCache",)
@@ -67,10 +66,9 @@ def sides(
         try:
             with torch.no_grad():  # steps of a model write to these tensors in any mode
                 ours = caches.ours(routed, resolve(name), shape, context)
-        except IncompatibleRecipe as error:
-            found.append(Side(name, problem=str(error)))
+        except Exception as error:
+            found.append(Side(name, problem=problem(error)))
             continue
-
         found.append(_side(name, routed, ids, ours, weights, *_counts(ours)))
     return found
 

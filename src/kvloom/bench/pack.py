@@ -11,12 +11,11 @@ from functools import partial
 
 import torch
 
-from ..errors import IncompatibleRecipe
 from ..recipe import Recipe
 from ..recipes import resolve
 from ..store import Lane
 from . import caches
-from .clock import Side
+from .clock import Side, problem
 from .prefill import attention, prompt
 from .shape import Shape
 
@@ -31,8 +30,8 @@ def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
         recipe = resolve(name)
         try:
             lanes = _Lanes(recipe, shape)
-        except IncompatibleRecipe as error:
-            found.append(Side(name, problem=str(error)))
+        except Exception as error:
+            found.append(Side(name, problem=problem(error)))
             continue
         if recipe.store.exact:
             found.append(Side(name, problem="it packs nothing"))

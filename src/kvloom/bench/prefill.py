@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import IncompatibleRecipe
 from ..layer import LayerCache
 from ..recipes import resolve
 from . import caches
-from .clock import Side
+from .clock import Side, problem
 from .shape import DTYPES, Shape, short
 
 AGAINST = tuple(f"SDPA {short(dtype)}" for dtype in DTYPES.values())  # the shape's runs
@@ -30,8 +29,8 @@ def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
     for name in recipes:
         try:
             fresh = _Fresh(name, shape)
-        except IncompatibleRecipe as error:
-            found.append(Side(name, problem=str(error)))
+        except Exception as error:
+            found.append(Side(name, problem=problem(error)))
             continue
         found += [
             Side(name, partial(fresh.attend, q, k, v), fresh.make, fresh.nbytes),

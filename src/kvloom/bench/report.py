@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from ..compare.sheet import Sheet
 from .rows import Row
 
 
@@ -20,7 +19,7 @@ def table(
     about: str,
     shares: bool = False,
 ) -> Group:
-    """Return a rich table of the rows, by context, readable at 100 columns; about: the caption.
+    """Return a table of the rows, by context; rich prints it. about: the caption.
 
     shares: say which share of another's time a side takes, instead of how many times faster it is.
     """
@@ -28,26 +27,33 @@ def table(
     against = list(dict.fromkeys(name for row in rows for name in row.ratios))
     threads = "1 thread" if e["threads"] == 1 else f"{e['threads']} threads"
     title = f"{e['shape']}, {e['dtype']}, batch {e['batch']}; {e['cpu']}, {threads}"
-    built = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
-    )
-    built.add_column("", overflow="fold")
     speeds = any(row.gb_s is not None for row in rows)
     names = ["ms", *(_wrapped(name, shares) for name in against), "KV\nMiB"]
-    for name in names + ["GB/s", "of the\nlimit"] * speeds:
-        built.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    built = Sheet(title, "", names + ["GB/s", "of the\nlimit"] * speeds)
     for context in dict.fromkeys(row.context for row in rows):
-        built.add_section()
-        built.add_row(Text(f"{context:,} tokens", "bold"))
+        built.part(f"{context:,} tokens")
         for row in (row for row in rows if row.context == context):
             mark = "*" if row.fell else ""
-            built.add_row(Text(row.name + mark), *_cells(row, against, shares, speeds, most))
+            built.add(row.name + mark, *_cells(row, against, shares, speeds, most))
     notes = [Text(f"{r.name}: {r.problem}", "yellow") for r in _once(rows) if r.problem]
     fell = [f"* {r.name}: plain torch runs {'; '.join(r.fell)}" for r in _once(rows) if r.fell]
     notes += [Text(why, "yellow") for why in fell]
     compiled = f" Kernels were ready after {e['compile_s']:.1f} s, not timed."
     limit = f" The machine reads {most:.1f} GB/s at most." if speeds else ""
+    if "missing" in e:
+        notes.append(Text(f"not measured: {', '.join(e['missing'])}", "yellow"))
     return Group(built, *notes, Text(about + limit + compiled * (e["compile_s"] >= 0.05), "dim"))
+
+
+def line(row: Row) -> str:
+    """Return the figures of a row in one line."""
+    at = f"{row.context:,} tokens, {row.name}: "
+    if row.ms is None:
+        return at + (row.problem or "no times")
+    others = ((name, ratio) for name, ratio in row.ratios.items() if name != row.name)
+    ratios = (f", {ratio:.2f}x the speed of {name}" for name, ratio in others)
+    held = "" if row.kv_bytes is None else f", {row.kv_bytes / 2**20:,.1f} MiB"
+    return f"{at}{row.ms:,.2f} ms{held}" + "".join(ratios)
 
 
 def _cells(row: Row, against: Sequence[str], shares: bool, speeds: bool, most: float) -> list[str]:

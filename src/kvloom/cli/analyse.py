@@ -8,19 +8,22 @@ from typing import Annotated, Any
 import typer
 
 from .edge import (
+    RECIPE,
+    RECIPES,
     Dtype,
     Files,
     Json,
     Model,
     chosen,
+    loaded,
     named,
-    progress,
     quiet,
     show,
     source,
     told,
     writable,
 )
+from .progress import progress
 
 app = typer.Typer(no_args_is_help=True, help="Draw the papers' plots for a model and a text.")
 
@@ -38,11 +41,11 @@ def attention(
     files: Files = None,
     model: Model = "reference",
     recipe: Annotated[
-        str, typer.Option(help="Whose scores to compare with those of the full cache.")
+        str, typer.Option(help=f"Whose scores to compare with those of the full cache. {RECIPE}")
     ] = "h2o",
     context: Annotated[int, typer.Option(min=2, help="Tokens read at once.")] = 1024,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the text fed one by one after them.")
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the text fed one by one after the context.")
     ] = 64,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
@@ -58,13 +61,15 @@ def attention(
         from ..analyse import attention_report as report
         from ..recipes import resolve
 
-        resolve(recipe)  # a wrong name is told before anything is loaded
+        resolve(recipe)  # a wrong name is refused before anything is loaded
         writable(json, plot=plot)
-        built, text = _read(files, model, dtype, seed, context=context, new_tokens=new_tokens)
-        with progress(new_tokens + 1) as tell:
+        text = _read(files, model, dtype, seed, context=context, new_tokens=max_new_tokens)
+        with progress() as shown:
+            built = loaded(model, dtype, shown)
+            tell = shown.counter(max_new_tokens + 1)
             layers = work.measure(built, text, context=context, recipe=recipe, progress=tell)
         facts = _facts(built, model, files, recipe, context, seed)
-        facts["new_tokens"] = new_tokens
+        facts["new_tokens"] = max_new_tokens
         if plot:
             report.plot(layers, facts, plot)
         show(report.to_json(layers, facts), json, report.table(layers, facts))
@@ -75,7 +80,7 @@ def error(
     files: Files = None,
     model: Model = "reference",
     recipes: Annotated[
-        str, typer.Option(help="Whose formats to compare, with their options.")
+        str, typer.Option(help=f"Whose formats to compare. {RECIPES} (see kvloom recipes).")
     ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
     context: Annotated[int, typer.Option(min=64, help="Tokens of each context.")] = 1024,
     contexts: Annotated[int, typer.Option(min=1, help="Contexts read.")] = 2,
@@ -93,9 +98,10 @@ def error(
 
         picked = chosen(recipes)
         writable(json)
-        built, text = _read(files, model, dtype, seed, context=context, contexts=contexts)
-        with progress(contexts) as tell:
-            found = work.measure(built, text, picked, progress=tell)
+        text = _read(files, model, dtype, seed, context=context, contexts=contexts)
+        with progress() as shown:
+            built = loaded(model, dtype, shown)
+            found = work.measure(built, text, picked, progress=shown.counter(contexts))
         facts = _facts(built, model, files, recipes, context, seed)
         facts["contexts"] = contexts
         show(report.to_json(found, facts), json, report.table(found, facts))
@@ -106,7 +112,10 @@ def distribution(
     files: Files = None,
     model: Model = "reference",
     recipe: Annotated[
-        str, typer.Option(help="Whose calibrated groups of channels to compare with plain ones.")
+        str,
+        typer.Option(
+            help=f"Whose calibrated groups of channels to compare with plain ones. {RECIPE}"
+        ),
     ] = "skvq:group=32",
     context: Annotated[int, typer.Option(min=2, help="Tokens read.")] = 512,
     layers: Annotated[
@@ -133,8 +142,11 @@ def distribution(
         except ValueError:
             raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
         writable(json, plot=plot)
-        built, text = _read(files, model, dtype, seed, context=context)
-        found = work.measure(built, text, picked, numbers)
+        text = _read(files, model, dtype, seed, context=context)
+        with progress() as shown:
+            built = loaded(model, dtype, shown)
+            shown("reading the text")
+            found = work.measure(built, text, picked, numbers)
         facts = _facts(built, model, files, recipe, context, seed)
         if plot:
             report.plot(found, facts, plot)
@@ -160,15 +172,18 @@ def _read(
     context: int,
     new_tokens: int = 0,
     contexts: int = 1,
-) -> tuple[Any, Any]:
-    """The model, and rows [contexts, context + new_tokens] of the text."""
-    from ..compare import load
+) -> Any:
+    """Return rows [contexts, context + new_tokens] of the text; refuse one that is too short.
+
+    Only the model's config and tokenizer are loaded.
+    """
+    from ..compare import load_small
     from ..compare.run import check_room
     from ..compare.text import library_text, opening, read_files, rows, tokenize
 
     words = read_files(files) if files else library_text()
     quiet()
-    built, tokenizer = load(model, dtype)
-    check_room(built, context, new_tokens)
+    config, tokenizer = load_small(model, dtype)
+    check_room(config, context, new_tokens)
     tokens = context + new_tokens
-    return built, rows(tokenize(tokenizer, words), opening(tokenizer), contexts, tokens, seed)
+    return rows(tokenize(tokenizer, words), opening(tokenizer), contexts, tokens, seed)

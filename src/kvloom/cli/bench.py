@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import Json, chosen, progress, quiet, show, told, writable
+from .collect import collect, leave
+from .edge import RECIPES, Json, chosen, quiet, show, told, writable
+from .progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ..bench.clock import Side
 
@@ -23,11 +25,14 @@ def _bench() -> None:
     """Measure speed beside torch and transformers, all in turns in one run.
 
     Keys, values and weights are random. Times are medians; compiling is not in them.
+
+    Progress and finished rows go to stderr, the table to stdout. After Ctrl-C, the table shows the
+    contexts that are finished. The exit status is 1 if a recipe has no times.
     """
 
 
 _CONTEXT = Annotated[str, typer.Option(help="Tokens, one count or several: 8192,32768.")]
-_RECIPES = Annotated[str, typer.Option(help='Such as "kivi,rtn:bits=4"; see kvloom recipes.')]
+_RECIPES = Annotated[str, typer.Option(help=f"{RECIPES} (see kvloom recipes).")]
 _HEADS = Annotated[str, typer.Option(help="Query heads / key-value heads.")]
 _HEAD_DIM = Annotated[int, typer.Option(help="Numbers of a key of one head.")]
 _BATCH = Annotated[int, typer.Option(help="Rows side by side.")]
@@ -164,7 +169,7 @@ def _run(
     """Measure at every context and show it; sides: of recipes at one."""
     import torch
 
-    from ..bench import clock, limits, report, rows
+    from ..bench import caches, clock, limits, report, rows
     from ..bench.plot import plot as draw
     from ..bench.shape import contexts
     from ..compare.environment import machine
@@ -182,15 +187,19 @@ def _run(
         torch.set_num_threads(threads)
     begin = compile_seconds()
     most = {"read_gb_s": limits.read_gb_s()}
-    found = []
-    with progress(len(counts) * clock.rounds(repeats)) as tell:
-        for tokens in counts:
-            tell(f"filling caches with {tokens:,} tokens", 0)
-            built = sides(names, tokens)
-            times = clock.run(built, repeats, tell)
-            found += rows.of(
-                built, times, against, shape=str(shape), context=tokens, batch=shape.batch
-            )
+    with progress() as shown:
+        tell = shown.counter(len(counts) * clock.rounds(repeats))
+
+        def measured() -> Iterator[rows.Row]:
+            for tokens in counts:
+                tell(f"filling caches with {tokens:,} tokens", 0)
+                built = sides(names, tokens)
+                times = clock.run(built, repeats, tell)
+                yield from rows.of(
+                    built, times, against, shape=str(shape), context=tokens, batch=shape.batch
+                )
+
+        found, ended = collect(measured(), report.line, shown)
     environment = {
         **machine(torch.empty(0, dtype=shape.dtype)),
         "verb": verb,
@@ -199,7 +208,15 @@ def _run(
         "repeats": repeats,
         "compile_s": compile_seconds() - begin,
     }
-    if plot:
+    missing = [
+        f"{tokens:,} tokens" for tokens in counts if tokens not in {r.context for r in found}
+    ]
+    if missing:
+        environment["missing"] = missing
+    if plot and found:
         draw(found, environment, plot)
-    table = report.table(found, environment, most, about, verb in ("prefill", "pack"))
-    show(rows.to_json(found, environment, most), json, table)
+    if found:
+        table = report.table(found, environment, most, about, verb in ("prefill", "pack"))
+        show(rows.to_json(found, environment, most), json, table)
+    failed = [row.name for row in found if row.problem and row.name not in caches.STOCK]
+    leave(ended, missing, list(dict.fromkeys(failed)))

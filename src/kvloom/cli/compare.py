@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .collect import collect, leave
 from .edge import (
+    RECIPES,
     Dtype,
     Files,
     Json,
     Model,
     chosen,
+    loaded,
     named,
-    progress,
     quiet,
     show,
     source,
     told,
     writable,
 )
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -31,19 +34,21 @@ def command(
     model: Model = "reference",
     recipes: Annotated[
         str | None,
-        typer.Option(help='Such as "kivi,rtn:bits=4,group=64"; default: all (kvloom recipes).'),
+        typer.Option(help=f"{RECIPES}; default: all (see kvloom recipes)."),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens read before measuring; default: 2048, or what the model takes."),
+        typer.Option(
+            min=1, help="Tokens read before measuring; default: 2048, or what the model takes."
+        ),
     ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(help="Tokens of the text fed one by one after the context.")
+    max_new_tokens: Annotated[
+        int, typer.Option(min=32, help="Tokens of the text fed one by one after the context.")
     ] = 160,
     batch: Annotated[
-        int, typer.Option(help="Rows of text, and questions asked, side by side.")
+        int, typer.Option(min=1, help="Rows of text, and questions asked, side by side.")
     ] = 4,
-    questions: Annotated[int, typer.Option(help="Needles asked for; 0: none.")] = 48,
+    questions: Annotated[int, typer.Option(min=0, help="Needles asked for; 0: none.")] = 48,
     ask: Annotated[
         str, typer.Option(help="Ask for needles after the context is compressed, or with it.")
     ] = "after",
@@ -56,7 +61,7 @@ def command(
         ),
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Which parts of the text, which needles.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Which parts of the text, which needles.")] = 0,
     json: Json = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw quality against bits a value.")
@@ -66,33 +71,47 @@ def command(
 
     Every recipe reads the same context, then the text that follows, one token at a time; full is
     always measured too. Needles are facts hidden in the text and asked for once it is compressed.
+
+    Progress and finished rows go to stderr, the table to stdout. After Ctrl-C, the table shows the
+    rows that are finished. The exit status is 1 if a recipe failed, or if one that you named does
+    not fit the model.
     """
     with told():
         from .. import compare as work
         from ..compare.run import DEFAULT_CONTEXT, with_full
         from ..compare.text import library_text, read_files
-        from ..recipes import RECIPES
+        from ..recipes import RECIPES as NAMED
 
-        picked = chosen(",".join(RECIPES) if recipes is None else recipes)
-        settings = work.Settings(context, new_tokens, batch, questions, ask, seed)
+        picked = chosen(",".join(NAMED) if recipes is None else recipes)
+        settings = work.Settings(context, max_new_tokens, batch, questions, ask, seed)
         share = None if budget is None else _budget(budget)
-        _budgeted(picked, share, context or DEFAULT_CONTEXT)  # told before anything is loaded
+        _budgeted(picked, share, context or DEFAULT_CONTEXT)  # refused before anything is loaded
         writable(json, plot=plot)
         text = read_files(files) if files else library_text()
         quiet()
-        built, tokenizer = work.load(model, dtype)
-        task = work.prepare(built, tokenizer, text, settings)
-        picked = _budgeted(picked, share, task.context)
-        with progress(task.units * len(with_full(picked))) as tell:
-            rows = work.compare(built, tokenizer, picked, task, tell)
-
-        environment = work.environment(built, named(model), task, seed, source(files))
+        config, tokenizer = work.load_small(model, dtype)
+        task = work.prepare(config, tokenizer, text, settings)
+        picked = with_full(_budgeted(picked, share, task.context))
+        with progress() as shown:
+            built = loaded(model, dtype, shown)
+            environment = work.environment(built, named(model), task, seed, source(files))
+            rows, ended = collect(
+                work.rows(built, tokenizer, picked, task, shown.counter(task.units * len(picked))),
+                lambda row: work.line(row, environment),
+                shown,
+            )
+        missing = [recipe.name for recipe in picked[len(rows) :]]
+        if missing:
+            environment["missing"] = missing
         if share is not None:
             environment["budget"] = share
-            environment["without_budget"] = [r.name for r in with_full(picked) if not r.budgeted]
-        if plot:
+            environment["without_budget"] = [r.name for r in picked if not r.budgeted]
+        if plot and rows:
             work.plot(rows, environment, plot)
-        show(work.to_json(rows, environment), json, work.table(rows, environment))
+        if rows:
+            show(work.to_json(rows, environment), json, work.table(rows, environment))
+        wrong = [r.recipe for r in rows if r.failed or (r.problem and recipes is not None)]
+        leave(ended, missing, wrong)
 
 
 def _budgeted(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
+    from .progress import Progress
 
 Files = Annotated[
     list[Path] | None,
@@ -30,31 +31,28 @@ Json = Annotated[
 ]
 
 
+RECIPE = 'A name with its options, or a recipe file: "kivi:bits=4", mine.toml (see kvloom recipes).'
+RECIPES = 'Names with their options, or recipe files: "kivi:bits=4,rtn,mine.toml"'
+
+
 @contextmanager
 def told() -> Iterator[None]:
-    """Say what a user did wrong in one sentence on stderr and leave with exit code 2.
+    """Print a user's mistake as one sentence on stderr and leave with exit status 2.
 
-    A lack of memory is told as well: mostly it is a context too long.
+    An error that is a defect of the program keeps its traceback.
     """
-    from .. import errors
-    from ..compare.errors import InputError
+    from ..compare.errors import explained
 
-    ours = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
-    known: tuple[type[Exception], ...] = (InputError, *ours)
     try:
         yield
-    except known as error:
-        said = str(error)
-    except (MemoryError, RuntimeError) as error:
-        size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-        if size is None and not isinstance(error, MemoryError):
+    except typer.Exit:
+        raise
+    except Exception as error:
+        why = explained(error)
+        if why is None:
             raise
-        asked = "that much" if size is None else f"{size[1]} more"
-        said = f"there is no memory for {asked}; take fewer tokens, a smaller batch or model"
-    else:
-        return
-    typer.echo(f"kvloom: {said}", err=True)
-    raise typer.Exit(2)
+        typer.echo(f"kvloom: {why}", err=True)
+        raise typer.Exit(2) from None
 
 
 def quiet() -> None:
@@ -135,6 +133,14 @@ def split(recipes: str) -> list[str]:
     return parts
 
 
+def loaded(model: str, dtype: str, shown: Progress) -> Any:
+    """Load a model, which may take minutes."""
+    from ..compare import load_model
+
+    shown(f"loading {named(model)}")
+    return load_model(model, dtype)
+
+
 def named(model: str) -> str:
     """A model's name: its hub id, or that of its folder."""
     return Path(model).name if Path(model).is_dir() else model
@@ -160,25 +166,13 @@ def show(data: str, json: str | None, table: Any) -> None:
         write(json, data + "\n")
 
 
+def width() -> int:
+    """Columns to print in: `COLUMNS`, else the terminal's, else 100; at least 20."""
+    return max(20, shutil.get_terminal_size((100, 24)).columns)
+
+
 def printed(shown: Any) -> None:
-    """Print a rich table; 100 columns wide where nobody says how wide."""
+    """Print what rich can print, in `width()` columns."""
     from rich.console import Console
 
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(shown)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Show a bar on stderr; yields what to call with the work at hand and the units just done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    )  # fmt: skip
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, refresh_per_second=4
-    ) as bar:
-        line = bar.add_task("starting", total=total)
-        yield lambda what, units: bar.update(line, description=what, advance=units)
+    Console(width=width()).print(shown)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import Dtype, Model, argument, quiet, stdin, told
+from .edge import RECIPE, Dtype, Model, argument, loaded, named, quiet, stdin, told
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..hf.cache import Cache
+    from ..recipe import Recipe
 
 
 def command(
@@ -18,19 +21,21 @@ def command(
         str, typer.Argument(metavar="PROMPT", help="Text to go on from; -: read it from stdin.")
     ] = "-",
     model: Model = "reference",
-    recipe: Annotated[
-        str, typer.Option(help='Such as "kivi:bits=4"; see kvloom recipes.')
-    ] = "kivi",
+    recipe: Annotated[str, typer.Option(help=RECIPE)] = "kivi",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token each time.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put the prompt into the tokenizer's chat template."),
+    ] = False,
     dtype: Dtype = "auto",
 ) -> None:
     """Generate text on a compressed cache; figures of the cache go to stderr."""
     with told():
-        from ..compare import InputError, load
+        from ..compare import InputError, load_small
         from ..compare.run import check_room
         from ..hf.cache import Cache
         from ..recipes import resolve
@@ -40,12 +45,34 @@ def command(
         if not text.strip():
             raise InputError("the prompt is empty; give some text to go on from")
         quiet()
-        built, tokenizer = load(model, dtype)
-        cache = Cache(built, chosen)
-        ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(built.device)
-        check_room(built, ids.shape[1], max_new_tokens)
+        config, tokenizer = load_small(model, dtype)
+        ids = _chat_ids(tokenizer, text, named(model)) if chat else _ids(tokenizer, text)
+        check_room(config, ids.shape[1], max_new_tokens)
+        with progress() as shown:
+            built = loaded(model, dtype, shown)
+        cache, ids = Cache(built, chosen), ids.to(built.device)
         clock = _generate(built, tokenizer, ids, cache, max_new_tokens, temperature, seed)
         typer.echo(_figures(cache, ids.shape[1], clock), err=True)
+
+
+def _ids(tokenizer: Any, text: str) -> Any:
+    """The prompt's ids, int64 [1, tokens]."""
+    return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+
+
+def _chat_ids(tokenizer: Any, text: str, model: str) -> Any:
+    """The ids of a chat in which the user has said the text, int64 [1, tokens]."""
+    from ..compare import InputError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"the tokenizer of model {model!r} has no chat template; leave out --chat, or give an "
+            "instruct model"
+        )
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        add_generation_prompt=True, return_dict=True, return_tensors="pt",
+    )["input_ids"]  # fmt: skip
 
 
 def _generate(
@@ -88,15 +115,40 @@ def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
     from ..kernels.dispatch import compile_seconds
 
     new = len(times) - 1
-    saved = cache.full_nbytes - sum(layer.cache.nbytes for layer in cache.routed)
-    parts = [
-        f"{cache.recipe.name}: {prompt_tokens} + {new} tokens",
-        f"{cache.nbytes / 2**20:.2f} MiB held",
-        f"{(cache.nbytes + saved) / cache.nbytes:.1f}x smaller than full",
-        f"{cache.bits_per_value:.2f} bits a value",
-    ]
+    parts = [f"{cache.recipe.name}: {prompt_tokens} + {new} tokens", *_sizes(cache)]
     if new > 1:
         parts.append(f"{(new - 1) / (times[-1] - times[1]):.1f} tokens/s")
     if compile_seconds() > 0.1:
         parts.append(f"kernels ready after {compile_seconds():.1f} s more")
     return ", ".join(parts)
+
+
+def _sizes(cache: Cache) -> list[str]:
+    """What the cache holds, and how much smaller that is, or why it is no smaller."""
+    held, recipe = cache.nbytes, cache.recipe
+    full = held + cache.full_nbytes - sum(layer.cache.nbytes for layer in cache.routed)
+    sizes = [f"{held / 2**20:.2f} MiB held"]
+    if not cache.routed:
+        return [*sizes, "no layer compressed: their sliding windows bound them"]
+    begin = packs_from(recipe)
+    bodies = [layer.cache.body for layer in cache.routed]
+    if begin is not None and not any(b.keys.sealed + b.values.sealed + b.away for b in bodies):
+        of = "tokens held" if recipe.keep is not None else "tokens"
+        return [*sizes, f"nothing packed yet: {recipe.name} starts to pack at {begin} {of}"]
+    if full < 1.05 * held:
+        sizes.append("no smaller than full")
+    else:
+        sizes.append(f"{full / held:.1f}x smaller than full")
+    return [*sizes, f"{cache.bits_per_value:.2f} bits a value"]
+
+
+def packs_from(recipe: Recipe) -> int | None:
+    """Tokens that a layer holds when it packs the first of them; None if it packs none."""
+    begins = [
+        next(n for n in count(1) if fmt.to_pack(n, recent, prompt=False))
+        for fmt, recent in zip(
+            (recipe.store.keys, recipe.store.values), recipe.protect.recents, strict=True
+        )
+        if fmt is not None
+    ]
+    return recipe.protect.sinks + min(begins) if begins else None

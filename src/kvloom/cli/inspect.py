@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from .edge import (
+    RECIPE,
     Dtype,
     Model,
     argument,
+    loaded,
     named,
-    progress,
     quiet,
     spelled,
     stdin,
@@ -22,6 +23,7 @@ from .edge import (
     writable,
     write,
 )
+from .progress import progress
 
 
 def command(
@@ -29,19 +31,18 @@ def command(
         str, typer.Argument(metavar="TEXT", help="A text file, or the text; -: read it from stdin.")
     ] = "-",
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help='Such as "h2o:tokens=128"; see kvloom recipes.')] = (
-        "h2o"
-    ),
+    recipe: Annotated[str, typer.Option(help=RECIPE)] = "h2o",
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
         "inspect.html"
     ),
     context: Annotated[
         int, typer.Option(min=1, help="Read at most so many tokens of the text.")
     ] = 1024,
-    new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
     dtype: Dtype = "auto",
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page's data as JSON too.")
+        str | None,
+        typer.Option(metavar="FILE", help="Write the page's data as JSON too; -: to stdout."),
     ] = None,
 ) -> None:
     """Show what a recipe keeps of a text: one HTML page that needs no network and no other file.
@@ -51,25 +52,30 @@ def command(
     recipes that recall: what each step read, and the clusters or pages it lies in.
     """
     with told():
-        from ..compare import load
+        from ..compare import load_small
         from ..inspect import follow, page
+        from ..inspect.trace import read_ids
         from ..recipes import resolve
 
-        resolve(recipe)  # a wrong name is told before anything is loaded
+        picked = resolve(recipe)  # a wrong name is refused before anything is loaded
         writable(out, json)
         words, source = _words(text)
         quiet()
-        built, tokenizer = load(model, dtype)
-        with progress(new_tokens + 1) as tell:
+        config, tokenizer = load_small(model, dtype)
+        read_ids(config, tokenizer, words, context, max_new_tokens)  # so is a text too long
+        with progress() as shown:
+            built = loaded(model, dtype, shown)
             noted = follow(
-                built, tokenizer, recipe, words,
-                context=context, new_tokens=new_tokens, progress=tell,
+                built, tokenizer, picked, words, context=context, new_tokens=max_new_tokens,
+                progress=shown.counter(max_new_tokens + 1),
             )  # fmt: skip
         data = {"model": named(model), "source": source, **noted}
         write(out, page(data))
-        if json:
+        if json == "-":
+            typer.echo(js.dumps(data, ensure_ascii=False))
+        elif json:
             write(json, js.dumps(data, ensure_ascii=False))
-        typer.echo(_told(data, out))
+        typer.echo(_told(data, out), err=json == "-")
 
 
 def _words(text: str) -> tuple[str, str]:

@@ -9,18 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from .edge import printed, told
+from .edge import printed, told, width
 
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help='One recipe, such as "kivi:bits=4".')
+        str | None,
+        typer.Argument(metavar="NAME", help='One recipe, such as "kivi:bits=4" or recipe.toml.'),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """List the recipes and their options; with a name, show that recipe, its TOML and its source.
+    """List the recipes and their options; with a name, show that recipe, its paper and its TOML.
 
-    A recipe's options follow its name: "kivi:bits=4,group=64".
+    A recipe's options follow its name: "kivi:bits=4,group=64". Its TOML, saved to a file and
+    changed, is a recipe too: give the file's name instead of the recipe's.
     """
     with told():
         from ..recipes import RECIPES
@@ -42,9 +44,12 @@ def describe(spec: str) -> dict[str, Any]:
     recipe = resolve(spec)
     name = spec.partition(":")[0].strip()
     name = ALIASES.get(name, name)
-    module = sys.modules[RECIPES[name].__module__]
-    docs = inspect.cleandoc(module.__doc__ or "")
-    return {**_brief(name), "docs": docs, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
+    if name in RECIPES:
+        module = sys.modules[RECIPES[name].__module__]
+        about = {**_brief(name), "docs": inspect.cleandoc(module.__doc__ or "")}
+    else:
+        about = {"name": spec, "summary": "A recipe file.", "options": {}, "docs": ""}
+    return {**about, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
 
 
 def _brief(name: str) -> dict[str, Any]:
@@ -58,19 +63,25 @@ def _options(found: dict[str, Any]) -> str:
 
 
 def _page(found: dict[str, Any]) -> str:
-    options = _options(found) or "none"
-    head = f"{found['name']}: {found['summary']}\n\noptions and their defaults: {options}"
-    return f"{head}\n\n{found['docs']}\n\nas TOML:\n\n{found['toml'].rstrip()}"
+    options = f"options and their defaults: {_options(found) or 'none'}" if found["docs"] else ""
+    head = f"{found['name']}: {found['summary']}"
+    parts = [head, options, found["docs"], "as TOML:", found["toml"].rstrip()]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _print_list(found: list[dict[str, Any]]) -> None:
+    from rich.console import Group
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
+    below: list[Any] = []  # where there is no room for two columns
     for one in found:
-        table.add_row(Text(one["name"], "bold"), Text(one["summary"]))
+        lines = [Text(one["summary"])]
         if one["options"]:
-            table.add_row("", Text(_options(one), "dim"))
-    printed(table)
+            lines.append(Text(_options(one), "dim"))
+        table.add_row(Text(one["name"], "bold"), Group(*lines))
+        below += [Text(one["name"], "bold"), Padding(Group(*lines), (0, 0, 0, 2))]
+    printed(table if width() >= 50 else Group(*below))

@@ -13,10 +13,10 @@ from __future__ import annotations
 from .environment import environment
 from .errors import InputError
 from .measure import Row, Task, measure
-from .models import load
+from .models import load, load_model, load_small
 from .plot import plot
-from .report import table, to_json
-from .run import Settings, compare, prepare
+from .report import line, table, to_json
+from .run import Settings, compare, prepare, rows
 
 __all__ = [
     "InputError",
@@ -25,10 +25,14 @@ __all__ = [
     "Task",
     "compare",
     "environment",
+    "line",
     "load",
+    "load_model",
+    "load_small",
     "measure",
     "plot",
     "prepare",
+    "rows",
     "table",
     "to_json",
 ]

@@ -6,6 +6,7 @@ exact cache need the measurement of the recipe `full` on that task.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import IncompatibleRecipe, NotFinite
+from ..errors import IncompatibleRecipe
 from ..hf.cache import Cache
 from ..recall import Traffic
 from ..recipe import Recipe
+from .errors import explained, sentence
 from .needles import Haystack, count_right
 from .step import now, step
 
 WARMUP_STEPS = 4
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int], None]
 """Called with what is being done and how many of `Task.units` were done since the last call."""
@@ -60,7 +63,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one recipe; all None where `problem` says why it could not run.
+    """The figures of one recipe; all None where `problem` says why there are none.
+
+    failed: whether it began to run and broke off; a recipe that does not fit the model did not run.
 
     bits_per_value: bits held for each key or value seen, metadata, exact windows and spare room
     included, in the layers that kvloom holds (None if it holds none). kv_bytes: bytes of the
@@ -87,6 +92,7 @@ class Row:
     moved_bytes: float | None = None
     ready: float | None = None
     problem: str | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,17 +117,29 @@ def measure(
     token, so that every prediction that counts reads the compressed cache and every step packs or
     drops what is due. Both are timed without the work of scoring, after a run over the same
     contexts that does not count. Bytes and bits are those held at the end of the continuation.
-    A recipe that does not fit the model, or whose numbers overflow on it, gets a row that says so.
+    A recipe that does not fit the model, or fails on it, gets a row that says so; the traceback of
+    an error that is a defect goes to the log.
     """
-    tell = progress or (lambda what, units: None)
+    left = task.units
+
+    def tell(what: str, units: int) -> None:
+        nonlocal left
+        left -= units
+        if progress is not None:
+            progress(what, units)
+
     try:
         with torch.inference_mode():
             return _measure(model, tokenizer, recipe, task, full, tell)
-    except (IncompatibleRecipe, NotFinite) as error:
+    except Exception as error:
         if full is None:
             raise
-        problems = getattr(error, "problems", [str(error)])
-        return Measured(Row(recipe.name, problem="; ".join(problems)))
+        tell(f"{recipe.name}: no figures", left)
+        if isinstance(error, IncompatibleRecipe):
+            return Measured(Row(recipe.name, problem="; ".join(error.problems)))
+        if explained(error) is None:
+            _log.exception("recipe %r failed", recipe.name)
+        return Measured(Row(recipe.name, problem=sentence(error), failed=True))
 
 
 def _measure(

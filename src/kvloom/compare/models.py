@@ -6,14 +6,16 @@ Decides dtype and device; what can be done with the model is decided by `kvloom.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..reference import reference_model, reference_tokenizer
+from ..reference import WEIGHTS, reference_model, reference_tokenizer
 from .errors import InputError
 
 REFERENCE = "reference"
@@ -26,23 +28,46 @@ def load(name: str = REFERENCE, dtype: str = "auto") -> tuple[PreTrainedModel, A
     name: "reference", a directory with a config.json, or a hub id. dtype: "auto" is that of the
     weights. Raises `InputError` if it cannot be loaded.
     """
+    _, tokenizer = load_small(name, dtype)
+    return load_model(name, dtype), tokenizer
+
+
+def load_small(name: str = REFERENCE, dtype: str = "auto") -> tuple[Any, Any]:
+    """Return (config, tokenizer) of a model, without its weights; arguments as for `load`."""
+    _torch_dtype(dtype)
+    if name == REFERENCE:
+        return AutoConfig.from_pretrained(WEIGHTS), reference_tokenizer()
+    _check_exists(name)
+    with _loading(name):
+        config = AutoConfig.from_pretrained(name)
+        if config.is_encoder_decoder:
+            raise ValueError("it is an encoder-decoder model; give a decoder, such as a Llama")
+        return config, AutoTokenizer.from_pretrained(name)
+
+
+def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
+    """Return a model ready for inference, on the GPU if there is one; arguments as for `load`."""
+    wanted = _torch_dtype(dtype)
+    if name == REFERENCE:
+        model = reference_model(wanted)
+    else:
+        with _loading(name):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted or "auto")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _torch_dtype(dtype: str) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    wanted = None if dtype == "auto" else getattr(torch, dtype)
-    if name == REFERENCE:
-        model, tokenizer = reference_model(wanted), reference_tokenizer()
-    else:
-        model, tokenizer = _pretrained(name, wanted)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device).eval(), tokenizer
+    return None if dtype == "auto" else getattr(torch, dtype)
 
 
-def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, Any]:
-    _check_exists(name)
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Raise whatever the libraries that read a model's files raise as an `InputError`."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto"), tokenizer
-    except Exception as error:  # whatever the libraries that read its files raise
+        yield
+    except Exception as error:
         why = textwrap.shorten(str(error) or type(error).__name__, 400)
         raise InputError(f"model {name!r} cannot be loaded: {why}") from error
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from .measure import Row
+from .sheet import Sheet
 
 _COLUMNS = (
     "bits a\nvalue", "KV\nMiB", "times\nsmaller", "prefill\ns", "decode\ntok/s", "perplexity",
@@ -22,18 +21,12 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
-    """Return a rich table of the rows with what it was measured on, readable at 100 columns."""
+    """Return a table of the rows, and below it what they were measured on; rich prints it."""
     e = environment
-    title = f"{e['model']} ({e['dtype']}), {_device(e)}"
-    built = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
-    )
-    built.add_column("recipe", overflow="fold")
-    for name in _COLUMNS:
-        built.add_column(name, justify="right", no_wrap=True)
+    built = Sheet(f"{e['model']} ({e['dtype']}), {_device(e)}", "recipe", _COLUMNS)
     for row in rows:
-        built.add_row(Text(row.recipe), *_cells(row, e["questions"]))
-    problems = [Text(f"{r.recipe} cannot run: {r.problem}", "yellow") for r in rows if r.problem]
+        built.add(row.recipe, *_cells(row, e["questions"]))
+    problems = [Text(_problem(r), "yellow") for r in rows if r.problem]
     reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
     recalled = [Text("tokens that a step reads, a layer: " + ", ".join(reads))] if reads else []
     moved = [
@@ -44,13 +37,31 @@ def table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     if moved:
         recalled.append(Text("copied from a tier a step, all rows: " + ", ".join(moved)))
     budget = [Text(_budget(e), "dim")] if "budget" in e else []
-    return Group(built, *recalled, *problems, *budget, Text(_caption(e), "dim"))
+    missing = [Text(f"not measured: {', '.join(e['missing'])}", "yellow")] if "missing" in e else []
+    return Group(built, *recalled, *problems, *missing, *budget, Text(_caption(e), "dim"))
 
 
 def to_json(rows: Sequence[Row], environment: dict[str, Any]) -> str:
     """Return `{"environment": …, "rows": […]}`; figures that do not exist are null."""
     plain = [{k: _finite(v) for k, v in asdict(row).items()} for row in rows]
     return json.dumps({"environment": environment, "rows": plain}, indent=2, ensure_ascii=False)
+
+
+def line(row: Row, environment: dict[str, Any]) -> str:
+    """Return the figures of a row in one line."""
+    if row.problem is not None:
+        return _problem(row)
+    bits, _, smaller, prefill, speed, perplexity, agrees, needles = _cells(
+        row, environment["questions"]
+    )
+    return (
+        f"{row.recipe}: {bits} bits a value, {smaller} smaller, prefill {prefill} s, "
+        f"{speed} tok/s, perplexity {perplexity}, agrees {agrees}, needles {needles}"
+    )
+
+
+def _problem(row: Row) -> str:
+    return f"{row.recipe} {'failed' if row.failed else 'cannot run'}: {row.problem}"
 
 
 def _cells(row: Row, questions: int) -> list[str]:

@@ -5,11 +5,12 @@ Decides the sizes of the task, and that `full` is always measured, first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..hf import attach, compat
 from ..recipe import Recipe
@@ -57,13 +58,20 @@ class Settings:
 
 
 def prepare(
-    model: PreTrainedModel, tokenizer: Any, words: str, settings: Settings | None = None
+    model: PreTrainedModel | PreTrainedConfig,
+    tokenizer: Any,
+    words: str,
+    settings: Settings | None = None,
 ) -> Task:
-    """Return the task these settings make of a text; raises `InputError` if that is too short."""
+    """Return the task that these settings make of a text.
+
+    model: the model or its config, which says how long a context may be. Raises `InputError` if
+    the text is too short or the context too long.
+    """
     settings = settings or Settings()
     context = _context(model, settings)
     ids, first = text.tokenize(tokenizer, words), text.opening(tokenizer)
-    rows = text.rows(ids, first, settings.batch, context + settings.new_tokens + 1, settings.seed)
+    cut = text.rows(ids, first, settings.batch, context + settings.new_tokens + 1, settings.seed)
     hay = needles.haystacks(
         tokenizer,
         ids,
@@ -72,44 +80,57 @@ def prepare(
         questions=settings.questions,
         seed=settings.seed,
     )
-    return Task(rows, context, hay, settings.ask)
+    return Task(cut, context, hay, settings.ask)
 
 
 def compare(
     model: PreTrainedModel,
     tokenizer: Any,
-    recipes: Sequence[Recipe | str],
+    recipes: Sequence[Recipe | str | Path],
     task: Task,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Measure recipes on a task; returns one `Row` each, that of `full` always first.
+    """Measure recipes on a task; return one `Row` each, that of `full` always first.
 
-    recipes: recipes, or names with overrides. progress is called as work goes on; there are
+    recipes: recipes, their names or their files. progress is called as work goes on; there are
     `task.units` units to each recipe of `with_full(recipes)`. The model is left as it was.
     """
+    return list(rows(model, tokenizer, recipes, task, progress))
+
+
+def rows(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipes: Sequence[Recipe | str | Path],
+    task: Task,
+    progress: Progress | None = None,
+) -> Iterator[Row]:
+    """Yield what `compare` returns, each row as soon as its recipe is measured."""
     compat.refuse_unsupported(model)
     chosen = with_full(recipes)
     routed_before = getattr(model, "_kvloom", None) is not None
     try:
         full = measure(model, tokenizer, chosen[0], task, None, progress)
-        rest = [measure(model, tokenizer, r, task, full, progress).row for r in chosen[1:]]
+        yield full.row
+        for recipe in chosen[1:]:
+            yield measure(model, tokenizer, recipe, task, full, progress).row
     finally:
         if not routed_before and getattr(model, "_kvloom", None) is not None:
             attach.detach(model)
-    return [full.row, *rest]
 
 
-def with_full(recipes: Sequence[Recipe | str]) -> list[Recipe]:
+def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:
     """Return the recipes, resolved, each once, with `full` in front."""
     return list(dict.fromkeys(resolve(recipe) for recipe in ("full", *recipes)))
 
 
-def positions(model: PreTrainedModel) -> int | None:
-    """Return the tokens that the model has positions for, None if it does not say."""
-    return getattr(compat.decoder_config(model), "max_position_embeddings", None)
+def positions(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Return the tokens that a model, or its config, has positions for; None if it has no limit."""
+    config = getattr(model, "config", model).get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
 
 
-def check_room(model: PreTrainedModel, tokens: int, new_tokens: int) -> None:
+def check_room(model: PreTrainedModel | PreTrainedConfig, tokens: int, new_tokens: int) -> None:
     """Raise `InputError` if the model lacks positions for a text and the tokens after it."""
     most = positions(model)
     if most is not None and tokens + new_tokens > most:
@@ -119,7 +140,7 @@ def check_room(model: PreTrainedModel, tokens: int, new_tokens: int) -> None:
         )
 
 
-def _context(model: PreTrainedModel, settings: Settings) -> int:
+def _context(model: PreTrainedModel | PreTrainedConfig, settings: Settings) -> int:
     most = positions(model)
     longest = DEFAULT_CONTEXT if most is None else max(1, most - settings.room)
     context = settings.context or min(DEFAULT_CONTEXT, longest)

@@ -59,8 +59,8 @@ def rows(ids: np.ndarray, first: list[int], batch: int, tokens: int, seed: int) 
     need = tokens - len(first)
     if len(ids) < need:
         raise InputError(
-            f"the text has {len(ids)} tokens, context and continuation take {need}; "
-            "give more text or a smaller --context or --new-tokens"
+            f"the text has {len(ids):,} tokens, and the context and what follows it take {need:,}; "
+            "give more text, a shorter context or fewer new tokens"
         )
     rng = np.random.default_rng([seed, batch, tokens])
     part = max(need, len(ids) // batch)

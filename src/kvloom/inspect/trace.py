@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
 from ..compare.errors import InputError
@@ -76,7 +76,7 @@ def follow(
     """
     chosen, tell = resolve(recipe), progress or (lambda what, units: None)
     routed_before = getattr(model, "_kvloom", None) is not None
-    ids, text_tokens = _ids(model, tokenizer, text, context, new_tokens)
+    ids, text_tokens = read_ids(model, tokenizer, text, context, new_tokens)
     cache = Cache(model, chosen)
     try:
         with torch.inference_mode():
@@ -223,10 +223,17 @@ def _run(
     return read, notes
 
 
-def _ids(
-    model: PreTrainedModel, tokenizer: Any, text: str, context: int | None, new_tokens: int
+def read_ids(
+    model: PreTrainedModel | PreTrainedConfig,
+    tokenizer: Any,
+    text: str,
+    context: int | None,
+    new_tokens: int,
 ) -> tuple[list[int], int]:
-    """The ids to read, and how many the whole text has."""
+    """Return the ids that `follow` reads of a text, and how many ids the whole text has.
+
+    model: the model or its config. Raises `InputError` for a text that is empty or too long.
+    """
     if not text.strip():
         raise InputError("the text is empty; give some text to look at")
     if new_tokens < 0 or (context is not None and context < 1):

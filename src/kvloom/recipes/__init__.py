@@ -6,10 +6,11 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import RecipeError
-from ..recipe import Recipe
+from ..recipe import Recipe, is_file
 from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .kivi import kivi, kivi_4
@@ -52,24 +53,32 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 ALIASES = {"kivi-2": "kivi"}
 
 
-def resolve(recipe: Recipe | str) -> Recipe:
-    """A `Recipe` as it is, or one built from its name: "kivi", "kivi:group=64,residual=64".
+def resolve(recipe: Recipe | str | Path) -> Recipe:
+    """Return the recipe that this is, names, or is the path of.
 
-    Raises `RecipeError` for an unknown name, option or value, with what is allowed.
+    recipe: a `Recipe`, which is returned as it is; the name of one, with options or without
+    ("kivi", "kivi:group=64,residual=64"); or a TOML file ("recipe.toml"), see `recipe.is_file`. A
+    file with the name of a recipe needs a folder in front ("./kivi"). The result is called what the
+    caller called it. Raises `RecipeError` for an unknown name, option or value, and for a file
+    without a recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if not isinstance(recipe, str):
-        raise RecipeError(f"a recipe is a Recipe or a name, not {type(recipe).__name__}")
-    name, _, rest = recipe.partition(":")
+    if not isinstance(recipe, str | Path):
+        raise RecipeError(
+            f"expected a Recipe, its name or its TOML file, got {type(recipe).__name__}"
+        )
+    name, _, rest = str(recipe).partition(":")
     name = ALIASES.get(name.strip(), name.strip())
+    if isinstance(recipe, Path) or (name not in RECIPES and is_file(recipe)):
+        return replace(Recipe.from_toml(recipe), name=str(recipe))
     if name not in RECIPES:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
         )
     build = RECIPES[name]
     options = dict(_option(name, build, item) for item in rest.split(",") if item.strip())
-    return replace(build(**options), name=recipe)
+    return replace(build(**options), name=str(recipe))
 
 
 def summary(name: str) -> str:

@@ -6,5 +6,5 @@ from ..recipe import Recipe
 
 
 def full() -> Recipe:
-    """Everything stays, exact: the tokens of plain transformers."""
+    """Every token stays, exact; in fp32, the tokens of plain transformers."""
     return Recipe(name="full")

@@ -52,11 +52,9 @@ class RoutedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayerCache, fingerprint: tuple) -> None:
+    def __init__(self, cache: LayerCache) -> None:
         super().__init__()
         self.cache = cache
-        self.fingerprint = fingerprint
-        self.checked: Any = None  # the config that was found to have it
         self.armed = False  # between `update` and the attention that must follow it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -93,26 +91,12 @@ class RoutedLayer(CacheLayerMixin):
                 f"{self.cache.name}: attention came twice for one update; models whose layers "
                 "share keys and values are not supported"
             )
-        config = getattr(module, "config", None)
-        if config is not None:
-            self.check_model(config)
         self.armed = False
         valid = None if mask is None else mask.to(q.device)
         attend = self.cache.attend
         if torch.is_inference_mode_enabled():
             attend = _lasting(attend)
         return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
-
-    def check_model(self, config: Any) -> None:
-        """Refuse a model other than the one this cache was made for."""
-        if config is self.checked:
-            return
-        if compat.fingerprint(config) != self.fingerprint:
-            raise CacheMisuse(
-                f"{self.cache.name}: this cache was made for another model "
-                f"({self.fingerprint[0]}); make a new one for {compat.fingerprint(config)[0]}"
-            )
-        self.checked = config
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """(tokens seen + query tokens, 0): masks speak of logical indices, not of slots."""
@@ -206,7 +190,6 @@ class Cache(transformers.Cache):
         told = known(model, self.recipe)
         rope, self.learned = rotary.mover(model, self.recipe)
         config = compat.decoder_config(model)
-        mark = compat.fingerprint(config)
         stock = compat.stock_layers(config)
         held = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         ours = {
@@ -214,11 +197,12 @@ class Cache(transformers.Cache):
             for at, i in enumerate(held)
         }
         layers = [
-            RoutedLayer(ours[i], mark) if i in ours else layer for i, (_, layer) in enumerate(stock)
+            RoutedLayer(ours[i]) if i in ours else layer for i, (_, layer) in enumerate(stock)
         ]
         link([layer.cache for layer in layers if isinstance(layer, RoutedLayer)])
         super().__init__(layers=layers)
         self.guard = Guard()
+        self.fingerprint = compat.fingerprint(config)
         route(model)
 
     def __bool__(self) -> bool:
@@ -326,6 +310,15 @@ class Cache(transformers.Cache):
                 f"the attention of layers {ranges(missed)} did not reach kvloom, so this step's "
                 "answer would be wrong: the model's attention was replaced; call kvloom.detach and "
                 "kvloom.attach again"
+            )
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model other than the one this cache was made for."""
+        found = compat.fingerprint(compat.decoder_config(model))
+        if found != self.fingerprint:
+            raise CacheMisuse(
+                f"this cache was made for another model ({self.fingerprint[0]}); make a new one "
+                f"for {found[0]}"
             )
 
     def check_batch(self, rows: int) -> None:

@@ -84,6 +84,7 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
     if given is not None and given.shape[-1] == 0:
         raise nothing_new(cache)
     if isinstance(cache, Cache):
+        cache.check_model(model)
         check_implementation(model)
         new = kwargs.get("inputs_embeds") if given is None else given
         if new is None:

@@ -40,7 +40,7 @@ class WatchedLayer(RoutedLayer):
     """A `RoutedLayer` that shows every step to `saw` before it attends."""
 
     def __init__(self, routed: RoutedLayer, place: int, saw: Callable[[Look], None]) -> None:
-        super().__init__(routed.cache, routed.fingerprint)
+        super().__init__(routed.cache)
         self.place, self.saw = place, saw
         self.exact = Buffer()
 

@@ -46,14 +46,12 @@ def table(
 
 
 def line(row: Row) -> str:
-    """Return the figures of a row in one line."""
+    """Return the time of a row, and what it holds, in one line."""
     at = f"{row.context:,} tokens, {row.name}: "
     if row.ms is None:
         return at + (row.problem or "no times")
-    others = ((name, ratio) for name, ratio in row.ratios.items() if name != row.name)
-    ratios = (f", {ratio:.2f}x the speed of {name}" for name, ratio in others)
     held = "" if row.kv_bytes is None else f", {row.kv_bytes / 2**20:,.1f} MiB"
-    return f"{at}{row.ms:,.2f} ms{held}" + "".join(ratios)
+    return f"{at}{row.ms:,.2f} ms{held}"
 
 
 def _cells(row: Row, against: Sequence[str], shares: bool, speeds: bool, most: float) -> list[str]:

@@ -56,7 +56,8 @@ def line(row: Row, environment: dict[str, Any]) -> str:
     )
     return (
         f"{row.recipe}: {bits} bits a value, {smaller} smaller, prefill {prefill} s, "
-        f"{speed} tok/s, perplexity {perplexity}, agrees {agrees}, needles {needles}"
+        f"{speed} tok/s, perplexity {perplexity}, agrees {agrees}"
+        + (f", needles {needles}" if row.needle is not None else "")
     )
 
 

@@ -48,7 +48,6 @@ def uninstall(model: PreTrainedModel) -> None:
 
 
 def attend(
-    module: torch.nn.Module,
     layer: RoutedLayer,
     q: Tensor,
     k: Tensor,
@@ -63,7 +62,7 @@ def attend(
     """
     attention.check_mask(layer, mask)
     k, v = layer.update(k, v)
-    out = layer.attend(module, q, k, v, scale, hidden(mask), None, alibi)
+    out = layer.attend(q, k, v, scale, hidden(mask), None, alibi)
     return out.transpose(1, 2).flatten(2)
 
 

@@ -41,7 +41,7 @@ def attention(
         )
     check_mask(layer, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layer.attend(module, query, key, value, scale, attention_mask, softcap)
+    out = layer.attend(query, key, value, scale, attention_mask, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -34,7 +34,7 @@ def attend(
     tokens = layer.cache.seen + q.shape[2]
     position = positions(adapters.hidden(attention_mask), q.shape[0], tokens, q.device)
     alibi = Alibi(_slopes(module.num_heads, q.device), position)
-    out = adapters.attend(module, layer, q, k, v, attention_mask, module.inv_norm_factor, alibi)
+    out = adapters.attend(layer, q, k, v, attention_mask, module.inv_norm_factor, alibi)
     out = dropout_add(module.dense(out), residual, module.hidden_dropout, module.training)
     return out, None
 

@@ -76,7 +76,6 @@ class RoutedLayer(CacheLayerMixin):
 
     def attend(
         self,
-        module: torch.nn.Module,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -85,7 +84,7 @@ class RoutedLayer(CacheLayerMixin):
         softcap: float | None,
         alibi: Alibi | None = None,
     ) -> Tensor:
-        """Attend for `module`, once after every `update`."""
+        """Attend as `LayerCache.attend` does, once after every `update`."""
         if not self.armed:
             raise CacheMisuse(
                 f"{self.cache.name}: attention came twice for one update; models whose layers "

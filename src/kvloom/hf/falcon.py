@@ -60,7 +60,7 @@ def attend(
         tokens = layer.cache.seen + q.shape[2]
         position = positions(adapters.hidden(attention_mask), q.shape[0], tokens, q.device)
         bias = _Rounded(_slopes(module.num_heads, q.device), position, scale=scale)
-    out = adapters.attend(module, layer, q, k, v, attention_mask, scale, bias)
+    out = adapters.attend(layer, q, k, v, attention_mask, scale, bias)
     return module.dense(out), None
 
 

@@ -32,5 +32,5 @@ def attend(
     slopes = -position_bias[:, 0, -2].float()
     tokens = layer.cache.seen + q.shape[2]
     alibi = Alibi(slopes, positions(None, q.shape[0], tokens, q.device))
-    out = adapters.attend(module, layer, q, k, v, attention_mask, module.softmax_scale, alibi)
+    out = adapters.attend(layer, q, k, v, attention_mask, module.softmax_scale, alibi)
     return module.out_proj(out), None

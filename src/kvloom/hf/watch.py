@@ -46,7 +46,6 @@ class WatchedLayer(RoutedLayer):
 
     def attend(
         self,
-        module: torch.nn.Module,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -61,7 +60,7 @@ class WatchedLayer(RoutedLayer):
         every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
         bias = None if alibi is None else alibi.bias(every)
         self.saw(Look(self.place, self.cache, q, keys, scale, softcap, bias))
-        return super().attend(module, q, k, v, scale, mask, softcap, alibi)
+        return super().attend(q, k, v, scale, mask, softcap, alibi)
 
     def roll_back(self) -> None:
         """Undo the last step, as `RoutedLayer` does."""

@@ -13,8 +13,13 @@ from kvloom.reference import WEIGHTS
 
 
 def recipes() -> list[str]:
-    """Every bit width at every group; at group 32 without reorder and after RoPE as well."""
-    found = ["rptq:group=32", "rptq:group=64", "rptq:group=128", "smoothquant"]
+    """Every bit width at every group; at group 32 without reorder and after RoPE as well.
+
+    Groups of channels, without clip factors, before and after RoPE.
+    """
+    found = ["smoothquant"]
+    for group in (32, 64, 128):
+        found += [f"rptq:group={group}", f"skvq:group={group},clip=1.0,pre_rope=false"]
     for bits in (1, 1.5, 2, 3, 4):
         for group in (32, 64, 128):
             found.append(f"skvq:group={group},bits={bits},value_bits={bits}")

@@ -340,3 +340,37 @@ def select_clusters(scores, labels, m):
 def page_score(q, keys):
     """Quest's bound on q . k for the keys [P, D] of a page (arXiv:2406.10774, algorithm 1)."""
     return sum(max(q[c] * keys[:, c].min(), q[c] * keys[:, c].max()) for c in range(len(q)))
+
+
+def output_error(q, k, v, packed_k, packed_v, scale, rows, exact=(0, 0), softcap=None):
+    """Squared error of attention's output when tokens are seen as packing gives them back.
+
+    q: [Hq, S, D], queries of the tokens `rows`; all others [Hk, N, D]. A query sees the first
+    exact[0] tokens unpacked, and the newest exact[1], itself among them.
+    """
+    k, v, packed_k, packed_v = (
+        np.repeat(x, len(q) // len(k), axis=0) for x in (k, v, packed_k, packed_v)
+    )
+    at, row = np.arange(k.shape[1]), np.array(rows)[:, None]
+
+    def out(packed):
+        s = np.where(packed, q @ packed_k.transpose(0, 2, 1), q @ k.transpose(0, 2, 1)) * scale
+        s = s if softcap is None else softcap * np.tanh(s / softcap)
+        w = np.where(at <= row, np.exp(s - s.max(axis=-1, keepdims=True)), 0.0)
+        w /= w.sum(axis=-1, keepdims=True)
+        return np.where(packed, w, 0) @ packed_v + np.where(packed, 0, w) @ v
+
+    packed = (at >= exact[0]) & (at <= row - exact[1])
+    return np.sum((out(packed) - out(np.zeros_like(packed))) ** 2)
+
+
+def clip_factors(missed, grid, groups):
+    """The best factor of a grid for all groups, and then one group after the other: by trying all.
+
+    missed: gives the error of factors [groups].
+    """
+    layer = min(grid, key=lambda a: missed(np.full(groups, a)))
+    alphas = np.full(groups, layer)
+    for g in range(groups):
+        alphas[g] = min(grid, key=lambda a: missed(np.where(np.arange(groups) == g, a, alphas)))
+    return layer, alphas

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,14 @@ from zoo import batch, build
 
 import kvloom
 from kvloom.calibrate import Settings, calibrate, contexts
+from kvloom.calibrate.run import _added
 from kvloom.errors import CalibrationError, IncompatibleRecipe, NotFinite
 from kvloom.hf import rotary
 from kvloom.recipes import resolve
 from kvloom.store.calibration import Calibration
 
 SETTINGS = Settings(
-    contexts=6, context=64, sample_contexts=2, sample_tokens=64, queries=8, recent=8
+    contexts=6, context=64, settled=0.0, sample_contexts=2, sample_tokens=64, queries=8, recent=8
 )
 SKVQ = "skvq:group=16,window=8,sinks=2"
 OTHERS = [
@@ -38,14 +41,14 @@ def divergence(got, want) -> float:
     return each.max().item()
 
 
-def calibrated(model, path, recipes=(SKVQ,), **more) -> Calibration:
-    return calibrate(model, ids(), [resolve(r) for r in recipes], path, SETTINGS, **more)
+def calibrated(model, path, recipes=(SKVQ,), settings=SETTINGS, **more) -> Calibration:
+    return calibrate(model, ids(), [resolve(r) for r in recipes], path, settings, **more)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A model and the file of its calibration."""
-    model, path = build("llama-gqa"), tmp_path_factory.mktemp("llama") / "c.safetensors"
+    model, path = build("llama-gqa"), tmp_path_factory.mktemp("llama") / "c.kvcal"
     calibrated(model, path, [SKVQ, *OTHERS])
     return model, path
 
@@ -128,9 +131,9 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("after", [3, 7, 8])
 def test_an_interrupted_calibration_goes_on_and_ends_the_same(tmp_path, after, monkeypatch):
-    monkeypatch.setattr("kvloom.calibrate.run._SAVE_EVERY", 2)
+    monkeypatch.setattr("kvloom.calibrate.run._CHECK_EVERY", 2)
     model, told = build("llama-gqa"), []
-    whole = calibrated(model, tmp_path / "whole.safetensors")
+    whole = calibrated(model, tmp_path / "whole.kvcal")
 
     def stop(what, at, of):
         told.append(what)
@@ -138,30 +141,60 @@ def test_an_interrupted_calibration_goes_on_and_ends_the_same(tmp_path, after, m
             raise Stop
 
     with pytest.raises(Stop):
-        calibrated(model, tmp_path / "c.safetensors", progress=stop)
-    assert not (tmp_path / "c.safetensors").exists()
-    assert (tmp_path / "c.safetensors.partial").exists()
+        calibrated(model, tmp_path / "c.kvcal", progress=stop)
+    assert not (tmp_path / "c.kvcal").exists()
+    assert (tmp_path / "c.kvcal.partial").exists()
     steps = []
-    found = calibrated(model, tmp_path / "c.safetensors", progress=lambda *a: steps.append(a))
-    assert steps[0] != ("reading", 0, 6)  # what was read is not read again
+    found = calibrated(model, tmp_path / "c.kvcal", progress=lambda *a: steps.append(a))
+    assert steps[0] != ("reading contexts", 0, 6)  # what was read is not read again
     assert found.tensors.keys() == whole.tensors.keys()
     assert all(torch.equal(found.tensors[n], x) for n, x in whole.tensors.items())
-    assert not (tmp_path / "c.safetensors.partial").exists()
+    assert not (tmp_path / "c.kvcal.partial").exists()
+
+
+def test_reading_ends_once_the_ranges_have_settled(tmp_path, monkeypatch):
+    """Two checks are needed; what they compare and that all was read survives an interruption."""
+    monkeypatch.setattr("kvloom.calibrate.run._CHECK_EVERY", 2)
+    model, easy = build("llama-gqa"), replace(SETTINGS, settled=0.9)
+    found = calibrated(model, tmp_path / "easy.kvcal", settings=easy)
+    assert found.settings["read"] == 4
+    assert calibrated(model, tmp_path / "all.kvcal").settings["read"] == 6
+    four = calibrate(model, ids()[:4], [resolve(SKVQ)], tmp_path / "four.kvcal", SETTINGS)
+    assert all(torch.equal(found.tensors[n], x) for n, x in four.tensors.items())
+    for after in (3, 5):  # while reading, and after it
+        path, steps = tmp_path / f"{after}.kvcal", []
+
+        def stop(*step, steps=steps, after=after):
+            steps.append(step)
+            if len(steps) > after:
+                raise Stop
+
+        with pytest.raises(Stop):
+            calibrated(model, path, settings=easy, progress=stop)
+        assert calibrated(model, path, settings=easy).settings["read"] == 4
+
+
+def test_the_share_of_a_range_that_is_new():
+    before = {"a": torch.tensor([[[0.0, -1.0]], [[3.0, 1.0]]]), "b": torch.zeros(2, 1, 1)}
+    now = {"a": torch.tensor([[[-1.0, -1.0]], [[3.0, 1.0]]]), "b": torch.tensor([[[0.0]], [[2.0]]])}
+    assert _added(before, now) == pytest.approx((1 / 8 + 1) / 2)
+    assert _added(now, now) == 0
+    assert _added({"b": before["b"]}, {"b": before["b"]}) == 0  # constant channels
 
 
 def test_a_state_of_other_settings_is_not_taken_up(tmp_path):
-    model, path = build("llama-gqa"), tmp_path / "c.safetensors"
+    model, path = build("llama-gqa"), tmp_path / "c.kvcal"
     other = Calibration({"model": "another"})
-    other.save(tmp_path / "c.safetensors.partial")
+    other.save(tmp_path / "c.kvcal.partial")
     steps = []
     calibrated(model, path, progress=lambda *a: steps.append(a))
-    assert steps[0] == ("reading", 0, 6)
+    assert steps[0] == ("reading contexts", 0, 6)
 
 
 def test_calibrating_leaves_the_model_as_it_was(tmp_path):
     model = build("llama-gqa")
     before = model(input_ids=ids()).logits
-    calibrated(model, tmp_path / "c.safetensors")
+    calibrated(model, tmp_path / "c.kvcal")
     assert getattr(model, "_kvloom", None) is None
     assert torch.equal(model(input_ids=ids()).logits, before)
 
@@ -183,16 +216,24 @@ def refused(model, spec) -> str:
 def test_a_model_without_a_calibration_says_how_to_get_one():
     message = refused(build("llama-gqa"), "skvq:group=16")
     assert "kvloom calibrate MODEL --text FILE" in message
-    assert "calibration=calibration.safetensors" in message
+    assert "calibration=calibration.kvcal" in message
 
 
 def test_a_calibration_beside_the_weights_is_found(llama, tmp_path):
     model, path = llama
     model.save_pretrained(tmp_path)
-    (tmp_path / "calibration.safetensors").write_bytes(path.read_bytes())
+    (tmp_path / "calibration.kvcal").write_bytes(path.read_bytes())
     loaded = type(model).from_pretrained(tmp_path)
     report = kvloom.attach(loaded, SKVQ)
     assert report.compressed == (0, 1, 2)
+
+
+def test_a_calibration_under_its_former_name_is_still_found(llama, tmp_path):
+    model, path = llama
+    model.save_pretrained(tmp_path)
+    (tmp_path / "calibration.safetensors").write_bytes(path.read_bytes())
+    loaded = type(model).from_pretrained(tmp_path)
+    assert kvloom.attach(loaded, SKVQ).compressed == (0, 1, 2)
 
 
 def test_another_models_calibration_is_refused_by_name(llama):
@@ -219,8 +260,8 @@ def test_a_format_that_was_not_calibrated_is_refused(llama):
 
 def test_a_damaged_or_missing_file_is_refused(llama, tmp_path):
     model, path = llama
-    (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-10])
-    assert "damaged" in refused(model, f"{SKVQ},calibration={tmp_path}/cut.safetensors")
+    (tmp_path / "cut.kvcal").write_bytes(path.read_bytes()[:-10])
+    assert "damaged" in refused(model, f"{SKVQ},calibration={tmp_path}/cut.kvcal")
     assert "there is no calibration" in refused(model, f"{SKVQ},calibration={tmp_path}/none")
 
 
@@ -232,7 +273,7 @@ def test_a_group_larger_than_the_layer_is_refused(llama):
 
 @pytest.mark.parametrize("name", ["gpt2", "mpt", "bloom"])
 def test_models_without_rope_are_refused_before_rope_and_calibrated_after_it(tmp_path, name):
-    model, path = build(name), tmp_path / "c.safetensors"
+    model, path = build(name), tmp_path / "c.kvcal"
     with pytest.raises(CalibrationError, match=f"{type(model).__name__} has no rotary embedding"):
         calibrated(model, path)
     after = f"{SKVQ},pre_rope=false,heavy=4"
@@ -263,11 +304,11 @@ def test_nan_in_a_layer_is_refused_by_layer_and_side(tmp_path):
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[3] = torch.nan
     with pytest.raises(NotFinite, match="layer 1: NaN or infinity in values"):
-        calibrated(model, tmp_path / "c.safetensors")
+        calibrated(model, tmp_path / "c.kvcal")
 
 
 def test_constant_channels_are_no_trouble(tmp_path):
-    model, path = build("llama-gqa"), tmp_path / "c.safetensors"
+    model, path = build("llama-gqa"), tmp_path / "c.kvcal"
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight[:20] = 0.0

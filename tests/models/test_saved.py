@@ -67,7 +67,7 @@ PROMPT, SAVED = 170, 180
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     model = zoo.build("llama-gqa", head_dim=32)
-    path = tmp_path_factory.mktemp("llama") / "c.safetensors"
+    path = tmp_path_factory.mktemp("llama") / "c.kvcal"
     ids = torch.randint(3, 199, (4, 64), generator=torch.Generator().manual_seed(0))
     settings = Settings(contexts=4, context=64, sample_contexts=2, sample_tokens=64, recent=8)
     calibrate(model, ids, [resolve(form) for form in CALIBRATED], path, settings)
@@ -239,7 +239,7 @@ def test_nothing_of_the_file_is_needed_once_it_is_loaded(kivi, tmp_path):
 
 def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_path):
     model, calibration = llama
-    path, own = tmp_path / "prefix.kv", tmp_path / "c.safetensors"
+    path, own = tmp_path / "prefix.kv", tmp_path / "c.kvcal"
     own.write_bytes(calibration.read_bytes())
     cache = kvloom.Cache(model, f"skvq:group=16,window=8,calibration={own}")
     step(model, cache, 0, 70)
@@ -253,7 +253,7 @@ def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_p
     with pytest.raises(SavedCacheError, match=r"prefix\.kv' was packed with another calibration"):
         kvloom.Cache.load(model, path)
     own.unlink()
-    with pytest.raises(SavedCacheError, match=r"prefix\.kv' .* no calibration .*c\.safetensors"):
+    with pytest.raises(SavedCacheError, match=r"prefix\.kv' .* no calibration .*c\.kvcal"):
         kvloom.Cache.load(model, path)
 
 

@@ -37,13 +37,13 @@ def refused(path) -> str:
 
 
 def test_a_file_comes_back_as_it_was(tmp_path):
-    path = tmp_path / "c.safetensors"
+    path = tmp_path / "c.kvcal"
     made().save(path)
     read = Calibration.load(path)
     assert (read.model, read.text, read.settings) == ({"model": "M"}, "abc", {"context": 8})
     assert read.tensors.keys() == made().tensors.keys()
     assert all(torch.equal(read.tensors[n], x) for n, x in made().tensors.items())
-    assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["c.kvcal"]
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path):
@@ -53,14 +53,14 @@ def test_a_missing_file_says_how_to_make_one(tmp_path):
 
 @pytest.mark.parametrize("cut", [0, 5, 100, -1])
 def test_a_truncated_file_is_damaged(tmp_path, cut):
-    path = tmp_path / "c.safetensors"
+    path = tmp_path / "c.kvcal"
     made().save(path)
     path.write_bytes(path.read_bytes()[:cut])
     assert "damaged" in refused(path)
 
 
 def test_one_wrong_byte_is_found_by_the_checksum(tmp_path):
-    path = tmp_path / "c.safetensors"
+    path = tmp_path / "c.kvcal"
     made().save(path)
     whole = bytearray(path.read_bytes())
     whole[-3] ^= 1
@@ -79,7 +79,7 @@ def test_other_safetensors_and_other_versions_are_told_apart(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").touch()
-    for nowhere in (tmp_path / "no folder" / "c.safetensors", tmp_path / "file" / "c.safetensors",
+    for nowhere in (tmp_path / "no folder" / "c.kvcal", tmp_path / "file" / "c.kvcal",
                     tmp_path, "."):  # fmt: skip
         with pytest.raises(CalibrationError, match="cannot be written"):
             made().save(nowhere)
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path):
 
 
 def test_a_file_may_be_read_by_whom_the_user_lets_read_files(tmp_path):
-    made().save(tmp_path / "c.safetensors")
+    made().save(tmp_path / "c.kvcal")
     (tmp_path / "other").touch()
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 

@@ -335,13 +335,13 @@ def test_generate_samples_by_seed(here):
 
 
 def test_calibrate_writes_what_compare_then_uses(here, tmp_path):
-    out, spec = tmp_path / "c.safetensors", "skvq:group=16,window=16"
+    out, spec = tmp_path / "c.kvcal", "skvq:group=16,window=16"
     arguments = ["calibrate", here / "model", "--text", here / "text.txt", "--out", out,
                  "--contexts", "4", "--context", "64", "--recipes", f"{spec},rptq"]  # fmt: skip
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     assert "4 contexts" in done.stdout
-    assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["c.kvcal"]
     found = run(
         "compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-",
         "--recipes", f"{spec},calibration={out},skvq:group=16",

@@ -17,9 +17,9 @@ from kvloom.kernels import dispatch
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
 READ = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect",
-        "calibrate model --out c.safetensors --text"]  # fmt: skip
+        "calibrate model --out c.kvcal --text"]  # fmt: skip
 ONE = ["analyse attention", "analyse distribution", "generate hi", "inspect hi", "recipes"]
-SEVERAL = ["compare", "analyse error", "calibrate model --out c.safetensors", "bench decode",
+SEVERAL = ["compare", "analyse error", "calibrate model --out c.kvcal", "bench decode",
            "bench generate"]  # fmt: skip
 JSON = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect hi",
         "bench decode", "bench generate"]  # fmt: skip
@@ -99,13 +99,16 @@ OWN = [
     ("generate hi --chat --model model", "the tokenizer of model 'model' has no chat template;"),
     ("inspect none.txt", "there is no file 'none.txt'; give a file that exists, or the text"),
     ("inspect hi --out nowhere/a.html", "give a file in a folder that exists"),
-    ("calibrate model --out c.safetensors --recipes kivi", "'kivi' needs no calibration"),
-    ("calibrate model --out nowhere/c.safetensors", "cannot write 'nowhere/c.safetensors'"),
-    ("calibrate model --out c.safetensors --text text.txt --context 9000",
+    ("calibrate model --out c.kvcal --recipes kivi", "'kivi' needs no calibration"),
+    ("calibrate model --out nowhere/c.kvcal", "cannot write 'nowhere/c.kvcal'"),
+    ("calibrate model --out c.kvcal --text text.txt --context 9000",
      "calibration needs 4 contexts of 9000; give more text"),
-    ("calibrate model --out c.safetensors --text text.txt --recipes skvq",
+    ("calibrate model --out c.kvcal --text text.txt --recipes skvq",
      "group=128 does not divide the layer's channels=32"),
-    ("calibrate no-model --out c.safetensors --text text.txt", "a folder without config.json"),
+    ("calibrate model --out model/c.safetensors --text text.txt",
+     "would read 'model/c.safetensors' as weights, since it ends in .safetensors and lies beside "
+     "a config.json; write 'model/c.kvcal' instead"),
+    ("calibrate no-model --out c.kvcal --text text.txt", "a folder without config.json"),
     ("recipes kivi:bits=x", "option 'bits' of recipe 'kivi' must be a number, not 'x'"),
     ("bench generate --hidden 63", "hidden=63 is not a multiple of 32 query heads"),
     ("bench generate --layers 0", "layers=0 must be 1 or more"),

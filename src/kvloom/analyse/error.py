@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate import record
-from ..calibrate.clip import Attention, Sample
+from ..calibrate.attention import Attention, Sample
 from ..hf import attach, compat
 from ..hf.known import known
 from ..recipe import Recipe
@@ -114,13 +114,13 @@ def _squares(exact: Attention, seen: record.Seen, recipe: Recipe, layer: Known) 
     k = packed(seen.k, keys, layer.keys, layer).float().cpu()
     v = packed(seen.v, values, layer.values, layer).float().cpu()
     weights = exact.shifted_by_keys(k - exact.k)
-    out = exact.weights @ exact.v.unsqueeze(2)
+    out = exact.out
     pairs = (
         (k, exact.k),
         (v, exact.v),
         (weights, exact.weights),
-        (exact.weights @ v.unsqueeze(2), out),
-        (weights @ v.unsqueeze(2), out),
+        (exact.weights @ v, out),
+        (weights @ v, out),
     )
     rows = [[(a - b).square().sum(), b.square().sum()] for a, b in pairs]
     return torch.tensor(rows, dtype=torch.float64)

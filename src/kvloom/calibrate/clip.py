@@ -1,146 +1,155 @@
-"""How far to clip each group of channels (SKVQ, arXiv:2405.06219, section 3.2).
+"""How far to clip each group of channels (SKVQ, arXiv:2405.06219, section 3.1, equation 3).
 
-The factor alpha of a layer is the one on a grid with the least squared error of attention's output
-on sampled queries, all groups at one alpha; that of a group, with all others at the layer's.
+Factors come from a grid and make the squared error of attention's output on sampled queries small.
 Keys and values are searched apart, and as they will be used: a query sees the first and the newest
-tokens exactly. That matters for keys: clipping makes them shorter, and beside exact ones they lose.
-Departures: the output is taken before the projection W_o,
-where values' groups do not meet; the official code has no search, but one constant.
+tokens unpacked. That matters for keys: clipped keys are shorter, and lose against exact ones.
+
+The factor of a layer is the same for all its groups. Values: a group's error depends on its own
+factor alone. Keys: every group starts at the layer's factor, and one group after the other moves to
+its best, with the others where they are by then; so no step makes the error larger.
+
+Every search goes from coarse to fine: every third factor of the grid, then both neighbours of the
+best one.
+
+Departures: the output is taken before the projection W_o, where values' groups do not interact; the
+official code has no search, but one constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from ..kernels.quant import ref
 from ..rope import Rope
 from ..store import Packed
-from ..store.codec import Channels, Mapped
-from .record import Seen
+from ..store.codec import Channels
+from .attention import Attention
 
-GRID = tuple(round(0.6 + 0.02 * i, 2) for i in range(21))
+GRID = tuple(round(0.04 + 0.02 * i, 2) for i in range(49))
+_COARSE = 3
+
+Missed = Callable[[Tensor], Tensor]
+"""Squared errors fp32 [n] of n factors, given by their places int64 [n] on the grid."""
 
 
-class Sample(NamedTuple):
-    """Some queries of a layer, q [B, Hq, S, D], and all that they attend to, k, v [B, Hk, N, D].
+class Groups:
+    """Tokens x [B, Hk, N, D] cut into groups of channels, and what packing changes in each.
 
-    rows: int64 [S], which of the N tokens ask; keys are after RoPE. exact: so many first and newest
-    tokens that a query sees exactly. bias: fp32 [B, Hq, N].
+    Rows are channels and columns tokens, so that a group is a contiguous block. Metadata stay fp32.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    rows: Tensor
-    scale: float
-    softcap: float | None
-    exact: tuple[int, int] = (0, 0)
-    bias: Tensor | None = None
+    def __init__(self, x: Tensor, fmt: Packed, channels: Channels) -> None:
+        assert channels.group_of is not None
+        b, h, n, d = x.shape
+        self.bits, self._shape = fmt.bits, (h, d, b, n)
+        if channels.divisor is not None:
+            x = x / channels.divisor[:, None, :]
+        rows = x.permute(1, 3, 0, 2).reshape(h * d, b * n)
+        self.of = channels.group_of.reshape(-1)
+        self.members = [(self.of == g).nonzero().flatten() for g in range(int(self.of.max()) + 1)]
+        self._rows = [rows[some] for some in self.members]
+        self._ends = [some.aminmax(dim=0) for some in self._rows]
+        unit = rows.new_ones(h, d) if channels.divisor is None else channels.divisor
+        self._unit = [unit.reshape(-1, 1)[some] for some in self.members]
 
-    @classmethod
-    def of(cls, seen: Seen, queries: int, exact: tuple[int, int] = (0, 0)) -> Sample:
-        """Take about `queries` query rows, evenly from the second half."""
-        t = seen.q.shape[2]
-        rows = torch.linspace(t // 2, t - 1, min(queries, t - t // 2)).long()
-        q = seen.q[:, :, rows.to(seen.q.device)]
-        bias = None if seen.bias is None else seen.bias.cpu()
-        kv = seen.k.cpu(), seen.v.cpu()
-        return cls(q.cpu(), *kv, rows, seen.scale, seen.softcap, exact, bias)
+    def __len__(self) -> int:
+        return len(self.members)
 
+    def off(self, group: int, alpha: float) -> Tensor:
+        """What comes back of a group, minus what went in: fp32 [channels of the group, B * N]."""
+        x, (low, high) = self._rows[group], self._ends[group]
+        scale, zero = ref.metadata(low * alpha, high * alpha, self.bits, torch.float32)
+        back = torch.addcmul(zero, ref.encode(x, scale, zero, self.bits).float(), scale)
+        return back.sub_(x).mul_(self._unit[group])
 
-class Attention:
-    """The exact attention of a sample, and what a change of its logits makes of it."""
+    def all_off(self, at: Tensor) -> Tensor:
+        """The same of all groups, fp32 [Hk * D, B * N]; at: each group's place on the grid."""
+        h, d, b, n = self._shape
+        off = torch.empty(h * d, b * n)
+        for group, place in enumerate(at.tolist()):
+            off[self.members[group]] = self.off(group, GRID[place])
+        return off
 
-    def __init__(self, sample: Sample) -> None:
-        b, hq, s, d = sample.q.shape
-        self.k, self.v = sample.k.float(), sample.v.float()
-        hk, n = self.k.shape[1:3]
-        self.q = sample.q.float().reshape(b, hk, hq // hk, s, d)
-        self.scale, self.softcap = sample.scale, sample.softcap
-        self.logits = self.q @ self.k.transpose(-1, -2).unsqueeze(2) * self.scale
-        if sample.bias is not None:
-            self.logits += sample.bias.view(-1, hk, hq // hk, 1, n)
-        self.hidden = torch.arange(n) > sample.rows[:, None]
-        self.weights = self.shifted(0.0)  # [B, Hk, R, S, N]
-        sinks, recent = sample.exact
-        at = torch.arange(n)
-        self.packed = (at >= sinks) & (at <= sample.rows[:, None] - recent)  # [S, N]
-
-    def shifted(self, change: Tensor | float) -> Tensor:
-        """Attention when the logits are changed by so much."""
-        logits = self.logits + change
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits.masked_fill_(self.hidden, -torch.inf).softmax(dim=-1)
-
-    def shifted_by_keys(self, off: Tensor) -> Tensor:
-        """Attention when the keys are off by `off` [B, Hk, N, D]."""
-        change = self.q @ off.transpose(-1, -2).unsqueeze(2) * self.scale
-        return self.shifted(change * self.packed)
-
-    def missed_by_keys(self, off: Tensor) -> float:
-        """Squared error of the output when the keys are off by `off` [B, Hk, N, D]."""
-        shift = self.shifted_by_keys(off) - self.weights
-        return (shift @ self.v.unsqueeze(2)).square().sum().item()
-
-    def missed_by_values(self, off: Tensor) -> Tensor:
-        """Squared error of each channel [Hk, D] of the output when the values are off by `off`."""
-        return (self.weights * self.packed @ off.unsqueeze(2)).square().sum(dim=(0, 2, 3))
+    def tokens(self, off: Tensor) -> Tensor:
+        """Rows [Hk * D, B * N] as tokens [B, Hk, N, D]."""
+        return off.view(self._shape).permute(2, 0, 3, 1)
 
 
 def search(
-    sample: Sample, side: str, fmt: Packed, channels: Channels, rope: Rope | None
+    exact: Attention, side: str, fmt: Packed, channels: Channels, rope: Rope | None
 ) -> tuple[Tensor, Tensor]:
     """Clip factors of a format for "keys" or "values": fp32 [groups], and [1] for the layer.
 
-    channels: what the format is told of the layer, but for the factors. rope: for keys that are
-    packed as before RoPE.
+    channels: the layer's, without clip factors. rope: for keys that are packed before RoPE.
     """
-    assert channels.group_of is not None
-    exact, grid = Attention(sample), torch.tensor(GRID)
+    grid = torch.tensor(GRID)
     if side == "values":
-        missed = [exact.missed_by_values(off) for off in _errors(exact.v, fmt, channels)]
-        alone = torch.zeros(len(GRID), int(channels.group_of.max()) + 1)  # [grid, groups]
-        alone.index_add_(1, channels.group_of.reshape(-1), torch.stack(missed).flatten(1))
-        return grid[alone.argmin(dim=0)], grid[alone.sum(dim=1).argmin()].view(1)
-    return _keys(exact, fmt, channels, rope)
+        alone, together = _values(exact, Groups(exact.v, fmt, channels))
+    else:
+        at = torch.arange(exact.k.shape[2]).view(1, 1, -1)
+        raw = exact.k if rope is None else rope.turn(exact.k, -at)
+        alone, together = _keys(exact, Groups(raw, fmt, channels), rope, at)
+    return grid[alone], grid[together]
 
 
-def _keys(
-    exact: Attention, fmt: Packed, channels: Channels, rope: Rope | None
+def _values(exact: Attention, groups: Groups) -> tuple[Tensor, Tensor]:
+    @cache
+    def missed(places: tuple[int, ...]) -> Tensor:
+        off = groups.tokens(groups.all_off(torch.tensor(places)))
+        each = exact.missed_by_values(off).reshape(-1)
+        return torch.zeros(len(groups)).index_add_(0, groups.of, each)
+
+    count = len(groups)
+    together, _ = _least(lambda at: missed((int(at),) * count).sum().view(1), 1)
+    start = together.repeat(count), missed((int(together),) * count)
+    alone, _ = _least(lambda at: missed(tuple(at.tolist())), count, start)
+    return alone, together
+
+
+def _keys(exact: Attention, groups: Groups, rope: Rope | None, at: Tensor) -> tuple[Tensor, Tensor]:
+    def missed(off: Tensor) -> Tensor:
+        tokens = groups.tokens(off)
+        return exact.missed_by_keys(tokens if rope is None else rope.turn(tokens, at)).view(1)
+
+    count = len(groups)
+    together, least = _least(lambda place: missed(groups.all_off(place.expand(count))), 1)
+    alone = together.repeat(count)
+    if count == 1:
+        return alone, together
+    off = groups.all_off(alone)
+    for group, members in enumerate(groups.members):
+
+        def moved(place: Tensor, group: int = group, members: Tensor = members) -> Tensor:
+            off[members] = groups.off(group, GRID[int(place)])
+            return missed(off)
+
+        alone[group], least = _least(moved, 1, (alone[group].view(1), least))
+        off[members] = groups.off(group, GRID[int(alone[group])])
+    return alone, together
+
+
+def _least(
+    missed: Missed, count: int, start: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The layer's factor, and then each group's with all others at the layer's."""
-    assert channels.group_of is not None
-    at = torch.arange(exact.k.shape[2]).view(1, 1, -1)
-    keys = exact.k if rope is None else rope.turn(exact.k, -at)
+    """Places on the grid with the least errors found, and these errors, [count] each.
 
-    def missed(off: Tensor) -> float:
-        return exact.missed_by_keys(off if rope is None else rope.turn(off, at))
-
-    together = [missed(off) for off in _errors(keys, fmt, channels)]
-    best = min(range(len(GRID)), key=together.__getitem__)
-    base = next(islice(_errors(keys, fmt, channels), best, None))
-    inside = [(channels.group_of == g)[:, None, :] for g in range(int(channels.group_of.max()) + 1)]
-    found = torch.full((len(inside),), GRID[best])
-    least = [together[best]] * len(inside)
-    for alpha, off in zip(GRID, _errors(keys, fmt, channels), strict=True):
-        for g, here in enumerate(inside):
-            error = missed(torch.where(here, off, base))
-            if error < least[g]:
-                least[g], found[g] = error, alpha
-    return found, torch.tensor([GRID[best]])
+    start: the places and errors to improve on.
+    """
+    at, least = start or (torch.zeros(count).long(), torch.full((count,), torch.inf))
+    for place in range(0, len(GRID), _COARSE):
+        at, least = _better(missed, torch.full_like(at, place), at, least)
+    center = at
+    for side in (-1, 1):
+        there = (center + side).clamp(0, len(GRID) - 1)
+        at, least = _better(missed, there, at, least)
+    return at, least
 
 
-def _errors(x: Tensor, fmt: Packed, channels: Channels) -> Iterator[Tensor]:
-    """What comes back of x, minus x, for every alpha of the grid; metadata not rounded."""
-    assert fmt.transform is not None
-    assert channels.group_of is not None
-    for alpha in GRID:
-        clipped = replace(fmt, meta="fp32", transform=replace(fmt.transform, clip=alpha))
-        by = Mapped(clipped, channels.group_of, channels)
-        yield by.dequantize(*by.quantize(x, None), torch.float32) - x
+def _better(missed: Missed, there: Tensor, at: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    error = missed(there)
+    better = error < least
+    return torch.where(better, there, at), torch.where(better, error, least)

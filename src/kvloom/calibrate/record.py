@@ -73,7 +73,7 @@ def read(model: PreTrainedModel, ids: Tensor, see: See) -> None:
         if isinstance(layer, RoutedLayer):
             layer.cache = Recorder(number, see)
     with torch.inference_mode():
-        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
 
 
 def layers(model: PreTrainedModel) -> list[int]:

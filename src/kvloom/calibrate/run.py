@@ -1,8 +1,9 @@
-"""A whole calibration: ranges from every context, groups from the ranges, clip factors by search.
+"""A whole calibration: ranges from contexts, groups from the ranges, clip factors by search.
 
-Decides the order, what is saved on the way and when a saved state is taken up again. Memory grows
-with the layers, not with the text: running ranges, and one sample a layer. The state is saved
-beside the result, as `NAME.partial`; it is taken up if model, text and settings are the same.
+Decides the order, when enough is read, what is saved on the way and when a saved state is used
+again. Memory grows with the layers, not with the text: running ranges, and one sample a layer. The
+state is saved beside the result, as `NAME.partial`, and used if model, text and settings are the
+same.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from ..store import Packed
 from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
 from ..store.codec import Channels, consecutive
 from . import groups, record
-from .clip import Sample, search
+from .attention import Attention, Sample
+from .clip import search
 
 LEAST_CONTEXTS = 4
-_SAVE_EVERY = 8  # contexts
+_CHECK_EVERY = 8  # contexts: ranges are compared with those of the last check, and saved
+
+_CONTEXTS, _READ, _LAYERS = range(3)  # places in the saved state: contexts read, all read, layers
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
@@ -39,13 +43,16 @@ Progress = Callable[[str, int, int], None]
 class Settings:
     """How much to read.
 
-    contexts of `context` tokens each give the ranges; clip factors are searched on the first
-    `sample_contexts` of them, `sample_tokens` tokens each, with `queries` queries that see the
-    first `sinks` and the newest `recent` tokens exactly.
+    At most `contexts` contexts of `context` tokens each give the ranges of channels. Every 8
+    contexts, the share of each range that these 8 added is computed; reading ends when its mean
+    over all channels, layers, keys and values is below `settled`. Clip factors are searched on the
+    first `sample_contexts` contexts, `sample_tokens` tokens each, with `queries` queries that see
+    the first `sinks` and the newest `recent` tokens unpacked.
     """
 
     contexts: int = 64
     context: int = 1024
+    settled: float = 0.02
     sample_contexts: int = 4
     sample_tokens: int = 1024
     queries: int = 64
@@ -80,8 +87,9 @@ def calibrate(
 ) -> Calibration:
     """Calibrate a model on contexts ids [M, T] for what the recipes need; write and return it.
 
-    Takes up what an interrupted run left. The model is left as it was. Raises
-    `CalibrationError`, `IncompatibleRecipe` or `NotFinite`.
+    Continues what an interrupted run left. The settings in the file say how many contexts were
+    `read`. The model is left as it was. Raises `CalibrationError`, `IncompatibleRecipe` or
+    `NotFinite`.
     """
     settings = settings or Settings()
     recipes = list(recipes)
@@ -112,18 +120,13 @@ def _calibrate(
     text = hashlib.sha256(ids.cpu().numpy().astype(np.int64).tobytes()).hexdigest()
     about = {**asdict(settings), "contexts": len(ids), "formats": [_spell(*f) for f in formats]}
     found = _resume(partial, Calibration(identity(model), text, about, name=out.name))
-    done = found.tensors.setdefault("done", torch.zeros(2, dtype=torch.int64))  # contexts, layers
-    for at in range(int(done[0]), len(ids)):
-        tell("reading", at, len(ids))
-        record.read(model, ids[at : at + 1], lambda n, seen: _widen(found.tensors, n, seen, rope))
-        done[0] = at + 1
-        if (at + 1) % _SAVE_EVERY == 0 or at + 1 == len(ids):
-            found.save(partial)
+    done = found.tensors.setdefault("done", torch.zeros(3, dtype=torch.int64))
+    _read(model, ids, found, partial, rope, settings.settled, tell)
     searched = [
         (side, f) for side, f in formats if f.transform and isinstance(f.transform.clip, str)
     ]
     samples: dict[int, Sample] = {}
-    if searched and int(done[1]) < len(layers):
+    if searched and int(done[_LAYERS]) < len(layers):
         some = ids[: settings.sample_contexts, : settings.sample_tokens]
         exact = settings.sinks, settings.recent
 
@@ -131,22 +134,60 @@ def _calibrate(
             samples[number] = Sample.of(seen, settings.queries, exact)
 
         record.read(model, some, sample)
-    for at, layer in enumerate(layers):
-        if at < int(done[1]):
-            continue
-        tell("grouping and clipping", at, len(layers))
+    for at in range(int(done[_LAYERS]), len(layers)):
+        tell("calibrating layers", at, len(layers))
+        layer = layers[at]
         for side, fmt in formats:
             _group(found, layer, side, fmt)
-        for side, fmt in searched:
-            _search(found, layer, side, fmt, samples[layer], rope)
-        samples.pop(layer, None)
-        done[1] = at + 1
+        if searched:
+            attention = Attention(samples.pop(layer))
+            for side, fmt in searched:
+                _search(found, layer, side, fmt, attention, rope)
+        done[_LAYERS] = at + 1
         found.save(partial)
-    tell("grouping and clipping", len(layers), len(layers))
+    tell("calibrating layers", len(layers), len(layers))
+    found.settings = {**found.settings, "read": int(done[_CONTEXTS])}
     del found.tensors["done"]
     found.save(out)
     partial.unlink(missing_ok=True)
     return found
+
+
+def _read(
+    model: PreTrainedModel,
+    ids: Tensor,
+    found: Calibration,
+    partial: Path,
+    rope: Rope | None,
+    settled: float,
+    tell: Progress,
+) -> None:
+    """Find the ranges of all layers; go on where a saved state ends."""
+    done, before = found.tensors["done"], _ranges(found)
+    while not done[_READ]:
+        at = int(done[_CONTEXTS])
+        tell("reading contexts", at, len(ids))
+        record.read(model, ids[at : at + 1], lambda n, seen: _widen(found.tensors, n, seen, rope))
+        done[_CONTEXTS] = at + 1
+        last = at + 1 == len(ids)
+        if last or (at + 1) % _CHECK_EVERY == 0:
+            now = _ranges(found)
+            done[_READ] = last or bool(before and _added(before, now) < settled)
+            before = now
+            found.save(partial)
+
+
+def _ranges(found: Calibration) -> dict[str, Tensor]:
+    return {name: x for name, x in found.tensors.items() if name.startswith("range.")}
+
+
+def _added(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
+    """The share of the ranges [2, Hk, D] in `now` that `before` lacks, the mean over all."""
+    shares = []
+    for name, ends in now.items():
+        width, was = ends[1] - ends[0], before[name][1] - before[name][0]
+        shares.append(torch.where(width > 0, (width - was) / width, 0.0).mean())
+    return float(torch.stack(shares).mean())
 
 
 def _resume(partial: Path, fresh: Calibration) -> Calibration:
@@ -188,7 +229,7 @@ def _group(found: Calibration, layer: int, side: str, fmt: Packed) -> None:
 
 
 def _search(
-    found: Calibration, layer: int, side: str, fmt: Packed, sample: Sample, rope: Rope | None
+    found: Calibration, layer: int, side: str, fmt: Packed, exact: Attention, rope: Rope | None
 ) -> None:
     name = f"{layer}.{kind_of(side, fmt)}.{format_of(fmt)}"
     if f"clip.{name}" in found.tensors:
@@ -197,9 +238,9 @@ def _search(
     assert transform is not None
     channels = found.channels(layer, side, replace(fmt, transform=replace(transform, clip=1.0)))
     if channels is None:
-        heads, dim = sample.k.shape[1], sample.k.shape[3]
+        heads, dim = exact.k.shape[1], exact.k.shape[3]
         channels = Channels(consecutive(fmt.group, transform, heads, dim))
-    alone, together = search(sample, side, fmt, channels, rope if fmt.pre_rope else None)
+    alone, together = search(exact, side, fmt, channels, rope if fmt.pre_rope else None)
     found.tensors[f"clip.{name}"] = alone
     found.tensors[f"clip_layer.{name}"] = together
 

@@ -1,20 +1,21 @@
-"""`kvloom calibrate`: find out about a model what calibrated recipes need, once."""
+"""`kvloom calibrate`: measure once what calibrated recipes need to know about a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from .edge import Dtype, chosen, quiet, told, writable
+from .progress import progress
 
 DEFAULT = "skvq,skvq-k2v1.5,rptq,smoothquant"
 
 
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or folder of a model.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write (.safetensors).")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write (.kvcal).")],
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Text to read, repeatable; default: CPython's library."),
@@ -22,13 +23,14 @@ def command(
     recipes: Annotated[
         str, typer.Option(help="Recipes to calibrate for, with their options.")
     ] = DEFAULT,
-    contexts: Annotated[int, typer.Option(min=4, help="Contexts read.")] = 64,
+    contexts: Annotated[int, typer.Option(min=4, help="Contexts read at most.")] = 64,
     context: Annotated[int, typer.Option(min=64, help="Tokens of each.")] = 1024,
     dtype: Dtype = "auto",
 ) -> None:
     """Calibrate a model: ranges of its channels, groups of channels, clip factors.
 
-    Interrupted, it leaves FILE.partial, and the same call goes on from there.
+    Reading ends early once 8 more contexts hardly widen the ranges. An interrupted run leaves
+    FILE.partial, and the same command continues it.
     """
     with told():
         from ..calibrate import Settings, calibrate
@@ -41,14 +43,24 @@ def command(
         if plain:
             raise InputError(f"recipe {plain[0]!r} needs no calibration; name others")
         writable(out)
+        if out.suffix == ".safetensors" and (out.absolute().parent / "config.json").exists():
+            raise InputError(
+                f"model loaders would read {str(out)!r} as weights, since it ends in .safetensors "
+                f"and lies beside a config.json; write {str(out.with_suffix('.kvcal'))!r} instead"
+            )
         words = read_files(text) if text else _library()
         quiet()
         built, tokenizer = load(model, dtype)
         settings = Settings(contexts=contexts, context=context)
         ids = cut(tokenize(tokenizer, words), opening(tokenizer), settings)
-        found = _with_progress(lambda tell: calibrate(built, ids, picked, out, settings, tell))
-        size = out.stat().st_size
-        typer.echo(f"{out}: {len(found.tensors)} tensors, {size:,} bytes, {len(ids)} contexts")
+        with progress() as shown:
+
+            def tell(what: str, at: int, of: int) -> None:
+                shown(f"{what}, {at} of {of}", at, of)
+
+            found = calibrate(built, ids, picked, out, settings, tell)
+        size, read = out.stat().st_size, found.settings["read"]
+        typer.echo(f"{out}: {len(found.tensors)} tensors, {size:,} bytes, {read} contexts read")
 
 
 def _library() -> str:
@@ -56,12 +68,3 @@ def _library() -> str:
     from ..reference import corpus
 
     return "\n\n".join(d.text for i, d in enumerate(corpus.train_documents()) if i % 15 == 0)
-
-
-def _with_progress(work: Any) -> Any:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
-        line = bar.add_task("starting", total=None)
-        return work(lambda what, at, of: bar.update(line, description=what, completed=at, total=of))

@@ -21,8 +21,13 @@ from ..store import NOTHING, Known, Store
 from ..store.calibration import Calibration
 from . import compat, rotary
 
-BESIDE = "calibration.safetensors"
-"""The name under which a calibration is found in the folder of a model's weights."""
+BESIDE = "calibration.kvcal"
+"""The name under which a calibration is found in the folder of a model's weights.
+
+Not `.safetensors`, although that is the format: loaders such as vLLM's take every `*.safetensors`
+file in that folder for weights.
+"""
+_FORMER = "calibration.safetensors"
 
 _READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[Known]]] = WeakKeyDictionary()
 
@@ -67,17 +72,19 @@ def identity(model: PreTrainedModel) -> dict[str, Any]:
 def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
     if recipe.store.calibration is not None:
         return Path(recipe.store.calibration)
-    folder = Path(str(model.name_or_path or ""))
-    if not model.name_or_path or not (folder / BESIDE).is_file():
-        raise IncompatibleRecipe(
-            recipe.name,
-            [
-                "it needs a calibration of this model: run `kvloom calibrate MODEL --text FILE "
-                f"--out {BESIDE}` and add calibration={BESIDE} to the recipe, or put that file "
-                "beside the model's weights"
-            ],
-        )
-    return folder / BESIDE
+    if model.name_or_path:
+        for name in (BESIDE, _FORMER):
+            path = Path(model.name_or_path) / name
+            if path.is_file():
+                return path
+    raise IncompatibleRecipe(
+        recipe.name,
+        [
+            "it needs a calibration of this model: run `kvloom calibrate MODEL --text FILE "
+            f"--out {BESIDE}` and add calibration={BESIDE} to the recipe, or put that file "
+            "beside the model's weights"
+        ],
+    )
 
 
 def undoable_rope(model: PreTrainedModel) -> Rope:

@@ -18,7 +18,7 @@ STOREYS = [
     {"shapes", "errors", "rope", "alibi"},
     {"kernels", "typed"},
     {"store", "keep", "recall"},
-    {"segment"},
+    {"segment", "undo"},
     {"recipe", "keeper", "slots", "chosen", "sinks"},
     {"layer"},
     {"recalled", "spared"},

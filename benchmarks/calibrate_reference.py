@@ -1,14 +1,19 @@
 """Write the calibration that ships with the reference model: SKVQ's formats, RPTQ, SmoothQuant.
 
-python benchmarks/calibrate_reference.py
+All contexts are read, also after the ranges have settled.
+
+    python benchmarks/calibrate_reference.py
 """
 
 from __future__ import annotations
 
-from typer.testing import CliRunner
-
-from kvloom.cli import app
+from kvloom.calibrate import Settings, calibrate, contexts
+from kvloom.cli.calibrate import training_text
+from kvloom.cli.progress import progress
+from kvloom.compare import load
+from kvloom.compare.text import opening, tokenize
 from kvloom.hf.known import BESIDE
+from kvloom.recipes import resolve
 from kvloom.reference import WEIGHTS
 
 
@@ -19,7 +24,7 @@ def recipes() -> list[str]:
     """
     found = ["smoothquant"]
     for group in (32, 64, 128):
-        found += [f"rptq:group={group}", f"skvq:group={group},clip=1.0,pre_rope=false"]
+        found += [f"rptq:group={group}", f"rptq:group={group},pre_rope=false"]
     for bits in (1, 1.5, 2, 3, 4):
         for group in (32, 64, 128):
             found.append(f"skvq:group={group},bits={bits},value_bits={bits}")
@@ -29,12 +34,13 @@ def recipes() -> list[str]:
 
 
 def main() -> None:
-    out = str(WEIGHTS / BESIDE)
-    done = CliRunner().invoke(
-        app, ["calibrate", "reference", "--out", out, "--recipes", ",".join(recipes())]
-    )
-    print(done.output)
-    raise SystemExit(done.exit_code)
+    model, tokenizer = load()
+    settings = Settings(settled=0.0)
+    ids = contexts(tokenize(tokenizer, training_text()), opening(tokenizer), settings)
+    chosen = [resolve(spec) for spec in recipes()]
+    with progress() as shown:
+        found = calibrate(model, ids, chosen, WEIGHTS / BESIDE, settings, shown)
+    print(f"{WEIGHTS / BESIDE}: {len(found.tensors)} tensors")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from .record import Seen
 
 
 class Sample(NamedTuple):
-    """Some queries of a layer, q [B, Hq, S, D], and all tokens that they attend to, k, v [B, Hk, N, D].
+    """Some queries q [B, Hq, S, D] of a layer, and the tokens k, v [B, Hk, N, D] they attend to.
 
     rows: int64 [S], the position of each query among the N tokens; keys are after RoPE. exact: how
     many first and newest tokens a query sees unpacked. bias: fp32 [B or 1, Hq, N].
-    """  # noqa: E501
+    """
 
     q: Tensor
     k: Tensor

@@ -29,7 +29,7 @@ from ..store import Packed
 from ..store.codec import Channels
 from .attention import Attention
 
-GRID = tuple(round(0.04 + 0.02 * i, 2) for i in range(49))
+GRID = (0.005, 0.01, *(round(0.02 * i, 2) for i in range(1, 51)))
 _COARSE = 3
 
 Missed = Callable[[Tensor], Tensor]

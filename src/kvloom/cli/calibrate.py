@@ -48,7 +48,7 @@ def command(
                 f"model loaders would read {str(out)!r} as weights, since it ends in .safetensors "
                 f"and lies beside a config.json; write {str(out.with_suffix('.kvcal'))!r} instead"
             )
-        words = read_files(text) if text else _library()
+        words = read_files(text) if text else training_text()
         quiet()
         built, tokenizer = load(model, dtype)
         settings = Settings(contexts=contexts, context=context)
@@ -63,7 +63,7 @@ def command(
         typer.echo(f"{out}: {len(found.tensors)} tensors, {size:,} bytes, {read} contexts read")
 
 
-def _library() -> str:
+def training_text() -> str:
     """About 2 MB of CPython's library, from what the reference model was trained on."""
     from ..reference import corpus
 

@@ -29,6 +29,8 @@ heads of {head_dim} channels, SwiGLU of width {intermediate_size}, RMSNorm, no b
 output embedding tied, RoPE with theta {theta:g}. Trained on sequences of up to 4096 tokens;
 the configuration lets longer ones run. The tokenizer is a byte-level BPE of
 {vocab_size} tokens in which every digit is a token and every text begins with `<s>`.
+`calibration.kvcal` is its calibration for `skvq`, `rptq` and `smoothquant`
+(`benchmarks/calibrate_reference.py` writes it).
 
 ## Data
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels.append.ref import Room
+from ..kernels.append.reference import Room
 
 
 class Buffer:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.attend.strand import Strand
+from ..kernels.attend.kv_view import Strand
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels

@@ -231,22 +231,6 @@ def test_chosen_tokens(form, each):
         close(got, want, form[3])
 
 
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("t", "n", "causal", "d", "dtype"),
-    [(70, 70, True, 64, FP32), (33, 150, True, 80, FP16), (5, 40, False, 96, FP32)],
-)
-def test_a_prompt_and_its_log_sum_exp(t, n, causal, d, dtype):
-    from kvloom.kernels.attend.gpu_prompt import prompt
-
-    q, k, v = (draw((B, h, m, d), i, dtype) for i, (h, m) in enumerate(((4, t), (2, n), (2, n))))
-    bias = torch.randn(1, 4, n, generator=torch.Generator().manual_seed(1))
-    for options in ({}, {"valid": hidden(B, 1, n), "softcap": 3.0, "bias": bias}):
-        got = prompt(q, k, v, 0.125, causal=causal, **options)
-        want = ref.attend(q.float(), k.float(), v.float(), 0.125, causal=causal, **options)
-        close(got, want, dtype)
-
-
 WHOLE = (
     "full",
     "kivi:group=16,residual=32",

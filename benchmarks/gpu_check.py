@@ -16,16 +16,14 @@ from torch import Tensor
 
 from gpu_clock import Bench
 from kvloom.kernels import dispatch
-from kvloom.kernels.attend import ref as attend_ref
+from kvloom.kernels.attend import reference as attend_ref
 from kvloom.kernels.attend import run as attend_run
-from kvloom.kernels.quant import gpu as quant_gpu
-from kvloom.kernels.quant import ref as quant_ref
-from kvloom.kernels.quant.scheme import Held, Scheme
-from kvloom.kernels.score import gpu as score_gpu
-from kvloom.kernels.score import ref as score_ref
+from kvloom.kernels.quantize import reference as quant_ref
+from kvloom.kernels.quantize.spec import Held, Scheme
+from kvloom.kernels.quantize.triton import pack as quant_gpu
+from kvloom.kernels.score import reference as score_ref
 from kvloom.kernels.score.noise import Noise
-from kvloom.kernels.select import gpu as select_gpu
-from kvloom.kernels.select import ref as select_ref
+from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.store import Packed
 from kvloom.store.formats import META
 from kvloom.store.lane import Lane
@@ -66,7 +64,7 @@ def check(bench: Bench, fast: bool = False) -> None:
 
 def cases(bench: Bench, fast: bool) -> Iterator[Case]:
     """All cases, the fewest of each operation if `fast`."""
-    for family in (_quant, _score, _select, _attend):
+    for family in (_quant, _score, _attend):
         yield from family(bench, fast)
 
 
@@ -165,69 +163,6 @@ def _mass(bench: Bench, t: int, n: int, d: int, r: int, dtype: torch.dtype, all_
 
 def _to(x: Any, bench: Bench) -> Any:
     return x.to(bench.device) if isinstance(x, Tensor) else x
-
-
-def _select(bench: Bench, fast: bool) -> Iterator[Case]:
-    n = 200 if bench.dry else 3000
-    for i, distance in enumerate(select_ref.DISTANCES):
-        for d, dtype in ((128, DTYPES[i]), (80, DTYPES[(i + 1) % 3])):
-            if fast and (i or d == 80):
-                continue
-            dtype = torch.float16 if bench.dry else dtype
-            what = f"{distance} D={d} {dtype}"
-            yield (
-                "kmeans", what, 1e-3,
-                lambda d=d, dt=dtype, o=distance: _kmeans(bench, n, d, dt, o),
-            )  # fmt: skip
-    for d, page in ((128, 16), (64, 5)):
-        dtype = torch.float16 if bench.dry else torch.bfloat16
-        yield (
-            "pages",
-            f"D={d} page={page}",
-            1e-5,
-            lambda d=d, p=page, t=dtype: _pages(bench, d, p, t),
-        )
-    for m in (1, 130):
-        yield "select_clusters", f"m={m}", 0.0, lambda m=m: _choice(bench, m)
-
-
-def _kmeans(bench: Bench, n: int, d: int, dtype: torch.dtype, distance: str) -> float:
-    """How much worse the found clusters fit than the reference's, and how far means are off."""
-    x, c = torch.randn(1, 2, n, d).to(dtype), n // 40
-    start = torch.randperm(n)[:c].sort().values.expand(1, 1, c)
-    real, alive = torch.ones(1, 1, n, dtype=torch.bool), torch.ones(1, 1, c, dtype=torch.bool)
-    given = [y.to(bench.device) for y in (x, start, real, alive)]
-    _, labels = select_gpu.kmeans(*given, distance, 1)
-    first = x.gather(2, start.unsqueeze(-1).expand(1, 2, c, d)).float()
-    want = select_ref.nearest(x, first, distance, alive)
-    if (labels.cpu() != want).float().mean() > 1e-3:  # only near ties may go either way
-        return float("nan")
-    centroids, labels = select_gpu.kmeans(*given, distance, 8)
-    labels = labels.cpu()
-    total = torch.zeros(2, c, d, dtype=torch.float64)
-    total.scatter_add_(1, labels[0, :, :, None].expand(2, n, d), x[0].double())
-    count = select_ref.sizes(labels, c)[0].unsqueeze(-1)
-    means = torch.where(count > 0, total / count.clamp_min(1), centroids[0].cpu().double())
-    return _away(centroids[0], means)
-
-
-def _pages(bench: Bench, d: int, page: int, dtype: torch.dtype) -> float:
-    n = page * 20
-    x, q = torch.randn(2, 2, n, d).to(dtype), torch.randn(2, 8, d).to(dtype)
-    real = torch.arange(n) >= torch.tensor([0, n // 2])[:, None, None]
-    want = select_ref.page_bounds(x, page, real)
-    got = select_gpu.page_bounds(x.to(bench.device), page, real.to(bench.device))
-    wrong = sum(int((a.cpu() != b).sum()) for a, b in zip(got, want, strict=True))
-    scores = select_gpu.page_scores(q.to(bench.device), *got)
-    return wrong + _away(scores, select_ref.page_scores(q, *want))
-
-
-def _choice(bench: Bench, m: int) -> float:
-    labels = torch.randint(0, 30, (2, 2, 900))
-    size, order = select_ref.sizes(labels, 40), labels.argsort(dim=-1, stable=True)
-    given = torch.randn(2, 8, 40), size, size.cumsum(-1) - size, order
-    got = select_gpu.select_clusters(*(x.to(bench.device) for x in given), m)
-    return float((got.cpu() != select_ref.select_clusters(*given, m)).sum())
 
 
 def _attend(bench: Bench, fast: bool) -> Iterator[Case]:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from gpu_clock import Bench
 from kvloom.kernels.attend import run as attend_run
-from kvloom.kernels.quant import gpu as quant_gpu
-from kvloom.kernels.score import gpu as score_gpu
-from kvloom.kernels.select import gpu as select_gpu
-from kvloom.kernels.select import ref as select_ref
+from kvloom.kernels.quantize.triton import pack as quant_gpu
+from kvloom.kernels.score.triton import mass as score_gpu
+from kvloom.kernels.select import reference as select_ref
 from kvloom.recipes import resolve
 from kvloom.store.lane import Lane
 
@@ -152,27 +151,25 @@ def _clusters(bench: Bench, x: Tensor, q: Tensor) -> None:
     alive = real[:, :, :c]
     start = torch.arange(c, device=x.device).view(1, 1, c) * 80
     given = (x, start, real, alive, "cosine", 2 if bench.dry else 20)
-    ms = bench.ms(lambda: select_gpu.kmeans(*given), repeats=5)
-    torchs = bench.ms(lambda: select_ref.kmeans(*given), repeats=2)
-    bench.row(f"kmeans, {c} clusters", {"ms a layer": ms, "x torch": torchs / ms})
-    centroids, labels = select_gpu.kmeans(*given)
+    ms = bench.ms(lambda: select_ref.kmeans(*given), repeats=5)
+    bench.row(f"kmeans, {c} clusters", {"ms a layer": ms})
+    centroids, labels = select_ref.kmeans(*given)
     size, order = select_ref.sizes(labels, c), labels.argsort(dim=-1, stable=True)
     held = [y.int() for y in (size, size.cumsum(-1) - size, order)]
     means, living = centroids.to(x.dtype), alive.expand(1, x.shape[1], c)
 
-    def choose(by=select_gpu):
-        scores = by.cluster_scores(q[:, :, 0], means, living, "mean")
-        return by.select_clusters(scores, *held, min(1024, n // 2))
+    def choose():
+        scores = select_ref.cluster_scores(q[:, :, 0], means, living, "mean")
+        return select_ref.select_clusters(scores, *held, min(1024, n // 2))
 
-    ms, torchs = bench.ms(choose), bench.ms(lambda: choose(select_ref))
-    bench.row("choose 1024 tokens by clusters", {"ms": ms, "x torch": torchs / ms})
+    bench.row("choose 1024 tokens by clusters", {"ms": bench.ms(choose)})
 
 
 def _pages(bench: Bench, x: Tensor, q: Tensor) -> None:
     real = torch.ones(1, 1, x.shape[2], dtype=torch.bool, device=x.device)
-    ms = bench.ms(lambda: select_gpu.page_bounds(x, 16, real))
+    ms = bench.ms(lambda: select_ref.page_bounds(x, 16, real))
     bench.row("page bounds", {"ms": ms, **_rate(bench, x.nbytes * 9 // 8, ms)})
-    bounds = select_gpu.page_bounds(x, 16, real)
-    ms = bench.ms(lambda: select_gpu.page_scores(q[:, :, 0], *bounds))
+    bounds = select_ref.page_bounds(x, 16, real)
+    ms = bench.ms(lambda: select_ref.page_scores(q[:, :, 0], *bounds))
     nbytes = sum(b.nbytes for b in bounds)
     bench.row("page scores", {"ms": ms, **_rate(bench, nbytes, ms)})

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 import kvloom
 import record
 from kvloom.hf.cache import RoutedLayer
-from kvloom.kernels import team
+from kvloom.kernels import cpu_runtime as team
 
 STOCK = "DynamicCache"
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import naive
-from kvloom.kernels.attend import cpu, gathered
+from kvloom.kernels.attend.cpu import decode as cpu
+from kvloom.kernels.attend.cpu import gathered
 from kvloom.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .kernels.attend.strand import Strand
+from .kernels.attend.kv_view import Strand
 from .segment import Choice, Piece
 
 Gather = Callable[[], tuple[Tensor, Tensor]]

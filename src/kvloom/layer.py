@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .alibi import Alibi
 from .errors import CacheMisuse, NotFinite
-from .kernels.append.ref import within
-from .kernels.attend import ref
+from .kernels.append.reference import within
+from .kernels.attend import reference as ref
 from .recipe import Recipe
 from .rope import Rope
 from .segment import Piece, Segment

@@ -18,7 +18,7 @@ from torch import Tensor
 from .alibi import Alibi
 from .chosen import behind, chosen
 from .errors import CacheMisuse, TierError
-from .kernels.select import ref
+from .kernels.select import reference as ref
 from .layer import Asked, LayerCache
 from .recall import Aside, Far, Finder, Form
 from .segment import Piece

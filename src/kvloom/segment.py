@@ -16,10 +16,11 @@ from torch import Tensor
 
 from .alibi import Alibi
 from .kernels.append import run as append
-from .kernels.append.ref import within
-from .kernels.attend import ref, run
-from .kernels.attend.strand import Strand
-from .kernels.select.ref import gather
+from .kernels.append.reference import within
+from .kernels.attend import reference as ref
+from .kernels.attend import run
+from .kernels.attend.kv_view import Strand
+from .kernels.select.reference import gather
 from .store.lane import Lane, Part
 from .store.packed import PackedView
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .alibi import Alibi
 from .kernels.append import run as append
-from .kernels.append.ref import Room
+from .kernels.append.reference import Room
 from .kernels.score import run
 from .segment import Piece, take
 

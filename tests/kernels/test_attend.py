@@ -1,4 +1,4 @@
-"""kernels.attend.ref against float64 loops, and the laws of merging."""
+"""kernels.attend.reference against float64 loops, and the laws of merging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import naive
-from kvloom.kernels.attend import ref
+from kvloom.kernels.attend import reference as ref
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 heads = pytest.mark.parametrize(("hq", "hk"), HEADS.values(), ids=HEADS)

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.kernels import dispatch
-from kvloom.kernels.append import cpu, ref, run
-from kvloom.kernels.append.ref import Room
+from kvloom.kernels.append import reference as ref
+from kvloom.kernels.append import run
+from kvloom.kernels.append.cpu import append as cpu
+from kvloom.kernels.append.reference import Room
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MOST = (torch.inf, 10.0)

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.kernels.attend import cpu, ref
+from kvloom.kernels.attend import reference as ref
+from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.store import Packed
 from kvloom.store.formats import Transform
 from kvloom.store.packed import PackedTokens

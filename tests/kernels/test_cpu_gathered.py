@@ -1,4 +1,4 @@
-"""kernels.attend.gathered against float64 loops: every format, any choice, any mask.
+"""kernels.attend.cpu.gathered against float64 loops: every format, any choice, any mask.
 
 The loops get the listed tokens, unpacked to fp32. Forms are few, as each is compiled, and
 everything else is drawn.
@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 import naive
 from kvloom.kernels import dispatch
-from kvloom.kernels.attend import gathered, ref, run
-from kvloom.kernels.attend.strand import Strand
+from kvloom.kernels.attend import reference as ref
+from kvloom.kernels.attend import run
+from kvloom.kernels.attend.cpu import gathered
+from kvloom.kernels.attend.kv_view import Strand
 from kvloom.store import Packed
 from strands import FP32, TOL, channel, chosen_agree, draw, mapped, token
 

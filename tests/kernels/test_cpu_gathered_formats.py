@@ -1,4 +1,4 @@
-"""kernels.attend.gathered on formats beside the plain ones: transforms, keys before RoPE, few bits.
+"""kernels.attend.cpu.gathered on the other formats: transforms, keys before RoPE, few bits.
 
 The loops get the listed tokens, unpacked to fp32. Forms are few, as each is compiled, and
 everything else is drawn.

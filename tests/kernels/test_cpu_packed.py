@@ -1,4 +1,4 @@
-"""The store by kernels.quant.cpu and by the reference: the same bytes, and who packed them."""
+"""The store by kernels.quantize.cpu and by the reference: the same bytes, and who packed them."""
 
 from __future__ import annotations
 

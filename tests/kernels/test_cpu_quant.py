@@ -1,4 +1,4 @@
-"""kernels.quant.cpu against the reference, to the last bit: every format, any shape and layout.
+"""kernels.quantize.cpu against the reference, to the last bit: every format, any shape and layout.
 
 Two kernels take all formats, so nothing is compiled a case and everything is drawn.
 """
@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.kernels import dispatch
-from kvloom.kernels.quant import cpu, ref
-from kvloom.kernels.quant.rotated import dequantize_rotated, quantize_rotated, rotate
-from kvloom.kernels.quant.scheme import Held, Scheme, Turn
+from kvloom.kernels.quantize import reference as ref
+from kvloom.kernels.quantize.cpu import pack as cpu
+from kvloom.kernels.quantize.rotated import dequantize_rotated, quantize_rotated, rotate
+from kvloom.kernels.quantize.spec import Held, Scheme, Turn
 from kvloom.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.formats import META
@@ -313,7 +314,7 @@ def test_a_copy_does_not_point_into_the_original(again):
 def test_threads_share_the_work(monkeypatch, openmp):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     if not openmp:
-        from kvloom.kernels import team
+        from kvloom.kernels import cpu_runtime as team
 
         monkeypatch.setattr(team, "_openmp", lambda: None)
     x = draw((2, 2, 1920, 64), torch.bfloat16)

@@ -18,9 +18,11 @@ import naive
 import steps
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch
-from kvloom.kernels.attend import cpu as attend_cpu
-from kvloom.kernels.attend.strand import Strand
-from kvloom.kernels.score import cpu, ref, run
+from kvloom.kernels.attend.cpu import decode as attend_cpu
+from kvloom.kernels.attend.kv_view import Strand
+from kvloom.kernels.score import reference as ref
+from kvloom.kernels.score import run
+from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import KINDS, Noise
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
@@ -156,7 +158,8 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 
 
 def test_what_fills_registers_without_avx512_too(monkeypatch):
-    from kvloom.kernels.score import mass, micro
+    from kvloom.kernels.score.cpu import mass_kernel as mass
+    from kvloom.kernels.score.cpu import microkernel as micro
 
     other = (6, 1) if micro.AT_ONCE[0] == 12 else (12, 2)
     made = cpu._kernels()._replace(

@@ -11,8 +11,9 @@ import torch
 import steps
 from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch
-from kvloom.kernels.attend import ref, run
-from kvloom.kernels.attend.strand import Strand
+from kvloom.kernels.attend import reference as ref
+from kvloom.kernels.attend import run
+from kvloom.kernels.attend.kv_view import Strand
 from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
@@ -80,8 +81,8 @@ def test_the_environment_and_a_block_choose(monkeypatch):
 def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from numba.core import caching
 
-    from kvloom.kernels import team
-    from kvloom.kernels.attend import fused
+    from kvloom.kernels import cpu_runtime as team
+    from kvloom.kernels.attend.cpu import decode_kernel as fused
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     form = fused.Form(16, 1, fused.Way())
@@ -89,13 +90,13 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     assert isinstance(made, team.Kernel)
     q, k, v = drawn(1, 1, 1, 9, 16)
     case = (made, form.tile, team.bits)
-    monkeypatch.setattr("kvloom.kernels.attend.forms.kernel", lambda *_: case)
+    monkeypatch.setattr("kvloom.kernels.attend.cpu.coverage.kernel", lambda *_: case)
     torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_python_threads_do_where_torch_has_no_openmp(monkeypatch, threads):
-    from kvloom.kernels import team
+    from kvloom.kernels import cpu_runtime as team
 
     q, k, v = drawn(n=9000)
     attend(*drawn())

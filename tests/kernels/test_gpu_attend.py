@@ -1,4 +1,4 @@
-"""kernels.attend.gpu against the reference in fp32: every format, any shape, any mask.
+"""kernels.attend.triton against the reference in fp32: every format, any shape, any mask.
 
 In Triton's interpreter, which must be asked for before Triton is imported: so pytest runs this file
 once more, in a process of its own. It proves arithmetic and indexing on tensors of the CPU; memory
@@ -14,8 +14,10 @@ import torch
 import interpreter
 import steps
 from kvloom.kernels import dispatch
-from kvloom.kernels.attend import gpu, ref, run
-from kvloom.kernels.attend.strand import Strand
+from kvloom.kernels.attend import reference as ref
+from kvloom.kernels.attend import run
+from kvloom.kernels.attend.kv_view import Strand
+from kvloom.kernels.attend.triton import decode as gpu
 from kvloom.layer import LayerCache
 from kvloom.recipes import resolve
 from kvloom.scored import ScoredLayer
@@ -296,7 +298,7 @@ def test_without_a_gpu_the_setting_gpu_is_an_error_that_names_the_remedy(monkeyp
 
 
 def test_cuda_tensors_without_triton_are_left_to_the_reference_and_it_says_so(monkeypatch):
-    from kvloom.kernels import cuda
+    from kvloom.kernels import triton_runtime as cuda
 
     monkeypatch.setattr(cuda, "_installed", lambda: False)
     monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))

@@ -1,4 +1,4 @@
-"""kernels.quant.gpu against the reference, bit by bit, in Triton's interpreter.
+"""kernels.quantize.triton against the reference, bit by bit, in Triton's interpreter.
 
 The interpreter must be asked for before Triton is imported, so pytest runs this file once more.
 """
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import interpreter
-from kvloom.kernels.quant import gpu, ref
-from kvloom.kernels.quant.scheme import Held, Scheme, Turn
+from kvloom.kernels.quantize import reference as ref
+from kvloom.kernels.quantize.spec import Held, Scheme, Turn
+from kvloom.kernels.quantize.triton import pack as gpu
 from kvloom.rope import Rope
 from kvloom.store.codec import Channels, Mapped
 from kvloom.store.formats import META, Packed, Transform

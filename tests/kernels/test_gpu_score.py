@@ -1,4 +1,4 @@
-"""kernels.score.gpu against the reference in Triton's interpreter: relative error 1e-4 at most.
+"""kernels.score.triton against the reference in Triton's interpreter: relative error 1e-4 at most.
 
 The interpreter must be asked for before Triton is imported, so pytest runs this file once more.
 bf16 is left out: the interpreter multiplies it wrongly.
@@ -11,8 +11,10 @@ import torch
 
 import interpreter
 from kvloom.kernels import dispatch
-from kvloom.kernels.score import gpu, ref, run
+from kvloom.kernels.score import reference as ref
+from kvloom.kernels.score import run
 from kvloom.kernels.score.noise import Noise
+from kvloom.kernels.score.triton import mass as gpu
 
 FP32, FP16 = torch.float32, torch.float16
 SHAPES = {  # T, N, Hq, Hk, D, dtype

@@ -1,4 +1,4 @@
-"""kernels.quant.ref against the float64 formula and a bit-by-bit packer."""
+"""kernels.quantize.reference against the float64 formula and a bit-by-bit packer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from kvloom.kernels.quant import ref
+from kvloom.kernels.quantize import reference as ref
 from kvloom.store.formats import META, Packed
 
 BITS = (1, 1.5, 2, 3, 4, 8)

@@ -1,4 +1,4 @@
-"""kernels.quant.rotated: rotation, Lloyd and Max's levels, and the norm that is kept."""
+"""kernels.quantize.rotated: rotation, Lloyd and Max's levels, and the norm that is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.kernels.quant.rotated import (
+from kvloom.kernels.quantize.rotated import (
     dequantize_rotated,
     levels,
     quantize_rotated,

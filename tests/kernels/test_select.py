@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from kvloom.kernels.quant import ref as quant
-from kvloom.kernels.select import ref
+from kvloom.kernels.quantize import reference as quant
+from kvloom.kernels.select import reference as ref
 
 B, HK, D = 2, 2, 8
 

@@ -8,7 +8,7 @@ import torch
 
 import naive
 from kvloom.alibi import Alibi, positions
-from kvloom.kernels.attend import ref
+from kvloom.kernels.attend import reference as ref
 from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
 from steps import SCALE, draw, feed, unpacked

@@ -9,7 +9,7 @@ import zoo
 from kvloom.analyse.attention import blocks
 from kvloom.hf.cache import Cache
 from kvloom.hf.watch import watch
-from kvloom.kernels.score import ref
+from kvloom.kernels.score import reference as ref
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "llama-gqa", "gpt2"])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.kernels.attend import ref
+from kvloom.kernels.attend import reference as ref
 from kvloom.segment import Segment
 from kvloom.sinks import Sinks
 from kvloom.store import Lane, Packed

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..errors import CacheMisuse
-from ..kernels.attend import ref
+from ..kernels.attend import reference as ref
 from .cache import RoutedLayer
 from .compat import padding_mask
 

@@ -22,7 +22,7 @@ from functools import cache
 from torch import Tensor
 
 from ..errors import NoKernel
-from . import cuda
+from . import triton_runtime as cuda
 
 CHOICES = ("auto", "ref")
 """What can be asked for on any machine; `gpu` asks for Triton's kernels or an error."""
@@ -85,14 +85,14 @@ def loading() -> Iterator[None]:
     """Time the import of compiled kernels within the block, of which the first loads Numba."""
     begin = time.perf_counter()
     yield
-    from . import team
+    from . import cpu_runtime as team
 
     team.seconds.setdefault("loading Numba", time.perf_counter() - begin)
 
 
 def compile_seconds() -> float:
     """What compiling kernels, or reading them from the disk, has taken this process so far."""
-    team = sys.modules.get(f"{__package__}.team")
+    team = sys.modules.get(f"{__package__}.cpu_runtime")
     return 0.0 if team is None else sum(team.seconds.values())
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..kernels.select import ref, run
+from ..kernels.select import reference as ref
+from ..kernels.select import run
 from .base import Finder, Index, grown, whole
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.select.ref import gather, gather_packed
+from ..kernels.select.reference import gather, gather_packed
 from .tiers import FileRows, Rows, Tier, Traffic
 
 Part = Tensor | Sequence[Tensor]

@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.select import ref, run
+from ..kernels.select import reference as ref
+from ..kernels.select import run
 from .base import Finder, Index, grown, whole
 
 

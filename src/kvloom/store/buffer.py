@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.append.ref import Room
+from ..kernels.append.reference import Room
 
 
 class Buffer:

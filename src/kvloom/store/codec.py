@@ -1,8 +1,8 @@
 """From tokens to codes and back, with what is known of a layer's channels.
 
 Decides which channels share a scale, and what is done to them before; the arithmetic is in
-`kernels.quant`. SKVQ's reorder (arXiv:2405.06219, section 3.1) permutes channels so that those of
-one group lie side by side; here a channel has the number of its group instead, and nothing is
+`kernels.quantize`. SKVQ's reorder (arXiv:2405.06219, section 3.1) permutes channels so that those
+of one group lie side by side; here a channel has the number of its group instead, and nothing is
 permuted, in the cache or in the weights.
 """
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from ..kernels.attend.strand import Channelwise
-from ..kernels.quant import ref
-from ..kernels.quant.rotated import dequantize_rotated, quantize_rotated
-from ..kernels.quant.scheme import Scheme
+from ..kernels.attend.kv_view import Channelwise
+from ..kernels.quantize import reference as ref
+from ..kernels.quantize.rotated import dequantize_rotated, quantize_rotated
+from ..kernels.quantize.spec import Scheme
 from ..rope import Rope
 from .formats import META, Packed, Transform
 

@@ -1,7 +1,7 @@
 """Formats of the store: what a recipe may ask of keys and values, and its exact size.
 
-Decides validity and byte counts; the arithmetic is in `kernels.quant`, what calibration knows of a
-layer in `channels`, the containers in `lane`.
+Decides validity and byte counts; the arithmetic is in `kernels.quantize`, what calibration knows of
+a layer in `channels`, the containers in `lane`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from ..errors import RecipeError
-from ..kernels.quant import ref
+from ..kernels.quantize import reference as ref
 from ..typed import typed
 
 META = {
@@ -38,7 +38,7 @@ class Transform:
     "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
     static: a group's range is that of calibration, so no scale and zero are stored. rotate: groups
     are rotated at random and rounded to the levels of a normal distribution, with a scale and no
-    zero (see `kernels.quant.rotated`); stands alone.
+    zero (see `kernels.quantize.rotated`); stands alone.
     """
 
     span: str = "head"
@@ -73,7 +73,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Packed:
-    """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quant.ref`).
+    """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quantize.reference`).
 
     bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8. axis: "channel" groups `group`
     consecutive tokens of one channel, "token" groups `group` channels of one token, consecutive

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.attend.strand import Strand
+from ..kernels.attend.kv_view import Strand
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels

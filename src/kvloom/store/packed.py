@@ -1,7 +1,7 @@
 """Packed tokens: codes, scales and zeros that grow together.
 
 Decides where room is made for them, and how the reference appends codes behind codes that share
-their last byte; the arithmetic is in `kernels.quant`, and so are kernels that write in place.
+their last byte; the arithmetic is in `kernels.quantize`, and so are kernels that write in place.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attend.strand import Channelwise
-from ..kernels.quant import ref, run
-from ..kernels.quant.scheme import Held, Turn
+from ..kernels.attend.kv_view import Channelwise
+from ..kernels.quantize import reference as ref
+from ..kernels.quantize import run
+from ..kernels.quantize.spec import Held, Turn
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec

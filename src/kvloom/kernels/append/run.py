@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .. import dispatch
-from . import cpu, ref
+from . import reference as ref
+from .cpu import append as cpu
 
 COVERAGE = {
     "cpu": "1 to 8 tokens a step in fp32, fp16, bf16; head_dim a multiple of 16",

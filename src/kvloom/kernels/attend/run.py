@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, gathered, gpu, ref
-from .strand import Strand
+from . import reference as ref
+from .cpu import decode as cpu
+from .cpu import gathered
+from .kv_view import Strand
+from .triton import decode as gpu
 
 COVERAGE = {
     "cpu": (

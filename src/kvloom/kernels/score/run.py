@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, gpu, ref
+from . import reference as ref
+from .cpu import mass as cpu
 from .noise import Noise
+from .triton import mass as gpu
 
 COVERAGE = {
     "cpu": (

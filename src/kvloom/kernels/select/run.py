@@ -8,21 +8,18 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, gpu, ref
+from . import reference as ref
+from .cpu import select as cpu
 
 COVERAGE = {
     "cpu": (
         "k-means, page bounds, ratings of clusters and pages and the choice among them; head_dim a "
         "multiple of 16 up to 512; keys and centroids in fp32, fp16, bf16"
     ),
-    "gpu": (
-        "k-means, page bounds, ratings of clusters and pages and the choice of clusters; head_dim "
-        "up to 256; keys and centroids in fp32, fp16, bf16"
-    ),
 }
 """What a backend covers; `ref` runs the rest."""
 
-_KERNELS: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
+_ON_GPU = ["torch runs it on CUDA tensors"]
 
 
 def kmeans(
@@ -46,7 +43,7 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
 def page_bounds(x: Tensor, page: int, real: Tensor) -> tuple[Tensor, Tensor]:
     """As `ref.page_bounds`."""
     kernel = _by("page_bounds", x)
-    if kernel is not gpu and bool(real.all()):  # asking a GPU would wait for it
+    if real.is_cpu and bool(real.all()):  # on a GPU this would wait for the device
         return kernel.page_bounds(x, page, None)
     return kernel.page_bounds(x, page, real)
 
@@ -64,9 +61,9 @@ def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
 def _by(operation: str, x: Tensor) -> Any:
     """Whose operation takes keys, centroids or bounds like x; counts the answer."""
     backend, why = dispatch.candidate(x)
-    why = why or _KERNELS[backend].problems(x)
+    why = why or (cpu.problems(x) if backend == "cpu" else _ON_GPU)
     dispatch.count(operation, backend, why)
-    return ref if why else _KERNELS[backend]
+    return ref if why else cpu
 
 
 def _chooses(operation: str, scores: Tensor) -> Any:
@@ -74,7 +71,7 @@ def _chooses(operation: str, scores: Tensor) -> Any:
     backend, why = dispatch.candidate(scores)
     if not why and scores.dtype != torch.float32:
         why = [f"scores are {scores.dtype}, not fp32"]
-    if not why and backend == "gpu" and operation == "select_pages":
-        why = ["torch's sort chooses pages"]
+    if not why and backend == "gpu":
+        why = _ON_GPU
     dispatch.count(operation, backend, why)
-    return ref if why else _KERNELS[backend]
+    return ref if why else cpu

@@ -1,0 +1,1 @@
+"""CPU kernels compiled by Numba of the `append` family."""

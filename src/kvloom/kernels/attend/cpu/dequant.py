@@ -1,0 +1,231 @@
+"""How packed codes become numbers in registers: what of a format is constant in compiled code.
+
+A code c of b bits is placed on top of the mantissa of 1.0: x = 1 + c / 2^b, by a shift, an and and
+an or, with no conversion. Value = c * scale + zero = x * S + Z with S = 2^b * scale, Z = zero - S.
+At 1 and 1.5 bit x is the code itself, S the scale, Z the zero; of a rotated format x is the code's
+level and there is no Z. Decides nothing about which tokens are read, nor in what order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from ...quantize.reference import ATOM
+from ...simd import (
+    F32,
+    FP32,
+    I32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    at,
+    each,
+    fused,
+    read,
+    read_f32,
+    same,
+    spread,
+)
+
+SIZE = {0: 4, 1: 2, 2: 2, 3: 1}  # bytes of lanes.FP32, FP16, BF16, FP8
+# Whose S and Z: nobody's (exact, or folded into the query), a channel's for all tokens at hand,
+# a token's for runs of channels, or a token's for groups that an index of the channels names, by a
+# table of their numbers where those are few (see `lookup`).
+NONE, CHANNEL, RUN, MAP, TABLE = range(5)
+_ONE = 0x3F800000
+
+
+class Way(NamedTuple):
+    """From what is stored to numbers; `number` is all of it as one constant."""
+
+    twice: int = 0  # twice the bits of a code, 0: exact
+    kind: int = 0  # number format of what is exact
+    by: int = NONE
+    group: int = 0  # channels of a run
+    across: int = 0  # S of one token, by run or by map
+    levels: int = 0  # 1: codes are levels
+    turned: int = 0  # rotary channels of keys packed before RoPE
+    interleaved: int = 0
+
+    @property
+    def bits(self) -> float:
+        """Bits of a code."""
+        return self.twice / 2
+
+    @property
+    def atom(self) -> tuple[int, int]:
+        """Tokens that share bytes, and their byte rows."""
+        return ATOM[self.bits] if self.twice else (1, 1)
+
+    @property
+    def factor(self) -> float:
+        """S / scale."""
+        return 1.0 if self.levels or self.by == TABLE or self.bits < 2 else 2.0**self.bits
+
+    @property
+    def offset(self) -> float:
+        """(Z - zero) / S."""
+        return 0.0 if self.by == TABLE or self.bits < 2 else -1.0
+
+    @property
+    def number(self) -> int:
+        """This as a number, which compiled code can be made for."""
+        found = 0
+        for field, width in zip(self, _WIDTHS, strict=True):
+            assert 0 <= field < 1 << width
+            found = found << width | field
+        return found
+
+
+_WIDTHS = (5, 2, 3, 10, 10, 1, 10, 1)
+
+
+def way(number: int) -> Way:
+    """Invert `Way.number`."""
+    fields = []
+    for width in reversed(_WIDTHS):
+        fields.append(number & ((1 << width) - 1))
+        number >>= width
+    return Way(*reversed(fields))
+
+
+def _codes(b: Any, rows: list[Any], how: Way) -> list[Any]:
+    """x of the tokens of an atom, from its byte rows; of levels the codes, int32."""
+    bits = how.bits
+    numbers = [b.zext(read(b, row, ir.VectorType(ir.IntType(8), WIDTH), 1), VI) for row in rows]
+
+    def part(row: int, low: int, count: int, to: int) -> Any:
+        """`count` bits of a byte row from bit `low`, moved to bit `to`."""
+        x = numbers[row]
+        x = b.shl(x, same(to - low, VI)) if to >= low else b.lshr(x, same(low - to, VI))
+        return b.and_(x, same(((1 << count) - 1) << to, VI))
+
+    if bits == 1.5:
+        return _digits(b, numbers[0], how)
+    found = []
+    for t in range(how.atom[0]):
+        begin = 0 if how.levels else 23 - int(bits)
+        if bits == 3:
+            code = b.or_(part(t // 4, t % 4 * 2, 2, begin), part(2, t, 1, begin + 2))
+        elif bits == 1 and not how.levels:
+            high = b.shl(numbers[0], same(31 - t, VI))
+            ones = b.and_(b.ashr(high, same(31, VI)), same(_ONE, VI))
+            found.append(b.bitcast(ones, VF))
+            continue
+        else:
+            code = part(0, t * int(bits), int(bits), begin)
+        found.append(code if how.levels else b.bitcast(b.or_(code, same(_ONE, VI)), VF))
+    return found
+
+
+def _digits(b: Any, byte: Any, how: Way) -> list[Any]:
+    """The five digits of a number below 3^5, the lowest first.
+
+    270 / 2^16 is 1 / 243 and a little more: the highest digit is the whole part of three times
+    that fraction, and so on with what is left.
+    """
+    found, rest = [], b.mul(byte, same(270, VI))
+    for _ in range(5):
+        three = b.mul(rest, same(3, VI))
+        digit = b.lshr(three, same(16, VI))
+        found.append(digit if how.levels else b.sitofp(digit, VF))
+        rest = b.and_(three, same(0xFFFF, VI))
+    return found[::-1]
+
+
+def tokens(b: Any, base: Any, stride: Any, v: int, how: Way) -> list[Any]:
+    """Channels 16v to 16v + 15 of the tokens of an atom: as `_codes`, or exact numbers."""
+    if not how.twice:
+        return [read_f32(b, at(b, base, v * WIDTH * SIZE[how.kind]), how.kind)]
+    rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(how.atom[1])]
+    return _codes(b, [at(b, row, v * WIDTH) for row in rows], how)
+
+
+class Meta(NamedTuple):
+    """Where S is, how far behind it Z, and the numbers of channels or levels."""
+
+    base: Any
+    gap: Any
+    table: Any  # int32 [d], each channel's number among S of a token; or fp32 [16], levels
+    machine: str  # what it can do
+    kind: int = FP32  # number format of S and Z; by map, fp32
+
+    def scaled(self, b: Any, x: Any, t: int, v: int, d: int, how: Way) -> Any:
+        """Channels 16v to 16v + 15 of token t of those at hand, from its x."""
+        if how.levels:
+            x = picked(b, self.machine, self.table, x, 1)
+        if how.by == NONE:
+            return x
+        size, kind = SIZE[self.kind], self.kind
+        if how.by == CHANNEL:
+            big = at(b, self.base, WIDTH * size * v)
+            both = (big, b.add(big, self.gap))
+            return fused(b, x, *(read_f32(b, place, kind) for place in both))
+        if how.by == RUN:
+            big = at(b, self.base, size * (t * how.across + v * WIDTH // how.group))
+            if how.levels:
+                return b.fmul(x, one(b, big, kind))
+            return fused(b, x, one(b, big, kind), one(b, b.add(big, self.gap), kind))
+        index = read(b, at(b, self.table, 64 * v), VI)
+        big, tables = at(b, self.base, 4 * t * how.across), -(-how.across // WIDTH)
+        parts = (picked(b, self.machine, at_, index, tables) for at_ in (big, b.add(big, self.gap)))
+        return fused(b, x, *parts)
+
+
+def one(b: Any, address: Any, kind: int = FP32) -> Any:
+    """One number in all lanes."""
+    return spread(b, b.extract_element(read_f32(b, address, kind, 1), ir.Constant(I32, 0)))
+
+
+def machine(context: Any) -> str:
+    """Which way to pick lanes by number the machine that is compiled for has."""
+    has = context.codegen().magic_tuple()[2].split(",")
+    return "avx512" if "+avx512f" in has else "avx2" if "+avx2" in has else ""
+
+
+def picked(b: Any, can: str, base: Any, index: Any, tables: int) -> Any:
+    """Sixteen numbers, each at base + 4 * index below 16 * tables."""
+    if can == "avx512":
+        return _chosen(b, base, index, tables, lambda x: _permuted(b, can, x, index))
+    if can == "avx2":
+        halves = [
+            _chosen(b, base, _half(b, index, side), tables, lambda x, s=side: _both(b, x, index, s))
+            for side in (0, 1)
+        ]
+        return b.shuffle_vector(*halves, ir.Constant(VI, list(range(WIDTH))))
+    return each(b, base, index)
+
+
+def _chosen(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
+    """What `pick` takes of the table of sixteen that each index is in."""
+    found = None
+    for k in range(tables):
+        part = pick(at(b, base, 64 * k))
+        if found is not None:
+            part = b.select(b.icmp_signed(">=", index, same(WIDTH * k, index.type)), part, found)
+        found = part
+    return found
+
+
+def _permuted(b: Any, can: str, where: Any, index: Any) -> Any:
+    """Lanes of the numbers at an address; of an index the low bits count."""
+    name = {"avx512": "llvm.x86.avx512.permvar.sf.512", "avx2": "llvm.x86.avx2.permps"}[can]
+    kind = ir.VectorType(F32, index.type.count)
+    fn = b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind, index.type]))
+    return b.call(fn, [read(b, where, kind), index])
+
+
+def _half(b: Any, index: Any, side: int) -> Any:
+    lanes = ir.Constant(ir.VectorType(I32, 8), list(range(8 * side, 8 * side + 8)))
+    return b.shuffle_vector(index, ir.Constant(VI, ir.Undefined), lanes)
+
+
+def _both(b: Any, where: Any, index: Any, side: int) -> Any:
+    """Of sixteen numbers in two registers, those that half of an index names."""
+    half = _half(b, index, side)
+    low, high = (_permuted(b, "avx2", at(b, where, 32 * i), half) for i in (0, 1))
+    upper = b.icmp_signed("!=", b.and_(half, same(8, half.type)), same(0, half.type))
+    return b.select(upper, high, low)

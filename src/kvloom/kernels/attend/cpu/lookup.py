@@ -1,0 +1,137 @@
+"""Numbers of few groups and codes, looked up by both at once: one instruction a vector of a token.
+
+Of up to `GROUPS` groups and 4 codes a token has at most 32 numbers, code * scale + zero, which two
+registers hold. Number 16h + 4c + l is code c's in group 4h + l, so a table is made of scales and
+zeros by broadcasts. Codes of an atom that stand in one register, in a lane's four bytes, are joined
+to the numbers of their groups together. Needs AVX-512. Decides nothing about which tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...simd import F32, I64, VF, VI, WIDTH, at, call, features, fused, read, same, write
+from .dequant import MAP, TABLE, Way, way
+
+GROUPS = 8
+SIZE = 128  # bytes of a token's table
+_BYTES = ir.VectorType(ir.IntType(8), 4 * WIDTH)
+_HALVES = ir.VectorType(ir.IntType(16), 2 * WIDTH)
+_CODE = 0b01100  # where an index has its code
+# 2 bit: tokens 0 .. 3 are read from bytes 1, 0, 3, 2 of a lane; where their indices begin
+_BEGINS = (6, 0, 26, 20)
+
+
+def known(how: Way) -> Way:
+    """The same way, by table where that is possible."""
+    fits = how.by == MAP and how.across <= GROUPS and how.bits in (1.5, 2)
+    return how._replace(by=TABLE) if fits and {"avx512f", "avx512bw"} <= features() else how
+
+
+def _begins(how: Way) -> tuple[int, ...]:
+    return _BEGINS if how.bits == 2 else (0, 16)
+
+
+@intrinsic(prefer_literal=True)
+def place(ctx: Any, table: Any, out: Any, d: Any, how: Any) -> Any:
+    """From each channel's group, int32 [d], write what is joined to its codes."""
+    n_d, its = d.literal_value, way(how.literal_value)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        for v in range(0, n_d, WIDTH):
+            group = read(b, at(b, args[0], 4 * v), VI)
+            low, high = b.and_(group, same(3, VI)), b.and_(group, same(4, VI))
+            group = b.or_(low, b.shl(high, same(2, VI)))
+            found = same(0, VI)
+            for begin in _begins(its):
+                found = b.or_(found, b.shl(group, same(begin, VI)))
+            write(b, at(b, args[1], 4 * v), found)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, d, how), codegen
+
+
+def indices(b: Any, base: Any, v: int, how: Way, placed: Any) -> list[Any]:
+    """Of channels 16v to 16v + 15 of the tokens of an atom, where each one's number is."""
+    groups = read(b, at(b, placed, 64 * v), VI)
+    byte = read(b, at(b, base, v * WIDTH), ir.VectorType(ir.IntType(8), WIDTH), 1)
+    four = [i // 4 for i in range(4 * WIDTH)]
+    pick = ir.Constant(ir.VectorType(ir.IntType(32), len(four)), four)
+    lanes = b.bitcast(b.shuffle_vector(byte, ir.Constant(byte.type, ir.Undefined), pick), VI)
+
+    def joined(x: Any) -> list[Any]:
+        mask = sum(_CODE << begin for begin in _begins(how))
+        x = b.or_(b.and_(x, same(mask, VI)), groups)
+        return [b.lshr(x, same(begin, VI)) if begin else x for begin in _begins(how)]
+
+    return joined(lanes) if how.bits == 2 else _digits(b, lanes, joined)
+
+
+def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
+    """Five digits of a number below 3^5, two at a time: see `ways`, in halves of 16 bits.
+
+    What is left of byte * 270 / 2^16 behind k digits is byte * 270 * 3^k, less whole numbers; a
+    half has its byte twice, that is byte * 257.
+    """
+    found, once = [], pow(257, -1, 1 << 16)
+    for k in (0, 2, 4):
+        by = [270 * 3 ** (k + i) * once % (1 << 16) for i in (0, 1)]
+        rest = b.mul(b.bitcast(lanes, _HALVES), ir.Constant(_HALVES, by * WIDTH))
+        name = "llvm.x86.avx512.pmulhu.w.512"
+        four = call(b, name, _HALVES, rest, same(12, _HALVES))  # 4 * digit, and a fraction
+        found += joined(b.bitcast(four, VI))
+    return found[4::-1]
+
+
+def table(b: Any, meta: Any, gap: Any) -> tuple[Any, Any]:
+    """A token's table, from where its scales are; its zeros are `gap` bytes behind them."""
+    quarter = ir.VectorType(F32, 4)
+    codes = ir.Constant(VF, [float(i // 4) for i in range(WIDTH)])
+    pick = ir.Constant(VI, [i % 4 for i in range(WIDTH)])
+    found = []
+    for skip in (0, 16):
+        four = (read(b, at(b, x, skip), quarter) for x in (meta, b.add(meta, gap)))
+        scale, zero = (b.shuffle_vector(x, ir.Constant(quarter, ir.Undefined), pick) for x in four)
+        found.append(fused(b, codes, scale, zero))
+    return found[0], found[1]
+
+
+@intrinsic(prefer_literal=True)
+def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, how: Any) -> Any:
+    """Write the tables of `count` tokens, whose scales and zeros are as for `table`."""
+    its = way(how.literal_value)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        meta, gap, count, out = args[:4]
+        before = b.block
+        loop, body, after = (b.append_basic_block(n) for n in ("loop", "body", "after"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        i = b.phi(I64)
+        i.add_incoming(ir.Constant(I64, 0), before)
+        b.cbranch(b.icmp_signed("<", i, count), body, after)
+        b.position_at_end(body)
+        here = b.add(meta, b.mul(i, ir.Constant(I64, 4 * its.across)))
+        to = b.add(out, b.mul(i, ir.Constant(I64, SIZE)))
+        for j, x in enumerate(table(b, here, gap)):
+            write(b, at(b, to, 64 * j), x)
+        i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
+        b.branch(loop)
+        b.position_at_end(after)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, how), codegen
+
+
+def stored(b: Any, where: Any) -> tuple[Any, Any]:
+    """A table that `tabled` wrote."""
+    return read(b, where, VF), read(b, at(b, where, 64), VF)
+
+
+def found(b: Any, both: tuple[Any, Any], index: Any) -> Any:
+    """The numbers of a table at these indices, of which the low five bits count."""
+    return call(b, "llvm.x86.avx512.vpermi2var.ps.512", VF, both[0], index, both[1])

@@ -1,0 +1,317 @@
+"""The inner loops of decode attention as LLVM instructions, made for one format.
+
+Decides how numbers in registers meet queries and weights; how codes become numbers is `ways`',
+which tokens, in what order and what happens between scores and values is `fused`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...simd import I32, I64, VF, VI, WIDTH, at, fused, in_order, read, same, summed, write
+from . import lookup
+from .dequant import CHANNEL, MAP, NONE, TABLE, Meta, Way, machine, one, tokens, way
+
+
+def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
+    """Lane i: the sum of the lanes of vector i. Four rounds halve how many lanes a sum takes."""
+    half = WIDTH // 2
+    while half:
+        # of every vector's runs of 2 * half lanes, the first and the second halves
+        low = [j for j in range(2 * WIDTH) if j // half % 2 == 0]
+        high = [j + half for j in low]
+        picks = [ir.Constant(VI, low), ir.Constant(VI, high)]
+        vectors = [
+            b.fadd(*(b.shuffle_vector(x, y, pick) for pick in picks))
+            for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        half //= 2
+    return vectors[0]
+
+
+def mates(d: int, turned: int, interleaved: bool) -> list[int]:
+    """The channel that rotates with each channel; itself where it does not rotate."""
+    half = turned // 2
+
+    def mate(c: int) -> int:
+        if c >= turned:
+            return c
+        return c ^ 1 if interleaved else (c + half) % turned
+
+    return [mate(c) for c in range(d)]
+
+
+@cache
+def together(d: int, how: Way) -> list[list[int]]:
+    """Vectors of a token that are needed together: those that hold each other's mates."""
+    of = list(range(d // WIDTH))
+    for c, mate in enumerate(mates(d, how.turned, bool(how.interleaved))):
+        a, b = of[c // WIDTH], of[mate // WIDTH]
+        of = [min(a, b) if x in (a, b) else x for x in of]
+    return [[v for v, its in enumerate(of) if its == first] for first in sorted(set(of))]
+
+
+def _place(v: int, how: Way) -> int:
+    """Where a row has a vector's cosines: of two that are each other's mates, the first's."""
+    whole = not how.interleaved and how.turned % (2 * WIDTH) == 0
+    second = whole and how.turned // 2 <= WIDTH * v < how.turned
+    return 64 * v - (2 * how.turned if second else 0)
+
+
+def rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) -> dict[int, Any]:
+    """Vectors of a token turned by a row of cosines and sines [2, d], or turned back."""
+    mate, found = mates(d, how.turned, bool(how.interleaved)), {}
+    for v, x in xs.items():
+        its = mate[WIDTH * v : WIDTH * (v + 1)]
+        other = None
+        for source in sorted({c // WIDTH for c in its}):
+            # lanes of this source, and of what is there already
+            base = xs[source] if other is None else other
+            mask = [
+                c % WIDTH + (0 if other is None else WIDTH) if c // WIDTH == source else i
+                for i, c in enumerate(its)
+            ]
+            other = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
+        place = _place(v, how)
+        second = place < 64 * v
+        cos, sin = (read(b, at(b, row, place + skip), VF) for skip in (0, 4 * d))
+        sin = b.fneg(sin) if back != second else sin
+        found[v] = fused(b, other, sin, b.fmul(x, cos))
+    return found
+
+
+RUNS = 8  # tokens to which a query is turned from two of them
+
+
+def _chain(
+    b: Any, q: dict[int, Any], turns: Any, lo: int, hi: int, d: int, how: Way
+) -> dict[int, dict[int, Any]]:
+    """Vectors of a query turned back by lo .. hi - 1: two by table, the others from those.
+
+    q(j + 1) = 2 cos(w) q(j) - q(j - 1), of which errors grow: so three steps up and three down.
+    """
+    found: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
+    middle = (lo + hi) // 2
+    for j in (middle - 1, middle):
+        found[j] = rotated(b, q, at(b, turns, 8 * j * d), d, how, back=True)
+    for v in q:
+        cos = read(b, at(b, turns, 8 * d + _place(v, how)), VF)
+        twice = b.fadd(cos, cos)
+        for j in range(middle + 1, hi):
+            found[j][v] = fused(b, twice, found[j - 1][v], b.fneg(found[j - 2][v]))
+        for j in range(middle - 2, lo - 1, -1):
+            found[j][v] = fused(b, twice, found[j + 1][v], b.fneg(found[j + 2][v]))
+    return found
+
+
+@intrinsic(prefer_literal=True)
+def turn(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, how: Any) -> Any:
+    """Write w queries fp32 [w, d] turned back by a row of cosines and sines to out."""
+    n_d, n_w, its = d.literal_value, w.literal_value, way(how.literal_value)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, out, row = args[:3]
+        for i in range(n_w):
+            for vs in together(n_d, its):
+                xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
+                for v, x in rotated(b, xs, row, n_d, its, back=True).items():
+                    write(b, at(b, out, 4 * i * n_d + 64 * v), x)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3, d, w, how), codegen
+
+
+@intrinsic(prefer_literal=True)
+def scores(
+    ctx: Any,
+    q: Any,
+    start: Any,
+    base: Any,
+    stride: Any,
+    s: Any,
+    s_stride: Any,
+    meta: Any,
+    meta_gap: Any,
+    table: Any,
+    turns: Any,
+    d: Any,
+    w: Any,
+    atoms: Any,
+    how: Any,
+) -> Any:
+    """Write the products of w queries and the tokens of some atoms to s.
+
+    q: fp32 [w, d]. start: fp32 [w, 16], what each sum begins with, spread over lanes. base, stride:
+    the first byte row, and from one to the next. meta, meta_gap, table: see `ways.Meta`. turns:
+    cosines and sines fp32 [tokens, 2, d] for keys packed before RoPE.
+    """
+    n_d, n_w, n_atoms = d.literal_value, w.literal_value, atoms.literal_value
+    its = way(how.literal_value)
+    per = its.atom[0]
+    n_tokens = n_atoms * per
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, start, base, stride, s, s_stride, meta, gap, table, turns = args[:10]
+        scales = Meta(meta, gap, table, machine(context))
+        begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
+        acc = [[begin[row]] * n_tokens for row in range(n_w)]
+        step = b.mul(stride, ir.Constant(I64, its.atom[1]))
+        chained = its.turned and n_w == 1 and n_tokens >= WIDTH - 1
+        for vs in together(n_d, its):
+            qs = {
+                v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
+                for v in vs
+            }
+            for i in range(n_atoms):  # an atom at a time: its numbers need registers
+                place = b.add(base, b.mul(step, ir.Constant(I64, i)))
+                if its.by == TABLE:
+                    xs = {v: lookup.indices(b, place, v, its, table) for v in vs}
+                else:
+                    xs = {v: tokens(b, place, stride, v, its) for v in vs}
+                for t in range(i * per, (i + 1) * per):
+                    if chained and t % RUNS == 0:
+                        first = {v: qs[v][0] for v in vs}
+                        chain = _chain(b, first, turns, t, min(t + RUNS, n_tokens), n_d, its)
+                    if its.by == TABLE:
+                        both = lookup.stored(b, at(b, meta, lookup.SIZE * t))
+                        x = {v: lookup.found(b, both, xs[v][t - i * per]) for v in vs}
+                    else:
+                        x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
+                    if its.turned and not chained:
+                        x = rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
+                    for v, row in itertools.product(vs, range(n_w)):
+                        y = chain[t][v] if chained else qs[v][row]
+                        acc[row][t] = fused(b, x[v], y, acc[row][t])
+                if its.by in (MAP, TABLE) or its.turned:
+                    in_order(b)
+        to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
+        flat = [x for row in acc for x in row]
+        if len(flat) % WIDTH:
+            sums = []
+            for i in range(0, len(flat), WIDTH):
+                some = flat[i : i + WIDTH]
+                if len(some) < WIDTH // 2:
+                    sums += [summed(b, x) for x in some]
+                else:
+                    found = _sixteen_sums(b, some + [same(0.0)] * (WIDTH - len(some)))
+                    lanes = [ir.Constant(I32, j) for j in range(len(some))]
+                    sums += [b.extract_element(found, lane) for lane in lanes]
+            for i, x in enumerate(sums):
+                write(b, at(b, to[i // n_tokens], 4 * (i % n_tokens)), x)
+            return context.get_dummy_value()
+        run = min(n_tokens, WIDTH)
+        for i in range(0, len(flat), WIDTH):
+            found = _sixteen_sums(b, flat[i : i + WIDTH])
+            for j in range(0, WIDTH, run):
+                row, t = divmod(i + j, n_tokens)
+                pick = ir.Constant(ir.VectorType(I32, run), list(range(j, j + run)))
+                part = b.shuffle_vector(found, ir.Constant(VF, ir.Undefined), pick)
+                write(b, at(b, to[row], 4 * t), part)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10, d, w, atoms, how), codegen
+
+
+def chunks(vectors: int, w: int) -> list[tuple[int, int]]:
+    """Cut a row of `vectors` vectors so that w rows of accumulators fit in 16 registers."""
+    parts = -(-vectors * w // 16)
+    edges = [vectors * i // parts for i in range(parts + 1)]
+    return list(itertools.pairwise(edges))
+
+
+@intrinsic(prefer_literal=True)
+def values(
+    ctx: Any,
+    p: Any,
+    p_stride: Any,
+    base: Any,
+    stride: Any,
+    count: Any,
+    out: Any,
+    meta: Any,
+    meta_gap: Any,
+    table: Any,
+    d: Any,
+    w: Any,
+    how: Any,
+) -> Any:
+    """Add the values of `count` atoms, times w rows of weights p, to out fp32 [w, d].
+
+    meta, meta_gap, table: see `ways.Meta`.
+    """
+    n_d, n_w, its = d.literal_value, w.literal_value, way(how.literal_value)
+    per, height = its.atom
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, p_stride, base, stride, count, out, meta, gap, table = args[:9]
+        can = machine(context)
+        to = [b.add(p, b.mul(p_stride, ir.Constant(I64, row))) for row in range(n_w)]
+        step = b.mul(stride, ir.Constant(I64, height))
+        for lo, hi in chunks(n_d // WIDTH, n_w):
+            cells = [(row, v) for row in range(n_w) for v in range(lo, hi)]
+            where = {cell: at(b, out, 4 * (cell[0] * n_d + cell[1] * WIDTH)) for cell in cells}
+            begin = {cell: read(b, where[cell], VF) for cell in cells}
+            big, off = {}, {}
+            if its.by == CHANNEL:
+                for v in range(lo, hi):
+                    big[v] = read(b, at(b, meta, 64 * v), VF)
+                    off[v] = read(b, b.add(at(b, meta, 64 * v), gap), VF)
+            before = b.block
+            loop, body, after = (b.append_basic_block(n) for n in ("loop", "body", "after"))
+            b.branch(loop)
+            b.position_at_end(loop)
+            i, here = b.phi(I64), b.phi(I64)
+            acc = {cell: b.phi(VF) for cell in cells}
+            i.add_incoming(ir.Constant(I64, 0), before)
+            here.add_incoming(base, before)
+            for cell in cells:
+                acc[cell].add_incoming(begin[cell], before)
+            b.cbranch(b.icmp_signed("<", i, count), body, after)
+            b.position_at_end(body)
+            new = dict(acc)
+            token = b.mul(i, ir.Constant(I64, 4 * per))
+            weights = [
+                [one(b, at(b, b.add(to[row], token), 4 * t)) for t in range(per)]
+                for row in range(n_w)
+            ]
+            place = meta
+            if its.by not in (NONE, CHANNEL):
+                place = b.add(meta, b.mul(token, ir.Constant(I64, its.across)))
+            scales = Meta(place, gap, table, can)
+            tables = []
+            if its.by == TABLE:
+                scale_of = [at(b, place, 4 * t * its.across) for t in range(per)]
+                tables = [lookup.table(b, x, gap) for x in scale_of]
+            for v in range(lo, hi):
+                if its.by == TABLE:
+                    xs = lookup.indices(b, here, v, its, table)
+                else:
+                    xs = tokens(b, here, stride, v, its)
+                for t in range(per):
+                    if its.by == TABLE:
+                        x = lookup.found(b, tables[t], xs[t])
+                    elif its.by == CHANNEL:
+                        x = fused(b, xs[t], big[v], off[v])
+                    else:
+                        x = scales.scaled(b, xs[t], t, v, n_d, its)
+                    for row in range(n_w):
+                        new[row, v] = fused(b, x, weights[row][t], new[row, v])
+                if its.by in (MAP, TABLE):
+                    in_order(b)
+            i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
+            here.add_incoming(b.add(here, step), b.block)
+            for cell in cells:
+                acc[cell].add_incoming(new[cell], b.block)
+            b.branch(loop)
+            b.position_at_end(after)
+            for cell in cells:
+                write(b, where[cell], acc[cell])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9, d, w, how), codegen

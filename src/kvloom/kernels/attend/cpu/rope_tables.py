@@ -1,0 +1,49 @@
+"""Cosines and sines for keys packed before RoPE, few enough to stay in the processor's cache.
+
+A query turned back by p meets a key turned by j as if the key had been turned by p + j. So a kernel
+turns a query to a token of every tile, in two steps: by a multiple of `FAR`, then by what is left;
+and keys by their distance to that token. Decides the tables' form only.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ....rope import Rope
+
+FAR = 128
+BEFORE = 8  # multiples of FAR below 0: where padding stands
+_NEAR = FAR + 640  # a step within the longest tile, from anywhere between two multiples
+
+
+def tables(rope: Rope, d: int, tokens: int) -> tuple[Tensor, ...]:
+    """Rows for 0, 1, 2 … and for FAR times -BEFORE … tokens / FAR: fp32 [rows, 2, d].
+
+    A row holds the cosines of all channels, 1 where one does not rotate, and then the sines, less
+    than 0 for the first of a pair: x turned is x * cosine + its pair's other * sine.
+    """
+    far = BEFORE + 2 + tokens // FAR
+    return _tables(tuple(rope.inv_freq.tolist()), rope.interleaved, d, 1 << (far - 1).bit_length())
+
+
+@lru_cache(maxsize=8)
+def _tables(inv_freq: tuple[float, ...], interleaved: bool, d: int, far: int) -> tuple[Tensor, ...]:
+    steps = FAR * torch.arange(-BEFORE, far - BEFORE)
+    return tuple(_rows(inv_freq, interleaved, d, by) for by in (torch.arange(_NEAR), steps))
+
+
+def _rows(inv_freq: tuple[float, ...], interleaved: bool, d: int, by: Tensor) -> Tensor:
+    angle = by.double()[:, None] * torch.tensor(inv_freq, dtype=torch.float64)
+    half, found = len(inv_freq), torch.zeros(len(by), 2, d)
+    found[:, 0] = 1.0
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    for place, sign in ((first, -1.0), (second, 1.0)):
+        found[:, 0, place] = angle.cos().float()
+        found[:, 1, place] = (sign * angle.sin()).float()
+    return found

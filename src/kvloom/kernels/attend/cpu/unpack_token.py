@@ -1,0 +1,117 @@
+"""One token out of the bytes it shares with its atom's others, as LLVM instructions for one format.
+
+Decides how a chosen token comes to lie in memory as fp32 numbers: its codes are taken out of the
+atom's bytes, scales and zeros are read as they are stored (so x of `ways` is the code itself), and
+a key packed before RoPE is turned to its position: by a multiple of `turns.FAR`, then by the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ...simd import FP32, I32, I64, VF, VI, WIDTH, at, read, read_f32, same, spread, write
+from .dequant import MAP, SIZE, Meta, Way, machine, way
+from .microkernel import rotated, together
+
+
+@njit(inline="always")
+def out_of_atom(t, twice):  # type: ignore[no-untyped-def]
+    """What takes token t out of a byte: how far to shift, or of five digits what to multiply by."""
+    if twice == 3:
+        by = 270 * 81  # see `ways`: what is left when all digits above have been taken
+        for _ in range(t):
+            by //= 3
+        return by
+    return t if twice == 6 else t * (twice // 2)
+
+
+@intrinsic(prefer_literal=True)
+def unpack(
+    ctx: Any,
+    to: Any,
+    base: Any,
+    stride: Any,
+    t: Any,
+    by: Any,
+    scale: Any,
+    zero: Any,
+    table: Any,
+    room: Any,
+    near: Any,
+    far: Any,
+    d: Any,
+    how: Any,
+    kind: Any,
+) -> Any:
+    """Write token t of an atom to `to`, fp32 [d].
+
+    base, stride: the atom's first byte row, and from one to the next. by: `out_of_atom` of t.
+    scale, zero: the token's, in number format `kind`. table: see `ways.Meta`. room: fp32 for twice
+    as many as a token has groups by map, in whole vectors. near, far: rows of `turns` that together
+    turn a key packed before RoPE to its position.
+    """
+    n_d, its, number = d.literal_value, way(how.literal_value), kind.literal_value
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        to, base, stride, t, by, scale, zero, table, room, near, far = args[:11]
+        meta = Meta(scale, b.sub(zero, scale), table, machine(context), number)
+        if its.by == MAP:
+            meta = _widened(b, meta, room, its)
+        code = _taker(b, base, stride, t, by, its)
+        for vs in together(n_d, its):
+            xs = {}
+            for v in vs:
+                x = code(v) if its.levels else b.sitofp(code(v), VF)
+                xs[v] = meta.scaled(b, x, 0, v, n_d, its)
+            for row in (near, far) if its.turned else ():
+                xs = rotated(b, xs, row, n_d, its, back=False)
+            for v, x in xs.items():
+                write(b, at(b, to, 4 * WIDTH * v), x)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11, d, how, kind), codegen
+
+
+def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: Way) -> Any:
+    """Gives sixteen codes of a token, int32, by the number of their vector."""
+    bits = how.bits
+    amount = spread(b, b.trunc(by, I32))
+
+    def byte(row: Any, v: int) -> Any:
+        return b.zext(read(b, at(b, row, WIDTH * v), ir.VectorType(ir.IntType(8), WIDTH), 1), VI)
+
+    def masked(x: Any, shift: Any, mask: int) -> Any:
+        return b.and_(b.lshr(x, shift), same(mask, VI))
+
+    if bits == 1.5:
+        return lambda v: b.lshr(
+            b.mul(masked(b.mul(byte(base, v), amount), same(0, VI), 0xFFFF), same(3, VI)),
+            same(16, VI),
+        )
+    if bits == 3:
+        four, two = (ir.Constant(I64, x) for x in (4, 2))
+        low = b.add(base, b.mul(stride, b.udiv(t, four)))
+        high = b.add(base, b.mul(stride, two))
+        low_amount = spread(b, b.trunc(b.mul(b.urem(t, four), two), I32))
+        return lambda v: b.or_(
+            masked(byte(low, v), low_amount, 3),
+            b.shl(masked(byte(high, v), amount, 1), same(2, VI)),
+        )
+    return lambda v: masked(byte(base, v), amount, 2 ** int(bits) - 1)
+
+
+def _widened(b: Any, meta: Meta, room: Any, how: Way) -> Meta:
+    """S and Z of a token's groups as fp32 in `room`, where lanes are picked from whole vectors."""
+    gap = 4 * WIDTH * -(-how.across // WIDTH)
+    for place, to in ((meta.base, room), (b.add(meta.base, meta.gap), at(b, room, gap))):
+        for lo in range(0, how.across, WIDTH):
+            count = min(WIDTH, how.across - lo)
+            x = read_f32(b, at(b, place, lo * SIZE[meta.kind]), meta.kind, count)
+            lanes = [min(i, count - 1) for i in range(WIDTH)]
+            x = b.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), ir.Constant(VI, lanes))
+            write(b, at(b, to, 4 * lo), x)
+    return meta._replace(base=room, gap=ir.Constant(I64, gap), kind=FP32)

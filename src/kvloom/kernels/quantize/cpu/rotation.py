@@ -1,0 +1,304 @@
+"""Rotating a row of channels, rounding it to levels, and back: the steps for rotated groups.
+
+Decides nothing of the arithmetic, which is `rotated`'s to the last bit: the same sums in the same
+order. Rows of numbers are fp32, padded to whole vectors; codes are a byte each. Addresses are
+int64. Importing this imports Numba.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ...simd import (
+    F32,
+    I32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    Lanes,
+    add,
+    at,
+    call,
+    div,
+    each,
+    fused,
+    larger,
+    load,
+    load_one,
+    made,
+    mul,
+    read,
+    same,
+    splat,
+    spread,
+    store,
+    store_one,
+    write,
+)
+from ..reference import ATOM, top
+from .codes import held, nonzero, put_vector, smaller, sub
+from .tiles import narrow
+
+_BYTES = ir.VectorType(ir.IntType(8), WIDTH)
+_MOST = 15  # the highest code of formats whose levels are met one by one
+
+
+def _forms(b: Any, twice: Any) -> Any:
+    """The highest code of every format there is, where twice its bits are asked for."""
+    for bits in ATOM:
+        with b.if_then(b.icmp_signed("==", twice, ir.Constant(I64, int(2 * bits)))):
+            yield top(bits)
+
+
+def _all(b: Any, table: Any, i: int) -> Any:
+    """Number i of a table, in all lanes."""
+    return spread(b, read(b, at(b, table, 4 * i), F32))
+
+
+def _met(b: Any, x: Any, ends: Any, levels: Any, most: int, apart: int = 1) -> tuple[Any, Any]:
+    """The codes and the levels of sixteen numbers, which meet every end, or some."""
+    code, level = same(0, VI), _all(b, levels, 0)
+    for i in range(most // apart):
+        above = b.fcmp_ordered(">", x, _all(b, ends, apart * (i + 1) - 1))
+        code = b.sub(code, b.sext(above, VI))
+        level = b.select(above, _all(b, levels, i + 1), level)
+    return code, level
+
+
+def _searched(b: Any, x: Any, ends: Any, levels: Any, most: int) -> tuple[Any, Any]:
+    """The same where there are 256: every sixteenth end first, then by halves between two."""
+    code = b.mul(_met(b, x, ends, levels, most, 16)[0], same(16, VI))
+    for step in (8, 4, 2, 1):
+        above = b.fcmp_ordered(">", x, each(b, at(b, ends, 4 * (step - 1)), code))
+        code = b.select(above, b.add(code, same(step, VI)), code)
+    return code, each(b, levels, code)
+
+
+def _named(b: Any, code: Any, levels: Any, most: int) -> Any:
+    """The levels of sixteen codes."""
+    if most > _MOST:
+        return each(b, levels, code)
+    level = _all(b, levels, 0)
+    for i in range(most):
+        above = b.icmp_signed(">", code, same(i, VI))
+        level = b.select(above, _all(b, levels, i + 1), level)
+    return level
+
+
+@intrinsic(prefer_literal=True)
+def butterfly(ctx: Any, x: Any, half: Any) -> Any:
+    """a + b where a lane is a, a - b where it is b: a, b are `half` lanes apart, in turns."""
+    apart = half.literal_value
+    others = ir.Constant(VI, [i ^ apart for i in range(WIDTH)])
+    signs = ir.Constant(VF, [-1.0 if i & apart else 1.0 for i in range(WIDTH)])
+
+    def emit(b: Any, x: Any, _: Any) -> Any:
+        other = b.shuffle_vector(x, ir.Constant(VF, ir.Undefined), others)
+        return fused(b, x, signs, other)
+
+    return made(Lanes(Lanes, half), emit)
+
+
+@intrinsic
+def halved(ctx: Any, x: Any) -> Any:
+    """The sum of all lanes: the upper half is added to the lower until one is left."""
+
+    def emit(b: Any, x: Any) -> Any:
+        while x.type.count > 1:
+            half = x.type.count // 2
+            kind, none = ir.VectorType(I32, half), ir.Constant(x.type, ir.Undefined)
+            low, high = (
+                b.shuffle_vector(x, none, ir.Constant(kind, list(range(i, i + half))))
+                for i in (0, half)
+            )
+            x = b.fadd(low, high)
+        return b.extract_element(x, ir.Constant(I32, 0))
+
+    return made(types.float32(Lanes), emit)
+
+
+@intrinsic
+def root(ctx: Any, x: Any) -> Any:
+    """The square root."""
+    return made(Lanes(Lanes), lambda b, x: call(b, "llvm.sqrt.v16f32", VF, x))
+
+
+@intrinsic
+def nearest(ctx: Any, x: Any, ends: Any, levels: Any, bits: Any, codes: Any, to: Any) -> Any:
+    """Store the codes and the levels of sixteen numbers.
+
+    ends: fp32, up to where each level but the last is the nearest; levels: fp32. bits: twice the
+    format's.
+    """
+
+    def emit(b: Any, x: Any, ends: Any, levels: Any, twice: Any, codes: Any, to: Any) -> None:
+        for most in _forms(b, twice):
+            way = _searched if most > _MOST else _met
+            code, level = way(b, x, ends, levels, most)
+            put_vector(b, codes, b.trunc(code, _BYTES))
+            write(b, to, level)
+
+    return made(types.void(Lanes, *[types.int64] * 5), emit)
+
+
+@intrinsic
+def leveled(ctx: Any, codes: Any, levels: Any, bits: Any, scale: Any, to: Any) -> Any:
+    """Store the levels of sixteen codes, times a scale."""
+
+    def emit(b: Any, codes: Any, levels: Any, twice: Any, scale: Any, to: Any) -> None:
+        code = b.zext(read(b, codes, _BYTES, 1), VI)
+        for most in _forms(b, twice):
+            write(b, to, b.fmul(_named(b, code, levels, most), scale))
+
+    return made(types.void(types.int64, types.int64, types.int64, Lanes, types.int64), emit)
+
+
+@njit
+def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
+    """Blocks of `size` numbers, a power of 2, times the Hadamard matrix, in place.
+
+    before, after: fp32, by which numbers are multiplied, whole vectors, or 0.
+    """
+    for c in range(0, n, 16):
+        one = load(x + 4 * c)
+        if before != 0:
+            one = mul(one, load(before + 4 * c))
+        if size > 1:
+            one = butterfly(one, 1)
+        if size > 2:
+            one = butterfly(one, 2)
+        if size > 4:
+            one = butterfly(one, 4)
+        if size > 8:
+            one = butterfly(one, 8)
+        store(x + 4 * c, one)
+    half = 16
+    while half < size:
+        for block in range(0, n, 2 * half):
+            for c in range(block, block + half, 16):
+                a, b = load(x + 4 * c), load(x + 4 * (c + half))
+                store(x + 4 * c, add(a, b))
+                store(x + 4 * (c + half), sub(a, b))
+        half *= 2
+    shrink = splat(np.float32(1.0 / math.sqrt(size)))
+    for c in range(0, n, 16):
+        one = mul(load(x + 4 * c), shrink)
+        if after != 0:
+            one = mul(one, load(after + 4 * c))
+        store(x + 4 * c, one)
+
+
+@njit
+def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-def]
+    """Combine the rows of x [rows, size] by a matrix, in place.
+
+    mix: fp32, `row` bytes from a row and `column` from a column to the next. spare: room for x.
+    """
+    width = 16 if size >= 16 else 1
+    for i in range(rows):
+        for c in range(0, size, width):
+            by, to = mix + i * row, spare + 4 * (i * size + c)
+            if width == 16:
+                found = splat(np.float32(0.0))
+                for j in range(rows):
+                    weight = splat(load_one(by + j * column, 0))
+                    found = add(found, mul(weight, load(x + 4 * (j * size + c))))
+                store(to, found)
+            else:
+                one = np.float32(0.0)
+                for j in range(rows):
+                    one += load_one(by + j * column, 0) * load_one(x + 4 * (j * size + c), 0)
+                store_one(to, one)
+    for c in range(0, rows * size, width):
+        if width == 16:
+            store(x + 4 * c, load(spare + 4 * c))
+        else:
+            store_one(x + 4 * c, load_one(spare + 4 * c, 0))
+
+
+@njit
+def squared(x, n):  # type: ignore[no-untyped-def]
+    """The sum of the squares of n numbers; their row is filled up with 0."""
+    total = splat(np.float32(0.0))
+    for c in range(n, -(-n // 16) * 16):
+        store_one(x + 4 * c, np.float32(0.0))
+    for c in range(0, n, 16):
+        one = load(x + 4 * c)
+        total = add(total, mul(one, one))
+    return halved(total)
+
+
+@njit
+def rotate_row(x, d, group, size, signs, mix, spare, squares):  # type: ignore[no-untyped-def]
+    """Rotate a row of d numbers by groups, in place, and leave what squares of each sum up to.
+
+    size: the power of 2 that divides a group; signs: fp32, of a group; mix: of what else divides
+    it, fp32 [rows, rows].
+    """
+    rows = group // size
+    for g in range(d // group):
+        at_group = x + 4 * g * group
+        hadamard(at_group, group, size, signs, 0)
+        if rows > 1:
+            mixed(at_group, rows, size, mix, 4 * rows, 4, spare)
+        store_one(squares + 4 * g, squared(at_group, group))
+
+
+@njit
+def units(norm, n, group, unit):  # type: ignore[no-untyped-def]
+    """Make norms of n sums of squares, and find what each group is multiplied by."""
+    for i in range(0, n, 16):
+        one = root(load(norm + 4 * i))
+        store(norm + 4 * i, one)
+        by = div(splat(np.float32(1.0)), nonzero(one))
+        store(unit + 4 * i, mul(by, splat(np.float32(math.sqrt(group)))))
+
+
+@njit
+def round_row(x, d, group, levels, ends, bits, unit, codes):  # type: ignore[no-untyped-def]
+    """Round a row of d rotated numbers, times the unit of each group, to codes; the row is lost.
+
+    Instead of units, what squares of levels sum up to is left.
+    """
+    for g in range(d // group):
+        at_group, to, by = x + 4 * g * group, codes + g * group, splat(load_one(unit + 4 * g, 0))
+        for c in range(0, group, 16):
+            one = mul(load(at_group + 4 * c), by)
+            nearest(one, ends, levels, bits, to + c, at_group + 4 * c)
+        store_one(unit + 4 * g, squared(at_group, group))
+
+
+@njit
+def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
+    """Store the scales of n groups, none of them larger than the format's largest."""
+    for i in range(0, n, 16):
+        rounded = larger(root(load(squares + 4 * i)), splat(np.float32(1e-6)))
+        scale = div(load(norm + 4 * i), rounded)
+        if meta == 1:
+            scale = smaller(scale, splat(np.float32(65504.0)))
+        elif meta == 2:
+            scale = smaller(scale, splat(np.float32(2.0**127 * 255 / 128)))
+        elif meta == 3:
+            scale = held(scale)
+        store(norm + 4 * i, scale)
+    narrow(norm, n, meta, to)
+
+
+@njit
+def restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, to):  # type: ignore[no-untyped-def]
+    """Invert all that: d numbers from their codes and scales."""
+    rows = group // size
+    for g in range(d // group):
+        at_group, by = to + 4 * g * group, splat(load_one(scale + 4 * g, 0))
+        for c in range(0, group, 16):
+            leveled(codes + g * group + c, levels, bits, by, at_group + 4 * c)
+        if rows > 1:
+            mixed(at_group, rows, size, mix, 4, 4 * rows, spare)
+        hadamard(at_group, group, size, 0, signs)

@@ -1,0 +1,242 @@
+"""The steps of packing a tile of tokens, and of unpacking one.
+
+Decides how one row, group or atom is treated, whatever its format: formats are told apart while
+running, a few times a row. Which tokens make a tile, and in what order the steps go, is `fused`'s.
+Rows of numbers are fp32, padded to whole vectors; codes are a byte each. Addresses are int64.
+Importing this imports Numba.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from ...simd import add, div, larger, load, load_one, mul, splat, store, store_one
+from .codes import (
+    byte,
+    decode,
+    encode,
+    gather,
+    get,
+    get_one,
+    held,
+    join,
+    least,
+    most,
+    nonzero,
+    put,
+    put_one,
+    slot,
+    smaller,
+    split,
+    sub,
+)
+
+CHANNEL, TOKEN, MAPPED, STATIC, ROTATED = range(5)
+"""What shares a scale: tokens of a channel, channels of a token, any of them; or it is given; or
+channels of a token that are rotated."""
+
+
+@njit
+def size_of(kind):  # type: ignore[no-untyped-def]
+    """The bytes of a number of a format."""
+    return 4 if kind == 0 else 1 if kind == 3 else 2
+
+
+@njit
+def _get(x, i, kind):  # type: ignore[no-untyped-def]
+    """Sixteen numbers of a format, the i-th and on."""
+    if kind == 0:
+        return load(x + 4 * i)
+    if kind == 1:
+        return get(x + 2 * i, 1)
+    if kind == 2:
+        return get(x + 2 * i, 2)
+    return get(x + i, 3)
+
+
+@njit
+def _get_one(x, kind):  # type: ignore[no-untyped-def]
+    if kind == 0:
+        return get_one(x, 0)
+    if kind == 1:
+        return get_one(x, 1)
+    if kind == 2:
+        return get_one(x, 2)
+    return get_one(x, 3)
+
+
+@njit
+def widen(x, step, kind, d, to):  # type: ignore[no-untyped-def]
+    """d numbers of a format, `step` bytes apart, to fp32."""
+    even = d // 16 * 16 if step == size_of(kind) else 0
+    for c in range(0, even, 16):
+        store(to + 4 * c, _get(x, c, kind))
+    for c in range(even, d):
+        store_one(to + 4 * c, _get_one(x + step * c, kind))
+
+
+@njit
+def fill(x, d):  # type: ignore[no-untyped-def]
+    """Fill a row of d numbers up to whole vectors with its first, which changes no range."""
+    for c in range(d, -(-d // 16) * 16):
+        store_one(x + 4 * c, load_one(x, 0))
+
+
+@njit
+def turn(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
+    """Turn `half` pairs of a row in place; products and sums are each rounded, as in `rope`."""
+    even = 0 if interleaved else half // 16 * 16
+    for i in range(0, even, 16):
+        a, b = load(x + 4 * i), load(x + 4 * (half + i))
+        c, s = load(cos + 4 * i), load(sin + 4 * i)
+        store(x + 4 * i, sub(mul(a, c), mul(b, s)))
+        store(x + 4 * (half + i), add(mul(b, c), mul(a, s)))
+    for i in range(even, half):
+        first = x + 4 * (2 * i if interleaved else i)
+        second = first + 4 * (1 if interleaved else half)
+        p, q = load_one(first, 0), load_one(second, 0)
+        u, v = load_one(cos + 4 * i, 0), load_one(sin + 4 * i, 0)
+        store_one(first, p * u - q * v)
+        store_one(second, q * u + p * v)
+
+
+@njit
+def narrow(x, d, kind, to):  # type: ignore[no-untyped-def]
+    """d fp32 numbers to a format."""
+    even, size = d // 16 * 16, size_of(kind)
+    for c in range(0, even, 16):
+        put(to + size * c, load(x + 4 * c), kind)
+    for c in range(even, d):
+        put_one(to + size * c, load_one(x + 4 * c, 0), kind)
+
+
+@njit
+def range_of_tokens(x, row, tokens, dp, real, low, high):  # type: ignore[no-untyped-def]
+    """The least and the largest of each channel's real tokens, 0 where there are none.
+
+    real: the address of a byte a token, or 0.
+    """
+    some = real == 0
+    for t in range(tokens if real != 0 else 0):
+        some = some or byte(real + t) != 0
+    for c in range(0, dp, 16):
+        lo, hi = splat(np.float32(np.inf)), splat(np.float32(-np.inf))
+        for t in range(tokens):
+            if real == 0 or byte(real + t) != 0:
+                one = load(x + t * row + 4 * c)
+                lo, hi = smaller(one, lo), larger(one, hi)
+        if not some:
+            lo, hi = splat(np.float32(0.0)), splat(np.float32(0.0))
+        store(low + 4 * c, lo)
+        store(high + 4 * c, hi)
+
+
+@njit
+def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
+    """The least and the largest of each group of consecutive channels."""
+    for g in range(d // group):
+        lo = hi = load(x + 4 * g * group)
+        for c in range(g * group + 16, (g + 1) * group, 16):
+            one = load(x + 4 * c)
+            lo, hi = smaller(one, lo), larger(one, hi)
+        store_one(low + 4 * g, least(lo))
+        store_one(high + 4 * g, most(hi))
+
+
+@njit
+def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-untyped-def]
+    """The least and the largest of each group, times its alpha.
+
+    slots: int32, where the channels of the first group are, then those of the next, each in whole
+    sixteens. ends: int32, where a group ends among them.
+    """
+    begin = 0
+    for g in range(groups):
+        end = slot(ends + 4 * g)
+        lo = hi = gather(x, slots + 4 * begin)
+        for i in range(begin + 16, end, 16):
+            one = gather(x, slots + 4 * i)
+            lo, hi = smaller(one, lo), larger(one, hi)
+        store_one(low + 4 * g, least(lo) * load_one(clip + 4 * g, 0))
+        store_one(high + 4 * g, most(hi) * load_one(clip + 4 * g, 0))
+        begin = end
+
+
+@njit
+def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-def]
+    """Store scale and zero of n groups, and leave them in fp32: zeros in low, scales in high.
+
+    A scale of 0 is left as infinity: whatever is divided by it has code 0.
+    """
+    for i in range(0, n, 16):
+        lo = add(load(low + 4 * i), splat(np.float32(0.0)))  # -0 to 0
+        step = div(sub(load(high + 4 * i), lo), splat(np.float32(top)))
+        step = add(step, splat(np.float32(0.0)))
+        if meta == 3:
+            step = held(step)
+            lo = larger(smaller(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))
+        store(low + 4 * i, lo)
+        store(high + 4 * i, step)
+    narrow(low, n, meta, zero)
+    narrow(high, n, meta, scale)
+    widen(zero, size_of(meta), meta, n, low)
+    widen(scale, size_of(meta), meta, n, high)
+    for i in range(0, n, 16):
+        store(high + 4 * i, nonzero(load(high + 4 * i)))
+
+
+@njit
+def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
+    """The codes of an atom, a byte each, to its byte rows."""
+    even = d // 16 * 16
+    for c in range(0, even, 16):
+        join(codes + c, gap, to + c, stride, bits, 16)
+    for c in range(even, d):
+        join(codes + c, gap, to + c, stride, bits, 1)
+
+
+@njit
+def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
+    """Invert `join_atom`."""
+    even = d // 16 * 16
+    for c in range(0, even, 16):
+        split(rows + c, stride, to + c, gap, bits, 16)
+    for c in range(even, d):
+        split(rows + c, stride, to + c, gap, bits, 1)
+
+
+@njit
+def encode_row(x, dp, how, group, group_of, zero, scale, top, codes):  # type: ignore[no-untyped-def]
+    """A row of numbers to codes, given zeros and scales of its groups or of its channels."""
+    most_code = splat(np.float32(top))
+    if how == TOKEN:
+        for c in range(0, dp, 16):
+            g = 4 * (c // group)
+            z, s = splat(load_one(zero + g, 0)), splat(load_one(scale + g, 0))
+            encode(load(x + 4 * c), z, s, most_code, codes + c)
+    elif how == MAPPED:
+        for c in range(0, dp, 16):
+            z, s = gather(zero, group_of + 4 * c), gather(scale, group_of + 4 * c)
+            encode(load(x + 4 * c), z, s, most_code, codes + c)
+    else:
+        for c in range(0, dp, 16):
+            z, s = load(zero + 4 * c), load(scale + 4 * c)
+            encode(load(x + 4 * c), z, s, most_code, codes + c)
+
+
+@njit
+def decode_row(codes, dp, how, group, group_of, zero, scale, divisor, to):  # type: ignore[no-untyped-def]
+    """Invert `encode_row`: a row of codes to fp32."""
+    for c in range(0, dp, 16):
+        if how == TOKEN:
+            g = 4 * (c // group)
+            z, s = splat(load_one(zero + g, 0)), splat(load_one(scale + g, 0))
+        elif how == MAPPED:
+            z, s = gather(zero, group_of + 4 * c), gather(scale, group_of + 4 * c)
+        else:
+            z, s = load(zero + 4 * c), load(scale + 4 * c)
+        one = decode(codes + c, z, s)
+        if divisor != 0:
+            one = mul(one, load(divisor + 4 * c))
+        store(to + 4 * c, one)

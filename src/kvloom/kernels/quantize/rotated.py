@@ -1,0 +1,136 @@
+"""Rotated vectors rounded to the levels of a normal distribution, in plain torch.
+
+TurboQuant (arXiv:2504.19874), its mean-squared-error form: a group x of G channels is rotated,
+y = R x, so that its coordinates look like draws from a normal distribution whatever x was;
+u = y sqrt(G) / |y| is rounded to the nearest of Lloyd and Max's levels c for N(0, 1); the stored
+scale is |y| / |c(u)|, so that x' = R^T (scale c) has the norm of x (one that its dtype cannot hold
+becomes the largest). R is a Hadamard matrix with random signs, times a small cosine transform where
+G is no power of 2; the same for all heads and layers.
+
+Every sum is taken in an order that is written down here, so that compiled kernels, and other
+machines, find the same codes and scales to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .reference import held_scale, top
+
+
+def quantize_rotated(
+    x: Tensor, bits: float, group: int, meta: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Quantize x [B, Hk, N, D] to (codes uint8 [B, Hk, N, D], scale [B, Hk, N, D/G])."""
+    grouped = x.float().unflatten(-1, (-1, group))
+    turned = rotate(grouped)
+    norm = _length(turned)
+    inverse = torch.where(norm > 0, norm.reciprocal(), 0.0)
+    codebook = levels(bits).to(x.device)
+    unit = turned * (inverse * math.sqrt(group))
+    codes = torch.bucketize(unit.contiguous(), ends(codebook))
+    rounded = _length(codebook[codes])  # may be 0 where all u are, and norm is
+    scale = norm / rounded.clamp_min(1e-6)
+    scale = held_scale(scale.clamp_max(torch.finfo(meta).max), meta)
+    return codes.to(torch.uint8).view(x.shape), scale.squeeze(-1)
+
+
+def dequantize_rotated(
+    codes: Tensor, scale: Tensor, bits: float, group: int, dtype: torch.dtype
+) -> Tensor:
+    """Invert `quantize_rotated`: levels times scale in fp32, rotated back, cast to `dtype`."""
+    rounded = levels(bits).to(codes.device)[codes.long()].unflatten(-1, (-1, group))
+    turned = rounded * scale.float().unsqueeze(-1)
+    return unrotate(turned).flatten(-2).to(dtype)
+
+
+@lru_cache
+def levels(bits: float) -> Tensor:
+    """The levels with the least squared error for N(0, 1), ascending, fp32 [codes]."""
+    normal = torch.distributions.Normal(0.0, torch.tensor(1.0, dtype=torch.float64))
+    count = top(bits) + 1
+    found = normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    infinity = torch.tensor([torch.inf], dtype=torch.float64)
+    for _ in range(20_000):  # each level to the mean of what is rounded to it
+        ends = torch.cat([-infinity, (found[1:] + found[:-1]) / 2, infinity])
+        density = torch.exp(-ends.square() / 2) / math.sqrt(2 * math.pi)
+        better = (density[:-1] - density[1:]) / normal.cdf(ends).diff()
+        done = bool((better - found).abs().max() < 1e-12)
+        found = better
+        if done:
+            break
+    return ((found - found.flip(0)) / 2).float()  # symmetric to the last bit
+
+
+def ends(levels: Tensor) -> Tensor:
+    """Up to where each level but the last is the nearest."""
+    return (levels[1:] + levels[:-1]) / 2
+
+
+def rotate(x: Tensor) -> Tensor:
+    """R x along the last dimension, fp32; the same for a vector whatever stands beside it."""
+    signs, mix = parts(x.shape[-1])
+    blocks = (x * signs.to(x.device)).unflatten(-1, (len(mix), -1))
+    return _mixed(_hadamard(blocks), mix).flatten(-2)
+
+
+def unrotate(x: Tensor) -> Tensor:
+    """R^T x along the last dimension, fp32."""
+    signs, mix = parts(x.shape[-1])
+    back = _hadamard(_mixed(x.unflatten(-1, (len(mix), -1)), mix.T)).flatten(-2)
+    return back * signs.to(x.device)
+
+
+@lru_cache
+def matrix(group: int) -> Tensor:
+    """M fp32 [group, group] with x M = R x, for vectors so few that butterflies take longer."""
+    return rotate(torch.eye(group))
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """The symmetric orthogonal Hadamard matrix times x, by butterflies."""
+    size, half = x.shape[-1], 1
+    while half < size:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        half *= 2
+    return x * (1 / math.sqrt(size))
+
+
+def _mixed(x: Tensor, mix: Tensor) -> Tensor:
+    """Combine the rows of x [..., m, 2^k] by mix [m, m], one row of x after the other."""
+    if len(mix) == 1:
+        return x
+    found = torch.zeros_like(x)
+    for column, row in zip(mix.to(x.device).T, x.unbind(-2), strict=True):
+        found = found + column.unsqueeze(-1) * row.unsqueeze(-2)
+    return found
+
+
+def _length(x: Tensor) -> Tensor:
+    """|x| along the last dimension, [..., 1]: squares of sixteen channels are added to those of
+    the next sixteen, and so on, then the upper half of the sixteen sums to the lower, and so on.
+    """
+    total, *others = F.pad(x.square(), (0, -x.shape[-1] % 16)).split(16, dim=-1)
+    for squares in others:
+        total = total + squares
+    while total.shape[-1] > 1:
+        low, high = total.chunk(2, dim=-1)
+        total = low + high
+    return total.double().sqrt().float()  # torch's root of fp32 is not always the nearest
+
+
+@lru_cache
+def parts(dim: int) -> tuple[Tensor, Tensor]:
+    """Random signs [dim], and the cosine transform of the odd part of dim, [m, m]."""
+    signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(dim)) * 2.0 - 1
+    m = dim // (dim & -dim)
+    i = torch.arange(m, dtype=torch.float64)
+    mix = torch.cos(math.pi / m * i[:, None] * (i + 0.5)) * math.sqrt(2 / m)
+    mix[0] /= math.sqrt(2)
+    return signs, mix.float()

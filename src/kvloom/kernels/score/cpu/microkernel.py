@@ -1,0 +1,210 @@
+"""What scoring needs in registers: tiles of products, logarithms, noise from counters.
+
+Decides instructions; what is summed over which rows is `mass`'s. Lanes are those of
+`kernels.simd`. Importing this imports Numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ...simd import F32, I32, I64, VF, VI, WIDTH, Lanes, at, call, fused, read, same, spread, write
+from ..noise import M1, M2, TOP, C
+
+# Query rows and vectors of keys whose products fill the registers: with AVX-512, 24 of 32; where a
+# vector takes two registers (AVX2) or four (NEON), 12 of 16 or 24 of 32.
+AT_ONCE = (12, 2) if binding.get_host_cpu_features().get("avx512f") else (6, 1)
+
+# log(1 + f) = f - f^2 / 2 + f^3 * polynomial, on sqrt(1/2) <= 1 + f < sqrt(2) (Cephes)
+_LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+# erfinv(x) = x * polynomial of w = -log(1 - x^2): of w - 2.5 below 5, of sqrt(w) - 3 above
+# (Giles, Approximating the erfinv function, 2011)
+_NEAR = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
+    -0.00417768164, 0.246640727, 1.50140941,
+)  # fmt: skip
+_FAR = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613,
+    0.00943887047, 1.00167406, 2.83297682,
+)  # fmt: skip
+
+
+@intrinsic(prefer_literal=True)
+def products(
+    ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, rows: Any, vectors: Any
+) -> Any:
+    """Write the products of some queries, fp32 [d, rows], and a panel of keys to out.
+
+    k: fp32 [d, 16 * vectors]. out: fp32 rows, `stride` bytes apart. rows and vectors are constants.
+    """
+    n_rows, n_vectors = rows.literal_value, vectors.literal_value
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, k, out, stride, d = args[:5]
+        cells = [(row, v) for row in range(n_rows) for v in range(n_vectors)]
+        before = b.block
+        loop, body, after = (b.append_basic_block(n) for n in ("loop", "body", "after"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        i = b.phi(I64)
+        acc = {cell: b.phi(VF) for cell in cells}
+        i.add_incoming(ir.Constant(I64, 0), before)
+        for cell in cells:
+            acc[cell].add_incoming(same(0.0), before)
+        b.cbranch(b.icmp_signed("<", i, d), body, after)
+        b.position_at_end(body)
+        here = b.add(k, b.mul(i, ir.Constant(I64, 64 * n_vectors)))
+        keys = [read(b, at(b, here, 64 * v), VF) for v in range(n_vectors)]
+        here = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
+        for row in range(n_rows):
+            x = spread(b, read(b, at(b, here, 4 * row), F32))
+            for v in range(n_vectors):
+                acc[row, v].add_incoming(fused(b, x, keys[v], acc[row, v]), body)
+        i.add_incoming(b.add(i, ir.Constant(I64, 1)), body)
+        b.branch(loop)
+        b.position_at_end(after)
+        for row, v in cells:
+            to = b.add(out, b.mul(stride, ir.Constant(I64, row)))
+            write(b, at(b, to, 64 * v), acc[row, v])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, rows, vectors), codegen
+
+
+@intrinsic
+def behind(ctx: Any, x: Any, count: Any) -> Any:
+    """x without its first `count` lanes, -inf in these."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        lane = ir.Constant(VI, list(range(WIDTH)))
+        few = spread(b, b.trunc(args[1], I32))
+        return b.select(b.icmp_signed(">=", lane, few), args[0], same(float("-inf")))
+
+    return Lanes(Lanes, types.int64), codegen
+
+
+@intrinsic
+def before(ctx: Any, x: Any, address: Any, end: Any) -> Any:
+    """x where the sixteen int32 at address are below `end`, else inf."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, address, end = args
+        limit = spread(b, b.trunc(end, I32))
+        there = b.icmp_signed("<", read(b, address, VI), limit)
+        return b.select(there, x, same(float("inf")))
+
+    return Lanes(Lanes, types.int64, types.int64), codegen
+
+
+@intrinsic
+def is_in(ctx: Any, x: Any, wanted: Any) -> Any:
+    """The number of the first lane of x that holds `wanted`, 16 if none does."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, wanted = args
+        lane = ir.Constant(VI, list(range(WIDTH)))
+        found = b.select(b.fcmp_ordered("==", x, spread(b, wanted)), lane, same(WIDTH, VI))
+        return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, found), I64)
+
+    return types.int64(Lanes, types.float32), codegen
+
+
+@intrinsic
+def write_whole(ctx: Any, address: Any, x: Any) -> Any:
+    """Store an int64."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        write(b, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _log(b: Any, x: Any) -> Any:
+    """The logarithm of normal numbers above 0."""
+    word = b.bitcast(x, VI)
+    # so that the rest of x lies between sqrt(1/2) and sqrt(2)
+    shifted = b.sub(word, same(0x3F3504F3, VI))
+    power = b.ashr(shifted, same(23, VI))
+    f = b.bitcast(b.sub(word, b.shl(power, same(23, VI))), VF)
+    f = b.fsub(f, same(1.0))
+    n = b.sitofp(power, VF)
+    y = same(_LOG[0])
+    for c in _LOG[1:]:
+        y = fused(b, y, f, same(c))
+    square = b.fmul(f, f)
+    y = b.fmul(b.fmul(y, f), square)
+    y = fused(b, n, same(_LN2_LOW), y)
+    y = fused(b, square, same(-0.5), y)
+    return fused(b, n, same(_LN2_HIGH), b.fadd(f, y))
+
+
+def _signed(x: int) -> int:
+    """The int32 with the bits of x, 0 .. 2^32 - 1."""
+    return x - (x >> 31 << 32)
+
+
+def _uniform(b: Any, state: Any, keys: Any) -> Any:
+    """The uniform numbers that `noise` draws for sixteen keys, given the hash of the rest."""
+    x = b.mul(keys, same(_signed(C), VI))
+    x = b.add(spread(b, b.trunc(state, I32)), x)
+    for shift, factor in ((16, M1), (13, M2)):
+        x = b.xor(x, b.lshr(x, same(shift, VI)))
+        x = b.mul(x, same(_signed(factor), VI))
+    x = b.xor(x, b.lshr(x, same(16, VI)))
+    u = b.sitofp(b.and_(x, same(0xFFFFFF, VI)), VF)
+    u = b.fmul(b.fadd(u, same(0.5)), same(2.0**-24))
+    return b.select(b.fcmp_ordered("<", u, same(TOP)), u, same(TOP))
+
+
+def _horner(b: Any, x: Any, factors: tuple[float, ...]) -> Any:
+    y = same(factors[0])
+    for c in factors[1:]:
+        y = fused(b, y, x, same(c))
+    return y
+
+
+def _noise(emit: Any) -> Any:
+    """An intrinsic: noise of sixteen keys, whose int32 lie at an address, from a row's state."""
+
+    def typed(ctx: Any, state: Any, address: Any) -> Any:
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            return emit(b, _uniform(b, args[0], read(b, args[1], VI)))
+
+        return Lanes(types.int64, types.int64), codegen
+
+    return intrinsic(typed)
+
+
+def _gumbel(b: Any, u: Any) -> Any:
+    return b.fsub(same(-0.0), _log(b, b.fsub(same(-0.0), _log(b, u))))
+
+
+def _gaussian(b: Any, u: Any) -> Any:
+    """As in `noise`: sqrt(2) * erfinv(2 u - 1), moved and stretched; the move leaves no trace."""
+    w = b.fsub(same(-0.0), _log(b, b.fmul(b.fmul(u, same(4.0)), b.fsub(same(1.0), u))))
+    root = call(b, "llvm.sqrt.v16f32", VF, w)
+    near = _horner(b, b.fsub(w, same(2.5)), _NEAR)
+    far = _horner(b, b.fsub(root, same(3.0)), _FAR)
+    y = b.select(b.fcmp_ordered("<", w, same(5.0)), near, far)
+    x = b.fsub(b.fadd(u, u), same(1.0))
+    return b.fmul(b.fmul(x, y), same(1.8137993642342178))  # sqrt(2) * pi / sqrt(6)
+
+
+gumbel, gaussian = _noise(_gumbel), _noise(_gaussian)
+
+
+@njit(inline="always")
+def mixed(x):  # type: ignore[no-untyped-def]
+    """`noise`'s hash of an int64 in 0 .. 2^32 - 1; so is the result."""
+    x = ((x ^ (x >> 16)) * M1) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * M2) & 0xFFFFFFFF
+    return x ^ (x >> 16)

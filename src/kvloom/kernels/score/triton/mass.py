@@ -1,0 +1,129 @@
+"""Attention mass per key on CUDA tensors: which cases, and how the kernels are called.
+
+What is not covered is said in sentences. Importing this does not import Triton, the first call
+does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import triton_runtime as cuda
+from ..noise import Noise
+
+MOST = 8  # queries of a step whose logits are kept
+_KINDS = ("gumbel", "constant")
+_WIDEST = 256  # head dimension
+
+
+def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
+    """Why the mass of keys k [B, Hk, N, D] is left to another backend."""
+    found = cuda.problems(k, _WIDEST)
+    if q.dtype != k.dtype:
+        found.append(f"queries are {q.dtype}, keys {k.dtype}")
+    if noise is not None and noise.kind not in _KINDS:
+        found.append(f"{noise.kind} noise is none of {', '.join(_KINDS)}")
+    return found
+
+
+def column_mass(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    valid: Tensor | None = None,
+    real: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    window: int | None = None,
+    noise: Noise | None = None,
+    tau: float = 1.0,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Sum of attention over the rows of q [B, Hq, T, D] for each key, as `ref.column_mass` says.
+
+    Only cases without `problems`. lse: fp32 [B, Hq, T], the log-sum-exp of every row of exactly
+    these logits, where the caller knows it: it saves one of two passes. Up to `MOST` queries the
+    keys are read once in any case.
+    """
+    (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
+    mass = q.new_empty(b, hq, n, dtype=torch.float32)
+    if not mass.numel() or not t:
+        return mass.zero_()
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    masks, steps = _options(q, valid, bias, noise)
+    given, real_row = q, 0
+    if real is not None:
+        given = real.contiguous().view(torch.uint8)
+        real_row = t if real.shape[0] > 1 else 0
+    capped, seed, first = float(softcap or 1.0), 0, 0
+    if noise is not None:
+        seed, first = (noise.seed + (1 << 31)) % (1 << 32) - (1 << 31), noise.first
+    numbers = (float(scale), capped, 1.0 / tau, seed, first, window or 0)
+    strides = (*q.stride()[:3], *k.stride()[:3], *steps)
+    kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
+    form: dict[str, Any] = {
+        "DB": cuda.room(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
+        "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VALID": valid is not None,
+        "WINDOW": window is not None,
+    }  # fmt: skip
+    kernels = _kernels()
+    has: dict[str, Any] = {"REAL": real is not None}
+    exact = q.dtype == torch.float32
+    if t <= MOST and lse is None:
+        rows, keys = hq // hk * t, 32 if exact else 64
+        logits = mass.new_empty(b, hq, t, n)
+        parts = mass.new_empty(b, hq, t, -(-n // keys))
+        cuda.launch(
+            kernels.step_logits, (parts.shape[3], b * hk), q,
+            q, k, *masks, logits, parts, *numbers, hk, hq // hk, t, n, d, *strides,
+            ROWS=cuda.room(rows), KEYS=keys, **form,
+        )  # fmt: skip
+        cuda.launch(
+            kernels.step_mass, (-(-n // 512), b * hq), q,
+            logits, parts.logsumexp(dim=-1), given, mass, hq, t, n, real_row, KEYS=512, **has,
+        )  # fmt: skip
+        return mass
+    side = 64 >> (exact + (d > 128))
+    form |= {"ROWS": side, "KEYS": side}
+    shape: dict[str, Any] = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
+    if lse is None:
+        lse = mass.new_empty(b, hq, t)
+        cuda.launch(
+            kernels.row_lse, (-(-t // form["ROWS"]), b * hq), q,
+            q, k, *masks, lse, *numbers, hq, hq // hk, t, n, d, *strides, **shape, **form,
+        )  # fmt: skip
+    cuda.launch(
+        kernels.column_mass, (-(-n // form["KEYS"]), b * hq), q,
+        q, k, *masks, lse.contiguous(), given, mass, *numbers, hq, hq // hk, t, n, d, *strides,
+        real_row, **shape, **form, **has,
+    )  # fmt: skip
+    return mass
+
+
+def _options(
+    q: Tensor, valid: Tensor | None, bias: Tensor | None, noise: Noise | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
+    """Masks, bias and keys' numbers as kernels take them, and their steps by row and head."""
+    found, steps = [], []
+    for x in (
+        None if valid is None else valid.view(torch.uint8),
+        None if bias is None else bias.float(),
+        None if noise is None else noise.keys,
+    ):
+        found.append(q if x is None else x.contiguous())
+        for i in (0, 1):
+            steps.append(0 if x is None or x.shape[i] == 1 else found[-1].stride(i))
+    return (found[0], found[1], found[2]), tuple(steps)
+
+
+@cache
+def _kernels() -> Any:
+    """The kernels; importing them imports Triton."""
+    from . import mass_kernel as gpu_mass
+
+    return gpu_mass

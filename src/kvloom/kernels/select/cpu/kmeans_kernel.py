@@ -1,0 +1,200 @@
+"""K-means on sixteen lanes: which centroid is nearest to each key, and the sums of clusters.
+
+Decides the blocking. Products of `TOKENS` keys at a time, laid out in fp32, with panels of 32
+centroids stay in registers; of each key the best product so far is kept lane by lane with its
+centroid, so that products are never written to memory. Where the machine multiplies pairs of bf16
+numbers (AVX512-BF16), keys in bf16 stay what they are. The reference is `ref.nearest`, `ref.means`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+from ... import cpu_runtime as team
+from ... import simd as lanes
+from ...cpu_runtime import Kernel, count, sources, store_whole, whole
+from ...simd import (
+    BF16,
+    FP32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    add,
+    at,
+    fused,
+    load,
+    load_any,
+    read,
+    same,
+    splat,
+    spread,
+    store,
+    write,
+)
+from . import int_ops as words
+from .int_ops import SIZE, small
+
+PANEL = 2 * WIDTH  # centroids whose products are taken together
+# Keys beside them: as many as leave room in the registers, 32 of sixteen lanes or fewer.
+_HAS = binding.get_host_cpu_features()
+binding.initialize_native_asmparser()  # `_fused_pairs` is an instruction that LLVM cannot name
+ROWS = 12 if _HAS.get("avx512f") else 3
+TOKENS = 96
+
+
+def takes_pairs(d: int, number: int) -> bool:
+    """Whether keys of d numbers of a format are multiplied in pairs."""
+    return number == BF16 and d % 32 == 0 and bool(_HAS.get("avx512bf16"))
+
+
+def _fused_pairs(b: Any, x: Any, y: Any, acc: Any) -> Any:
+    """x * y + acc where each lane holds two bf16 numbers, both products added."""
+    kind = ir.FunctionType(VF, [VF, VF, VF])
+    return b.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [x, y, acc])
+
+
+@intrinsic(prefer_literal=True)
+def _meet(
+    ctx: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, d: Any, pairs: Any
+) -> Any:
+    """Let `ROWS` keys fp32 [ROWS, d] meet a panel fp32 [d, 32] and offsets fp32 [32].
+
+    base: the number of the panel's first centroid. best: of each key the best values [16] so far
+    and their centroids int32 [16], lane by lane. pairs: d counts pairs of bf16 numbers.
+    """
+    n_d = d.literal_value
+    meet = _fused_pairs if pairs.literal_value else fused
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, panel, offset, base, best = args[:5]
+        step = 4
+        start = [read(b, at(b, offset, 64 * v), VF) for v in range(2)]
+        before = b.block
+        body, after = (b.append_basic_block(name) for name in ("body", "after"))
+        b.branch(body)
+        b.position_at_end(body)
+        i = b.phi(I64)
+        i.add_incoming(ir.Constant(I64, 0), before)
+        acc = {}
+        for m in range(ROWS):
+            for v in range(2):
+                acc[m, v] = b.phi(VF)
+                acc[m, v].add_incoming(start[v], before)
+        new = dict(acc)
+        key = b.add(x, b.mul(i, ir.Constant(I64, 4)))
+        row = b.add(panel, b.mul(i, ir.Constant(I64, 4 * PANEL)))
+        for u in range(step):
+            ws = [read(b, at(b, row, 4 * PANEL * u + 64 * v), VF) for v in range(2)]
+            for m in range(ROWS):
+                one = spread(b, read(b, at(b, key, 4 * (m * n_d + u)), ir.FloatType()))
+                for v in range(2):
+                    new[m, v] = meet(b, ws[v], one, new[m, v])
+        following = b.add(i, ir.Constant(I64, step))
+        i.add_incoming(following, b.block)
+        for cell, phi in acc.items():
+            phi.add_incoming(new[cell], b.block)
+        b.cbranch(b.icmp_signed("<", following, ir.Constant(I64, n_d)), body, after)
+        b.position_at_end(after)
+        first = spread(b, b.trunc(base, ir.IntType(32)))
+        lane = b.add(first, ir.Constant(VI, list(range(WIDTH))))
+        for m in range(ROWS):
+            top, who = read(b, at(b, best, 128 * m), VF), read(b, at(b, best, 128 * m + 64), VI)
+            for v in range(2):
+                better = b.fcmp_ordered(">", new[m, v], top)
+                top = b.select(better, new[m, v], top)
+                who = b.select(better, b.add(lane, same(v * WIDTH, VI)), who)
+            write(b, at(b, best, 128 * m), top)
+            write(b, at(b, best, 128 * m + 64), who)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, d, pairs), codegen
+
+
+@cache
+def nearest(d: int, number: int, pairs: bool) -> Any:
+    """Compile the assignment; see `cpu.nearest` for how it is called."""
+    size = SIZE[number]
+    words_ = d // 2 if pairs else d  # of a key, four bytes each
+    kind = FP32 if pairs else number  # what a word is read as
+    across = 4 if pairs else size
+    emitters = sources(lanes, team, words)
+
+    def assign(job):  # type: ignore[no-untyped-def]
+        if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
+            return
+        heads, hk, n, panels = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
+        weights, offsets, labels = whole(job, 5), whole(job, 6), whole(job, 7)
+        row = whole(job, 11)
+        parts = -(-n // TOKENS)
+        scratch = np.zeros(TOKENS * (words_ + 32) + 16, np.float32)
+        keys = (scratch.ctypes.data + 63) // 64 * 64
+        best = keys + 4 * TOKENS * words_
+        zero16, minus = splat(np.float32(0.0)), splat(np.float32(-np.inf))
+        while True:
+            task = count(job)
+            if task >= heads * parts:
+                break
+            head, part = task // parts, task % parts
+            b, h = head // hk, head % hk
+            lo = part * TOKENS
+            many = min(TOKENS, n - lo)
+            x = whole(job, 8) + b * whole(job, 9) + h * whole(job, 10) + lo * row
+            for j in range(TOKENS):
+                store(best + 128 * j, minus)
+                store(best + 128 * j + 64, zero16)
+                if j < many:
+                    for v in range(0, words_, 16):
+                        store(keys + 4 * (j * words_ + v), load_any(x + j * row + v * across, kind))
+            for p in range(panels):
+                at_head = head * panels + p
+                for j in range(0, many, ROWS):
+                    _meet(
+                        keys + 4 * j * words_, weights + 4 * at_head * words_ * PANEL,
+                        offsets + 4 * at_head * PANEL, p * PANEL, best + 128 * j, words_, pairs,
+                    )  # fmt: skip
+            for j in range(many):
+                top, who = np.float32(-np.inf), 0
+                for i in range(WIDTH):
+                    value = lanes.load_one(best + 128 * j + 4 * i, 0)
+                    it = small(best + 128 * j + 64 + 4 * i)
+                    if value > top or (value == top and it < who):
+                        top, who = value, it
+                store_whole(labels + 8 * (head * n + lo + j), who)
+        scratch[0] = 0.0  # Numba frees an array once its last use is behind
+
+    return Kernel(assign, f"nearest {d}, {number}, {pairs}")
+
+
+@cache
+def sums(d: int, number: int) -> Any:
+    """Compile the sums of clusters; see `cpu.means` for how it is called."""
+    size = SIZE[number]
+    emitters = sources(lanes, team, words)
+
+    def sum_up(job):  # type: ignore[no-untyped-def]
+        if emitters == 0:
+            return
+        heads, hk, n, clusters = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
+        total, labels, row = whole(job, 5), whole(job, 6), whole(job, 10)
+        while True:
+            head = count(job)
+            if head >= heads:
+                break
+            b, h = head // hk, head % hk
+            x = whole(job, 7) + b * whole(job, 8) + h * whole(job, 9)
+            for j in range(n):
+                label = whole(labels, head * n + j)
+                if label < clusters:
+                    to = total + 4 * d * (head * clusters + label)
+                    for v in range(0, d, 16):
+                        y = load_any(x + j * row + v * size, number)
+                        store(to + 4 * v, add(load(to + 4 * v), y))
+
+    return Kernel(sum_up, f"sums {d}, {number}")

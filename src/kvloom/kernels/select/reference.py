@@ -1,0 +1,258 @@
+"""Clusters and pages of keys, and the tokens a step reads of them, in plain torch.
+
+Decides the arithmetic; when keys are indexed and how many tokens are read is decided elsewhere.
+Everything is computed in fp32, for all batch rows and key/value heads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..quantize import reference as quant
+
+DISTANCES = ("cosine", "l2", "inner")
+# Similarities of one block of tokens hold at most this many numbers (64 MiB in fp32).
+_BLOCK_NUMEL = 1 << 24
+
+
+def seeds(real: Tensor, count: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """Tokens that centroids start from: int64 [B, 1, most], the first count[b] of them distinct.
+
+    real: bool [B, 1, N]. count: int64 [B, 1]. Seed j of a row is drawn from the j-th of `count`
+    equal stretches of its real tokens, so that it depends on nothing but them.
+    """
+    order = (~real).to(torch.uint8).argsort(dim=-1, stable=True)  # real tokens first, by age
+    tokens = real.sum(dim=-1, keepdim=True).double()  # [B, 1, 1]
+    drawn = torch.rand(most, generator=generator, dtype=torch.float64).to(real.device)
+    place = torch.arange(most, device=real.device) + drawn
+    rank = (place * tokens / count.clamp_min(1).unsqueeze(-1)).long()
+    return order.gather(2, rank.clamp(max=real.shape[-1] - 1))
+
+
+def linear(
+    centroids: Tensor, distance: str, alive: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A distance as weights fp32 [B, Hk, C, D] and offset [B, Hk, C]: nearest, x w + o is most.
+
+    Weights are rounded to the keys' dtype, as centroids are in the end.
+    """
+    weights = centroids
+    if distance == "cosine":  # the key's own length does not change the order
+        weights = centroids / centroids.norm(dim=-1, keepdim=True).clamp_min(1e-20)
+    weights = weights.to(dtype).float()
+    offset = torch.zeros_like(centroids[..., 0])
+    if distance == "l2":  # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2)
+        offset = -0.5 * weights.square().sum(dim=-1)
+    return weights, offset.masked_fill(~alive, -torch.inf)
+
+
+def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
+    """The living centroid nearest to each key: int64 [B, Hk, N].
+
+    x: [B, Hk, N, D]. centroids: fp32 [B, Hk, C, D]. alive: bool [B, 1 or Hk, C]. Cosine and inner
+    product: the largest; l2: the smallest.
+    """
+    b, h, n, _ = x.shape
+    weights, offset = linear(centroids, distance, alive, x.dtype)
+    weights, offset = weights.transpose(-1, -2), offset.unsqueeze(2)
+    labels = torch.empty(b, h, n, dtype=torch.long, device=x.device)
+    step = max(1, _BLOCK_NUMEL // max(1, b * h * centroids.shape[2]))
+    for lo in range(0, n, step):
+        part = slice(lo, lo + step)
+        labels[:, :, part] = (x[:, :, part].float() @ weights).add_(offset).argmax(dim=-1)
+    return labels
+
+
+def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
+    """The mean of the keys x [B, Hk, N, D] of every label below C: fp32 [B, Hk, C, D].
+
+    labels: int64 [B, Hk, N]. centroids: fp32 [B, Hk, C, D], for those without keys.
+    """
+    b, h, c, d = centroids.shape
+    part = torch.arange(b * h, device=x.device).view(b, h, 1) * (c + 1)
+    total = torch.zeros(b * h * (c + 1), d, device=x.device)
+    total.index_add_(0, (labels + part).view(-1), x.reshape(-1, d).float())
+    total = total.view(b, h, c + 1, d)[:, :, :c]
+    count = sizes(labels, c).unsqueeze(-1)
+    return torch.where(count > 0, total / count.clamp_min(1), centroids)
+
+
+def kmeans(
+    x: Tensor,
+    start: Tensor,
+    real: Tensor,
+    alive: Tensor,
+    distance: str,
+    iterations: int,
+    nearest: Callable[[Tensor, Tensor, str, Tensor], Tensor] = nearest,
+    means: Callable[[Tensor, Tensor, Tensor], Tensor] = means,
+) -> tuple[Tensor, Tensor]:
+    """Cluster keys x [B, Hk, N, D]: centroids fp32 [B, Hk, C, D] and labels int64 [B, Hk, N].
+
+    start: int64 [B, 1, C], the keys that centroids start from. real: bool [B, 1, N], False for
+    tokens that take no part; their label is C. alive: bool [B, 1, C]. A centroid is the mean of
+    its keys as they are; a cluster without keys keeps its centroid. Stops when no label changes.
+    nearest, means: what does a step's work.
+    """
+    b, h, n, d = x.shape
+    c = start.shape[-1]
+    centroids = x.gather(2, start.unsqueeze(-1).expand(b, h, c, d)).float()
+    labels = x.new_full((b, h, n), -1, dtype=torch.long)
+    for _ in range(iterations):
+        now = nearest(x, centroids, distance, alive).masked_fill_(~real, c)
+        if torch.equal(now, labels):
+            break
+        labels = now
+        centroids = means(x, labels, centroids)
+    return centroids, labels
+
+
+def sizes(labels: Tensor, clusters: int) -> Tensor:
+    """Tokens with each of the labels 0..clusters - 1: int64 [B, Hk, clusters]."""
+    b, h, _ = labels.shape
+    count = torch.zeros(b, h, clusters + 1, dtype=torch.long, device=labels.device)
+    return count.scatter_add_(2, labels, torch.ones_like(labels))[..., :clusters]
+
+
+def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
+    """How queries [B, Hq, D] rate clusters, q . centroid: fp32 [B, Hk, C], "each": [B, Hq, C].
+
+    centroids: [B, Hk, C, D]. alive: bool [B, Hk, C]; the others are rated minus infinity.
+    """
+    b, hk, c = alive.shape
+    dead = ~alive.unsqueeze(2).expand(b, hk, q.shape[1] // hk, c).reshape(b, -1, c)
+    return together(dots(q, centroids).masked_fill_(dead, -torch.inf), hk, group)
+
+
+def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
+    """Scores [B, Hq, N] of the heads that choose: [B, Hk, N], or as they are for "each"."""
+    if group == "each":
+        return scores
+    by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
+    return by_group.amax(dim=2) if group == "max" else by_group.mean(dim=2)
+
+
+def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
+    """The tokens of the best clusters, exactly m of them: int64 [B, H, m].
+
+    scores: fp32 [B, H, C]. size, start: [B, Hk, C], where each cluster's tokens lie in order
+    [B, Hk, N], every token once. H is a multiple of Hk: heads of a group choose alone. Clusters are
+    taken best first; of the last, the oldest tokens that still fit.
+    """
+    b, h, _ = scores.shape
+    r = h // size.shape[1]
+    best = scores.argsort(dim=-1, descending=True, stable=True)
+    size, start = (_by_group(x, best, r) for x in (size.long(), start.long()))
+    end = size.cumsum(dim=-1)
+    place = torch.arange(m, device=scores.device).expand(b, h, m).contiguous()
+    rank = torch.searchsorted(end, place, right=True)  # passes over empty clusters
+    return _by_group(order, (start - end + size).gather(2, rank) + place, r).long()
+
+
+def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The least and the largest key of every page and channel: 2 x [B, Hk, N / page, D].
+
+    x: [B, Hk, N, D], whole pages. real: bool [B, 1, N], False for tokens that do not count (None:
+    all do); a page without tokens has the bounds (plus, minus) the largest number there is.
+    """
+    b, h, n, d = x.shape
+    pages = x.reshape(b, h, n // page, page, d)
+    if real is None:
+        return pages.amin(dim=3), pages.amax(dim=3)
+    hidden = ~real.view(b, 1, n // page, page, 1)
+    most = torch.finfo(x.dtype).max
+    low = pages.masked_fill(hidden, most).amin(dim=3)
+    return low, pages.masked_fill(hidden, -most).amax(dim=3)
+
+
+def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str = "each") -> Tensor:
+    """The most that q . k can be for a key of each page; -inf for no tokens.
+
+    q: [B, Hq, D]. low, high: [B, Hk, pages, D]. Returns fp32 [B, Hk, pages], of the heads that
+    choose together; "each": [B, Hq, pages]. max(q low, q high) summed over channels is
+    relu(q) high - relu(-q) low.
+    """
+    b, hq, d = q.shape
+    rows = q.float().view(b, low.shape[1], -1, d)
+    top = rows.clamp_min(0) @ high.float().transpose(-1, -2)
+    top -= (-rows).clamp_min(0) @ low.float().transpose(-1, -2)
+    none = (low[..., 0] > high[..., 0]).unsqueeze(2)
+    scores = top.masked_fill_(none, -torch.inf).view(b, hq, -1)
+    return together(scores, low.shape[1], group)
+
+
+def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
+    """Every token of the best pages, best first, of equal ones the oldest: [B, H, pages * page].
+
+    scores: fp32 [B, H, P].
+    """
+    best = scores.argsort(dim=-1, descending=True, stable=True)[..., :pages]
+    return (best.unsqueeze(-1) * page + torch.arange(page, device=best.device)).flatten(2)
+
+
+def dots(q: Tensor, k: Tensor) -> Tensor:
+    """q [B, Hq, D] times each of k [B, Hk, N, D]: fp32 [B, Hq, N]."""
+    b, hq, d = q.shape
+    rows = q.float().view(b, k.shape[1], -1, d)
+    return (rows @ k.float().transpose(-1, -2)).view(b, hq, -1)
+
+
+def gather(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B, Hk, N, D] at slots int64 [B, H, M], H a multiple of Hk: [B, H, M, D]."""
+    b, h, m = slots.shape
+    _, hk, n, d = x.shape
+    row, head, token, channel = x.stride()
+    if channel != 1 or token != d or row % d or head % d:
+        x, row, head = x.contiguous(), hk * n * d, n * d
+    # whole tokens out of flat storage: many times faster than torch.gather, channel by channel
+    flat = x.as_strided((((b - 1) * row + (hk - 1) * head) // d + n, d), (d, 1))
+    begin = torch.arange(b, device=x.device)[:, None] * (row // d)
+    begin = begin + torch.arange(hk, device=x.device) * (head // d)
+    at = slots.reshape(b, hk, -1) + begin.unsqueeze(-1)
+    return flat.index_select(0, at.flatten()).view(b, h, m, d)
+
+
+def gather_packed(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bits: float,
+    axis: str,
+    group: int,
+    slots: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Unpack the tokens at slots int64 [B, H, M] and no others: [B, H, M, D].
+
+    codes, scale, zero: as `kernels.quantize.reference` packs them.
+    """
+    b, h, m = slots.shape
+    hk, d = codes.shape[1], codes.shape[-1]
+    slots = slots.reshape(b, hk, -1)
+    atom, rows = quant.ATOM[bits]
+    first = (slots // atom * rows).unsqueeze(-1) + torch.arange(rows, device=slots.device)
+    by_atom = quant.unpack_codes(gather(codes, first.flatten(2)), bits, slots.shape[-1] * atom)
+    by_atom = by_atom.view(b, hk, -1, atom, d)
+    one = (slots % atom)[..., None, None].expand(-1, -1, -1, 1, d)
+    chosen = by_atom.gather(3, one).squeeze(3).float()
+    meta = slots // group if axis == "channel" else slots
+    scale, zero = (_gather_numbers(x, meta) for x in (scale, zero))
+    if axis == "token":
+        scale, zero = (x.repeat_interleave(group, dim=-1) for x in (scale, zero))
+    return torch.addcmul(zero, chosen, scale).to(dtype).view(b, h, m, d)
+
+
+def _gather_numbers(x: Tensor, slots: Tensor) -> Tensor:
+    """`gather` of scales or zeros in fp32; those of 8 bit are gathered as bytes."""
+    if x.dtype.itemsize == 1:
+        return gather(x.view(torch.uint8), slots).view(x.dtype).float()
+    return gather(x, slots).float()
+
+
+def _by_group(x: Tensor, at: Tensor, r: int) -> Tensor:
+    """x [B, Hk, N] at int64 [B, Hk * r, M]: [B, Hk * r, M]."""
+    b, h, m = at.shape
+    return x.gather(2, at.reshape(b, h // r, -1)).view(b, h, m)

@@ -1,0 +1,249 @@
+"""The variants of Triton kernels that `compile_triton` compiles: main recipes in full, others once.
+
+Calls are made with tensors on torch's meta device, so a variant is what a launch would compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from compile_triton import Variant, signature
+from kvloom.kernels import triton_runtime
+from kvloom.kernels.attend.kv_view import Channelwise, Strand
+from kvloom.kernels.attend.triton import decode, decode_kernel
+from kvloom.kernels.quantize.reference import ATOM, rows_for
+from kvloom.kernels.quantize.spec import Held, Scheme
+from kvloom.kernels.quantize.triton import pack as quantize_pack
+from kvloom.kernels.score.noise import Noise
+from kvloom.kernels.score.triton import mass
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+_META = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "fp8": torch.uint8}
+_B, _HK, _N = 1, 2, 4096
+
+
+def _packed(bits: float, axis: str, group: int = 32, meta: str = "fp16", kind: str = "") -> Any:
+    """A format; kind: "", "mapped", "smooth", "static" or "rotated"."""
+    transform = SimpleNamespace(rotate=kind == "rotated") if kind else None
+    return SimpleNamespace(
+        bits=bits, axis=axis, group=group, meta=meta, kind=kind, transform=transform
+    )
+
+
+def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> Strand:
+    """`sealed` packed tokens and exact ones behind them, _N together."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    tail = empty(_B, _HK, _N - sealed, d)
+    if fmt is None:
+        return Strand(None, empty(_B, _HK, _N, d))
+    group = fmt.group or d
+    shape = (_B, _HK, _N // group, d) if fmt.axis == "channel" else (_B, _HK, _N, d // group)
+    if fmt.kind and fmt.kind != "rotated":
+        shape = (_B, 1, _N, max(1, _HK * d // group))
+    meta = empty(*shape, dtype=_META[fmt.meta])
+    constant = empty(1, _HK, 1, d, dtype=FP32)
+    how = Channelwise(
+        group_of=empty(_HK, d, dtype=torch.int64) if fmt.kind in ("mapped", "smooth") else None,
+        fixed=(constant, constant) if fmt.kind == "static" else None,
+        divisor=empty(_HK, 1, d, dtype=FP32) if fmt.kind == "smooth" else None,
+        rotated=group if fmt.kind == "rotated" else 0,
+    )
+    codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
+    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=sealed, channelwise=how)
+    return Strand(packed, tail, fmt)
+
+
+def _attend(
+    name: str,
+    keys: Any,
+    values: Any,
+    d: int = 128,
+    dtype: torch.dtype = BF16,
+    *,
+    heads: int = 8,
+    t: int = 1,
+    ends: tuple[int, int] = (3840, 3968),
+    options: bool = False,
+    chosen: bool = False,
+    brief: bool = False,
+) -> Variant:
+    """One variant: query heads, t queries, ends of the packed prefixes of keys and values."""
+    q = torch.empty(_B, heads, t, d, dtype=dtype, device="meta")
+    k, v = (_strand(fmt, d, dtype, end) for fmt, end in zip((keys, values), ends, strict=True))
+    masks = decode._Masks(None, None)
+    if options:
+        masks = decode._masks(
+            torch.empty(_B, 1, _N, dtype=torch.bool, device="meta"),
+            torch.empty(_B, heads, _N, device="meta"),
+        )
+    slots = torch.empty(_B, _HK, 512, dtype=torch.int64, device="meta") if chosen else None
+    call = decode._call(
+        q, k, v, 1.0, t > 1, 5.0 if options else None, masks, slots, 0, 512 if chosen else _N
+    )
+    parts = {"acc_ptr": call.q.float(), "ml_ptr": call.q.float()}
+    short = str(dtype).removeprefix("torch.")
+    rows = f"{heads // _HK * t} rows"
+    more = " all options" * options + " chosen" * chosen
+    return Variant(
+        f"attend {name} d{d} {short} {rows}{more}", decode_kernel._split,
+        signature({**call.arguments, **parts}), call.constants, call.warps, call.stages,
+        brief=brief,
+    )  # fmt: skip
+
+
+def attend() -> Iterator[Variant]:
+    """Decode attention: main recipes for every head size and dtype, every format, every option."""
+    kivi = (_packed(2, "channel"), _packed(2, "token"))
+    kivi_4 = (_packed(4, "channel"), _packed(4, "token"))
+    exact = (None, None)
+    rotated = _packed(3, "token", 0, kind="rotated")
+    main = {"kivi": kivi, "kivi-4": kivi_4, "exact": exact, "turbo": (rotated, rotated)}
+    for name in ("kivi", "exact"):
+        for d in (64, 80, 96, 256):
+            for dtype in (x for x, most in decode.WIDEST.items() if d <= most):
+                yield _attend(name, *main[name], d, dtype)
+    for name, formats in main.items():
+        yield _attend(name, *formats, brief=name in ("kivi", "exact"))
+        yield _attend(name, *formats, dtype=FP16)
+        yield _attend(name, *formats, dtype=FP32)
+        yield _attend(name, *formats, heads=32)
+        yield _attend(name, *formats, t=8)
+        yield _attend(name, *formats, t=4, options=True, brief=name == "kivi")
+        yield _attend(name, *formats, t=4, dtype=FP32, options=True)
+        yield _attend(name, *formats, t=4, d=256, options=True)
+        yield _attend(name, *formats, ends=(_N, _N), chosen=True, brief=name == "kivi")
+    for bits in (1, 1.5, 2, 3, 4, 8):
+        for axis, meta in (("channel", "fp16"), ("token", "fp8")):
+            pair = [_packed(bits, side, meta=meta) for side in (axis, "token")]
+            brief = bits == 3 and axis == "token"
+            yield _attend(f"{bits} bit {axis} token {meta}", *pair, brief=brief)
+    for meta in ("fp32", "bf16"):
+        yield _attend(
+            f"2 bit {meta}", *(_packed(2, axis, meta=meta) for axis in ("channel", "token"))
+        )
+    for kind in ("mapped", "smooth", "static", "rotated"):
+        for bits in (2, 4):
+            one = _packed(bits, "token", 128, "fp8", kind)
+            yield _attend(f"{bits} bit {kind}", one, one, brief=kind == "mapped" and bits == 2)
+    mapped = [_packed(bits, "token", 128, "fp8", "mapped") for bits in (2, 1.5)]
+    yield _attend("2 and 1.5 bit mapped", *mapped)
+    yield _attend("3 and 4 bit", _packed(3, "channel"), _packed(4, "token"))
+    yield _attend("8 and 2 bit", _packed(8, "channel"), _packed(2, "token"))
+    for ends in ((3968, 3840), (3968, 3968)):
+        yield _attend(f"kivi to {ends[0]}, {ends[1]}", *kivi, ends=ends)
+    yield _attend("axes swapped", _packed(3, "token"), _packed(4, "channel"))
+    yield _attend("keys only", kivi[0], None)
+    yield _attend("values only", None, kivi[1])
+    out, row = (torch.empty(*shape, device="meta") for shape in ((1, 1, 1, 128), (1, 1, 1)))
+    given = {"acc_ptr": out, "ml_ptr": row, "out_ptr": out, "turned_ptr": out, "lse_ptr": row}
+    for d in (128, 256):
+        for turned in (False, True):
+            yield Variant(
+                f"merge d{d}{' rotated' * turned}", decode_kernel._merge,
+                signature({**given, "stretches": 5, "turned": 3}),
+                {"D": d, "DP": d, "BS": 16, "TURNED": turned}, brief=turned and d == 128,
+            )  # fmt: skip
+
+
+def quantize() -> Iterator[Variant]:
+    """Packing and unpacking: every number of bits along both axes."""
+
+    def of(spec: Scheme, d: int, begin: int, name: str, brief: bool) -> Iterator[Variant]:
+        rows, numbers = spec.scales(2, d) if spec.group_of is None else (1, 8)
+        n = 256 + begin
+        scale, zero = (
+            _meta(1, rows, n // spec.stretch, numbers, dtype=spec.meta) for _ in range(2)
+        )
+        tensors = Held(_meta(1, 2, rows_for(n, spec.bits), d, dtype=torch.uint8), scale, zero)
+        real = _meta(1, 1, 256, dtype=torch.bool)
+        x = _meta(1, 2, 256, d, dtype=BF16)
+        pack = partial(quantize_pack.pack, x, spec, tensors, begin, real)
+        yield from _launched(name, pack, brief)
+        unpack = partial(quantize_pack.unpack, tensors, spec, begin, n, BF16)
+        yield from _launched(name, unpack, brief)
+
+    for bits, (atom, _) in ATOM.items():
+        for axis, group, d, meta in (
+            ("channel", 32, 128, FP16),
+            ("token", 32, 128, FP16),
+            ("channel", 128, 80, BF16),
+            ("token", 80, 80, torch.float8_e4m3fn),
+        ):
+            begin = 0 if axis == "channel" or atom == 1 else 1
+            name = f"{bits} bit per {axis} {group}"
+            yield from of(Scheme(bits, axis, group, meta), d, begin, name, bits == 3 and d == 128)
+
+
+def score() -> Iterator[Variant]:
+    """Attention mass of a prompt and of a step, with no option and with all of them."""
+    everything: dict[str, Any] = {
+        "valid": _meta(1, 1, 256, dtype=torch.bool),
+        "softcap": 30.0, "bias": _meta(1, 8, 256), "window": 64, "tau": 2.0,
+        "noise": Noise("gumbel", 1, _meta(1, 2, 256, dtype=torch.int64), 0),
+    }  # fmt: skip
+    for d in (64, 80, 128, 256):
+        for dtype in triton_runtime.DTYPES:
+            for t in (1, 256):
+                q, k = (_meta(1, h, x, d, dtype=dtype) for h, x in ((8, t), (2, 256)))
+                real = _meta(1, 1, t, dtype=torch.bool)
+                for name, options in {"": {}, " all": {**everything, "real": real}}.items():
+                    yield from _launched(
+                        f"d{d} {str(dtype).removeprefix('torch.')} {t}q{name}",
+                        partial(mass.column_mass, q, k, 1.0, **options),
+                        name != "" and d == 128 and dtype == BF16,
+                    )
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Variant]]] = {
+    "attend": attend,
+    "quantize": quantize,
+    "score": score,
+}
+
+
+def variants(only: str = "") -> Iterator[Variant]:
+    """Yield the variants of every family, or of one."""
+    for name, family in FAMILIES.items():
+        if only in ("", name):
+            yield from family()
+
+
+def _meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _launched(name: str, call: Callable[[], object], brief: bool) -> Iterator[Variant]:
+    """Yield the variants that a call with meta tensors would launch."""
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(kernel: Any, grid: object, like: Tensor, *arguments: Any, **options: Any) -> None:
+        launches.append((kernel, arguments, options))
+
+    with patch.object(triton_runtime, "launch", record):
+        call()
+    for kernel, arguments, options in launches:
+        warps, stages = options.pop("warps", 4), options.pop("stages", 2)
+        options.pop("contract", None)
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        types = signature(given)
+        general = {p.name for p in kernel.params if p.do_not_specialize}
+        for argument, x in given.items():  # integers that a launch specializes on
+            if argument in general:
+                continue
+            if isinstance(x, int) and x == 1:
+                del types[argument]
+                options[argument] = 1
+            elif isinstance(x, int) and x % 16 == 0:
+                types[argument] += ":16"
+        title = f"{kernel.__name__} {name}"
+        yield Variant(title, kernel, types, options, warps, stages, brief=brief)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 import record
-from kvloom.kernels.score import run
+from kvloom.kernels import ops
 from kvloom.kernels.score.noise import Noise
 from kvloom.recipes import resolve
 from kvloom.scored import layer_cache
@@ -46,10 +46,10 @@ def draw(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[torch.Te
 def peak(what: str, tokens: int) -> int:
     """Bytes of the peak of scoring, beside its inputs and what the first use of torch takes."""
     q, k, _ = draw(tokens, HEADS, DIM, torch.float32)
-    run.column_mass(q[:, :, :64], k[:, :, :64], DIM**-0.5)
+    ops.column_mass(q[:, :, :64], k[:, :, :64], DIM**-0.5)
     before = _resident()
     if what == "column_mass":
-        run.column_mass(q, k, DIM**-0.5)
+        ops.column_mass(q, k, DIM**-0.5)
     else:
         weights = (q @ k.transpose(-1, -2)).mul_(DIM**-0.5)
         weights.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
@@ -85,7 +85,7 @@ def error(tokens: int = 2048) -> float:
     logits = (q.double() @ k.double().transpose(-1, -2)) * DIM**-0.5
     logits.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
     want = logits.softmax(-1).sum(2)
-    return ((run.column_mass(q, k, DIM**-0.5) - want).abs() / want).max().item()
+    return ((ops.column_mass(q, k, DIM**-0.5) - want).abs() / want).max().item()
 
 
 def timing(lengths: list[int], repeats: int = 3) -> list[dict]:
@@ -99,8 +99,8 @@ def timing(lengths: list[int], repeats: int = 3) -> list[dict]:
                 "sdpa": partial(
                     F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True
                 ),
-                "column_mass": partial(run.column_mass, q, k, DIM**-0.5),
-                "noisy": partial(run.column_mass, q, k, DIM**-0.5, noise=noise, tau=1.5),
+                "column_mass": partial(ops.column_mass, q, k, DIM**-0.5),
+                "noisy": partial(ops.column_mass, q, k, DIM**-0.5, noise=noise, tau=1.5),
             }
             seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
             for _ in range(repeats):

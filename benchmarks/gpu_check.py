@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from gpu_clock import Bench
-from kvloom.kernels import dispatch
+from kvloom.kernels import ops
 from kvloom.kernels.attend import reference as attend_ref
-from kvloom.kernels.attend import run as attend_run
 from kvloom.kernels.quantize import reference as quant_ref
-from kvloom.kernels.quantize.spec import Held, Scheme
+from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score import reference as score_ref
 from kvloom.kernels.score.noise import Noise
@@ -90,19 +89,19 @@ def _quant(bench: Bench, fast: bool) -> Iterator[Case]:
             turn += 1
             if fast and turn % 5:
                 continue
-            scheme = Scheme(bits, axis, group, META[meta])
+            scheme = QuantSpec(bits, axis, group, META[meta])
             what = f"{bits} bit per {axis} {group}, D={d}, {meta}, {dtype}"
             yield "pack, unpack", what, 0.0, lambda s=scheme, d=d, t=dtype: _packed(bench, s, d, t)
 
 
-def _packed(bench: Bench, scheme: Scheme, d: int, dtype: torch.dtype) -> float:
+def _packed(bench: Bench, scheme: QuantSpec, d: int, dtype: torch.dtype) -> float:
     group, channel = scheme.group, scheme.axis == "channel"
     b, h, n = 2, 2, 3 * group if channel else 29
     x = torch.randn(b, h, n, d).to(dtype)
     real = torch.arange(n) >= torch.tensor([0, group + 3])[:, None, None] if channel else None
     codes, scale, zero = quant_ref.quantize(x, scheme.bits, scheme.axis, group, scheme.meta, real)
     packed = quant_ref.pack_codes(codes, scheme.bits)
-    held = Held(*(torch.full_like(m.to(bench.device), 77) for m in (packed, scale, zero)))
+    held = PackedTensors(*(torch.full_like(m.to(bench.device), 77) for m in (packed, scale, zero)))
     cut = n // 2 // group * group if channel else n // 2
     for lo, hi in ((0, cut), (cut, n)):
         here = None if real is None else real[:, :, lo:hi].to(bench.device)
@@ -213,13 +212,11 @@ def _step(
         exact.append(
             torch.cat([p if isinstance(p, Tensor) else p.tensor() for p in parts], 2).cpu().float()
         )
-    before = dispatch.ran.copy()
-    state = attend_run.attend(
-        q, lanes[0].whole(), lanes[1].whole(), d**-0.5, causal=t > 1, valid=valid
-    )
-    if state is None:
-        why = next((w for (_, _, w), _ in (dispatch.ran - before).items()), "")
+    keys, values = (lane.whole() for lane in lanes)
+    why = ops.attend.bind(q, keys, values).why
+    if why:
         raise RuntimeError(f"left to the reference: {why}")
+    state = ops.attend(q, keys, values, d**-0.5, causal=t > 1, valid=valid)
     want = attend_ref.attend(
         q.cpu().float(), *exact, d**-0.5, causal=t > 1, valid=valid.cpu()
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_clock import Bench
-from kvloom.kernels.attend import run as attend_run
+from kvloom.kernels import ops
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.kernels.select import reference as select_ref
@@ -72,10 +72,10 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
             lane.take(x, 0)
             lanes.append(lane)
         keys, values = (lane.whole() for lane in lanes)
-        if attend_run.attend(q, keys, values, d**-0.5) is None:
+        if ops.attend.bind(q, keys, values).run is None:
             bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
             continue
-        ms = bench.ms(lambda a=keys, b=values: attend_run.attend(q, a, b, d**-0.5))
+        ms = bench.ms(lambda a=keys, b=values: ops.attend(q, a, b, d**-0.5))
         nbytes = sum(lane.nbytes for lane in lanes)
         bench.row(
             f"{tokens} x {batch}: {recipe}",
@@ -112,7 +112,7 @@ def _packing(bench: Bench, x: Tensor, q: Tensor) -> None:
             lane.take(x, 0)
             assert lane.packed is not None
             view = lane.packed.view()
-            held = quant_gpu.Held(view.codes, view.scale, view.zero)
+            held = quant_gpu.PackedTensors(view.codes, view.scale, view.zero)
             scheme, n = view.codec.scheme, view.hi
             nbytes = x.nbytes + lane.nbytes
 

@@ -79,18 +79,18 @@ def strand(fmt, sealed, n, b, hk, d, dtype, seed):
     """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
     x = draw((b, hk, n, d), seed, dtype)
     if fmt is None:
-        return cpu.Strand(None, x), x.float()
+        return cpu.KVView(None, x), x.float()
     sealed = min(sealed, n)
     sealed -= sealed % fmt.group if fmt.axis == "channel" else 0
     if not sealed:
-        return cpu.Strand(None, x, fmt), x.float()
+        return cpu.KVView(None, x, fmt), x.float()
     held = PackedTokens(fmt, known(fmt, hk, d), rope(fmt, d))
     at = torch.tensor([0, -3, 70_000])[:b, None, None]  # where the rows begin
     for lo, hi in itertools.pairwise(sorted({0, sealed // 2 // 128 * 128, sealed})):
         held.append(x[:, :, lo:hi], at=at + torch.arange(lo, hi))
     view = held.view(at=at if fmt.pre_rope else None)
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
-    return cpu.Strand(view, x[:, :, sealed:], fmt), exact
+    return cpu.KVView(view, x[:, :, sealed:], fmt), exact
 
 
 def agrees(form, hq, hk, t, n, sealed, b=2, seed=0, **options):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from compile_triton import Variant, signature
 from kvloom.kernels import triton_runtime
-from kvloom.kernels.attend.kv_view import Channelwise, Strand
+from kvloom.kernels.attend.kv_view import Channelwise, KVView
 from kvloom.kernels.attend.triton import decode, decode_kernel
 from kvloom.kernels.quantize.reference import ATOM, rows_for
-from kvloom.kernels.quantize.spec import Held, Scheme
+from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec
 from kvloom.kernels.quantize.triton import pack as quantize_pack
 from kvloom.kernels.score.noise import Noise
 from kvloom.kernels.score.triton import mass
@@ -37,7 +37,7 @@ def _packed(bits: float, axis: str, group: int = 32, meta: str = "fp16", kind: s
     )
 
 
-def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> Strand:
+def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> KVView:
     """`sealed` packed tokens and exact ones behind them, _N together."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -45,7 +45,7 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> Strand:
 
     tail = empty(_B, _HK, _N - sealed, d)
     if fmt is None:
-        return Strand(None, empty(_B, _HK, _N, d))
+        return KVView(None, empty(_B, _HK, _N, d))
     group = fmt.group or d
     shape = (_B, _HK, _N // group, d) if fmt.axis == "channel" else (_B, _HK, _N, d // group)
     if fmt.kind and fmt.kind != "rotated":
@@ -60,7 +60,7 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> Strand:
     )
     codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
     packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=sealed, channelwise=how)
-    return Strand(packed, tail, fmt)
+    return KVView(packed, tail, fmt)
 
 
 def _attend(
@@ -145,26 +145,28 @@ def attend() -> Iterator[Variant]:
     yield _attend("keys only", kivi[0], None)
     yield _attend("values only", None, kivi[1])
     out, row = (torch.empty(*shape, device="meta") for shape in ((1, 1, 1, 128), (1, 1, 1)))
-    given = {"acc_ptr": out, "ml_ptr": row, "out_ptr": out, "turned_ptr": out, "lse_ptr": row}
+    given = {"acc_ptr": out, "ml_ptr": row, "out_ptr": out, "rotated_ptr": out, "lse_ptr": row}
     for d in (128, 256):
-        for turned in (False, True):
+        for rotated in (False, True):
             yield Variant(
-                f"merge d{d}{' rotated' * turned}", decode_kernel._merge,
-                signature({**given, "stretches": 5, "turned": 3}),
-                {"D": d, "DP": d, "BS": 16, "TURNED": turned}, brief=turned and d == 128,
+                f"merge d{d}{' rotated' * rotated}", decode_kernel._merge,
+                signature({**given, "splits": 5, "rotated": 3}),
+                {"D": d, "DP": d, "BS": 16, "ROTATED": rotated}, brief=rotated and d == 128,
             )  # fmt: skip
 
 
 def quantize() -> Iterator[Variant]:
     """Packing and unpacking: every number of bits along both axes."""
 
-    def of(spec: Scheme, d: int, begin: int, name: str, brief: bool) -> Iterator[Variant]:
+    def of(spec: QuantSpec, d: int, begin: int, name: str, brief: bool) -> Iterator[Variant]:
         rows, numbers = spec.scales(2, d) if spec.group_of is None else (1, 8)
         n = 256 + begin
         scale, zero = (
-            _meta(1, rows, n // spec.stretch, numbers, dtype=spec.meta) for _ in range(2)
+            _meta(1, rows, n // spec.tokens_per_scale, numbers, dtype=spec.meta) for _ in range(2)
         )
-        tensors = Held(_meta(1, 2, rows_for(n, spec.bits), d, dtype=torch.uint8), scale, zero)
+        tensors = PackedTensors(
+            _meta(1, 2, rows_for(n, spec.bits), d, dtype=torch.uint8), scale, zero
+        )
         real = _meta(1, 1, 256, dtype=torch.bool)
         x = _meta(1, 2, 256, d, dtype=BF16)
         pack = partial(quantize_pack.pack, x, spec, tensors, begin, real)
@@ -181,7 +183,9 @@ def quantize() -> Iterator[Variant]:
         ):
             begin = 0 if axis == "channel" or atom == 1 else 1
             name = f"{bits} bit per {axis} {group}"
-            yield from of(Scheme(bits, axis, group, meta), d, begin, name, bits == 3 and d == 128)
+            yield from of(
+                QuantSpec(bits, axis, group, meta), d, begin, name, bits == 3 and d == 128
+            )
 
 
 def score() -> Iterator[Variant]:

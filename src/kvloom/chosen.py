@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .kernels.attend.kv_view import Strand
+from .kernels.attend.kv_view import KVView
 from .segment import Choice, Piece
 
 Gather = Callable[[], tuple[Tensor, Tensor]]
@@ -20,7 +20,7 @@ Gather = Callable[[], tuple[Tensor, Tensor]]
 
 
 def chosen(
-    strands: tuple[Strand, Strand],
+    strands: tuple[KVView, KVView],
     slots: Tensor,
     begin: int,
     valid: Sequence[Tensor | None],

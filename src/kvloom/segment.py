@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
-from .kernels.append import run as append
+from .kernels import ops
 from .kernels.append.reference import within
 from .kernels.attend import reference as ref
-from .kernels.attend import run
-from .kernels.attend.kv_view import Strand
+from .kernels.attend.kv_view import KVView
 from .kernels.select.reference import gather
 from .store.lane import Lane, Part
 from .store.packed import PackedView
@@ -53,8 +52,8 @@ class Piece(NamedTuple):
     parts: gives the same as pieces that the reference attends to one by one, where this is not one.
     """
 
-    keys: Tensor | PackedView | Strand
-    values: Tensor | PackedView | Strand
+    keys: Tensor | PackedView | KVView
+    values: Tensor | PackedView | KVView
     valid: Tensor | None
     causal: int = 0
     bias: Tensor | None = None
@@ -101,20 +100,22 @@ class Piece(NamedTuple):
     ) -> ref.State | None:
         """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does.
 
-        products: as in `kernels.attend.run`.
+        products: as in `kernels.ops.attend`.
         """
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
-            run.left(q.shape[2], q, _format(self.keys), _format(self.values))
+            ops.attend_in_parts(q, _format(self.keys), _format(self.values))
             return None
         keys, values = _strand(self.keys), _strand(self.values)
         valid, bias = self.valid, self.bias
         if self.choice is not None:
             slots, begin, first = self.choice
-            return run.attend_gathered(
+            gathered = ops.attend_gathered.bind(q, keys, values, slots).run
+            return None if gathered is None else gathered(
                 q, keys, values, slots, begin, scale,
                 first=first, valid=valid, softcap=softcap, bias=bias,
             )  # fmt: skip
-        return run.attend(
+        attend = ops.attend.bind(q, keys, values).run
+        return None if attend is None else attend(
             q, keys, values, scale,
             causal=self.causal > 0, valid=valid, softcap=softcap, bias=bias, products=products,
         )  # fmt: skip
@@ -175,7 +176,7 @@ class Segment:
             if most is not None and not within((k, v), most):
                 return False
             most, to_keys, to_values = None, keys.room(k), values.room(v)
-        if not append.append((k, v), (to_keys, to_values), most):
+        if not ops.append((k, v), (to_keys, to_values), most):
             return False
         keys.stop += t
         values.stop += t
@@ -347,13 +348,13 @@ def take(x: Tensor, slots: Tensor) -> Tensor:
     return gather(x, slots)
 
 
-def _format(x: Tensor | PackedView | Strand) -> Any:
+def _format(x: Tensor | PackedView | KVView) -> Any:
     return None if isinstance(x, Tensor) else x.fmt
 
 
-def _exact(x: Tensor | PackedView | Strand) -> Tensor:
+def _exact(x: Tensor | PackedView | KVView) -> Tensor:
     return x if isinstance(x, Tensor) else x.tensor()
 
 
-def _strand(x: Tensor | Strand) -> Strand:
-    return Strand(None, x) if isinstance(x, Tensor) else x
+def _strand(x: Tensor | KVView) -> KVView:
+    return KVView(None, x) if isinstance(x, Tensor) else x

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
-from .kernels.append import run as append
-from .kernels.append.reference import Room
-from .kernels.score import run
+from .kernels import ops
+from .kernels.append.reference import WriteTarget
 from .segment import Piece, take
 
 
@@ -49,8 +48,8 @@ class Slots:
 
         Or nothing that counts, where numbers are above `most`, as in `Segment.append`.
         """
-        rooms = Room(self.keys, self.free), Room(self.values, self.free)
-        if not append.append((k, v), rooms, most):
+        rooms = WriteTarget(self.keys, self.free), WriteTarget(self.values, self.free)
+        if not ops.append((k, v), rooms, most):
             return False
         self.scores.scatter_(2, self.free, 0.0)
         self.index.scatter_(2, self.free, logical)
@@ -84,7 +83,7 @@ class Slots:
         scores: fp32 [B, Hk, C] after this step; see: bool [B, Hk, C], False slots go first.
         """
         self.scores = scores
-        self.free = run.lowest(scores, self.index, recent, see)
+        self.free = ops.lowest(scores, self.index, recent, see)
 
     def unroll(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, scores and index of the tokens held, oldest first."""

@@ -21,7 +21,7 @@ def backend(request):
 
 def in_blocks(backend, monkeypatch):
     """Have as little as possible done at once."""
-    for size in ("_BLOCK_NUMEL",) if backend is ref else ("_HELD", "_PANELS"):
+    for size in ("_BLOCK_NUMEL",) if backend is ref else ("_LOGITS", "_PANEL_NUMBERS"):
         monkeypatch.setattr(backend, size, 1)
 
 

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.kernels import dispatch
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.append import reference as ref
-from kvloom.kernels.append import run
 from kvloom.kernels.append.cpu import append as cpu
-from kvloom.kernels.append.reference import Room
+from kvloom.kernels.append.reference import WriteTarget
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MOST = (torch.inf, 10.0)
@@ -26,7 +25,7 @@ def drawn(b, h, t, d, dtype, seed=0):
 def rooms(k, rows, at):
     """Storage that holds sevens, for keys and for values."""
     b, h, _, d = k.shape
-    return tuple(Room(torch.full((b, h, rows, d), 7.0, dtype=k.dtype), i) for i in at)
+    return tuple(WriteTarget(torch.full((b, h, rows, d), 7.0, dtype=k.dtype), i) for i in at)
 
 
 @given(
@@ -90,10 +89,10 @@ def test_which_backend_appends_is_counted_and_refusals_say_why(monkeypatch):
     for t, d, dtype in ((1, 32, torch.float32), (9, 8, torch.float64)):
         new = drawn(1, 2, t, d, dtype)
         got = rooms(new[0], 20, (3, 4))
-        assert run.append(new, got, MOST)
+        assert ops.append(new, got, MOST)
         assert torch.equal(got[1].data[:, :, 4 : 4 + t], new[1])
     with dispatch.use("ref"):
-        assert run.append(new, got)
+        assert ops.append(new, got)
     assert list(dispatch.ran) == [
         ("append", "cpu", ""),
         (

@@ -110,7 +110,7 @@ def test_memory_layout_does_not_matter():
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
     for a, b, c in (turned, apart):
-        got = cpu.attend(a, cpu.Strand(None, b), cpu.Strand(None, c), 0.1)
+        got = cpu.attend(a, cpu.KVView(None, b), cpu.KVView(None, c), 0.1)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
@@ -134,7 +134,7 @@ def test_codes_that_do_not_lie_in_order_are_read_in_order():
 def test_huge_logits_neither_overflow_nor_lose_the_winner():
     q, k, v = (draw((2, 4, n, 128), i) for i, n in enumerate((1, 300, 300)))
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
-    got = cpu.attend(q, cpu.Strand(None, k), cpu.Strand(None, v), 0.5)
+    got = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.5)
     want = ref.attend(q, k, v, 0.5)
     assert want.lse.abs().max() > 1e4
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
@@ -144,9 +144,9 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 def test_hidden_tokens_may_hold_anything_finite():
     q, k, v = (draw((2, 4, n, 128), i).contiguous() for i, n in enumerate((1, 300, 300)))
     valid = hidden(2, 1, 300)
-    want = cpu.attend(q, cpu.Strand(None, k), cpu.Strand(None, v), 0.1, valid=valid)
+    want = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.1, valid=valid)
     at = ~valid[..., None]
-    strands = (cpu.Strand(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
+    strands = (cpu.KVView(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
     got = cpu.attend(q, *strands, 0.1, valid=valid)
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
@@ -159,10 +159,10 @@ def test_a_constant_group_and_subnormal_scales_come_back(meta):
     x[:, :, 32:, ::2] = 1e-6  # a scale that fp16 holds as a subnormal number
     view = PackedTokens(channel(2, 32, meta))
     view.append(x)
-    keys = cpu.Strand(view.view(), x[:, :, :0], view.fmt)
+    keys = cpu.KVView(view.view(), x[:, :, :0], view.fmt)
     q = draw((1, 1, 1, 128), 3)
     v = draw((1, 1, 64, 128), 4)
-    got = cpu.attend(q, keys, cpu.Strand(None, v), 1.0)
+    got = cpu.attend(q, keys, cpu.KVView(None, v), 1.0)
     want = ref.attend(q, keys.tensor(), v, 1.0)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
@@ -182,15 +182,15 @@ def test_what_is_not_covered_is_said():
 @pytest.mark.parametrize(
     ("fmt", "problem"),
     [
-        (mapped(8, 32, rotate=True), "8 bit are more levels than are looked up in registers"),
+        (mapped(8, 32, rotate=True), "8 bit have more levels than registers hold"),
         (mapped(2, 16, span="layer"), "136 groups a token are more than 128"),
         (
             mapped(2, 32, pre_rope=True, rotate=True),
-            "keys before RoPE that were divided or rotated are not known to it",
+            "it does not read keys before RoPE that were divided or rotated",
         ),
         (
             mapped(2, 32, pre_rope=True, smooth=True),
-            "keys before RoPE that were divided or rotated are not known to it",
+            "it does not read keys before RoPE that were divided or rotated",
         ),
     ],
 )

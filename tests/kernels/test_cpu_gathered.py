@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from kvloom.kernels import dispatch
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend import run
 from kvloom.kernels.attend.cpu import gathered
-from kvloom.kernels.attend.kv_view import Strand
+from kvloom.kernels.attend.kv_view import KVView
 from kvloom.store import Packed
 from strands import FP32, TOL, channel, chosen_agree, draw, mapped, token
 
@@ -104,12 +103,12 @@ def test_memory_layout_does_not_matter():
     q, k, v = (draw((2, 4, n, D), i) for i, n in enumerate((1, 200, 200)))
     slots = torch.rand(2, 150, 4).argsort(dim=1)[:, :50].transpose(1, 2)
     lead = draw((2, 4, 5, D), 3), draw((2, 4, 5, D), 4)
-    want = ref.attend_gathered(q, Strand(None, k), Strand(None, v), slots, 180, 0.1, first=lead)
+    want = ref.attend_gathered(q, KVView(None, k), KVView(None, v), slots, 180, 0.1, first=lead)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, *lead)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v, *lead)]
     for a, b, c, *more in (turned, apart):
         got = gathered.attend(
-            a, Strand(None, b), Strand(None, c), slots, 180, 0.1, first=tuple(more)
+            a, KVView(None, b), KVView(None, c), slots, 180, 0.1, first=tuple(more)
         )
         torch.testing.assert_close(got, want, rtol=0, atol=TOL)
 
@@ -118,7 +117,7 @@ def test_the_reference_is_attention_over_the_listed_tokens():
     q, k, v = (draw((2, h, n, D), i) for i, (h, n) in enumerate(((4, 1), (2, 90), (2, 90))))
     for h, begin in itertools.product((2, 4), (90, 70)):
         slots = torch.rand(2, h, 70).argsort(dim=-1)[..., :20]
-        strands = Strand(None, k), Strand(None, v)
+        strands = KVView(None, k), KVView(None, v)
         got = ref.attend_gathered(q, *strands, slots, begin, 0.1)
         for row, head in ((0, 0), (1, 3)):
             at = [*slots[row, head * h // 4].tolist(), *range(begin, 90)]
@@ -132,7 +131,7 @@ def test_the_reference_is_attention_over_the_listed_tokens():
 def test_nothing_chosen_is_the_identity():
     q, k = draw((1, 2, 1, D), 0), draw((1, 2, 10, D), 1)
     none = torch.empty(1, 2, 0, dtype=torch.long)
-    got = gathered.attend(q, Strand(None, k), Strand(None, k), none, 10, 1.0)
+    got = gathered.attend(q, KVView(None, k), KVView(None, k), none, 10, 1.0)
     assert (got.out == 0).all()
     assert (got.lse == -torch.inf).all()
 
@@ -144,10 +143,10 @@ def test_what_is_not_covered_is_said():
     assert gathered.problems(1, like.to("meta")) == ["the tensors are on meta"]
     for fmt, problem in (
         (token(2, 64), "group=64 is not a multiple of 16 that divides 32"),
-        (mapped(8, 0, rotate=True), "8 bit are more levels than are looked up in registers"),
+        (mapped(8, 0, rotate=True), "8 bit have more levels than registers hold"),
         (
             mapped(2, 16, pre_rope=True, smooth=True),
-            "keys before RoPE that were divided or rotated are not known to it",
+            "it does not read keys before RoPE that were divided or rotated",
         ),
     ):
         assert gathered.problems(1, like, fmt) == [f"keys: {problem}"]
@@ -166,13 +165,13 @@ def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference
 def test_who_ran_is_counted():
     q, k = draw((1, 2, 1, D), 0), draw((1, 2, 10, D), 1)
     slots = torch.tensor([[[0, 3], [5, 2]]])
-    args = (q, Strand(None, k), Strand(None, k), slots, 8, 1.0)
+    args = (q, KVView(None, k), KVView(None, k), slots, 8, 1.0)
     dispatch.ran.clear()
     with dispatch.use("auto"):
-        assert run.attend_gathered(*args) is not None
-        assert run.attend_gathered(q.requires_grad_(), *args[1:]) is None
+        assert ops.attend_gathered.bind(*args).run is not None
+        assert ops.attend_gathered.bind(q.requires_grad_(), *args[1:]).run is None
     with dispatch.use("ref"):
-        assert run.attend_gathered(*args) is None
+        assert ops.attend_gathered.bind(*args).run is None
     backends = [(backend, why) for operation, backend, why in dispatch.ran]
     assert backends == [
         ("cpu", ""),

@@ -8,17 +8,19 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.kernels import dispatch
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.cpu import pack as cpu
 from kvloom.kernels.quantize.rotated import dequantize_rotated, quantize_rotated, rotate
-from kvloom.kernels.quantize.spec import Held, Scheme, Turn
+from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
+from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.formats import META
@@ -74,7 +76,9 @@ def mapped(bits, meta, heads, dim, groups=5, seed=0, static=False, smooth=True, 
         low, high = -torch.linspace(0, 2, groups), torch.linspace(0, 3, groups)
         stored = ref.metadata(low, high, bits, meta)
         given = tuple(ref.spread(m.view(1, 1, 1, -1), group_of) for m in stored)
-    return Scheme(bits, "token", 0, meta, group_of, 1.0 if clip is None else clip, divisor, given)
+    return QuantSpec(
+        bits, "token", 0, meta, group_of, 1.0 if clip is None else clip, divisor, given
+    )
 
 
 def quantized(x, scheme, real=None):
@@ -123,19 +127,22 @@ def agrees(x, scheme, cuts=(), real=None, stretch=None):
     codes, scale, zero = quantized(x, scheme, real)
     want = (ref.pack_codes(codes, scheme.bits), scale, zero)
     (held_codes, *held_meta), wholes = zip(*(room(w) for w in want), strict=True)
-    held = Held(held_codes, *held_meta)
+    held = PackedTensors(held_codes, *held_meta)
+    plain = PackedTensors(*(torch.zeros_like(part) for part in want))
     assert not cpu.problems(scheme, x.device, x.dtype)
     for lo, hi in itertools.pairwise([0, *cuts, x.shape[2]]):
         here = None if real is None else real[:, :, lo:hi]
         cpu.pack(x[:, :, lo:hi], scheme, held, lo, here)
-    assert torch.equal(held.codes, want[0])
-    assert torch.equal(raw(held.scale), raw(scale))
-    assert torch.equal(raw(held.zero), raw(zero))
+        ref.pack(x[:, :, lo:hi], scheme, plain, lo, here)
+    for got, by_reference, wanted in zip(held, plain, want, strict=True):
+        assert torch.equal(raw(got), raw(wanted))
+        assert torch.equal(raw(by_reference), raw(wanted))
     for part, whole in zip(held, wholes, strict=True):
         assert (whole[:, :, part.shape[2] :] == GUARD).all()
     lo, hi = stretch or (0, x.shape[2])
     got = cpu.unpack(held, scheme, lo, hi, x.dtype)
     exact = restored(codes, scale, zero, scheme, x.dtype)[:, :, lo:hi]
+    assert torch.equal(ref.unpack(plain, scheme, lo, hi, x.dtype), exact)
     if scheme.meta == torch.float32 and not scheme.rotated:
         # whether torch rounds a product and a sum once or twice is its own affair
         size = exact.float().abs().max() if exact.numel() else 0.0
@@ -152,7 +159,7 @@ def test_every_format(bits, axis, meta):
     for dtype, group, dim in itertools.product(DTYPES, (16, 32, 64, 128), (80, 128, 256)):
         if axis == "channel" or dim % group == 0:
             n = 2 * group if axis == "channel" else 9
-            agrees(draw((2, 2, n, dim), dtype), Scheme(bits, axis, group, META[meta]))
+            agrees(draw((2, 2, n, dim), dtype), QuantSpec(bits, axis, group, META[meta]))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -170,7 +177,7 @@ def test_every_format_of_rotated_groups(bits, meta):
     """Groups are powers of 2, or have an odd part: of whole vectors, or of less."""
     sizes = [(128, 16), (128, 32), (64, 64), (256, 256), (80, 80), (96, 96), (120, 120), (20, 20)]
     for dtype, (dim, group) in itertools.product(DTYPES, sizes):
-        scheme = Scheme(bits, "token", group, META[meta], rotated=True)
+        scheme = QuantSpec(bits, "token", group, META[meta], rotated=True)
         agrees(draw((2, 2, 9, dim), dtype), scheme)
 
 
@@ -182,7 +189,7 @@ def test_rotated_vectors_of_any_size(bits, meta):
     some = torch.stack([torch.ones(32), torch.eye(32)[5], *rotate(torch.eye(32)).T.sign()[:3]])
     sizes = torch.tensor([0.0, 1e-38, 1e-30, 1e-23, 1e-20, 3e-8, 1e-4, fmt.largest])
     x = (sizes[:, None, None] * some).view(1, 1, -1, 32)
-    agrees(x, Scheme(bits, "token", 32, META[meta], rotated=True))
+    agrees(x, QuantSpec(bits, "token", 32, META[meta], rotated=True))
 
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 8, 16, 20, 64, 80]))
@@ -209,7 +216,7 @@ def test_tokens_of_any_length_cut_anywhere(form, shape, layout, cuts, data):
         scheme = mapped(bits, meta, h, d, groups, n, static, smooth, clip)
     else:
         group = data.draw(st.sampled_from([g for g in (16, 32, 64, d) if d % g == 0]))
-        scheme = Scheme(bits, "token", group, meta, rotated=kind == "rotated")
+        scheme = QuantSpec(bits, "token", group, meta, rotated=kind == "rotated")
     agrees(draw((b, h, n, d), dtype, n, layout), scheme, cuts, stretch=(lo, hi))
 
 
@@ -230,7 +237,7 @@ def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data
     elif kind != "none":
         heads = h if kind == "each head's" else 1
         real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
-    agrees(x, Scheme(bits, "channel", group, meta), ends[:-1], real, (lo, hi))
+    agrees(x, QuantSpec(bits, "channel", group, meta), ends[:-1], real, (lo, hi))
 
 
 @settings(max_examples=80)
@@ -247,16 +254,16 @@ def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
     if kind == "mapped":
         scheme = mapped(bits, meta, h, d, min(5, h * d), n)
     elif kind == "channel":
-        scheme = Scheme(bits, kind, 16, meta)
+        scheme = QuantSpec(bits, kind, 16, meta)
     else:
-        scheme = Scheme(bits, "token", d, meta, rotated=kind == "rotated")
+        scheme = QuantSpec(bits, "token", d, meta, rotated=kind == "rotated")
     x = draw((b, h, n, d), dtype, n, layout)
     codes, scale, zero = quantized(rope.turn(x.float(), -at), scheme)
-    held = Held(*(room(w)[0] for w in (ref.pack_codes(codes, bits), scale, zero)))
-    cpu.pack(x, scheme, held, 0, turn=Turn(*rope.angles(-at), interleaved))
+    held = PackedTensors(*(room(w)[0] for w in (ref.pack_codes(codes, bits), scale, zero)))
+    cpu.pack(x, scheme, held, 0, rope=RopeAngles(*rope.angles(-at), interleaved))
     assert torch.equal(held.codes, ref.pack_codes(codes, bits))
     assert torch.equal(raw(held.scale), raw(scale))
-    got = cpu.unpack(held, scheme, 0, n, dtype, Turn(*rope.angles(at), interleaved))
+    got = cpu.unpack(held, scheme, 0, n, dtype, RopeAngles(*rope.angles(at), interleaved))
     flat = restored(codes, scale, zero, scheme, torch.float32)
     assert torch.equal(got, rope.turn(flat, at).to(dtype))
 
@@ -274,9 +281,9 @@ def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
     x = torch.zeros(1, 1, len(numbers), 16)
     x[..., 3] = numbers  # scale is its size, zero is 0 or it
     x = x.transpose(2, 3) if axis == "channel" else x
-    scheme = Scheme(1, axis, 16, meta)
+    scheme = QuantSpec(1, axis, 16, meta)
     codes, *want = quantized(x, scheme)
-    held = Held(*(room(w)[0] for w in (ref.pack_codes(codes, 1), *want)))
+    held = PackedTensors(*(room(w)[0] for w in (ref.pack_codes(codes, 1), *want)))
     cpu.pack(x, scheme, held, 0)
     assert torch.equal(raw(held.scale), raw(want[0]))
     assert torch.equal(raw(held.zero), raw(want[1]))
@@ -286,17 +293,17 @@ def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
 def test_extremes_of_fp16(values):
     x = torch.tensor(values, dtype=torch.float16).repeat(64)[:64].expand(1, 1, 64, 64)
     for bits, axis in itertools.product(BITS[1:], ("channel", "token")):
-        agrees(x, Scheme(bits, axis, 32, torch.float16))
+        agrees(x, QuantSpec(bits, axis, 32, torch.float16))
 
 
 def test_storage_that_is_not_in_rows_is_read_but_not_written_to():
-    x, scheme = draw((2, 2, 32, 64)), Scheme(2, "token", 32, torch.float16)
+    x, scheme = draw((2, 2, 32, 64)), QuantSpec(2, "token", 32, torch.float16)
     codes, scale, zero = quantized(x, scheme)
-    held = Held(ref.pack_codes(codes, 2), scale, zero)
-    apart = Held(*(p.transpose(2, 3).contiguous().transpose(2, 3) for p in held))
+    held = PackedTensors(ref.pack_codes(codes, 2), scale, zero)
+    apart = PackedTensors(*(p.transpose(2, 3).contiguous().transpose(2, 3) for p in held))
     want = restored(codes, scale, zero, scheme, torch.float32)
     assert torch.equal(cpu.unpack(apart, scheme, 0, 32, torch.float32), want)
-    with pytest.raises(ValueError, match="must lie side by side"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         cpu.pack(x, scheme, apart, 0)
 
 
@@ -305,8 +312,8 @@ def test_a_copy_does_not_point_into_the_original(again):
     scheme = mapped(2, torch.float16, 2, 32)
     agrees(draw((1, 2, 9, 32)), scheme)
     copied = again(scheme)
-    assert scheme.made
-    assert not copied.made
+    assert scheme.prepared
+    assert not copied.prepared
     agrees(draw((1, 2, 9, 32)), copied)
 
 
@@ -319,9 +326,33 @@ def test_threads_share_the_work(monkeypatch, openmp):
         monkeypatch.setattr(team, "_openmp", lambda: None)
     x = draw((2, 2, 1920, 64), torch.bfloat16)
     for scheme in (
-        Scheme(1.5, "channel", 128, torch.float16),
-        Scheme(3, "token", 32, torch.float16),
+        QuantSpec(1.5, "channel", 128, torch.float16),
+        QuantSpec(3, "token", 32, torch.float16),
         mapped(1.5, torch.float8_e4m3fn, 2, 64),
-        Scheme(3, "token", 64, torch.float16, rotated=True),
+        QuantSpec(3, "token", 64, torch.float16, rotated=True),
     ):
         agrees(x, scheme, [128, 640])
+
+
+@dataclass(frozen=True, eq=False)
+class Clustered(QuantSpec):
+    centroids: int = 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (QuantSpec(5, "token", 16, torch.float16), "bits=5 is none of 8, 4, 3, 2, 1.5, 1"),
+        (QuantSpec(4, "head", 16, torch.float16), "axis='head' is neither 'channel' nor 'token'"),
+        (QuantSpec(4, "token", 16, torch.float64), "meta=torch.float64 is none of"),
+        (Clustered(4, "token", 16, torch.float16, centroids=8), "centroids=8 is not known to it"),
+    ],
+)
+def test_a_spec_that_kernels_do_not_know_is_refused_by_name(spec, why):
+    for module in (cpu, triton_pack):
+        (found,) = module.problems(spec, torch.device("meta"), torch.float32)[:1]
+        assert found.startswith(why)
+    assert ops.pack.bind(torch.zeros(1, 1, 1, 16), spec).backend == "ref"
+    known = Clustered(4, "token", 16, torch.float16)
+    with dispatch.use("auto"):
+        assert ops.pack.bind(torch.zeros(1, 1, 1, 16), known).run is not None

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 import naive
 import steps
 from kvloom.keep import Budget, Keep, Noisy
-from kvloom.kernels import dispatch
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.cpu import decode as attend_cpu
-from kvloom.kernels.attend.kv_view import Strand
+from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.score import reference as ref
-from kvloom.kernels.score import run
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import KINDS, Noise
 from kvloom.recipe import Protect, Recipe
@@ -162,10 +161,10 @@ def test_what_fills_registers_without_avx512_too(monkeypatch):
     from kvloom.kernels.score.cpu import microkernel as micro
 
     other = (6, 1) if micro.AT_ONCE[0] == 12 else (12, 2)
-    made = cpu._kernels()._replace(
+    made = cpu.compiled()._replace(
         panels=mass.panels(other[1]), mass=mass.mass(*other), rows=other[0]
     )
-    monkeypatch.setattr(cpu, "_kernels", lambda: made)
+    monkeypatch.setattr(cpu, "compiled", lambda: made)
     agrees(*drawn(2, 4, 2, 61, 300, 24), **masks(2, 2, 61, 300), tau=1.3)
 
 
@@ -189,7 +188,7 @@ def test_a_step_leaves_its_products_and_they_give_its_mass(hq, hk, t, n):
     given["bias"] = given["bias"].expand(-1, hq, -1)
     left = []
     attend_cpu.attend(
-        q, Strand(None, k), Strand(None, k), 0.3, causal=True, valid=given["valid"],
+        q, KVView(None, k), KVView(None, k), 0.3, causal=True, valid=given["valid"],
         bias=given["bias"], softcap=4.0, products=left,
     )  # fmt: skip
     (products,) = left
@@ -252,18 +251,18 @@ def test_what_is_not_covered_is_left_to_the_reference_visibly(monkeypatch):
     monkeypatch.setattr(dispatch, "environment", lambda: "auto")
     dispatch.ran.clear()
     q, k = drawn(1, 4, 2, 3, 5, 8)
-    run.column_mass(q, k, 0.3)
+    ops.column_mass(q, k, 0.3)
     torch.testing.assert_close(
-        run.column_mass(q.double(), k.double(), 0.3), ref.column_mass(q, k, 0.3)
+        ops.column_mass(q.double(), k.double(), 0.3), ref.column_mass(q, k, 0.3)
     )
     with dispatch.use("ref"):
-        run.column_mass(q, k, 0.3)
-        run.step_mass(torch.zeros(1, 4, 1, 16), 9, 2)
+        ops.column_mass(q, k, 0.3)
+        ops.step_mass(torch.zeros(1, 4, 1, 16), 9, 2)
     asked = q.clone().requires_grad_()
-    run.column_mass(asked, k, 0.3).sum().backward()
+    ops.column_mass(asked, k, 0.3).sum().backward()
     assert asked.grad is not None
     with pytest.raises(RuntimeError):
-        run.column_mass(q[..., :4], k, 0.3)
+        ops.column_mass(q[..., :4], k, 0.3)
     assert dispatch.ran == {
         ("column_mass", "cpu", ""): 1,
         (
@@ -288,11 +287,13 @@ def test_what_is_not_covered_is_left_to_the_reference_visibly(monkeypatch):
 
 
 def test_a_gpu_that_has_no_kernel_for_it_leaves_it_to_the_reference(monkeypatch):
-    monkeypatch.setattr(dispatch, "candidate", lambda x: ("gpu", []))  # as for CUDA's tensors
+    monkeypatch.setattr(dispatch, "candidate", lambda x: ("gpu", []))  # as for CUDA tensors
+    for op in (ops.step_mass, ops.lowest):
+        monkeypatch.setattr(op, "bindings", {})
     dispatch.ran.clear()
-    run.step_mass(torch.zeros(1, 4, 1, 16), 9, 2)
-    run.lowest(torch.zeros(1, 2, 20), torch.arange(40).view(1, 2, 20).int(), 9)
-    why = "it is not known to it"
+    ops.step_mass(torch.zeros(1, 4, 1, 16), 9, 2)
+    ops.lowest(torch.zeros(1, 2, 20), torch.arange(40).view(1, 2, 20).int(), 9)
+    why = "there is no gpu kernel for it"
     assert dispatch.ran == {("step_mass", "ref", why): 1, ("lowest", "ref", why): 1}
 
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from kvloom.kernels import dispatch
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.select import reference as ref
-from kvloom.kernels.select import run
 from kvloom.kernels.select.cpu import select as cpu
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -230,14 +229,14 @@ def test_what_is_not_covered_is_said_and_left_to_the_reference():
     q = torch.randn(1, 4, 40)
     dispatch.ran.clear()
     with dispatch.use("auto"):
-        bounds = run.page_bounds(x, 4, real)
-        scores = run.page_scores(q, *bounds, "mean")
-        run.select_pages(scores.double(), 2, 4)
-        run.kmeans(x, torch.tensor([[[0, 5]]]), real, real[..., :2], "cosine", 2)
-        run.cluster_scores(q, x, real.expand(1, 2, -1), "each")
+        bounds = ops.page_bounds(x, 4, real)
+        scores = ops.page_scores(q, *bounds, "mean")
+        ops.select_pages(scores.double(), 2, 4)
+        ops.kmeans(x, torch.tensor([[[0, 5]]]), real, real[..., :2], "cosine", 2)
+        ops.cluster_scores(q, x, real.expand(1, 2, -1), "each")
     assert torch.equal(bounds[0], ref.page_bounds(x, 4, None)[0])
     assert all(backend == "ref" and why for _, backend, why in dispatch.ran)
     assert len(dispatch.ran) == 5
     with dispatch.use("auto"):
-        run.select_pages(scores, 2, 4)
+        ops.select_pages(scores, 2, 4)
     assert dispatch.ran["select_pages", "cpu", ""] == 1

@@ -10,10 +10,9 @@ import torch
 
 import steps
 from kvloom.errors import NoKernel
-from kvloom.kernels import dispatch
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend import run
-from kvloom.kernels.attend.kv_view import Strand
+from kvloom.kernels.attend.kv_view import KVView
 from kvloom.layer import LayerCache
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipes import resolve
@@ -35,7 +34,13 @@ def drawn(hq=4, hk=2, t=1, n=40, d=32):
 
 
 def attend(q, k, v, **options):
-    return run.attend(q, Strand(None, k), Strand(None, v), 0.2, **options)
+    views = KVView(None, k), KVView(None, v)
+    kernel = ops.attend.bind(q, *views).run
+    return None if kernel is None else kernel(q, *views, 0.2, **options)
+
+
+def refusal(q, k, v):
+    return ops.attend.bind(q, KVView(None, k), KVView(None, v)).why
 
 
 def test_a_covered_case_is_run_by_the_kernel_and_counted():
@@ -61,14 +66,14 @@ def test_what_is_left_to_the_reference_says_why():
 
 
 def test_the_environment_and_a_block_choose(monkeypatch):
-    like = drawn()[1]
-    assert run.attends(1, like) == []
+    case = drawn()
+    assert refusal(*case) == ""
     monkeypatch.setenv("KVLOOM_KERNELS", "ref")
     assert dispatch.setting() == "auto", "it is read once"
     dispatch.environment.cache_clear()
-    assert run.attends(1, like) == ["the reference is asked for"]
+    assert refusal(*case) == "the reference is asked for"
     with dispatch.use("auto"):
-        assert run.attends(1, like) == []
+        assert refusal(*case) == ""
     assert dispatch.setting() == "ref"
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
     dispatch.environment.cache_clear()
@@ -78,6 +83,45 @@ def test_the_environment_and_a_block_choose(monkeypatch):
         pass
 
 
+def test_an_operation_is_bound_once_per_case_and_again_when_the_case_changes():
+    q, k, v = drawn()
+    views = KVView(None, k), KVView(None, v)
+    first = ops.attend.bind(q, *views)
+    assert ops.attend.bind(q, *views) is first
+    longer = KVView(None, k.repeat(1, 1, 2, 1)), KVView(None, v.repeat(1, 1, 2, 1))
+    assert ops.attend.bind(q, *longer) is first, "more tokens are the same case"
+    assert ops.attend.bind(q.repeat(1, 2, 1, 1), *views) is not first
+    half = KVView(None, k.half()), KVView(None, v.half())
+    assert ops.attend.bind(q, *half) is not first
+    with dispatch.use("ref"):
+        assert ops.attend.bind(q, *views).backend == "ref"
+
+
+def test_a_kernel_that_fails_to_load_leaves_the_case_to_the_reference_visibly(monkeypatch):
+    def load(*_):
+        raise RuntimeError("no compiler")
+
+    broken = {"cpu": ops.attend.backends["cpu"]._replace(load=load)}
+    monkeypatch.setattr(ops.attend, "backends", broken)
+    monkeypatch.setattr(ops.attend, "bindings", {})
+    q, k, v = drawn()
+    views = KVView(None, k), KVView(None, v)
+    with pytest.warns(UserWarning, match="no compiler; the reference runs it"):
+        got = ops.attend(q, *views, 0.2)
+    assert torch.equal(got.out, ref.attend(q, k, v, 0.2).out)
+    why = "its cpu kernel failed to load: RuntimeError: no compiler"
+    assert dispatch.ran == {("attend", "ref", why): 1}
+    ops.attend(q, *views, 0.2)  # warns once
+    assert dispatch.ran == {("attend", "ref", why): 2}
+
+
+@pytest.mark.parametrize("op", ops.OPS.values(), ids=ops.OPS)
+def test_every_operation_says_what_its_backends_cover(op):
+    assert op.backends
+    assert set(op.backends) <= {"cpu", "gpu"}
+    assert all(backend.coverage for backend in op.backends.values())
+
+
 def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from numba.core import caching
 
@@ -85,11 +129,11 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from kvloom.kernels.attend.cpu import decode_kernel as fused
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    form = fused.Form(16, 1, fused.Way())
-    made = fused.kernel.__wrapped__(form)
+    variant = fused.Variant(16, 1, fused.DequantSpec())
+    made = fused.kernel.__wrapped__(variant)
     assert isinstance(made, team.Kernel)
     q, k, v = drawn(1, 1, 1, 9, 16)
-    case = (made, form.tile, team.bits)
+    case = (made, variant.tile)
     monkeypatch.setattr("kvloom.kernels.attend.cpu.coverage.kernel", lambda *_: case)
     torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
 

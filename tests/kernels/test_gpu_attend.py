@@ -13,10 +13,9 @@ import torch
 
 import interpreter
 import steps
-from kvloom.kernels import dispatch
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend import run
-from kvloom.kernels.attend.kv_view import Strand
+from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.triton import decode as gpu
 from kvloom.layer import LayerCache
 from kvloom.recipes import resolve
@@ -105,7 +104,7 @@ def strand(fmt, sealed, n, d, dtype, known, seed):
     if fmt is not None and fmt.axis == "channel":
         sealed -= sealed % fmt.group
     if fmt is None or not sealed:
-        return Strand(None, x, fmt), x.float()
+        return KVView(None, x, fmt), x.float()
     held = PackedTokens(fmt, known)
     held.append(x[:, :, :sealed].contiguous())
     view = held.view()
@@ -115,7 +114,7 @@ def strand(fmt, sealed, n, d, dtype, known, seed):
             zero=torch.nn.functional.pad(view.zero, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
         )
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
-    return Strand(view, x[:, :, sealed:], fmt), exact
+    return KVView(view, x[:, :, sealed:], fmt), exact
 
 
 def both(form, n, sealed, seed=0):
@@ -195,14 +194,14 @@ def test_memory_layout_does_not_matter():
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
     for a, b, c in (turned, apart):
-        close(gpu.attend(a, Strand(None, b), Strand(None, c), 0.1), want)
+        close(gpu.attend(a, KVView(None, b), KVView(None, c), 0.1), want)
 
 
 @needs_interpreter
 def test_huge_logits_neither_overflow_nor_lose_the_winner():
     q, k, v = (draw((2, 4, n, 64), i) for i, n in enumerate((1, 300, 300)))
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
-    got = gpu.attend(q, Strand(None, k), Strand(None, v), 0.5)
+    got = gpu.attend(q, KVView(None, k), KVView(None, v), 0.5)
     want = ref.attend(q, k, v, 0.5)
     assert want.lse.abs().max() > 1e4
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
@@ -228,7 +227,7 @@ def test_chosen_tokens(form, each):
     for options in ({}, {"valid": hidden(B, heads, total), "bias": bias, "first": first}):
         got = gpu.attend_gathered(q, keys, values, slots, begin, 0.125, **options)
         options["first"] = [x.float() for x in options.get("first", ())] or None
-        exact = Strand(None, k), Strand(None, v)
+        exact = KVView(None, k), KVView(None, v)
         want = ref.attend_gathered(q.float(), *exact, slots, begin, 0.125, **options)
         close(got, want, form[3])
 
@@ -294,7 +293,7 @@ def test_without_a_gpu_the_setting_gpu_is_an_error_that_names_the_remedy(monkeyp
         dispatch.use("gpu"),
         pytest.raises(ValueError, match=r"tensors are on cpu.*set TRITON_INTERPRET=1"),
     ):
-        run.attend(x, Strand(None, x), Strand(None, x), 1.0)
+        ops.attend(x, KVView(None, x), KVView(None, x), 1.0)
 
 
 def test_cuda_tensors_without_triton_are_left_to_the_reference_and_it_says_so(monkeypatch):

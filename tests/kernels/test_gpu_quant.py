@@ -12,7 +12,7 @@ import torch
 
 import interpreter
 from kvloom.kernels.quantize import reference as ref
-from kvloom.kernels.quantize.spec import Held, Scheme, Turn
+from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
 from kvloom.kernels.quantize.triton import pack as gpu
 from kvloom.rope import Rope
 from kvloom.store.codec import Channels, Mapped
@@ -32,11 +32,11 @@ CASES = [
 def storage(b, h, tokens, d, scheme, poison):
     """Room for `tokens` tokens in larger storage, all of it `poison`."""
     rows, numbers = scheme.scales(h, d)
-    lines = tokens // scheme.stretch
+    lines = tokens // scheme.tokens_per_scale
     codes = torch.full((b, h, ref.rows_for(tokens, scheme.bits) + 3, d), poison, dtype=torch.uint8)
     meta = torch.uint8 if scheme.meta == torch.float8_e4m3fn else scheme.meta
     scale, zero = (torch.full((b, rows, lines + 2, numbers), poison, dtype=meta) for _ in "sz")
-    return Held(codes[:, :, :-3], scale[:, :, :-2], zero[:, :, :-2])
+    return PackedTensors(codes[:, :, :-3], scale[:, :, :-2], zero[:, :, :-2])
 
 
 def same(got, want):
@@ -51,11 +51,11 @@ def check(x, scheme, quantize, dequantize, real=None, step=1e-6):
     b, h, n, d = x.shape
     codes, scale, zero = quantize(x, real)
     held = storage(b, h, n, d, scheme, 113)
-    cut = n // 2 // scheme.stretch * scheme.stretch
+    cut = n // 2 // scheme.tokens_per_scale * scheme.tokens_per_scale
     for lo, hi in ((0, cut), (cut, n)):
-        upto = Held(
+        upto = PackedTensors(
             held.codes[:, :, : ref.rows_for(hi, scheme.bits)],
-            *(m[:, :, : hi // scheme.stretch] for m in held[1:]),
+            *(m[:, :, : hi // scheme.tokens_per_scale] for m in held[1:]),
         )
         here = None if real is None else real[:, :, lo:hi]
         gpu.pack(x[:, :, lo:hi], scheme, upto, lo, here)
@@ -85,7 +85,7 @@ if interpreter.INTERPRETED:
         real = None
         if axis == "channel" and bits != 4:
             real = torch.arange(n) >= torch.tensor([0, group + 3])[:, None, None]
-        scheme = Scheme(bits, axis, group, META[meta])
+        scheme = QuantSpec(bits, axis, group, META[meta])
         step = 1e-6 if dtype == FP32 else 1e-3
         check(
             x,
@@ -119,10 +119,10 @@ if interpreter.INTERPRETED:
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_tokens_are_turned_before_and_back_after(interleaved):
         g = torch.Generator().manual_seed(1)
-        x, scheme = torch.randn(1, 2, 32, 48, generator=g), Scheme(4, "channel", 16, FP16)
+        x, scheme = torch.randn(1, 2, 32, 48, generator=g), QuantSpec(4, "channel", 16, FP16)
         rope = Rope(0.1 * torch.randn(16, generator=g).abs(), interleaved)
         at = torch.arange(5, 37).expand(1, 1, -1)
-        back, there = (Turn(*rope.angles(p), interleaved) for p in (-at, at))
+        back, there = (RopeAngles(*rope.angles(p), interleaved) for p in (-at, at))
         held = storage(1, 2, 32, 48, scheme, 9)
         gpu.pack(x, scheme, held, 0, None, back)
         codes, scale, zero = ref.quantize(rope.turn(x, -at), 4, "channel", 16, FP16)
@@ -132,7 +132,7 @@ if interpreter.INTERPRETED:
 
     def test_halves_are_rounded_to_even():
         x = torch.arange(0, 8, 0.5).repeat(4).view(1, 1, 4, 16)
-        scheme = Scheme(3, "token", 16, FP32)
+        scheme = QuantSpec(3, "token", 16, FP32)
         x[..., -1] = 7.0  # scale 1
         held = storage(1, 1, 4, 16, scheme, 9)
         gpu.pack(x, scheme, held, 0)
@@ -145,7 +145,7 @@ else:
         interpreter.run(__file__)
 
     def test_what_is_not_covered_is_said():
-        rotated = Scheme(2, "token", 32, FP16, rotated=True)
+        rotated = QuantSpec(2, "token", 32, FP16, rotated=True)
         said = gpu.problems(rotated, torch.device("cpu"), torch.float64)
         assert any("CUDA" in s for s in said)
         assert any("rotated" in s for s in said)

@@ -34,7 +34,7 @@ from ..compare.step import step
 from ..hf import attach
 from ..hf.cache import Cache, RoutedLayer
 from ..hf.watch import Look, watch
-from ..kernels.score import run
+from ..kernels import ops
 from ..layer import LayerCache
 from ..recipe import Recipe
 
@@ -166,7 +166,7 @@ class _Layer:
         if look.cache.seen == 0:
             self._prompt(q, k, look)
             return
-        weights = run.column_mass(
+        weights = ops.column_mass(
             look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias
         )[0]
         own = self.held.new_ones(len(self.held), 1)

@@ -23,7 +23,7 @@ from ..compare.text import opening, tokenize
 from ..hf import attach, compat
 from ..hf.cache import Cache, RoutedLayer
 from ..hf.watch import Look, watch
-from ..kernels.score import run
+from ..kernels import ops
 from ..layer import LayerCache
 from ..recalled import RecalledLayer
 from ..recipe import Recipe
@@ -137,7 +137,7 @@ class _Note:
 
     def look(self, look: Look) -> None:
         """Take in the exact attention of a step."""
-        mass = run.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
+        mass = ops.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
             0
         ]
         heads, n = look.keys.shape[1], look.keys.shape[2]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..kernels.score import run
+from ..kernels import ops
 from ..kernels.score.noise import KINDS, Noise
 from ..typed import typed
 
@@ -60,9 +60,9 @@ class Step:
             "tau": tau,
         }
         if self.products is not None and not skip:
-            mass = run.step_mass(self.products, n, hk, **options)
+            mass = ops.step_mass(self.products, n, hk, **options)
         else:
-            mass = run.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
+            mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         heads = mass.view(b, hk, -1, n)  # [B, Hk, R, N]
         if self.group == "max":
             return heads.amax(dim=2)

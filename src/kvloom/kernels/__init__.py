@@ -1,1 +1,1 @@
-"""The ops every fast path implements. Each family has a `ref`: torch, short and obvious."""
+"""The operations that have compiled kernels, listed in `ops`; each family has a torch reference."""

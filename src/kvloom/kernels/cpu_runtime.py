@@ -1,60 +1,61 @@
-"""How kernels are compiled, and how several threads run one.
+"""How CPU kernels are compiled, and how several threads run one.
 
-A kernel is one function of the address of a job: int64 numbers, the first a counter from which
-every thread that runs the function takes tasks until none is left. Nobody waits for a thread that
-has not begun. The threads are those of torch's own OpenMP, found through libtorch: a second pool
-would fight with torch's for the cores, since idle workers spin. Where torch has none (macOS,
-Windows), Python's threads run the kernel.
+A kernel is one function of the address of its arguments: a task counter, then the named fields of
+`arguments.Arguments`, then more counters. Every thread that runs the function takes tasks from the
+first counter until none is left; no thread waits for another to begin. The threads are those of
+torch's own OpenMP, found through libtorch: a second pool would compete with torch's for the cores,
+because idle workers spin. Where torch has no OpenMP (macOS, Windows), Python threads run it.
 
-Compiled code is cached on the disk beside the source (`__pycache__`), in the user's cache directory
-where that cannot be written, or where NUMBA_CACHE_DIR says; where nothing can be written, every
-process compiles. Importing this imports Numba.
+Compiled code is cached on disk beside the source (`__pycache__`), in the user's cache directory if
+that is not writable, or in NUMBA_CACHE_DIR; if nothing is writable, every process compiles. Decides
+nothing about what a kernel computes. Importing this imports Numba.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import cfunc, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 seconds: dict[str, float] = {}
-"""What compiling (or reading from the disk) took this process, by kernel."""
+"""Seconds this process spent to compile a kernel or to read it from disk, by name."""
 
 _SIGNATURE = types.void(types.int64)
 
 
 class Kernel:
-    """A compiled kernel, and how to run it."""
+    """A compiled kernel of a function of one address."""
 
     def __init__(self, fn: Callable, name: str) -> None:
         begin = time.perf_counter()
         try:
             self.code = cfunc(_SIGNATURE, cache=True, error_model="numpy")(fn)
-        except RuntimeError:  # no place on the disk can be written
+        except RuntimeError:  # no cache directory is writable
             self.code = cfunc(_SIGNATURE, error_model="numpy")(fn)
         seconds[name] = time.perf_counter() - begin
         self.address = self.code.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)
 
-    def run(self, numbers: Sequence[int], counters: int, threads: int) -> array:
-        """Run the kernel on a job: its counter, these numbers and more counters.
+    def run(self, arguments: bytes, counters: int, threads: int) -> array:
+        """Run the kernel on packed `Arguments`, and return the numbers as the kernel left them.
 
-        Returns the job as the kernel has left it.
+        counters: zeros behind the arguments. The first number is the task counter.
         """
-        job = array("q", (0, *numbers, *(0,) * counters))
+        job = array("q", arguments)
+        if counters:
+            job.frombytes(bytes(8 * counters))
         address, _ = job.buffer_info()
         parallel = _openmp() if threads > 1 else None
         if threads < 2:
@@ -70,23 +71,18 @@ class Kernel:
 
 
 def sources(*modules: ModuleType) -> int:
-    """A number that changes with the source of these modules, never 0.
+    """Return a number, never 0, that changes with the source of these modules.
 
-    Numba looks for cached code by a kernel's own source and the constants around it alone.
+    Numba's cache key covers only a kernel's own source file and the constants it closes over. So a
+    kernel that calls functions of other modules closes over this number.
     """
     texts = (Path(module.__file__ or "").read_bytes() for module in modules)
     return 1 + zlib.crc32(b"".join(texts))
 
 
-@lru_cache(64)
-def bits(x: float) -> int:
-    """A float64's bits, as a job holds it."""
-    return int(struct.unpack("q", struct.pack("d", x))[0])
-
-
 @cache
 def _openmp() -> Any:
-    """Torch's own GOMP_parallel, if it has one."""
+    """Return torch's own GOMP_parallel, or None."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         path = Path(torch.__file__).parent / "lib" / name
         if path.exists():
@@ -103,33 +99,37 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="kvloom")
 
 
-def _at(builder: Any, job: Any, i: Any, kind: Any) -> Any:
-    where = builder.add(job, builder.mul(i, ir.Constant(ir.IntType(64), 8)))
-    return builder.inttoptr(where, kind.as_pointer())
+@intrinsic
+def arguments(ctx: Any, job: Any, layout: Any) -> Any:
+    """The arguments behind a task counter as a record; layout: `Arguments.dtype`."""
+    record = layout.dtype
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        first = b.add(args[0], ir.Constant(ir.IntType(64), 8))
+        return b.inttoptr(first, context.get_value_type(record))
+
+    return record(types.int64, layout), codegen
+
+
+@njit(inline="always")
+def at(tensor, b, h):  # type: ignore[no-untyped-def]
+    """The address of batch row b and head h of a tensor, packed as `MATRIX` or longer."""
+    return tensor.address + b * tensor.batch + h * tensor.head
 
 
 @intrinsic
-def whole(ctx: Any, job: Any, i: Any) -> Any:
-    """Number i of a job, an int64."""
+def load_int(ctx: Any, address: Any, i: Any) -> Any:
+    """Number i of the int64 at an address."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load(_at(b, args[0], args[1], ir.IntType(64)))
+        where = b.add(args[0], b.mul(args[1], ir.Constant(ir.IntType(64), 8)))
+        return b.load(b.inttoptr(where, ir.IntType(64).as_pointer()))
 
     return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
-def real(ctx: Any, job: Any, i: Any) -> Any:
-    """Number i of a job, a float64."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load(_at(b, args[0], args[1], ir.DoubleType()))
-
-    return types.float64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_whole(ctx: Any, address: Any, x: Any) -> Any:
+def store_int(ctx: Any, address: Any, x: Any) -> Any:
     """Store an int64 at an address."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -141,9 +141,9 @@ def store_whole(ctx: Any, address: Any, x: Any) -> Any:
 
 @intrinsic
 def count(ctx: Any, address: Any) -> Any:
-    """Add 1 to the int64 at an address, whichever threads do; returns what it was.
+    """Add 1 to the int64 at an address atomically; return its former value.
 
-    What a thread has written before it counts, those that count later see.
+    A thread that counts later sees what earlier threads wrote before they counted.
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:

@@ -1,9 +1,9 @@
 """Sixteen fp32 lanes as one Numba value, and loads and stores by address.
 
-Numba leaves it to the optimizer whether a loop becomes vector code; kernels written on `Lanes` say
-so. LLVM splits sixteen lanes into what the machine has (AVX-512: 1 register, AVX2: 2, NEON: 4).
-Addresses are int64 and nothing is checked: who calls a kernel owns what they point at. Decides the
-vector operations; knows nothing of attention. Importing this imports Numba.
+Numba leaves vectorization to the optimizer; kernels written on `Lanes` do not. LLVM splits sixteen
+lanes into the registers of the CPU (AVX-512: 1, AVX2: 2, NEON: 4). Addresses are int64 and are not
+checked: the caller of a kernel owns the memory. Decides the vector operations only. Importing this
+imports Numba.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numba.extending import intrinsic, models, register_model
 
 WIDTH = 16
 FP32, FP16, BF16, FP8 = 0, 1, 2, 3  # number formats that kernels read; fp8: e4m3, never NaN
+SIZE = {FP32: 4, FP16: 2, BF16: 2, FP8: 1}  # bytes of a number
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VF, VI = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
@@ -191,6 +192,19 @@ def store_one(ctx: Any, address: Any, x: Any) -> Any:
 
 
 @intrinsic
+def load_byte(ctx: Any, address: Any) -> Any:
+    """The byte at an address."""
+    byte = ir.IntType(8)
+    return made(types.int64(types.int64), lambda b, a: b.zext(read(b, a, byte, 1), I64))
+
+
+@intrinsic
+def load_i32(ctx: Any, address: Any) -> Any:
+    """The int32 at an address."""
+    return made(types.int64(types.int64), lambda b, a: b.sext(read(b, a, I32), I64))
+
+
+@intrinsic
 def splat(ctx: Any, x: Any) -> Any:
     """A scalar in all lanes."""
     return made(Lanes(types.float32), spread)
@@ -200,6 +214,12 @@ def splat(ctx: Any, x: Any) -> Any:
 def add(ctx: Any, a: Any, b: Any) -> Any:
     """a + b."""
     return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fadd(x, y))
+
+
+@intrinsic
+def sub(ctx: Any, a: Any, b: Any) -> Any:
+    """a - b."""
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fsub(x, y))
 
 
 @intrinsic
@@ -224,6 +244,12 @@ def fma(ctx: Any, a: Any, b: Any, c: Any) -> Any:
 def larger(ctx: Any, a: Any, b: Any) -> Any:
     """The larger of a and b, lane by lane."""
     return made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+
+
+@intrinsic
+def smaller(ctx: Any, a: Any, b: Any) -> Any:
+    """The smaller of a and b, lane by lane."""
+    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 
 
 @intrinsic
@@ -303,8 +329,8 @@ def exp(ctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def ahead(ctx: Any, address: Any) -> Any:
-    """Ask for a cache line that will be read."""
+def prefetch(ctx: Any, address: Any) -> Any:
+    """Prefetch a cache line."""
 
     def emit(b: Any, address: Any) -> None:
         byte = ir.IntType(8).as_pointer()

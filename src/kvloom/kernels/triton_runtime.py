@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of queries, keys and values."""
+"""Dtypes of queries, keys and values that kernels read."""
 
 
 def problems(x: Tensor, most: int = 512) -> list[str]:
-    """Why no Triton kernel takes queries, keys or values [..., D], D up to `most`, like x."""
+    """Return why no Triton kernel takes tensors [..., D] like x, with D up to `most`."""
     found = misplaced(x.device)
     if x.dtype not in DTYPES:
         found.append(f"the tensors are {x.dtype}, not fp32, fp16 or bf16")
@@ -30,7 +30,7 @@ def problems(x: Tensor, most: int = 512) -> list[str]:
 
 
 def misplaced(device: torch.device) -> list[str]:
-    """Why no Triton kernel runs on tensors of a device."""
+    """Return why no Triton kernel runs on tensors of a device."""
     found = []
     if not _installed():
         found.append("Triton is not installed; pip install triton")
@@ -42,7 +42,7 @@ def misplaced(device: torch.device) -> list[str]:
 
 
 def interpreted() -> bool:
-    """Whether TRITON_INTERPRET asks for the interpreter, which takes CPU tensors."""
+    """Return whether TRITON_INTERPRET selects the interpreter, which takes CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -73,7 +73,7 @@ def launch(
 
 
 def room(size: int, least: int = 16) -> int:
-    """The power of 2 that holds `size`: shapes of tiles are powers of 2."""
+    """Return the least power of 2 that is at least `size`: tile shapes are powers of 2."""
     return max(least, 1 << (size - 1).bit_length())
 
 

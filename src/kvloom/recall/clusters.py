@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..kernels import ops
 from ..kernels.select import reference as ref
-from ..kernels.select import run
 from .base import Finder, Index, grown, whole
 
 
@@ -107,7 +107,7 @@ class ClusterFinder(Finder):
         generator = torch.Generator().manual_seed(o.seed)
         start = ref.seeds(real, count, most, generator)
         alive = torch.arange(most, device=keys.device) < count.unsqueeze(-1)  # [B, 1, C]
-        centroids, labels = run.kmeans(keys, start, real, alive, o.distance, o.iterations)
+        centroids, labels = ops.kmeans(keys, start, real, alive, o.distance, o.iterations)
         size = ref.sizes(labels, most + 1)
         if not padded:
             size = size[..., :-1]
@@ -132,7 +132,7 @@ class ClusterFinder(Finder):
 
     def choose(self, scores: Tensor, tokens: int) -> Tensor:
         """The tokens of the best clusters."""
-        return run.select_clusters(scores, self.size, self.start, self.order, tokens)
+        return ops.select_clusters(scores, self.size, self.start, self.order, tokens)
 
     def parts(self) -> Tensor:
         """The cluster of each slot, int64 [B, Hk, N]."""
@@ -143,4 +143,4 @@ class ClusterFinder(Finder):
 
     def scores(self, q: Tensor, group: str) -> Tensor:
         """How the queries [B, Hq, D] rate the clusters: fp32 [B, Hk or Hq, C]."""
-        return run.cluster_scores(q, self.centroids, self.alive, group)
+        return ops.cluster_scores(q, self.centroids, self.alive, group)

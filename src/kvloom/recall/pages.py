@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import ops
 from ..kernels.select import reference as ref
-from ..kernels.select import run
 from .base import Finder, Index, grown, whole
 
 
@@ -65,7 +65,7 @@ class PageFinder(Finder):
 
     def extend(self, keys: Tensor, real: Tensor) -> None:
         """Add the bounds of whole pages of keys [B, Hk, T, D]."""
-        bounds = run.page_bounds(keys, self.page, real)
+        bounds = ops.page_bounds(keys, self.page, real)
         for name, new in zip(self.held, bounds, strict=True):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += keys.shape[2]
@@ -81,11 +81,11 @@ class PageFinder(Finder):
 
     def scores(self, q: Tensor, group: str) -> Tensor:
         """The most that the queries' products [B, Hq, D] can be in the pages: [B, Hk or Hq, P]."""
-        return run.page_scores(q, self.low, self.high, group)
+        return ops.page_scores(q, self.low, self.high, group)
 
     def choose(self, scores: Tensor, tokens: int) -> Tensor:
         """The tokens of the best pages."""
-        return run.select_pages(scores, tokens // self.page, self.page)
+        return ops.select_pages(scores, tokens // self.page, self.page)
 
 
 @dataclass(frozen=True)

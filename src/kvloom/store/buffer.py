@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.append.reference import Room
+from ..kernels.append.reference import WriteTarget
 
 
 class Buffer:
@@ -56,19 +56,19 @@ class Buffer:
         self.stop += x.shape[2]
         data[:, :, at : self.stop] = x
 
-    def room(self, x: Tensor) -> Room:
+    def room(self, x: Tensor) -> WriteTarget:
         """Make room for x [B, Hk, T, D] behind the live tokens; `stop` says when it is live."""
         if self.data is None:
             self.data = x.new_empty(x.shape)
         elif self.stop + x.shape[2] > self.data.shape[2]:
             self._make_room(x.shape[2])
-        return Room(self.data, self.stop)
+        return WriteTarget(self.data, self.stop)
 
-    def spare(self, t: int) -> Room | None:
+    def spare(self, t: int) -> WriteTarget | None:
         """The room for t tokens behind the live ones, if there is."""
         if self.data is None or self.stop + t > self.data.shape[2]:
             return None
-        return Room(self.data, self.stop)
+        return WriteTarget(self.data, self.stop)
 
     def extend(self, t: int, like: Tensor) -> Tensor:
         """Add t tokens that nobody has written yet, shaped as in `like` [B, Hk, any, D].

@@ -17,7 +17,7 @@ from ..errors import CacheMisuse
 from ..kernels.attend.kv_view import Channelwise
 from ..kernels.quantize import reference as ref
 from ..kernels.quantize.rotated import dequantize_rotated, quantize_rotated
-from ..kernels.quantize.spec import Scheme
+from ..kernels.quantize.spec import QuantSpec
 from ..rope import Rope
 from .formats import META, Packed, Transform
 
@@ -57,7 +57,7 @@ class Codec(Protocol):
     def channelwise(self) -> Channelwise: ...  # noqa: D102
 
     @property
-    def scheme(self) -> Scheme:
+    def scheme(self) -> QuantSpec:
         """It, as kernels see it."""
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +72,7 @@ class Plain:
 
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
-        self.scheme = Scheme(fmt.bits, fmt.axis, self.group, META[fmt.meta])
+        self.scheme = QuantSpec(fmt.bits, fmt.axis, self.group, META[fmt.meta])
         self.channelwise = Channelwise()
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +102,7 @@ class Mapped:
             meta = ref.metadata(channels.low, channels.high, fmt.bits, META[fmt.meta])
             scale, zero = (ref.spread(m.view(1, 1, 1, -1), group_of) for m in meta)
             self.static = scale, zero
-        self.scheme = Scheme(
+        self.scheme = QuantSpec(
             fmt.bits, "token", 0, META[fmt.meta], group_of, clip, channels.divisor, self.static
         )
         mapped = None if self.static else group_of
@@ -131,7 +131,7 @@ class Rotated:
 
     def __init__(self, fmt: Packed, head_dim: int) -> None:
         self.fmt, self.group = fmt, fmt.group or head_dim
-        self.scheme = Scheme(fmt.bits, "token", self.group, META[fmt.meta], rotated=True)
+        self.scheme = QuantSpec(fmt.bits, "token", self.group, META[fmt.meta], rotated=True)
         self.channelwise = Channelwise(rotated=self.group)
 
     def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.attend.kv_view import Strand
+from ..kernels.attend.kv_view import KVView
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels
@@ -133,18 +133,18 @@ class Lane:
         assert self.packed is not None
         return self.packed.wrap(part, 0, n)
 
-    def whole(self, at: Positions | None = None, gaps: bool = False) -> Strand:
+    def whole(self, at: Positions | None = None, gaps: bool = False) -> KVView:
         """All tokens, as kernels see them that take packed and exact ones together.
 
         at: as in `take`. gaps: not every token stands one behind the one before.
         """
         if self.packed is None:
-            return Strand(None, self.tail.view())
+            return KVView(None, self.tail.view())
         there = None
         if at and self.placed and self.sealed:
             there = at(0, self.sealed if gaps else 1)
         packed = self.packed.view(at=there) if self.sealed else None
-        return Strand(packed, self.tail.view(), self.packed.fmt)
+        return KVView(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import ops
 from ..kernels.attend.kv_view import Channelwise
 from ..kernels.quantize import reference as ref
-from ..kernels.quantize import run
-from ..kernels.quantize.spec import Held, Turn
+from ..kernels.quantize.spec import PackedTensors, RopeAngles
 from ..rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec
@@ -52,15 +52,15 @@ class PackedView(NamedTuple):
         by, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
         if at is not None and at.shape[2] == 1:
             at = at + torch.arange(self.hi - self.lo, device=at.device)
-        unpack = run.unpacker(by.scheme, self.codes, self.dtype)
+        held, turn = PackedTensors(self.codes, self.scale, self.zero), None
+        unpack = ops.unpack.bind(held, by.scheme, self.lo, self.hi, self.dtype).run
         if unpack is not None:
-            held, turn = Held(self.codes, self.scale, self.zero), None
             if rope is not None:
                 assert at is not None
-                turn = Turn(*rope.angles(at), rope.interleaved)
+                turn = RopeAngles(*rope.angles(at), rope.interleaved)
             return unpack(held, by.scheme, self.lo, self.hi, self.dtype, turn)
         atom, rows = ref.ATOM[fmt.bits]
-        per_meta = by.scheme.stretch
+        per_meta = by.scheme.tokens_per_scale
         unit = math.lcm(per_meta, atom)
         lo = self.lo // unit * unit  # start where both bytes and groups start
         hi = -(-self.hi // per_meta) * per_meta
@@ -88,7 +88,7 @@ class PackedTokens:
         self.codec: Codec | None = None
         self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
         self.count = 0
-        self._like: Held | None = None  # empty: the shapes of codes, scales and zeros
+        self._like: PackedTensors | None = None  # empty: the shapes of codes, scales and zeros
         self.dtype = torch.float32
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class PackedTokens:
         """
         if self.codec is None:
             self.codec = codec(self.fmt, self.channels, x)
-        pack = run.packer(self.codec.scheme, x)
+        pack = ops.pack.bind(x, self.codec.scheme).run
         if pack is None:
             self._append(x, real, at)
         else:
@@ -121,7 +121,7 @@ class PackedTokens:
                 turn = None
                 if self.rope is not None:
                     assert there is not None
-                    turn = Turn(*self.rope.angles(-there), self.rope.interleaved)
+                    turn = RopeAngles(*self.rope.angles(-there), self.rope.interleaved)
                 pack(tokens, self.codec.scheme, held, self.count, here, turn)
                 self.count += tokens.shape[2]
         self.dtype = x.dtype
@@ -164,7 +164,7 @@ class PackedTokens:
         for buffer in (self.codes, self.scale, self.zero):
             buffer.map(fn)
 
-    def _extend(self, x: Tensor) -> Held:
+    def _extend(self, x: Tensor) -> PackedTensors:
         """Room for the tokens of x behind what is there, not yet written."""
         assert self.codec is not None
         scheme, (b, h, t, d) = self.codec.scheme, x.shape
@@ -173,11 +173,11 @@ class PackedTokens:
             meta = torch.uint8 if scheme.meta == torch.float8_e4m3fn else scheme.meta
             scales = x.new_empty(b, rows, 0, numbers, dtype=meta)
             zeros = scales[..., :0] if scheme.rotated else scales
-            self._like = Held(x.new_empty(b, h, 0, d, dtype=torch.uint8), scales, zeros)
+            self._like = PackedTensors(x.new_empty(b, h, 0, d, dtype=torch.uint8), scales, zeros)
         codes, scales, zeros = self._like
         more = ref.rows_for(self.count + t, scheme.bits) - ref.rows_for(self.count, scheme.bits)
-        t //= scheme.stretch
-        return Held(
+        t //= scheme.tokens_per_scale
+        return PackedTensors(
             self.codes.extend(more, codes),
             self.scale.extend(t, scales),
             self.zero.extend(t, zeros),

@@ -1,1 +1,1 @@
-"""A step's own keys and values, written behind those held if they are what they should be."""
+"""Writing a step's exact keys and values to storage."""

@@ -1,4 +1,7 @@
-"""What it means to append exact tokens: the reference, in plain torch."""
+"""Appending exact tokens to storage, in plain torch.
+
+Decides what is written and which numbers are refused. The caller decides where the storage is.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,26 @@ Sides = tuple[Tensor, ...]
 """Tensors [B, Hk, T, D] in one shape and dtype: a step's keys and its values."""
 
 
-class Room(NamedTuple):
-    """Where tokens go: storage [B, Hk, N or more, D], from row `at` on.
+class WriteTarget(NamedTuple):
+    """Where tokens are written: storage [B, Hk, N or more, D], from row `at` on.
 
-    at: the same for all heads, or int64 [B, Hk, 1], each head's own.
+    at: the same row for all heads, or int64 [B, Hk, 1], one row for each head.
     """
 
     data: Tensor
     at: int | Tensor
 
 
-def append(new: Sides, rooms: tuple[Room, ...], most: tuple[float, ...] | None) -> bool:
-    """Write the new tokens into their rooms if they are `within` most, which nobody asks if None.
+def append(
+    new: Sides, targets: tuple[WriteTarget, ...], max_abs: tuple[float, ...] | None = None
+) -> bool:
+    """Write the new tokens to their targets if they are `within` max_abs; None skips the check.
 
-    Returns whether all is written; where not, rooms may hold anything.
+    Returns whether all tokens were written; if not, the targets may hold anything.
     """
-    if most is not None and not within(new, most):
+    if max_abs is not None and not within(new, max_abs):
         return False
-    for x, (data, at) in zip(new, rooms, strict=True):
+    for x, (data, at) in zip(new, targets, strict=True):
         if isinstance(at, Tensor):
             rows = at + torch.arange(x.shape[2], device=at.device)
             data.scatter_(2, rows.unsqueeze(-1).expand(x.shape), x)
@@ -37,11 +42,11 @@ def append(new: Sides, rooms: tuple[Room, ...], most: tuple[float, ...] | None) 
     return True
 
 
-def within(new: Sides, most: tuple[float, ...]) -> bool:
-    """Whether all numbers are finite and no larger than most of their side, in magnitude."""
-    for x, limit in zip(new, most, strict=True):
+def within(new: Sides, max_abs: tuple[float, ...]) -> bool:
+    """Return whether all numbers are finite and at most their side's max_abs in magnitude."""
+    for x, limit in zip(new, max_abs, strict=True):
         low, high = x.detach().aminmax()
         limit = min(limit, torch.finfo(x.dtype).max)
-        if not (low.item() >= -limit and high.item() <= limit):  # not so for NaN
+        if not (low.item() >= -limit and high.item() <= limit):  # False for NaN
             return False
     return True

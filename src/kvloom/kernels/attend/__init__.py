@@ -1,1 +1,1 @@
-"""Attention of a few queries over one stretch of tokens, and the exact merge of such stretches."""
+"""Attention of a decode step to exact, packed and chosen tokens."""

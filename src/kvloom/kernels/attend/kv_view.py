@@ -1,4 +1,7 @@
-"""Keys or values as a decode step finds them: a packed prefix and an exact tail."""
+"""Keys or values as kernels read them: a packed prefix and an exact tail.
+
+Decides the form of this view only; when tokens are packed is decided in `store`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ...rope import Rope
 
 @dataclass(frozen=True, eq=False)
 class Channelwise:
-    """What is known of a layer's channels beside the format, the same for all its tokens.
+    """What a kernel needs of a layer's channels beside the format, the same for all tokens.
 
     group_of: int64 [Hk, D], the group of each channel among a token's scales (None: runs of
     consecutive channels). fixed: scale and zero fp32 [1, Hk, 1, D] of all tokens, which store none.
@@ -48,12 +51,12 @@ class Channelwise:
         return (self.fixed[0] * times).contiguous(), (self.fixed[1] * times).contiguous()
 
 
-class Codes(Protocol):
-    """Packed tokens 0 to hi, as `kernels.quantize.reference` lays them out.
+class PackedPrefix(Protocol):
+    """Packed tokens 0 to hi, in the layout of `kernels.quantize.reference`.
 
     codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D] or [B, Hk, N, D/G], by map
-    [B, 1, N, groups]. rope: the keys are packed as they were before it; at: where they stood, int64
-    [B or 1, 1, hi], or [B or 1, 1, 1] where the first did and each next one stood one further.
+    [B, 1, N, groups]. rope: set if keys are packed before RoPE; at: their positions, int64
+    [B or 1, 1, hi], or [B or 1, 1, 1], that of the first token if the others follow it.
     """
 
     @property
@@ -74,13 +77,13 @@ class Codes(Protocol):
         """The tokens, unpacked: [B, Hk, hi, D]."""
 
 
-class Strand(NamedTuple):
+class KVView(NamedTuple):
     """Keys or values: a packed prefix in a format, and the exact tokens behind it [B, Hk, N, D].
 
-    packed is None as long as no token is packed; fmt is None where none will ever be.
+    packed is None while no token is packed; fmt is None if none ever will be.
     """
 
-    packed: Codes | None
+    packed: PackedPrefix | None
     tail: Tensor
     fmt: Any = None
 

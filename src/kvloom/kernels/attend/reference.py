@@ -1,4 +1,4 @@
-"""Attention over one stretch of tokens as a mergeable state, in plain torch.
+"""Attention over one set of tokens as a mergeable state, in plain torch.
 
 Attention over a set of tokens splits exactly: attend to each part, keep (out, lse), merge. For
 part p with logits s_j: lse_p = log sum_j exp(s_j), out_p = sum_j exp(s_j - lse_p) v_j; then
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..select.reference import gather
-from .kv_view import Strand
+from .kv_view import KVView
 
 # Logits of one block of query rows hold at most this many numbers (64 MiB in fp32).
 _BLOCK_NUMEL = 1 << 24
@@ -76,10 +76,31 @@ def attend(
     return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
 
 
+def attend_views(
+    q: Tensor,
+    keys: KVView,
+    values: KVView,
+    scale: float,
+    *,
+    causal: bool = False,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    products: list[Tensor] | None = None,
+) -> State:
+    """Attend q [B, Hq, T, D] to all tokens of two views, unpacked; options as in `attend`.
+
+    products: a list to which a kernel may append scale * q @ k, fp32 [B, Hq, T, N padded to whole
+    vectors of 16], for `score.reference.step_mass`; the reference appends nothing.
+    """
+    k, v = keys.tensor(), values.tensor()
+    return attend(q, k, v, scale, causal=causal, valid=valid, softcap=softcap, bias=bias)
+
+
 def attend_gathered(
     q: Tensor,
-    keys: Strand,
-    values: Strand,
+    keys: KVView,
+    values: KVView,
     slots: Tensor,
     begin: int,
     scale: float,
@@ -89,15 +110,15 @@ def attend_gathered(
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> State:
-    """Attend q [B, Hq, 1, D] to `first`, to the tokens at slots and to all from `begin` on.
+    """Attend q [B, Hq, 1, D] to `first`, to the tokens at slots and to all tokens from `begin` on.
 
-    slots: int64 [B, H, M] of the strands' tokens, H a multiple of Hk that divides Hq: heads of a
+    slots: int64 [B, H, M] of the views' tokens, H a multiple of Hk that divides Hq: heads of a
     group may have chosen alone. valid: bool [B, 1 or H, S + M + rest], in the order named. bias:
     fp32 [B or 1, Hq, S + M + rest]. The rest is as in `attend`.
     """
 
-    def read(strand: Strand, lead: Tensor | None) -> Tensor:
-        x = strand.tensor()
+    def read(view: KVView, lead: Tensor | None) -> Tensor:
+        x = view.tensor()
         r = slots.shape[1] // x.shape[1]
         parts = [gather(x, slots), x[:, :, begin:].repeat_interleave(r, dim=1)]
         before = [] if lead is None else [lead.repeat_interleave(r, dim=1)]

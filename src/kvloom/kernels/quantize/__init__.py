@@ -1,1 +1,1 @@
-"""Packing and unpacking of groups of n-bit codes."""
+"""Packing tokens into codes, scales and zeros, and unpacking them."""

@@ -25,10 +25,110 @@ fills whole bytes; it takes `rows` byte rows of D bytes each:
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .spec import PackedTensors, QuantSpec, RopeAngles
+
 ATOM = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1.5: (5, 1), 1: (8, 1)}
+
+
+def pack(
+    x: Tensor,
+    spec: QuantSpec,
+    out: PackedTensors,
+    begin: int,
+    real: Tensor | None = None,
+    rope: RopeAngles | None = None,
+) -> None:
+    """Quantize x [B, Hk, T, D] by a spec and write it behind `begin` packed tokens, in place.
+
+    out: storage that has room. Filler codes of the last pack block are 0. real: bool
+    [B, 1 or Hk, T], False for padding, which does not enter the range of a group along tokens.
+    rope: rotates each token first. Per channel, `begin` and T are multiples of the group.
+    """
+    if not x.numel():
+        return
+    codes, scale, zero = _by_spec(
+        x.float() if rope is None else rotated(x.float(), rope), spec, real
+    )
+    atom, rows = ATOM[spec.bits]
+    row, begun, line = begin // atom * rows, begin % atom, begin // spec.tokens_per_scale
+    if begun:  # pack the partial block again, together with the new codes
+        old = unpack_codes(out.codes[:, :, row : row + rows], spec.bits, begun)
+        codes = torch.cat([old, codes], dim=2)
+    packed = pack_codes(codes, spec.bits)
+    out.codes[:, :, row : row + packed.shape[2]] = packed
+    for to, new in ((out.scale, scale), (out.zero, zero)):
+        to[:, :, line : line + new.shape[2]] = new.view(to.dtype)  # fp8 may be stored as bytes
+
+
+def unpack(
+    packed: PackedTensors,
+    spec: QuantSpec,
+    lo: int,
+    hi: int,
+    dtype: torch.dtype,
+    rope: RopeAngles | None = None,
+) -> Tensor:
+    """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
+    (atom, rows), each = ATOM[spec.bits], spec.tokens_per_scale
+    unit = math.lcm(each, atom)
+    first, last = lo // unit * unit, -(-hi // each) * each  # whole bytes and groups
+    bytes_ = packed.codes[:, :, first // atom * rows : rows_for(last, spec.bits)]
+    codes = unpack_codes(bytes_, spec.bits, last - first)
+    scale, zero = (
+        (x.view(spec.meta) if x.dtype == torch.uint8 else x)[:, :, first // each : last // each]
+        for x in (packed.scale, packed.zero)
+    )
+    x = _inverse(codes, scale, zero, spec)[:, :, lo - first : hi - first]
+    return (x if rope is None else rotated(x, rope)).to(dtype)
+
+
+def rotated(x: Tensor, rope: RopeAngles) -> Tensor:
+    """Rotate the first channels of x fp32 [B, Hk, N, D]; products and sums are rounded apart."""
+    dims = 2 * rope.cos.shape[-1]
+    part, rest = x[..., :dims], x[..., dims:]
+    a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if rope.interleaved else part.chunk(2, dim=-1)
+    pair = a * rope.cos - b * rope.sin, b * rope.cos + a * rope.sin
+    part = torch.stack(pair, dim=-1).flatten(-2) if rope.interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([part, rest], dim=-1)
+
+
+def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize x fp32 by a spec: codes uint8 [B, Hk, T, D], scale and zero as stored."""
+    from .rotated import quantize_rotated
+
+    if spec.rotated:
+        codes, scale = quantize_rotated(x, spec.bits, spec.group, spec.meta)
+        return codes, scale, scale[..., :0]
+    if spec.divisor is not None:
+        x = x / spec.divisor[:, None, :]
+    if spec.static is not None:
+        none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=spec.meta)
+        return encode(x, *spec.static, spec.bits), none, none
+    if spec.group_of is not None:
+        return quantize_mapped(x, spec.bits, spec.group_of, spec.meta, spec.clip)
+    return quantize(x, spec.bits, spec.axis, spec.group, spec.meta, real)
+
+
+def _inverse(codes: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
+    """Invert `_by_spec`: fp32 [B, Hk, N, D]."""
+    from .rotated import dequantize_rotated
+
+    if spec.rotated:
+        return dequantize_rotated(codes, scale, spec.bits, spec.group, torch.float32)
+    if spec.static is not None:
+        x = torch.addcmul(spec.static[1], codes.float(), spec.static[0])
+    elif spec.group_of is not None:
+        x = dequantize_mapped(codes, scale, zero, spec.group_of, torch.float32)
+    else:
+        x = dequantize(codes, scale, zero, spec.axis, spec.group, torch.float32)
+    return x if spec.divisor is None else x * spec.divisor[:, None, :]
 
 
 def top(bits: float) -> int:

@@ -28,11 +28,11 @@ def quantize_rotated(
 ) -> tuple[Tensor, Tensor]:
     """Quantize x [B, Hk, N, D] to (codes uint8 [B, Hk, N, D], scale [B, Hk, N, D/G])."""
     grouped = x.float().unflatten(-1, (-1, group))
-    turned = rotate(grouped)
-    norm = _length(turned)
+    rotated = rotate(grouped)
+    norm = _length(rotated)
     inverse = torch.where(norm > 0, norm.reciprocal(), 0.0)
     codebook = levels(bits).to(x.device)
-    unit = turned * (inverse * math.sqrt(group))
+    unit = rotated * (inverse * math.sqrt(group))
     codes = torch.bucketize(unit.contiguous(), ends(codebook))
     rounded = _length(codebook[codes])  # may be 0 where all u are, and norm is
     scale = norm / rounded.clamp_min(1e-6)
@@ -45,8 +45,8 @@ def dequantize_rotated(
 ) -> Tensor:
     """Invert `quantize_rotated`: levels times scale in fp32, rotated back, cast to `dtype`."""
     rounded = levels(bits).to(codes.device)[codes.long()].unflatten(-1, (-1, group))
-    turned = rounded * scale.float().unsqueeze(-1)
-    return unrotate(turned).flatten(-2).to(dtype)
+    rotated = rounded * scale.float().unsqueeze(-1)
+    return unrotate(rotated).flatten(-2).to(dtype)
 
 
 @lru_cache

@@ -1,23 +1,37 @@
-"""How tokens become codes: what a kernel has to know of a format and of a layer's channels."""
+"""How tokens become codes: what a kernel needs of a format and of a layer's channels.
+
+Decides nothing about when tokens are packed. `unknown_spec` names what a kernel cannot know, so
+that a spec with a new field or value is refused rather than packed wrongly.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .reference import ATOM
+
+METAS = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+}
+
 
 @dataclass(frozen=True, eq=False)
-class Scheme:
-    """What shares a scale, and how it is found and stored.
+class QuantSpec:
+    """What shares a scale, how it is found and how it is stored.
 
     axis: "channel" for groups of `group` tokens of one channel, "token" for groups of `group`
-    channels of one token. group_of: int64 [Hk, D], the group of each channel of a token instead,
-    of all heads together; then clip: alpha, one or one a group, and divisor: fp32 [Hk, D], what
-    channels are divided by before. static: scale and zero fp32 [1, Hk, 1, D] that are given and not
-    stored. rotated: see `rotated`.
+    channels of one token. group_of: int64 [Hk, D], replaces these groups by any channels of all
+    heads of a token. With group_of: clip, alpha, one for all or one per group; and divisor,
+    fp32 [Hk, D], by which channels are divided first. static: scale and zero fp32 [1, Hk, 1, D],
+    the same for all tokens and not stored. rotated: see `rotated`.
     """
 
     bits: float
@@ -29,19 +43,28 @@ class Scheme:
     divisor: Tensor | None = None
     static: tuple[Tensor, Tensor] | None = None
     rotated: bool = False
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What a backend has made of it, addresses perhaps: a copy makes its own."""
+    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """Tables that backends made of it, with memory addresses; a copy starts empty."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "made": {}}
+        return {**self.__dict__, "prepared": {}}
 
     @property
-    def stretch(self) -> int:
+    def tokens_per_scale(self) -> int:
         """Tokens that share a scale."""
         return self.group if self.axis == "channel" else 1
 
+    @property
+    def kind(self) -> Hashable:
+        """Everything of it that decides whether a kernel covers it."""
+        found: Hashable = self.prepared.get("kind")
+        if found is None:
+            refused = tuple(unknown_spec(self))
+            found = self.prepared["kind"] = (self.bits, self.axis, self.meta, self.rotated, refused)
+        return found
+
     def scales(self, heads: int, d: int) -> tuple[int, int]:
-        """Rows, and numbers in each, of the scales (and zeros) of `heads` heads for one stretch."""
+        """Return the rows, and the numbers per row, of the scales of `heads` heads."""
         if self.static is not None:
             return 1, 0
         if self.group_of is not None:
@@ -49,8 +72,8 @@ class Scheme:
         return heads, d if self.axis == "channel" else d // self.group
 
 
-class Held(NamedTuple):
-    """Where packed tokens lie, or will: token 0 first.
+class PackedTensors(NamedTuple):
+    """Storage of packed tokens, token 0 first.
 
     codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
     all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
@@ -61,8 +84,8 @@ class Held(NamedTuple):
     zero: Tensor
 
 
-class Turn(NamedTuple):
-    """How tokens are turned before they are packed, or after they are unpacked (see `rope`).
+class RopeAngles(NamedTuple):
+    """The rotation of tokens before they are packed, or after they are unpacked (see `rope`).
 
     cos, sin: fp32 [B or 1, Hk or 1, N, dims / 2]; (a, b) becomes (a cos - b sin, b cos + a sin),
     where a pair is channels (2i, 2i + 1) if interleaved, else (i, i + dims / 2).
@@ -71,3 +94,29 @@ class Turn(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+
+
+_FIELDS = {one.name for one in fields(QuantSpec)}
+
+
+def unknown_spec(spec: QuantSpec) -> list[str]:
+    """Return why no kernel may pack by a spec: a field or a value that kernels do not know."""
+    found = unknown_fields(spec, _FIELDS)
+    if spec.bits not in ATOM:
+        found.append(f"bits={spec.bits} is none of {', '.join(map(str, ATOM))}")
+    if spec.axis not in ("channel", "token"):
+        found.append(f"axis={spec.axis!r} is neither 'channel' nor 'token'")
+    if spec.meta not in METAS:
+        found.append(f"meta={spec.meta} is none of {', '.join(METAS.values())}")
+    return found
+
+
+def unknown_fields(x: Any, known: Collection[str]) -> list[str]:
+    """Return a sentence for each field of a dataclass that is set and not among the known ones."""
+    found = []
+    for one in fields(x):
+        if one.name not in known:
+            value = getattr(x, one.name)
+            if one.default is MISSING or value != one.default:
+                found.append(f"{one.name}={value} is not known to it")
+    return found

@@ -1,1 +1,1 @@
-"""How much attention every key gets."""
+"""Attention mass per key, and the token to evict."""

@@ -1,1 +1,1 @@
-"""Choose tokens: clusters, pages, and reading the chosen."""
+"""Clusters and pages of keys, and the tokens that a step reads of them."""

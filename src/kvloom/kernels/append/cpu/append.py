@@ -1,7 +1,7 @@
-"""Appending exact tokens on CPU tensors by a compiled kernel: how it is called.
+"""Appending exact tokens on CPU tensors: which cases the compiled kernel covers, and its call.
 
-Decoding one token, torch needs eight operations for what is a copy of a few hundred numbers.
-Importing this does not import Numba, the first call does.
+For a decode step torch needs eight operations to copy a few hundred numbers. Importing this does
+not import Numba; the first call does.
 """
 
 from __future__ import annotations
@@ -13,48 +13,57 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
-from ..reference import Room, Sides
+from ..reference import Sides, WriteTarget
+from .arguments import SIDE, STEP
 
-MOST = 8  # tokens of a step: more are worth torch's threads
+MAX_TOKENS = 8  # per step: more are worth torch's threads
 _INTS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
 def problems(x: Tensor) -> list[str]:
-    """Why no kernel appends tokens x [B, Hk, T, D]; empty if one does."""
+    """Return why no kernel appends tokens x [B, Hk, T, D]; empty if one does."""
     found = []
     if x.dtype not in _INTS:
         found.append(f"tokens are {x.dtype}, not fp32, fp16 or bf16")
     if x.shape[3] % 16:
         found.append(f"head_dim={x.shape[3]} is not a multiple of 16")
-    if x.shape[2] > MOST:
-        found.append(f"more than {MOST} tokens a step")
+    if x.shape[2] > MAX_TOKENS:
+        found.append(f"more than {MAX_TOKENS} tokens a step")
     return found
 
 
-def append(new: Sides, rooms: tuple[Room, ...], most: tuple[float, ...] | None) -> bool:
-    """Append as `ref.append` does; only cases without `problems`, a head's own `at` contiguous."""
-    held = [x if x.stride(3) == 1 else x.contiguous() for x in new]
-    dtype = new[0].dtype
-    kernel, side, sides = _kernel(dtype.itemsize)
-    numbers = [*new[0].shape, len(new)]
-    for i, (data, at) in enumerate(rooms):
-        x, bits = held[i], -1 if most is None else _bits(most[i], dtype)
-        here, each = (0, at.data_ptr()) if isinstance(at, Tensor) else (at, 0)
-        numbers += (x.data_ptr(), *x.stride(), data.data_ptr(), *data.stride(), here, each, bits, 0)
-    job = kernel.run(numbers, 0, 1)
-    return not any(job[side + sides - 1 :: sides])
+def append(
+    new: Sides, targets: tuple[WriteTarget, ...], max_abs: tuple[float, ...] | None = None
+) -> bool:
+    """Append as `reference.append` does; a target's tensor `at` is contiguous."""
+    new = tuple(x if x.stride(3) == 1 else x.contiguous() for x in new)
+    b, h, t, d = new[0].shape
+    k, v = (
+        _side(x, to, -1 if max_abs is None else _max_bits(max_abs[i], x.dtype))
+        for i, (x, to) in enumerate(zip(new, targets, strict=True))
+    )
+    numbers = STEP.pack(batch=b, heads=h, tokens=t, head_dim=d, keys=k, values=v, exceeded=0)
+    return not compiled(new[0].dtype).run(numbers, 0, 1)[STEP.numbers]
+
+
+def _side(x: Tensor, to: WriteTarget, max_bits: int) -> tuple[int, ...]:
+    data, at = to
+    begin, per_head = (0, at.data_ptr()) if isinstance(at, Tensor) else (at, 0)
+    source, target = (x.data_ptr(), *x.stride()), (data.data_ptr(), *data.stride())
+    return SIDE.pack(source, target, begin, per_head, max_bits)
 
 
 @cache
-def _bits(most: float, dtype: torch.dtype) -> int:
-    """The bits of the largest finite number of a dtype that is no larger than `most`."""
-    limit = torch.tensor(min(most, torch.finfo(dtype).max), dtype=torch.float64)
+def compiled(dtype: torch.dtype) -> Any:
+    """Compile the kernel for tokens of a dtype."""
+    with dispatch.loading():
+        from .append_kernel import kernel
+    return kernel(dtype.itemsize)
+
+
+@cache
+def _max_bits(max_abs: float, dtype: torch.dtype) -> int:
+    """Return the bits of the largest finite number of a dtype that is no larger than `max_abs`."""
+    limit = torch.tensor(min(max_abs, torch.finfo(dtype).max), dtype=torch.float64)
     near = limit.to(dtype)
     return int(near.view(_INTS[dtype]).item()) - int(near.double() > limit)
-
-
-@cache
-def _kernel(width: int) -> Any:
-    with dispatch.loading():
-        from .append_kernel import SIDE, SIDES, kernel
-    return kernel(width), SIDE, SIDES

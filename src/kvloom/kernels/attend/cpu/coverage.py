@@ -1,13 +1,12 @@
 """Which formats the compiled kernels read, and what a kernel is compiled for.
 
-What is not covered is said in sentences, which `dispatch` shows; a field of a format that nobody
-here has heard of is one such thing. Importing this does not import Numba.
+A format that is not covered is refused with a reason, which `dispatch` keeps; so is a format with a
+field that this module does not know. Importing this does not import Numba.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
 from functools import cache, partial
 from typing import Any
 
@@ -15,10 +14,11 @@ import torch
 
 from ... import dispatch
 from ...quantize.reference import ATOM
+from ...quantize.spec import unknown_fields
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as kernels.simd numbers them
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `simd` numbers them
 META = ("fp32", "fp16", "bf16", "fp8")
-_GROUPS = 128  # groups of a token whose scales are looked up by channel
+_GROUPS = 128  # per token, that kernels look up by channel
 WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
 _HOW = {"bits", "axis", "group", "meta", "transform", "pre_rope"}
 _TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate"}
@@ -26,14 +26,14 @@ _TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate"}
 
 @cache
 def problems(d: int, heads: int, dtype: torch.dtype, *formats: Any) -> tuple[str, ...]:
-    """Why no kernel reads keys and values [B, heads, N, d] of a dtype, packed in these formats."""
+    """Return why no kernel reads keys and values [B, heads, N, d] packed in these formats."""
     return tuple(of_sides(d, dtype, formats, lambda fmt: _of_format(fmt, d, heads)))
 
 
 def of_sides(
     d: int, dtype: torch.dtype, formats: Sequence[Any], of_format: Callable[[Any], list[str]]
 ) -> list[str]:
-    """Why no kernel reads heads of size d in a dtype, and what `of_format` says of either side."""
+    """Return why no kernel reads heads of size d in a dtype, and what `of_format` finds."""
     found = []
     if d % 16 or d > 512:
         found.append(f"head_dim={d} is not a multiple of 16, up to 512")
@@ -46,10 +46,10 @@ def of_sides(
 
 
 def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
-    found = [*unknown(fmt, _HOW | WHEN)]
+    found = [*unknown_fields(fmt, _HOW | WHEN)]
     transform = fmt.transform
     if transform is not None:
-        found += [f"transform: {problem}" for problem in unknown(transform, _TRANSFORM)]
+        found += [f"transform: {problem}" for problem in unknown_fields(transform, _TRANSFORM)]
     if fmt.bits not in ATOM:
         found.append(f"bits={fmt.bits} is none of {', '.join(map(str, ATOM))}")
     if fmt.meta not in META:
@@ -61,35 +61,24 @@ def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
     elif not transform.static and across(fmt, d, heads) > _GROUPS:
         found.append(f"{across(fmt, d, heads)} groups a token are more than {_GROUPS}")
     if transform is not None and transform.rotate and fmt.bits == 8:
-        found.append("8 bit are more levels than are looked up in registers")
+        found.append("8 bit have more levels than registers hold")
     if fmt.pre_rope and own_space(fmt):
-        found.append("keys before RoPE that were divided or rotated are not known to it")
-    return found
-
-
-def unknown(what: Any, known: set[str]) -> list[str]:
-    """Fields of a dataclass beside the known ones that are set."""
-    found = []
-    for field in fields(what):
-        value = getattr(what, field.name)
-        plain = field.default is not MISSING and value == field.default
-        if field.name not in known and not plain:
-            found.append(f"{field.name}={value} is not known to it")
+        found.append("it does not read keys before RoPE that were divided or rotated")
     return found
 
 
 def across(fmt: Any, d: int, heads: int) -> int:
-    """Scales of a token that a head's channels choose from, or has, of a format by token."""
+    """Return how many scales of a token a head reads, in a format per token."""
     if fmt.transform is not None and fmt.transform.span == "layer":
         return int(fmt.groups(heads, d))
     return d // (fmt.group or d)
 
 
 def own_space(fmt: Any) -> bool:
-    """Whether queries meet, or sums are taken of, packed tokens in another space than exact ones.
+    """Return whether packed tokens are in another space than exact ones: divided or rotated.
 
-    Keys that were divided meet a query that is multiplied, rotated ones a rotated query; sums of
-    values are multiplied or rotated back. Fixed scales are multiplied themselves.
+    Queries are transformed into the space of packed keys, and sums of packed values are transformed
+    back. Static scales absorb the divisor instead.
     """
     transform = fmt.transform
     return transform is not None and (
@@ -99,53 +88,52 @@ def own_space(fmt: Any) -> bool:
 
 @cache
 def kernel(
-    d: int, heads: int, rows: int, dtype: torch.dtype, turned: tuple[int, bool], *formats: Any
-) -> tuple[Any, int, Any]:
-    """The kernel for a case, the tokens of its tiles, and what writes a number into its job.
+    d: int, heads: int, rows: int, dtype: torch.dtype, rope: tuple[int, bool], *formats: Any
+) -> tuple[Any, int]:
+    """Return the kernel for a case and the tokens of its tiles; compiles it on first use.
 
-    turned: rotary channels of keys packed before RoPE, and whether pairs are interleaved.
+    rope: rotary channels of keys packed before RoPE, and whether pairs are interleaved.
     """
     with dispatch.loading():
-        from ... import cpu_runtime as team
-        from .decode_kernel import Form
+        from .decode_kernel import Variant
         from .decode_kernel import kernel as compiled
-        from .dequant import Way
+        from .dequant import DequantSpec
     each = partial(of_both, formats)
-    form = Form(
+    variant = Variant(
         d,
         min(4, 1 << (rows - 1).bit_length()),
-        Way(kind=DTYPES[dtype]),
-        way(formats[0], d, heads, turned),
-        way(formats[1], d, heads),
+        DequantSpec(exact=DTYPES[dtype]),
+        dequant_spec(formats[0], d, heads, rope),
+        dequant_spec(formats[1], d, heads),
         each(number_format, 0),
         each(lambda fmt: fmt.group if fmt.axis == "channel" else 0, 0),
         each(lambda fmt: fmt.transform is None or fmt.transform.span == "layer", True),
         each(own_space, False),
     )
-    return compiled(form), form.tile, team.bits
+    return compiled(variant), variant.tile
 
 
-def way(fmt: Any, d: int, heads: int, turned: tuple[int, bool] = (0, False)) -> Any:
-    """How tokens of a format become numbers, as `ways.Way`; None: nothing is packed."""
-    from .dequant import CHANNEL, MAP, RUN, Way
+def dequant_spec(fmt: Any, d: int, heads: int, rope: tuple[int, bool] = (0, False)) -> Any:
+    """Return how tokens of a format become numbers, as `DequantSpec`; None: nothing is packed."""
+    from .dequant import CHANNEL, MAP, RUN, DequantSpec
 
     if fmt is None:
-        return Way()
-    its = Way(int(2 * fmt.bits), turned=turned[0], interleaved=int(turned[1]))
+        return DequantSpec()
+    spec = DequantSpec(int(2 * fmt.bits), rope_dims=rope[0], interleaved=int(rope[1]))
     transform, width = fmt.transform, across(fmt, d, heads)
     if fmt.axis == "channel" or (transform is not None and transform.static):
-        return its._replace(by=CHANNEL)
+        return spec._replace(by=CHANNEL)
     if transform is None or transform.rotate:
         levels = int(transform is not None)
-        return its._replace(by=RUN, group=fmt.group or d, across=width, levels=levels)
-    return its._replace(by=MAP, across=width)
+        return spec._replace(by=RUN, group=fmt.group or d, across=width, levels=levels)
+    return spec._replace(by=MAP, across=width)
 
 
 def number_format(fmt: Any) -> int:
-    """In which number format kernels find scale and zero: fixed ones in fp32."""
+    """Return the number format of scale and zero; static ones are fp32."""
     return 0 if fmt.transform is not None and fmt.transform.static else META.index(fmt.meta)
 
 
 def of_both(formats: Sequence[Any], of: Callable[[Any], Any], default: Any) -> Any:
-    """Something of both formats, `default` where nothing is packed."""
+    """Apply `of` to both formats; `default` where nothing is packed."""
     return tuple(default if fmt is None else of(fmt) for fmt in formats)

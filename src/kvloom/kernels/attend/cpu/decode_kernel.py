@@ -1,10 +1,10 @@
-"""Decode attention over a packed prefix and an exact tail in one pass, compiled for one format.
+"""Decode attention over a packed prefix and an exact tail in one pass, compiled per format.
 
-Decides what happens in what order. Work is split into (batch row, key/value head, stretch of
-tokens); a task walks its stretch in tiles of tokens: scores of all query rows of the group, a
-running softmax, then values, both straight from the codes. Keys and values each have a packed
-prefix and an exact tail of their own, so where one ends does not matter to the other. The
-stretches' states are merged at the end. The reference is `ref.attend`.
+Decides the order of steps. A task is a (batch row, key/value head, range of tokens). It walks its
+range in tiles: scores of all query rows of the group, a running softmax, then values, both straight
+from the codes. Keys and values each have a packed prefix and an exact tail, which need not end
+together. The last task of a head merges the states of all. Reference: `reference.attend` of the
+unpacked tokens; tolerance: 2e-6 absolute in fp32.
 """
 
 from __future__ import annotations
@@ -14,368 +14,315 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 
-from ... import cpu_runtime as team
-from ... import simd as lanes
-from ...cpu_runtime import Kernel, count, real, sources, whole
-from ...quantize import reference as ref
-from ...simd import exp, fma, lane, load, load_any, load_one, mul, splat, store, store_one
-from . import dequant as ways
-from . import lookup
-from . import microkernel as micro
-from . import rope_tables as turns
-from . import softmax as parts
-from .dequant import CHANNEL, MAP, NONE, RUN, SIZE, TABLE, Way
-from .lookup import known, place, tabled
-from .microkernel import scores, turn, values
+from ... import cpu_runtime, simd
+from ...cpu_runtime import Kernel, at, count, load_int, sources
+from ...cpu_runtime import arguments as read_arguments
+from ...quantize import reference
+from ...simd import SIZE, fma, load, load_any, load_one, mul, splat, store, store_one
+from . import dequant, head_view, lookup, microkernel, rope_tables, softmax
+from .arguments import DECODE
+from .dequant import CHANNEL, MAP, NONE, RUN, TABLE, DequantSpec
+from .head_view import head_view as view_of_head
+from .lookup import by_table, place, tabled
+from .microkernel import rotate_queries, scores, values
 from .rope_tables import BEFORE, FAR
-from .softmax import clear, merge, numbers, sizes, soften
-
-KEYS, VALUES, LEFT, DONE = 21, 43, 62, 64  # where a job says where things lie; counters
+from .softmax import affine, clear, finish_task, merge, start_task, tile_scales, weigh
 
 
-class Form(NamedTuple):
-    """What a kernel is made for: all of it is constant in the code."""
+class Variant(NamedTuple):
+    """What a kernel is compiled for: constants in its code."""
 
     d: int
     w: int  # query rows at once
-    exact: Way  # of the tails
-    keys: Way = Way()  # of the packed prefixes
-    values: Way = Way()
+    exact: DequantSpec  # of the tails
+    keys: DequantSpec = DequantSpec()  # of the packed prefixes
+    values: DequantSpec = DequantSpec()
     meta: tuple[int, int] = (0, 0)  # number formats of scale and zero
-    span: tuple[int, int] = (0, 0)  # by channel: tokens that share S and Z, 0: all
-    flat: tuple[bool, bool] = (True, True)  # by map: whether a head reads all of a token's groups
+    span: tuple[int, int] = (0, 0)  # per channel: tokens that share S and Z, 0: all
+    flat: tuple[bool, bool] = (True, True)  # for MAP: whether a head reads all of a token's groups
     apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
 
     @property
     def tile(self) -> int:
-        """Tokens of a tile, at least 128: atoms and groups end with it."""
-        each = math.lcm(16, self.keys.atom[0], self.values.atom[0], *filter(None, self.span))
-        return each * -(-128 // each)
+        """Tokens of a tile, at least 128: pack blocks and groups end with it."""
+        unit = math.lcm(16, self.keys.atom[0], self.values.atom[0], *filter(None, self.span))
+        return unit * -(-128 // unit)
+
+
+@njit(inline="always")
+def fold_scales(q, w, d, scale, zero, meta, size, factor, minus, folded, begin):  # type: ignore[no-untyped-def]
+    """Multiply w queries by the S of a group of channels, and write what their sums begin with.
+
+    q . (x * S + Z) = (q * S) . x + q . Z, with Z = zero - S: `minus` times the rounded q * S makes
+    the 1 of x cancel.
+    """
+    for i in range(w):
+        const = splat(np.float32(0.0))
+        for c in range(0, d, 16):
+            x = load(q + 4 * (i * d + c))
+            x_big = mul(x, mul(load_any(scale + c * size, meta), splat(np.float32(factor))))
+            store(folded + 4 * (i * d + c), x_big)
+            const = fma(x_big, minus, const)
+            const = fma(x, load_any(zero + c * size, meta), const)
+        store(begin + 64 * i, const)
 
 
 @cache
-def kernel(form: Form) -> Any:
-    """Compile the kernel of a form; see `cpu.attend` for how it is called."""
-    d, w, tile = form.d, form.w, form.tile
-    k, v, exact = known(form.keys), known(form.values), form.exact.number
-    kbits, vbits, kby, vby = k.twice, v.twice, k.by, v.by
-    (kper, khigh), (vper, vhigh) = k.atom, v.atom
-    kmeta, vmeta = form.meta
-    msize, vsize = SIZE[kmeta], SIZE[vmeta]
-    kspan, vspan = (x or tile for x in form.span)
-    kacross, vacross = k.across, v.across
-    kapart, sets = form.apart[0], 1 + form.apart[1]
-    kfactor, vfactor, koffset, voffset = k.factor, v.factor, k.offset, v.offset
-    klevels, vlevels, kturned = k.levels, v.levels, k.turned
-    kchannel, vchannel = kby == CHANNEL, vby == CHANNEL
-    kfold = kchannel and not kturned  # S goes into the query
-    # by token: scales of a tile lie side by side, or those of a head among others'
-    ktabled, vtabled = kby == TABLE, vby == TABLE
-    kmap, vmap = kby == MAP or ktabled, vby == MAP or vtabled
-    kjoint, vjoint = kby == RUN or (kmap and form.flat[0]), vby == RUN or (vmap and form.flat[1])
-    kstrewn, vstrewn = kmap and not kjoint, vmap and not vjoint
-    kway, vway = (k._replace(by=NONE) if kfold else k).number, v.number
-    kblock = max(1, 16 // (w * kper))  # atoms of packed keys at once
-    kstretch = max(1, 16 // kper) if kturned or ktabled else tile  # atoms: a turned query, tables
-    trow = 8 * d  # bytes of a row of cosines and sines
+def kernel(variant: Variant) -> Any:
+    """Compile the kernel of a variant; see `decode.attend` for the call."""
+    d, w, tile = variant.d, variant.w, variant.tile
+    k, v, exact = by_table(variant.keys), by_table(variant.values), variant.exact.as_int
+    k_bits, v_bits = k.twice_bits, v.twice_bits
+    (k_atom, k_height), (v_atom, v_height) = k.atom, v.atom
+    k_meta, v_meta = variant.meta
+    k_size, v_size = SIZE[k_meta], SIZE[v_meta]
+    k_span, v_span = (x or tile for x in variant.span)
+    k_across, v_across = k.across, v.across
+    k_apart, sets = variant.apart[0], 1 + variant.apart[1]
+    k_factor, v_factor, k_offset, v_offset = k.factor, v.factor, k.offset, v.offset
+    k_levels, v_levels, k_rope = k.levels, v.levels, k.rope_dims
+    k_channel, v_channel = k.by == CHANNEL, v.by == CHANNEL
+    k_fold = k_channel and not k_rope  # S is multiplied into the query
+    # per token: scales of a tile are adjacent (joint), or those of a head among others (strewn)
+    k_table, v_table = k.by == TABLE, v.by == TABLE
+    k_map, v_map = k.by == MAP or k_table, v.by == MAP or v_table
+    k_joint = k.by == RUN or (k_map and variant.flat[0])
+    v_joint = v.by == RUN or (v_map and variant.flat[1])
+    k_strewn, v_strewn = k_map and not k_joint, v_map and not v_joint
+    k_first, v_first = k_size * k_map, v_size * v_map  # see `view_of_head`
+    k_spec, v_spec = (k._replace(by=NONE) if k_fold else k).as_int, v.as_int
+    k_block = max(1, 16 // (w * k_atom))  # pack blocks of keys at once
+    # pack blocks that share a rotated query, or tables
+    k_stretch = max(1, 16 // k_atom) if k_rope or k_table else tile
+    rope_row = 8 * d  # bytes of a row of cosines and sines
     table_size = lookup.SIZE
     block = 16 // w  # exact keys at once
-    meta_gap = 4 * (max(kacross, vacross, 1) * (tile + 8) + d + 256) // 64 * 64  # bytes of S
-    srow = 4 * (tile + 16)
-    emitters = sources(lanes, lookup, micro, parts, ref, team, turns, ways)
+    meta_gap = 4 * (max(k_across, v_across, 1) * (tile + 8) + d + 256) // 64 * 64  # bytes of S
+    s_row = 4 * (tile + 16)
+    layout = DECODE.dtype
+    counters = 8 + layout.itemsize  # finished tasks of each head
+    emitters = sources(
+        cpu_runtime, dequant, head_view, lookup, microkernel, reference, rope_tables, simd, softmax
+    )
 
     def attend(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
+        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
             return
-        batch, hk, rows, t = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        n, causal, splits = whole(job, 5), whole(job, 6), whole(job, 7)
-        scale, softcap = np.float32(real(job, 8)), np.float32(real(job, 9))
-        q, qpacked, out = whole(job, 10), whole(job, 11), whole(job, 12)
-        lse, states = whole(job, 13), whole(job, 14)
-        left = whole(job, LEFT)  # where products are left
+        a = read_arguments(job, layout)
+        hk, rows, t, n, splits = a.kv_heads, a.rows, a.queries, a.tokens, a.splits
+        scale, softcap = np.float32(a.scale), np.float32(a.softcap)
         padded = -(-rows // w) * w
         tiles = -(-n // tile)
-        tasks = batch * hk * splits
-        pstate = 4 * (sets * rows * d + 32 * rows)  # bytes of a task's state
-        zero16, minus = splat(np.float32(0.0)), splat(np.float32(koffset))
-        room = padded * ((sets + 2) * d + 32) + w * (3 * d + 32) + w * (srow // 4)
+        tasks = a.batch * hk * splits
+        state_bytes = 4 * (sets * rows * d + 32 * rows)
+        zero16, minus = splat(np.float32(0.0)), splat(np.float32(k_offset))
+        room = padded * ((sets + 2) * d + 32) + w * (3 * d + 32) + w * (s_row // 4)
         scratch = np.empty(room + 2 * (meta_gap // 4) + 2 * d + 512 + 16, np.float32)
         acc = (scratch.ctypes.data + 63) // 64 * 64
         qs = acc + 4 * sets * padded * d  # queries times scale
-        qps = qs + 4 * padded * d  # the same for packed keys, where those differ
+        qps = qs + 4 * padded * d  # the same for packed keys, if those differ
         tops = qps + 4 * padded * d  # [padded] running maximum and sum, 16 floats apart
         folded = tops + 4 * padded * 32
-        far, turned = folded + 4 * w * d, folded + 8 * w * d
-        begin = folded + 12 * w * d
-        rest = begin + 4 * w * 16  # weights of the tokens of an unfinished atom
+        far, rotated = folded + 4 * w * d, folded + 8 * w * d
+        begin = folded + 12 * w * d  # what sums of products begin with
+        rest = begin + 4 * w * 16  # weights of the tokens of a partial pack block
         s = rest + 4 * w * 16
-        meta = s + w * srow
+        meta = s + w * s_row
         tables = meta + 2 * meta_gap
-        kplaced = tables + 2048
-        vplaced = kplaced + 4 * d
+        k_placed = tables + 2048
+        v_placed = k_placed + 4 * d
         while True:
             task = count(job)
             if task >= tasks:
                 break
             head, part = task // splits, task % splits
             b, h = head // hk, head % hk
-            for i in range(0, sets * padded * d, 16):
-                store(acc + 4 * i, zero16)
-            for i in range(0, padded * d, 16):
-                inside = i < rows * d
-                at = 4 * (head * rows * d + i)
-                x = mul(load(q + at), splat(scale)) if inside else zero16
-                store(qs + 4 * i, x)
-                if kapart:
-                    x = mul(load(qpacked + at), splat(scale)) if inside else zero16
-                    store(qps + 4 * i, x)
-            for m in range(padded):
-                store_one(tops + 128 * m, np.float32(-np.inf))
-                store_one(tops + 128 * m + 64, np.float32(0.0))
-            side = job + 8 * KEYS
-            kcodes = whole(side, 0) + b * whole(side, 1) + h * whole(side, 2)
-            krow, ksealed = whole(side, 3), whole(side, 4)
-            kscale = whole(side, 5) + b * whole(side, 6) + h * whole(side, 7)
-            kzero = whole(side, 8) + b * whole(side, 9) + h * whole(side, 10)
-            kmrow = whole(side, 11)
-            ktail = whole(side, 12) + b * whole(side, 13) + h * whole(side, 14)
-            ktrow = whole(side, 15)
-            ktable = whole(side, 16) + h * whole(side, 17)
-            if kmap and ksealed > 0:
-                kscale += msize * whole(whole(side, 18), h)
-                kzero += msize * whole(whole(side, 18), h)
-                if ktabled:
-                    place(ktable, kplaced, d, kway)
-                    ktable = kplaced
-            knear, kfar = whole(side, 19), whole(side, 20)
-            kposition = whole(whole(side, 21), b) if kturned else 0
-            side = job + 8 * VALUES
-            vcodes = whole(side, 0) + b * whole(side, 1) + h * whole(side, 2)
-            vrow, vsealed = whole(side, 3), whole(side, 4)
-            vscale = whole(side, 5) + b * whole(side, 6) + h * whole(side, 7)
-            vzero = whole(side, 8) + b * whole(side, 9) + h * whole(side, 10)
-            vmrow = whole(side, 11)
-            vtail = whole(side, 12) + b * whole(side, 13) + h * whole(side, 14)
-            vtrow = whole(side, 15)
-            vtable = whole(side, 16) + h * whole(side, 17)
-            if vmap and vsealed > 0:
-                vscale += vsize * whole(whole(side, 18), h)
-                vzero += vsize * whole(whole(side, 18), h)
-                if vtabled:
-                    place(vtable, vplaced, d, vway)
-                    vtable = vplaced
+            skip = 4 * head * rows * d
+            start_task(
+                a.q + skip, a.q_packed + skip, scale, rows, padded, sets, d, k_apart, acc, qs, qps,
+                tops,
+            )  # fmt: skip
+            k_codes, k_row, k_packed, k_scale, k_zero, k_meta_row, k_groups, k_tail, k_tail_row = (
+                view_of_head(a.keys, b, h, k_first)
+            )
+            v_codes, v_row, v_packed, v_scale, v_zero, v_meta_row, v_groups, v_tail, v_tail_row = (
+                view_of_head(a.values, b, h, v_first)
+            )
+            if k_table and k_packed > 0:
+                place(k_groups, k_placed, d, k_spec)
+                k_groups = k_placed
+            if v_table and v_packed > 0:
+                place(v_groups, v_placed, d, v_spec)
+                v_groups = v_placed
+            position = load_int(a.position, b) if k_rope else 0
             last = min(n, (part + 1) * tiles // splits * tile)
             for lo in range(part * tiles // splits * tile, last, tile):
                 nt = min(tile, n - lo)
-                kn = min(max(ksealed - lo, 0), nt)  # packed keys of this tile
-                vn = min(max(vsealed - lo, 0), nt)
-                many = max(-BEFORE, (kposition + lo) // FAR)  # turns before the tile, and after
-                few = max(0, kposition + lo - many * FAR)
+                kn = min(max(k_packed - lo, 0), nt)  # packed keys of this tile
+                vn = min(max(v_packed - lo, 0), nt)
+                many = max(-BEFORE, (position + lo) // FAR)  # multiples of FAR, and the rest
+                few = max(0, position + lo - many * FAR)
                 for m0 in range(0, padded, w):
                     qm = qs + 4 * m0 * d
-                    qp = qps + 4 * m0 * d if kapart else qm
+                    qp = qps + 4 * m0 * d if k_apart else qm
                     for i in range(w):
                         store(begin + 64 * i, zero16)
                     # --- scores of packed keys
-                    if kturned:
-                        turn(qp, far, kfar + (many + BEFORE) * trow, d, w, kway)
-                    if kjoint:
-                        at = lo * kmrow
-                        if klevels:
-                            sizes(kscale + at, kn * kacross, kmeta, msize, meta)
-                        else:
-                            numbers(
-                                kscale + at, kzero + at, kn * kacross, kfactor, koffset, kmeta,
-                                msize, meta, meta_gap,
-                            )  # fmt: skip
-                    if kstrewn:
-                        for j in range(kn):
-                            at = (lo + j) * kmrow
-                            numbers(
-                                kscale + at, kzero + at, kacross, kfactor, koffset, kmeta, msize,
-                                meta + 4 * j * kacross, meta_gap,
-                            )  # fmt: skip
-                    if kbits:
-                        for g in range(0, kn, kspan):
-                            tokens = min(kspan, kn - g)
+                    if k_rope:
+                        rotate_queries(qp, far, a.far + (many + BEFORE) * rope_row, d, w, k_spec)
+                    tile_scales(
+                        k_scale, k_zero, k_meta_row, lo, kn, k_across, k_factor, k_offset, k_meta,
+                        k_size, k_levels, k_joint, k_strewn, meta, meta_gap,
+                    )  # fmt: skip
+                    if k_bits:
+                        for g in range(0, kn, k_span):
+                            tokens = min(k_span, kn - g)
                             its = qp
-                            if kchannel:
-                                at = (lo + g) // kspan * kmrow
-                                if kturned:
-                                    numbers(
-                                        kscale + at, kzero + at, d, kfactor, koffset, kmeta, msize,
-                                        meta, meta_gap,
+                            if k_channel:
+                                here = (lo + g) // k_span * k_meta_row
+                                if k_rope:
+                                    affine(
+                                        k_scale + here, k_zero + here, d, k_factor, k_offset,
+                                        k_meta, k_size, meta, meta_gap,
                                     )  # fmt: skip
                                 else:
                                     its = folded
-                                    for i in range(w):
-                                        const = zero16
-                                        for c in range(0, d, 16):
-                                            x = load(qp + 4 * (i * d + c))
-                                            big = load_any(kscale + at + c * msize, kmeta)
-                                            x_big = mul(x, mul(big, splat(np.float32(kfactor))))
-                                            store(folded + 4 * (i * d + c), x_big)
-                                            # offset times x_big as rounded: the 1 of x cancels
-                                            const = fma(x_big, minus, const)
-                                            zero = load_any(kzero + at + c * msize, kmeta)
-                                            const = fma(x, zero, const)
-                                        store(begin + 64 * i, const)
-                            skip = (lo + g) % kper  # tokens of the first atom before the group
-                            base = kcodes + (lo + g) // kper * khigh * krow
+                                    fold_scales(
+                                        qp, w, d, k_scale + here, k_zero + here, k_meta, k_size,
+                                        k_factor, minus, folded, begin,
+                                    )  # fmt: skip
+                            skip = (lo + g) % k_atom  # tokens of the first block before the group
+                            base = k_codes + (lo + g) // k_atom * k_height * k_row
                             to = s + 4 * (g - skip)
                             for i in range(w):
                                 for j in range(skip):
-                                    kept = load_one(to + i * srow + 4 * j, 0)
+                                    kept = load_one(to + i * s_row + 4 * j, 0)
                                     store_one(rest + 64 * i + 4 * j, kept)
-                            atoms = -(-(skip + tokens) // kper)
-                            for a0 in range(0, atoms, kstretch):
-                                stop = min(a0 + kstretch, atoms)
-                                if kturned:
-                                    its = turned
-                                    here = knear + (few + g - skip + a0 * kper) * trow
-                                    turn(far, turned, here, d, w, kway)
-                                at, each = meta + 4 * a0 * kper * kacross, 4 * kper * kacross
-                                if ktabled:
-                                    tabled(at, meta_gap, (stop - a0) * kper, tables, kway)
-                                    at, each = tables, kper * table_size
-                                even = a0 + (stop - a0) // kblock * kblock
-                                for a in range(a0, even, kblock):
+                            blocks = -(-(skip + tokens) // k_atom)
+                            for a0 in range(0, blocks, k_stretch):
+                                stop = min(a0 + k_stretch, blocks)
+                                if k_rope:
+                                    its = rotated
+                                    row = a.near + (few + g - skip + a0 * k_atom) * rope_row
+                                    rotate_queries(far, rotated, row, d, w, k_spec)
+                                here = meta + 4 * a0 * k_atom * k_across
+                                step = 4 * k_atom * k_across
+                                if k_table:
+                                    tabled(here, meta_gap, (stop - a0) * k_atom, tables, k_spec)
+                                    here, step = tables, k_atom * table_size
+                                even = a0 + (stop - a0) // k_block * k_block
+                                for i in range(a0, even, k_block):
                                     scores(
-                                        its, begin, base + a * khigh * krow, krow,
-                                        to + 4 * a * kper, srow, at + (a - a0) * each, meta_gap,
-                                        ktable, knear + (a - a0) * kper * trow, d, w, kblock, kway,
+                                        its, begin, base + i * k_height * k_row, k_row,
+                                        to + 4 * i * k_atom, s_row, here + (i - a0) * step,
+                                        meta_gap, k_groups, a.near + (i - a0) * k_atom * rope_row,
+                                        d, w, k_block, k_spec,
                                     )  # fmt: skip
-                                for a in range(even, stop):
+                                for i in range(even, stop):
                                     scores(
-                                        its, begin, base + a * khigh * krow, krow,
-                                        to + 4 * a * kper, srow, at + (a - a0) * each, meta_gap,
-                                        ktable, knear + (a - a0) * kper * trow, d, w, 1, kway,
+                                        its, begin, base + i * k_height * k_row, k_row,
+                                        to + 4 * i * k_atom, s_row, here + (i - a0) * step,
+                                        meta_gap, k_groups, a.near + (i - a0) * k_atom * rope_row,
+                                        d, w, 1, k_spec,
                                     )  # fmt: skip
                             for i in range(w):
                                 for j in range(skip):
                                     kept = load_one(rest + 64 * i + 4 * j, 0)
-                                    store_one(to + i * srow + 4 * j, kept)
-                    if kfold:
+                                    store_one(to + i * s_row + 4 * j, kept)
+                    if k_fold:
                         for i in range(w):
                             store(begin + 64 * i, zero16)
                     # --- scores of exact keys
-                    base = ktail + (lo - ksealed) * ktrow
+                    base = k_tail + (lo - k_packed) * k_tail_row
                     even = kn + (nt - kn) // block * block
                     for j in range(kn, even, block):
                         scores(
-                            qm, begin, base + j * ktrow, ktrow, s + 4 * j, srow, meta, meta_gap,
-                            0, 0, d, w, block, exact,
+                            qm, begin, base + j * k_tail_row, k_tail_row, s + 4 * j, s_row, meta,
+                            meta_gap, 0, 0, d, w, block, exact,
                         )  # fmt: skip
                     for j in range(even, nt):
                         scores(
-                            qm, begin, base + j * ktrow, ktrow, s + 4 * j, srow, meta, meta_gap,
-                            0, 0, d, w, 1, exact,
+                            qm, begin, base + j * k_tail_row, k_tail_row, s + 4 * j, s_row, meta,
+                            meta_gap, 0, 0, d, w, 1, exact,
                         )  # fmt: skip
                     # --- the running softmax
                     for i in range(w):
                         m = m0 + i
+                        row = s + i * s_row
                         if m >= rows:
                             for j in range(0, nt, 16):
-                                store(s + i * srow + 4 * j, zero16)
+                                store(row + 4 * j, zero16)
                             continue
                         bound = nt
-                        if causal:
+                        if a.causal:
                             bound = min(nt, max(0, n - t + m % t + 1 - lo))
-                        if left != 0:
-                            to = left + (head * rows + m) * whole(job, LEFT + 1) + 4 * lo
+                        if a.logits != 0:
+                            to = a.logits + (head * rows + m) * a.logits_row + 4 * lo
                             for j in range(0, nt, 16):
-                                store(to + 4 * j, load(s + i * srow + 4 * j))
+                                store(to + 4 * j, load(row + 4 * j))
                         bias, valid = 0, 0
-                        if whole(job, 15) != 0:
-                            at = b * whole(job, 16) + (h * rows + m) // t * whole(job, 17)
-                            bias = whole(job, 15) + at + 4 * lo
-                        if whole(job, 18) != 0:
-                            valid = whole(job, 18) + b * whole(job, 19) + h * whole(job, 20) + lo
-                        top = load_one(tops + 128 * m, 0)
-                        new, more = soften(s + i * srow, nt, bound, softcap, bias, valid, top)
-                        if new > top:
-                            shrink = exp(splat(top - new))
-                            for its_set in range(sets):
-                                for c in range(0, d, 16):
-                                    at = acc + 4 * ((its_set * padded + m) * d + c)
-                                    store(at, mul(load(at), shrink))
-                            more += load_one(tops + 128 * m + 64, 0) * lane(shrink)
-                        else:
-                            more += load_one(tops + 128 * m + 64, 0)
-                        store_one(tops + 128 * m, new)
-                        store_one(tops + 128 * m + 64, more)
-                    # --- values: packed ones, then exact ones
+                        if a.bias.address != 0:
+                            bias = at(a.bias, b, (h * rows + m) // t) + 4 * lo
+                        if a.valid.address != 0:
+                            valid = at(a.valid, b, h) + lo
+                        weigh(
+                            row, nt, bound, softcap, bias, valid, tops + 128 * m, acc + 4 * m * d,
+                            4 * padded * d, sets, d,
+                        )  # fmt: skip
+                    # --- packed values, then exact ones
                     to = acc + 4 * ((sets - 1) * padded + m0) * d
-                    if vjoint:
-                        at = lo * vmrow
-                        if vlevels:
-                            sizes(vscale + at, vn * vacross, vmeta, vsize, meta)
-                        else:
-                            numbers(
-                                vscale + at, vzero + at, vn * vacross, vfactor, voffset, vmeta,
-                                vsize, meta, meta_gap,
-                            )  # fmt: skip
-                    if vstrewn:
-                        for j in range(vn):
-                            at = (lo + j) * vmrow
-                            numbers(
-                                vscale + at, vzero + at, vacross, vfactor, voffset, vmeta, vsize,
-                                meta + 4 * j * vacross, meta_gap,
-                            )  # fmt: skip
-                    if vjoint or vstrewn:
-                        clear(meta, meta_gap, vn * vacross, -(-vn // vper) * vper * vacross)
-                    if vbits:
-                        for g in range(0, vn, vspan):
-                            if vchannel:
-                                at = (lo + g) // vspan * vmrow
-                                numbers(
-                                    vscale + at, vzero + at, d, vfactor, voffset, vmeta, vsize,
-                                    meta, meta_gap,
+                    tile_scales(
+                        v_scale, v_zero, v_meta_row, lo, vn, v_across, v_factor, v_offset, v_meta,
+                        v_size, v_levels, v_joint, v_strewn, meta, meta_gap,
+                    )  # fmt: skip
+                    if v_joint or v_strewn:
+                        clear(meta, meta_gap, vn * v_across, -(-vn // v_atom) * v_atom * v_across)
+                    if v_bits:
+                        for g in range(0, vn, v_span):
+                            if v_channel:
+                                here = (lo + g) // v_span * v_meta_row
+                                affine(
+                                    v_scale + here, v_zero + here, d, v_factor, v_offset, v_meta,
+                                    v_size, meta, meta_gap,
                                 )  # fmt: skip
-                            skip = (lo + g) % vper
-                            end = skip + min(vspan, vn - g)
-                            base = vcodes + (lo + g) // vper * vhigh * vrow
+                            skip = (lo + g) % v_atom
+                            end = skip + min(v_span, vn - g)
+                            base = v_codes + (lo + g) // v_atom * v_height * v_row
                             weights = s + 4 * (g - skip)
-                            front, full = (1 if skip > 0 else 0), end // vper
+                            front, full = (1 if skip > 0 else 0), end // v_atom
                             values(
-                                weights + 4 * front * vper, srow, base + front * vhigh * vrow, vrow,
-                                full - front, to, meta + 4 * front * vper * vacross, meta_gap,
-                                vtable, d, w, vway,
+                                weights + 4 * front * v_atom, s_row,
+                                base + front * v_height * v_row, v_row, full - front, to,
+                                meta + 4 * front * v_atom * v_across, meta_gap, v_groups, d, w,
+                                v_spec,
                             )  # fmt: skip
-                            for edge in range(
-                                2
-                            ):  # atoms with tokens of another group, or exact ones
-                                if (skip if edge == 0 else end % vper) == 0:
+                            # pack blocks that also hold tokens of another group, or exact ones
+                            for edge in range(2):
+                                if (skip if edge == 0 else end % v_atom) == 0:
                                     continue
-                                past = edge * full * vper
+                                past = edge * full * v_atom
                                 for i in range(w):
-                                    for j in range(vper):
+                                    for j in range(v_atom):
                                         x = np.float32(0.0)
                                         if skip <= past + j < end:
-                                            x = load_one(weights + i * srow + 4 * (past + j), 0)
+                                            x = load_one(weights + i * s_row + 4 * (past + j), 0)
                                         store_one(rest + 64 * i + 4 * j, x)
                                 values(
-                                    rest, 64, base + edge * full * vhigh * vrow, vrow, 1, to,
-                                    meta + 4 * past * vacross, meta_gap, vtable, d, w, vway,
+                                    rest, 64, base + edge * full * v_height * v_row, v_row, 1, to,
+                                    meta + 4 * past * v_across, meta_gap, v_groups, d, w, v_spec,
                                 )  # fmt: skip
                     values(
-                        s + 4 * vn, srow, vtail + (lo + vn - vsealed) * vtrow, vtrow, nt - vn,
-                        acc + 4 * m0 * d, meta, meta_gap, 0, d, w, exact,
+                        s + 4 * vn, s_row, v_tail + (lo + vn - v_packed) * v_tail_row, v_tail_row,
+                        nt - vn, acc + 4 * m0 * d, meta, meta_gap, 0, d, w, exact,
                     )  # fmt: skip
-            # --- this stretch's state: out not yet divided, maximum and sum
-            to = states + task * pstate
-            for its_set in range(sets):
-                for i in range(0, rows * d, 16):
-                    at = 4 * (its_set * rows * d + i)
-                    store(to + at, load(acc + 4 * (its_set * padded * d + i)))
-            for i in range(0, rows * 32, 16):
-                store(to + 4 * (sets * rows * d + i), load(tops + 4 * i))
-            if count(job + 8 * (DONE + head)) + 1 == splits:  # the head's last stretch merges all
+            finish_task(acc, tops, rows, padded, sets, d, a.states + task * state_bytes)
+            if count(job + counters + 8 * head) + 1 == splits:  # the head's last task merges
                 merge(
-                    states + head * splits * pstate, splits, rows, sets, d,
-                    out + 4 * head * sets * rows * d, lse + 4 * head * rows,
+                    a.states + head * splits * state_bytes, splits, rows, sets, d,
+                    a.out + 4 * head * sets * rows * d, a.lse + 4 * head * rows,
                 )  # fmt: skip
-        scratch[0] = 0.0  # Numba frees an array once its last use is behind
+        scratch[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
-    return Kernel(attend, f"attend {form}")
+    return Kernel(attend, f"attend {variant}")

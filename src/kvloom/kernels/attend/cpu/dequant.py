@@ -1,9 +1,10 @@
 """How packed codes become numbers in registers: what of a format is constant in compiled code.
 
-A code c of b bits is placed on top of the mantissa of 1.0: x = 1 + c / 2^b, by a shift, an and and
-an or, with no conversion. Value = c * scale + zero = x * S + Z with S = 2^b * scale, Z = zero - S.
-At 1 and 1.5 bit x is the code itself, S the scale, Z the zero; of a rotated format x is the code's
-level and there is no Z. Decides nothing about which tokens are read, nor in what order.
+A code c of b bits is placed on top of the mantissa of 1.0: x = 1 + c / 2^b, by a shift, an AND and
+an OR, without a conversion. Value = c * scale + zero = x * S + Z with S = 2^b * scale and
+Z = zero - S. At 1 and 1.5 bit x is the code itself, S the scale and Z the zero. For a rotated
+format x is the code's level, and there is no Z. Decides nothing about which tokens are read, nor in
+what order.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ...simd import (
     FP32,
     I32,
     I64,
+    SIZE,
     VF,
     VI,
     WIDTH,
@@ -30,35 +32,34 @@ from ...simd import (
     spread,
 )
 
-SIZE = {0: 4, 1: 2, 2: 2, 3: 1}  # bytes of lanes.FP32, FP16, BF16, FP8
-# Whose S and Z: nobody's (exact, or folded into the query), a channel's for all tokens at hand,
-# a token's for runs of channels, or a token's for groups that an index of the channels names, by a
-# table of their numbers where those are few (see `lookup`).
+# What has an S and a Z of its own: nothing (exact, or folded into the query); a channel, for all
+# tokens of a tile; a run of a token's channels; a group of a token's channels, found by each
+# channel's group number (MAP) or by a table of all numbers, where these are few (TABLE, `lookup`).
 NONE, CHANNEL, RUN, MAP, TABLE = range(5)
 _ONE = 0x3F800000
 
 
-class Way(NamedTuple):
-    """From what is stored to numbers; `number` is all of it as one constant."""
+class DequantSpec(NamedTuple):
+    """The constants of dequantization; `as_int` is all of them in one literal."""
 
-    twice: int = 0  # twice the bits of a code, 0: exact
-    kind: int = 0  # number format of what is exact
+    twice_bits: int = 0  # twice the bits of a code, 0: exact
+    exact: int = 0  # number format of exact tokens
     by: int = NONE
     group: int = 0  # channels of a run
-    across: int = 0  # S of one token, by run or by map
+    across: int = 0  # S of one token, for RUN and MAP
     levels: int = 0  # 1: codes are levels
-    turned: int = 0  # rotary channels of keys packed before RoPE
+    rope_dims: int = 0  # rotary channels of keys packed before RoPE
     interleaved: int = 0
 
     @property
     def bits(self) -> float:
         """Bits of a code."""
-        return self.twice / 2
+        return self.twice_bits / 2
 
     @property
     def atom(self) -> tuple[int, int]:
-        """Tokens that share bytes, and their byte rows."""
-        return ATOM[self.bits] if self.twice else (1, 1)
+        """Tokens of a pack block, and its byte rows."""
+        return ATOM[self.bits] if self.twice_bits else (1, 1)
 
     @property
     def factor(self) -> float:
@@ -71,8 +72,8 @@ class Way(NamedTuple):
         return 0.0 if self.by == TABLE or self.bits < 2 else -1.0
 
     @property
-    def number(self) -> int:
-        """This as a number, which compiled code can be made for."""
+    def as_int(self) -> int:
+        """All fields in one integer: Numba passes integers to intrinsics as literals."""
         found = 0
         for field, width in zip(self, _WIDTHS, strict=True):
             assert 0 <= field < 1 << width
@@ -83,17 +84,17 @@ class Way(NamedTuple):
 _WIDTHS = (5, 2, 3, 10, 10, 1, 10, 1)
 
 
-def way(number: int) -> Way:
-    """Invert `Way.number`."""
+def from_int(number: int) -> DequantSpec:
+    """Invert `DequantSpec.as_int`."""
     fields = []
     for width in reversed(_WIDTHS):
         fields.append(number & ((1 << width) - 1))
         number >>= width
-    return Way(*reversed(fields))
+    return DequantSpec(*reversed(fields))
 
 
-def _codes(b: Any, rows: list[Any], how: Way) -> list[Any]:
-    """x of the tokens of an atom, from its byte rows; of levels the codes, int32."""
+def _codes(b: Any, rows: list[Any], how: DequantSpec) -> list[Any]:
+    """Return x of the tokens of a pack block from its byte rows; for levels the codes, int32."""
     bits = how.bits
     numbers = [b.zext(read(b, row, ir.VectorType(ir.IntType(8), WIDTH), 1), VI) for row in rows]
 
@@ -121,7 +122,7 @@ def _codes(b: Any, rows: list[Any], how: Way) -> list[Any]:
     return found
 
 
-def _digits(b: Any, byte: Any, how: Way) -> list[Any]:
+def _digits(b: Any, byte: Any, how: DequantSpec) -> list[Any]:
     """The five digits of a number below 3^5, the lowest first.
 
     270 / 2^16 is 1 / 243 and a little more: the highest digit is the whole part of three times
@@ -136,24 +137,24 @@ def _digits(b: Any, byte: Any, how: Way) -> list[Any]:
     return found[::-1]
 
 
-def tokens(b: Any, base: Any, stride: Any, v: int, how: Way) -> list[Any]:
+def tokens(b: Any, base: Any, stride: Any, v: int, how: DequantSpec) -> list[Any]:
     """Channels 16v to 16v + 15 of the tokens of an atom: as `_codes`, or exact numbers."""
-    if not how.twice:
-        return [read_f32(b, at(b, base, v * WIDTH * SIZE[how.kind]), how.kind)]
+    if not how.twice_bits:
+        return [read_f32(b, at(b, base, v * WIDTH * SIZE[how.exact]), how.exact)]
     rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(how.atom[1])]
     return _codes(b, [at(b, row, v * WIDTH) for row in rows], how)
 
 
 class Meta(NamedTuple):
-    """Where S is, how far behind it Z, and the numbers of channels or levels."""
+    """Addresses of S, of Z (`gap` bytes behind S) and of a table of groups or levels."""
 
     base: Any
     gap: Any
-    table: Any  # int32 [d], each channel's number among S of a token; or fp32 [16], levels
-    machine: str  # what it can do
+    table: Any  # int32 [d], each channel's group; or fp32 [16], levels
+    machine: str  # instructions: avx512, avx2 or none
     kind: int = FP32  # number format of S and Z; by map, fp32
 
-    def scaled(self, b: Any, x: Any, t: int, v: int, d: int, how: Way) -> Any:
+    def scaled(self, b: Any, x: Any, t: int, v: int, d: int, how: DequantSpec) -> Any:
         """Channels 16v to 16v + 15 of token t of those at hand, from its x."""
         if how.levels:
             x = picked(b, self.machine, self.table, x, 1)
@@ -181,7 +182,7 @@ def one(b: Any, address: Any, kind: int = FP32) -> Any:
 
 
 def machine(context: Any) -> str:
-    """Which way to pick lanes by number the machine that is compiled for has."""
+    """Return the instructions for picking lanes by number: avx512, avx2 or none."""
     has = context.codegen().magic_tuple()[2].split(",")
     return "avx512" if "+avx512f" in has else "avx2" if "+avx2" in has else ""
 

@@ -1,4 +1,4 @@
-"""Numbers of few groups and codes, looked up by both at once: one instruction a vector of a token.
+"""Dequantization by table, for few groups and codes: one instruction per vector of a token.
 
 Of up to `GROUPS` groups and 4 codes a token has at most 32 numbers, code * scale + zero, which two
 registers hold. Number 16h + 4c + l is code c's in group 4h + l, so a table is made of scales and
@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...simd import F32, I64, VF, VI, WIDTH, at, call, features, fused, read, same, write
-from .dequant import MAP, TABLE, Way, way
+from .dequant import MAP, TABLE, DequantSpec, from_int
 
 GROUPS = 8
 SIZE = 128  # bytes of a token's table
@@ -26,20 +26,20 @@ _CODE = 0b01100  # where an index has its code
 _BEGINS = (6, 0, 26, 20)
 
 
-def known(how: Way) -> Way:
-    """The same way, by table where that is possible."""
+def by_table(how: DequantSpec) -> DequantSpec:
+    """Return the same spec, by table if its numbers are few and the CPU has AVX-512."""
     fits = how.by == MAP and how.across <= GROUPS and how.bits in (1.5, 2)
     return how._replace(by=TABLE) if fits and {"avx512f", "avx512bw"} <= features() else how
 
 
-def _begins(how: Way) -> tuple[int, ...]:
+def _begins(how: DequantSpec) -> tuple[int, ...]:
     return _BEGINS if how.bits == 2 else (0, 16)
 
 
 @intrinsic(prefer_literal=True)
 def place(ctx: Any, table: Any, out: Any, d: Any, how: Any) -> Any:
     """From each channel's group, int32 [d], write what is joined to its codes."""
-    n_d, its = d.literal_value, way(how.literal_value)
+    n_d, its = d.literal_value, from_int(how.literal_value)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         for v in range(0, n_d, WIDTH):
@@ -55,7 +55,7 @@ def place(ctx: Any, table: Any, out: Any, d: Any, how: Any) -> Any:
     return types.void(types.int64, types.int64, d, how), codegen
 
 
-def indices(b: Any, base: Any, v: int, how: Way, placed: Any) -> list[Any]:
+def indices(b: Any, base: Any, v: int, how: DequantSpec, placed: Any) -> list[Any]:
     """Of channels 16v to 16v + 15 of the tokens of an atom, where each one's number is."""
     groups = read(b, at(b, placed, 64 * v), VI)
     byte = read(b, at(b, base, v * WIDTH), ir.VectorType(ir.IntType(8), WIDTH), 1)
@@ -72,7 +72,7 @@ def indices(b: Any, base: Any, v: int, how: Way, placed: Any) -> list[Any]:
 
 
 def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
-    """Five digits of a number below 3^5, two at a time: see `ways`, in halves of 16 bits.
+    """Five digits of a number below 3^5, two at a time: see `dequant`, in halves of 16 bits.
 
     What is left of byte * 270 / 2^16 behind k digits is byte * 270 * 3^k, less whole numbers; a
     half has its byte twice, that is byte * 257.
@@ -88,7 +88,7 @@ def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
 
 
 def table(b: Any, meta: Any, gap: Any) -> tuple[Any, Any]:
-    """A token's table, from where its scales are; its zeros are `gap` bytes behind them."""
+    """A token's table, from the address of its scales; its zeros are `gap` bytes behind them."""
     quarter = ir.VectorType(F32, 4)
     codes = ir.Constant(VF, [float(i // 4) for i in range(WIDTH)])
     pick = ir.Constant(VI, [i % 4 for i in range(WIDTH)])
@@ -103,7 +103,7 @@ def table(b: Any, meta: Any, gap: Any) -> tuple[Any, Any]:
 @intrinsic(prefer_literal=True)
 def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, how: Any) -> Any:
     """Write the tables of `count` tokens, whose scales and zeros are as for `table`."""
-    its = way(how.literal_value)
+    its = from_int(how.literal_value)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         meta, gap, count, out = args[:4]

@@ -1,7 +1,8 @@
 """The inner loops of decode attention as LLVM instructions, made for one format.
 
-Decides how numbers in registers meet queries and weights; how codes become numbers is `ways`',
-which tokens, in what order and what happens between scores and values is `fused`'s.
+Decides how numbers in registers are multiplied with queries and weights. `dequant` makes numbers of
+codes; `decode_kernel` decides which tokens are read, in which order, and what happens between
+scores and values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numba.extending import intrinsic
 
 from ...simd import I32, I64, VF, VI, WIDTH, at, fused, in_order, read, same, summed, write
 from . import lookup
-from .dequant import CHANNEL, MAP, NONE, TABLE, Meta, Way, machine, one, tokens, way
+from .dequant import CHANNEL, MAP, NONE, TABLE, DequantSpec, Meta, from_int, machine, one, tokens
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
@@ -35,38 +36,40 @@ def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def mates(d: int, turned: int, interleaved: bool) -> list[int]:
+def mates(d: int, rope_dims: int, interleaved: bool) -> list[int]:
     """The channel that rotates with each channel; itself where it does not rotate."""
-    half = turned // 2
+    half = rope_dims // 2
 
     def mate(c: int) -> int:
-        if c >= turned:
+        if c >= rope_dims:
             return c
-        return c ^ 1 if interleaved else (c + half) % turned
+        return c ^ 1 if interleaved else (c + half) % rope_dims
 
     return [mate(c) for c in range(d)]
 
 
 @cache
-def together(d: int, how: Way) -> list[list[int]]:
+def together(d: int, how: DequantSpec) -> list[list[int]]:
     """Vectors of a token that are needed together: those that hold each other's mates."""
     of = list(range(d // WIDTH))
-    for c, mate in enumerate(mates(d, how.turned, bool(how.interleaved))):
+    for c, mate in enumerate(mates(d, how.rope_dims, bool(how.interleaved))):
         a, b = of[c // WIDTH], of[mate // WIDTH]
         of = [min(a, b) if x in (a, b) else x for x in of]
     return [[v for v, its in enumerate(of) if its == first] for first in sorted(set(of))]
 
 
-def _place(v: int, how: Way) -> int:
+def _place(v: int, how: DequantSpec) -> int:
     """Where a row has a vector's cosines: of two that are each other's mates, the first's."""
-    whole = not how.interleaved and how.turned % (2 * WIDTH) == 0
-    second = whole and how.turned // 2 <= WIDTH * v < how.turned
-    return 64 * v - (2 * how.turned if second else 0)
+    whole = not how.interleaved and how.rope_dims % (2 * WIDTH) == 0
+    second = whole and how.rope_dims // 2 <= WIDTH * v < how.rope_dims
+    return 64 * v - (2 * how.rope_dims if second else 0)
 
 
-def rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) -> dict[int, Any]:
-    """Vectors of a token turned by a row of cosines and sines [2, d], or turned back."""
-    mate, found = mates(d, how.turned, bool(how.interleaved)), {}
+def rotated(
+    b: Any, xs: dict[int, Any], row: Any, d: int, how: DequantSpec, back: bool
+) -> dict[int, Any]:
+    """Rotate vectors of a token by a row of cosines and sines [2, d], or back."""
+    mate, found = mates(d, how.rope_dims, bool(how.interleaved)), {}
     for v, x in xs.items():
         its = mate[WIDTH * v : WIDTH * (v + 1)]
         other = None
@@ -86,22 +89,22 @@ def rotated(b: Any, xs: dict[int, Any], row: Any, d: int, how: Way, back: bool) 
     return found
 
 
-RUNS = 8  # tokens to which a query is turned from two of them
+RUNS = 8  # tokens for which a query is rotated from two of them
 
 
 def _chain(
-    b: Any, q: dict[int, Any], turns: Any, lo: int, hi: int, d: int, how: Way
+    b: Any, q: dict[int, Any], rope: Any, lo: int, hi: int, d: int, how: DequantSpec
 ) -> dict[int, dict[int, Any]]:
-    """Vectors of a query turned back by lo .. hi - 1: two by table, the others from those.
+    """Rotate vectors of a query back by lo .. hi - 1: two by table, the others from those.
 
     q(j + 1) = 2 cos(w) q(j) - q(j - 1), of which errors grow: so three steps up and three down.
     """
     found: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
     middle = (lo + hi) // 2
     for j in (middle - 1, middle):
-        found[j] = rotated(b, q, at(b, turns, 8 * j * d), d, how, back=True)
+        found[j] = rotated(b, q, at(b, rope, 8 * j * d), d, how, back=True)
     for v in q:
-        cos = read(b, at(b, turns, 8 * d + _place(v, how)), VF)
+        cos = read(b, at(b, rope, 8 * d + _place(v, how)), VF)
         twice = b.fadd(cos, cos)
         for j in range(middle + 1, hi):
             found[j][v] = fused(b, twice, found[j - 1][v], b.fneg(found[j - 2][v]))
@@ -111,9 +114,9 @@ def _chain(
 
 
 @intrinsic(prefer_literal=True)
-def turn(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, how: Any) -> Any:
-    """Write w queries fp32 [w, d] turned back by a row of cosines and sines to out."""
-    n_d, n_w, its = d.literal_value, w.literal_value, way(how.literal_value)
+def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, how: Any) -> Any:
+    """Write w queries fp32 [w, d], rotated back by a row of cosines and sines, to out."""
+    n_d, n_w, its = d.literal_value, w.literal_value, from_int(how.literal_value)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         q, out, row = args[:3]
@@ -139,30 +142,30 @@ def scores(
     meta: Any,
     meta_gap: Any,
     table: Any,
-    turns: Any,
+    rope: Any,
     d: Any,
     w: Any,
     atoms: Any,
     how: Any,
 ) -> Any:
-    """Write the products of w queries and the tokens of some atoms to s.
+    """Write the products of w queries and the tokens of some pack blocks to s.
 
     q: fp32 [w, d]. start: fp32 [w, 16], what each sum begins with, spread over lanes. base, stride:
-    the first byte row, and from one to the next. meta, meta_gap, table: see `ways.Meta`. turns:
+    the first byte row, and from one to the next. meta, meta_gap, table: see `dequant.Meta`. rope:
     cosines and sines fp32 [tokens, 2, d] for keys packed before RoPE.
     """
     n_d, n_w, n_atoms = d.literal_value, w.literal_value, atoms.literal_value
-    its = way(how.literal_value)
+    its = from_int(how.literal_value)
     per = its.atom[0]
     n_tokens = n_atoms * per
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, start, base, stride, s, s_stride, meta, gap, table, turns = args[:10]
+        q, start, base, stride, s, s_stride, meta, gap, table, rope = args[:10]
         scales = Meta(meta, gap, table, machine(context))
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
         step = b.mul(stride, ir.Constant(I64, its.atom[1]))
-        chained = its.turned and n_w == 1 and n_tokens >= WIDTH - 1
+        chained = its.rope_dims and n_w == 1 and n_tokens >= WIDTH - 1
         for vs in together(n_d, its):
             qs = {
                 v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
@@ -177,18 +180,18 @@ def scores(
                 for t in range(i * per, (i + 1) * per):
                     if chained and t % RUNS == 0:
                         first = {v: qs[v][0] for v in vs}
-                        chain = _chain(b, first, turns, t, min(t + RUNS, n_tokens), n_d, its)
+                        chain = _chain(b, first, rope, t, min(t + RUNS, n_tokens), n_d, its)
                     if its.by == TABLE:
                         both = lookup.stored(b, at(b, meta, lookup.SIZE * t))
                         x = {v: lookup.found(b, both, xs[v][t - i * per]) for v in vs}
                     else:
                         x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
-                    if its.turned and not chained:
-                        x = rotated(b, x, at(b, turns, 8 * t * n_d), n_d, its, back=False)
+                    if its.rope_dims and not chained:
+                        x = rotated(b, x, at(b, rope, 8 * t * n_d), n_d, its, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         y = chain[t][v] if chained else qs[v][row]
                         acc[row][t] = fused(b, x[v], y, acc[row][t])
-                if its.by in (MAP, TABLE) or its.turned:
+                if its.by in (MAP, TABLE) or its.rope_dims:
                     in_order(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
         flat = [x for row in acc for x in row]
@@ -241,11 +244,11 @@ def values(
     w: Any,
     how: Any,
 ) -> Any:
-    """Add the values of `count` atoms, times w rows of weights p, to out fp32 [w, d].
+    """Add the values of `count` pack blocks, times w rows of weights p, to out fp32 [w, d].
 
-    meta, meta_gap, table: see `ways.Meta`.
+    meta, meta_gap, table: see `dequant.Meta`.
     """
-    n_d, n_w, its = d.literal_value, w.literal_value, way(how.literal_value)
+    n_d, n_w, its = d.literal_value, w.literal_value, from_int(how.literal_value)
     per, height = its.atom
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Cosines and sines for keys packed before RoPE, few enough to stay in the processor's cache.
+"""Cosines and sines for keys packed before RoPE, few enough to stay in the core's cache.
 
-A query turned back by p meets a key turned by j as if the key had been turned by p + j. So a kernel
-turns a query to a token of every tile, in two steps: by a multiple of `FAR`, then by what is left;
-and keys by their distance to that token. Decides the tables' form only.
+A query rotated back by p has the same product with a key rotated by j as with that key rotated by
+p + j. So a kernel rotates a query back to one token of every tile, in two steps: by a multiple of
+`FAR`, then by the rest; and it rotates keys by their distance from that token. Decides only the
+form of the tables.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch import Tensor
 from ....rope import Rope
 
 FAR = 128
-BEFORE = 8  # multiples of FAR below 0: where padding stands
-_NEAR = FAR + 640  # a step within the longest tile, from anywhere between two multiples
+BEFORE = 8  # multiples of FAR below position 0, for padding
+_NEAR = FAR + 640  # rows for any step within the longest tile
 
 
 def tables(rope: Rope, d: int, tokens: int) -> tuple[Tensor, ...]:
-    """Rows for 0, 1, 2 … and for FAR times -BEFORE … tokens / FAR: fp32 [rows, 2, d].
+    """Return rows for 0, 1, 2 … and for FAR times -BEFORE … tokens / FAR: fp32 [rows, 2, d].
 
-    A row holds the cosines of all channels, 1 where one does not rotate, and then the sines, less
-    than 0 for the first of a pair: x turned is x * cosine + its pair's other * sine.
+    A row holds the cosines of all channels, 1 for a channel that does not rotate, and then the
+    sines, negated for the first of a pair: x rotates to x * cosine + its partner * sine.
     """
     far = BEFORE + 2 + tokens // FAR
     return _tables(tuple(rope.inv_freq.tolist()), rope.interleaved, d, 1 << (far - 1).bit_length())

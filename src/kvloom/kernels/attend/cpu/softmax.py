@@ -1,6 +1,10 @@
-"""Steps between the inner loops of decode attention: scales and zeros, the softmax, the merge.
+"""Steps that both attention kernels share: scales of a tile, the running softmax, the merge.
 
-All by address; who calls them owns what is there. Decides neither formats nor order.
+Everything is read and written by address; callers own the memory. Decides neither formats nor which
+tokens are read. Importing this imports Numba.
+
+State of a task: sums of values fp32 [sets, rows, d], then per row its maximum and its sum of
+weights, 16 numbers apart. Packed values of rotated or divided formats have a set of their own.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ from ...simd import (
 
 
 @njit(inline="always")
-def numbers(scale, zero, count, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
-    """S = factor * scale and Z = zero + offset * S of so many numbers, Z `gap` bytes behind S."""
+def affine(scale, zero, count, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
+    """Write S = factor * scale and Z = zero + offset * S, `gap` bytes behind S."""
     even = count // 16 * 16
     for i in range(0, even, 16):
         big = mul(load_any(scale + i * size, kind), splat(np.float32(factor)))
@@ -46,8 +50,8 @@ def numbers(scale, zero, count, factor, offset, kind, size, out, gap):  # type: 
 
 
 @njit(inline="always")
-def sizes(scale, count, kind, size, out):  # type: ignore[no-untyped-def]
-    """So many scales where there is no zero."""
+def widen(scale, count, kind, size, out):  # type: ignore[no-untyped-def]
+    """Write scales in fp32, for formats without a zero."""
     even = count // 16 * 16
     for i in range(0, even, 16):
         store(out + 4 * i, load_any(scale + i * size, kind))
@@ -57,18 +61,93 @@ def sizes(scale, count, kind, size, out):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def clear(out, gap, begin, end):  # type: ignore[no-untyped-def]
-    """S = Z = 0 from one number to another."""
+    """Set S = Z = 0 for numbers begin to end."""
     for j in range(begin, end):
         store_one(out + 4 * j, np.float32(0.0))
         store_one(out + gap + 4 * j, np.float32(0.0))
 
 
+@njit(inline="always")
+def tile_scales(  # type: ignore[no-untyped-def]
+    scale, zero, row, lo, n, across, factor, offset, kind, size, levels, joint, strewn, out, gap
+):
+    """Write S and Z of the tokens lo to lo + n of a format per token.
+
+    joint: the head reads all scales of a row, so those of a tile are adjacent. strewn: it reads
+    `across` of them.
+    """
+    if joint:
+        if levels:
+            widen(scale + lo * row, n * across, kind, size, out)
+        else:
+            affine(
+                scale + lo * row, zero + lo * row, n * across, factor, offset, kind, size, out, gap
+            )
+    if strewn:
+        for j in range(n):
+            here = (lo + j) * row
+            to = out + 4 * j * across
+            affine(scale + here, zero + here, across, factor, offset, kind, size, to, gap)
+
+
+@njit
+def start_task(q, q_packed, scale, rows, padded, sets, d, apart, acc, qs, qps, tops):  # type: ignore[no-untyped-def]
+    """Clear sums and maxima, and write queries times scale, zeros behind the last row.
+
+    apart: whether packed keys have queries of their own, qps.
+    """
+    zero16 = splat(np.float32(0.0))
+    for i in range(0, sets * padded * d, 16):
+        store(acc + 4 * i, zero16)
+    for i in range(0, padded * d, 16):
+        inside = i < rows * d
+        store(qs + 4 * i, mul(load(q + 4 * i), splat(scale)) if inside else zero16)
+        if apart:
+            store(qps + 4 * i, mul(load(q_packed + 4 * i), splat(scale)) if inside else zero16)
+    for m in range(padded):
+        store_one(tops + 128 * m, np.float32(-np.inf))
+        store_one(tops + 128 * m + 64, np.float32(0.0))
+
+
+@njit
+def weigh(s, n, bound, softcap, bias, valid, top, acc, set_bytes, sets, d):  # type: ignore[no-untyped-def]
+    """Turn a row's logits of a tile into weights, and rescale its earlier sums to the new maximum.
+
+    top: address of the row's maximum, with its sum of weights 64 bytes behind. acc: the row's sums
+    of the first set; the other follows after set_bytes. The others as in `soften`.
+    """
+    best = load_one(top, 0)
+    new, more = soften(s, n, bound, softcap, bias, valid, best)
+    if new > best:
+        shrink = exp(splat(best - new))
+        for i in range(sets):
+            for c in range(0, d, 16):
+                at = acc + i * set_bytes + 4 * c
+                store(at, mul(load(at), shrink))
+        more += load_one(top + 64, 0) * lane(shrink)
+    else:
+        more += load_one(top + 64, 0)
+    store_one(top, new)
+    store_one(top + 64, more)
+
+
+@njit
+def finish_task(acc, tops, rows, padded, sets, d, state):  # type: ignore[no-untyped-def]
+    """Write a task's state: sums not yet divided, maxima and sums of weights."""
+    for its_set in range(sets):
+        for i in range(0, rows * d, 16):
+            to = state + 4 * (its_set * rows * d + i)
+            store(to, load(acc + 4 * (its_set * padded * d + i)))
+    for i in range(0, rows * 32, 16):
+        store(state + 4 * (sets * rows * d + i), load(tops + 4 * i))
+
+
 @njit
 def soften(s, n, bound, softcap, bias, valid, top):  # type: ignore[no-untyped-def]
-    """Turn a row's n logits into weights exp(logit - top'); returns (top', their sum).
+    """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
-    Lanes behind the last logit get weight 0. bound: logits that this row may see. bias, valid:
-    addresses or 0. top: the largest logit so far, top' with these.
+    Lanes behind the last logit get weight 0. bound: how many logits this row sees. bias, valid:
+    addresses or 0. top: the largest logit so far; top' includes these logits.
     """
     best = splat(np.float32(-np.inf))
     for j in range(0, n, 16):
@@ -97,7 +176,7 @@ def soften(s, n, bound, softcap, bias, valid, top):  # type: ignore[no-untyped-d
 
 @njit
 def merge(parts, splits, rows, sets, d, out, lse):  # type: ignore[no-untyped-def]
-    """Merge the states of a head's stretches into out [sets, rows, d] and lse [rows]."""
+    """Merge the states of a head's tasks into out [sets, rows, d] and lse [rows]."""
     size = 4 * (sets * rows * d + 32 * rows)
     zero16 = splat(np.float32(0.0))
     for i in range(0, sets * rows * d, 16):

@@ -1,8 +1,9 @@
-"""One token out of the bytes it shares with its atom's others, as LLVM instructions for one format.
+"""One token out of the bytes that its pack block shares, as LLVM instructions for one format.
 
-Decides how a chosen token comes to lie in memory as fp32 numbers: its codes are taken out of the
-atom's bytes, scales and zeros are read as they are stored (so x of `ways` is the code itself), and
-a key packed before RoPE is turned to its position: by a multiple of `turns.FAR`, then by the rest.
+Decides how a chosen token becomes fp32 numbers in memory: its codes are extracted from the block's
+bytes, scales and zeros are read as they are stored (so x of `dequant` is the code itself), and a
+key packed before RoPE is rotated to its position: by a multiple of `rope_tables.FAR`, then by the
+rest.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ...simd import FP32, I32, I64, VF, VI, WIDTH, at, read, read_f32, same, spread, write
-from .dequant import MAP, SIZE, Meta, Way, machine, way
+from ...simd import FP32, I32, I64, SIZE, VF, VI, WIDTH, at, read, read_f32, same, spread, write
+from .dequant import MAP, DequantSpec, Meta, from_int, machine
 from .microkernel import rotated, together
 
 
 @njit(inline="always")
-def out_of_atom(t, twice):  # type: ignore[no-untyped-def]
-    """What takes token t out of a byte: how far to shift, or of five digits what to multiply by."""
+def out_of_block(t, twice):  # type: ignore[no-untyped-def]
+    """Return what extracts token t from a byte: a shift, or for five digits a factor."""
     if twice == 3:
-        by = 270 * 81  # see `ways`: what is left when all digits above have been taken
+        by = 270 * 81  # see `dequant`: the fraction without all higher digits
         for _ in range(t):
             by //= 3
         return by
@@ -49,12 +50,12 @@ def unpack(
 ) -> Any:
     """Write token t of an atom to `to`, fp32 [d].
 
-    base, stride: the atom's first byte row, and from one to the next. by: `out_of_atom` of t.
-    scale, zero: the token's, in number format `kind`. table: see `ways.Meta`. room: fp32 for twice
-    as many as a token has groups by map, in whole vectors. near, far: rows of `turns` that together
-    turn a key packed before RoPE to its position.
+    base, stride: the atom's first byte row, and from one to the next. by: `out_of_block` of t.
+    scale, zero: the token's, in number format `kind`. table: see `dequant.Meta`. room: fp32 for
+    twice as many as a token has groups by map, in whole vectors. near, far: rows of `rope_tables`
+    that together rotate a key packed before RoPE to its position.
     """
-    n_d, its, number = d.literal_value, way(how.literal_value), kind.literal_value
+    n_d, its, number = d.literal_value, from_int(how.literal_value), kind.literal_value
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         to, base, stride, t, by, scale, zero, table, room, near, far = args[:11]
@@ -67,7 +68,7 @@ def unpack(
             for v in vs:
                 x = code(v) if its.levels else b.sitofp(code(v), VF)
                 xs[v] = meta.scaled(b, x, 0, v, n_d, its)
-            for row in (near, far) if its.turned else ():
+            for row in (near, far) if its.rope_dims else ():
                 xs = rotated(b, xs, row, n_d, its, back=False)
             for v, x in xs.items():
                 write(b, at(b, to, 4 * WIDTH * v), x)
@@ -76,7 +77,7 @@ def unpack(
     return types.void(*[types.int64] * 11, d, how, kind), codegen
 
 
-def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: Way) -> Any:
+def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: DequantSpec) -> Any:
     """Gives sixteen codes of a token, int32, by the number of their vector."""
     bits = how.bits
     amount = spread(b, b.trunc(by, I32))
@@ -104,7 +105,7 @@ def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: Way) -> Any:
     return lambda v: masked(byte(base, v), amount, 2 ** int(bits) - 1)
 
 
-def _widened(b: Any, meta: Meta, room: Any, how: Way) -> Meta:
+def _widened(b: Any, meta: Meta, room: Any, how: DequantSpec) -> Meta:
     """S and Z of a token's groups as fp32 in `room`, where lanes are picked from whole vectors."""
     gap = 4 * WIDTH * -(-how.across // WIDTH)
     for place, to in ((meta.base, room), (b.add(meta.base, meta.gap), at(b, room, gap))):

@@ -1,9 +1,9 @@
-"""Decode attention on the GPU by Triton kernels: which cases, and how they are called.
+"""Decode attention on CUDA tensors: which cases the Triton kernels cover, and their calls.
 
 A step of few queries attends to a packed prefix and an exact tail in one pass, or to chosen tokens
-where they lie; `gpu_packed` says how. What is not covered is said in sentences, which `dispatch`
-shows. Importing this does not import Triton, the first call does. A call reads nothing back from
-the device: its grid follows from shapes and from how many tokens are packed, which the host knows.
+where they are stored; `decode_kernel` does it. A call reads nothing back from the device: its grid
+follows from shapes and from the number of packed tokens, which the host knows. Importing this does
+not import Triton; the first call does.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...quantize.rotated import levels, rotate
+from ...quantize.spec import unknown_fields
 from .. import reference as ref
-from ..cpu.coverage import unknown
-from ..kv_view import Strand
+from ..kv_view import KVView
 from ..reference import State
 
-MOST = 8  # query rows of a step: more, and reading the keys is no longer what takes time
+MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
 _KNOWN = {"bits", "axis", "group", "meta", "transform", "residual", "unit"}
 _TRANSFORMS = {"span", "reorder", "clip", "smooth", "static", "rotate"}
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
-    """Why no kernel attends so many queries a step to tokens in these formats.
+    """Return why no kernel attends so many queries a step to tokens in these formats.
 
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
@@ -38,8 +38,8 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
         found.append(f"head_dim={like.shape[-1]} is not from 16 to {most} in {like.dtype}")
     if like.dtype == torch.bfloat16 and not like.is_cuda:
         found.append("Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there")
-    if tokens > MOST:
-        found.append(f"more than {MOST} queries a step")
+    if tokens > MAX_QUERIES:
+        found.append(f"more than {MAX_QUERIES} queries a step")
     return found
 
 
@@ -53,10 +53,10 @@ def _of_formats(d: int, *formats: Any) -> tuple[str, ...]:
 
 
 def _of_format(fmt: Any, d: int) -> list[str]:
-    """What a kernel does not know of a format; a field it has never heard of is one such thing."""
-    found = unknown(fmt, _KNOWN)
+    """Return why no kernel reads a format; a field that is unknown here is a reason."""
+    found = unknown_fields(fmt, _KNOWN)
     if fmt.transform is not None:
-        found += unknown(fmt.transform, _TRANSFORMS)
+        found += unknown_fields(fmt.transform, _TRANSFORMS)
     elif fmt.axis == "token" and d % (fmt.group or d):
         found.append(f"group={fmt.group} does not divide head_dim={d}")
     return found
@@ -64,32 +64,29 @@ def _of_format(fmt: Any, d: int) -> list[str]:
 
 def attend(
     q: Tensor,
-    keys: Strand,
-    values: Strand,
+    keys: KVView,
+    values: KVView,
     scale: float,
     *,
     causal: bool = False,
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
-    begin: int = 0,
+    products: list[Tensor] | None = None,
 ) -> State:
-    """Attend q [B, Hq, T, D] as `ref.attend` does to the N tokens of two strands, from `begin` on.
-
-    Only cases without `problems`. valid and bias have a column for each token from `begin` on.
-    """
+    """Attend q [B, Hq, T, D] as `reference.attend_views` does; nothing is added to products."""
     n = keys.tokens
     causal = causal and q.shape[2] > 1  # a single query is the last token and sees all
-    if n <= begin or not q.shape[0]:
+    if not n or not q.shape[0]:
         return _nothing(q)
     masks = _masks(valid, bias)
-    return _run(_call(q, keys, values, scale, causal, softcap, masks, None, begin, n))
+    return _run(_call(q, keys, values, scale, causal, softcap, masks, None, 0, n))
 
 
 def attend_gathered(
     q: Tensor,
-    keys: Strand,
-    values: Strand,
+    keys: KVView,
+    values: KVView,
     slots: Tensor,
     begin: int,
     scale: float,
@@ -99,23 +96,23 @@ def attend_gathered(
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> State:
-    """Attend q [B, Hq, T, D] as `ref.attend_gathered` does, to chosen tokens where they lie.
+    """Attend q [B, Hq, T, D] as `reference.attend_gathered` does, to chosen tokens where they lie.
 
     Only cases without `problems`. The tokens at slots are all packed or all exact, on either side.
     """
     lead, m, n = 0 if first is None else first[0].shape[2], slots.shape[2], keys.tokens
-    before = [Strand(None, x) for x in first or ()]
+    before = [KVView(None, x) for x in first or ()]
     both = [keys, values]
     parts = ((before, None, 0, lead), (both, slots, 0, m), (both, None, begin, n))
     states, at = [], 0
-    for strands, chosen, lo, hi in parts:  # of strands, at slots, tokens from lo to hi
+    for views, chosen, lo, hi in parts:  # of views, at slots, tokens from lo to hi
         if hi > lo and q.shape[0]:
             columns = slice(at, at + hi - lo)
             masks = _masks(
                 None if valid is None else valid[..., columns],
                 None if bias is None else bias[..., columns],
             )
-            k, v = strands
+            k, v = views
             states.append(_run(_call(q, k, v, scale, False, softcap, masks, chosen, lo, hi)))
             at += hi - lo
     return ref.merge(states) if states else _nothing(q)
@@ -142,8 +139,16 @@ def _masks(valid: Tensor | None, bias: Tensor | None) -> _Masks:
     return _Masks(valid, bias)
 
 
+@cache
+def kernels() -> Any:
+    """Import the kernels, and with them Triton."""
+    from . import decode_kernel
+
+    return decode_kernel
+
+
 class _Side(NamedTuple):
-    """Keys or values as the kernel is told of them."""
+    """The kernel arguments of keys or values."""
 
     arguments: dict[str, Any]
     constants: dict[str, Any]
@@ -153,12 +158,12 @@ class _Side(NamedTuple):
     most: int  # tokens of a tile that registers hold
 
 
-def _side(letter: str, strand: Strand) -> _Side:
-    """What the kernel is told of keys (letter k) or values (v)."""
-    tail, packed, fmt = strand.tail, strand.packed, strand.fmt
+def _side(letter: str, view: KVView) -> _Side:
+    """Return the kernel arguments of keys (letter k) or values (v)."""
+    tail, packed, fmt = view.tail, view.packed, view.fmt
     tail = tail if tail.stride(3) == 1 else tail.contiguous()
     d = tail.shape[3]
-    codes = scale = zero = group_of = divisor = table = tail  # where there is none: not read
+    codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
     meta, bits, kind, group, rotated, sealed, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
     if packed is not None:
         bits, sealed, how = fmt.bits, packed.hi, packed.channelwise
@@ -178,7 +183,7 @@ def _side(letter: str, strand: Strand) -> _Side:
             divided, divisor = True, how.divisor
         if scale.stride() != zero.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
-        if scale.dtype == torch.float8_e4m3fn:  # not all GPUs know it; the kernel does
+        if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does
             scale, zero = scale.view(torch.uint8), zero.view(torch.uint8)
         meta = [scale.stride(i) if scale.shape[i] > 1 else 0 for i in range(3)]
     names = ("codes", "scale", "zero", "group", "div", "levels", "tail")
@@ -206,14 +211,14 @@ class _Launch(NamedTuple):
     stages: int
     q: Tensor
     rotated: int  # of values: channels that are rotated together, or 0
-    stretches: int
-    turned: int  # stretches whose values are rotated
+    splits: int
+    rotated_splits: int  # splits whose values are rotated
 
 
 def _call(
     q: Tensor,
-    keys: Strand,
-    values: Strand,
+    keys: KVView,
+    values: KVView,
     scale: float,
     causal: bool,
     softcap: float | None,
@@ -222,7 +227,7 @@ def _call(
     begin: int,
     n: int,
 ) -> _Launch:
-    """How the kernels are called for a case; tensors may be on torch's meta device."""
+    """Prepare the call for a case; tensors may be on torch's meta device."""
     b, hq, t, d = q.shape
     ks, vs = _side("k", keys), _side("v", values)
     heads = keys.tail.shape[1]  # those that share what they see: of the slots, of the mask
@@ -232,7 +237,7 @@ def _call(
         heads = max(heads, masks.valid.shape[1])
     r = hq // heads
     q = q.to(keys.tail.dtype).contiguous()
-    turned = q if not ks.rotated else (_turned(q, ks.rotated).to(q.dtype))
+    rotated_q = q if not ks.rotated else (_rotated(q, ks.rotated).to(q.dtype))
     if slots is not None:
         slots = slots if slots.stride(2) == 1 else slots.contiguous()
     ends = [side.sealed for side in (ks, vs) if side.bits]
@@ -252,7 +257,7 @@ def _call(
         splits.append(min(count, -(-want * (hi - lo) // (n - begin))))
     valid, bias = masks
     arguments = {
-        "q_ptr": q, "turned_ptr": turned, **ks.arguments, **vs.arguments,
+        "q_ptr": q, "rotated_ptr": rotated_q, **ks.arguments, **vs.arguments,
         "valid_ptr": q if valid is None else valid, "bias_ptr": q if bias is None else bias,
         "slots_ptr": q if slots is None else slots,
         **_steps("valid", valid), **_steps("bias", bias), **_steps("slots", slots),
@@ -267,35 +272,34 @@ def _call(
         "VALID": valid is not None, "SOFTCAP": softcap is not None, "BIAS": bias is not None,
         "SLOTS": slots is not None,
     }  # fmt: skip
-    stretches = sum(splits)
+    splits_all = sum(splits)
     values_packed = splits[0] + (splits[1] if mixed == 2 else 0)
     return _Launch(
-        stretches * blocks, arguments, constants, form.warps, form.stages, q, vs.rotated,
-        stretches, values_packed,
+        splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotated,
+        splits_all, values_packed,
     )  # fmt: skip
 
 
 def _run(call: _Launch) -> State:
     """Launch both kernels."""
-    from . import decode_kernel as gpu_packed
-
+    by = kernels()
     b, hq, t, d = call.q.shape
-    rows, s = b * hq * t, call.stretches
+    rows, s = b * hq * t, call.splits
     new = torch.float32
     acc, ml = call.q.new_empty(rows, s, d, dtype=new), call.q.new_empty(rows, s, 2, dtype=new)
     out, lse = call.q.new_empty(b, hq, t, d, dtype=new), call.q.new_empty(b, hq, t, dtype=new)
     back = torch.empty_like(out) if call.rotated else out
     with cuda.on(call.q):
-        gpu_packed._split[(call.grid,)](
+        by._split[(call.grid,)](
             **call.arguments, acc_ptr=acc, ml_ptr=ml, **call.constants,
             num_warps=call.warps, num_stages=call.stages,
         )  # fmt: skip
-        gpu_packed._merge[(rows,)](
-            acc, ml, out, back, lse, s, call.turned, D=d, DP=call.constants["DP"], BS=16,
-            TURNED=call.rotated > 0, num_warps=4,
+        by._merge[(rows,)](
+            acc, ml, out, back, lse, s, call.rotated_splits, D=d, DP=call.constants["DP"], BS=16,
+            ROTATED=call.rotated > 0, num_warps=4,
         )  # fmt: skip
     if call.rotated:
-        out = out + _turned(back, call.rotated, back=True)
+        out = out + _rotated(back, call.rotated, back=True)
     return State(out, lse)
 
 
@@ -316,7 +320,7 @@ class _Shape(NamedTuple):
 
 
 def _form(d: int, rows: int, dtype: torch.dtype, most: int) -> _Shape:
-    """Shapes of tiles for a case: what neither spills nor needs more than 99 KiB, see `gpu_forms`.
+    """Return shapes of tiles that neither spill nor need more than 99 KiB of shared memory.
 
     most: tokens of a tile that its formats allow.
     """
@@ -347,7 +351,7 @@ def _levels(bits: float, device: torch.device) -> Tensor:
     return levels(bits).to(device)
 
 
-def _turned(x: Tensor, group: int, back: bool = False) -> Tensor:
+def _rotated(x: Tensor, group: int, back: bool = False) -> Tensor:
     """x [..., D] with groups of channels rotated, or rotated back, fp32."""
     matrix = _rotation(group, x.device)
     return (x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)).flatten(-2)

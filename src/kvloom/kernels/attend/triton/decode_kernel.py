@@ -3,15 +3,16 @@
 Split-token flash decoding. The query rows of a group (R heads x T queries) are one tile, so every
 packed byte is loaded once for all of them. Tokens are cut into regions in which keys and values
 each have one form: both packed, one packed, both exact; or chosen tokens anywhere. A program of
-`_split` owns a stretch of one region for one key/value head and leaves an unnormalized sum, the
-largest logit and the sum of the weights; `_merge` joins the stretches of a row.
+`_split` owns a range of tiles of one region for one key/value head, a split, and leaves an
+unnormalized sum, the largest logit and the sum of weights; `_merge` joins the splits of a row.
 
 A tile of BN tokens begins where bytes and groups begin: [BN / per_byte, D] bytes spread to
 [BN, D] codes by shifts along a dimension between the two, scales and zeros likewise, so each is
 loaded once. Only where tokens are chosen, and at 1.5 bits (five to a byte), does every token find
 its own byte. A code of 1, 2, 4 or 8 bits becomes 1 + c / 2^bits by a shift, an and, an or; a number
 is then x * S + Z with S = 2^bits * scale, Z = zero - S, in fp32, and enters the products in the
-model's dtype, as the reference's unpacked copy does. Sums are fp32. Reference: `ref.attend`.
+model's dtype, as the reference's unpacked copy does. Sums are fp32. Reference:
+`reference.attend`; tolerance: see `tests/kernels/test_gpu_attend.py`.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def _walk(
 
 
 @triton.jit
-def _stretch(i, splits, tiles):
+def _tiles_of(i, splits, tiles):
     """Which tiles program i of so many that share a region takes; none if it is not one of them."""
     mine = (i >= 0) & (i < splits)
     lo = tl.where(mine, (i.to(tl.int64) * tiles // tl.maximum(splits, 1)).to(tl.int32), 0)
@@ -229,7 +230,7 @@ def _stretch(i, splits, tiles):
     "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2", "t", "r",
 ])  # fmt: skip
 def _split(
-    q_ptr, turned_ptr,
+    q_ptr, rotated_ptr,
     k_codes, k_scale, k_zero, k_group, k_div, k_levels, k_tail,
     k_cb, k_ch, k_cn, k_mb, k_mh, k_mn, k_tb, k_th, k_tn, k_sealed,
     v_codes, v_scale, v_zero, v_group, v_div, v_levels, v_tail,
@@ -246,17 +247,17 @@ def _split(
     CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of a region for BM query rows of a head; grid: [stretches x heads x rows].
+    """One split of a region for BM query rows of a head; grid: [splits x heads x rows].
 
     Region 0, tokens begin to `both`: both sides in their formats (packed or not); region 1, to the
     later end of a packed prefix: MIXED (1: keys packed, 2: values); region 2, to n: both exact.
     h: heads of the slots or of the keys, `share` of the former to one of the latter. The first
     column of the mask and of the bias is that of token `begin`. With slots, region 0 is they.
     """
-    stretches = split0 + split1 + split2
+    splits = split0 + split1 + split2
     pid = tl.program_id(0)
-    i = pid % stretches
-    head = (pid // stretches).to(tl.int64)
+    i = pid % splits
+    head = (pid // splits).to(tl.int64)
     blocks = tl.cdiv(r * t, BM)
     block = head % blocks
     head = head // blocks
@@ -268,9 +269,9 @@ def _split(
     at = (head * (r * t) + o_m)[:, None] * D + o_d[None, :]
     mask = rows[:, None] & (o_d[None, :] < D)
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
-    turned = q
+    rotated = q
     if K_ROT:
-        turned = tl.load(turned_ptr + at, mask=mask, other=0.0)
+        rotated = tl.load(rotated_ptr + at, mask=mask, other=0.0)
     k_div_d, v_div_d, k_of, v_of = o_d, o_d, o_d, o_d
     if K_DIV:
         k_div_d = tl.load(k_div + hk * D + o_d, mask=o_d < D, other=0.0)
@@ -295,9 +296,9 @@ def _split(
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    lo, hi = _stretch(i, split0, tiles0)
+    lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
-        top, total, acc, turned, begin, both, lo, hi, n, t, scale, softcap,
+        top, total, acc, rotated, begin, both, lo, hi, n, t, scale, softcap,
         k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
         v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
         valid, bias, slots, o_m, o_d, heads,
@@ -305,11 +306,11 @@ def _split(
         D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, SLOTS,
     )  # fmt: skip
     if MIXED > 0:
-        lo, hi = _stretch(i - split0, split1, tiles1)
+        lo, hi = _tiles_of(i - split0, split1, tiles1)
         end = tl.maximum(k_sealed, v_sealed)
         if MIXED == 1:
             top, total, acc = _walk(
-                top, total, acc, turned, both, end, lo, hi, n, t, scale,
+                top, total, acc, rotated, both, end, lo, hi, n, t, scale,
                 softcap,
                 k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn,
                 k_sealed,
@@ -331,7 +332,7 @@ def _split(
                 D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, False,
             )  # fmt: skip
     if (K_BITS > 0 or V_BITS > 0) and not SLOTS:
-        lo, hi = _stretch(i - split0 - split1, split2, tiles2)
+        lo, hi = _tiles_of(i - split0 - split1, split2, tiles2)
         end = tl.maximum(begin, tl.maximum(k_sealed, v_sealed))
         top, total, acc = _walk(
             top, total, acc, q, end, n, lo, hi, n, t, scale, softcap,
@@ -341,46 +342,46 @@ def _split(
             0, 0, 0, False, False, 0, 0, 0, False, False,
             D, DP, BN1, CAUSAL, VALID, SOFTCAP, BIAS, False,
         )  # fmt: skip
-    place = (head * (r * t) + o_m) * stretches + i
+    place = (head * (r * t) + o_m) * splits + i
     tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
     tl.store(ml_ptr + 2 * place, top, mask=rows)
     tl.store(ml_ptr + 2 * place + 1, total, mask=rows)
 
 
-@triton.jit(do_not_specialize=["stretches", "turned"])
+@triton.jit(do_not_specialize=["splits", "rotated"])
 def _merge(
-    acc_ptr, ml_ptr, out_ptr, turned_ptr, lse_ptr, stretches, turned,
-    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, TURNED: tl.constexpr,
+    acc_ptr, ml_ptr, out_ptr, rotated_ptr, lse_ptr, splits, rotated,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """One query row: its stretches joined. The first `turned` have values that are rotated."""
+    """Merge the splits of a query row; the first `rotated` have sums of rotated values."""
     row = tl.program_id(0).to(tl.int64)
     o_d, o_s = tl.arange(0, DP), tl.arange(0, BS)
-    ml_ptr += 2 * row * stretches
-    acc_ptr += row * stretches * D
+    ml_ptr += 2 * row * splits
+    acc_ptr += row * splits * D
     tops = tl.full([BS], -float("inf"), tl.float32)
-    for s0 in range(0, stretches, BS):
-        here = s0 + o_s < stretches
+    for s0 in range(0, splits, BS):
+        here = s0 + o_s < splits
         tops = tl.maximum(tops, tl.load(ml_ptr + 2 * (s0 + o_s), mask=here, other=-float("inf")))
     top = tl.max(tops, 0)
     sub = tl.where(top == -float("inf"), 0.0, top)
     totals = tl.zeros([BS], tl.float32)
     out = tl.zeros([DP], tl.float32)
     back = tl.zeros([DP], tl.float32)
-    for s0 in range(0, stretches, BS):
+    for s0 in range(0, splits, BS):
         o = s0 + o_s
-        here = o < stretches
+        here = o < splits
         weight = tl.exp(tl.load(ml_ptr + 2 * o, mask=here, other=-float("inf")) - sub)
         totals += weight * tl.load(ml_ptr + 2 * o + 1, mask=here, other=0.0)
         mask = here[:, None] & (o_d[None, :] < D)
         acc = tl.load(acc_ptr + o[:, None] * D + o_d[None, :], mask=mask, other=0.0)
         acc = acc * weight[:, None]
-        if TURNED:
-            back += tl.sum(tl.where((o < turned)[:, None], acc, 0.0), 0)
-            acc = tl.where((o < turned)[:, None], 0.0, acc)
+        if ROTATED:
+            back += tl.sum(tl.where((o < rotated)[:, None], acc, 0.0), 0)
+            acc = tl.where((o < rotated)[:, None], 0.0, acc)
         out += tl.sum(acc, 0)
     total = tl.sum(totals, 0)
     some = tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * D + o_d, out / some, mask=o_d < D)
-    if TURNED:
-        tl.store(turned_ptr + row * D + o_d, back / some, mask=o_d < D)
+    if ROTATED:
+        tl.store(rotated_ptr + row * D + o_d, back / some, mask=o_d < D)
     tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log(some), -float("inf")))

@@ -1,8 +1,8 @@
-"""What packing asks of sixteen lanes beside `lanes`: codes, bytes and the metadata's formats.
+"""Vector operations of packing: rounding to fp16, bf16 and fp8, encoding, and codes in bytes.
 
-Decides how a number is rounded to fp16, bf16 or fp8 and how codes share bytes, to the last bit as
-torch and `ref` do: LLVM is given no leave to contract or reorder, so a quotient is a quotient.
-Knows nothing of groups. Importing this imports Numba.
+Decides how a number is rounded and how codes share bytes, to the last bit as torch and the
+reference do: no fast-math flag lets LLVM contract or reorder. Groups are handled in `tiles`.
+Importing this imports Numba.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from ...simd import (
     BF16,
+    FP8,
     FP16,
     FP32,
     I32,
@@ -26,16 +27,14 @@ from ...simd import (
     fused,
     made,
     read,
-    read_f32,
     same,
 )
 from ..reference import ATOM
 
-FP8 = 3  # e4m3, beside lanes.FP32, FP16, BF16
 I8 = ir.IntType(8)
 _SIGN = -(1 << 31)
-# per format: mantissa bits that go, the least normal number, a number whose last bit is worth the
-# least subnormal one, how far the exponents' biases are apart, mantissa bits that stay
+# per format: dropped mantissa bits, the least normal number, a number whose last bit is worth the
+# least subnormal number, the difference of exponent biases, kept mantissa bits
 _NARROW = {
     FP16: (13, 2.0**-14, 2.0**-1, 112, 10),
     BF16: (16, 0.0, 0.0, 0, 7),
@@ -48,7 +47,7 @@ def _vectors(width: int) -> tuple[Any, Any, Any]:
 
 
 def _rounded(b: Any, x: Any, kind: int) -> Any:
-    """x to the nearest number of a format, ties to even, as fp32; fp8 within its range only."""
+    """Round x to a format, ties to even, as fp32; fp8 only within its range."""
     if kind == FP32:
         return x
     floats, ints, _ = _vectors(x.type.count)
@@ -72,7 +71,7 @@ def _rounded(b: Any, x: Any, kind: int) -> Any:
 
 
 def _stored(b: Any, x: Any, kind: int) -> Any:
-    """The bits of x, a number of the format already."""
+    """Return the bits of x, which the format holds exactly."""
     if kind == FP32:
         return x
     floats, ints, _ = _vectors(x.type.count)
@@ -94,18 +93,6 @@ def _stored(b: Any, x: Any, kind: int) -> Any:
     return b.trunc(b.or_(found, sign), short)
 
 
-def _read(b: Any, address: Any, kind: int, width: int) -> Any:
-    """Numbers of a format as fp32."""
-    if kind != FP8:
-        return read_f32(b, address, kind, width)
-    floats, ints, bytes_ = _vectors(width)
-    bits = b.zext(read(b, address, bytes_, 1), ints)
-    sign = b.shl(b.and_(bits, same(0x80, ints)), same(24, ints))
-    rest = b.bitcast(b.shl(b.and_(bits, same(0x7F, ints)), same(20, ints)), floats)
-    size = b.fmul(rest, same(2.0**120, floats))
-    return b.bitcast(b.or_(b.bitcast(size, ints), sign), floats)
-
-
 def _wide(b: Any, x: Any) -> Any:
     """A scalar as a vector of one lane."""
     none = ir.Constant(ir.VectorType(x.type, 1), ir.Undefined)
@@ -113,20 +100,8 @@ def _wide(b: Any, x: Any) -> Any:
 
 
 def put_vector(b: Any, address: Any, x: Any) -> None:
-    """Store a vector anywhere."""
+    """Store a vector at an address of any alignment."""
     b.store(x, b.inttoptr(address, x.type.as_pointer()), align=1)
-
-
-@intrinsic
-def sub(ctx: Any, a: Any, b: Any) -> Any:
-    """a - b."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fsub(x, y))
-
-
-@intrinsic
-def smaller(ctx: Any, a: Any, b: Any) -> Any:
-    """The smaller of a and b, lane by lane."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 
 
 def _reduced(b: Any, x: Any, sign: str) -> Any:
@@ -143,13 +118,13 @@ def _reduced(b: Any, x: Any, sign: str) -> Any:
 
 
 @intrinsic
-def least(ctx: Any, x: Any) -> Any:
+def min_lane(ctx: Any, x: Any) -> Any:
     """The smallest lane; no NaN among them."""
     return made(types.float32(Lanes), lambda b, x: _reduced(b, x, "<"))
 
 
 @intrinsic
-def most(ctx: Any, x: Any) -> Any:
+def max_lane(ctx: Any, x: Any) -> Any:
     """The largest lane; no NaN among them."""
     return made(types.float32(Lanes), lambda b, x: _reduced(b, x, ">"))
 
@@ -170,8 +145,8 @@ def gather(ctx: Any, base: Any, slots: Any) -> Any:
 
 
 @intrinsic
-def held(ctx: Any, scale: Any) -> Any:
-    """A scale that fp8 rounds neither to 0 nor beyond its largest number."""
+def clamp_scale(ctx: Any, scale: Any) -> Any:
+    """Clamp a scale so that fp8 rounds it neither to 0 nor beyond its largest number."""
 
     def emit(b: Any, x: Any) -> Any:
         for sign, end in ((">", 2.0**-9), ("<", 448.0)):
@@ -203,23 +178,6 @@ def put_one(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
     return made(
         types.void(types.int64, types.float32, types.int64),
         lambda b, a, x, kind: _put_as(b, a, _wide(b, x), kind),
-    )
-
-
-@intrinsic(prefer_literal=True)
-def get(ctx: Any, address: Any, kind: Any) -> Any:
-    """Sixteen numbers of a format, fp8 too."""
-    fmt = kind.literal_value
-    return made(Lanes(types.int64, kind), lambda b, a, _: _read(b, a, fmt, WIDTH))
-
-
-@intrinsic(prefer_literal=True)
-def get_one(ctx: Any, address: Any, kind: Any) -> Any:
-    """One number of a format, fp8 too."""
-    fmt, zero = kind.literal_value, ir.Constant(I32, 0)
-    return made(
-        types.float32(types.int64, kind),
-        lambda b, a, _: b.extract_element(_read(b, a, fmt, 1), zero),
     )
 
 
@@ -260,7 +218,7 @@ def _joined(b: Any, parts: list[Any], bits: int) -> Any:
 
 
 def _join(b: Any, each: list[Any], bits: float) -> list[Any]:
-    """The byte rows of an atom from the codes of its tokens."""
+    """Return the byte rows of a pack block from the codes of its tokens."""
     kind = each[0].type
     if bits == 3:
         low = [b.and_(x, same(3, kind)) for x in each]
@@ -293,7 +251,7 @@ def _split(b: Any, rows: list[Any], bits: float) -> list[Any]:
 
 
 def _between(of: Any, parts: int, width: int) -> Any:
-    """Code that reads `parts` rows of bytes, makes others of them, and stores those."""
+    """Emit code that reads `parts` rows of bytes, converts them by `of` and stores the result."""
 
     def emit(b: Any, rows: Any, stride: Any, to: Any, to_stride: Any, bits: Any, *_: Any) -> None:
         kind = ir.VectorType(I8, width)
@@ -312,7 +270,7 @@ def _between(of: Any, parts: int, width: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def join(ctx: Any, codes: Any, gap: Any, to: Any, stride: Any, bits: Any, width: Any) -> Any:
-    """Pack `width` channels of an atom of tokens into its byte rows, as `ref` lays them out.
+    """Pack `width` channels of a block of tokens into its byte rows, laid out as in `reference`.
 
     codes: bytes, `gap` from a token to the next; to: byte rows, `stride` apart. bits: twice the
     format's.
@@ -323,7 +281,7 @@ def join(ctx: Any, codes: Any, gap: Any, to: Any, stride: Any, bits: Any, width:
 
 @intrinsic(prefer_literal=True)
 def split(ctx: Any, rows: Any, stride: Any, to: Any, gap: Any, bits: Any, width: Any) -> Any:
-    """Invert `join`: `width` channels of an atom's byte rows to the codes of its tokens."""
+    """Invert `join`: byte rows of a pack block to the codes of its tokens."""
     emit = _between(_split, 1, width.literal_value)
     return made(types.void(*[types.int64] * 5, width), emit)
 
@@ -338,19 +296,7 @@ def nonzero(ctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def byte(ctx: Any, address: Any) -> Any:
-    """The byte at an address."""
-    return made(types.int64(types.int64), lambda b, a: b.zext(read(b, a, I8, 1), I64))
-
-
-@intrinsic
 def clear(ctx: Any, address: Any) -> Any:
     """Store sixteen bytes of 0."""
     kind = ir.VectorType(I8, WIDTH)
     return made(types.void(types.int64), lambda b, a: put_vector(b, a, same(0, kind)))
-
-
-@intrinsic
-def slot(ctx: Any, address: Any) -> Any:
-    """The int32 at an address."""
-    return made(types.int64(types.int64), lambda b, a: b.sext(read(b, a, I32), I64))

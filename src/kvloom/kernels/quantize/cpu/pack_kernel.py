@@ -1,11 +1,13 @@
-"""Quantizing and packing in one pass, and back: one kernel each for all formats.
+"""The kernels that quantize and pack tokens in one pass, and unpack them: one each for all formats.
 
-Decides what happens in what order; the arithmetic is `ref`'s, to the last bit. Work is split into
-(batch row, head, tile of tokens); where groups reach over all heads, a row of numbers is a token of
-all heads. A tile begins and ends where bytes and groups do, so no two tasks write to one byte. Its
-numbers are widened to fp32 (fp32 itself is read in place), their ranges become scales and zeros as
-stored, these make codes, a byte each, and codes are joined: all within the caches of a core; only
-what is packed goes to memory.
+Decides the order of steps; `tiles` has the steps. Formula and byte layout: `reference`; tolerance:
+none, codes, scales and zeros are the reference's to the last bit.
+
+A task is (batch row, head, tile of tokens). Where groups span heads, a row of numbers is a token of
+all heads. A tile begins and ends where bytes and groups do, so no two tasks write to one byte. A
+task widens its numbers to fp32 (fp32 is read in place), computes scales and zeros and stores them,
+computes codes, one byte each, from the stored scales, and joins codes into bytes. All but the
+result stays in the core's caches.
 """
 
 from __future__ import annotations
@@ -14,21 +16,17 @@ from functools import cache
 
 import numpy as np
 
-from ... import cpu_runtime as team
-from ... import simd as lanes
-from ...cpu_runtime import Kernel, count, sources, whole
+from ... import cpu_runtime, simd
+from ...cpu_runtime import Kernel, at, count, sources
+from ...cpu_runtime import arguments as read_arguments
 from ...simd import div, load, store
-from .. import reference as ref
-from . import codes as numbers
-from . import rotation as butterfly
-from . import tiles
+from .. import reference
+from . import codes as codes_ops
+from . import rotation, tiles
+from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
 from .codes import clear
 from .rotation import keep_scales, restore_row, rotate_row, round_row, units
 from .tiles import (
-    CHANNEL,
-    ROTATED,
-    STATIC,
-    TOKEN,
     decode_row,
     encode_row,
     fill,
@@ -38,220 +36,224 @@ from .tiles import (
     range_of_channels,
     range_of_slots,
     range_of_tokens,
+    rope_row,
     size_of,
     split_atom,
-    turn,
     widen,
 )
 
 
 @cache
 def kernels() -> tuple[Kernel, Kernel]:
-    """Compile what packs and what unpacks; see `cpu` for how they are called."""
-    emitters = sources(butterfly, lanes, numbers, ref, team, tiles)
+    """Compile the kernels that pack and unpack; see `pack` for their calls."""
+    emitters = sources(rotation, simd, codes_ops, reference, cpu_runtime, tiles)
+    layout = PACK.dtype
 
     def pack(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
+        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
             return
-        batch, heads, across, d = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        at, n, tile = whole(job, 5), whole(job, 6), whole(job, 7)
-        how, group, groups = whole(job, 8), whole(job, 9), whole(job, 10)
-        bits, top, atom, height = whole(job, 11), whole(job, 12), whole(job, 13), whole(job, 14)
-        meta, kind = whole(job, 15), whole(job, 16)
-        group_of, slots, ends = whole(job, 17), whole(job, 18), whole(job, 19)
-        clip, divisor = whole(job, 20), whole(job, 21)
-        x, x_row, x_step = whole(job, 24), whole(job, 27), whole(job, 28)
-        codes_row, cos, sin = whole(job, 32), whole(job, 42), whole(job, 43)
-        half, interleaved = whole(job, 46), whole(job, 47) != 0
-        size, signs, mix = whole(job, 48), whole(job, 49), whole(job, 50)
-        dp = -(-d // 16) * 16
-        cols = across * dp
+        a = read_arguments(job, layout)
+        spec, tables, rope, rotate = a.spec, a.tables, a.rope, a.rotation
+        joint, d, n, number = a.joint_heads, a.head_dim, a.tokens, a.number
+        sharing, group, groups, meta = spec.sharing, spec.group, spec.groups, spec.meta
+        atom, bits, tile = spec.atom, spec.twice_bits, spec.tile
+        d_padded = -(-d // 16) * 16
+        cols = joint * d_padded
         rows = min(tile, n)
-        first, last = at // tile, -(-(at + n) // tile)
-        tasks = batch * (heads // across) * (last - first)
-        stretches = 1 if how == STATIC else rows // group if how == CHANNEL else rows
-        metas = (stretches * groups + 31) // 16 * 16
+        first, last = a.begin // tile, -(-(a.begin + n) // tile)
+        tasks = a.batch * (a.heads // joint) * (last - first)
+        ranges = 1 if sharing == STATIC else rows // group if sharing == CHANNEL else rows
+        metas = (ranges * groups + 31) // 16 * 16
         scratch = np.empty((rows + 1) * cols + 2 * metas + (rows + 16) * cols // 4 + 16, np.float32)
         wide = (scratch.ctypes.data + 63) // 64 * 64
         low = wide + 4 * rows * cols
         high = low + 4 * metas
         spare = high + 4 * metas
-        bytes_ = spare + 4 * cols
-        in_place = kind == 0 and x_step == 4 and d == dp and across == 1 and divisor + cos == 0
-        in_place = in_place and how != ROTATED
+        unpacked = spare + 4 * cols  # codes, a byte each
+        in_place = number == 0 and a.x.channel == 4 and d == d_padded and joint == 1
+        in_place = in_place and tables.divisor + rope.cos == 0 and sharing != ROTATED
         while True:
             task = count(job)
             if task >= tasks:
                 break
             part, head = task % (last - first), task // (last - first)
-            b, h = head // (heads // across), head % (heads // across) * across
-            lo, hi = max(at, (first + part) * tile), min(at + n, (first + part + 1) * tile)
+            b, h = head // (a.heads // joint), head % (a.heads // joint) * joint
+            lo = max(a.begin, (first + part) * tile)
+            hi = min(a.begin + n, (first + part + 1) * tile)
             m = hi - lo
-            codes = whole(job, 29) + b * whole(job, 30) + h * whole(job, 31)
-            scale = whole(job, 33) + b * whole(job, 34) + h * whole(job, 35)
-            zero = whole(job, 36) + b * whole(job, 37) + h * whole(job, 38)
+            codes, scale, zero = at(a.codes, b, h), at(a.scale, b, h), at(a.zero, b, h)
             # --- numbers
-            xs, row = x + b * whole(job, 25) + h * whole(job, 26) + (lo - at) * x_row, x_row
+            x, x_row = at(a.x, b, h) + (lo - a.begin) * a.x.row, a.x.row
             if not in_place:
                 for t in range(m):
-                    for i in range(across):
-                        to = wide + 4 * (t * cols + i * dp)
-                        widen(xs + t * x_row + i * whole(job, 26), x_step, kind, d, to)
-                        if cos != 0:
-                            at_row = b * whole(job, 44) + (h + i) * whole(job, 45)
-                            at_row += (lo - at + t) * 4 * half
-                            turn(to, cos + at_row, sin + at_row, half, interleaved)
+                    for i in range(joint):
+                        to = wide + 4 * (t * cols + i * d_padded)
+                        widen(x + t * x_row + i * a.x.head, a.x.channel, number, d, to)
+                        if rope.cos != 0:
+                            angle = b * rope.batch + (h + i) * rope.head
+                            angle += (lo - a.begin + t) * 4 * rope.half
+                            cos, sin = rope.cos + angle, rope.sin + angle
+                            rope_row(to, cos, sin, rope.half, rope.interleaved != 0)
                         fill(to, d)
-                        if divisor != 0:
-                            for c in range(0, dp, 16):
-                                by = load(divisor + 4 * ((h + i) * dp + c))
+                        if tables.divisor != 0:
+                            for c in range(0, d_padded, 16):
+                                by = load(tables.divisor + 4 * ((h + i) * d_padded + c))
                                 store(to + 4 * c, div(load(to + 4 * c), by))
-                xs, row = wide, 4 * cols
+                x, x_row = wide, 4 * cols
             # --- scales and zeros
             zeros, scales = low, high
-            if how == CHANNEL:
-                real = whole(job, 39)
+            if sharing == CHANNEL:
+                real = a.nonpadding.address
                 if real != 0:
-                    real += b * whole(job, 40) + h * whole(job, 41) + lo - at
+                    real = at(a.nonpadding, b, h) + lo - a.begin
                 for t in range(0, m, group):
-                    place = 4 * (t // group * dp)
+                    skip = 4 * (t // group * d_padded)
                     here = 0 if real == 0 else real + t
-                    range_of_tokens(xs + t * row, row, group, dp, here, low + place, high + place)
-                    out = (lo + t) // group * d * size_of(meta)
-                    metadata(low + place, high + place, d, top, meta, scale + out, zero + out)
-            elif how == STATIC:
-                scales, zeros = whole(job, 22), whole(job, 23)
-            elif how == ROTATED:  # norms first: scales follow from the codes
+                    range_of_tokens(
+                        x + t * x_row, x_row, group, d_padded, here, low + skip, high + skip
+                    )
+                    to = (lo + t) // group * d * size_of(meta)
+                    metadata(low + skip, high + skip, d, spec.top, meta, scale + to, zero + to)
+            elif sharing == STATIC:
+                scales, zeros = a.static_scale, a.static_zero
+            elif sharing == ROTATED:  # norms first: scales follow from the codes
                 for t in range(m):
                     to = high + 4 * t * groups
-                    rotate_row(xs + t * row, d, group, size, signs, mix, spare, to)
+                    rotate_row(
+                        x + t * x_row, d, group, rotate.size, rotate.signs, rotate.mix, spare, to
+                    )
                 units(high, m * groups, group, low)
             else:
                 for t in range(m):
-                    place = 4 * t * groups
-                    if how == TOKEN:
-                        range_of_channels(xs + t * row, d, group, low + place, high + place)
+                    skip = 4 * t * groups
+                    if sharing == TOKEN:
+                        range_of_channels(x + t * x_row, d, group, low + skip, high + skip)
                     else:
                         range_of_slots(
-                            xs + t * row, slots, ends, groups, clip, low + place, high + place
-                        )
-                out = lo * groups * size_of(meta)
-                metadata(low, high, m * groups, top, meta, scale + out, zero + out)
-            # --- codes, behind those that an atom holds already
+                            x + t * x_row, tables.slots, tables.slot_ends, groups, tables.clip,
+                            low + skip, high + skip,
+                        )  # fmt: skip
+                to = lo * groups * size_of(meta)
+                metadata(low, high, m * groups, spec.top, meta, scale + to, zero + to)
+            # --- codes, behind those that the first pack block holds already
             begun = lo % atom
-            codes += lo // atom * height * codes_row
+            codes += lo // atom * spec.atom_rows * a.codes.row
             if begun:
-                for i in range(across):
-                    here = codes + i * whole(job, 31)
-                    split_atom(here, codes_row, d, bits, bytes_ + i * dp, cols)
+                for i in range(joint):
+                    here = codes + i * a.codes.head
+                    split_atom(here, a.codes.row, d, bits, unpacked + i * d_padded, cols)
             for t in range(m):
-                place = 0
-                if how == CHANNEL:
-                    place = 4 * (t // group * dp)
-                elif how != STATIC:
-                    place = 4 * t * groups
-                to = bytes_ + (begun + t) * cols
-                if how == ROTATED:
-                    levels, ends_of = whole(job, 51), whole(job, 52)
-                    round_row(xs + t * row, d, group, levels, ends_of, bits, low + place, to)
+                skip = 0
+                if sharing == CHANNEL:
+                    skip = 4 * (t // group * d_padded)
+                elif sharing != STATIC:
+                    skip = 4 * t * groups
+                to = unpacked + (begun + t) * cols
+                if sharing == ROTATED:
+                    round_row(
+                        x + t * x_row, d, group, rotate.levels, rotate.level_ends, bits, low + skip,
+                        to,
+                    )  # fmt: skip
                 else:
                     encode_row(
-                        xs + t * row, cols, how, group, group_of, zeros + place, scales + place,
-                        top, to,
+                        x + t * x_row, cols, sharing, group, tables.group_of, zeros + skip,
+                        scales + skip, spec.top, to,
                     )  # fmt: skip
-            if how == ROTATED:
+            if sharing == ROTATED:
                 keep_scales(high, low, m * groups, meta, scale + lo * groups * size_of(meta))
             atoms = -(-(begun + m) // atom)
             for i in range((begun + m) * cols, atoms * atom * cols, 16):
-                clear(bytes_ + i)
-            for a in range(atoms):
-                for i in range(across):
-                    to = codes + i * whole(job, 31) + a * height * codes_row
-                    join_atom(bytes_ + a * atom * cols + i * dp, cols, d, bits, to, codes_row)
-        scratch[0] = 0.0  # Numba frees an array once its last use is behind
+                clear(unpacked + i)
+            for block in range(atoms):
+                for i in range(joint):
+                    to = codes + i * a.codes.head + block * spec.atom_rows * a.codes.row
+                    join_atom(
+                        unpacked + block * atom * cols + i * d_padded, cols, d, bits, to,
+                        a.codes.row,
+                    )  # fmt: skip
+        scratch[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     def unpack(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        batch, heads, across, d = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        at, n, tile = whole(job, 5), whole(job, 6), whole(job, 7)
-        how, group, groups = whole(job, 8), whole(job, 9), whole(job, 10)
-        bits, atom, height = whole(job, 11), whole(job, 13), whole(job, 14)
-        meta, kind = whole(job, 15), whole(job, 16)
-        group_of, divisor = whole(job, 17), whole(job, 21)
-        out, out_row = whole(job, 24), whole(job, 27)
-        codes_row, cos, sin = whole(job, 32), whole(job, 42), whole(job, 43)
-        half, interleaved = whole(job, 46), whole(job, 47) != 0
-        size, signs, mix = whole(job, 48), whole(job, 49), whole(job, 50)
-        dp = -(-d // 16) * 16
-        cols = across * dp
-        first, last = at // tile, -(-(at + n) // tile)
-        tasks = batch * (heads // across) * (last - first)
-        stretches = 1 if how == STATIC else tile // group + 1 if how == CHANNEL else tile
-        metas = (stretches * groups + 31) // 16 * 16
+        a = read_arguments(job, layout)
+        spec, tables, rope, rotate = a.spec, a.tables, a.rope, a.rotation
+        joint, d, n = a.joint_heads, a.head_dim, a.tokens
+        sharing, group, groups, meta = spec.sharing, spec.group, spec.groups, spec.meta
+        atom, bits, tile = spec.atom, spec.twice_bits, spec.tile
+        d_padded = -(-d // 16) * 16
+        cols = joint * d_padded
+        first, last = a.begin // tile, -(-(a.begin + n) // tile)
+        tasks = a.batch * (a.heads // joint) * (last - first)
+        ranges = 1 if sharing == STATIC else tile // group + 1 if sharing == CHANNEL else tile
+        metas = (ranges * groups + 31) // 16 * 16
         scratch = np.empty(2 * cols + 2 * metas + (tile + 16) * cols // 4 + 16, np.float32)
         wide = (scratch.ctypes.data + 63) // 64 * 64
         low = wide + 4 * cols
         high = low + 4 * metas
         spare = high + 4 * metas
-        bytes_ = spare + 4 * cols
+        unpacked = spare + 4 * cols
         while True:
             task = count(job)
             if task >= tasks:
                 break
             part, head = task % (last - first), task // (last - first)
-            b, h = head // (heads // across), head % (heads // across) * across
-            lo, hi = max(at, (first + part) * tile), min(at + n, (first + part + 1) * tile)
-            codes = whole(job, 29) + b * whole(job, 30) + h * whole(job, 31)
-            scale = whole(job, 33) + b * whole(job, 34) + h * whole(job, 35)
-            zero = whole(job, 36) + b * whole(job, 37) + h * whole(job, 38)
+            b, h = head // (a.heads // joint), head % (a.heads // joint) * joint
+            lo = max(a.begin, (first + part) * tile)
+            hi = min(a.begin + n, (first + part + 1) * tile)
+            codes, scale, zero = at(a.codes, b, h), at(a.scale, b, h), at(a.zero, b, h)
             # --- scales and zeros
             zeros, scales = low, high
             begin = lo
-            if how == CHANNEL:
+            if sharing == CHANNEL:
                 begin = lo // group * group
                 for t in range(begin, hi, group):
-                    place, held_at = 4 * ((t - begin) // group * dp), t // group * d * size_of(meta)
-                    widen(zero + held_at, size_of(meta), meta, d, low + place)
-                    widen(scale + held_at, size_of(meta), meta, d, high + place)
-            elif how == STATIC:
-                scales, zeros = whole(job, 22), whole(job, 23)
+                    skip, here = 4 * ((t - begin) // group * d_padded), t // group * d
+                    here *= size_of(meta)
+                    widen(zero + here, size_of(meta), meta, d, low + skip)
+                    widen(scale + here, size_of(meta), meta, d, high + skip)
+            elif sharing == STATIC:
+                scales, zeros = a.static_scale, a.static_zero
             else:
-                held_at = lo * groups * size_of(meta)
-                if how != ROTATED:
-                    widen(zero + held_at, size_of(meta), meta, (hi - lo) * groups, low)
-                widen(scale + held_at, size_of(meta), meta, (hi - lo) * groups, high)
+                here = lo * groups * size_of(meta)
+                if sharing != ROTATED:
+                    widen(zero + here, size_of(meta), meta, (hi - lo) * groups, low)
+                widen(scale + here, size_of(meta), meta, (hi - lo) * groups, high)
             # --- codes
             begun = lo % atom
-            codes += lo // atom * height * codes_row
-            for a in range(-(-(begun + hi - lo) // atom)):
-                for i in range(across):
-                    rows = codes + i * whole(job, 31) + a * height * codes_row
-                    split_atom(rows, codes_row, d, bits, bytes_ + a * atom * cols + i * dp, cols)
+            codes += lo // atom * spec.atom_rows * a.codes.row
+            for block in range(-(-(begun + hi - lo) // atom)):
+                for i in range(joint):
+                    here = codes + i * a.codes.head + block * spec.atom_rows * a.codes.row
+                    to = unpacked + block * atom * cols + i * d_padded
+                    split_atom(here, a.codes.row, d, bits, to, cols)
             # --- numbers
             for t in range(hi - lo):
-                place = 0
-                if how == CHANNEL:
-                    place = 4 * ((lo + t - begin) // group * dp)
-                elif how != STATIC:
-                    place = 4 * t * groups
-                if how == ROTATED:
+                skip = 0
+                if sharing == CHANNEL:
+                    skip = 4 * ((lo + t - begin) // group * d_padded)
+                elif sharing != STATIC:
+                    skip = 4 * t * groups
+                if sharing == ROTATED:
                     restore_row(
-                        bytes_ + (begun + t) * cols, d, group, size, signs, mix, whole(job, 51),
-                        bits, spare, scales + place, wide,
+                        unpacked + (begun + t) * cols, d, group, rotate.size, rotate.signs,
+                        rotate.mix, rotate.levels, bits, spare, scales + skip, wide,
                     )  # fmt: skip
                 else:
                     decode_row(
-                        bytes_ + (begun + t) * cols, cols, how, group, group_of, zeros + place,
-                        scales + place, divisor, wide,
+                        unpacked + (begun + t) * cols, cols, sharing, group, tables.group_of,
+                        zeros + skip, scales + skip, tables.divisor, wide,
                     )  # fmt: skip
-                for i in range(across):
-                    if cos != 0:
-                        at_row = b * whole(job, 44) + (h + i) * whole(job, 45)
-                        at_row += (lo - at + t) * 4 * half
-                        turn(wide + 4 * i * dp, cos + at_row, sin + at_row, half, interleaved)
-                    to = out + b * whole(job, 25) + (h + i) * whole(job, 26)
-                    narrow(wide + 4 * i * dp, d, kind, to + (lo + t - at) * out_row)
+                for i in range(joint):
+                    if rope.cos != 0:
+                        angle = b * rope.batch + (h + i) * rope.head
+                        angle += (lo - a.begin + t) * 4 * rope.half
+                        rope_row(
+                            wide + 4 * i * d_padded, rope.cos + angle, rope.sin + angle, rope.half,
+                            rope.interleaved != 0,
+                        )  # fmt: skip
+                    to = at(a.x, b, h + i) + (lo + t - a.begin) * a.x.row
+                    narrow(wide + 4 * i * d_padded, d, a.number, to)
         scratch[0] = 0.0
 
     return Kernel(pack, "pack"), Kernel(unpack, "unpack")

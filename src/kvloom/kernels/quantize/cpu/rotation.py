@@ -1,8 +1,8 @@
-"""Rotating a row of channels, rounding it to levels, and back: the steps for rotated groups.
+"""Steps for rotated groups: rotate a row of channels, round it to levels, and back.
 
-Decides nothing of the arithmetic, which is `rotated`'s to the last bit: the same sums in the same
-order. Rows of numbers are fp32, padded to whole vectors; codes are a byte each. Addresses are
-int64. Importing this imports Numba.
+The arithmetic is that of `quantize.rotated` to the last bit: the same sums in the same order. Rows
+of numbers are fp32, padded to whole vectors; codes are one byte each. Addresses are int64.
+Importing this imports Numba.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ from ...simd import (
     mul,
     read,
     same,
+    smaller,
     splat,
     spread,
     store,
     store_one,
+    sub,
     write,
 )
 from ..reference import ATOM, top
-from .codes import held, nonzero, put_vector, smaller, sub
+from .codes import clamp_scale, nonzero, put_vector
 from .tiles import narrow
 
 _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
-_MOST = 15  # the highest code of formats whose levels are met one by one
+_MAX_LINEAR = 15  # the highest code of formats whose levels are compared one by one
 
 
 def _forms(b: Any, twice: Any) -> Any:
-    """The highest code of every format there is, where twice its bits are asked for."""
+    """Yield the highest code of every format, within code that runs for twice its bits only."""
     for bits in ATOM:
         with b.if_then(b.icmp_signed("==", twice, ir.Constant(I64, int(2 * bits)))):
             yield top(bits)
@@ -62,31 +64,33 @@ def _all(b: Any, table: Any, i: int) -> Any:
     return spread(b, read(b, at(b, table, 4 * i), F32))
 
 
-def _met(b: Any, x: Any, ends: Any, levels: Any, most: int, apart: int = 1) -> tuple[Any, Any]:
-    """The codes and the levels of sixteen numbers, which meet every end, or some."""
+def _compared(
+    b: Any, x: Any, ends: Any, levels: Any, highest: int, apart: int = 1
+) -> tuple[Any, Any]:
+    """The codes and the levels of sixteen numbers, compared with every end, or with some."""
     code, level = same(0, VI), _all(b, levels, 0)
-    for i in range(most // apart):
+    for i in range(highest // apart):
         above = b.fcmp_ordered(">", x, _all(b, ends, apart * (i + 1) - 1))
         code = b.sub(code, b.sext(above, VI))
         level = b.select(above, _all(b, levels, i + 1), level)
     return code, level
 
 
-def _searched(b: Any, x: Any, ends: Any, levels: Any, most: int) -> tuple[Any, Any]:
+def _searched(b: Any, x: Any, ends: Any, levels: Any, highest: int) -> tuple[Any, Any]:
     """The same where there are 256: every sixteenth end first, then by halves between two."""
-    code = b.mul(_met(b, x, ends, levels, most, 16)[0], same(16, VI))
+    code = b.mul(_compared(b, x, ends, levels, highest, 16)[0], same(16, VI))
     for step in (8, 4, 2, 1):
         above = b.fcmp_ordered(">", x, each(b, at(b, ends, 4 * (step - 1)), code))
         code = b.select(above, b.add(code, same(step, VI)), code)
     return code, each(b, levels, code)
 
 
-def _named(b: Any, code: Any, levels: Any, most: int) -> Any:
+def _named(b: Any, code: Any, levels: Any, highest: int) -> Any:
     """The levels of sixteen codes."""
-    if most > _MOST:
+    if highest > _MAX_LINEAR:
         return each(b, levels, code)
     level = _all(b, levels, 0)
-    for i in range(most):
+    for i in range(highest):
         above = b.icmp_signed(">", code, same(i, VI))
         level = b.select(above, _all(b, levels, i + 1), level)
     return level
@@ -139,9 +143,9 @@ def nearest(ctx: Any, x: Any, ends: Any, levels: Any, bits: Any, codes: Any, to:
     """
 
     def emit(b: Any, x: Any, ends: Any, levels: Any, twice: Any, codes: Any, to: Any) -> None:
-        for most in _forms(b, twice):
-            way = _searched if most > _MOST else _met
-            code, level = way(b, x, ends, levels, most)
+        for highest in _forms(b, twice):
+            way = _searched if highest > _MAX_LINEAR else _compared
+            code, level = way(b, x, ends, levels, highest)
             put_vector(b, codes, b.trunc(code, _BYTES))
             write(b, to, level)
 
@@ -154,8 +158,8 @@ def leveled(ctx: Any, codes: Any, levels: Any, bits: Any, scale: Any, to: Any) -
 
     def emit(b: Any, codes: Any, levels: Any, twice: Any, scale: Any, to: Any) -> None:
         code = b.zext(read(b, codes, _BYTES, 1), VI)
-        for most in _forms(b, twice):
-            write(b, to, b.fmul(_named(b, code, levels, most), scale))
+        for highest in _forms(b, twice):
+            write(b, to, b.fmul(_named(b, code, levels, highest), scale))
 
     return made(types.void(types.int64, types.int64, types.int64, Lanes, types.int64), emit)
 
@@ -253,7 +257,7 @@ def rotate_row(x, d, group, size, signs, mix, spare, squares):  # type: ignore[n
 
 @njit
 def units(norm, n, group, unit):  # type: ignore[no-untyped-def]
-    """Make norms of n sums of squares, and find what each group is multiplied by."""
+    """Turn n sums of squares into norms, and compute the factor of each group."""
     for i in range(0, n, 16):
         one = root(load(norm + 4 * i))
         store(norm + 4 * i, one)
@@ -286,14 +290,14 @@ def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
         elif meta == 2:
             scale = smaller(scale, splat(np.float32(2.0**127 * 255 / 128)))
         elif meta == 3:
-            scale = held(scale)
+            scale = clamp_scale(scale)
         store(norm + 4 * i, scale)
     narrow(norm, n, meta, to)
 
 
 @njit
 def restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, to):  # type: ignore[no-untyped-def]
-    """Invert all that: d numbers from their codes and scales."""
+    """Invert the rounding and the rotation: d numbers from their codes and scales."""
     rows = group // size
     for g in range(d // group):
         at_group, by = to + 4 * g * group, splat(load_one(scale + 4 * g, 0))

@@ -1,9 +1,9 @@
-"""The steps of packing a tile of tokens, and of unpacking one.
+"""The steps of packing and unpacking a tile of tokens.
 
-Decides how one row, group or atom is treated, whatever its format: formats are told apart while
-running, a few times a row. Which tokens make a tile, and in what order the steps go, is `fused`'s.
-Rows of numbers are fp32, padded to whole vectors; codes are a byte each. Addresses are int64.
-Importing this imports Numba.
+Decides how one row, group or pack block is treated. Formats are distinguished at run time, a few
+times per row, so one kernel covers all. Which tokens form a tile, and the order of steps, is in
+`pack_kernel`. Rows of numbers are fp32, padded to whole vectors; codes are one byte each. Addresses
+are int64. Importing this imports Numba.
 """
 
 from __future__ import annotations
@@ -11,30 +11,36 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ...simd import add, div, larger, load, load_one, mul, splat, store, store_one
+from ...simd import (
+    add,
+    div,
+    larger,
+    load,
+    load_any,
+    load_byte,
+    load_i32,
+    load_one,
+    mul,
+    smaller,
+    splat,
+    store,
+    store_one,
+    sub,
+)
+from .arguments import MAPPED, TOKEN
 from .codes import (
-    byte,
+    clamp_scale,
     decode,
     encode,
     gather,
-    get,
-    get_one,
-    held,
     join,
-    least,
-    most,
+    max_lane,
+    min_lane,
     nonzero,
     put,
     put_one,
-    slot,
-    smaller,
     split,
-    sub,
 )
-
-CHANNEL, TOKEN, MAPPED, STATIC, ROTATED = range(5)
-"""What shares a scale: tokens of a channel, channels of a token, any of them; or it is given; or
-channels of a token that are rotated."""
 
 
 @njit
@@ -49,26 +55,26 @@ def _get(x, i, kind):  # type: ignore[no-untyped-def]
     if kind == 0:
         return load(x + 4 * i)
     if kind == 1:
-        return get(x + 2 * i, 1)
+        return load_any(x + 2 * i, 1)
     if kind == 2:
-        return get(x + 2 * i, 2)
-    return get(x + i, 3)
+        return load_any(x + 2 * i, 2)
+    return load_any(x + i, 3)
 
 
 @njit
 def _get_one(x, kind):  # type: ignore[no-untyped-def]
     if kind == 0:
-        return get_one(x, 0)
+        return load_one(x, 0)
     if kind == 1:
-        return get_one(x, 1)
+        return load_one(x, 1)
     if kind == 2:
-        return get_one(x, 2)
-    return get_one(x, 3)
+        return load_one(x, 2)
+    return load_one(x, 3)
 
 
 @njit
 def widen(x, step, kind, d, to):  # type: ignore[no-untyped-def]
-    """d numbers of a format, `step` bytes apart, to fp32."""
+    """Convert d numbers of a format, `step` bytes apart, to fp32."""
     even = d // 16 * 16 if step == size_of(kind) else 0
     for c in range(0, even, 16):
         store(to + 4 * c, _get(x, c, kind))
@@ -84,8 +90,8 @@ def fill(x, d):  # type: ignore[no-untyped-def]
 
 
 @njit
-def turn(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
-    """Turn `half` pairs of a row in place; products and sums are each rounded, as in `rope`."""
+def rope_row(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
+    """Rotate `half` pairs of a row in place; products and sums are rounded apart."""
     even = 0 if interleaved else half // 16 * 16
     for i in range(0, even, 16):
         a, b = load(x + 4 * i), load(x + 4 * (half + i))
@@ -103,7 +109,7 @@ def turn(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
 
 @njit
 def narrow(x, d, kind, to):  # type: ignore[no-untyped-def]
-    """d fp32 numbers to a format."""
+    """Convert d fp32 numbers to a format."""
     even, size = d // 16 * 16, size_of(kind)
     for c in range(0, even, 16):
         put(to + size * c, load(x + 4 * c), kind)
@@ -119,11 +125,11 @@ def range_of_tokens(x, row, tokens, dp, real, low, high):  # type: ignore[no-unt
     """
     some = real == 0
     for t in range(tokens if real != 0 else 0):
-        some = some or byte(real + t) != 0
+        some = some or load_byte(real + t) != 0
     for c in range(0, dp, 16):
         lo, hi = splat(np.float32(np.inf)), splat(np.float32(-np.inf))
         for t in range(tokens):
-            if real == 0 or byte(real + t) != 0:
+            if real == 0 or load_byte(real + t) != 0:
                 one = load(x + t * row + 4 * c)
                 lo, hi = smaller(one, lo), larger(one, hi)
         if not some:
@@ -140,8 +146,8 @@ def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
         for c in range(g * group + 16, (g + 1) * group, 16):
             one = load(x + 4 * c)
             lo, hi = smaller(one, lo), larger(one, hi)
-        store_one(low + 4 * g, least(lo))
-        store_one(high + 4 * g, most(hi))
+        store_one(low + 4 * g, min_lane(lo))
+        store_one(high + 4 * g, max_lane(hi))
 
 
 @njit
@@ -153,13 +159,13 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
     """
     begin = 0
     for g in range(groups):
-        end = slot(ends + 4 * g)
+        end = load_i32(ends + 4 * g)
         lo = hi = gather(x, slots + 4 * begin)
         for i in range(begin + 16, end, 16):
             one = gather(x, slots + 4 * i)
             lo, hi = smaller(one, lo), larger(one, hi)
-        store_one(low + 4 * g, least(lo) * load_one(clip + 4 * g, 0))
-        store_one(high + 4 * g, most(hi) * load_one(clip + 4 * g, 0))
+        store_one(low + 4 * g, min_lane(lo) * load_one(clip + 4 * g, 0))
+        store_one(high + 4 * g, max_lane(hi) * load_one(clip + 4 * g, 0))
         begin = end
 
 
@@ -174,7 +180,7 @@ def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-d
         step = div(sub(load(high + 4 * i), lo), splat(np.float32(top)))
         step = add(step, splat(np.float32(0.0)))
         if meta == 3:
-            step = held(step)
+            step = clamp_scale(step)
             lo = larger(smaller(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))
         store(low + 4 * i, lo)
         store(high + 4 * i, step)
@@ -188,7 +194,7 @@ def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-d
 
 @njit
 def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
-    """The codes of an atom, a byte each, to its byte rows."""
+    """Pack the codes of a pack block, one byte each, into its byte rows."""
     even = d // 16 * 16
     for c in range(0, even, 16):
         join(codes + c, gap, to + c, stride, bits, 16)
@@ -207,32 +213,32 @@ def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
 
 
 @njit
-def encode_row(x, dp, how, group, group_of, zero, scale, top, codes):  # type: ignore[no-untyped-def]
-    """A row of numbers to codes, given zeros and scales of its groups or of its channels."""
-    most_code = splat(np.float32(top))
-    if how == TOKEN:
+def encode_row(x, dp, sharing, group, group_of, zero, scale, top, codes):  # type: ignore[no-untyped-def]
+    """Encode a row of numbers, given zeros and scales of its groups or of its channels."""
+    top_code = splat(np.float32(top))
+    if sharing == TOKEN:
         for c in range(0, dp, 16):
             g = 4 * (c // group)
             z, s = splat(load_one(zero + g, 0)), splat(load_one(scale + g, 0))
-            encode(load(x + 4 * c), z, s, most_code, codes + c)
-    elif how == MAPPED:
+            encode(load(x + 4 * c), z, s, top_code, codes + c)
+    elif sharing == MAPPED:
         for c in range(0, dp, 16):
             z, s = gather(zero, group_of + 4 * c), gather(scale, group_of + 4 * c)
-            encode(load(x + 4 * c), z, s, most_code, codes + c)
+            encode(load(x + 4 * c), z, s, top_code, codes + c)
     else:
         for c in range(0, dp, 16):
             z, s = load(zero + 4 * c), load(scale + 4 * c)
-            encode(load(x + 4 * c), z, s, most_code, codes + c)
+            encode(load(x + 4 * c), z, s, top_code, codes + c)
 
 
 @njit
-def decode_row(codes, dp, how, group, group_of, zero, scale, divisor, to):  # type: ignore[no-untyped-def]
+def decode_row(codes, dp, sharing, group, group_of, zero, scale, divisor, to):  # type: ignore[no-untyped-def]
     """Invert `encode_row`: a row of codes to fp32."""
     for c in range(0, dp, 16):
-        if how == TOKEN:
+        if sharing == TOKEN:
             g = 4 * (c // group)
             z, s = splat(load_one(zero + g, 0)), splat(load_one(scale + g, 0))
-        elif how == MAPPED:
+        elif sharing == MAPPED:
             z, s = gather(zero, group_of + 4 * c), gather(scale, group_of + 4 * c)
         else:
             z, s = load(zero + 4 * c), load(scale + 4 * c)

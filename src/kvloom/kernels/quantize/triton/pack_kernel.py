@@ -1,14 +1,14 @@
 """Triton: quantize and pack in one pass, and back.
 
-The arithmetic and the layout are those of `ref`, to the last bit: quotients are IEEE's, a code is
-rounded half to even by adding 1.5 * 2^23, metadata are rounded in integers. So these run without
-contracting a product and a sum into one rounding (enable_fp_fusion=False).
+The arithmetic and the layout are those of the reference to the last bit: quotients are IEEE's, a
+code is rounded half to even by adding 1.5 * 2^23, metadata are rounded in integers. So these run
+without contracting a product and a sum into one rounding (enable_fp_fusion=False).
 
 A tile is [A atoms, P tokens, D channels]; P is the atom's tokens, or 8 for the 5 of 1.5 bits. A
 program of `pack` owns a tile: per channel, one group of tokens. Loads of neighboring channels are
 contiguous, and a byte is the sum of its tokens' shares, so bytes that are begun are added to.
 
-Reference: `ref.quantize`, `ref.pack_codes`, `ref.dequantize`. Tolerance: none; unpacking rounds
+Reference: `reference.quantize`, `pack_codes`, `dequantize`. Tolerance: none; unpacking rounds
 code * scale + zero once, as torch does, where the interpreter rounds twice if metadata are fp32.
 """
 
@@ -22,7 +22,7 @@ _VARY = ["begin", "n", "lo", "hi", "real_row", "real_head"]
 
 
 @triton.jit
-def held(x, META: tl.constexpr):
+def round_to(x, META: tl.constexpr):
     """X fp32 rounded to nearest even as the metadata dtype (0 fp32, 1 fp16, 2 bf16, 3 e4m3)."""
     if META == 1:
         x = x.to(tl.float16).to(tl.float32)
@@ -72,17 +72,17 @@ def as_float(x, META: tl.constexpr):
 
 @triton.jit
 def metadata(low, high, TOP: tl.constexpr, META: tl.constexpr):
-    """Scale and zero, as held, of groups from low to high."""
+    """Scale and zero, as stored, of groups from low to high."""
     scale = tl.div_rn(high - low, tl.full(low.shape, TOP, tl.float32))
     if META == 3:
         scale = tl.where(scale > 0, tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scale)
         low = tl.minimum(tl.maximum(low, -448.0), 448.0)
-    return held(scale, META), held(low, META)
+    return round_to(scale, META), round_to(low, META)
 
 
 @triton.jit
 def encode(x, scale, zero, TOP: tl.constexpr):
-    """Codes int32 of x, given what is held of its groups."""
+    """Codes int32 of x, given the stored scale and zero of its groups."""
     some = scale > 0
     ratio = tl.div_rn(x - zero, tl.where(some, scale, 1.0))
     ratio = tl.minimum(tl.maximum(ratio, 0.0), TOP * 1.0)
@@ -140,7 +140,7 @@ def pack(
 ):  # fmt: skip
     """Quantize and pack a tile of the n tokens behind `begin`.
 
-    Grid: (tiles of A atoms, row and head, stretches of DB channels). CHANNEL: a tile is a group of
+    Grid: (tiles of A atoms, row and head, ranges of DB channels). CHANNEL: a tile is a group of
     tokens, their number divides `begin`. Else: groups of G channels, all in one tile. BEGUN: the
     first atom holds tokens already. CODES: whether to store codes too.
     """

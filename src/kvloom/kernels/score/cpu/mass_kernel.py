@@ -1,12 +1,12 @@
-"""Attention mass per key, compiled: tiles of logits in registers, rows normalised at once.
+"""Attention mass per key, compiled: tiles of logits in registers, rows normalized in place.
 
-Decides what happens in what order. Keys are laid out in panels first (`panels`). A task of `mass`
-is a head and every `splits`-th block of its query rows: tile by tile, products of the block's rows
-and the keys become exp(logit - the row's largest of this tile); when a row's sum is known, the
-tiles are added up by key, each row's part times exp(largest - lse). So products and exponentials
-are taken once, and what is held of the attention matrix is one block of rows. `step` does the same
-with the products that a decode step's attention has left behind. References are `ref.column_mass`
-and `ref.step_mass`; `lowest` finds the slot that is given up then.
+Decides the order of steps. `panels` lays out keys as fp32 panels first. A task of `mass` is a head
+and every `splits`-th block of its query rows. Tile by tile, products of the block's rows and the
+keys become exp(logit - the row's largest of this tile). Once a row's sum is final, tiles are summed
+by key, each row's part times exp(largest - lse). So products and exponentials are computed once,
+and only one block of rows of the attention matrix is stored. `step` does the same with the products
+that a decode step's attention leaves. `lowest` finds the slot to evict. References: `column_mass`,
+`step_mass` and `lowest` of `reference`; tolerance: relative 1e-4.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ... import cpu_runtime as team
-from ... import simd as lanes
-from ...cpu_runtime import Kernel, count, real, sources, whole
+from ... import cpu_runtime, simd
+from ...cpu_runtime import Kernel, at, count, sources, store_int
+from ...cpu_runtime import arguments as read_arguments
 from ...simd import (
     BF16,
     FP16,
@@ -43,45 +43,45 @@ from ...simd import (
 )
 from .. import noise
 from ..noise import A, B
-from . import microkernel as micro
-from .microkernel import before, behind, gaussian, gumbel, is_in, mixed, products, write_whole
+from . import microkernel
+from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS
+from .microkernel import before, behind, gaussian, gumbel, is_in, mixed, products
 
 TILE = 256  # keys
-NONE, GUMBEL, GAUSSIAN = 0, 1, 2  # noise; one that is constant changes no softmax
 
 
 @njit
-def _lay(to, apart, numbers, at, step, kind, factor):  # type: ignore[no-untyped-def]
-    """Write so many numbers of a format, `step` bytes apart, as fp32 times a factor; 0 if at is."""
-    if at == 0:
+def _widen(to, apart, numbers, source, step, kind, factor):  # type: ignore[no-untyped-def]
+    """Write numbers of a format as fp32 times a factor, zeros if source is 0."""
+    if source == 0:
         for i in range(numbers):
             store_one(to + i * apart, np.float32(0.0))
     elif kind == FP32:
         for i in range(numbers):
-            store_one(to + i * apart, load_one(at + i * step, FP32) * factor)
+            store_one(to + i * apart, load_one(source + i * step, FP32) * factor)
     elif kind == FP16:
         for i in range(numbers):
-            store_one(to + i * apart, load_one(at + i * step, FP16) * factor)
+            store_one(to + i * apart, load_one(source + i * step, FP16) * factor)
     else:
         for i in range(numbers):
-            store_one(to + i * apart, load_one(at + i * step, BF16) * factor)
+            store_one(to + i * apart, load_one(source + i * step, BF16) * factor)
 
 
 @njit(inline="always")
-def _state(job, head, row):  # type: ignore[no-untyped-def]
+def _state(options, head, row):  # type: ignore[no-untyped-def]
     """The hash of what noise depends on beside the key."""
-    state = mixed((whole(job, 38) + head * A) & 0xFFFFFFFF)
-    if whole(job, 40) != 0:  # fixed
+    state = mixed((options.seed + head * A) & 0xFFFFFFFF)
+    if options.fixed_noise != 0:
         return state
-    return mixed((state + (whole(job, 39) + row) * B) & 0xFFFFFFFF)
+    return mixed((state + (options.first_query + row) * B) & 0xFFFFFFFF)
 
 
 @njit
-def _soften(s, to, lo, begin, end, softcap, cool, bias, valid, keys, kind, state):  # type: ignore[no-untyped-def]
+def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, valid, keys, kind, state):  # type: ignore[no-untyped-def]
     """Turn a row's products s into exp(logit - top); returns (top, their sum).
 
-    s, to: fp32 [end - lo], of the keys lo to end, of which the row sees those from begin. cool:
-    1 / tau. bias, valid, keys: addresses of key 0's, or 0.
+    s, to: fp32 [end - lo], of the keys lo to end, of which the row sees those from begin.
+    inverse_tau: 1 / tau. bias, valid, keys: addresses of key 0's, or 0.
     """
     best = splat(np.float32(-np.inf))
     for j in range(lo, end, 16):
@@ -96,7 +96,7 @@ def _soften(s, to, lo, begin, end, softcap, cool, bias, valid, keys, kind, state
             x = add(x, gumbel(state, keys + 4 * j))
         elif kind == GAUSSIAN:
             x = add(x, gaussian(state, keys + 4 * j))
-        x = mul(x, splat(cool))
+        x = mul(x, splat(inverse_tau))
         if valid != 0:
             x = seen(x, valid + j)
         if j < begin:
@@ -123,9 +123,9 @@ def _add_up(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
         a2, a3 = load(to + 4 * c + 128), load(to + 4 * c + 192)
         for i in range(rows):
             f = splat(load_one(factors + 4 * i, FP32))
-            at = s + i * stride + 4 * c
-            a0, a1 = fma(load(at), f, a0), fma(load(at + 64), f, a1)
-            a2, a3 = fma(load(at + 128), f, a2), fma(load(at + 192), f, a3)
+            row = s + i * stride + 4 * c
+            a0, a1 = fma(load(row), f, a0), fma(load(row + 64), f, a1)
+            a2, a3 = fma(load(row + 128), f, a2), fma(load(row + 192), f, a3)
         store(to + 4 * c, a0)
         store(to + 4 * c + 64, a1)
         store(to + 4 * c + 128, a2)
@@ -138,106 +138,98 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _options(job, b, h, head):  # type: ignore[no-untyped-def]
+def _options(options, b, h, head):  # type: ignore[no-untyped-def]
     """Addresses of a head's bias, its keys' flags and indices, and its rows' weights; or 0."""
     bias, valid, keys, weights = 0, 0, 0, 0
-    if whole(job, 26) != 0:
-        bias = whole(job, 26) + b * whole(job, 27) + head * whole(job, 28)
-    if whole(job, 29) != 0:
-        valid = whole(job, 29) + b * whole(job, 30) + h * whole(job, 31)
-    if whole(job, 32) != 0:
-        weights = whole(job, 32) + b * whole(job, 33)
-    if whole(job, 34) != 0:
-        keys = whole(job, 34) + b * whole(job, 35) + h * whole(job, 36)
+    if options.bias.address != 0:
+        bias = at(options.bias, b, head)
+    if options.valid.address != 0:
+        valid = at(options.valid, b, h)
+    if options.row_weights.address != 0:
+        weights = options.row_weights.address + b * options.row_weights.batch
+    if options.key_index.address != 0:
+        keys = at(options.key_index, b, h)
     return bias, valid, keys, weights
 
 
 @cache
 def panels(vectors: int) -> Any:
-    """Compile what lays keys out as fp32 [N / panel, D, panel], 0 behind the last.
+    """Compile the kernel that lays out keys as fp32 [N / panel, D, panel], 0 behind the last.
 
-    panel: 16 * vectors. A task is a head and a tile. See `cpu.column_mass` for how it is called.
+    panel: 16 * vectors. A task is a head and a tile. See `mass.column_mass` for the call.
     """
     panel = 16 * vectors
-    emitters = sources(lanes, micro, noise, team)
+    emitters = sources(simd, microkernel, noise, cpu_runtime)
+
+    layout = PANELS.dtype
 
     def panels(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
+        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
             return
-        batch, n, d, h0, h1 = (
-            whole(job, 1),
-            whole(job, 4),
-            whole(job, 5),
-            whole(job, 6),
-            whole(job, 7),
-        )
-        key, channel, kind = whole(job, 19), whole(job, 20), whole(job, 21)
+        a = read_arguments(job, layout)
+        n, d, heads = a.tokens, a.head_dim, a.end_head - a.first_head
         tiles = -(-n // TILE)
         while True:
             task = count(job)
-            if task >= batch * (h1 - h0) * tiles:
+            if task >= a.batch * heads * tiles:
                 break
             head, tile = task // tiles, task % tiles
-            b, h = head // (h1 - h0), h0 + head % (h1 - h0)
-            base = whole(job, 16) + b * whole(job, 17) + h * whole(job, 18)
-            to = whole(job, 22) + 4 * task * TILE * d
+            b, h = head // heads, a.first_head + head % heads
+            base, to = at(a.keys, b, h), a.panels + 4 * task * TILE * d
             for j in range(TILE):
-                at = base + (tile * TILE + j) * key if tile * TILE + j < n else 0
+                key = base + (tile * TILE + j) * a.keys.row if tile * TILE + j < n else 0
                 there = to + 4 * (j // panel * panel * d + j % panel)
-                _lay(there, 4 * panel, d, at, channel, kind, np.float32(1.0))
+                _widen(there, 4 * panel, d, key, a.keys.channel, a.number, np.float32(1.0))
 
     return Kernel(panels, "panels of keys")
 
 
 @cache
 def mass(once: int, vectors: int) -> Any:
-    """Compile what adds attention up by key; see `cpu.column_mass` for how it is called.
+    """Compile the kernel that sums attention by key; see `mass.column_mass` for the call.
 
     once: query rows whose products with 16 * vectors keys are taken at once.
     """
     panel = 16 * vectors
-    emitters = sources(lanes, micro, noise, team)
+    emitters = sources(simd, microkernel, noise, cpu_runtime)
+
+    layout = MASS.dtype
+    scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def mass(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        batch, r, t, n, d = (
-            whole(job, 1),
-            whole(job, 2),
-            whole(job, 3),
-            whole(job, 4),
-            whole(job, 5),
-        )
-        h0, h1, splits, blocks = whole(job, 6), whole(job, 7), whole(job, 8), whole(job, 9)
-        scale, softcap = np.float32(real(job, 41)), np.float32(real(job, 42))
-        cool, window, noisy = np.float32(real(job, 43)), whole(job, 44), whole(job, 37)
-        row, channel, kind = whole(job, 14), whole(job, 15), whole(job, 21)
-        tiles, room = -(-n // TILE), once * blocks  # rows of a block
+        a = read_arguments(job, layout)
+        options, r, t, n, d = a.options, a.group, a.queries, a.tokens, a.head_dim
+        heads, splits, window = a.end_head - a.first_head, a.splits, a.window
+        scale, softcap = np.float32(a.scale), np.float32(a.softcap)
+        inverse_tau, noisy = np.float32(a.inverse_tau), options.noise
+        tiles, room = -(-n // TILE), once * a.blocks  # rows of a block
         srow, zero16 = 4 * TILE, splat(np.float32(0.0))
-        s = whole(job, 24) + count(job + 8 * 45) * whole(job, 25)  # [tiles, room, TILE]
+        s = a.scratch + count(job + scratch_counter) * a.scratch_bytes  # [tiles, room, TILE]
         qs = s + tiles * room * srow  # queries times scale [blocks, D, once]
         tops = qs + 4 * room * d  # [tiles, room], a row's largest logit in a tile; its factor then
         best = tops + 4 * tiles * room  # [room], largest so far, and sum
         sums = best + 4 * room
         while True:
             task = count(job)
-            if task >= batch * (h1 - h0) * r * splits:
+            if task >= a.batch * heads * r * splits:
                 break
             split, head = task % splits, task // splits
             group, member = head // r, head % r
-            b, h = group // (h1 - h0), h0 + group % (h1 - h0)
+            b, h = group // heads, a.first_head + group % heads
             head = h * r + member
-            keys = whole(job, 22) + 4 * group * tiles * TILE * d
-            to = whole(job, 23) + 4 * ((split * batch + b) * whole(job, 10) + head) * tiles * TILE
-            base = whole(job, 11) + b * whole(job, 12) + head * whole(job, 13)
-            bias, valid, index, weights = _options(job, b, h, head)
+            keys = a.panels + 4 * group * tiles * TILE * d
+            to = a.mass + 4 * ((split * a.batch + b) * a.query_heads + head) * tiles * TILE
+            base = at(a.q, b, head)
+            bias, valid, index, weights = _options(options, b, h, head)
             for row0 in range(split * room, t, splits * room):
                 rows = min(room, t - row0)
                 used = -(-rows // once)
                 for i in range(used * once):
                     there = qs + 4 * (i // once * once * d + i % once)
-                    at = base + (row0 + i) * row if i < rows else 0
-                    _lay(there, 4 * once, d, at, channel, kind, scale)
+                    query = base + (row0 + i) * a.q.row if i < rows else 0
+                    _widen(there, 4 * once, d, query, a.q.channel, a.number, scale)
                 for i in range(rows):
                     store_one(best + 4 * i, np.float32(-np.inf))
                     store_one(sums + 4 * i, np.float32(0.0))
@@ -259,8 +251,9 @@ def mass(once: int, vectors: int) -> Any:
                         top, more, done = np.float32(-np.inf), np.float32(0.0), 0
                         if end > begin:
                             top, more = _soften(
-                                its + i * srow, its + i * srow, lo, begin, end, softcap, cool,
-                                bias, valid, index, noisy, _state(job, head, row0 + i),
+                                its + i * srow, its + i * srow, lo, begin, end, softcap,
+                                inverse_tau,
+                                bias, valid, index, noisy, _state(options, head, row0 + i),
                             )  # fmt: skip
                             done = (end - lo + 15) // 16 * 16
                         for j in range(done, TILE, 16):
@@ -294,39 +287,37 @@ def mass(once: int, vectors: int) -> Any:
 
 @cache
 def step() -> Any:
-    """Compile what makes mass of a step's products; see `cpu.step_mass` for how it is called.
+    """Compile the kernel that turns a step's products into mass; see `mass.step_mass` for the call.
 
     A task is a head.
     """
-    emitters = sources(lanes, micro, noise, team)
+    emitters = sources(simd, microkernel, noise, cpu_runtime)
+
+    layout = STEP_MASS.dtype
+    scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def step(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        batch, r, t, n, hq = (
-            whole(job, 1),
-            whole(job, 2),
-            whole(job, 3),
-            whole(job, 4),
-            whole(job, 10),
-        )
-        softcap, cool, noisy = np.float32(real(job, 42)), np.float32(real(job, 43)), whole(job, 37)
+        a = read_arguments(job, layout)
+        options, t, n, hq = a.options, a.queries, a.tokens, a.query_heads
+        softcap, inverse_tau = np.float32(a.softcap), np.float32(a.inverse_tau)
         padded, zero16 = -(-n // 16) * 16, splat(np.float32(0.0))
-        scratch = whole(job, 24) + count(job + 8 * 45) * whole(job, 25)
+        scratch = a.scratch + count(job + scratch_counter) * a.scratch_bytes
         while True:
             task = count(job)
-            if task >= batch * hq:
+            if task >= a.batch * hq:
                 break
             b, head = task // hq, task % hq
-            bias, valid, index, weights = _options(job, b, head // r, head)
-            to = whole(job, 23) + 4 * task * padded
+            bias, valid, index, weights = _options(options, b, head // a.group, head)
+            to = a.mass + 4 * task * padded
             for i in range(t):
-                s = whole(job, 22) + (task * t + i) * whole(job, 21)
+                s = a.products + (task * t + i) * a.product_row
                 end = n - t + i + 1
                 row = to if i == 0 else scratch
                 top, more = _soften(
-                    s, row, 0, 0, end, softcap, cool, bias, valid, index, noisy,
-                    _state(job, head, i),
+                    s, row, 0, 0, end, softcap, inverse_tau, bias, valid, index, options.noise,
+                    _state(options, head, i),
                 )  # fmt: skip
                 factor = np.float32(0.0)
                 if top > np.float32(-np.inf):
@@ -346,26 +337,28 @@ def step() -> Any:
 
 @cache
 def lowest() -> Any:
-    """Compile what finds the slot of the lowest score; see `cpu.lowest` for how it is called."""
-    emitters = sources(lanes, micro, team)
+    """Compile the search for the slot of the lowest score; see `mass.lowest` for the call."""
+    emitters = sources(simd, microkernel, cpu_runtime)
+
+    layout = LOWEST.dtype
 
     def lowest(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        n, end, see, minus = whole(job, 2), whole(job, 3), whole(job, 6), splat(np.float32(-1.0))
-        for head in range(whole(job, 1)):
-            scores, index = whole(job, 4) + 4 * head * n, whole(job, 5) + 4 * head * n
-            best, at = np.float32(np.inf), 0
+        a = read_arguments(job, layout)
+        n, end, minus = a.tokens, a.before, splat(np.float32(-1.0))
+        for head in range(a.heads):
+            scores, index = a.scores + 4 * head * n, a.index + 4 * head * n
+            best, slot = np.float32(np.inf), 0
             for j in range(0, n, 16):
-                # what is behind the last score: the whole vector, shifted
-                k = max(0, min(j, n - 16))
+                k = max(0, min(j, n - 16))  # the last vector overlaps the one before
                 x = load(scores + 4 * k)
-                if see != 0:
-                    x = seen(x, see + head * n + k)
+                if a.visible != 0:
+                    x = seen(x, a.visible + head * n + k)
                 x = before(x, index + 4 * k, end)
                 low = -largest(mul(x, minus))
                 if low < best:
-                    best, at = low, k + is_in(x, low)
-            write_whole(whole(job, 7) + 8 * head, at)
+                    best, slot = low, k + is_in(x, low)
+            store_int(a.slots + 8 * head, slot)
 
     return Kernel(lowest, "lowest score")

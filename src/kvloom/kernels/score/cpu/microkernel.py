@@ -1,4 +1,4 @@
-"""What scoring needs in registers: tiles of products, logarithms, noise from counters.
+"""The inner loops of scoring: tiles of products, logarithms, and noise from counters.
 
 Decides instructions; what is summed over which rows is `mass`'s. Lanes are those of
 `kernels.simd`. Importing this imports Numba.
@@ -115,17 +115,6 @@ def is_in(ctx: Any, x: Any, wanted: Any) -> Any:
         return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, found), I64)
 
     return types.int64(Lanes, types.float32), codegen
-
-
-@intrinsic
-def write_whole(ctx: Any, address: Any, x: Any) -> Any:
-    """Store an int64."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        write(b, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
 
 
 def _log(b: Any, x: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Attention mass per key on CUDA tensors: which cases, and how the kernels are called.
+"""Attention mass on CUDA tensors: which cases the Triton kernels cover, and their calls.
 
-What is not covered is said in sentences. Importing this does not import Triton, the first call
-does.
+Importing this does not import Triton; the first call does.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from torch import Tensor
 from ... import triton_runtime as cuda
 from ..noise import Noise
 
-MOST = 8  # queries of a step whose logits are kept
+MAX_QUERIES = 8  # of a step whose logits are stored
 _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
 
 
 def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
-    """Why the mass of keys k [B, Hk, N, D] is left to another backend."""
+    """Return why no kernel sums the attention of q to keys k [B, Hk, N, D]; empty if one does."""
     found = cuda.problems(k, _WIDEST)
     if q.dtype != k.dtype:
         found.append(f"queries are {q.dtype}, keys {k.dtype}")
@@ -42,14 +41,8 @@ def column_mass(
     window: int | None = None,
     noise: Noise | None = None,
     tau: float = 1.0,
-    lse: Tensor | None = None,
 ) -> Tensor:
-    """Sum of attention over the rows of q [B, Hq, T, D] for each key, as `ref.column_mass` says.
-
-    Only cases without `problems`. lse: fp32 [B, Hq, T], the log-sum-exp of every row of exactly
-    these logits, where the caller knows it: it saves one of two passes. Up to `MOST` queries the
-    keys are read once in any case.
-    """
+    """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:
@@ -71,35 +64,34 @@ def column_mass(
         "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VALID": valid is not None,
         "WINDOW": window is not None,
     }  # fmt: skip
-    kernels = _kernels()
+    by = kernels()
     has: dict[str, Any] = {"REAL": real is not None}
     exact = q.dtype == torch.float32
-    if t <= MOST and lse is None:
+    if t <= MAX_QUERIES:
         rows, keys = hq // hk * t, 32 if exact else 64
         logits = mass.new_empty(b, hq, t, n)
         parts = mass.new_empty(b, hq, t, -(-n // keys))
         cuda.launch(
-            kernels.step_logits, (parts.shape[3], b * hk), q,
+            by.step_logits, (parts.shape[3], b * hk), q,
             q, k, *masks, logits, parts, *numbers, hk, hq // hk, t, n, d, *strides,
             ROWS=cuda.room(rows), KEYS=keys, **form,
         )  # fmt: skip
         cuda.launch(
-            kernels.step_mass, (-(-n // 512), b * hq), q,
+            by.step_mass, (-(-n // 512), b * hq), q,
             logits, parts.logsumexp(dim=-1), given, mass, hq, t, n, real_row, KEYS=512, **has,
         )  # fmt: skip
         return mass
     side = 64 >> (exact + (d > 128))
     form |= {"ROWS": side, "KEYS": side}
     shape: dict[str, Any] = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
-    if lse is None:
-        lse = mass.new_empty(b, hq, t)
-        cuda.launch(
-            kernels.row_lse, (-(-t // form["ROWS"]), b * hq), q,
-            q, k, *masks, lse, *numbers, hq, hq // hk, t, n, d, *strides, **shape, **form,
-        )  # fmt: skip
+    lse = mass.new_empty(b, hq, t)
     cuda.launch(
-        kernels.column_mass, (-(-n // form["KEYS"]), b * hq), q,
-        q, k, *masks, lse.contiguous(), given, mass, *numbers, hq, hq // hk, t, n, d, *strides,
+        by.row_lse, (-(-t // form["ROWS"]), b * hq), q,
+        q, k, *masks, lse, *numbers, hq, hq // hk, t, n, d, *strides, **shape, **form,
+    )  # fmt: skip
+    cuda.launch(
+        by.column_mass, (-(-n // form["KEYS"]), b * hq), q,
+        q, k, *masks, lse, given, mass, *numbers, hq, hq // hk, t, n, d, *strides,
         real_row, **shape, **form, **has,
     )  # fmt: skip
     return mass
@@ -108,7 +100,7 @@ def column_mass(
 def _options(
     q: Tensor, valid: Tensor | None, bias: Tensor | None, noise: Noise | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
-    """Masks, bias and keys' numbers as kernels take them, and their steps by row and head."""
+    """Return masks, bias and key indices as kernels read them, and their strides."""
     found, steps = [], []
     for x in (
         None if valid is None else valid.view(torch.uint8),
@@ -122,8 +114,8 @@ def _options(
 
 
 @cache
-def _kernels() -> Any:
-    """The kernels; importing them imports Triton."""
+def kernels() -> Any:
+    """Import the kernels, and with them Triton."""
     from . import mass_kernel as gpu_mass
 
     return gpu_mass

@@ -11,7 +11,7 @@ the rows that see them. Nothing of the size T x N is stored.
 the keys: a program owns KEYS keys of a key/value head, reads them once for all query rows of the
 group, and keeps the logits and each row's (maximum, sum); then masses follow from the logits.
 
-A row that sees nothing has lse -inf, and gives no key anything. Reference: `ref.column_mass`;
+A row that sees nothing has lse -inf, and gives no key anything. Reference: `reference.column_mass`;
 tolerance: relative 1e-4.
 """
 

@@ -1,9 +1,10 @@
-"""K-means on sixteen lanes: which centroid is nearest to each key, and the sums of clusters.
+"""The K-means kernels: the nearest centroid of each key, and the sums of clusters.
 
-Decides the blocking. Products of `TOKENS` keys at a time, laid out in fp32, with panels of 32
-centroids stay in registers; of each key the best product so far is kept lane by lane with its
-centroid, so that products are never written to memory. Where the machine multiplies pairs of bf16
-numbers (AVX512-BF16), keys in bf16 stay what they are. The reference is `ref.nearest`, `ref.means`.
+Decides the blocking. Products of `ROWS` keys at a time with panels of 32 centroids stay in
+registers. For each key the best product so far is kept lane by lane with its centroid, so products
+are never written to memory. If the CPU multiplies pairs of bf16 numbers (AVX512-BF16), keys in bf16
+are not widened. References: `reference.nearest`, which decides near ties by its own rounding, and
+`reference.means`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from ... import cpu_runtime as team
-from ... import simd as lanes
-from ...cpu_runtime import Kernel, count, sources, store_whole, whole
+from ... import cpu_runtime, simd
+from ...cpu_runtime import Kernel, count, load_int, sources, store_int
+from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import at as head_address
 from ...simd import (
     BF16,
     FP32,
     I64,
+    SIZE,
     VF,
     VI,
     WIDTH,
@@ -31,6 +34,8 @@ from ...simd import (
     fused,
     load,
     load_any,
+    load_i32,
+    load_one,
     read,
     same,
     splat,
@@ -38,8 +43,7 @@ from ...simd import (
     store,
     write,
 )
-from . import int_ops as words
-from .int_ops import SIZE, small
+from .arguments import NEAREST, SUM
 
 PANEL = 2 * WIDTH  # centroids whose products are taken together
 # Keys beside them: as many as leave room in the registers, 32 of sixteen lanes or fewer.
@@ -119,19 +123,21 @@ def _meet(
 
 @cache
 def nearest(d: int, number: int, pairs: bool) -> Any:
-    """Compile the assignment; see `cpu.nearest` for how it is called."""
+    """Compile the assignment of keys of a number format; see `select.nearest` for the call."""
     size = SIZE[number]
     words_ = d // 2 if pairs else d  # of a key, four bytes each
     kind = FP32 if pairs else number  # what a word is read as
     across = 4 if pairs else size
-    emitters = sources(lanes, team, words)
+    emitters = sources(simd, cpu_runtime)
+
+    layout = NEAREST.dtype
 
     def assign(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
+        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
             return
-        heads, hk, n, panels = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        weights, offsets, labels = whole(job, 5), whole(job, 6), whole(job, 7)
-        row = whole(job, 11)
+        a = read_arguments(job, layout)
+        hk, n, panels, weights, offsets = a.kv_heads, a.tokens, a.panels, a.weights, a.offsets
+        row = a.x.row
         parts = -(-n // TOKENS)
         scratch = np.zeros(TOKENS * (words_ + 32) + 16, np.float32)
         keys = (scratch.ctypes.data + 63) // 64 * 64
@@ -139,13 +145,13 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(-np.inf))
         while True:
             task = count(job)
-            if task >= heads * parts:
+            if task >= a.heads * parts:
                 break
             head, part = task // parts, task % parts
             b, h = head // hk, head % hk
             lo = part * TOKENS
             many = min(TOKENS, n - lo)
-            x = whole(job, 8) + b * whole(job, 9) + h * whole(job, 10) + lo * row
+            x = head_address(a.x, b, h) + lo * row
             for j in range(TOKENS):
                 store(best + 128 * j, minus)
                 store(best + 128 * j + 64, zero16)
@@ -162,11 +168,11 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
             for j in range(many):
                 top, who = np.float32(-np.inf), 0
                 for i in range(WIDTH):
-                    value = lanes.load_one(best + 128 * j + 4 * i, 0)
-                    it = small(best + 128 * j + 64 + 4 * i)
+                    value = load_one(best + 128 * j + 4 * i, 0)
+                    it = load_i32(best + 128 * j + 64 + 4 * i)
                     if value > top or (value == top and it < who):
                         top, who = value, it
-                store_whole(labels + 8 * (head * n + lo + j), who)
+                store_int(a.labels + 8 * (head * n + lo + j), who)
         scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
     return Kernel(assign, f"nearest {d}, {number}, {pairs}")
@@ -174,25 +180,26 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
 
 @cache
 def sums(d: int, number: int) -> Any:
-    """Compile the sums of clusters; see `cpu.means` for how it is called."""
+    """Compile the sums of clusters; see `select.means` for the call."""
     size = SIZE[number]
-    emitters = sources(lanes, team, words)
+    emitters = sources(simd, cpu_runtime)
+
+    layout = SUM.dtype
 
     def sum_up(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        heads, hk, n, clusters = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        total, labels, row = whole(job, 5), whole(job, 6), whole(job, 10)
+        a = read_arguments(job, layout)
+        hk, n, clusters, row = a.kv_heads, a.tokens, a.clusters, a.x.row
         while True:
             head = count(job)
-            if head >= heads:
+            if head >= a.heads:
                 break
-            b, h = head // hk, head % hk
-            x = whole(job, 7) + b * whole(job, 8) + h * whole(job, 9)
+            x = head_address(a.x, head // hk, head % hk)
             for j in range(n):
-                label = whole(labels, head * n + j)
+                label = load_int(a.labels, head * n + j)
                 if label < clusters:
-                    to = total + 4 * d * (head * clusters + label)
+                    to = a.sums + 4 * d * (head * clusters + label)
                     for v in range(0, d, 16):
                         y = load_any(x + j * row + v * size, number)
                         store(to + 4 * v, add(load(to + 4 * v), y))

@@ -1,9 +1,10 @@
-"""What clusters and pages are rated, and which are read, compiled.
+"""The kernels that rate clusters and pages, choose among them, and bound pages.
 
-Decides the order of things. Ratings are products of a head's queries with every centroid, or with
-both bounds of every page, whose sum bounds q . k; work is split into (batch row, key/value head,
-stretch of clusters or pages). Of a head's ratings the best are taken one after the other, from
-blocks whose largest rating is known, so that nothing is sorted. The reference is `ref`.
+Decides the order of steps. Ratings are products of a head's queries with every centroid, or with
+both bounds of every page, whose sum bounds q . k; a task is a (batch row, key/value head, range of
+clusters or pages). The best of a head's ratings are taken one after the other from blocks whose
+largest rating is known, so nothing is sorted. Reference: `reference`; ratings differ by rounding,
+choices are equal for equal ratings.
 """
 
 from __future__ import annotations
@@ -13,22 +14,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import cpu_runtime as team
-from ... import simd as lanes
-from ...attend.cpu import dequant as ways
-from ...attend.cpu import microkernel as micro
-from ...attend.cpu.dequant import SIZE, Way
+from ... import cpu_runtime, simd
+from ...attend.cpu import dequant, microkernel
+from ...attend.cpu.dequant import DequantSpec
 from ...attend.cpu.microkernel import scores
-from ...cpu_runtime import Kernel, count, real, sources, store_whole, whole
-from ...simd import add, ahead, larger, largest, load, load_any, load_one, splat, store, store_one
-from .int_ops import byte, small, smaller
+from ...cpu_runtime import Kernel, at, count, sources, store_int
+from ...cpu_runtime import arguments as read_arguments
+from ...simd import (
+    SIZE,
+    add,
+    larger,
+    largest,
+    load,
+    load_any,
+    load_byte,
+    load_i32,
+    load_one,
+    prefetch,
+    smaller,
+    splat,
+    store,
+    store_one,
+)
+from .arguments import BOUND, CHOOSE, RATE
 
-STRETCH = 64  # clusters or pages that a thread takes at a time
-BLOCK = 128  # ratings whose largest is known
+RANGE = 64  # clusters or pages of a task
+BLOCK = 128  # ratings of which the largest is kept
 
 
-class Form(NamedTuple):
-    """What a kernel of `rating` is made for."""
+class Variant(NamedTuple):
+    """What a rating kernel is compiled for."""
 
     d: int
     w: int  # query rows at once
@@ -37,18 +52,20 @@ class Form(NamedTuple):
 
 
 @cache
-def rating(form: Form) -> Any:
-    """Compile ratings of a form; see `cpu.rate` for how it is called."""
-    d, w, number, bounds = form
-    at_once, size, exact = 16 // w, SIZE[number], Way(kind=number).number
-    emitters = sources(lanes, micro, team, ways)
+def rating(variant: Variant) -> Any:
+    """Compile the rating kernel of a variant."""
+    d, w, number, bounds = variant
+    at_once, size, exact = 16 // w, SIZE[number], DequantSpec(exact=number).as_int
+    emitters = sources(simd, microkernel, cpu_runtime, dequant)
+
+    layout = RATE.dtype
 
     def rate(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never: code on the disk belongs to the sources that emitted it
+        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
             return
-        heads, hk, rows, n = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        q, q_low, out = whole(job, 5), whole(job, 6), whole(job, 7)
-        parts = -(-n // STRETCH)
+        a = read_arguments(job, layout)
+        hk, rows, n, q, q_low, out = a.kv_heads, a.rows, a.count, a.q, a.q_low, a.scores
+        parts = -(-n // RANGE)
         minus = np.float32(-np.inf)
         scratch = np.zeros(16 * w + 16 * w + 16, np.float32)
         begin = (scratch.ctypes.data + 63) // 64 * 64
@@ -56,16 +73,14 @@ def rating(form: Form) -> Any:
         orow = 4 * n
         while True:
             task = count(job)
-            if task >= heads * parts:
+            if task >= a.heads * parts:
                 break
             head, part = task // parts, task % parts
             b, h = head // hk, head % hk
-            high = whole(job, 8) + b * whole(job, 9) + h * whole(job, 10)
-            low = whole(job, 12) + b * whole(job, 13) + h * whole(job, 14)
-            hrow, lrow = whole(job, 11), whole(job, 15)
-            alive = whole(job, 16) + b * whole(job, 17) + h * whole(job, 18)
-            lo = part * STRETCH
-            hi = min(n, lo + STRETCH)
+            high, low, alive = at(a.high, b, h), at(a.low, b, h), at(a.alive, b, h)
+            hrow, lrow = a.high.row, a.low.row
+            lo = part * RANGE
+            hi = min(n, lo + RANGE)
             even = lo + (hi - lo) // at_once * at_once
             for m0 in range(0, rows, w):
                 mine = 4 * (head * rows + m0) * d
@@ -73,9 +88,9 @@ def rating(form: Form) -> Any:
                 for j in range(lo, even, at_once):
                     if m0 == 0 and j + 2 * at_once <= n:  # rows apart look like no stream
                         for t in range(0, at_once * d * size, 64):
-                            ahead(high + (j + at_once) * hrow + t)
+                            prefetch(high + (j + at_once) * hrow + t)
                             if bounds:
-                                ahead(low + (j + at_once) * lrow + t)
+                                prefetch(low + (j + at_once) * lrow + t)
                     scores(
                         q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
                         d, w, at_once, exact,
@@ -90,9 +105,9 @@ def rating(form: Form) -> Any:
                         else:
                             for i in range(w):
                                 for t in range(at_once):
-                                    at = to + i * orow + 4 * (j + t)
-                                    y = load_one(at, 0) + load_one(more + 64 * i + 4 * t, 0)
-                                    store_one(at, y)
+                                    cell = to + i * orow + 4 * (j + t)
+                                    y = load_one(cell, 0) + load_one(more + 64 * i + 4 * t, 0)
+                                    store_one(cell, y)
                 for j in range(even, hi):
                     scores(
                         q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
@@ -104,71 +119,73 @@ def rating(form: Form) -> Any:
                             d, w, 1, exact,
                         )  # fmt: skip
                         for i in range(w):
-                            at = to + i * orow + 4 * j
-                            store_one(at, load_one(at, 0) + load_one(more + 64 * i, 0))
+                            cell = to + i * orow + 4 * j
+                            store_one(cell, load_one(cell, 0) + load_one(more + 64 * i, 0))
             for j in range(lo, hi):
                 if bounds:
                     dead = load_one(low + j * lrow, number) > load_one(high + j * hrow, number)
                 else:
-                    dead = byte(alive + j) == 0
+                    dead = load_byte(alive + j) == 0
                 if dead:
                     for m in range(rows):
                         store_one(out + (head * rows + m) * orow + 4 * j, minus)
         scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
-    return Kernel(rate, f"rating {form}")
+    return Kernel(rate, f"rating {variant}")
 
 
 @cache
 def choosing() -> Any:
-    """Compile the choice; see `cpu.choose` for how it is called."""
-    emitters = sources(lanes, team)
+    """Compile the choice of the best clusters or pages."""
+    emitters = sources(simd, cpu_runtime)
+
+    layout = CHOOSE.dtype
 
     def choose(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        heads, r, n, m = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        page, rated, out = whole(job, 5), whole(job, 6), whole(job, 7)
-        size, start, order, tokens = whole(job, 8), whole(job, 9), whole(job, 10), whole(job, 11)
+        a = read_arguments(job, layout)
+        n, m, page, out, tokens = a.count, a.budget, a.page, a.slots, a.tokens
+        size, start, order = a.size, a.start, a.order
         minus = splat(np.float32(-np.inf))
         blocks = -(-n // BLOCK)
         scratch = np.empty(blocks * BLOCK + blocks + 16, np.float32)
-        left = (scratch.ctypes.data + 63) // 64 * 64  # ratings not taken yet
-        tops = left + 4 * blocks * BLOCK
+        ratings = (scratch.ctypes.data + 63) // 64 * 64  # -inf once taken
+        tops = ratings + 4 * blocks * BLOCK
         while True:
             head = count(job)
-            if head >= heads:
+            if head >= a.heads:
                 break
-            mine = rated + 4 * head * n
-            group = head // r
+            mine = a.scores + 4 * head * n
+            group = head // a.heads_per_kv
             for j in range(n // 16 * 16, blocks * BLOCK, 16):
-                store(left + 4 * j, minus)
+                store(ratings + 4 * j, minus)
             for j in range(0, n // 16 * 16, 16):
-                store(left + 4 * j, load(mine + 4 * j))
+                store(ratings + 4 * j, load(mine + 4 * j))
             for j in range(n // 16 * 16, n):
-                store_one(left + 4 * j, load_one(mine + 4 * j, 0))
+                store_one(ratings + 4 * j, load_one(mine + 4 * j, 0))
             for i in range(blocks):
                 top = minus
                 for j in range(i * BLOCK, (i + 1) * BLOCK, 16):
-                    top = larger(load(left + 4 * j), top)
+                    top = larger(load(ratings + 4 * j), top)
                 store_one(tops + 4 * i, largest(top))
             filled = 0
             rest = 0  # ratings of minus infinity come last, in order
             while filled < m:
-                best, at = np.float32(-np.inf), -1
+                best, block = np.float32(-np.inf), -1
                 for i in range(blocks):
                     x = load_one(tops + 4 * i, 0)
                     if x > best:
-                        best, at = x, i
-                if at >= 0:
-                    unit = at * BLOCK
-                    while load_one(left + 4 * unit, 0) != best:
+                        best, block = x, i
+                if block >= 0:
+                    unit = block * BLOCK
+                    while load_one(ratings + 4 * unit, 0) != best:
                         unit += 1
-                    store_one(left + 4 * unit, np.float32(-np.inf))
+                    store_one(ratings + 4 * unit, np.float32(-np.inf))
                     top = minus
-                    for j in range(at * BLOCK, (at + 1) * BLOCK, 16):
-                        top = larger(load(left + 4 * j), top)
-                    store_one(tops + 4 * at, largest(top))
+                    for j in range(block * BLOCK, (block + 1) * BLOCK, 16):
+                        top = larger(load(ratings + 4 * j), top)
+                    store_one(tops + 4 * block, largest(top))
                 else:
                     while rest < n and load_one(mine + 4 * rest, 0) > np.float32(-np.inf):
                         rest += 1
@@ -180,13 +197,13 @@ def choosing() -> Any:
                 if page:
                     many = min(page, m - filled)
                     for i in range(many):
-                        store_whole(to + 8 * i, unit * page + i)
+                        store_int(to + 8 * i, unit * page + i)
                 else:
-                    at = 4 * (group * n + unit)
-                    many = min(small(size + at), m - filled)
-                    its = order + 4 * (group * tokens + small(start + at))
+                    here = 4 * (group * n + unit)
+                    many = min(load_i32(size + here), m - filled)
+                    its = order + 4 * (group * tokens + load_i32(start + here))
                     for i in range(many):
-                        store_whole(to + 8 * i, small(its + 4 * i))
+                        store_int(to + 8 * i, load_i32(its + 4 * i))
                 filled += many
         scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
@@ -195,31 +212,33 @@ def choosing() -> Any:
 
 @cache
 def bounding(d: int, number: int) -> Any:
-    """Compile the bounds of pages; see `cpu.page_bounds` for how it is called."""
+    """Compile the bounds of pages for keys of a number format."""
     size = SIZE[number]
-    emitters = sources(lanes, team)
+    emitters = sources(simd, cpu_runtime)
+
+    layout = BOUND.dtype
 
     def bound(job):  # type: ignore[no-untyped-def]
         if emitters == 0:
             return
-        heads, hk, pages, page = whole(job, 1), whole(job, 2), whole(job, 3), whole(job, 4)
-        most, low, high = np.float32(real(job, 5)), whole(job, 6), whole(job, 7)
-        parts = -(-pages // STRETCH)
+        a = read_arguments(job, layout)
+        hk, pages, page = a.kv_heads, a.pages, a.page
+        most, low, high = np.float32(a.largest), a.low, a.high
+        real, row = a.nonpadding.address, a.x.row
+        parts = -(-pages // RANGE)
         while True:
             task = count(job)
-            if task >= heads * parts:
+            if task >= a.heads * parts:
                 break
             head, part = task // parts, task % parts
             b, h = head // hk, head % hk
-            x = whole(job, 8) + b * whole(job, 9) + h * whole(job, 10)
-            row = whole(job, 11)
-            hidden = whole(job, 12) + b * whole(job, 13)
-            for p in range(part * STRETCH, min(pages, (part + 1) * STRETCH)):
+            x, real_row = at(a.x, b, h), real + b * a.nonpadding.batch
+            for p in range(part * RANGE, min(pages, (part + 1) * RANGE)):
                 to = 4 * d * (head * pages + p)
                 for v in range(0, d, 16):
                     least, largest_ = splat(most), splat(-most)
                     for j in range(p * page, (p + 1) * page):
-                        if whole(job, 12) != 0 and byte(hidden + j) == 0:
+                        if real != 0 and load_byte(real_row + j) == 0:
                             continue
                         y = load_any(x + j * row + v * size, number)
                         least, largest_ = smaller(y, least), larger(y, largest_)

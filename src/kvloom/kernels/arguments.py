@@ -1,0 +1,100 @@
+"""Named arguments of compiled CPU kernels: one declaration that callers pack and kernels read.
+
+`Arguments` declares the fields of a kernel's arguments once, in order. Callers pack values by name;
+a kernel reads the same fields by name from the address of the packed numbers (see
+`cpu_runtime.arguments`). Decides the memory layout of arguments only. Does not import Numba.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Block:
+    """Named fields of eight bytes each: `int`, `float` or another block.
+
+    dtype: the structured dtype by which a kernel reads them. pack: takes every field as a keyword
+    and returns their numbers in order, as int64; pass a nested block what its `pack` returned.
+    """
+
+    def __init__(self, **fields: type[int] | type[float] | Block) -> None:
+        self.names = tuple(fields)
+        self.dtype = np.dtype([(name, _dtype(kind)) for name, kind in fields.items()], align=True)
+        self.numbers = self.dtype.itemsize // 8
+        terms = [
+            f"*{name}" if isinstance(kind, Block) else f"bits({name})" if kind is float else name
+            for name, kind in fields.items()
+        ]
+        self.pack = _function(self.names, f"({', '.join(terms)},)", {"bits": bits})
+
+
+class Arguments(Block):
+    """The block of a kernel: `pack` returns bytes, a task counter and then the fields."""
+
+    def __init__(self, **fields: type[int] | type[float] | Block) -> None:
+        super().__init__(**fields)
+        terms = [f"*{name}" if isinstance(kind, Block) else name for name, kind in fields.items()]
+        kinds = "".join(
+            "d" if kind is float else "q" * (kind.numbers if isinstance(kind, Block) else 1)
+            for kind in fields.values()
+        )
+        pack = struct.Struct(f"=q{kinds}").pack
+        self.pack = _function(self.names, f"pack(0, {', '.join(terms)})", {"pack": pack})
+
+
+@lru_cache(64)
+def bits(x: float) -> int:
+    """Return the bits of a float64 as an int64."""
+    return int(struct.unpack("q", struct.pack("d", x))[0])
+
+
+def _dtype(kind: type[int] | type[float] | Block) -> Any:
+    return kind.dtype if isinstance(kind, Block) else np.dtype({int: "i8", float: "f8"}[kind])
+
+
+def _function(names: tuple[str, ...], body: str, scope: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a function of keywords, as `collections.namedtuple` does: a loop would be slower."""
+    found: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {body}", scope)
+    return found
+
+
+VECTOR = Block(address=int, batch=int)
+MATRIX = Block(address=int, batch=int, head=int)
+TOKENS = Block(address=int, batch=int, head=int, row=int)
+CHANNELS = Block(address=int, batch=int, head=int, row=int, channel=int)
+"""Tensors of 1 to 4 leading dimensions: an address, and the bytes between their neighbors."""
+
+
+def strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    """Pack a tensor of `dims` leading dimensions: address and strides in bytes; zeros for None.
+
+    A dimension of size 1 has the stride 0, so that all batch rows or heads share its element.
+    """
+    if x is None:
+        return (0,) * (dims + 1)
+    size, shape, steps = x.itemsize, x.shape, x.stride()
+    batch = steps[0] * size if shape[0] > 1 else 0
+    if dims == 1:
+        return x.data_ptr(), batch
+    head = steps[1] * size if shape[1] > 1 else 0
+    if dims == 2:
+        return x.data_ptr(), batch, head
+    return (x.data_ptr(), batch, head, *(step * size for step in steps[2:dims]))
+
+
+def address(x: Tensor | None) -> int:
+    """Return a tensor's address, 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def padded(x: Tensor) -> Tensor:
+    """Return x [..., N] with its last dimension padded to whole vectors of 16."""
+    more = -x.shape[-1] % 16
+    return F.pad(x, (0, more)) if more else x.contiguous()

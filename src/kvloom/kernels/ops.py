@@ -1,0 +1,331 @@
+"""Every operation that has kernels: its reference, its backends and the cases they cover.
+
+An operation has the signature of its reference. `ops.attend(...)` runs the kernel that covers the
+case, else the reference; `ops.attend.bind(...)` returns what would run it, and why no kernel does.
+Decides nothing about how a backend is chosen: see `dispatch`. Imports neither Numba nor Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .append import reference as append_reference
+from .append.cpu import append as append_cpu
+from .attend import reference as attend_reference
+from .attend.cpu import decode as attend_cpu
+from .attend.cpu import gathered as gathered_cpu
+from .attend.kv_view import KVView
+from .attend.triton import decode as attend_triton
+from .dispatch import Backend, Op
+from .quantize import reference as quantize_reference
+from .quantize.cpu import pack as pack_cpu
+from .quantize.spec import QuantSpec
+from .quantize.triton import pack as pack_triton
+from .score import reference as score_reference
+from .score.cpu import mass as mass_cpu
+from .score.noise import Noise
+from .score.triton import mass as mass_triton
+from .select import reference as select_reference
+from .select.cpu import select as select_cpu
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_GRADIENT = ["a gradient is asked for; call under torch.no_grad()"]
+_MANY = 9  # queries or tokens per step: more are covered by no kernel, and are one case
+
+
+# --- append ---------------------------------------------------------------------------------------
+
+
+def _append_case(new: tuple[Tensor, ...], *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
+    x = new[0]
+    return x, (x.dtype, min(x.shape[2], _MANY), x.shape[3])
+
+
+append = Op(
+    "append",
+    append_reference.append,
+    _append_case,
+    cpu=Backend(
+        append_cpu.append,
+        lambda new, *_, **__: append_cpu.problems(new[0]),
+        lambda new, *_, **__: append_cpu.compiled(new[0].dtype),
+        "1 to 8 tokens a step in fp32, fp16, bf16; head_dim a multiple of 16",
+    ),
+)
+
+
+# --- attend ---------------------------------------------------------------------------------------
+
+
+def _attend_case(
+    q: Tensor, keys: KVView, values: KVView, *_: Any, **__: Any
+) -> tuple[Tensor, Hashable]:
+    like, packed = keys.tail, keys.packed
+    rope = None if packed is None or packed.rope is None else packed.rope
+    rotation = None if rope is None else (rope.inv_freq.shape[0], rope.interleaved)
+    shape, kv_heads = q.shape, like.shape[1]
+    few = shape[2] if shape[2] < _MANY else _MANY
+    gradient = q.requires_grad and torch.is_grad_enabled()
+    return like, (
+        shape[1], few, shape[3], kv_heads, like.dtype, keys.fmt, values.fmt, packed is None,
+        rotation, gradient,
+    )  # fmt: skip
+
+
+def _gathered_case(
+    q: Tensor, keys: KVView, values: KVView, slots: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Hashable]:
+    like, rest = _attend_case(q, keys, values)
+    return like, (rest, slots.shape[1])
+
+
+def _attend_problems(module: Any) -> Any:
+    def problems(q: Tensor, keys: KVView, values: KVView, *_: Any, **__: Any) -> list[str]:
+        found: list[str] = module.problems(q.shape[2], keys.tail, keys.fmt, values.fmt)
+        return found or (_GRADIENT if dispatch.differentiated(q) else [])
+
+    return problems
+
+
+_ATTEND_GPU = (
+    "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, bf16; "
+    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, not before RoPE, "
+    "metadata fp32, fp16, bf16, fp8; padding, softcap, bias, causal; chosen tokens"
+)
+
+attend = Op(
+    "attend",
+    attend_reference.attend_views,
+    _attend_case,
+    cpu=Backend(
+        attend_cpu.attend,
+        _attend_problems(attend_cpu),
+        lambda q, keys, values, *_, **__: attend_cpu.load(q, keys, values),
+        "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
+        "bf16; packed in any format of the store but rotated 8 bit, keys before RoPE that are "
+        "divided or rotated, and more than 128 groups a token; padding, softcap, bias, causal",
+    ),
+    gpu=Backend(
+        attend_triton.attend,
+        _attend_problems(attend_triton),
+        lambda *_, **__: attend_triton.kernels(),
+        _ATTEND_GPU,
+    ),
+)
+
+attend_gathered = Op(
+    "attend_gathered",
+    attend_reference.attend_gathered,
+    _gathered_case,
+    cpu=Backend(
+        gathered_cpu.attend,
+        _attend_problems(gathered_cpu),
+        lambda q, keys, values, slots, *_, **__: gathered_cpu.load(q, keys, values, slots),
+        "one query a step; otherwise as `attend`, and keys before RoPE at positions with gaps",
+    ),
+    gpu=Backend(
+        attend_triton.attend_gathered,
+        _attend_problems(attend_triton),
+        lambda *_, **__: attend_triton.kernels(),
+        _ATTEND_GPU,
+    ),
+)
+
+
+def attend_in_parts(q: Tensor, keys: Any, values: Any) -> None:
+    """Count that the reference attends to parts of the tokens one by one.
+
+    keys, values: formats of packed tokens, None if all are exact.
+    """
+    name, why = dispatch.candidate(q)
+    problems = {"cpu": attend_cpu.problems, "gpu": attend_triton.problems}.get(name)
+    if not why and problems is not None:
+        why = problems(q.shape[2], q, keys, values)
+    why = why or ["the packed tokens are in several pieces"]
+    dispatch.ran["attend", "ref", "; ".join(why)] += 1
+
+
+# --- quantize -------------------------------------------------------------------------------------
+
+_FORMATS = (
+    "tokens in fp32, fp16, bf16, however they lie; 1, 1.5, 2, 3, 4, 8 bit per channel or per "
+    "token, any group of one head or of all, clipped, smoothed or static, metadata fp32, fp16, "
+    "bf16, fp8; padding"
+)
+
+pack = Op(
+    "pack",
+    quantize_reference.pack,
+    lambda x, spec, *_, **__: (x, (spec.kind, x.dtype)),
+    cpu=Backend(
+        pack_cpu.pack,
+        lambda x, spec, *_, **__: pack_cpu.problems(spec, x.device, x.dtype),
+        lambda *_, **__: pack_cpu.compiled(),
+        f"{_FORMATS}; rotated groups",
+    ),
+    gpu=Backend(
+        pack_triton.pack,
+        lambda x, spec, *_, **__: pack_triton.problems(spec, x.device, x.dtype),
+        lambda *_, **__: pack_triton.kernels(),
+        _FORMATS,
+    ),
+)
+
+
+def _unpack_case(
+    packed: Any, spec: QuantSpec, lo: int, hi: int, dtype: torch.dtype, *_: Any, **__: Any
+) -> tuple[Tensor, Hashable]:
+    return packed.codes, (spec.kind, dtype)
+
+
+def _unpack_problems(module: Any) -> Any:
+    def problems(
+        packed: Any, spec: QuantSpec, lo: int, hi: int, dtype: torch.dtype, *_: Any, **__: Any
+    ) -> Any:
+        return module.problems(spec, packed.codes.device, dtype)
+
+    return problems
+
+
+unpack = Op(
+    "unpack",
+    quantize_reference.unpack,
+    _unpack_case,
+    cpu=Backend(
+        pack_cpu.unpack,
+        _unpack_problems(pack_cpu),
+        lambda *_, **__: pack_cpu.compiled(),
+        f"{_FORMATS}; rotated groups",
+    ),
+    gpu=Backend(
+        pack_triton.unpack,
+        _unpack_problems(pack_triton),
+        lambda *_, **__: pack_triton.kernels(),
+        _FORMATS,
+    ),
+)
+
+
+# --- score ----------------------------------------------------------------------------------------
+
+
+def _mass_case(
+    q: Tensor, k: Tensor, scale: float, *, noise: Noise | None = None, **_: Any
+) -> tuple[Tensor, Hashable]:
+    fits = q.shape[1] % k.shape[1] == 0 and q.shape[2] <= k.shape[2] and q.shape[3] == k.shape[3]
+    shape = q.shape[3] if fits else (q.shape, k.shape)
+    kind = None if noise is None else noise.kind
+    return k, (shape, q.dtype, k.dtype, kind, q.requires_grad and torch.is_grad_enabled())
+
+
+column_mass = Op(
+    "column_mass",
+    score_reference.column_mass,
+    _mass_case,
+    cpu=Backend(
+        mass_cpu.column_mass,
+        lambda q, k, scale, *, noise=None, **_: mass_cpu.problems(q, k, noise),
+        lambda *_, **__: mass_cpu.compiled(),
+        "queries and keys both in fp32, fp16 or bf16, any head_dim; noise gumbel, gaussian, "
+        "constant; tau, window, padding, softcap, bias",
+    ),
+    gpu=Backend(
+        mass_triton.column_mass,
+        lambda q, k, scale, *, noise=None, **_: mass_triton.problems(q, k, noise),
+        lambda *_, **__: mass_triton.kernels(),
+        "queries and keys in one of fp32, fp16, bf16, head_dim up to 256; noise gumbel, constant; "
+        "tau, window, padding, softcap, bias",
+    ),
+)
+
+
+def _cpu_op(
+    reference: Callable[P, R],
+    run: Callable[..., R],
+    case: Callable[..., tuple[Tensor, Hashable]],
+    problems: Callable[..., list[str]],
+    load: Callable[[], object],
+    coverage: str,
+) -> Op[P, R]:
+    """Declare an operation that has a CPU kernel only."""
+    backend = Backend(run, problems, lambda *_, **__: load(), coverage)
+    return Op(reference.__name__, reference, case, cpu=backend)
+
+
+def _scores_case(scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
+    return scores, scores.dtype
+
+
+def _scores_problems(scores: Tensor, *_: Any, **__: Any) -> list[str]:
+    return [] if scores.dtype == torch.float32 else [f"scores are {scores.dtype}, not fp32"]
+
+
+step_mass = _cpu_op(
+    score_reference.step_mass, mass_cpu.step_mass, _scores_case, _scores_problems,
+    mass_cpu.compiled, "products that `attend` leaves",
+)  # fmt: skip
+lowest = _cpu_op(
+    score_reference.lowest, mass_cpu.lowest, _scores_case, _scores_problems, mass_cpu.compiled,
+    "scores in fp32, indices in int32",
+)  # fmt: skip
+
+
+# --- select ---------------------------------------------------------------------------------------
+
+_ROWS = "head_dim a multiple of 16 up to 512; keys and centroids in fp32, fp16, bf16"
+
+
+def _keys_case(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
+    return x, (x.shape[3], x.dtype)
+
+
+def _keys_problems(x: Tensor, *_: Any, **__: Any) -> list[str]:
+    return select_cpu.problems(x)
+
+
+def _rated_case(q: Tensor, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
+    return x, (x.shape[3], x.dtype)
+
+
+def _rated_problems(q: Tensor, x: Tensor, *_: Any, **__: Any) -> list[str]:
+    return select_cpu.problems(x)
+
+
+kmeans = _cpu_op(
+    select_reference.kmeans, select_cpu.kmeans, _keys_case, _keys_problems,
+    select_cpu.kmeans_kernels, _ROWS,
+)  # fmt: skip
+page_bounds = _cpu_op(
+    select_reference.page_bounds, select_cpu.page_bounds, _keys_case, _keys_problems,
+    select_cpu.select_kernels, _ROWS,
+)  # fmt: skip
+cluster_scores = _cpu_op(
+    select_reference.cluster_scores, select_cpu.cluster_scores, _rated_case, _rated_problems,
+    select_cpu.select_kernels, _ROWS,
+)  # fmt: skip
+page_scores = _cpu_op(
+    select_reference.page_scores, select_cpu.page_scores, _rated_case, _rated_problems,
+    select_cpu.select_kernels, _ROWS,
+)  # fmt: skip
+select_clusters = _cpu_op(
+    select_reference.select_clusters, select_cpu.select_clusters, _scores_case, _scores_problems,
+    select_cpu.select_kernels, "scores in fp32",
+)  # fmt: skip
+select_pages = _cpu_op(
+    select_reference.select_pages, select_cpu.select_pages, _scores_case, _scores_problems,
+    select_cpu.select_kernels, "scores in fp32",
+)  # fmt: skip
+
+OPS: dict[str, Op[..., Any]] = {
+    op.name: op
+    for op in (
+        append, attend, attend_gathered, pack, unpack, column_mass, step_mass, lowest, kmeans,
+        page_bounds, cluster_scores, page_scores, select_clusters, select_pages,
+    )
+}  # fmt: skip

@@ -1,0 +1,52 @@
+"""kernels.arguments: what a caller packs by name is what a compiled kernel reads by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.kernels.arguments import MATRIX, Arguments, Block, bits, strides
+
+INNER = Block(first=int, second=float)
+OUTER = Arguments(a=int, inner=INNER, b=float, tensor=MATRIX)
+
+
+def test_fields_are_packed_in_the_order_of_the_declaration():
+    inner = INNER.pack(second=-1.5, first=2)
+    assert inner == (2, bits(-1.5))
+    packed = OUTER.pack(tensor=(5, 6, 7), b=0.5, inner=inner, a=1)
+    numbers = np.frombuffer(packed, dtype=np.int64)
+    assert numbers.tolist() == [0, 1, 2, bits(-1.5), bits(0.5), 5, 6, 7], "a task counter first"
+    record = numbers[1:].view(OUTER.dtype)[0]
+    assert (record["a"], record["inner"]["second"], record["b"]) == (1, -1.5, 0.5)
+    assert record["tensor"]["head"] == 7
+    assert len(packed) == 8 + 8 * OUTER.numbers
+
+
+def test_a_missing_or_an_unknown_field_is_an_error():
+    with pytest.raises(TypeError, match="second"):
+        INNER.pack(first=1)
+    with pytest.raises(TypeError, match="third"):
+        INNER.pack(first=1, second=1.0, third=1)
+
+
+def test_kernels_read_and_write_named_fields():
+    from kvloom.kernels.cpu_runtime import Kernel, arguments, at
+
+    layout = OUTER.dtype
+
+    def kernel(job):
+        a = arguments(job, layout)
+        a.a = at(a.tensor, 2, 3) + int(a.inner.second * a.b)
+
+    numbers = OUTER.pack(a=0, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(100, 10, 1))
+    assert Kernel(kernel, "test").run(numbers, 0, 1)[1] == 100 + 20 + 3 + 4
+
+
+def test_strides_are_bytes_and_a_single_row_or_head_is_shared():
+    x = torch.zeros(2, 3, 5, 4)
+    assert strides(x, 3) == (x.data_ptr(), 240, 80, 16)
+    assert strides(x[:1], 2) == (x.data_ptr(), 0, 80)
+    assert strides(x[:, :1], 2) == (x.data_ptr(), 240, 0)
+    assert strides(None, 2) == (0, 0, 0)

@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..kernels.quant import ref
+from ..kernels.quantize import reference as ref
 from ..rope import Rope
 from ..store import Packed
 from ..store.codec import Channels

@@ -26,7 +26,7 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 train: .venv/ready
-	$(BIN)/python -m kvloom.reference.train
+	PYTHONPATH=tools $(BIN)/python -m reference_model.train
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 
 import torch
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 
 from kvloom.analyse.error import packed
 from kvloom.calibrate import record
@@ -19,12 +21,10 @@ from kvloom.calibrate.attention import Attention, Sample
 from kvloom.calibrate.clip import GRID
 from kvloom.cli.calibrate import DEFAULT
 from kvloom.cli.edge import split
-from kvloom.compare import load
-from kvloom.compare.text import library_text, opening, rows, tokenize
-from kvloom.hf.known import known
-from kvloom.recipe import Recipe
-from kvloom.recipes import resolve
+from kvloom.eval import load
+from kvloom.hf.metadata import known
 from kvloom.store import Known
+from kvloom.workload.text import library_text, opening, rows, tokenize
 
 UNPACKED = (0, 0), (5, 128)
 

@@ -7,14 +7,15 @@ All contexts are read, also after the ranges have settled.
 
 from __future__ import annotations
 
+from kvloom.recipe.resolve import resolve
+
 from kvloom.calibrate import Settings, calibrate, contexts
 from kvloom.cli.calibrate import training_text
 from kvloom.cli.progress import progress
-from kvloom.compare import load
-from kvloom.compare.text import opening, tokenize
-from kvloom.hf.known import BESIDE
-from kvloom.recipes import resolve
+from kvloom.eval import load
+from kvloom.hf.metadata import BESIDE
 from kvloom.reference import WEIGHTS
+from kvloom.workload.text import opening, tokenize
 
 
 def recipes() -> list[str]:

@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from kvloom.recipe.resolve import resolve
 
 import record
 from kvloom.bench.limits import read_gb_s
+from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
-from kvloom.rope import Rope
+from kvloom.positions.rope import Rope
 from kvloom.store import Known
 from kvloom.store.codec import Channels
 
@@ -59,7 +59,7 @@ def known(hk: int, dim: int, group: int = 128) -> Known:
 
 def _fill(cache: LayerCache, q, k, v) -> None:
     """Take tokens in without attending."""
-    from kvloom.layer import Asked
+    from kvloom.cache.layer import Asked
 
     cache.check(k, v)
     cache.seen += k.shape[2]

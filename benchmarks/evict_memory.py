@@ -25,13 +25,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
 
 import record
+from kvloom.cache.scored import layer_cache
 from kvloom.kernels import ops
 from kvloom.kernels.score.noise import Noise
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
-from kvloom.shapes import Geometry
 
 HEADS, DIM = 8, 128  # of the scored layer
 LLAMA = Geometry(layers=32, q_heads=32, kv_heads=32, head_dim=128, dtype=torch.float16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from kvloom.recipe.resolve import resolve
 from torch import Tensor
 
 from gpu_clock import Bench
@@ -16,7 +17,6 @@ from kvloom.kernels import ops
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.kernels.select import reference as select_ref
-from kvloom.recipes import resolve
 from kvloom.store.lane import Lane
 
 HQ, HK, D = 32, 8, 128

@@ -13,14 +13,14 @@ import argparse
 from dataclasses import asdict
 
 import torch
+from kvloom.recipe.resolve import resolve
 
 import kvloom
 import record
 from kvloom import Packed, Protect, Recipe, Store
-from kvloom.compare import Row, Settings, compare, load, prepare
-from kvloom.compare.text import library_text
+from kvloom.eval import Row, Settings, compare, load, prepare
 from kvloom.hf.compat import geometry
-from kvloom.recipes import resolve
+from kvloom.workload.text import library_text
 
 GROUP = 32
 

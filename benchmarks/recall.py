@@ -23,20 +23,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kvloom.recipe.resolve import resolve
 from torch import Tensor
 
 import record
 from kvloom import Cache
-from kvloom.compare import Settings, load, prepare
-from kvloom.compare.needles import count_right
-from kvloom.compare.step import step
-from kvloom.compare.text import library_text, opening, rows, tokenize
+from kvloom.cache.layer import Asked
+from kvloom.cache.recalled import RecalledLayer
+from kvloom.eval import Settings, load, prepare
+from kvloom.eval.needles import count_right
 from kvloom.hf.compat import geometry
-from kvloom.hf.watch import Look, watch
-from kvloom.layer import Asked
+from kvloom.hf.observe import Look, watch
 from kvloom.recall import Clusters, Index, Pages, TopK
-from kvloom.recalled import RecalledLayer
-from kvloom.recipes import resolve
+from kvloom.workload.step import step
+from kvloom.workload.text import library_text, opening, rows, tokenize
 from recall_speed import decode, prefill
 
 SINKS, FULL_LAYERS = 16, 2

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kvloom.recipe.resolve import resolve
 from torch import Tensor
 
-from kvloom.layer import Asked
+from kvloom.cache.layer import Asked
+from kvloom.cache.recalled import RecalledLayer
+from kvloom.cache.scored import layer_cache
 from kvloom.recall.clusters import ClusterFinder
-from kvloom.recalled import RecalledLayer
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
 
 
 def prefill() -> list[dict[str, Any]]:

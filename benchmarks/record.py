@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import kvloom
-from kvloom.compare.environment import cpu_name
+from kvloom.report.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 

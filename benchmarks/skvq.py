@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
+
 import record
 from kvloom.analyse import error
-from kvloom.compare import Row, Settings, compare, environment, load, plot, prepare
-from kvloom.compare.text import library_text, opening, rows, tokenize
-from kvloom.recipe import Recipe
-from kvloom.recipes import resolve
+from kvloom.eval import Row, Settings, compare, load, plot, prepare
+from kvloom.report import environment
+from kvloom.workload.text import library_text, opening, rows, tokenize
 
 BARE = "group=32,reorder=false,pre_rope=false,clip=1.0,window=0,sinks=0,meta=fp16"
 WINDOW = 128

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from torch import Tensor
 
-from kvloom.alibi import Alibi, positions
-from kvloom.layer import LayerCache
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.segment import Segment
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.segment import Segment
+from kvloom.positions.alibi import Alibi, positions
 from kvloom.store import Packed, Store, Transform
 from kvloom.store.buffer import Buffer
 from kvloom.store.lane import Lane

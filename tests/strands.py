@@ -13,7 +13,7 @@ import torch
 import naive
 from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.kernels.attend.cpu import gathered
-from kvloom.rope import Rope
+from kvloom.positions.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels
 from kvloom.store.packed import PackedTokens

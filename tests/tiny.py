@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvloom.reference.tokenizer import train_tokenizer
+from reference_model.tokenizer import train_tokenizer
 
 TEXT = "".join(f"line {i}: the magic number is {i * 7919}, for now.\n" for i in range(500))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .hf.report import Report
     from .keep import Budget, Keep, Spare
     from .recall import Clusters, Pages, Recall, TopK
-    from .recipe import Protect, Recipe
+    from .recipe.spec import Protect, Recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store, Transform
 

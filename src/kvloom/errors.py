@@ -45,3 +45,7 @@ class CalibrationError(ValueError):
 
 class SavedCacheError(ValueError):
     """A file of a cache that is missing, damaged, of another model or version, or not writable."""
+
+
+class InputError(ValueError):
+    """A file, text, model or setting that cannot be used; one sentence with the remedy."""

@@ -15,7 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from kvloom.compare import load
+from kvloom.eval import load
 from kvloom.inspect import follow, page
 
 TEXT = (

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.spec import Protect, Recipe
 
+from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
-from kvloom.layer import LayerCache
-from kvloom.recipe import Protect, Recipe
 from kvloom.store import Known, Store
 from strands import agrees, channel, draw, hidden, known, mapped, rope, token
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvloom.recipe.spec import Protect, Recipe
 
 import steps
+from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
-from kvloom.layer import LayerCache
-from kvloom.recipe import Protect, Recipe
-from kvloom.rope import Rope
+from kvloom.positions.rope import Rope
 from kvloom.store import Known, Packed, Store, Transform
 from kvloom.store.packed import PackedTokens
 

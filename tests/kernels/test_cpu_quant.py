@@ -21,7 +21,7 @@ from kvloom.kernels.quantize.cpu import pack as cpu
 from kvloom.kernels.quantize.rotated import dequantize_rotated, quantize_rotated, rotate
 from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
 from kvloom.kernels.quantize.triton import pack as triton_pack
-from kvloom.rope import Rope
+from kvloom.positions.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.formats import META
 

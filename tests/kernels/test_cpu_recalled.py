@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
+from kvloom.cache.scored import layer_cache
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.kernels import dispatch
+from kvloom.positions.rope import Rope
 from kvloom.recall import Clusters, Recall
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.rope import Rope
-from kvloom.scored import layer_cache
 from kvloom.store import Known, Packed, Store
 from steps import D, draw, feed
 from strands import known, mapped

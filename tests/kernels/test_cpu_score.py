@@ -13,9 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
 import naive
 import steps
+from kvloom.cache.scored import ScoredLayer
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.cpu import decode as attend_cpu
@@ -23,9 +26,6 @@ from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import KINDS, Noise
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.scored import ScoredLayer
 from kvloom.store import Store
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (1, 1)]

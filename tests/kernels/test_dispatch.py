@@ -7,15 +7,15 @@ import sys
 
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
 import steps
+from kvloom.cache.layer import LayerCache
 from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
-from kvloom.layer import LayerCache
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
 from kvloom.store import Packed, Store
 
 
@@ -152,8 +152,8 @@ def test_python_threads_do_where_torch_has_no_openmp(monkeypatch, threads):
 def test_numba_waits_for_the_first_step_that_needs_it():
     code = (
         "import sys, torch\n"
-        "from kvloom.layer import LayerCache\n"
-        "from kvloom.recipes import resolve\n"
+        "from kvloom.cache.layer import LayerCache\n"
+        "from kvloom.recipe.resolve import resolve\n"
         "cache = LayerCache(resolve('full'))\n"
         "for t in (9, 2):\n"
         "    x = torch.randn(1, 1, t, 16)\n"

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
 import interpreter
 import steps
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.scored import ScoredLayer
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.triton import decode as gpu
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
-from kvloom.scored import ScoredLayer
 from kvloom.store import Packed
 from kvloom.store.codec import Channels
 from kvloom.store.formats import Transform

@@ -14,7 +14,7 @@ import interpreter
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
 from kvloom.kernels.quantize.triton import pack as gpu
-from kvloom.rope import Rope
+from kvloom.positions.rope import Rope
 from kvloom.store.codec import Channels, Mapped
 from kvloom.store.formats import META, Packed, Transform
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
 import naive
-from kvloom.alibi import Alibi, positions
+from kvloom.cache.scored import layer_cache
 from kvloom.kernels.attend import reference as ref
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
+from kvloom.positions.alibi import Alibi, positions
 from steps import SCALE, draw, feed, unpacked
 
 SLOPES = torch.tensor([0.5, 0.02, 0.1, 0.25])

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
+from kvloom.cache.layer import Asked, LayerCache
 from kvloom.keep import Budget, Keep
-from kvloom.layer import Asked, LayerCache
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.shapes import Geometry
 from steps import RECIPES, D, build, draw, feed, named_buffers
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvloom.layer import LayerCache
+from kvloom.cache.layer import LayerCache
 from steps import RECIPES, SOME, SOME_TOKENS, assert_same_state, build, draw, feed, state
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
 
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache, link
-from kvloom.shapes import Geometry
+from kvloom.cache.scored import layer_cache, link
 from steps import D, draw
 
 NAMES = (

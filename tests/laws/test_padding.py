@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 
-from kvloom.layer import LayerCache
-from kvloom.recipe import Recipe
-from kvloom.recipes import resolve
+from kvloom.cache.layer import LayerCache
 from steps import RECIPES, SOME, SOME_TOKENS, draw, feed
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.spec import Protect, Recipe
 
 import naive
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.scored import layer_cache
 from kvloom.errors import CacheMisuse, NotFinite, RecipeError
 from kvloom.keep import Budget, Keep, Mass
-from kvloom.layer import LayerCache
-from kvloom.recipe import Protect, Recipe
-from kvloom.rope import Rope
-from kvloom.scored import layer_cache
-from kvloom.shapes import Geometry
+from kvloom.positions.rope import Rope
 from kvloom.store import Known, Packed, Store, Transform
 from steps import SOME, SOME_TOKENS, D, draw, feed
 

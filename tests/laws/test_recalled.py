@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
+from kvloom.cache.scored import layer_cache
 from kvloom.recall import Recall, Tier
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
-from kvloom.shapes import Geometry
 from kvloom.store import Packed, Store
 from steps import (
     assert_follows_beams,

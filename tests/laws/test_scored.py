@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
+from kvloom.cache.scored import layer_cache
 from kvloom.kernels import dispatch
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
 from steps import draw, feed
 
 NAMES = (

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.resolve import resolve
 
 import naive
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
+from kvloom.cache.layer import LayerCache
 from steps import (
     RECIPES,
     SCALE,

@@ -7,16 +7,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
 import naive
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.scored import layer_cache
+from kvloom.cache.spared import SparedLayer
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, Spare, Step
-from kvloom.layer import LayerCache
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
-from kvloom.shapes import Geometry
-from kvloom.spared import SparedLayer
 from kvloom.store import Packed, Store
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 

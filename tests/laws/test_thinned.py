@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
+from kvloom.cache.scored import ScoredLayer, ThinnedLayer, layer_cache, link
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation
 from kvloom.recall import Clusters, Pages, Recall, Tier
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.scored import ScoredLayer, ThinnedLayer, layer_cache, link
-from kvloom.shapes import Geometry
 from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state
 
 PROMPT, SINKS, KEPT = 120, 4, 64

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 
+from kvloom.cache.scored import layer_cache
 from kvloom.errors import CacheMisuse, RecipeError, TierError
 from kvloom.recall import Recall, Tier, TopK
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
-from kvloom.shapes import Geometry
 from steps import draw, feed
 
 PROMPT, STEPS = 120, 70

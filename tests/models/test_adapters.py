@@ -11,9 +11,9 @@ import zoo
 from transformers import DynamicCache
 
 import kvloom
+from kvloom.cache.scored import ScoredLayer
 from kvloom.errors import CacheMisuse
 from kvloom.hf import adapters, compat
-from kvloom.scored import ScoredLayer
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 PROMPT, TOKENS = 60, 90

@@ -8,15 +8,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 from zoo import build
 
 import kvloom
 import naive
 from kvloom.analyse import error, error_report
-from kvloom.compare import load
-from kvloom.compare.text import library_text, opening, rows, tokenize
 from kvloom.errors import IncompatibleRecipe
-from kvloom.recipes import resolve
+from kvloom.eval import load
+from kvloom.workload.text import library_text, opening, rows, tokenize
 
 IDS = torch.randint(3, 199, (2, 48), generator=torch.Generator().manual_seed(0))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 from zoo import batch, build
 
 import kvloom
@@ -14,7 +15,6 @@ from kvloom.calibrate import Settings, calibrate, contexts
 from kvloom.calibrate.run import _added
 from kvloom.errors import CalibrationError, IncompatibleRecipe, NotFinite
 from kvloom.hf import rotary
-from kvloom.recipes import resolve
 from kvloom.store.calibration import Calibration
 
 SETTINGS = Settings(

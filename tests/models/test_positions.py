@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from kvloom.recipe.resolve import resolve
 from transformers import DynamicCache
 
 import kvloom
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
-from kvloom.recipes import resolve
 
 LEARNED = ("gpt2", "opt")
 MOVABLE = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
+from kvloom.recipe.resolve import resolve
 
 import kvloom
 from kvloom.keep import Budget, Keep, Mass
-from kvloom.recipes import resolve
 
 NAMES = ["llama-gqa", "gemma2", "gptj", "mpt", "falcon-gqa", "bloom", "opt"]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}

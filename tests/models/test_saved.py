@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 import zoo
+from kvloom.recipe.resolve import RECIPES, resolve
+from kvloom.recipe.spec import Recipe
 from safetensors.torch import load_file
 
 import kvloom
 from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import CacheMisuse, SavedCacheError
 from kvloom.keep import Budget, Keep, Mass
-from kvloom.recipe import Recipe
-from kvloom.recipes import RECIPES, resolve
 from kvloom.store.calibration import Calibration
 
 # Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import kvloom
 from kvloom.errors import SavedCacheError, UnsupportedModel
 from kvloom.hf import state
-from kvloom.hf.known import identity
+from kvloom.hf.metadata import identity
 from kvloom.store import files
 
 

@@ -8,7 +8,7 @@ import zoo
 
 from kvloom.analyse.attention import blocks
 from kvloom.hf.cache import Cache
-from kvloom.hf.watch import watch
+from kvloom.hf.observe import watch
 from kvloom.kernels.score import reference as ref
 
 

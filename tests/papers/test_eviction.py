@@ -6,10 +6,10 @@ The simulation keeps, for each batch row and key/value head, a plain list of log
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
-from kvloom.alibi import Alibi
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
+from kvloom.cache.scored import layer_cache
+from kvloom.positions.alibi import Alibi
 
 B, HK, D = 2, 2, 16
 

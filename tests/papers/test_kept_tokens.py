@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
 
 import naive_recipes as rules
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache, link
-from kvloom.shapes import Geometry
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.scored import layer_cache, link
 from steps import draw
 
 D = 32

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.named.kivi import kivi, kivi_4
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 
 import naive
-from kvloom.layer import LayerCache
-from kvloom.recipe import Recipe
-from kvloom.recipes import resolve
-from kvloom.recipes.kivi import kivi, kivi_4
-from kvloom.shapes import Geometry
+from kvloom.cache.layer import LayerCache
 from kvloom.store import Packed, Store
 from steps import draw, feed, unpacked
 

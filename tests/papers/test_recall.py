@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
 import naive
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
+from kvloom.cache.scored import layer_cache
 
 B, HQ, HK, D, R = 2, 4, 2, 16, 2
 PROMPT, STEPS = 100, 70

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.named.skvq import skvq, skvq_k2v1_5
+from kvloom.recipe.named.turbo import turbo
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 
 import naive
-from kvloom.layer import LayerCache
-from kvloom.recipe import Recipe
-from kvloom.recipes import resolve
-from kvloom.recipes.skvq import skvq, skvq_k2v1_5
-from kvloom.recipes.turbo import turbo
-from kvloom.rope import Rope
-from kvloom.shapes import Geometry
+from kvloom.cache.layer import LayerCache
+from kvloom.positions.rope import Rope
 from kvloom.store import Known, Packed, Transform
 from kvloom.store.codec import Channels, codec
 from steps import draw, feed, unpacked

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
 import naive
 import naive_recipes as rules
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
-from kvloom.rope import Rope
+from kvloom.cache.layer import LayerCache
+from kvloom.positions.rope import Rope
 from kvloom.store import Known
 from kvloom.store.codec import Channels
 from steps import draw

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from kvloom.analyse import attention
 from kvloom.analyse.attention import EDGES, GRID, THRESHOLD
 from kvloom.cli import app
-from kvloom.compare.step import step
 from kvloom.hf.cache import Cache
-from kvloom.hf.watch import watch
+from kvloom.hf.observe import watch
+from kvloom.workload.step import step
 
 CONTEXT, NEW = 40, 6
 SIZE = {

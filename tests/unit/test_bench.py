@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from kvloom.bench import Row, Shape, caches, clock, limits, rows
+from kvloom.cache.layer import LayerCache
 from kvloom.cli import app
 from kvloom.kernels import dispatch
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
 
 LAYER = ["--heads", "4/2", "--head-dim", "32", "--repeats", "2"]
 MODEL = [

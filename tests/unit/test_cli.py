@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvloom.recipe.resolve import RECIPES, resolve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -18,12 +19,11 @@ import tiny
 from kvloom.cli import app
 from kvloom.cli.edge import split
 from kvloom.cli.generate import packs_from
-from kvloom.recipes import RECIPES, resolve
 from kvloom.reference import WEIGHTS
 from tiny import TEXT
 
-# kvloom.compare.measure is a function of the module of that name
-measure, compare_run = (import_module(f"kvloom.compare.{name}") for name in ("measure", "run"))
+# kvloom.eval.measure and compare are functions of the modules of that name
+measure, compare_run = (import_module(f"kvloom.eval.{name}") for name in ("measure", "compare"))
 SMALL = ["--context", "120", "--max-new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
@@ -252,7 +252,7 @@ def test_generate_is_plain_generation_and_reports_the_cache(here):
     args = ["--model", here / "model", "--recipe", "full", "--max-new-tokens", "12"]
     found = run("generate", "line 7: the", *args)
     assert found.exit_code == 0, found.output
-    model, tokenizer = kvloom.compare.load(str(here / "model"))
+    model, tokenizer = kvloom.eval.load(str(here / "model"))
     ids = tokenizer("line 7: the", return_tensors="pt")["input_ids"]
     out = AutoModelForCausalLM.from_pretrained(here / "model").generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False

@@ -12,7 +12,7 @@ import naive
 from kvloom.calibrate.attention import Attention, Sample
 from kvloom.calibrate.clip import GRID, Groups, search
 from kvloom.calibrate.record import Seen
-from kvloom.rope import Rope
+from kvloom.positions.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kvloom.recipe.resolve import resolve
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
@@ -22,13 +23,13 @@ from transformers import (
 )
 
 import kvloom
-from kvloom import compare as work
-from kvloom.compare import InputError, Row, Settings, needles, text
-from kvloom.compare.plot import style
-from kvloom.compare.run import with_full
-from kvloom.recipes import resolve
+from kvloom import eval as work
+from kvloom.eval import InputError, Row, Settings, needles
+from kvloom.eval.compare import with_full
 from kvloom.reference import tasks
-from kvloom.reference.tokenizer import train_tokenizer
+from kvloom.report.picture import style
+from kvloom.workload import text
+from reference_model.tokenizer import train_tokenizer
 
 WORDS = " ".join(tasks.WORDS)
 TEXT = "".join(f"line {i}: {tasks.WORDS[i * 7 % 90]} is at {i * 7919}.\n" for i in range(600))

@@ -8,17 +8,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 from kvloom.analyse import attention
-from kvloom.compare import InputError
 from kvloom.errors import UnsupportedModel
+from kvloom.eval import InputError
 from kvloom.hf.cache import Cache
-from kvloom.hf.watch import watch
+from kvloom.hf.observe import watch
 from kvloom.inspect import follow
 from kvloom.keep import Budget, Keep, Mass
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipes import resolve
 from kvloom.store import Packed, Store
 from tiny import TEXT
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
+from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, NotFinite
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
 from kvloom.store.buffer import Buffer
 from steps import RECIPES, SCALE, assert_same_state, build, draw, feed, state
 
@@ -89,7 +89,7 @@ def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvloom.layer.attend_pieces", out_of_memory)
+        patch.setattr("kvloom.cache.layer.attend_pieces", out_of_memory)
         with pytest.raises(MemoryError):
             attend(cache, *draw(1, t))
     assert_same_state(state(cache), state(same))

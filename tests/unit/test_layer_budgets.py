@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 
+from kvloom.cache.scored import layer_cache, link
 from kvloom.errors import RecipeError
 from kvloom.keep.budgets import POLICIES, split, weights
-from kvloom.recipe import Recipe
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache, link
 from steps import SCALE, draw
 
 

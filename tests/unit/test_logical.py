@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvloom.recipe.resolve import resolve
 
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.scored import layer_cache
 from kvloom.errors import CacheMisuse
-from kvloom.layer import LayerCache
-from kvloom.recipes import resolve
-from kvloom.scored import layer_cache
 from steps import draw, feed
 
 NAMES = (

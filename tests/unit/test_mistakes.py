@@ -8,11 +8,11 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from kvloom import compare
+from kvloom import eval as compare
 from kvloom.bench import ModelShape, caches, clock, limits
 from kvloom.cli import app
 from kvloom.cli.edge import stdin, told, write
-from kvloom.compare import InputError
+from kvloom.eval import InputError
 from kvloom.kernels import dispatch
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvloom import reference
-from kvloom.reference import attention, corpus, data, tasks
+from kvloom.reference import corpus, tasks
+from reference_model import attention, data
 
 needs_weights = pytest.mark.skipif(
     not (reference.WEIGHTS / "model.safetensors").exists(), reason="weights not built yet"
@@ -131,7 +132,7 @@ def test_model_is_the_llama_it_says(model):
 
 
 def test_model_finds_needles(model, tokenizer):
-    from kvloom.reference.evaluate import answered
+    from reference_model.evaluate import answered
 
     examples = [tasks.needle(tokenizer, context_tokens=512, seed=s) for s in range(10)]
     assert sum(answered(model, examples)) >= 9

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvloom.rope import Rope
+from kvloom.positions.rope import Rope
 
 INV_FREQ = torch.tensor([1.0, 0.25, 0.01])
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom.cache.segment import Segment
+from kvloom.cache.sinks import Sinks
 from kvloom.kernels.attend import reference as ref
-from kvloom.segment import Segment
-from kvloom.sinks import Sinks
 from kvloom.store import Lane, Packed
 
 KEYS = (Packed(2, "channel", 16, residual=32), 0)
@@ -79,7 +79,7 @@ def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, mon
     body, _, _ = segment(keys, values, 101)
     q, valid = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 101) > 0.3
     whole = (tokens(body.keys), tokens(body.values))
-    monkeypatch.setattr("kvloom.segment._UNPACK", stretch)
+    monkeypatch.setattr("kvloom.cache.segment._UNPACK", stretch)
     pieces = body.pieces(valid, present=0)
     assert sum(length(p.keys) for p in pieces) == 101
     assert all(length(p.keys) <= stretch for p in pieces[:-1] if not torch.is_tensor(p.keys))

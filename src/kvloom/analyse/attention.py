@@ -29,14 +29,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..compare.measure import Progress
-from ..compare.step import step
+from ..cache.layer import LayerCache
 from ..hf import attach
 from ..hf.cache import Cache, RoutedLayer
-from ..hf.watch import Look, watch
+from ..hf.observe import Look, watch
 from ..kernels import ops
-from ..layer import LayerCache
-from ..recipe import Recipe
+from ..recipe.spec import Recipe
+from ..workload.step import Progress, step
 
 THRESHOLD = 0.01
 GRID = [i / 100 for i in range(101)]

@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from ..compare.plot import check
-from ..compare.sheet import Sheet
+from ..report.picture import check
+from ..report.sheet import Sheet
 from .attention import EDGES, GRID, THRESHOLD, LayerAttention
 
 _COLUMNS = (

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from ..calibrate import record
 from ..errors import UnsupportedModel
 from ..hf import attach, compat, rotary
-from ..hf.known import known
-from ..recipe import Recipe
+from ..hf.metadata import known
+from ..recipe.spec import Recipe
 from ..store import Known
 
 KINDS = {"keys": "keys", "raw_keys": "keys before RoPE", "values": "values"}

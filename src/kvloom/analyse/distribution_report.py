@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from ..compare.plot import check
-from ..compare.sheet import Sheet
+from ..report.picture import check
+from ..report.sheet import Sheet
 from .distribution import KINDS, Distribution
 
 MOST = 3  # layers drawn: first, middle and last of those measured

@@ -14,7 +14,7 @@ The paper (arXiv:2402.02750) states no formula and no bit width for its figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -25,14 +25,12 @@ from transformers import PreTrainedModel
 from ..calibrate import record
 from ..calibrate.attention import Attention, Sample
 from ..hf import attach, compat
-from ..hf.known import known
-from ..recipe import Recipe
+from ..hf.metadata import known
+from ..recipe.spec import Recipe
 from ..store import Known, Packed
 from ..store.codec import Channels
 from ..store.packed import PackedTokens
-
-Progress = Callable[[str, int], None]
-"""Called with what is being done and how many contexts were done since the last call."""
+from ..workload.step import Progress
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from ..compare.sheet import Sheet
+from ..report.sheet import Sheet
 from .error import NAMES, LayerError, mean, to_plain
 
 

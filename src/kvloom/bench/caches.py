@@ -14,12 +14,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from ..cache.layer import Asked, LayerCache
+from ..cache.recalled import RecalledLayer
+from ..cache.scored import layer_cache, link
 from ..hf.cache import Cache
-from ..layer import Asked, LayerCache
-from ..recalled import RecalledLayer
-from ..recipe import Recipe
-from ..rope import Rope
-from ..scored import layer_cache, link
+from ..positions.rope import Rope
+from ..recipe.spec import Recipe
 from ..store import Known, Packed
 from ..store.codec import Channels, consecutive
 from .shape import Shape

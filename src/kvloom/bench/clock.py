@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..compare.errors import explained, sentence
 from ..kernels import dispatch
+from ..report.errors import explained, sentence
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..layer import LayerCache
-from ..recipes import resolve
+from ..cache.layer import LayerCache
+from ..recipe.resolve import resolve
 from . import caches
 from .clock import Side, problem
 from .shape import Shape, short

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..hf.cache import Cache
-from ..recipes import resolve
+from ..recipe.resolve import resolve
 from . import caches
 from .clock import Side, problem
 from .shape import ModelShape

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from ..recipe import Recipe
-from ..recipes import resolve
+from ..recipe.resolve import resolve
+from ..recipe.spec import Recipe
 from ..store import Lane
 from . import caches
 from .clock import Side, problem

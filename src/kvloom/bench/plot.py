@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..compare.plot import check, style
+from ..report.picture import check, style
 from .rows import Row
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layer import LayerCache
-from ..recipes import resolve
+from ..cache.layer import LayerCache
+from ..recipe.resolve import resolve
 from . import caches
 from .clock import Side, problem
 from .shape import DTYPES, Shape, short

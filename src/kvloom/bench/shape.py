@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compare.errors import InputError
-from ..shapes import Geometry
+from ..errors import InputError
+from ..recipe.geometry import Geometry
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

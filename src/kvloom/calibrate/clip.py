@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.quantize import reference as ref
-from ..rope import Rope
+from ..positions.rope import Rope
 from ..store import Packed
 from ..store.codec import Channels
 from .attention import Attention

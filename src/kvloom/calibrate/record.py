@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..alibi import Alibi
+from ..cache.layer import LayerCache, attend_pieces
+from ..cache.segment import Piece
 from ..hf.cache import Cache, RoutedLayer
-from ..layer import LayerCache, attend_pieces
-from ..recipe import Recipe
-from ..segment import Piece
+from ..positions.alibi import Alibi
+from ..recipe.spec import Recipe
 
 
 class Seen(NamedTuple):

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from ..errors import CalibrationError
 from ..hf import attach, compat
-from ..hf.known import identity, undoable_rope
-from ..recipe import Recipe
-from ..rope import Rope
+from ..hf.metadata import identity, undoable_rope
+from ..positions.rope import Rope
+from ..recipe.spec import Recipe
 from ..store import Packed
 from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
 from ..store.codec import Channels, consecutive

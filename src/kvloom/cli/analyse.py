@@ -59,7 +59,7 @@ def attention(
     with told():
         from ..analyse import attention as work
         from ..analyse import attention_report as report
-        from ..recipes import resolve
+        from ..recipe.resolve import resolve
 
         resolve(recipe)  # a wrong name is refused before anything is loaded
         writable(json, plot=plot)
@@ -133,8 +133,8 @@ def distribution(
     with told():
         from ..analyse import distribution as work
         from ..analyse import distribution_report as report
-        from ..compare import InputError
-        from ..recipes import resolve
+        from ..eval import InputError
+        from ..recipe.resolve import resolve
 
         picked = resolve(recipe)
         try:
@@ -157,7 +157,7 @@ def _facts(
     built: Any, model: str, files: list[Path] | None, recipe: str, context: int, seed: int
 ) -> dict:
     """What figures depend on."""
-    from ..compare.environment import machine
+    from ..report.machine import machine
 
     return {**machine(built), "model": named(model), "text": source(files), "recipe": recipe,
             "context": context, "seed": seed}  # fmt: skip
@@ -177,9 +177,9 @@ def _read(
 
     Only the model's config and tokenizer are loaded.
     """
-    from ..compare import load_small
-    from ..compare.run import check_room
-    from ..compare.text import library_text, opening, read_files, rows, tokenize
+    from ..eval import load_small
+    from ..workload.models import check_room
+    from ..workload.text import library_text, opening, read_files, rows, tokenize
 
     words = read_files(files) if files else library_text()
     quiet()

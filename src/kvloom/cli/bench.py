@@ -172,9 +172,9 @@ def _run(
     from ..bench import caches, clock, limits, report, rows
     from ..bench.plot import plot as draw
     from ..bench.shape import contexts
-    from ..compare.environment import machine
-    from ..compare.errors import InputError
+    from ..errors import InputError
     from ..kernels.dispatch import compile_seconds
+    from ..report.machine import machine
 
     counts = contexts(context)
     names = list(dict.fromkeys(recipe.name for recipe in chosen(recipes)))

@@ -35,8 +35,8 @@ def command(
     with told():
         from ..calibrate import Settings, calibrate
         from ..calibrate import contexts as cut
-        from ..compare import InputError, load
-        from ..compare.text import opening, read_files, tokenize
+        from ..eval import InputError, load
+        from ..workload.text import opening, read_files, tokenize
 
         picked = chosen(recipes)
         plain = [recipe.name for recipe in picked if not recipe.store.calibrated]

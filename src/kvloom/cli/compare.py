@@ -26,7 +26,7 @@ from .edge import (
 from .progress import progress
 
 if TYPE_CHECKING:
-    from ..recipe import Recipe
+    from ..recipe.spec import Recipe
 
 
 def command(
@@ -77,10 +77,10 @@ def command(
     not fit the model.
     """
     with told():
-        from .. import compare as work
-        from ..compare.run import DEFAULT_CONTEXT, with_full
-        from ..compare.text import library_text, read_files
-        from ..recipes import RECIPES as NAMED
+        from .. import eval as work
+        from ..eval.compare import DEFAULT_CONTEXT, with_full
+        from ..recipe.resolve import RECIPES as NAMED
+        from ..workload.text import library_text, read_files
 
         picked = chosen(",".join(NAMED) if recipes is None else recipes)
         settings = work.Settings(context, max_new_tokens, batch, questions, ask, seed)
@@ -131,7 +131,7 @@ def _budgeted(recipes: list[Recipe], share: int | float | None, context: int) ->
 
 def _budget(text: str) -> int | float:
     """A whole number of tokens, or a fraction."""
-    from ..compare.errors import InputError
+    from ..errors import InputError
 
     try:
         return float(text) if "." in text else int(text)

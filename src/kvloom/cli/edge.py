@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..recipe import Recipe
+    from ..recipe.spec import Recipe
     from .progress import Progress
 
 Files = Annotated[
@@ -41,7 +41,7 @@ def told() -> Iterator[None]:
 
     An error that is a defect of the program keeps its traceback.
     """
-    from ..compare.errors import explained
+    from ..report.errors import explained
 
     try:
         yield
@@ -65,8 +65,8 @@ def quiet() -> None:
 
 def writable(*paths: str | Path | None, plot: Path | None = None) -> None:
     """Refuse a file that could not be written before minutes of work; None and "-" are fine."""
-    from ..compare.errors import InputError
-    from ..compare.plot import check
+    from ..errors import InputError
+    from ..report.picture import check
 
     if plot:
         check(plot)
@@ -80,7 +80,7 @@ def writable(*paths: str | Path | None, plot: Path | None = None) -> None:
 
 def write(path: str | Path, text: str) -> None:
     """Write a file; raises `InputError` if the system does not."""
-    from ..compare.errors import InputError
+    from ..errors import InputError
 
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -90,7 +90,7 @@ def write(path: str | Path, text: str) -> None:
 
 def stdin() -> str:
     """The text that is piped in, or typed; raises `InputError` if it is not UTF-8."""
-    from ..compare.errors import InputError
+    from ..errors import InputError
 
     if sys.stdin.isatty():
         typer.echo("reading text from here; Ctrl-D ends it", err=True)
@@ -102,7 +102,7 @@ def stdin() -> str:
 
 def argument(what: str, text: str) -> str:
     """The text of an argument; raises `InputError` if its bytes are not UTF-8."""
-    from ..compare.errors import InputError
+    from ..errors import InputError
 
     try:
         text.encode("utf-8")
@@ -113,8 +113,8 @@ def argument(what: str, text: str) -> str:
 
 def chosen(recipes: str) -> list[Recipe]:
     """The recipes that an option names; a wrong one is told before anything is loaded."""
-    from ..compare.errors import InputError
-    from ..recipes import RECIPES, resolve
+    from ..errors import InputError
+    from ..recipe.resolve import RECIPES, resolve
 
     specs = split(recipes)
     if not specs:
@@ -135,7 +135,7 @@ def split(recipes: str) -> list[str]:
 
 def loaded(model: str, dtype: str, shown: Progress) -> Any:
     """Load a model, which may take minutes."""
-    from ..compare import load_model
+    from ..eval import load_model
 
     shown(f"loading {named(model)}")
     return load_model(model, dtype)

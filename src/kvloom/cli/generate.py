@@ -13,7 +13,7 @@ from .progress import progress
 
 if TYPE_CHECKING:
     from ..hf.cache import Cache
-    from ..recipe import Recipe
+    from ..recipe.spec import Recipe
 
 
 def command(
@@ -35,10 +35,10 @@ def command(
 ) -> None:
     """Generate text on a compressed cache; figures of the cache go to stderr."""
     with told():
-        from ..compare import InputError, load_small
-        from ..compare.run import check_room
+        from ..eval import InputError, load_small
         from ..hf.cache import Cache
-        from ..recipes import resolve
+        from ..recipe.resolve import resolve
+        from ..workload.models import check_room
 
         chosen = resolve(recipe)
         text = stdin() if prompt == "-" else argument("the prompt", prompt)
@@ -62,7 +62,7 @@ def _ids(tokenizer: Any, text: str) -> Any:
 
 def _chat_ids(tokenizer: Any, text: str, model: str) -> Any:
     """The ids of a chat in which the user has said the text, int64 [1, tokens]."""
-    from ..compare import InputError
+    from ..eval import InputError
 
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(

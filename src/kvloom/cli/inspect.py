@@ -52,10 +52,10 @@ def command(
     recipes that recall: what each step read, and the clusters or pages it lies in.
     """
     with told():
-        from ..compare import load_small
+        from ..eval import load_small
         from ..inspect import follow, page
         from ..inspect.trace import read_ids
-        from ..recipes import resolve
+        from ..recipe.resolve import resolve
 
         picked = resolve(recipe)  # a wrong name is refused before anything is loaded
         writable(out, json)
@@ -80,8 +80,8 @@ def command(
 
 def _words(text: str) -> tuple[str, str]:
     """The text to read and what it is called."""
-    from ..compare.errors import InputError
-    from ..compare.text import read_files
+    from ..errors import InputError
+    from ..workload.text import read_files
 
     if text == "-":
         return stdin(), "text from stdin"

@@ -25,7 +25,7 @@ def command(
     changed, is a recipe too: give the file's name instead of the recipe's.
     """
     with told():
-        from ..recipes import RECIPES
+        from ..recipe.resolve import RECIPES
 
         if name is not None:
             found = describe(name)
@@ -39,7 +39,7 @@ def command(
 
 def describe(spec: str) -> dict[str, Any]:
     """Return name, summary, options, docs, and the recipe as data and as TOML."""
-    from ..recipes import ALIASES, RECIPES, resolve
+    from ..recipe.resolve import ALIASES, RECIPES, resolve
 
     recipe = resolve(spec)
     name = spec.partition(":")[0].strip()
@@ -53,7 +53,7 @@ def describe(spec: str) -> dict[str, Any]:
 
 
 def _brief(name: str) -> dict[str, Any]:
-    from ..recipes import options, summary
+    from ..recipe.resolve import options, summary
 
     return {"name": name, "summary": summary(name), "options": options(name)}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..alibi import Alibi
+from ..positions.alibi import Alibi
 from . import attention, compat
 from .cache import Cache, RoutedLayer
 
@@ -72,7 +72,7 @@ def hidden(mask: Tensor) -> Tensor | None:
 
 
 def _adapter(model: PreTrainedModel) -> Any:
-    return import_module(f".{compat.decoder_config(model).model_type}", __package__)
+    return import_module(f".models.{compat.decoder_config(model).model_type}", __package__)
 
 
 def _attentions(model: PreTrainedModel) -> list[torch.nn.Module]:

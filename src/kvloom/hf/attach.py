@@ -16,12 +16,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from ..recipe import Recipe
-from ..recipes import resolve
+from ..recipe.resolve import resolve
+from ..recipe.spec import Recipe
 from . import adapters, attention, compat, rotary
 from .cache import Cache
 from .forward import RoutedForward, check_implementation, nothing_new
-from .known import known
+from .metadata import known
 from .report import Report, report
 
 

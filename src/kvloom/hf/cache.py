@@ -17,16 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ..alibi import Alibi
+from ..cache.layer import LayerCache
+from ..cache.scored import layer_cache, link
 from ..errors import CacheMisuse
-from ..layer import LayerCache
+from ..positions.alibi import Alibi
 from ..recall import Traffic
-from ..recipe import Recipe
-from ..recipes import resolve
-from ..scored import layer_cache, link
-from . import compat, rotary, saved
+from ..recipe.resolve import resolve
+from ..recipe.spec import Recipe
+from . import compat, rotary
+from . import save as saved
 from .guard import Guard
-from .known import known
+from .metadata import known
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, cache_utils
 
 from ..errors import UnsupportedModel
-from ..shapes import Geometry
+from ..recipe.geometry import Geometry
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

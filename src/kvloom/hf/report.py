@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from ..recipe import Recipe
-from ..shapes import Geometry
+from ..recipe.geometry import Geometry
+from ..recipe.spec import Recipe
 from . import compat
 from .cache import ranges
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import IncompatibleRecipe, UnsupportedModel
-from ..recipe import Recipe
-from ..rope import Rope
+from ..positions.rope import Rope
+from ..recipe.spec import Recipe
 from . import compat
 
 _CHANGING = ("dynamic", "longrope")

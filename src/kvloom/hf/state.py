@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from ..cache.keeper import Keeper
+from ..cache.layer import LayerCache
+from ..cache.recalled import RecalledLayer
+from ..cache.scored import ScoredLayer
+from ..cache.segment import Segment
+from ..cache.sinks import Sinks
+from ..cache.slots import Slots
+from ..cache.spared import SparedLayer
 from ..errors import SavedCacheError
-from ..keeper import Keeper
-from ..layer import LayerCache
 from ..recall import Far, Finder, Traffic
 from ..recall.clusters import ClusterFinder
-from ..recall.far import Shelf
+from ..recall.offload import Shelf
 from ..recall.pages import PageFinder, TopKFinder
 from ..recall.tiers import FileRows, Rows
-from ..recalled import RecalledLayer
-from ..scored import ScoredLayer
-from ..segment import Segment
-from ..sinks import Sinks
-from ..slots import Slots
-from ..spared import SparedLayer
 from ..store import Lane
 from ..store.buffer import Buffer
 from ..store.codec import codec

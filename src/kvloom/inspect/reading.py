@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recalled import RecalledLayer
+from ..cache.recalled import RecalledLayer
 
 NEVER = -1
 NOT_READ = {"read": None, "read_mass": None, "indexed": None, "parts": None}

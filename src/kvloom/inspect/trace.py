@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
-from ..compare.errors import InputError
-from ..compare.run import check_room
-from ..compare.step import step
-from ..compare.text import opening, tokenize
+from ..cache.layer import LayerCache
+from ..cache.recalled import RecalledLayer
+from ..cache.scored import ScoredLayer
+from ..errors import InputError
 from ..hf import attach, compat
 from ..hf.cache import Cache, RoutedLayer
-from ..hf.watch import Look, watch
+from ..hf.observe import Look, watch
 from ..kernels import ops
-from ..layer import LayerCache
-from ..recalled import RecalledLayer
-from ..recipe import Recipe
-from ..recipes import resolve
-from ..scored import ScoredLayer
+from ..recipe.resolve import resolve
+from ..recipe.spec import Recipe
 from ..store import Packed
+from ..workload.models import check_room
+from ..workload.step import step
+from ..workload.text import opening, tokenize
 from .reading import NOT_READ, Reading
 
 NEVER = -1

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels import ops
 from ..kernels.score.noise import KINDS, Noise
-from ..typed import typed
+from ..registry.fields import typed
 
 
 @dataclass

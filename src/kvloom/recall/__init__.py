@@ -1,10 +1,10 @@
 """Which stored tokens a step reads."""
 
-from .aside import Aside
-from .base import GROUPS, Finder, Index, Recall
 from .clusters import Clusters
-from .far import Far, Form
+from .index import GROUPS, Finder, Index, Recall
+from .offload import Far, Form
 from .pages import Pages, TopK
+from .side_stream import Aside
 from .tiers import TIERS, Tier, Traffic
 
 INDEXES: dict[str, type[Index]] = {kind.kind: kind for kind in (Clusters, Pages, TopK)}

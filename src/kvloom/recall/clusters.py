@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels import ops
 from ..kernels.select import reference as ref
-from .base import Finder, Index, grown, whole
+from .index import Finder, Index, grown, whole
 
 
 @dataclass(frozen=True)

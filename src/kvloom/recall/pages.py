@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.select import reference as ref
-from .base import Finder, Index, grown, whole
+from .index import Finder, Index, grown, whole
 
 
 @dataclass(frozen=True)

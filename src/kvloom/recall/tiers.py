@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError, TierError
-from ..typed import typed
+from ..registry.fields import typed
 
 TIERS = {
     "host": "in host memory",

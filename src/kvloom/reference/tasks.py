@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.reference import corpus
+from . import corpus
 
 ANSWER_DIGITS = 7
 _WORDS = """

@@ -18,7 +18,7 @@ from ..kernels.attend.kv_view import Channelwise
 from ..kernels.quantize import reference as ref
 from ..kernels.quantize.rotated import dequantize_rotated, quantize_rotated
 from ..kernels.quantize.spec import QuantSpec
-from ..rope import Rope
+from ..positions.rope import Rope
 from .formats import META, Packed, Transform
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import RecipeError
 from ..kernels.quantize import reference as ref
-from ..typed import typed
+from ..registry.fields import typed
 
 META = {
     "fp32": torch.float32,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attend.kv_view import KVView
-from ..rope import Rope
+from ..positions.rope import Rope
 from .buffer import Buffer
 from .codec import Channels
 from .formats import Packed

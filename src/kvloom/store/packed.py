@@ -18,7 +18,7 @@ from ..kernels import ops
 from ..kernels.attend.kv_view import Channelwise
 from ..kernels.quantize import reference as ref
 from ..kernels.quantize.spec import PackedTensors, RopeAngles
-from ..rope import Rope
+from ..positions.rope import Rope
 from .buffer import Buffer
 from .codec import Channels, Codec, codec
 from .formats import META, Packed

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...rope import Rope
+from ...positions.rope import Rope
 
 
 @dataclass(frozen=True, eq=False)

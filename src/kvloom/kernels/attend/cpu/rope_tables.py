@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ....rope import Rope
+from ....positions.rope import Rope
 
 FAR = 128
 BEFORE = 8  # multiples of FAR below position 0, for padding

@@ -13,22 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...simd import (
-    BF16,
-    FP8,
-    FP16,
-    FP32,
-    I32,
-    I64,
-    VF,
-    WIDTH,
-    Lanes,
-    at,
-    fused,
-    made,
-    read,
-    same,
-)
+from ...simd import BF16, FP8, FP16, FP32, I32, I64, VF, WIDTH, Lanes, at, fused, made, read, same
 from ..reference import ATOM
 
 I8 = ir.IntType(8)

@@ -17,18 +17,7 @@ from ...arguments import address, strides
 from .. import rotated
 from ..reference import ATOM, top
 from ..spec import PackedTensors, QuantSpec, RopeAngles, unknown_spec
-from .arguments import (
-    CHANNEL,
-    MAPPED,
-    PACK,
-    ROPE,
-    ROTATED,
-    ROTATION,
-    SPEC,
-    STATIC,
-    TABLES,
-    TOKEN,
-)
+from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _METAS = {**_NUMBERS, torch.float8_e4m3fn: 3}

@@ -1,0 +1,40 @@
+"""Undo a step: what the parts of a layer were when the step began.
+
+Decides how a layer goes back to that state after a failure. An `Undo` holds references, not copies:
+during a step a part replaces its tensors, or writes where no live token lies; it never writes over
+live tokens. A buffer that grows moves its entry along, so its old storage is freed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..store.buffer import Buffer
+
+
+class Undo:
+    """The attributes of some objects at one moment."""
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.entries = [(part, vars(part).copy()) for part in parts]
+        for part, before in self.entries:
+            if type(part) is Buffer:
+                part.before = before
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """Return None: a copy of a cache has no step to undo."""
+
+    def restore(self) -> None:
+        """Give every object the attributes it had."""
+        for part, before in self.entries:
+            now = vars(part)
+            now.clear()
+            now.update(before)
+
+    def forget(self) -> None:
+        """Release the tensors that only this object holds."""
+        for part, _ in self.entries:
+            if type(part) is Buffer:
+                part.before = None
+        self.entries = []

@@ -1,0 +1,40 @@
+"""GPT-J: rotary positions on the first `rotary_dim` channels, in neighbouring pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.gptj.modeling_gptj import GPTJAttention, apply_rotary_pos_emb
+
+from .. import adapters
+from ..cache import RoutedLayer
+
+ATTENTION = GPTJAttention
+
+
+def attend(
+    module: GPTJAttention,
+    layer: RoutedLayer,
+    hidden_states: Tensor,
+    *,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`GPTJAttention.forward` with a kvloom layer."""
+    heads = (module.num_attention_heads, module.head_dim)
+    q, k, v = (
+        project(hidden_states).unflatten(-1, heads)  # [B, T, H, D]
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    table = module.embed_positions.to(position_ids.device)
+    sin, cos = table[position_ids].to(k.dtype).chunk(2, dim=-1)
+    d = module.rotary_dim or module.head_dim
+    q, k = (
+        torch.cat([apply_rotary_pos_emb(x[..., :d], sin, cos), x[..., d:]], dim=-1) for x in (q, k)
+    )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = adapters.attend(layer, q, k, v, attention_mask, module.head_dim**-0.5)
+    return module.resid_dropout(module.out_proj(out)), None

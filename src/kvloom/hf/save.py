@@ -1,0 +1,251 @@
+"""A cache as a file: what `Cache.save` writes and `Cache.load` reads.
+
+Decides what a file's metadata holds and when a file is refused; `state` decides what of a cache is
+state. The file is safetensors: tensors as the cache stores them (packed stays packed; spare room is
+not written), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
+Calibrated numbers are not in it: the recipe's calibration is read again and must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import __version__
+from ..cache.recalled import RecalledLayer
+from ..errors import (
+    CacheMisuse,
+    IncompatibleRecipe,
+    RecipeError,
+    SavedCacheError,
+    TierError,
+    UnsupportedModel,
+)
+from ..recipe.spec import Recipe
+from ..store import Known, files
+from ..store.calibration import checksum
+from ..store.codec import Channels
+from . import compat, state
+from .metadata import identity, known
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+_KEY = "kvloom_cache"
+_CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
+
+
+class Owner:
+    """The model that a cache is of, not kept alive by it; a pickle does not know it any more."""
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict) -> Owner:
+        """Return itself: the copy is of the same model."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """Leave the model out."""
+        return Owner, ()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model; raises `CacheMisuse` if it is gone."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise CacheMisuse(
+                "a cache is saved with what tells its model from others, and this one's model is "
+                "gone, or was lost in a pickle; save a cache while its model is there"
+            )
+        return model
+
+
+def save(cache: Cache, path: str | Path) -> None:
+    """Write `path`, whole or not at all; see `Cache.save`."""
+    _check_settled(cache)
+    recipe = cache.recipe.to_dict()
+    if Recipe.from_dict(json.loads(json.dumps(recipe))) != cache.recipe:
+        raise SavedCacheError(
+            f"recipe {cache.recipe.name!r} has a part of your own, which a file cannot name; save "
+            "caches of recipes made of kvloom's parts"
+        )
+    tensors: dict[str, Tensor] = {}
+    about = {
+        "format": state.FORMAT, "kvloom": __version__, "recipe": recipe,
+        "model": _traits(cache.owner.model),
+        "calibration": _tables([layer.cache.known for layer in cache.routed]),
+        "layers": [state.take(_held(x), str(i), tensors) for i, x in enumerate(cache.layers)],
+    }  # fmt: skip
+    files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
+
+
+def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
+    """Read `path` as a `kind`; see `Cache.load`."""
+    from .attach import detach
+
+    compat.refuse_unsupported(model)
+    path = Path(path)
+    about = _about(path)
+    if about["format"] == state.UNCHECKED:
+        warnings.warn(
+            f"{str(path)!r} was saved without a checksum (by kvloom {about.get('kvloom')}), so "
+            "damage to it may go unnoticed; load it and save it again",
+            stacklevel=3,
+        )
+    routed = getattr(model, "_kvloom", None) is not None
+    try:
+        return _restore(kind, model, path, about)
+    except Exception as error:
+        if not routed and getattr(model, "_kvloom", None) is not None:
+            detach(model)
+        if isinstance(error, _CLEAR):
+            raise
+        # anything else: a file without a checksum may contain whatever damage made of it
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise SavedCacheError(
+            f"{str(path)!r} cannot be restored ({reason}); prefill and save the cache again"
+        ) from error
+
+
+def _restore(kind: type[Cache], model: PreTrainedModel, path: Path, about: dict[str, Any]) -> Cache:
+    """Make the cache that a file describes."""
+    _check_model(path, about["model"], _traits(model))
+    try:
+        recipe = Recipe.from_dict(about["recipe"])
+    except RecipeError as error:
+        raise SavedCacheError(
+            f"{str(path)!r} has a recipe that this kvloom ({__version__}) does not know: {error}; "
+            "prefill and save the cache again"
+        ) from error
+    try:
+        channels = known(model, recipe)
+    except IncompatibleRecipe as error:
+        raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
+    if _tables(channels) != about["calibration"]:
+        raise SavedCacheError(
+            f"{str(path)!r} was packed with another calibration than the one that "
+            f"{recipe.name!r} finds now; put the old one back, or prefill and save the cache again"
+        )
+    cache = kind(model, recipe)
+    devices = _devices(model)
+    with safe_open(path, "pt") as file:
+        for i, (layer, stored) in enumerate(zip(cache.layers, about["layers"], strict=True)):
+            state.Giver(file, devices.get(i, model.device)).give(_held(layer), stored, str(i))
+    return cache
+
+
+def _held(layer: Any) -> Any:
+    """What a layer of a cache holds: a `LayerCache`, or itself, if it is transformers' own."""
+    return getattr(layer, "cache", layer)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """Check a file's format and checksum; return its metadata."""
+    name = repr(str(path))
+    if not os.path.isfile(path):
+        raise SavedCacheError(f"there is no saved cache {name}; make one with cache.save({name})")
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {}).get(_KEY, "null"))
+            checked = files.CHECKSUM in file.keys()  # noqa: SIM118
+        intact = files.intact(path)
+    except OSError as error:
+        raise SavedCacheError(
+            f"{name} cannot be read: {error.strerror or error}; check its permissions and its disk"
+        ) from error
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise SavedCacheError(
+            f"{name} is damaged, or was never a saved cache; prefill and save the cache again"
+        ) from error
+    if not isinstance(about, dict) or "format" not in about:
+        raise SavedCacheError(
+            f"{name} is safetensors, but no saved cache; give a file that cache.save wrote"
+        )
+    found, by = about["format"], about.get("kvloom")
+    if found not in (state.FORMAT, state.UNCHECKED):
+        raise SavedCacheError(
+            f"{name} has cache format {found} of kvloom {by}, and this "
+            f"kvloom ({__version__}) reads {state.FORMAT}; use that kvloom, or prefill anew"
+        )
+    if not intact and (checked or found == state.FORMAT):
+        raise SavedCacheError(
+            f"{name} is damaged: its checksum is wrong; prefill and save the cache again"
+        )
+    lacks = [part for part in ("recipe", "model", "calibration", "layers") if part not in about]
+    if lacks:
+        raise SavedCacheError(
+            f"{name} is damaged: its {lacks[0]} is missing; prefill and save the cache again"
+        )
+    return about
+
+
+def _check_model(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Refuse another model, or another dtype, by what differs."""
+    differ = [name for name in own if saved.get(name) != own[name]]
+    if differ:
+        one, other = (
+            f"{each.get('model')} with {', '.join(f'{n}={each.get(n)}' for n in differ)}"
+            for each in (saved, own)
+        )
+        raise SavedCacheError(
+            f"{str(path)!r} holds a cache of {one}, and this model is {other}; load the model, and "
+            "the dtype, that it was saved from"
+        )
+
+
+def _traits(model: PreTrainedModel) -> dict[str, Any]:
+    """What must be the same for what is held to mean the same, as JSON gives it back."""
+    config = compat.decoder_config(model)
+    more = {name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")}
+    dtype = str(model.dtype).removeprefix("torch.")
+    return json.loads(json.dumps({**identity(model), "dtype": dtype, **more}, default=str))
+
+
+def _tables(layers: list[Known]) -> str | None:
+    """SHA-256 of what calibration says of the layers' channels; None where none was asked."""
+    tables = {
+        f"{i}.{side}.{field}": x
+        for i, told in enumerate(layers)
+        for side, channels in (("keys", told.keys), ("values", told.values))
+        if channels is not None
+        for field, x in zip(Channels._fields, channels, strict=True)
+        if x is not None
+    }
+    return checksum(tables) if tables else None
+
+
+def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each layer attends: a model may lie on several devices."""
+    found = {}
+    for module in model.modules():
+        weight = next(module.parameters(), None)
+        if isinstance(getattr(module, "layer_idx", None), int) and weight is not None:
+            found[module.layer_idx] = weight.device
+    return {i: device for i, device in found.items() if device.type != "meta"}
+
+
+def _check_settled(cache: Cache) -> None:
+    """Refuse a cache in the middle of something; wait for work that is under way."""
+    for held in (layer.cache for layer in cache.routed):
+        if isinstance(held, RecalledLayer):
+            if held.lost:
+                raise CacheMisuse(f"{held.name}: this cache is of no use any more: {held.lost}")
+            held.aside.wait()
+        if held.held is not None:
+            raise CacheMisuse(
+                f"{held.name}: the newest {held.pending} tokens may still be taken back; call "
+                "crop(0) before saving"
+            )
+    seen = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
+    if len(seen) > 1 or any(layer.armed for layer in cache.routed):
+        raise CacheMisuse("the last step failed, so this cache is of no use; save another one")

@@ -1,0 +1,179 @@
+"""How many tokens a layer keeps, which of them are recent by right, and when the rest goes.
+
+Decides numbers only: scores are in `scorers`, the choice of tokens in `select`, the dropping in
+the layer's segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..errors import RecipeError
+from ..registry.fields import typed
+from . import budgets
+from .scorers import SCORERS, Recent, Scorer
+
+WHEN = {
+    "step": "after the prompt and at every step",
+    "prompt": "once, after the first prompt",
+    "limit": "down to the budget whenever more than `limit` tokens are held",
+}
+GROUPS = ("sum", "mean", "max")
+POSITIONS = {
+    "original": "a token keeps its place in the sequence",
+    "renumbered": "the tokens that stay move together, as if the others had never been",
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens a layer holds: a number of tokens, or a fraction of the first prompt.
+
+    recent: of them, how many are the newest (a whole number) or which share of the budget (a
+    fraction); the others are heavy hitters, chosen by score. layers: how the heavy part is divided
+    over the layers, a policy of `budgets.POLICIES` or one weight a layer. apart: the recent share
+    and the heavy share of the prompt are each rounded down to whole tokens, as MiniKV's code does;
+    otherwise the budget is rounded down, and then the recent share of it.
+    """
+
+    tokens: int | None = None
+    fraction: float | None = None
+    recent: int | float = 1.0
+    layers: str | tuple[float, ...] = "uniform"
+    apart: bool = False
+
+    def __post_init__(self) -> None:
+        typed(self, "recent", "layers", "apart")
+        if (self.tokens is None) == (self.fraction is None):
+            raise RecipeError("a budget is either tokens or a fraction of the prompt: give one")
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
+            raise RecipeError(f"budget tokens={self.tokens!r} must be a whole number, 1 or more")
+        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
+        if self.fraction is not None and not (number and 0 < self.fraction <= 1):
+            raise RecipeError(f"budget fraction={self.fraction!r} must lie in (0, 1]")
+        if isinstance(self.recent, float) and not 0 <= self.recent <= 1:
+            raise RecipeError(f"recent={self.recent!r} must lie in [0, 1], or be a whole number")
+        if isinstance(self.recent, int) and self.recent < 0:
+            raise RecipeError(f"recent={self.recent!r} must be 0 or more")
+        if self.tokens is not None and isinstance(self.recent, int) and self.recent > self.tokens:
+            raise RecipeError(
+                f"a recent window of {self.recent} tokens does not fit a budget of {self.tokens}; "
+                "use a smaller window or a larger budget"
+            )
+        if isinstance(self.layers, str):
+            if self.layers not in budgets.POLICIES:
+                known = ", ".join(budgets.POLICIES)
+                raise RecipeError(f"layers={self.layers!r} is not one of {known}")
+        elif not all(0 <= weight < math.inf for weight in self.layers) or not any(self.layers):
+            raise RecipeError(
+                f"layers={self.layers!r} must be one weight a layer, 0 or more, not all 0"
+            )
+
+    def resolve(self, prompt_tokens: int) -> int:
+        """Tokens to hold, averaged over layers, given the first prompt's length (at least one)."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.fraction is not None
+        tokens = prompt_tokens * self.fraction
+        if self.apart and isinstance(self.recent, float):
+            heavy_share = round(1 - self.recent, 12)  # 1 - 0.9 is a little less than 0.1
+            return max(1, int(tokens * self.recent) + int(tokens * heavy_share))
+        return max(1, int(tokens))
+
+    def window(self, prompt_tokens: int) -> int:
+        """How many of the tokens to hold are the newest, given the first prompt's length."""
+        total = self.resolve(prompt_tokens)
+        if isinstance(self.recent, int):
+            return min(self.recent, total)
+        if self.apart and self.fraction is not None:
+            return int(prompt_tokens * self.fraction * self.recent)
+        return int(total * self.recent)
+
+    def heavy(
+        self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
+    ) -> list[int]:
+        """Heavy hitters of each layer; their sum is `layers` times the average, where they fit.
+
+        A prompt within the budget stays whole, in every layer. PyramidKV's division is uniform for
+        a prompt shorter than twice the average, as in KVCache-Factory. Raises `RecipeError` for a
+        pyramid with an empty top, and for a layer without a single token.
+        """
+        total, window = self.resolve(prompt_tokens), self.window(prompt_tokens)
+        average, most = total - window, prompt_tokens - window
+        short = self.layers == "pyramidkv" and prompt_tokens < 2 * average
+        if total >= prompt_tokens or short or not layers:
+            return [average] * layers
+        shares = budgets.weights(self.layers, layers, variances, most / max(1, average))
+        given = budgets.split(average * layers, shares, most)
+        pyramid = self.layers in budgets.DEPTH
+        if total > window and min(given) == 0 and (pyramid or window == 0):
+            raise RecipeError(
+                f"a budget of {total} tokens, {window} of them recent, divided by layers="
+                f"{self.layers!r} leaves layer {given.index(0)} of {layers} without a heavy "
+                "hitter; use a larger budget, or divide it more evenly"
+            )
+        return given
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Drop all tokens but a budget of them, chosen per key/value head.
+
+    limit: tokens a layer may gather before it drops, for when="limit". group: how the scores of
+    the query heads of a group become one. shared: one score for all layers, their sum, and so the
+    same tokens in all of them. positions: what kept tokens' distances are, one of `POSITIONS`.
+    seed: of noise and of random scores; its lowest 32 bits count.
+
+    Where layers wait for each other (shared, budgets by variance), the prompt of all of them is
+    held exact until the last has scored. Protected sinks count in the budget.
+    """
+
+    budget: Budget
+    scorer: Scorer = field(default_factory=Recent)
+    when: str = "step"
+    limit: int | None = None
+    group: str = "sum"
+    shared: bool = False
+    positions: str = "original"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        typed(self, "budget", "when", "group", "shared", "positions", "seed")
+        if not isinstance(self.scorer, Scorer):
+            raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
+        if self.when not in WHEN:
+            raise RecipeError(f"when={self.when!r} is not one of {', '.join(WHEN)}")
+        if self.group not in GROUPS:
+            raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.positions not in POSITIONS:
+            raise RecipeError(f"positions={self.positions!r} is not one of {', '.join(POSITIONS)}")
+        if (self.limit is not None) != (self.when == "limit"):
+            raise RecipeError(
+                f"limit={self.limit!r} with when={self.when!r}: a limit is given with "
+                'when="limit", and only then'
+            )
+        least = self.budget.tokens or 1
+        if self.limit is not None and (type(self.limit) is not int or self.limit < least):
+            raise RecipeError(
+                f"limit={self.limit!r} must be a whole number of tokens, and not below the budget; "
+                f"use {least} or more"
+            )
+
+    def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
+        """Tokens each layer holds at most, budgets by variance counted as uniform."""
+        budget = self.budget
+        if budget.layers in budgets.BY_VARIANCE:
+            budget = replace(budget, layers="uniform")
+        window = budget.window(prompt_tokens)
+        return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
+
+    def drops(self, tokens: int) -> bool:
+        """Whether a layer that has gathered `tokens` tokens drops down to its budget."""
+        return self.limit is None or tokens > self.limit
+
+    @property
+    def by_age(self) -> bool:
+        """Whether age alone decides: then the oldest tokens go, and nothing is scored."""
+        return isinstance(self.scorer, Recent)

@@ -1,0 +1,1 @@
+"""Positional encodings of keys: rotary embedding and ALiBi."""

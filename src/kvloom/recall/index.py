@@ -1,0 +1,140 @@
+"""Recall: the whole cache stays, and a step reads the tokens an index finds for its queries.
+
+Decides how many tokens are read and how the query heads of a group choose together; how tokens are
+found is in `clusters` and `pages`, what is done with them in the layer. A new index is an `Index`
+(its options) and a `Finder` (its state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..registry.fields import typed
+from .tiers import Tier
+
+GROUPS = {
+    "mean": "the query heads of a group choose by the mean of their scores",
+    "max": "by the largest of their scores",
+    "each": "every query head chooses alone, as the papers' code does",
+}
+
+
+@dataclass(frozen=True)
+class Index:
+    """Options of an index."""
+
+    kind: ClassVar[str] = ""
+    reads_keys: ClassVar[bool] = False  # every key is read to find some
+
+    def finder(self) -> Finder:
+        """Return an empty index."""
+        raise NotImplementedError
+
+    def due(self, held: int, waiting: int) -> int:
+        """How many of `waiting` tokens to take in now, behind `held` that are in it already."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        """So many tokens are found at a time."""
+        return 1
+
+    @property
+    def step(self) -> int:
+        """Behind the first, tokens are taken in in multiples of it."""
+        return self.unit
+
+    def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
+        """Bytes of one head's index of a prompt's `tokens` tokens, keys of itemsize bytes."""
+        raise NotImplementedError
+
+
+class Finder:
+    """An index of one layer's keys, a part of them for each key/value head.
+
+    `tokens` counts the keys taken in; a key's slot is its place among them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def extend(self, keys: Tensor, real: Tensor) -> None:
+        """Take in keys [B, Hk, T, D], the next by age; real: bool [B, 1, T], False for padding."""
+        raise NotImplementedError
+
+    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+        """Slots to read for queries [B, Hq, D]: int64 [B, Hk, tokens], no slot twice in a row.
+
+        tokens: at most as many as were taken in. group: one of `GROUPS`; "each" gives [B, Hq,
+        tokens]. keys: gives the keys [B, Hk, N, D], for an index that holds none itself. Padding is
+        found last.
+        """
+        raise NotImplementedError
+
+    def parts(self) -> Tensor | None:
+        """Which cluster or page each slot is in, int64 [B, Hk, N]; None where there are none."""
+        return None
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of the tensors held, batch first."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return sum(getattr(self, name).nbytes for name in self.held) if self.tokens else 0
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        if self.tokens:
+            for name in self.held:
+                setattr(self, name, fn(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What finds the tokens, and how many a step reads.
+
+    tokens: that a step reads, protected ones included; generated tokens that are not in the index
+    yet are read in addition. group: one of `GROUPS`. full_layers: so many first layers read
+    everything. Steps of several tokens (a prompt, a turn, a draft) read everything too. tier: where
+    the indexed tokens live (None: on the device).
+    """
+
+    index: Index
+    tokens: int = 1024
+    group: str = "mean"
+    full_layers: int = 2
+    tier: Tier | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.index, Index):
+            raise RecipeError(f"index={self.index!r} is not an index; use Clusters, Pages or TopK")
+        typed(self, "group", "tier")
+        whole("budget tokens", self.tokens, 1)
+        whole("full_layers", self.full_layers, 0)
+        if self.group not in GROUPS:
+            raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.tier is not None and self.index.reads_keys:
+            raise RecipeError(
+                f"index={self.index.kind!r} reads every key to find some, and would copy them all "
+                "from the tier at every step; use clusters or pages"
+            )
+
+
+def whole(name: str, value: object, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise RecipeError(f"{name}={value!r} must be a whole number, {least} or more")
+
+
+def grown(old: Tensor | None, new: Tensor) -> Tensor:
+    """Old and new, one behind the other along dimension 2."""
+    return new if old is None else torch.cat([old, new], dim=2)

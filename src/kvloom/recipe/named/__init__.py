@@ -1,0 +1,1 @@
+"""The named recipes, one file a paper or family."""

@@ -1,0 +1,123 @@
+"""Eviction by attention: H2O, Keyformer, SnapKV, PyramidKV.
+
+Every decision is made per key/value head, from the summed scores of its query heads; dropped
+tokens free their memory.
+
+Departures: H2O's and SnapKV's official code decides per query head. H2O's code counts a step's own
+token in the recent window, so that it attends to one token fewer. SnapKV's experiments pool by
+maximum. KVCache-Factory rounds PyramidKV's step between layers down; here the layers sum up to the
+budget.
+
+Options they share:
+
+tokens, fraction: the budget, in tokens or as a fraction of the prompt. What has no budget by
+default counts where it is given: tokens with h2o, keyformer and random, the fraction with snapkv
+and pyramidkv.
+recent: how many of the budget (or which share of it) are the newest tokens, whatever their score.
+layers: how the rest is divided over layers. shared: one score, and so one choice, for all layers.
+limit: drop down to the budget only when more than this many tokens are held (0: at every step).
+positions: "original", or "renumbered" as if the dropped tokens had never been.
+"""
+
+from __future__ import annotations
+
+from ...keep import Budget, Keep, Mass, Noisy, Observation, Random, Scorer
+from ..spec import Protect, Recipe
+
+
+def _recipe(
+    name: str,
+    scorer: Scorer,
+    tokens: int,
+    fraction: float,
+    recent: int | float,
+    *,
+    layers: str = "uniform",
+    when: str = "step",
+    shared: bool = False,
+    limit: int = 0,
+    positions: str = "original",
+    sinks: int = 0,
+) -> Recipe:
+    budget = Budget(tokens or None, None if tokens else fraction, recent, layers)
+    when = "limit" if limit else when
+    keep = Keep(budget, scorer, when=when, limit=limit or None, shared=shared, positions=positions)
+    return Recipe(keep=keep, protect=Protect(sinks=sinks), name=name)
+
+
+def h2o(
+    fraction: float = 0.5,
+    recent: int | float = 0.5,
+    tokens: int = 0,
+    layers: str = "uniform",
+    shared: bool = False,
+    limit: int = 0,
+    positions: str = "original",
+    damping: float = 1.0,
+) -> Recipe:
+    """H2O (arXiv:2306.14048): heavy hitters by accumulated attention, half of it recent."""
+    return _recipe(
+        "h2o", Mass(damping), tokens, fraction, recent,
+        layers=layers, shared=shared, limit=limit, positions=positions,
+    )  # fmt: skip
+
+
+def keyformer(
+    fraction: float = 0.5,
+    recent: int | float = 0.3,
+    tokens: int = 0,
+    layers: str = "uniform",
+    shared: bool = False,
+    limit: int = 0,
+    positions: str = "original",
+    noise: str = "gumbel",
+    fixed: bool = False,
+    tau_end: float = 2.0,
+    steps: int = 128,
+) -> Recipe:
+    """Keyformer (arXiv:2403.09054): key tokens by a Gumbel-noised, tempered score.
+
+    The paper's other budget is `keyformer:fraction=0.7`.
+    """
+    return _recipe(
+        "keyformer", Noisy(noise, fixed, tau_end=tau_end, steps=steps), tokens, fraction, recent,
+        layers=layers, shared=shared, limit=limit, positions=positions,
+    )  # fmt: skip
+
+
+def snapkv(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "avg",
+    layers: str = "uniform",
+    positions: str = "original",
+) -> Recipe:
+    """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed."""
+    return _recipe(
+        "snapkv", Observation(window, pool, kernel), 0 if fraction else tokens, fraction, window,
+        layers=layers, when="prompt", positions=positions,
+    )  # fmt: skip
+
+
+def pyramidkv(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "avg",
+    positions: str = "original",
+) -> Recipe:
+    """PyramidKV (arXiv:2406.02069): SnapKV with more tokens in lower layers.
+
+    Uniform where the prompt is shorter than twice (budget - window), as in KVCache-Factory.
+    """
+    return snapkv(tokens, fraction, window, kernel, pool, "pyramidkv", positions)
+
+
+def random(
+    fraction: float = 0.5, recent: int | float = 0.5, tokens: int = 0, sinks: int = 4
+) -> Recipe:
+    """Random tokens beside the recent ones: the floor every score must beat."""
+    return _recipe("random", Random(), tokens, fraction, recent, when="prompt", sinks=sinks)

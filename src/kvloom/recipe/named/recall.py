@@ -1,0 +1,130 @@
+"""Recall: nothing is dropped, and a step reads only what its queries look for.
+
+ClusterKV: manipulating LLM KV cache in semantic space for recallable compression
+(arXiv:2412.03213). Keys are clustered by cosine similarity, a cluster for every 80 prompt tokens
+and four for every 320 generated ones; a query takes the clusters with the largest inner product of
+centroid and query until the budget is full. The first 16 tokens, and generated ones that are not
+clustered yet, are always read.
+
+Quest: query-aware sparsity for efficient long-context LLM inference (arXiv:2406.10774). Pages of 16
+tokens, each with the least and largest key of every channel; a query takes the pages with the
+largest upper bound of q . k.
+
+topk takes the tokens with the largest q . k themselves. It reads every key to find them: the oracle
+that the others are measured against.
+
+Departures of all three: the query heads of a key/value head choose together, by the mean of their
+scores, so that a token is read once for all of them (group="each": every query head alone, as the
+papers' code); steps of several tokens (a second turn, a draft) read everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...errors import RecipeError
+from ...recall import TIERS, Clusters, Index, Pages, Recall, Tier, TopK
+from ..spec import Protect, Recipe
+from .kivi import kivi
+
+
+def clusterkv(
+    tokens: int = 1024,
+    size: int = 80,
+    distance: str = "cosine",
+    iterations: int = 20,
+    sinks: int = 16,
+    group: str = "mean",
+    full_layers: int = 2,
+    tier: str = "device",
+    steps: int = 1,
+    seed: int = 0,
+) -> Recipe:
+    """ClusterKV (arXiv:2412.03213): everything stays, the nearest clusters are read.
+
+    tier: device, host or file. steps: what so many last steps read stays on the device.
+    """
+    index = Clusters(size, distance=distance, iterations=iterations, seed=seed)
+    recipe = _recipe(index, tokens, sinks, 0, group, full_layers, "clusterkv")
+    return _in(tier, steps, recipe)
+
+
+def clusterkv_2bit(
+    tokens: int = 1024,
+    size: int = 80,
+    sinks: int = 16,
+    group: str = "mean",
+    full_layers: int = 2,
+    tier: str = "device",
+    steps: int = 1,
+) -> Recipe:
+    """ClusterKV over a store of KIVI's 2 bit.
+
+    tier: device, host or file, of packed tokens. steps: what so many last steps read stays on the
+    device, unpacked.
+    """
+    recipe = clusterkv(tokens, size, sinks=sinks, group=group, full_layers=full_layers)
+    packed = kivi()
+    protect = Protect(sinks, packed.protect.recent)
+    recipe = replace(recipe, store=packed.store, protect=protect, name="clusterkv-2bit")
+    return _in(tier, steps, recipe)
+
+
+def quest(
+    tokens: int = 1024,
+    page: int = 16,
+    sinks: int = 16,
+    recent: int = 64,
+    group: str = "mean",
+    full_layers: int = 2,
+    tier: str = "device",
+    steps: int = 1,
+) -> Recipe:
+    """Quest (arXiv:2406.10774): everything stays, the most promising pages are read.
+
+    tier: device, host or file. steps: what so many last steps read stays on the device.
+    """
+    recipe = _recipe(Pages(page), tokens, sinks, recent, group, full_layers, "quest")
+    return _in(tier, steps, recipe)
+
+
+def topk(
+    tokens: int = 1024,
+    sinks: int = 16,
+    recent: int = 64,
+    group: str = "mean",
+    full_layers: int = 2,
+) -> Recipe:
+    """The tokens with the largest q . k are read: the oracle of recall."""
+    return _recipe(TopK(), tokens, sinks, recent, group, full_layers, "topk")
+
+
+def _recipe(
+    index: Index,
+    tokens: int,
+    sinks: int,
+    recent: int,
+    group: str,
+    full_layers: int,
+    name: str,
+) -> Recipe:
+    recall = Recall(index, tokens, group, full_layers)
+    return Recipe(recall=recall, protect=Protect(sinks, recent), name=name)
+
+
+def _in(tier: str, steps: int, recipe: Recipe) -> Recipe:
+    """The recipe with its tokens in a tier, "device" for none."""
+    if tier != "device" and tier not in TIERS:
+        raise RecipeError(
+            f"tier={tier!r} is not one of device, {', '.join(TIERS)}; tier=device keeps every "
+            "token on the device"
+        )
+    if tier == "device":
+        if steps != 1:
+            raise RecipeError(
+                f"steps={steps} says what stays on the device beside a tier, and tier=device is "
+                "none; add tier=host or tier=file, or leave steps out"
+            )
+        return recipe
+    assert recipe.recall is not None
+    return replace(recipe, recall=replace(recipe.recall, tier=Tier(tier, steps=steps)))

@@ -1,0 +1,12 @@
+"""Round-to-nearest: the plain baseline of the quantization papers."""
+
+from __future__ import annotations
+
+from ...store import Packed, Store
+from ..spec import Protect, Recipe
+
+
+def rtn(bits: int | float = 2, group: int = 32, residual: int = 0, meta: str = "fp16") -> Recipe:
+    """Round-to-nearest per token, keys and values alike, nothing exact: the baseline."""
+    fmt = Packed(bits, "token", group, meta)
+    return Recipe(store=Store(fmt, fmt), protect=Protect(recent=residual), name="rtn")

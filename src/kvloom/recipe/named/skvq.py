@@ -1,0 +1,52 @@
+"""SKVQ: sliding-window key and value cache quantization (arXiv:2405.06219).
+
+Keys (before RoPE) and values are quantized per token, on the channels of all key/value heads
+together. Channels that are alike in calibration form a group (section 3.1); each group's ends are
+clipped by a calibrated factor (section 3.2); the first `sinks` tokens and the newest `window` stay
+exact (section 3.3); scale and zero are fp8 (e4m3). K2V2 at group 128 is 2.125 bits a packed value;
+"1.5 bit" is three levels, five of them in a byte: 1.6 bits.
+
+Departures: a channel has the number of its group, and nothing is permuted, so there is nothing to
+fold into weights; codes are computed with the stored, rounded scale and zero; factors are searched
+(the official code has one constant, 0.92: clip=0.92); a token that leaves the window is packed
+after the step, and that step still sees it exact. Every step of the paper's ablation is an option:
+reorder=false, clip=1.0, window=0, sinks=0, meta=fp16, pre_rope=false. Its filter rules beside sinks
+and window: heavy=64 keeps that many heavy hitters of the prompt exact, for each head.
+"""
+
+from __future__ import annotations
+
+from ...keep import Spare
+from ...store import Packed, Store, Transform
+from ..spec import Protect, Recipe
+
+
+def skvq(
+    bits: int | float = 2,
+    value_bits: int | float = 2,
+    group: int = 128,
+    window: int = 128,
+    sinks: int = 5,
+    clip: float | str = "group",
+    reorder: bool = True,
+    pre_rope: bool = True,
+    meta: str = "fp8",
+    heavy: int = 0,
+    calibration: str = "auto",
+) -> Recipe:
+    """SKVQ (arXiv:2405.06219): calibrated groups and clipping, sinks and a window, 2 bit."""
+    transform = Transform("layer", reorder, clip)
+    return Recipe(
+        store=Store(
+            keys=Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope),
+            values=Packed(value_bits, "token", group, meta, transform=transform),
+            calibration=None if calibration == "auto" else calibration,
+        ),
+        protect=Protect(sinks, window, Spare(heavy) if heavy else None),
+        name="skvq",
+    )
+
+
+def skvq_k2v1_5(group: int = 128, calibration: str = "auto") -> Recipe:
+    """SKVQ with keys at 2 bit and values at 1.5, which is 1.6 as packed."""
+    return skvq(2, 1.5, group, calibration=calibration)

@@ -1,0 +1,1 @@
+"""What plugins register, and how the fields of a recipe are checked."""

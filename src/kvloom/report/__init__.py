@@ -1,0 +1,1 @@
+"""How commands show results: tables, and the machine that they were measured on."""

@@ -1,0 +1,41 @@
+"""The versions and the hardware that figures depend on."""
+
+from __future__ import annotations
+
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import __version__
+
+
+def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
+    """Return versions, hardware, the dtype of a model or of keys, and the time."""
+    gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
+    return {
+        "python": platform.python_version(),
+        "kvloom": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cpu": cpu_name(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

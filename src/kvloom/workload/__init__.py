@@ -1,0 +1,1 @@
+"""What commands run on: models, texts, and one timed call of a model."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 
 import torch
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
 
 from kvloom.analyse.error import packed
 from kvloom.calibrate import record
@@ -22,8 +20,10 @@ from kvloom.calibrate.clip import GRID
 from kvloom.cli.calibrate import DEFAULT
 from kvloom.cli.edge import split
 from kvloom.eval import load
-from kvloom.hf.metadata import known
-from kvloom.store import Known
+from kvloom.hf.metadata import load_layer_metadata
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
+from kvloom.store import LayerMetadata
 from kvloom.workload.text import library_text, opening, rows, tokenize
 
 UNPACKED = (0, 0), (5, 128)
@@ -31,7 +31,7 @@ UNPACKED = (0, 0), (5, 128)
 
 def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
     """Relative errors of each layer, for each of `UNPACKED`."""
-    layers = dict(zip(record.layers(model), known(model, recipe), strict=True))
+    layers = dict(zip(record.layers(model), load_layer_metadata(model, recipe), strict=True))
     sums = {number: torch.zeros(len(UNPACKED), 2, dtype=torch.float64) for number in layers}
 
     def see(number: int, seen: record.Seen) -> None:
@@ -44,7 +44,7 @@ def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
     return {n: (x[:, 0] / x[:, 1]).sqrt().tolist() for n, x in sums.items()}
 
 
-def squares(exact: Attention, recipe: Recipe, layer: Known) -> torch.Tensor:
+def squares(exact: Attention, recipe: Recipe, layer: LayerMetadata) -> torch.Tensor:
     """Squared norms [2] of the output's error and of the output."""
     k = packed(exact.k, recipe.store.keys, layer.keys, layer)
     v = packed(exact.v, recipe.store.values, layer.values, layer)
@@ -55,7 +55,8 @@ def squares(exact: Attention, recipe: Recipe, layer: Known) -> torch.Tensor:
 
 def at_the_bound(model, recipe: Recipe) -> float:
     """The share of clip factors, keys and values of all layers, at the grid's lower end."""
-    clips = [c.clip for layer in known(model, recipe) for c in (layer.keys, layer.values)
+    layers = load_layer_metadata(model, recipe)
+    clips = [c.clip for layer in layers for c in (layer.keys, layer.values)
              if c is not None and c.clip is not None]  # fmt: skip
     return float((torch.cat(clips) < GRID[0] + 1e-3).float().mean()) if clips else 0.0
 

@@ -7,13 +7,12 @@ All contexts are read, also after the ranges have settled.
 
 from __future__ import annotations
 
-from kvloom.recipe.resolve import resolve
-
 from kvloom.calibrate import Settings, calibrate, contexts
 from kvloom.cli.calibrate import training_text
 from kvloom.cli.progress import progress
 from kvloom.eval import load
 from kvloom.hf.metadata import BESIDE
+from kvloom.recipe.resolve import resolve
 from kvloom.reference import WEIGHTS
 from kvloom.workload.text import opening, tokenize
 

@@ -19,14 +19,14 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from kvloom.recipe.resolve import resolve
 
 import record
 from kvloom.bench.limits import read_gb_s
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
-from kvloom.store import Known
+from kvloom.recipe.resolve import resolve
+from kvloom.store import LayerMetadata
 from kvloom.store.codec import Channels
 
 D = 128
@@ -35,18 +35,13 @@ RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4", "turbo", "skvq", "skvq-k
 
 def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:
     """A layer that holds k, v, and the bytes that a step reads."""
-    dim = k.shape[-1]
-    cache = LayerCache(resolve(recipe), known=known(k.shape[1], dim))
-    for lo in range(0, k.shape[2], 4096):
-        part = slice(lo, lo + 4096)
-        q = torch.zeros(1, hq, 1, dim, dtype=k.dtype).expand(-1, -1, k[:, :, part].shape[2], -1)
-        asked = cache.recipe.keep
-        assert asked is None, "a cache that keeps chooses by its queries"
-        _fill(cache, q, k[:, :, part], v[:, :, part])
+    cache = LayerCache(resolve(recipe), metadata=calibrated(k.shape[1], k.shape[-1]))
+    cache.prefill(torch.zeros(1, hq, 1, k.shape[-1], dtype=k.dtype), k, v, scale=1.0)
+    cache.end_step()
     return cache, cache.nbytes
 
 
-def known(hk: int, dim: int, group: int = 128) -> Known:
+def calibrated(hk: int, dim: int, group: int = 128) -> LayerMetadata:
     """A calibration of a random layer: groups of any channels of all heads."""
     g, count = torch.Generator().manual_seed(0), hk * dim // group
 
@@ -54,16 +49,7 @@ def known(hk: int, dim: int, group: int = 128) -> Known:
         group_of = torch.randperm(hk * dim, generator=g).view(hk, dim) % count
         return Channels(group_of, 0.8 + 0.2 * torch.rand(count, generator=g))
 
-    return Known(side(), side(), Rope(10000.0 ** -(torch.arange(0, dim, 2) / dim)))
-
-
-def _fill(cache: LayerCache, q, k, v) -> None:
-    """Take tokens in without attending."""
-    from kvloom.cache.layer import Asked
-
-    cache.check(k, v)
-    cache.seen += k.shape[2]
-    cache._take(k, v, Asked(q, 1.0, None, None))
+    return LayerMetadata(side(), side(), Rope(10000.0 ** -(torch.arange(0, dim, 2) / dim)))
 
 
 def sides(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
@@ -97,13 +83,10 @@ def sides(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object]
 def step(cache: LayerCache, q, k, v) -> Callable[[], object]:
     """One decode step that is taken back again."""
     new_k, new_v = k[:, :, :1], v[:, :, :1]
-    cache.recording = True
 
     def call() -> object:
         out = cache.attend(q, new_k, new_v, scale=D**-0.5)
-        cache.body.drop_back(1)
-        cache.seen -= 1
-        cache.pending = 0
+        cache.roll_back()
         return out
 
     return call

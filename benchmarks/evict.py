@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import torch
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
 
 import record
 from kvloom.eval import Settings, load, prepare
 from kvloom.eval.measure import Measured, measure
 from kvloom.eval.needles import count_right
 from kvloom.hf.compat import geometry
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 from kvloom.workload.text import library_text
 
 QUESTIONS = 208

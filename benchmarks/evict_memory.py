@@ -25,13 +25,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
 
 import record
-from kvloom.cache.scored import layer_cache
+from kvloom.cache.layer import LayerCache
 from kvloom.kernels import ops
 from kvloom.kernels.score.noise import Noise
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
 
 HEADS, DIM = 8, 128  # of the scored layer
 LLAMA = Geometry(layers=32, q_heads=32, kv_heads=32, head_dim=128, dtype=torch.float16)
@@ -126,7 +126,7 @@ def held(tokens: int) -> list[dict]:
     for name in ("h2o", "keyformer", "snapkv:fraction=0.5", "random"):
         for fraction in (0.25, 0.5, 0.75):
             recipe = resolve(name).with_budget(fraction)
-            cache = layer_cache(recipe, "a layer", (0, 1))
+            cache = LayerCache(recipe, "a layer", (0, 1))
             cache.attend(*draw(tokens, LLAMA.kv_heads, LLAMA.head_dim, LLAMA.dtype), scale=0.09)
             one = Geometry(1, *(LLAMA.q_heads, LLAMA.kv_heads, LLAMA.head_dim), LLAMA.dtype)
             formula = one.token_nbytes() * int(tokens * fraction)
@@ -142,7 +142,7 @@ def held(tokens: int) -> list[dict]:
 
 def minikv(prompt: int = 4096, new: int = 511) -> dict:
     """MiniKV against full: bytes a layer, measured step by step."""
-    cache = layer_cache(resolve("minikv"), "a layer", (0, 1))
+    cache = LayerCache(resolve("minikv"), "a layer", (0, 1))
     q, k, v = draw(prompt + new, LLAMA.kv_heads, LLAMA.head_dim, LLAMA.dtype)
     most = 0
     for begin, end in [(0, prompt), *((i, i + 1) for i in range(prompt, prompt + new))]:

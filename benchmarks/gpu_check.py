@@ -25,7 +25,7 @@ from kvloom.kernels.score.noise import Noise
 from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.store import Packed
 from kvloom.store.formats import META
-from kvloom.store.lane import Lane
+from kvloom.store.kv_side import KVSide
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -199,8 +199,8 @@ def _step(
     n = 150 if bench.dry else 1100
     lanes = []
     for fmt in (keys, values):
-        lane = Lane(fmt, 17)
-        lane.take(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0)
+        lane = KVSide(fmt, 17)
+        lane.extend(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0)
         lanes.append(lane)
     q = torch.randn(2, 2 * r, t, d, device=bench.device).to(dtype)
     valid = torch.arange(n, device=bench.device) >= torch.tensor(
@@ -208,11 +208,15 @@ def _step(
     )
     exact = []
     for lane in lanes:
-        parts = [lane.view(lo, hi) for lo, hi in ((0, lane.sealed), (lane.sealed, n)) if hi > lo]
+        parts = [
+            lane.view(lo, hi)
+            for lo, hi in ((0, lane.packed_count), (lane.packed_count, n))
+            if hi > lo
+        ]
         exact.append(
             torch.cat([p if isinstance(p, Tensor) else p.tensor() for p in parts], 2).cpu().float()
         )
-    keys, values = (lane.whole() for lane in lanes)
+    keys, values = (lane.kv_view() for lane in lanes)
     why = ops.attend.bind(q, keys, values).why
     if why:
         raise RuntimeError(f"left to the reference: {why}")

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvloom.recipe.resolve import resolve
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 import kvloom
 from gpu_clock import Bench
 from kvloom.hf.compat import geometry
+from kvloom.recipe.resolve import resolve
 
 # Tokens, of all rows, that are fed at once between the timed ends.
 _STRETCH = 1 << 15

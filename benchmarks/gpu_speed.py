@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from kvloom.recipe.resolve import resolve
 from torch import Tensor
 
 from gpu_clock import Bench
@@ -17,7 +16,8 @@ from kvloom.kernels import ops
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.kernels.select import reference as select_ref
-from kvloom.store.lane import Lane
+from kvloom.recipe.resolve import resolve
+from kvloom.store.kv_side import KVSide
 
 HQ, HK, D = 32, 8, 128
 GRID = (  # tokens, batch
@@ -68,10 +68,10 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
         lanes = []
         store, recents = resolve(recipe).store, resolve(recipe).protect.recents
         for x, fmt, recent in zip((k, v), (store.keys, store.values), recents, strict=True):
-            lane = Lane(fmt, recent)
-            lane.take(x, 0)
+            lane = KVSide(fmt, recent)
+            lane.extend(x, 0)
             lanes.append(lane)
-        keys, values = (lane.whole() for lane in lanes)
+        keys, values = (lane.kv_view() for lane in lanes)
         if ops.attend.bind(q, keys, values).run is None:
             bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
             continue
@@ -108,8 +108,8 @@ def _packing(bench: Bench, x: Tensor, q: Tensor) -> None:
         store = resolve(name).store
         for side, fmt in (("keys", store.keys), ("values", store.values)):
             assert fmt is not None
-            lane = Lane(fmt, 0)
-            lane.take(x, 0)
+            lane = KVSide(fmt, 0)
+            lane.extend(x, 0)
             assert lane.packed is not None
             view = lane.packed.view()
             held = quant_gpu.PackedTensors(view.codes, view.scale, view.zero)

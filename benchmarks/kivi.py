@@ -13,13 +13,13 @@ import argparse
 from dataclasses import asdict
 
 import torch
-from kvloom.recipe.resolve import resolve
 
 import kvloom
 import record
 from kvloom import Packed, Protect, Recipe, Store
 from kvloom.eval import Row, Settings, compare, load, prepare
 from kvloom.hf.compat import geometry
+from kvloom.recipe.resolve import resolve
 from kvloom.workload.text import library_text
 
 GROUP = 32

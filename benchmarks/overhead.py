@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 import kvloom
 import record
-from kvloom.hf.cache import RoutedLayer
+from kvloom.hf.routed import RoutedLayer
 from kvloom.kernels import cpu_runtime as team
 
 STOCK = "DynamicCache"

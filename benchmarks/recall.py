@@ -23,18 +23,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kvloom.recipe.resolve import resolve
 from torch import Tensor
 
 import record
 from kvloom import Cache
-from kvloom.cache.layer import Asked
-from kvloom.cache.recalled import RecalledLayer
+from kvloom.cache.layer import LayerCache
 from kvloom.eval import Settings, load, prepare
 from kvloom.eval.needles import count_right
 from kvloom.hf.compat import geometry
-from kvloom.hf.observe import Look, watch
+from kvloom.hf.observe import Observation, observe
 from kvloom.recall import Clusters, Index, Pages, TopK
+from kvloom.recipe.resolve import resolve
 from kvloom.workload.step import step
 from kvloom.workload.text import library_text, opening, rows, tokenize
 from recall_speed import decode, prefill
@@ -63,12 +62,12 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
     finders: dict[tuple[str, int], Any] = {}
     cluster_s: dict[str, float] = defaultdict(float)
 
-    def saw(look: Look) -> None:
+    def saw(look: Observation) -> None:
         keys = look.keys[:, :, SINKS:context]
         if look.q.shape[2] > 1 or look.place < FULL_LAYERS:
             return
         real = torch.ones(1, 1, keys.shape[2], dtype=torch.bool)
-        oracle = TopK().finder()
+        oracle = TopK().retriever.finder()
         oracle.extend(keys, real)
         for name, index in INDEXES.items():
             if (name, look.place) not in finders:
@@ -88,7 +87,7 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
                     found[name][group, budget].append(hit.mean().item())
 
     cache = Cache(model, "full")
-    watch(cache, saw)
+    observe(cache, saw)
     step(model, text[:, :context], cache)
     for i in range(context, context + 16):
         step(model, text[:, i : i + 1], cache)
@@ -110,18 +109,18 @@ def mask_of(slots: Tensor, tokens: int) -> Tensor:
 
 def reader(model: Any, ids: Tensor) -> Callable[[str], Cache]:
     """Read a context once, exactly; the result makes caches of any recipe that have read it."""
-    looks: dict[int, Look] = {}
+    observed: dict[int, Observation] = {}
     exact = Cache(model, "full")
-    watch(exact, lambda look: looks.__setitem__(look.place, look))
+    observe(exact, lambda seen: observed.__setitem__(seen.place, seen))
     step(model, ids, exact)
 
     def made(recipe: str) -> Cache:
         cache = Cache(model, recipe)
         for place, (routed, source) in enumerate(zip(cache.routed, exact.routed, strict=True)):
-            look, body = looks[place], source.cache.body
-            routed.cache.seen = ids.shape[1]
-            asked = Asked(look.q, look.scale, look.softcap, None)
-            routed.cache._take(body.keys.tail.view(), body.values.tail.view(), asked)
+            seen, exact_tokens = observed[place], source.cache.tokens
+            keys, values = exact_tokens.exact_keys(), exact_tokens.exact_values()
+            routed.cache.prefill(seen.q, keys, values, scale=seen.scale)
+            routed.cache.end_step()
         return cache
 
     return made
@@ -165,18 +164,18 @@ def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
         for budget in (256, 512, 1024):
             for steps in (1, 2):
                 cache = read(f"{name}:tokens={budget},tier=host,steps={steps}")
-                layers = [x.cache for x in cache.routed if isinstance(x.cache, RecalledLayer)]
+                layers = [x.cache for x in cache.routed if isinstance(x.cache, LayerCache)]
                 sims = [
                     {kind: Ready(layer, kind, steps) for kind in ("cluster", "whole cluster")}
                     for layer in layers
                 ]
                 for layer in layers:
-                    layer.trace = True
+                    layer.observe()
                 for i in range(context, text.shape[1]):
                     step(model, text[:, i : i + 1], cache)
                     for layer, by in zip(layers, sims, strict=True):
                         for sim in by.values():
-                            sim.take(layer.chosen[0])
+                            sim.take(layer.trace.recalled[0])
                 token = 2 * layers[0].like.shape[-1] * layers[0].like.element_size()
                 each = len(layers) * layers[0].like.shape[1] * (text.shape[1] - context)
                 t = cache.traffic
@@ -202,8 +201,8 @@ def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
 class Ready:
     """What a device cache of clusters or pages would hold of one layer, head by head, in sets."""
 
-    def __init__(self, layer: RecalledLayer, kind: str, steps: int) -> None:
-        self.kind, self.steps, self.finder = kind, steps, layer.finder
+    def __init__(self, layer: LayerCache, kind: str, steps: int) -> None:
+        self.kind, self.steps, self.finder = kind, steps, layer.retriever.finder
         self.known = 0
         self.last: list[list[set]] = [[] for _ in range(layer.like.shape[1])]
         self.hits = self.copied = self.asked = 0

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kvloom.recipe.resolve import resolve
 from torch import Tensor
 
-from kvloom.cache.layer import Asked
-from kvloom.cache.recalled import RecalledLayer
-from kvloom.cache.scored import layer_cache
+from kvloom.cache.layer import LayerCache
 from kvloom.recall.clusters import ClusterFinder
+from kvloom.recipe.resolve import resolve
 
 
 def prefill() -> list[dict[str, Any]]:
@@ -63,11 +61,11 @@ def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, 
 
     x = torch.randn(1, context, hidden, generator=g).to(dtype)
     q, k, v = heads(x, hidden // dim), heads(x, kv_heads), heads(x, kv_heads)
-    layer = RecalledLayer(resolve("clusterkv"), "a layer", (2, 3))
-    index = layer._index
+    layer = LayerCache(resolve("clusterkv"), "a layer", (2, 3))
+    grow = layer.retriever.grow
     warm = resolve("clusterkv").recall.index.finder()  # compiles
     warm.extend(k[:, :, :160].contiguous(), torch.ones(1, 1, 160, dtype=torch.bool))
-    layer._index = lambda: timed("cluster_s", index)  # type: ignore[method-assign]
+    layer.retriever.grow = lambda *args: timed("cluster_s", lambda: grow(*args))
     out = timed("attend_s", lambda: layer.attend(q, k, v, scale=dim**-0.5))
     spent["attend_s"] -= spent["cluster_s"]
     linear(out.transpose(1, 2).reshape(1, context, hidden), hidden)
@@ -99,11 +97,13 @@ def decode() -> list[dict[str, Any]]:
             k, v = torch.randn(2, 1, 8, context, 128).to(dtype).unbind(0)
             calls: dict[str, Callable[[Tensor], Any]] = {}
             for name in names:
-                layer = layer_cache(resolve(name), "a layer", (2, 3))
-                if isinstance(layer.finder, ClusterFinder):
-                    layer.finder.options = replace(layer.finder.options, iterations=1)
-                layer.seen = context  # taken in without the quadratic time of its attention
-                layer._take(k, v, Asked(k[:, :, :1].repeat(1, 4, 1, 1), 1.0, None, None))
+                layer = LayerCache(resolve(name), "a layer", (2, 3))
+                if isinstance(layer.retriever.finder, ClusterFinder):
+                    layer.retriever.finder.options = replace(
+                        layer.retriever.finder.options, iterations=1
+                    )
+                layer.prefill(k[:, :, :1].repeat(1, 4, 1, 1), k, v, scale=1.0)
+                layer.end_step()
                 calls |= parts_of(name, layer, dtype)
             calls["full"] = lambda q, k=k, v=v: F.scaled_dot_product_attention(
                 q, k, v, enable_gqa=True
@@ -135,7 +135,7 @@ def decode() -> list[dict[str, Any]]:
 
 def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
     """A whole step of a layer, and its parts."""
-    finder, room = layer.finder, layer.recall.tokens - layer.recipe.always
+    finder, room = layer.retriever.finder, layer.recall.tokens - layer.recipe.always
     room -= room % layer.recall.index.unit
     one = torch.randn(2, 1, 8, 1, 128).to(dtype)
     kept: dict[str, Tensor] = {}

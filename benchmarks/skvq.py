@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
-
 import record
 from kvloom.analyse import error
 from kvloom.eval import Row, Settings, compare, load, plot, prepare
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 from kvloom.report import environment
 from kvloom.workload.text import library_text, opening, rows, tokenize
 

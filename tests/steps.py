@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from torch import Tensor
 
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
 from kvloom.positions.alibi import Alibi, positions
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store, Transform
 from kvloom.store.buffer import Buffer
-from kvloom.store.lane import Lane
+from kvloom.store.kv_side import KVSide
 
 D = 32  # head dimension of the laws: groups 16 and 32 divide it
 SCALE = D**-0.5
@@ -105,8 +105,8 @@ def build(recipe: Recipe, q, k, v, sizes=None, valid=None) -> LayerCache:
 
 def state(cache: LayerCache) -> dict[str, Tensor | int]:
     """All that a cache holds, by name; empty tensors left out."""
-    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.body.first}
-    buffers = {name: b.view() for name, b in named_buffers(cache.body).items() if len(b)}
+    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.tokens.first}
+    buffers = {name: b.view() for name, b in named_buffers(cache.tokens).items() if len(b)}
     if cache.sinks is not None and cache.sinks.keys is not None:
         buffers |= {f"sinks.{n}": getattr(cache.sinks, n) for n in ("keys", "values", "start")}
     return held | buffers
@@ -149,7 +149,7 @@ def rows(held, index: list[int]):
     return {n: x[index] if isinstance(x, Tensor) else x for n, x in held.items()}
 
 
-def unpacked(lane: Lane) -> Tensor:
+def unpacked(lane: KVSide) -> Tensor:
     """All tokens of a lane as attention sees them, [B, Hk, N, D]."""
-    parts = [lane.packed.view().tensor()] if lane.sealed else []
+    parts = [lane.packed.view().tensor()] if lane.packed_count else []
     return torch.cat([*parts, *([lane.tail.view()] if len(lane.tail) else [])], dim=2)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.spec import Protect, Recipe
 
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
-from kvloom.store import Known, Store
+from kvloom.recipe.spec import Protect, Recipe
+from kvloom.store import LayerMetadata, Store
 from strands import agrees, channel, draw, hidden, known, mapped, rope, token
 
 SKVQ = (
@@ -109,7 +109,7 @@ def test_a_layer_with_padding_sinks_and_keys_before_rope_attends_as_by_the_refer
     dispatch.ran.clear()
     for backend in dispatch.CHOICES:
         layer = LayerCache(
-            recipe, known=Known(known(keys, 2, d), known(values, 2, d), rope(keys, d))
+            recipe, metadata=LayerMetadata(known(keys, 2, d), known(values, 2, d), rope(keys, d))
         )
         with dispatch.use(backend):
             q = draw((2, 4, 207, d), 0).contiguous()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvloom.recipe.spec import Protect, Recipe
 
 import steps
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
-from kvloom.store import Known, Packed, Store, Transform
+from kvloom.recipe.spec import Protect, Recipe
+from kvloom.store import LayerMetadata, Packed, Store, Transform
 from kvloom.store.packed import PackedTokens
 
 
@@ -41,7 +41,7 @@ CACHES = {
         protect=Protect(2, 7),
     ),
 }
-KNOWN = Known(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
+KNOWN = LayerMetadata(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
 
 
 @pytest.mark.parametrize("recipe", CACHES.values(), ids=CACHES)
@@ -53,7 +53,7 @@ def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(recipe, padd
     caches = []
     for backend in dispatch.CHOICES:
         with dispatch.use(backend), torch.no_grad():
-            caches.append(LayerCache(recipe, known=KNOWN))
+            caches.append(LayerCache(recipe, metadata=KNOWN))
             steps.feed(caches[-1], q, k, v, sizes, valid)
     assert caches[0].nbytes == caches[1].nbytes
     steps.assert_same_state(*(steps.state(cache) for cache in caches))

@@ -258,14 +258,14 @@ def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
     else:
         scheme = QuantSpec(bits, "token", d, meta, rotated=kind == "rotated")
     x = draw((b, h, n, d), dtype, n, layout)
-    codes, scale, zero = quantized(rope.turn(x.float(), -at), scheme)
+    codes, scale, zero = quantized(rope.rotate(x.float(), -at), scheme)
     held = PackedTensors(*(room(w)[0] for w in (ref.pack_codes(codes, bits), scale, zero)))
     cpu.pack(x, scheme, held, 0, rope=RopeAngles(*rope.angles(-at), interleaved))
     assert torch.equal(held.codes, ref.pack_codes(codes, bits))
     assert torch.equal(raw(held.scale), raw(scale))
     got = cpu.unpack(held, scheme, 0, n, dtype, RopeAngles(*rope.angles(at), interleaved))
     flat = restored(codes, scale, zero, scheme, torch.float32)
-    assert torch.equal(got, rope.turn(flat, at).to(dtype))
+    assert torch.equal(got, rope.rotate(flat, at).to(dtype))
 
 
 @pytest.mark.parametrize("meta", META.values(), ids=META)

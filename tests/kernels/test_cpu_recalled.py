@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 
-from kvloom.cache.scored import layer_cache
+from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.recall import Clusters, Recall
-from kvloom.store import Known, Packed, Store
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
+from kvloom.store import LayerMetadata, Packed, Store
 from steps import D, draw, feed
 from strands import known, mapped
 
@@ -56,7 +56,7 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
         options["slopes"] = SLOPES
     outs, read = [], []
     for backend in ("auto", "ref"):
-        cache = layer_cache(resolve(name), "layer 2", (2, 3))
+        cache = LayerCache(resolve(name), "layer 2", (2, 3))
         dispatch.ran.clear()
         with dispatch.use(backend):
             outs.append(feed(cache, *qkv, [PROMPT, *[1] * STEPS], **options)[:, :, PROMPT:])
@@ -74,12 +74,12 @@ def test_recall_composes_with_any_store(name, pads):
     recall = Recall(Clusters(size=10, block=16, block_clusters=3), 60, full_layers=0)
     recipe = Recipe(keep=keep, store=store, recall=recall, protect=protect)
     turns = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
-    calibrated = Known(known(store.keys, 2, D), known(store.values, 2, D), turns)
+    calibrated = LayerMetadata(known(store.keys, 2, D), known(store.values, 2, D), turns)
     n = PROMPT + STEPS
     qkv, valid = draw(3, n, batch=2, hq=4, hk=2), torch.arange(n) >= torch.tensor(pads)[:, None]
     outs = []
     for backend in ("auto", "ref"):
-        cache = layer_cache(recipe, "a layer", (0, 1), turns, calibrated)
+        cache = LayerCache(recipe, "a layer", (0, 1), turns, calibrated)
         dispatch.ran.clear()
         with dispatch.use(backend):
             fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], valid if any(pads) else None)

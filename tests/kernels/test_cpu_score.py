@@ -13,12 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 
 import naive
 import steps
-from kvloom.cache.scored import ScoredLayer
+from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.cpu import decode as attend_cpu
@@ -26,6 +24,8 @@ from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import KINDS, Noise
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Store
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (1, 1)]
@@ -321,8 +321,8 @@ def test_a_cache_keeps_the_same_tokens_by_kernels_and_by_the_reference(recipe, p
     for backend in dispatch.CHOICES:
         dispatch.ran.clear()
         with dispatch.use(backend), torch.no_grad():
-            cache = ScoredLayer(recipe)
-            cache.trace = True
+            cache = LayerCache(recipe)
+            cache.observe()
             out = steps.feed(cache, q, k, v, sizes, valid)
             found.append((out[:, :, 17:], cache.logical().sort(-1).values))
         if backend == "auto":

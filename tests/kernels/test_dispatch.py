@@ -7,8 +7,6 @@ import sys
 
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 
 import steps
 from kvloom.cache.layer import LayerCache
@@ -16,6 +14,8 @@ from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 
 

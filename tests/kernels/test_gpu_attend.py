@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 
 import interpreter
 import steps
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.scored import ScoredLayer
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.triton import decode as gpu
+from kvloom.recipe.resolve import resolve
 from kvloom.store import Packed
 from kvloom.store.codec import Channels
 from kvloom.store.formats import Transform
@@ -255,7 +254,7 @@ def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name):
     for backend in ("gpu", "ref"):
         dispatch.ran.clear()
         with dispatch.use(backend), torch.no_grad():
-            layer = ScoredLayer if name.startswith("minikv") else LayerCache
+            layer = LayerCache if name.startswith("minikv") else LayerCache
             outs.append(steps.feed(layer(recipe), q, k, v, sizes, valid))
             if backend == "gpu":
                 assert dispatch.ran["attend", "gpu", ""] >= 4

@@ -125,9 +125,9 @@ if interpreter.INTERPRETED:
         back, there = (RopeAngles(*rope.angles(p), interleaved) for p in (-at, at))
         held = storage(1, 2, 32, 48, scheme, 9)
         gpu.pack(x, scheme, held, 0, None, back)
-        codes, scale, zero = ref.quantize(rope.turn(x, -at), 4, "channel", 16, FP16)
+        codes, scale, zero = ref.quantize(rope.rotate(x, -at), 4, "channel", 16, FP16)
         same(held.codes, ref.pack_codes(codes, 4))
-        want = rope.turn(ref.dequantize(codes, scale, zero, "channel", 16, FP32), at)
+        want = rope.rotate(ref.dequantize(codes, scale, zero, "channel", 16, FP32), at)
         assert torch.equal(gpu.unpack(held, scheme, 0, 32, FP32, there), want)
 
     def test_halves_are_rounded_to_even():

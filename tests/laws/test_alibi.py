@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 
 import naive
-from kvloom.cache.scored import layer_cache
+from kvloom.cache.layer import LayerCache
 from kvloom.kernels.attend import reference as ref
 from kvloom.positions.alibi import Alibi, positions
+from kvloom.recipe.resolve import resolve
 from steps import SCALE, draw, feed, unpacked
 
 SLOPES = torch.tensor([0.5, 0.02, 0.1, 0.25])
@@ -35,14 +35,14 @@ TOKENS = sum(SIZES)
 
 
 def fresh(name):
-    return layer_cache(resolve(name), "layer 0", (0, 1))
+    return LayerCache(resolve(name), "layer 0", (0, 1))
 
 
 def stored(cache):
     """All that a step of this cache attends to in the past, [B, Hk, N, D]."""
     if getattr(cache, "slots", None) is not None:
-        return cache.slots.unroll()[:2]
-    held = [[unpacked(lane)] for lane in (cache.body.keys, cache.body.values) if len(lane)]
+        return cache.tokens.in_order()[:2]
+    held = [[unpacked(lane)] for lane in (cache.tokens.keys, cache.tokens.values) if len(lane)]
     sinks = cache.sinks
     if sinks is not None and sinks.keys is not None:
         held = [

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from kvloom.cache.layer import LayerCache
+from kvloom.keep import Budget, Keep
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-
-from kvloom.cache.layer import Asked, LayerCache
-from kvloom.keep import Budget, Keep
 from steps import RECIPES, D, build, draw, feed, named_buffers
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -32,7 +32,7 @@ seeds = st.integers(0, 999)
 def held(cache: LayerCache) -> int:
     """Tokens that a cache holds."""
     sinks = 0 if cache.sinks is None else min(cache.seen, cache.sinks.count)
-    return sinks + len(cache.body)
+    return sinks + len(cache.tokens)
 
 
 @every_budget
@@ -59,8 +59,8 @@ def test_sinks_and_the_newest_tokens_survive_a_budget(recipe, sizes, seed):
     q, k, v = draw(seed, n)
     cache = build(recipe, q, k, v, sizes)
     survivors(cache, recipe, k, v)
-    body = len(cache.body)
-    for lane, x in ((cache.body.keys, k), (cache.body.values, v)):
+    body = len(cache.tokens)
+    for lane, x in ((cache.tokens.keys, k), (cache.tokens.values, v)):
         assert body == 0 or torch.equal(lane.tail.view(), x[:, :, n - body :])
 
 
@@ -70,7 +70,7 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
     if sinks:
         assert torch.equal(cache.sinks.keys[:, :, :sinks], k[:, :, :sinks])
         assert torch.equal(cache.sinks.values[:, :, :sinks], v[:, :, :sinks])
-    lanes = (cache.body.keys, cache.body.values)
+    lanes = (cache.tokens.keys, cache.tokens.values)
     for lane, recent, x in zip(lanes, recipe.protect.recents, (k, v), strict=True):
         recent = min(recent, cache.seen - sinks)
         if recent:
@@ -100,8 +100,7 @@ def test_predicted_bytes_hold_for_a_prompt_longer_than_one_chunk_of_packing(name
     n = 4096 + 300
     _, k, v = draw(0, n)
     cache = LayerCache(resolve(name))
-    cache.seen = n
-    cache._take(k, v, Asked(k[:, :, :0], 1.0, None, None))  # what a prompt does after its attention
+    cache.prefill(k[:, :, -1:], k, v, scale=1.0)
     assert cache.nbytes == resolve(name).nbytes(n, Geometry(1, 2, 1, D, torch.float32))
 
 
@@ -115,7 +114,7 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
     for i in range(prompt, prompt + steps):
         cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)), scale=1.0)
         spare = 0
-        for buffer in named_buffers(cache.body).values():
+        for buffer in named_buffers(cache.tokens).values():
             if buffer.data is not None:
                 row = buffer.data[:, :, :1].nbytes if buffer.data.shape[2] else 0
                 spare += row * (32 + (len(buffer) + 1) / 16 + 1)  # + 1: the step's own token
@@ -127,4 +126,4 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
 def test_reset_gives_everything_back(recipe):
     cache = build(recipe, *draw(0, 100))
     cache.reset()
-    assert (cache.seen, cache.nbytes, len(cache.body)) == (0, 0, 0)
+    assert (cache.seen, cache.nbytes, len(cache.tokens)) == (0, 0, 0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from kvloom.cache.build import coordinate
+from kvloom.cache.layer import LayerCache
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-
-from kvloom.cache.scored import layer_cache, link
 from steps import D, draw
 
 NAMES = (
@@ -36,8 +37,8 @@ NAMES = (
 @pytest.mark.parametrize("tokens", [100, 103, 257])
 def test_predicted_bytes_are_measured_bytes(name, tokens):
     recipe, layers = resolve(name), 4
-    caches = [layer_cache(recipe, f"layer {i}", (i, layers)) for i in range(layers)]
-    link(caches)
+    caches = [LayerCache(recipe, f"layer {i}", (i, layers)) for i in range(layers)]
+    coordinate(caches)
     for i, cache in enumerate(caches):
         cache.attend(*draw(i, tokens, batch=2, hq=4, hk=2), scale=D**-0.5)
     geometry = Geometry(layers, 4, 2, D, torch.float32)
@@ -46,7 +47,7 @@ def test_predicted_bytes_are_measured_bytes(name, tokens):
 
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "h2o:fraction=0.3,recent=0.0"])
 def test_slots_never_grow(name):
-    cache = layer_cache(resolve(name), "layer 0", (0, 1))
+    cache = LayerCache(resolve(name), "layer 0", (0, 1))
     cache.attend(*draw(0, 100), scale=D**-0.5)
     held = cache.nbytes
     for i in range(40):

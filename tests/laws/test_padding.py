@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
 
 from kvloom.cache.layer import LayerCache
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 from steps import RECIPES, SOME, SOME_TOKENS, draw, feed
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -75,7 +75,7 @@ def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
     cache.recording = recording
     feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, valid)
     cache.crop(0)
-    scale = cache.body.keys.packed.scale.view()
+    scale = cache.tokens.keys.packed.scale.view()
     for row, pad in enumerate(pads):
         for g in range(scale.shape[2]):
             group = k[row, :, max(pad, 16 * g) : 16 * (g + 1)]

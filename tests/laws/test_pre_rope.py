@@ -7,16 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.spec import Protect, Recipe
 
 import naive
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.scored import layer_cache
 from kvloom.errors import CacheMisuse, NotFinite, RecipeError
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.positions.rope import Rope
-from kvloom.store import Known, Packed, Store, Transform
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.spec import Protect, Recipe
+from kvloom.store import LayerMetadata, Packed, Store, Transform
 from steps import SOME, SOME_TOKENS, D, draw, feed
 
 ROPES = {
@@ -44,13 +43,13 @@ def turned(x: np.ndarray, rope: Rope, by: np.ndarray) -> np.ndarray:
 
 def cached(fmt, rope, sinks=0, recent=0, keep=None) -> LayerCache:
     recipe = Recipe(keep=keep, store=Store(keys=fmt), protect=Protect(sinks, recent))
-    return layer_cache(recipe, "layer 0", (0, 1), known=Known(rope=rope))
+    return LayerCache(recipe, "layer 0", (0, 1), metadata=LayerMetadata(rope=rope))
 
 
 def stored_keys(cache: LayerCache) -> torch.Tensor:
     """Packed keys as attention sees them."""
-    body = cache.body
-    return body.keys.view(0, body.keys.sealed, body.positions).tensor()
+    body = cache.tokens
+    return body.keys.view(0, body.keys.packed_count, body.positions).tensor()
 
 
 @every_rope
@@ -62,7 +61,7 @@ def test_stored_keys_are_turned_back_quantized_and_turned_again(rope, fmt, sizes
     cache = cached(fmt, rope, sinks, recent=3)
     feed(cache, q, k, v, sizes)
     packed = max(0, n - sinks - 3)
-    assert cache.body.keys.sealed == packed
+    assert cache.tokens.keys.packed_count == packed
     if not packed:
         return
     exact = k[0, :, sinks : sinks + packed].double().numpy()
@@ -83,12 +82,12 @@ def test_keys_before_rope_do_not_depend_on_where_a_text_stands(rope):
     _, raw, v = draw(0, 40, hk=2)
     caches = []
     for begin in (0, 1000):
-        k = rope.turn(raw, torch.arange(begin, begin + 40).view(1, 1, -1))
+        k = rope.rotate(raw, torch.arange(begin, begin + 40).view(1, 1, -1))
         cache = cached(LAYER, rope)
-        cache.body.first = begin
-        cache.body.take(k, v, 0)
+        cache.tokens.first = begin
+        cache.tokens.extend(k, v, 0)
         caches.append(cache)
-    a, b = (c.body.keys.packed for c in caches)
+    a, b = (c.tokens.keys.packed for c in caches)
     assert (a.codes.view() == b.codes.view()).float().mean() > 0.99
     torch.testing.assert_close(a.scale.view(), b.scale.view(), rtol=1e-3, atol=1e-4)
 
@@ -103,14 +102,14 @@ def test_rows_of_a_padded_batch_store_what_they_store_alone(fmt, pads, seed):
     _, raw, v = draw(seed, n, batch=2, hk=2)
     valid = torch.arange(n) >= torch.tensor(pads)[:, None]
     at = torch.arange(n) - torch.tensor(pads)[:, None]
-    k = rope.turn(raw, at[:, None])
+    k = rope.rotate(raw, at[:, None])
     batch = cached(fmt, rope)
     feed(batch, torch.zeros(2, 2, n, D), k, v, [40, 24], valid)
     for row, pad in enumerate(pads):
         alone = cached(fmt, rope)
         part = slice(row, row + 1), slice(None), slice(pad, None)
         feed(alone, torch.zeros(1, 2, n - pad, D), k[part], v[part])
-        length = alone.body.keys.sealed
+        length = alone.tokens.keys.packed_count
         if length == 0:
             continue
         torch.testing.assert_close(

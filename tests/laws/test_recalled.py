@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.retriever import _keys
+from kvloom.recall import Recall, Tier
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-
-from kvloom.cache.scored import layer_cache
-from kvloom.recall import Recall, Tier
 from kvloom.store import Packed, Store
 from steps import (
     assert_follows_beams,
@@ -77,11 +78,11 @@ STEPS = [1] * 60
 
 
 def fresh(recipe: Recipe):
-    return layer_cache(recipe, "layer 2", (LAYERS - 1, LAYERS))
+    return LayerCache(recipe, "layer 2", (LAYERS - 1, LAYERS))
 
 
 def plain(recipe: Recipe):
-    return layer_cache(replace(recipe, recall=None), "layer 2", (LAYERS - 1, LAYERS))
+    return LayerCache(replace(recipe, recall=None), "layer 2", (LAYERS - 1, LAYERS))
 
 
 def heads(seed: int, tokens: int, batch: int = 2):
@@ -107,11 +108,13 @@ def test_finding_every_token_is_the_plain_cache(recipe):
     cache, want = fresh(recipe), plain(recipe)
     for c in (cache, want):
         feed(c, *(x[:, :, :PROMPT] for x in qkv))
-    held = cache.finder.tokens
-    slots = cache.finder.find(qkv[0][:, :, PROMPT], held, "mean", lambda: cache._keys(0, held))
+    held = cache.retriever.finder.tokens
+    slots = cache.retriever.finder.find(
+        qkv[0][:, :, PROMPT], held, "mean", lambda: _keys(cache.tokens, 0, held)
+    )
     assert torch.equal(slots.sort(dim=-1).values, torch.arange(held).expand_as(slots))
     room = held - unit + recipe.protect.tokens
-    cache.recall = replace(cache.recall, tokens=room)
+    cache.retriever.recall = replace(cache.retriever.recall, tokens=room)
     last = [x[:, :, PROMPT:] for x in qkv]
     got = feed(cache, *last)
     assert cache.read == PROMPT + 1 - unit
@@ -126,13 +129,13 @@ def test_nothing_is_lost(recipe, seed, sizes):
     cache, want = fresh(recipe), plain(recipe)
     feed(cache, *qkv, sizes)
     feed(want, *qkv, sizes)
-    assert cache.chosen is None
+    assert cache.trace is None
     assert cache.read < want.read == PROMPT + len(STEPS)
     if recipe.recall.tier is not None:
-        cache._bring_back()
+        cache.retriever.restore(cache.tokens)
     assert_same_state(state(cache), state(want))
     if recipe.store.exact:
-        for lane, x in ((cache.body.keys, qkv[1]), (cache.body.values, qkv[2])):
+        for lane, x in ((cache.tokens.keys, qkv[1]), (cache.tokens.values, qkv[2])):
             assert torch.equal(unpacked(lane), x[:, :, recipe.protect.sinks :])
 
 
@@ -142,7 +145,7 @@ def test_a_step_reads_its_budget_and_what_is_not_indexed_yet(recipe):
     feed(cache, *(x[:, :, :PROMPT] for x in qkv))
     protect, unit = recipe.protect, recipe.recall.index.unit
     for t in range(PROMPT, PROMPT + len(STEPS)):
-        behind = t - protect.sinks - cache.finder.tokens
+        behind = t - protect.sinks - cache.retriever.finder.tokens
         feed(cache, *(x[:, :, t : t + 1] for x in qkv))
         found = (recipe.recall.tokens - protect.tokens) // unit * unit
         assert cache.read == protect.sinks + found + behind + 1
@@ -155,7 +158,7 @@ def test_the_clusters_hold_every_token_once(name, pads, seed):
     cache, n = fresh(RECIPES[name]), PROMPT + len(STEPS)
     valid = torch.arange(n) >= torch.tensor(pads)[:, None]
     feed(cache, *heads(seed, n), [PROMPT, *STEPS], valid)
-    f = cache.finder
+    f = cache.retriever.finder
     every_slot = torch.arange(f.tokens).expand_as(f.order)
     assert torch.equal(f.order.long().sort(dim=-1).values, every_slot)
     for b, h in ((0, 0), (1, 1)):
@@ -186,7 +189,7 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
         outputs = [feed(cache, *new) for cache in (drafted, never)]
         drafted.crop(0)  # as in assisted generation: recording all the time, settled every round
         torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-    assert drafted.finder.tokens == never.finder.tokens > 0
+    assert drafted.retriever.finder.tokens == never.retriever.finder.tokens > 0
 
 
 NO_PACKED = [name for name in RECIPES if "packed" not in name]
@@ -267,7 +270,7 @@ def test_padding_between_turns_is_irrelevant(recipe):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_predicted_bytes_are_measured_bytes(recipe, tokens, batch):
     q, k, v = heads(0, tokens, batch)
-    caches = [layer_cache(recipe, "a layer", (i, LAYERS)) for i in range(LAYERS)]
+    caches = [LayerCache(recipe, "a layer", (i, LAYERS)) for i in range(LAYERS)]
     for cache in caches:
         feed(cache, q, k, v)
     geometry = Geometry(LAYERS, 4, 2, k.shape[-1], k.dtype)
@@ -277,7 +280,7 @@ def test_predicted_bytes_are_measured_bytes(recipe, tokens, batch):
 @every
 def test_the_first_layers_read_everything(recipe):
     for place in range(LAYERS):
-        cache = layer_cache(recipe, "a layer", (place, LAYERS))
+        cache = LayerCache(recipe, "a layer", (place, LAYERS))
         feed(cache, *heads(0, PROMPT + 1), [PROMPT, 1])
         assert (cache.read == PROMPT + 1) == (place < FULL)
 
@@ -320,15 +323,15 @@ def test_fewer_tokens_than_clusters(size, n):
     outputs = [feed(c, *qkv, [n, *[1] * later], valid) for c in (cache, want)]
     assert torch.isfinite(outputs[0][0]).all()
     torch.testing.assert_close(outputs[0][:, :, :n], outputs[1][:, :, :n], rtol=0, atol=2e-6)
-    assert cache.finder.tokens == (0 if n - 2 + later < size else max(n - 2, size))
-    left_out = max(0, cache.finder.tokens - 4)
+    assert cache.retriever.finder.tokens == (0 if n - 2 + later < size else max(n - 2, size))
+    left_out = max(0, cache.retriever.finder.tokens - 4)
     assert cache.read == n + later - left_out
 
 
 def test_a_cache_reads_what_a_trace_says():
     recipe, qkv = RECIPES["pages"], heads(0, PROMPT + 1)
     cache = fresh(recipe)
-    cache.trace = True
+    cache.observe()
     feed(cache, *qkv, [PROMPT, 1])
-    assert cache.chosen.shape == (2, 2, 24)
+    assert cache.trace.recalled.shape == (2, 2, 24)
     assert build(replace(recipe, recall=None), *qkv).read == PROMPT + 1

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 
-from kvloom.cache.scored import layer_cache
+from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
+from kvloom.recipe.resolve import resolve
 from steps import draw, feed
 
 NAMES = (
@@ -29,7 +29,7 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 def fresh(name, *qkv, sizes=None, valid=None):
-    cache = layer_cache(resolve(name), "layer 0", (0, 1))
+    cache = LayerCache(resolve(name), "layer 0", (0, 1))
     feed(cache, *qkv, sizes, valid)
     return cache
 
@@ -54,7 +54,7 @@ def test_a_rejected_draft_leaves_no_trace(name, rejected, prompt):
     new = draw(1, 10, batch=2)
     outputs = [feed(cache, *new, SIZES) for cache in (drafted, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-    assert len(drafted.slots or drafted.body) == len(never.slots or never.body)
+    assert len(drafted.tokens) == len(never.tokens)
 
 
 @every
@@ -120,7 +120,7 @@ def test_a_seed_may_be_any_whole_number(backend):
         recipe = resolve("keyformer")
         recipe = replace(recipe, keep=replace(recipe.keep, seed=seed))
         with dispatch.use(backend):
-            cache = layer_cache(recipe, "layer 0", (0, 1))
+            cache = LayerCache(recipe, "layer 0", (0, 1))
             feed(cache, *qkv, None, None)
             outputs.append(feed(cache, *new, [1] * 20))
     assert torch.equal(outputs[0], outputs[1])  # of a seed 32 bits count
@@ -143,26 +143,26 @@ def test_damping_forgets():
     for damping in (1.0, 0.01):
         cache = fresh(f"h2o:recent=0.2,damping={damping}", *qkv)
         feed(cache, *new, [1] * 20)
-        kept.append(cache.slots.unroll()[3].sort(dim=-1).values)
+        kept.append(cache.tokens.in_order()[3].sort(dim=-1).values)
     assert not torch.equal(*kept)
 
 
 def test_a_dilated_window_keeps_every_second_token():
     cache = fresh("dilated:tokens=10", *draw(0, 50))
-    assert cache.slots.unroll()[3][0, 0].sort().values.tolist() == [*range(32, 50, 2), 49]
+    assert cache.tokens.in_order()[3][0, 0].sort().values.tolist() == [*range(32, 50, 2), 49]
     feed(cache, *draw(1, 5), [1] * 5)
-    held = cache.slots.unroll()[3][0, 0].sort().values.tolist()
+    held = cache.tokens.in_order()[3][0, 0].sort().values.tolist()
     assert held == [*range(36, 54, 2), 54]
 
 
 @pytest.mark.parametrize("name", ["h2o:tokens=20,limit=40", "window:tokens=20,limit=40"])
 def test_a_limit_is_reached_and_then_the_budget_holds(name):
     cache = fresh(name, *draw(0, 30))
-    assert len(cache.body) == 30
+    assert len(cache.tokens) == 30
     sizes = []
     for i in range(50):
         cache.attend(*draw(1 + i, 1), scale=0.2)
-        sizes.append(len(cache.body))
+        sizes.append(len(cache.tokens))
     assert sizes[9:11] == [40, 20]
     assert sizes[30:32] == [40, 20]
     assert max(sizes) == 40
@@ -175,8 +175,8 @@ def test_a_limit_keeps_what_scoring_every_step_keeps(sizes):
     qkv, new = draw(0, 30), draw(1, 24)
     cache = fresh("h2o:tokens=20,limit=53", *qkv)
     feed(cache, *new, sizes)
-    assert len(cache.body) == 20
+    assert len(cache.tokens) == 20
     once = fresh(
         "h2o:tokens=20,limit=53", *(torch.cat(both, 2) for both in zip(qkv, new, strict=True))
     )
-    assert torch.equal(cache.body.index, once.body.index)
+    assert torch.equal(cache.tokens.index, once.tokens.index)

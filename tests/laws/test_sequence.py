@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.resolve import resolve
 
 import naive
 from kvloom.cache.layer import LayerCache
+from kvloom.recipe.resolve import resolve
 from steps import (
     RECIPES,
     SCALE,
@@ -58,7 +58,7 @@ def test_one_token_at_a_time_gives_the_same_cache(recipe, n):
 def test_a_step_attends_to_what_is_stored_and_to_itself_exactly(recipe, sizes, t, softcap, seed):
     q, k, v = draw(seed, sum(sizes), batch=2, hq=4, hk=2)
     cache = build(recipe, q, k, v, sizes)
-    lanes = (cache.body.keys, cache.body.values)
+    lanes = (cache.tokens.keys, cache.tokens.values)
     past = [unpacked(lane) if len(lane) else torch.zeros(2, 2, 0, D) for lane in lanes]
     if cache.sinks is not None:
         held = min(cache.seen, recipe.protect.sinks)
@@ -97,7 +97,7 @@ def test_full_is_attention_over_everything(sizes, seed, heads, softcap, pads):
     np.testing.assert_allclose(got.numpy()[seeing], want[seeing], rtol=0, atol=3e-6)
     assert not got.isnan().any()
     assert cache.seen == n
-    assert torch.equal(cache.body.keys.tail.view()[0, :, pads[0] :], k[0, :, pads[0] :])
+    assert torch.equal(cache.tokens.keys.tail.view()[0, :, pads[0] :], k[0, :, pads[0] :])
 
 
 @every_recipe

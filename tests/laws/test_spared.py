@@ -7,16 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 
 import naive
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.scored import layer_cache
-from kvloom.cache.spared import SparedLayer
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, Spare, Step
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 
@@ -29,13 +27,13 @@ seeds = st.integers(0, 99)
 
 def cached(store, recent, tokens=5, sinks=0, rule=None) -> LayerCache:
     protect = Protect(sinks, recent, Spare(tokens, rule or Mass()))
-    return layer_cache(Recipe(store=store, protect=protect), "layer 0", (0, 1))
+    return LayerCache(Recipe(store=store, protect=protect), "layer 0", (0, 1))
 
 
 def marked(cache: LayerCache) -> torch.Tensor:
     """The logical indices of what was spared, [B, Hk, K]."""
-    assert isinstance(cache, SparedLayer)
-    return cache.spared.index.long()
+    assert isinstance(cache, LayerCache)
+    return cache.outliers.tokens.index.long()
 
 
 @every_store
@@ -44,7 +42,7 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
     q, k, v = draw(seed, n, batch=2, hq=4, hk=2)
     cache = cached(store, recent, spare, sinks)
     feed(cache, q, k, v)
-    keys, values = (unpacked(lane) for lane in (cache.body.keys, cache.body.values))
+    keys, values = (unpacked(lane) for lane in (cache.tokens.keys, cache.tokens.values))
     keys, values = torch.cat([k[:, :, :sinks], keys], 2), torch.cat([v[:, :, :sinks], values], 2)
     index = marked(cache)
     assert index.shape[-1] == min(spare, min_sealed(cache))
@@ -62,8 +60,8 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
 
 
 def min_sealed(cache: LayerCache) -> int:
-    lanes = [lane for lane in (cache.body.keys, cache.body.values) if lane.packed is not None]
-    return min(lane.sealed for lane in lanes)
+    lanes = [lane for lane in (cache.tokens.keys, cache.tokens.values) if lane.packed is not None]
+    return min(lane.packed_count for lane in lanes)
 
 
 def test_heavy_hitters_are_those_that_get_most_attention():

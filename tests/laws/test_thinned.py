@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 
-from kvloom.cache.scored import ScoredLayer, ThinnedLayer, layer_cache, link
+from kvloom.cache.build import coordinate
+from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation
 from kvloom.recall import Clusters, Pages, Recall, Tier
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state
 
 PROMPT, SINKS, KEPT = 120, 4, 64
@@ -45,7 +46,7 @@ every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def fresh(recipe: Recipe, place: int = 1):
-    return layer_cache(recipe, f"layer {place}", (place, 2))
+    return LayerCache(recipe, f"layer {place}", (place, 2))
 
 
 def heads(seed: int, tokens: int, batch: int = 2):
@@ -60,7 +61,7 @@ def test_with_a_budget_for_all_it_is_the_keeps_own_cache(recipe, sizes, pads):
     roomy = replace(recipe, recall=replace(recipe.recall, tokens=1000))
     caches = fresh(roomy), fresh(replace(recipe, recall=None))
     got, want = (feed(cache, *qkv, sizes, valid if any(pads) else None) for cache in caches)
-    assert (type(caches[0]), type(caches[1])) == (ThinnedLayer, ScoredLayer)
+    assert (type(caches[0]), type(caches[1])) == (LayerCache, LayerCache)
     real = valid[:, None, :, None]
     exact = recipe.store.exact or not any(pads)  # groups differ where padding lies elsewhere
     atol = 2e-6 if exact else 0.5
@@ -75,7 +76,7 @@ def test_nothing_that_stayed_is_lost(recipe):
         feed(c, *qkv, [PROMPT, *STEPS])
     assert cache.read < want.read == KEPT + len(STEPS)
     assert cache.dropped == want.dropped == PROMPT - KEPT
-    cache._bring_back()
+    cache.retriever.restore(cache.tokens)
     assert_same_state(state(cache), state(want))
 
 
@@ -83,7 +84,7 @@ def test_nothing_that_stayed_is_lost(recipe):
 @pytest.mark.parametrize("pads", [None, [90, 10], [0, 118]])
 def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, pads):
     cache, n = fresh(recipe), PROMPT + len(STEPS)
-    cache.trace = True
+    cache.observe()
     valid, qkv = None if pads is None else padded(pads, n), heads(2, n)
     feed(
         cache, *(x[:, :, :PROMPT] for x in qkv), valid=None if valid is None else valid[:, :PROMPT]
@@ -92,12 +93,12 @@ def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, p
     found = (recipe.recall.tokens - recipe.always) // unit * unit
     front = 16 if recipe.recall.tier and not recipe.store.exact else SINKS  # whole groups
     for t in range(PROMPT, n):
-        behind = t - (PROMPT - KEPT) - front - cache.finder.tokens
+        behind = t - (PROMPT - KEPT) - front - cache.retriever.finder.tokens
         see = None if valid is None else valid[:, : t + 1]
         feed(cache, *(x[:, :, t : t + 1] for x in qkv), valid=see)
         assert cache.read == front + found + behind + 1
-        index = cache.body.logical(0, len(cache.body), torch.device("cpu"))
-        read = index.expand(2, 2, -1).gather(2, cache.chosen)
+        index = cache.tokens.logical(0, len(cache.tokens), torch.device("cpu"))
+        read = index.expand(2, 2, -1).gather(2, cache.trace.recalled)
         for row, pad in enumerate(pads or [0, 0]):
             for head in range(2):
                 always = {*range(pad, min(pad + SINKS, PROMPT))}
@@ -166,7 +167,7 @@ def test_a_crop_goes_back_to_the_prompt_and_no_further(name):
     outputs = [feed(cache, *new, [1] * 30) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
     cropped.crop(cropped.seen)
-    assert cropped.seen == len(cropped.body) == cropped.finder.tokens == 0
+    assert cropped.seen == len(cropped.tokens) == cropped.retriever.finder.tokens == 0
 
 
 def test_a_keep_without_recall_refuses_the_same_crop():
@@ -175,7 +176,7 @@ def test_a_keep_without_recall_refuses_the_same_crop():
     with pytest.raises(CacheMisuse, match="the newest 10 can be removed"):
         cache.crop(11)
     cache.crop(10)
-    assert (cache.seen, len(cache.body)) == (PROMPT, KEPT)
+    assert (cache.seen, len(cache.tokens)) == (PROMPT, KEPT)
 
 
 @every
@@ -183,7 +184,7 @@ def test_a_keep_without_recall_refuses_the_same_crop():
 def test_predicted_bytes_are_measured_bytes(recipe, tokens):
     q, k, v = heads(0, tokens)
     caches = [fresh(recipe, place) for place in range(2)]
-    link(caches)
+    coordinate(caches)
     for cache in caches:
         feed(cache, q, k, v)
     assert recipe.nbytes(tokens, Geometry(2, 4, 2, k.shape[-1], k.dtype), 2) == sum(
@@ -196,16 +197,16 @@ def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(k
     recipe = thin(Mass(), CLUSTERS, **keep)
     recipe = replace(recipe, recall=replace(recipe.recall, full_layers=0))
     caches = [fresh(recipe, place) for place in range(2)]
-    link(caches)
+    coordinate(caches)
     for seed, cache in enumerate(caches):
-        assert cache.finder.tokens == 0
+        assert cache.retriever.finder.tokens == 0
         feed(cache, *heads(seed, PROMPT))
     for cache in caches:
-        held = len(cache.body)
-        assert cache.finder.tokens == held - SINKS
+        held = len(cache.tokens)
+        assert cache.retriever.finder.tokens == held - SINKS
         feed(cache, *heads(9, 1))
         assert cache.read == recipe.recall.tokens + 1 < held
-    assert sum(len(cache.body) - 1 for cache in caches) == 2 * KEPT
+    assert sum(len(cache.tokens) - 1 for cache in caches) == 2 * KEPT
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from kvloom.cache.layer import LayerCache
+from kvloom.errors import CacheMisuse, RecipeError, TierError
+from kvloom.recall import Recall, Tier, TopK
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-
-from kvloom.cache.scored import layer_cache
-from kvloom.errors import CacheMisuse, RecipeError, TierError
-from kvloom.recall import Recall, Tier, TopK
 from steps import draw, feed
 
 PROMPT, STEPS = 120, 70
@@ -34,7 +34,7 @@ def recipe(index: str = "clusters", tier: Tier | None = None, group: str = "mean
 
 
 def layer(made: Recipe):
-    return layer_cache(made, "layer 0", (0, 1))
+    return LayerCache(made, "layer 0", (0, 1))
 
 
 def tokens(seed: int, n: int = PROMPT + STEPS):
@@ -55,20 +55,20 @@ def test_a_tier_changes_no_answer_and_copies_what_did_not_lie_ready(kind, steps,
     qkv = tokens(0)
     for c in (cache, plain):
         feed(c, *(x[:, :, :PROMPT] for x in qkv))
-    assert cache.far.traffic == (0, 0, 0)
-    cache.trace = True
+    assert cache.retriever.store.traffic == (0, 0, 0)
+    cache.observe()
     ready: list = []  # of every step before: for each row and head, the slots it read
     hits = misses = 0
     for t in range(PROMPT, PROMPT + STEPS):
         step = [x[:, :, t : t + 1] for x in qkv]
         got, want = feed(cache, *step), feed(plain, *step)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
-        read = [set(row) for row in cache.chosen.flatten(0, 1).tolist()]
+        read = [set(row) for row in cache.trace.recalled.flatten(0, 1).tolist()]
         for i, slots in enumerate(read):
             near = set().union(*(before[i] for before in ready[max(0, len(ready) - steps) :]))
             hits, misses = hits + len(slots & near), misses + len(slots - near)
         ready.append(read)
-        assert cache.far.traffic == (hits, misses, misses * 2 * D * 4)
+        assert cache.retriever.store.traffic == (hits, misses, misses * 2 * D * 4)
     assert (hits > misses / 4) == (steps > 0)
     assert misses > 0
 
@@ -78,9 +78,11 @@ def test_what_lies_on_the_device_does_not_grow_with_the_context():
     for n in (100, 200, 400):
         cache = layer(recipe("pages", Tier("host", steps=2)))
         feed(cache, *tokens(0, n + 1), [n, 1])
-        sizes[n] = cache.far.near.nbytes + sum(x.nbytes for x in cache.far.blocks)
-        assert cache.body.nbytes < 30 * 2 * B * HK * D * 4
-        assert cache.nbytes >= cache.far.nbytes > 2 * B * HK * D * 4 * (n - 20)
+        sizes[n] = cache.retriever.store.resident.nbytes + sum(
+            x.nbytes for x in cache.retriever.store.read_slots
+        )
+        assert cache.tokens.nbytes < 30 * 2 * B * HK * D * 4
+        assert cache.nbytes >= cache.retriever.store.nbytes > 2 * B * HK * D * 4 * (n - 20)
     assert len(set(sizes.values())) == 1
 
 
@@ -118,24 +120,36 @@ def test_beams_move_no_rows_of_a_tier(kind, index):
     for c in (cache, plain):
         feed(c, *shared(batch, PROMPT, 0))
     for seed, (rows, move) in enumerate(moves):
-        held = [x.data_ptr() for shelf in cache.far.shelves for r in shelf.rows for x in [r.data]]
-        hits = cache.far.traffic.hits
+        held = [
+            x.data_ptr()
+            for shelf in cache.retriever.store.buffers
+            for r in shelf.rows
+            for x in [r.data]
+        ]
+        hits = cache.retriever.store.traffic.hits
         for c in (cache, plain):
             c.map(move)
-        now = [x.data_ptr() for shelf in cache.far.shelves for r in shelf.rows for x in [r.data]]
+        now = [
+            x.data_ptr()
+            for shelf in cache.retriever.store.buffers
+            for r in shelf.rows
+            for x in [r.data]
+        ]
         assert (held == now) == (rows >= batch)
         batch = rows
         new = shared(batch, 45, seed + 1)
         outputs = [feed(c, *new, [1] * 45) for c in (cache, plain)]
         torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-        assert cache.far.traffic.hits > hits
-        assert cache.far.tokens > PROMPT - 40
+        assert cache.retriever.store.traffic.hits > hits
+        assert cache.retriever.store.tokens > PROMPT - 40
     many = [layer(recipe(index, Tier(kind))) for _ in range(2)]
     for c, n in zip(many, (8, 1), strict=True):
         feed(c, *shared(n, PROMPT, 0))
-    assert many[0].far.nbytes == 8 * many[1].far.nbytes
+    assert many[0].retriever.store.nbytes == 8 * many[1].retriever.store.nbytes
     many[0].map(lambda x: x[:1])
-    assert many[0].far.nbytes <= many[1].far.nbytes  # what nobody follows any more is gone
+    assert (
+        many[0].retriever.store.nbytes <= many[1].retriever.store.nbytes
+    )  # what nobody follows any more is gone
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])
@@ -188,7 +202,7 @@ def test_a_file_that_is_lost_ends_the_cache_and_not_the_process(tmp_path, harm, 
         os.truncate(files[-1], 100)
     with pytest.raises(TierError, match=f"has {says}, and the tokens in it"):
         feed(cache, *tokens(1, size))
-    with pytest.raises(CacheMisuse, match=f"no use any more: .*{says}"):
+    with pytest.raises(CacheMisuse, match=f"cannot be used any more: .*{says}"):
         feed(cache, *tokens(1, size))
     cache.reset()
     feed(cache, *tokens(1, 20))
@@ -203,7 +217,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(TierError, match=r"cannot grow to 116,736 bytes \(No space left"):
         feed(cache, *tokens(0, PROMPT))
-    with pytest.raises(CacheMisuse, match=r"no use any more: .*No space left"):
+    with pytest.raises(CacheMisuse, match=r"cannot be used any more: .*No space left"):
         feed(cache, *tokens(0, 1))
 
 
@@ -219,7 +233,7 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
             feed(cache, *tokens(1, 100), [1] * 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(CacheMisuse, match=r"no use any more: .*File too large"):
+    with pytest.raises(CacheMisuse, match=r"cannot be used any more: .*File too large"):
         feed(cache, *tokens(0, 1))
     cache.reset()
     feed(cache, *tokens(1, 20))

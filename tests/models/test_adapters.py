@@ -11,7 +11,7 @@ import zoo
 from transformers import DynamicCache
 
 import kvloom
-from kvloom.cache.scored import ScoredLayer
+from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
 from kvloom.hf import adapters, compat
 
@@ -39,10 +39,10 @@ def decode(model, cache, ids, before=lambda i: None):
 
 def held(layer, tokens):
     """Which of `tokens` tokens a layer holds: bool [B, Hk, tokens]."""
-    if layer.slots is not None:
-        index = layer.slots.unroll()[3].long()
+    if isinstance(layer.tokens, Slots):
+        index = layer.tokens.in_order()[3].long()
     else:
-        index = layer.body.logical(0, len(layer.body), torch.device("cpu"))
+        index = layer.tokens.logical(0, len(layer.tokens), torch.device("cpu"))
     b, h = layer.like.shape[:2]
     kept = torch.zeros(b, h, tokens, dtype=torch.bool)
     return kept.scatter_(2, index.expand(b, h, -1), True)
@@ -52,12 +52,13 @@ def held(layer, tokens):
 @pytest.mark.parametrize(
     "recipe", ["h2o:tokens=24", "keyformer:tokens=24", "snapkv:tokens=24,window=8"]
 )
-def test_dropping_by_score_equals_hiding_in_a_full_cache(name, recipe, monkeypatch):
+def test_dropping_by_score_equals_hiding_in_a_full_cache(name, recipe):
     """The oracle: the model's own attention over a stock cache, each layer's mask by head."""
-    monkeypatch.setattr(ScoredLayer, "_needs_index", lambda *_: True)  # `held` asks, here
     model = zoo.build(name)
     ids = zoo.batch(rows=2, tokens=TOKENS, padding=(0, 0))["input_ids"]
     cache, kept = kvloom.Cache(model, recipe), {}
+    for layer in cache.routed:
+        layer.cache.observe()  # `held` needs to know which tokens stay
     dropped = decode(
         model, cache, ids, lambda i: kept.update({i: [held(c.cache, i) for c in cache.routed]})
     )

@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 from typer.testing import CliRunner
 from zoo import build
 
 from kvloom.analyse.distribution import Distribution, measure
 from kvloom.cli import app
 from kvloom.errors import UnsupportedModel
+from kvloom.recipe.resolve import resolve
 
 IDS = torch.randint(3, 199, (1, 48), generator=torch.Generator().manual_seed(0))
 

@@ -8,7 +8,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 from zoo import build
 
 import kvloom
@@ -16,6 +15,7 @@ import naive
 from kvloom.analyse import error, error_report
 from kvloom.errors import IncompatibleRecipe
 from kvloom.eval import load
+from kvloom.recipe.resolve import resolve
 from kvloom.workload.text import library_text, opening, rows, tokenize
 
 IDS = torch.randint(3, 199, (2, 48), generator=torch.Generator().manual_seed(0))

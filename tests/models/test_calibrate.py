@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 from zoo import batch, build
 
 import kvloom
@@ -15,6 +14,7 @@ from kvloom.calibrate import Settings, calibrate, contexts
 from kvloom.calibrate.run import _added
 from kvloom.errors import CalibrationError, IncompatibleRecipe, NotFinite
 from kvloom.hf import rotary
+from kvloom.recipe.resolve import resolve
 from kvloom.store.calibration import Calibration
 
 SETTINGS = Settings(
@@ -60,9 +60,9 @@ def test_ranges_are_those_of_the_keys_and_values(llama):
         model(input_ids=ids(), past_key_values=cache)
     rope, at = rotary.rope(model), torch.arange(64).view(1, 1, -1)
     for number, layer in enumerate(cache.routed):
-        body = layer.cache.body
+        body = layer.cache.tokens
         k, v = body.keys.tail.view(), body.values.tail.view()
-        for kind, x in (("keys", k), ("raw_keys", rope.turn(k, -at)), ("values", v)):
+        for kind, x in (("keys", k), ("raw_keys", rope.rotate(k, -at)), ("values", v)):
             low, high = found.ranges(number, kind)
             torch.testing.assert_close(low, x.amin(dim=(0, 2)), rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(high, x.amax(dim=(0, 2)), rtol=1e-4, atol=1e-4)
@@ -117,7 +117,7 @@ def test_positions_matter_to_keys_before_rope():
         for c in (cache, full):
             model(**inputs, past_key_values=c)
         for layer in cache.routed:
-            layer.cache.body.start += 5
+            layer.cache.tokens.start += 5
         got, want = (
             model(input_ids=new, attention_mask=mask, past_key_values=c).logits
             for c in (cache, full)

@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 import torch
 import zoo
-from kvloom.recipe.resolve import resolve
 from test_saved import FORMS, IDS, PROMPT, SAVED, llama, step
 from torch.overrides import TorchFunctionMode
 
 import kvloom
 from kvloom.errors import CacheMisuse
+from kvloom.recipe.resolve import resolve
 
 __all__ = ["llama"]
 NEVER = 1 << 40

@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers as tf
 import zoo
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
 
 import kvloom
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
 from kvloom.hf.report import report
 from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 
 KIVI = "kivi:group=16,residual=32"
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from kvloom.recipe.resolve import resolve
 from transformers import DynamicCache
 
 import kvloom
+from kvloom.cache.slots import Slots
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
+from kvloom.recipe.resolve import resolve
 
 LEARNED = ("gpt2", "opt")
 MOVABLE = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]
@@ -37,11 +38,13 @@ def kept(cache) -> list[int]:
     layer = cache.routed[0].cache
     if layer.sinks is not None:
         count = layer.sinks.count
-        return [*range(count), *range(layer.body.first, layer.seen)]
-    slots = getattr(layer, "slots", None)
-    if slots is None:
+        return [*range(count), *range(layer.tokens.first, layer.seen)]
+    slots = layer.tokens
+    if not isinstance(slots, Slots):
         return (
-            layer.body.logical(0, len(layer.body), torch.device("cpu"))[0, 0].sort().values.tolist()
+            layer.tokens.logical(0, len(layer.tokens), torch.device("cpu"))[0, 0]
+            .sort()
+            .values.tolist()
         )
     held = torch.ones_like(slots.index[0, 0], dtype=torch.bool)
     held[slots.free[0, 0]] = False
@@ -58,7 +61,7 @@ def steps(model, recipe, remember=False):
     ids = zoo.batch(1, TOKENS + 16, (0,))["input_ids"]
     cache = kvloom.Cache(model, recipe)
     for layer in cache.routed if remember else ():
-        layer.cache._needs_index = lambda see: True  # snapkv: nobody else asks which stay
+        layer.cache.observe()  # snapkv: no other part needs to know which tokens stay
     logits(model, ids[:, :TOKENS], past_key_values=cache)
     at = TOKENS
     for t in (1, 1, 1, 5, 1, 3, 1, 1):

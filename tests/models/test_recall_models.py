@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from kvloom.recipe.resolve import resolve
 
 import kvloom
 from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe.resolve import resolve
 
 NAMES = ["llama-gqa", "gemma2", "gptj", "mpt", "falcon-gqa", "bloom", "opt"]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -81,7 +81,7 @@ def test_beams_padding_and_turns_over_what_a_keep_left():
     first = model.generate(**alone, **GREEDY, past_key_values=cache)
     model.generate(first.repeat(1, 2)[:, : first.shape[1] + 9], **GREEDY, past_key_values=cache)
     for layer in (routed.cache for routed in cache.routed[1:]):
-        assert layer.read < 56 + 20 < len(layer.body) < layer.seen - 100
+        assert layer.read < 56 + 20 < len(layer.tokens) < layer.seen - 100
 
 
 def test_the_cache_of_a_model_tells_what_was_copied():

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 import zoo
-from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import Recipe
 from safetensors.torch import load_file
 
 import kvloom
 from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import CacheMisuse, SavedCacheError
 from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe.resolve import RECIPES, resolve
+from kvloom.recipe.spec import Recipe
 from kvloom.store.calibration import Calibration
 
 # Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.
@@ -109,7 +109,7 @@ def same(a: list, b: list) -> bool:
 
 def held(path) -> int:
     """Bytes of the tensors in a file, without checksum, masks and lists of rows, as in `nbytes`."""
-    uncounted = (".mask", ".stretches", ".source", "checksum")
+    uncounted = ("retriever.visible", ".extents", ".source", "checksum")
     return sum(x.nbytes for name, x in load_file(path).items() if not name.endswith(uncounted))
 
 
@@ -193,7 +193,7 @@ def test_what_was_chosen_with_a_trace_can_be_told(llama, tmp_path):
     model, _ = llama
     cache = kvloom.Cache(model, "snapkv:tokens=40,window=8")
     for layer in cache.routed:
-        layer.cache.trace = True
+        layer.cache.observe()
     step(model, cache, 0, 70)
     cache.save(tmp_path / "prefix.kv")
     loaded = kvloom.Cache.load(model, tmp_path / "prefix.kv")
@@ -289,7 +289,7 @@ def test_copies_know_their_model_and_pickles_do_not(tmp_path):
 def test_what_saving_does_not_know_is_refused(kivi, tmp_path):
     model, cache = kivi
     path = tmp_path / "none.kv"
-    cache.routed[0].cache.body.keys.tail.more = 1
+    cache.routed[0].cache.tokens.keys.tail.more = 1
     with pytest.raises(SavedCacheError, match="Buffer has more, of which saving knows nothing"):
         cache.save(path)
 

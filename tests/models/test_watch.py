@@ -8,7 +8,7 @@ import zoo
 
 from kvloom.analyse.attention import blocks
 from kvloom.hf.cache import Cache
-from kvloom.hf.observe import watch
+from kvloom.hf.observe import observe
 from kvloom.kernels.score import reference as ref
 
 
@@ -32,7 +32,7 @@ def test_the_exact_attention_of_every_step(name):
             whole[look.place] = torch.cat(list(rows), dim=1)
 
     cache = Cache(model, "full")
-    watch(cache, saw)
+    observe(cache, saw)
     for lo, hi in ((0, 30), (30, 31), (31, 40)):
         model(input_ids=ids[:, lo:hi], past_key_values=cache, use_cache=True)
     assert mass == pytest.approx([40.0 * want[0].shape[1]] * len(want), rel=1e-4)

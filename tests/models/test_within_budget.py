@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from kvloom.recipe.resolve import RECIPES, resolve
 
 import kvloom
 from kvloom.keep import POSITIONS
+from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.store import Store
 
 KEEPERS = [name for name in RECIPES if resolve(name).keep is not None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
 
 import naive_recipes as rules
+from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.scored import layer_cache, link
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
 from steps import draw
 
 D = 32
@@ -26,7 +26,7 @@ def sharp(seed: int, tokens: int, heads: tuple[int, int], batch: int = 2):
 
 def kept_by_head(layer: LayerCache, tokens) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
     """Attend to a prompt; for each head: the tokens it keeps, its queries and its keys."""
-    layer.trace = True
+    layer.observe()
     q, k, v = tokens
     layer.attend(q, k, v, scale=SCALE)
     logical, r = layer.logical(), q.shape[1] // k.shape[1]
@@ -47,7 +47,7 @@ def kept_by_head(layer: LayerCache, tokens) -> list[tuple[list[int], np.ndarray,
 def test_snapkv_pools_the_votes_for_the_tokens_before_its_window(window, kernel, pool, heads):
     for seed, tokens in enumerate((41, 60, 97)):
         name = f"snapkv:tokens={window + 12},window={window},kernel={kernel},pool={pool}"
-        layer = layer_cache(resolve(name), "layer 0", (0, 1))
+        layer = LayerCache(resolve(name), "layer 0", (0, 1))
         for kept, q, k in kept_by_head(layer, sharp(seed, tokens, heads)):
             want = rules.snapkv(q, k, SCALE, 12, window, kernel, pool)
             assert kept[12:] == want[12:]
@@ -62,7 +62,7 @@ def test_snapkv_pools_the_votes_for_the_tokens_before_its_window(window, kernel,
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tokens", [67, 96])
 def test_minikv_snap_keeps_what_snapkv_keeps(tokens, heads):
-    layer = layer_cache(resolve("minikv-snap:window=16,residual=16"), "layer 0", (0, 1))
+    layer = LayerCache(resolve("minikv-snap:window=16,residual=16"), "layer 0", (0, 1))
     for kept, q, k in kept_by_head(layer, sharp(tokens, tokens, heads)):
         assert kept == rules.snapkv(q, k, SCALE, int(tokens * 0.5) - 16, 16, pool="avg")
 
@@ -89,15 +89,15 @@ def test_pyramidkv_divides_its_budget_as_kvcache_factory(layers, window):
 def test_pyramidkv_keeps_snapkvs_tokens_in_every_layer(tokens, heads):
     """At 140 tokens the average of 72 beside the window is more than half of the prompt."""
     recipe, layers = resolve("pyramidkv:tokens=80,window=8"), 4
-    caches = [layer_cache(recipe, f"layer {i}", (i, layers)) for i in range(layers)]
-    link(caches)
+    caches = [LayerCache(recipe, f"layer {i}", (i, layers)) for i in range(layers)]
+    coordinate(caches)
     rooms = recipe.keep.rooms(tokens, layers)
     assert (rooms == [80] * layers) == (tokens < 144)
     for i, cache in enumerate(caches):
         for kept, q, k in kept_by_head(cache, sharp(i, tokens, heads)):
             assert kept == rules.snapkv(q, k, SCALE, rooms[i] - 8, 8)
     held = sum(cache.nbytes for cache in caches)
-    index = sum(cache.body.index.nbytes for cache in caches)  # of the trace
+    index = sum(cache.tokens.index.nbytes for cache in caches)  # of the trace
     assert held - index == recipe.nbytes(tokens, Geometry(layers, *heads, D, torch.float32), 2)
 
 
@@ -112,6 +112,6 @@ def test_pyramidkv_keeps_snapkvs_tokens_in_every_layer(tokens, heads):
 )
 def test_minikv_rounds_each_share_down(options, shares, heads):
     for tokens in (30, 41, 42, 43, 55, 99):
-        layer = layer_cache(resolve(f"minikv:residual=16,{options}"), "layer 0", (0, 1))
+        layer = LayerCache(resolve(f"minikv:residual=16,{options}"), "layer 0", (0, 1))
         for kept, q, k in kept_by_head(layer, sharp(tokens, tokens, heads)):
             assert kept == rules.minikv(q, k, SCALE, *shares)

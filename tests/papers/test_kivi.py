@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
+import naive
+from kvloom.cache.layer import LayerCache
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.named.kivi import kivi, kivi_4
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-
-import naive
-from kvloom.cache.layer import LayerCache
 from kvloom.store import Packed, Store
 from steps import draw, feed, unpacked
 
@@ -47,7 +47,7 @@ def by_hand() -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
 
 def test_packed_keys_by_hand():
     cache, _, _ = by_hand()
-    packed = cache.body.keys.packed.view()
+    packed = cache.tokens.keys.packed.view()
     assert packed.codes[0, 0, :, 0].tolist() == RAMP_BYTES
     assert packed.codes[0, 0, :, 1].tolist() == [0, 0, 0, 0]
     # 0 3 0 3 -> 12 + 192 = 204
@@ -72,14 +72,14 @@ def test_a_decode_step_by_hand():
 
 def test_the_oldest_value_is_packed_when_the_queue_overflows_by_hand():
     cache, _, v = by_hand()
-    assert cache.body.values.sealed == 0
+    assert cache.tokens.values.packed_count == 0
     cache.attend(*torch.zeros(3, 1, 1, 1, 16), scale=1.0)
-    packed = cache.body.values.packed.view()
+    packed = cache.tokens.values.packed.view()
     # one token in the low two bits of each byte, the ramp along its channels
     assert packed.codes[0, 0].tolist() == [RAMP_CODES]
     assert packed.scale[0, 0].tolist() == [[5.0]]
     assert packed.zero[0, 0].tolist() == [[0.0]]
-    assert torch.equal(cache.body.values.tail.view()[:, :, :15], v[:, :, 1:])
+    assert torch.equal(cache.tokens.values.tail.view()[:, :, :15], v[:, :, 1:])
 
 
 def test_bytes_by_hand():
@@ -117,12 +117,12 @@ def test_every_step_is_the_definition(hq, hk, prompt, bits, group, residual, met
         got = cache.attend(*step, scale=SCALE)
         want = paper.decode(*numpy(*step), SCALE)
         np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=5e-6, err_msg=f"step {n}")
-    for lane, held in ((cache.body.keys, paper.keys), (cache.body.values, paper.values)):
+    for lane, held in ((cache.tokens.keys, paper.keys), (cache.tokens.values, paper.values)):
         np.testing.assert_allclose(unpacked(lane).numpy(), held, rtol=0, atol=2e-6)
 
 
 def exact(cache: LayerCache) -> tuple[int, int]:
-    return len(cache.body.keys.tail), len(cache.body.values.tail)
+    return len(cache.tokens.keys.tail), len(cache.tokens.values.tail)
 
 
 @pytest.mark.parametrize("residual", [32, 64])

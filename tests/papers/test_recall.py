@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 
 import naive
-from kvloom.cache.scored import layer_cache
+from kvloom.cache.layer import LayerCache
+from kvloom.recipe.resolve import resolve
 
 B, HQ, HK, D, R = 2, 4, 2, 16, 2
 PROMPT, STEPS = 100, 70
@@ -89,7 +89,7 @@ def test_every_step_is_attention_over_the_listed_tokens(kind, group):
     recipe = resolve(f"{spec},group={group}")
     if kind == "clusters":
         recipe = with_blocks(recipe, 24, 3)
-    cache = layer_cache(recipe, "layer 2", (2, 3))
+    cache = LayerCache(recipe, "layer 2", (2, 3))
     rng = np.random.default_rng(5)
     n = PROMPT + STEPS
     q, k, v = (rng.standard_normal((B, h, n, D)).astype("float32") for h in (HQ, HK, HK))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
+import naive
+from kvloom.cache.layer import LayerCache
+from kvloom.positions.rope import Rope
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.named.skvq import skvq, skvq_k2v1_5
 from kvloom.recipe.named.turbo import turbo
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-
-import naive
-from kvloom.cache.layer import LayerCache
-from kvloom.positions.rope import Rope
-from kvloom.store import Known, Packed, Transform
+from kvloom.store import LayerMetadata, Packed, Transform
 from kvloom.store.codec import Channels, codec
 from steps import draw, feed, unpacked
 
@@ -25,7 +25,7 @@ ROPE = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
 SIZES = torch.tensor([8, 40, 4, 12])
 
 
-def layer(seed: int) -> Known:
+def layer(seed: int) -> LayerMetadata:
     """What calibration might say of a layer."""
     g = torch.Generator().manual_seed(seed)
 
@@ -34,7 +34,7 @@ def layer(seed: int) -> Known:
         group_of[torch.randperm(HK * D, generator=g)] = torch.arange(4).repeat_interleave(SIZES)
         return Channels(group_of.view(HK, D), 0.8 + 0.2 * torch.rand(4, generator=g))
 
-    return Known(side(), side(), ROPE)
+    return LayerMetadata(side(), side(), ROPE)
 
 
 def recipe(**options) -> Recipe:
@@ -93,7 +93,7 @@ def test_true_bits():
 class Skvq:
     """SKVQ by its definition in float64; a token leaves the window after the step."""
 
-    def __init__(self, bits, known: Known, sinks, window, meta):
+    def __init__(self, bits, known: LayerMetadata, sinks, window, meta):
         self.bits, self.known, self.meta = bits, known, meta
         self.sinks, self.window = sinks, window
 
@@ -137,7 +137,7 @@ def test_every_step_is_the_definition(prompt, bits, meta):
     steps, known = 30, layer(prompt)
     tokens = draw(prompt, prompt + steps, 2, 4, HK, D)
     q, k, v = (x.double().numpy() for x in tokens)
-    cache = LayerCache(recipe(bits=bits, value_bits=bits, meta=meta), known=known)
+    cache = LayerCache(recipe(bits=bits, value_bits=bits, meta=meta), metadata=known)
     paper = Skvq(bits, known, 3, 12, meta)
     got = cache.attend(*(x[:, :, :prompt] for x in tokens), scale=SCALE)
     want = paper.prompt(*(x[:, :, :prompt] for x in (q, k, v)))
@@ -146,9 +146,9 @@ def test_every_step_is_the_definition(prompt, bits, meta):
     for n in range(prompt, prompt + steps):
         got = cache.attend(*(x[:, :, n : n + 1] for x in tokens), scale=SCALE)
         off.append(np.abs(got.numpy() - paper.decode(*(x[:, :, n : n + 1] for x in (q, k, v)))))
-    assert cache.body.keys.sealed == cache.body.values.sealed == paper.done
+    assert cache.tokens.keys.packed_count == cache.tokens.values.packed_count == paper.done
     # fp32 and float64 may round a tie, or a number between two of fp8's, differently: rarely
-    held = unpacked(cache.body.values).numpy()
+    held = unpacked(cache.tokens.values).numpy()
     same = np.isclose(held, paper.v[:, :, 3 : 3 + held.shape[2]], rtol=0, atol=1e-5)
     assert same.mean() > 0.995
     assert np.median(off) < 1e-5
@@ -156,11 +156,11 @@ def test_every_step_is_the_definition(prompt, bits, meta):
 
 def test_the_prompts_own_attention_and_the_window_are_exact():
     q, k, v = draw(0, 70, 2, 4, HK, D)
-    cache = LayerCache(recipe(), known=layer(0))
+    cache = LayerCache(recipe(), metadata=layer(0))
     got = feed(cache, q, k, v)
     want, _ = naive.attention(*(x.double().numpy() for x in (q, k, v)), SCALE, causal=True)
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=2e-6)
-    assert torch.equal(cache.body.keys.tail.view(), k[:, :, -12:])
+    assert torch.equal(cache.tokens.keys.tail.view(), k[:, :, -12:])
     assert torch.equal(cache.sinks.keys, k[:, :, :3])
 
 
@@ -173,8 +173,8 @@ def test_turbo_keeps_norms_and_predicts_its_bytes(name, heads):
     cache = LayerCache(chosen)
     feed(cache, q, k, v)
     assert cache.nbytes == chosen.nbytes(64, Geometry(1, hq, hk, D, torch.float32), 2)
-    sealed = cache.body.keys.sealed
-    norms = unpacked(cache.body.keys)[:, :, :sealed].norm(dim=-1) / k[:, :, :sealed].norm(dim=-1)
+    sealed = cache.tokens.keys.packed_count
+    norms = unpacked(cache.tokens.keys)[:, :, :sealed].norm(dim=-1) / k[:, :, :sealed].norm(dim=-1)
     assert (norms - 1).abs().max() < (0.07 if "fp8" in name else 1e-3)
 
 
@@ -185,8 +185,8 @@ def test_folding_a_permutation_of_values_into_the_weights_changes_nothing_that_i
     known, order = layer(1), torch.randperm(D)
     q, k, v = draw(0, 70, 1, 4, HK, D)
     values = known.values._replace(group_of=known.values.group_of[:, order])
-    plain = LayerCache(recipe(), known=known)
-    folded = LayerCache(recipe(), known=known._replace(values=values))
+    plain = LayerCache(recipe(), metadata=known)
+    folded = LayerCache(recipe(), metadata=known._replace(values=values))
     new = draw(1, 4, 1, 4, HK, D)
     feed(plain, q, k, v)
     feed(folded, q, k, v[..., order])

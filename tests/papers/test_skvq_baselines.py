@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 
 import naive
 import naive_recipes as rules
 from kvloom.cache.layer import LayerCache
 from kvloom.positions.rope import Rope
-from kvloom.store import Known
+from kvloom.recipe.resolve import resolve
+from kvloom.store import LayerMetadata
 from kvloom.store.codec import Channels
 from steps import draw
 
@@ -39,12 +39,14 @@ def channels(seed: int, hk: int, reorder: bool, smooth: bool) -> Channels:
 def test_skvqs_baselines_store_what_its_harness_stores(name, prompt, bits, heads):
     seed, hk = int(10 * bits) + prompt, heads[1]
     sides = [channels(seed + i, hk, name == "rptq", name == "smoothquant") for i in (0, 1)]
-    layer = LayerCache(resolve(f"{name}:bits={bits},group=16"), known=Known(*sides, ROPE))
+    layer = LayerCache(
+        resolve(f"{name}:bits={bits},group=16"), metadata=LayerMetadata(*sides, ROPE)
+    )
     q, k, v = draw(seed, prompt + 12, 2, *heads, D)
     for n in [prompt, *range(prompt + 1, prompt + 13)]:
         part = slice(layer.seen, n)
         layer.attend(q[:, :, part], k[:, :, part], v[:, :, part], scale=SCALE)
-    assert len(layer.body.keys.tail) == len(layer.body.values.tail) == 0  # no window
+    assert len(layer.tokens.keys.tail) == len(layer.tokens.values.tail) == 0  # no window
     asked = torch.randn(2, heads[0], 1, D)
     out = layer.attend(asked, k[:, :, :1], v[:, :, :1], scale=SCALE)
     inv_freq = ROPE.inv_freq.double().numpy()

@@ -16,7 +16,7 @@ from kvloom.analyse import attention
 from kvloom.analyse.attention import EDGES, GRID, THRESHOLD
 from kvloom.cli import app
 from kvloom.hf.cache import Cache
-from kvloom.hf.observe import watch
+from kvloom.hf.observe import observe
 from kvloom.workload.step import step
 
 CONTEXT, NEW = 40, 6
@@ -72,7 +72,7 @@ def looks(model, ids, recipe):
             (look.q[0].clone(), look.keys[0].clone(), look.scale, look.softcap, held)
         )
 
-    watch(cache, saw)
+    observe(cache, saw)
     with torch.inference_mode():
         step(model, ids[:, :CONTEXT], cache)
         for i in range(CONTEXT, CONTEXT + NEW):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -16,6 +15,7 @@ from kvloom.bench import Row, Shape, caches, clock, limits, rows
 from kvloom.cache.layer import LayerCache
 from kvloom.cli import app
 from kvloom.kernels import dispatch
+from kvloom.recipe.resolve import resolve
 
 LAYER = ["--heads", "4/2", "--head-dim", "32", "--repeats", "2"]
 MODEL = [

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvloom.recipe.resolve import RECIPES, resolve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -19,6 +18,7 @@ import tiny
 from kvloom.cli import app
 from kvloom.cli.edge import split
 from kvloom.cli.generate import packs_from
+from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.reference import WEIGHTS
 from tiny import TEXT
 

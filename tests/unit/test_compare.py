@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from kvloom.recipe.resolve import resolve
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
@@ -26,6 +25,7 @@ import kvloom
 from kvloom import eval as work
 from kvloom.eval import InputError, Row, Settings, needles
 from kvloom.eval.compare import with_full
+from kvloom.recipe.resolve import resolve
 from kvloom.reference import tasks
 from kvloom.report.picture import style
 from kvloom.workload import text

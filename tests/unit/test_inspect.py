@@ -8,17 +8,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 from kvloom.analyse import attention
 from kvloom.errors import UnsupportedModel
 from kvloom.eval import InputError
 from kvloom.hf.cache import Cache
-from kvloom.hf.observe import watch
+from kvloom.hf.observe import observe
 from kvloom.inspect import follow
 from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from tiny import TEXT
 
@@ -64,7 +64,7 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     cache = Cache(model, name)
     for routed in cache.routed:
-        routed.cache.trace = True
+        routed.cache.observe()
     with torch.inference_mode():
         for step in range(NEW + 1):
             logits = model(ids, past_key_values=cache).logits[:, -1]
@@ -72,8 +72,8 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
                 at = routed.cache.logical()[0].sort(dim=-1).values.tolist()
                 assert [held_at(head, step) for head in layer["heads"]] == at
                 assert layer["held"][step] == len(at[0])
-                body = routed.cache.body
-                packed = {"keys": body.keys.sealed, "values": body.values.sealed}
+                body = routed.cache.tokens
+                packed = {"keys": body.keys.packed_count, "values": body.values.packed_count}
                 for head in layer["heads"]:
                     for side, marks in (head["packed"] or {}).items():
                         assert sum(-1 != m <= step for m in marks) == packed[side]
@@ -108,7 +108,7 @@ def test_mass_of_a_later_step_is_the_whole_softmax_of_its_query(model, tokenizer
     data = seen_by(model, tokenizer, "window:tokens=24")
     seen: dict = {}
     cache = Cache(model, "window:tokens=24")
-    watch(cache, lambda look: seen.update({look.place: look}))
+    observe(cache, lambda look: seen.update({look.place: look}))
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     with torch.inference_mode():
         for _ in range(NEW + 1):
@@ -157,7 +157,7 @@ def test_tokens_read_are_those_of_the_step(model, tokenizer, kind):
     assert data["views"] == ["read"]
     seen: dict = {}
     cache = Cache(model, RECALL[kind])
-    watch(cache, lambda look: seen.update({look.place: look}))
+    observe(cache, lambda look: seen.update({look.place: look}))
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     sinks = cache.recipe.protect.sinks
     with torch.inference_mode():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, NotFinite
+from kvloom.recipe.resolve import resolve
 from kvloom.store.buffer import Buffer
 from steps import RECIPES, SCALE, assert_same_state, build, draw, feed, state
 
@@ -89,7 +89,7 @@ def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvloom.cache.layer.attend_pieces", out_of_memory)
+        patch.setattr("kvloom.cache.layer.attend_parts", out_of_memory)
         with pytest.raises(MemoryError):
             attend(cache, *draw(1, t))
     assert_same_state(state(cache), state(same))
@@ -174,7 +174,7 @@ def test_the_largest_numbers_that_are_let_in_come_back_finite():
 @pytest.mark.parametrize("name", ["kivi:residual=32", "rtn"])
 def test_crop_into_packed_tokens_is_refused(name):
     cache = build(resolve(name), *draw(0, 70))
-    exact = cache.body.exact
+    exact = cache.tokens.exact_newest
     message = refuses(cache, CacheMisuse, lambda: cache.crop(exact + 1))
     assert f"crop of {exact + 1} tokens reaches into packed tokens" in message
     assert f"the newest {exact} are still exact" in message
@@ -315,4 +315,4 @@ def test_gradients_do_not_tie_steps_together():
     cache = LayerCache(resolve("kivi"))
     out = attend(cache, q, k, v)
     assert out.requires_grad
-    assert not cache.body.keys.tail.view().requires_grad
+    assert not cache.tokens.keys.tail.view().requires_grad

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
 
-from kvloom.cache.scored import layer_cache, link
+from kvloom.cache.build import coordinate
+from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.keep.budgets import POLICIES, split, weights
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
 from steps import SCALE, draw
 
 
@@ -40,8 +41,8 @@ def test_a_list_of_weights_is_one_a_layer():
 
 
 def together(recipe: Recipe, steps: int, layers: int = 3):
-    caches = [layer_cache(recipe, f"layer {i}", (i, layers)) for i in range(layers)]
-    link(caches)
+    caches = [LayerCache(recipe, f"layer {i}", (i, layers)) for i in range(layers)]
+    coordinate(caches)
     for number, tokens in enumerate([60, *[1] * steps]):
         for i, cache in enumerate(caches):
             cache.attend(*draw(10 * number + i, tokens, hq=4, hk=2), scale=SCALE)
@@ -52,9 +53,9 @@ def together(recipe: Recipe, steps: int, layers: int = 3):
 def test_one_score_for_all_layers_keeps_the_same_tokens_in_all(steps):
     h2o = resolve("h2o")
     caches = together(replace(h2o, keep=replace(h2o.keep, shared=True)), steps)
-    kept = [cache.slots.unroll()[3].sort(dim=-1).values for cache in caches]
+    kept = [cache.tokens.in_order()[3].sort(dim=-1).values for cache in caches]
     assert all(torch.equal(index, kept[0]) for index in kept)
-    alone = [cache.slots.unroll()[3].sort(dim=-1).values for cache in together(h2o, steps)]
+    alone = [cache.tokens.in_order()[3].sort(dim=-1).values for cache in together(h2o, steps)]
     assert not all(torch.equal(index, alone[0]) for index in alone)
 
 
@@ -65,5 +66,5 @@ def test_every_policy_holds_the_same_total(name, policy):
     budget = replace(recipe.keep.budget, layers=policy)
     recipe = replace(recipe, keep=replace(recipe.keep, budget=budget))
     caches = together(recipe, 0)
-    assert sum(len(c.slots or c.body) for c in caches) == 3 * 30
+    assert sum(len(c.tokens) for c in caches) == 3 * 30
     assert Recipe.from_toml(recipe.to_toml()) == recipe

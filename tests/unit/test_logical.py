@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
 
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.scored import layer_cache
+from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
+from kvloom.recipe.resolve import resolve
 from steps import draw, feed
 
 NAMES = (
@@ -27,16 +27,16 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_knows_which_keys_it_holds(name):
     """Every key carries its index, so what is held can be read from the keys themselves."""
-    cache = layer_cache(resolve(name), "layer 0", (0, 1))
-    cache.trace = True
+    cache = LayerCache(resolve(name), "layer 0", (0, 1))
+    cache.observe()
     q, k, v = draw(3, 57, batch=2, hq=4, hk=2)
     k = k * 1e-3
     k[..., 0] = torch.arange(57)
     for upto, size in ((50, 50), (51, 1), (55, 4), (56, 1), (57, 1)):
         feed(cache, *(x[:, :, upto - size : upto] for x in (q, k, v)))
         at = cache.logical()
-        slots = getattr(cache, "slots", None)
-        keys = cache.body.exact_keys() if slots is None else slots.keys
+        slots = cache.tokens if isinstance(cache.tokens, Slots) else None
+        keys = cache.tokens.exact_keys() if slots is None else slots.keys
         if slots is not None:  # in order of index, the free slot's key left out
             free = torch.arange(keys.shape[2]) == slots.free
             keys = keys[..., 0].masked_fill(free, torch.inf)
@@ -51,10 +51,10 @@ def test_a_layer_knows_which_keys_it_holds(name):
 
 
 def test_an_empty_layer_holds_nothing_and_one_that_forgot_says_so():
-    cache = layer_cache(resolve("snapkv:tokens=24,window=8"), "layer 0", (0, 1))
+    cache = LayerCache(resolve("snapkv:tokens=24,window=8"), "layer 0", (0, 1))
     assert cache.logical().numel() == 0
     feed(cache, *draw(0, 50))
-    with pytest.raises(CacheMisuse, match=r"layer 0: .* set trace = True before the first prompt"):
+    with pytest.raises(CacheMisuse, match=r"layer 0: .* call observe\(\) before the first prompt"):
         cache.logical()
 
 
@@ -68,7 +68,7 @@ def test_a_padded_row_has_not_reached_its_sinks():
 
 @pytest.mark.parametrize("name", ["snapkv:tokens=24,window=8", "h2o"])
 def test_a_trace_changes_no_answer(name):
-    caches = [layer_cache(resolve(name), "layer 0", (0, 1)) for _ in range(2)]
-    caches[0].trace = True
+    caches = [LayerCache(resolve(name), "layer 0", (0, 1)) for _ in range(2)]
+    caches[0].observe()
     outs = [feed(cache, *draw(0, 60, batch=2), [50, 1, 4, 1, 4]) for cache in caches]
     assert torch.equal(*outs)

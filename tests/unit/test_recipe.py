@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import Protect, Recipe
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Noisy, Observation
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import RECIPES, resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store, Transform
 
 

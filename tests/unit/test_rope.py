@@ -20,15 +20,15 @@ def keys(dtype=torch.float32):
 def test_turning_composes_and_inverts(interleaved):
     rope, x = Rope(INV_FREQ, interleaved), keys()
     a, b = torch.randint(0, 5000, (2, 3, 5)), torch.randint(0, 5000, (1, 1, 5))
-    twice = rope.turn(rope.turn(x, a), b)
-    torch.testing.assert_close(twice, rope.turn(x, a + b), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rope.turn(rope.turn(x, a), -a), x, rtol=1e-5, atol=1e-5)
+    twice = rope.rotate(rope.rotate(x, a), b)
+    torch.testing.assert_close(twice, rope.rotate(x, a + b), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rope.rotate(rope.rotate(x, a), -a), x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_does_not_rotate_stays_and_lengths_stay(interleaved):
     x = keys()
-    y = Rope(INV_FREQ, interleaved).turn(x, torch.full((1, 1, 5), 7))
+    y = Rope(INV_FREQ, interleaved).rotate(x, torch.full((1, 1, 5), 7))
     assert torch.equal(y[..., 6:], x[..., 6:])
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
     assert not torch.allclose(y[..., :6], x[..., :6])
@@ -38,12 +38,12 @@ def test_one_pair_by_hand():
     x = torch.tensor([1.0, 0.0, 0.0, 1.0]).view(1, 1, 1, 4)
     inv_freq = torch.tensor([math.pi / 2, 0.0])
     quarter = torch.tensor([[[1]]])
-    halves = Rope(inv_freq).turn(x, quarter)  # pairs (0, 2) and (1, 3)
+    halves = Rope(inv_freq).rotate(x, quarter)  # pairs (0, 2) and (1, 3)
     torch.testing.assert_close(halves.flatten(), torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    neighbors = Rope(inv_freq, interleaved=True).turn(x, quarter)  # pairs (0, 1) and (2, 3)
+    neighbors = Rope(inv_freq, interleaved=True).rotate(x, quarter)  # pairs (0, 1) and (2, 3)
     torch.testing.assert_close(neighbors.flatten(), torch.tensor([0.0, 1.0, 0.0, 1.0]))
 
 
 def test_the_dtype_stays():
     x = keys(torch.bfloat16)
-    assert Rope(INV_FREQ).turn(x, torch.zeros(1, 1, 5)).equal(x)
+    assert Rope(INV_FREQ).rotate(x, torch.zeros(1, 1, 5)).equal(x)

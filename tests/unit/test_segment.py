@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvloom.cache.segment import Segment
 from kvloom.cache.sinks import Sinks
 from kvloom.kernels.attend import reference as ref
-from kvloom.store import Lane, Packed
+from kvloom.store import KVSide, Packed
 
 KEYS = (Packed(2, "channel", 16, residual=32), 0)
 VALUES = (Packed(3, "token", 16), 10)
@@ -28,14 +28,14 @@ every_pair = pytest.mark.parametrize(("keys", "values"), PAIRS.values(), ids=PAI
 
 
 def segment(keys, values, n: int) -> tuple[Segment, torch.Tensor, torch.Tensor]:
-    body = Segment(Lane(*keys), Lane(*values))
+    body = Segment(KVSide(*keys), KVSide(*values))
     k, v = torch.randn(2, 2, 2, n, 32)
-    body.take(k, v, drop=0)
+    body.extend(k, v, drop=0)
     return body, k, v
 
 
-def tokens(lane: Lane) -> torch.Tensor:
-    parts = [lane.packed.view().tensor()] if lane.sealed else []
+def tokens(lane: KVSide) -> torch.Tensor:
+    parts = [lane.packed.view().tensor()] if lane.packed_count else []
     return torch.cat([*parts, *([lane.tail.view()] if len(lane.tail) else [])], dim=2)
 
 
@@ -48,12 +48,12 @@ def length(x) -> int:
 def test_pieces_cover_every_token_once_and_in_one_form(keys, values, n):
     body, _, _ = segment(keys, values, n)
     valid = torch.rand(2, 1, n) > 0.5
-    pieces = body.pieces(valid, present=0)
+    pieces = body.parts(valid, present=0)
     assert [length(p.keys) for p in pieces] == [length(p.values) for p in pieces]
     assert sum(length(p.keys) for p in pieces) == n
     assert all(length(p.keys) for p in pieces)
     assert len(pieces) <= 3
-    assert torch.equal(torch.cat([p.valid for p in pieces], dim=2), valid)
+    assert torch.equal(torch.cat([p.visible for p in pieces], dim=2), valid)
     assert all(p.causal == 0 for p in pieces)
 
 
@@ -65,7 +65,7 @@ def test_attending_to_the_pieces_is_attending_to_the_tokens(keys, values, n, t):
     body.append(*torch.randn(2, 2, 2, t, 32))
     valid = torch.rand(2, 1, n + t) > 0.3
     for see in (None, valid):
-        pieces = body.pieces(see, present=t)
+        pieces = body.parts(see, present=t)
         assert [p.causal for p in pieces] == [0] * (len(pieces) - 1) + [t]
         got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
         whole = (tokens(body.keys), tokens(body.values))
@@ -80,7 +80,7 @@ def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, mon
     q, valid = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 101) > 0.3
     whole = (tokens(body.keys), tokens(body.values))
     monkeypatch.setattr("kvloom.cache.segment._UNPACK", stretch)
-    pieces = body.pieces(valid, present=0)
+    pieces = body.parts(valid, present=0)
     assert sum(length(p.keys) for p in pieces) == 101
     assert all(length(p.keys) <= stretch for p in pieces[:-1] if not torch.is_tensor(p.keys))
     got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
@@ -93,7 +93,7 @@ def test_exact_tokens_are_those_that_neither_side_packed(keys, values):
     for n in (1, 33, 70):
         body, _, _ = segment(keys, values, n)
         assert len(body) == n
-        assert body.exact == n - max(body.keys.sealed, body.values.sealed)
+        assert body.exact_newest == n - max(body.keys.packed_count, body.values.packed_count)
 
 
 def test_dropping_moves_the_first_logical_index():
@@ -105,8 +105,8 @@ def test_dropping_moves_the_first_logical_index():
     assert torch.equal(body.keys.tail.view(), k[:, :, 5:17])
     assert torch.equal(body.values.tail.view(), v[:, :, 5:17])
     valid = torch.arange(17)[None, None].expand(2, 1, 17) % 2 == 0
-    (piece,) = body.pieces(valid, present=0)
-    assert torch.equal(piece.valid, valid[:, :, 5:])  # by logical index, not by slot
+    (piece,) = body.parts(valid, present=0)
+    assert torch.equal(piece.visible, valid[:, :, 5:])  # by logical index, not by slot
 
 
 @every_pair
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_all_tensors(keys, values):
     assert body.nbytes == sum(x.untyped_storage().nbytes() for x in held)
 
 
-def buffers(lane: Lane):
+def buffers(lane: KVSide):
     yield lane.tail
     if lane.packed is not None:
         yield from (lane.packed.codes, lane.packed.scale, lane.packed.zero)
@@ -136,11 +136,11 @@ def test_sinks_without_padding_are_the_first_tokens(sizes):
     sinks, x, seen, skipped = Sinks(4), numbered(10), 0, 0
     assert not sinks.full(0)
     for t in sizes:
-        skipped += sinks.take(x[:, :, seen : seen + t], -x[:, :, seen : seen + t], seen, None)
+        skipped += sinks.extend(x[:, :, seen : seen + t], -x[:, :, seen : seen + t], seen, None)
         seen += t
         assert sinks.full(seen) == (seen >= 4)
-        piece = sinks.piece(seen)
-        shown = piece.keys if piece.valid is None else piece.keys[:, :, piece.valid[0, 0]]
+        piece = sinks.part(seen)
+        shown = piece.keys if piece.visible is None else piece.keys[:, :, piece.visible[0, 0]]
         assert torch.equal(shown, x[:, :, : min(4, seen)])
     assert skipped == 4
     assert torch.equal(sinks.values, -x[:, :, :4])
@@ -154,12 +154,12 @@ def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):
     for t in sizes:
         see = valid[:, None, : seen + t]
         part = x[:, :, seen : seen + t]
-        assert sinks.take(part, -part, seen, see) == min(t, max(0, 4 - seen))
+        assert sinks.extend(part, -part, seen, see) == min(t, max(0, 4 - seen))
         seen += t
-        piece, hidden = sinks.piece(seen), sinks.hide(see)
+        piece, hidden = sinks.part(seen), sinks.hide(see)
         for row, pad in enumerate(pads):
             have = [i for i in range(pad, pad + 4) if i < seen]
-            shown = piece.keys[row, 0][piece.valid[row, 0]][:, 0]
+            shown = piece.keys[row, 0][piece.visible[row, 0]][:, 0]
             assert shown.tolist() == [100 * row + i for i in have]
             # and the body shows every other real token, so that each is seen once
             rest = [i for i in range(max(pad, 4), seen) if i not in have]
@@ -170,7 +170,7 @@ def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):
 def test_sinks_move_with_their_rows():
     sinks, x = Sinks(2), numbered(6)
     valid = (torch.arange(6) >= torch.tensor([0, 1, 3])[:, None])[:, None]
-    sinks.take(x, x, 0, valid)
+    sinks.extend(x, x, 0, valid)
     sinks.map(lambda t: t[[2, 2, 0]])
     assert sinks.start.tolist() == [3, 3, 0]
     assert sinks.keys[:, 0, :, 0].tolist() == [[203, 204], [203, 204], [0, 1]]
@@ -179,26 +179,33 @@ def test_sinks_move_with_their_rows():
 def test_sinks_count_their_bytes():
     sinks, x = Sinks(4), numbered(6)
     assert sinks.nbytes == 0
-    sinks.take(x, x, 0, None)
+    sinks.extend(x, x, 0, None)
     assert sinks.nbytes == 2 * 3 * 4 * 4 * 4 + 3 * 8
 
 
 def test_every_logical_index_is_in_one_place():
     """Sinks before the body, the body from `first` on: nothing twice, nothing missing."""
     for pad, sizes in itertools.product((0, 3), ([9], [2, 7], [1] * 9)):
-        sinks, body, x, seen = Sinks(3), Segment(Lane(None, 0), Lane(None, 0)), numbered(9, 1), 0
+        sinks, body, x, seen = (
+            Sinks(3),
+            Segment(KVSide(None, 0), KVSide(None, 0)),
+            numbered(9, 1),
+            0,
+        )
         valid = (torch.arange(9) >= pad)[None, None] if pad else None
         for t in sizes:
             part = x[:, :, seen : seen + t]
-            skip = sinks.take(part, part, seen, None if valid is None else valid[:, :, : seen + t])
+            skip = sinks.extend(
+                part, part, seen, None if valid is None else valid[:, :, : seen + t]
+            )
             body.first += skip
             if skip < t:
                 body.append(part[:, :, skip:], part[:, :, skip:])
             seen += t
         see = sinks.hide(valid)
-        pieces = [sinks.piece(seen), *body.pieces(see, 0)]
+        pieces = [sinks.part(seen), *body.parts(see, 0)]
         shown = []
         for p in pieces:
-            keys = p.keys if p.valid is None else p.keys[:, :, p.valid[0, 0]]
+            keys = p.keys if p.visible is None else p.keys[:, :, p.visible[0, 0]]
             shown += keys[0, 0, :, 0].tolist()
         assert shown == list(range(pad, 9))

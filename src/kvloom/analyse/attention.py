@@ -31,8 +31,9 @@ from transformers import PreTrainedModel
 
 from ..cache.layer import LayerCache
 from ..hf import attach
-from ..hf.cache import Cache, RoutedLayer
-from ..hf.observe import Look, watch
+from ..hf.cache import Cache
+from ..hf.observe import Observation, observe
+from ..hf.routed import RoutedLayer
 from ..kernels import ops
 from ..recipe.spec import Recipe
 from ..workload.step import Progress, step
@@ -90,7 +91,7 @@ def measure(
     layers = [_Layer(number) for number in numbers]
     text = ids.to(model.device)
     try:
-        watch(cache, lambda look: layers[look.place].look(look))
+        observe(cache, lambda look: layers[look.place].look(look))
         with torch.inference_mode():
             for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
                 tell("reading the prompt" if lo == 0 else "reading on", 0)
@@ -159,7 +160,7 @@ class _Layer:
         self.mass = self.before = self.after = self.held = self.last = torch.empty(0)
         self.groups = self.held_tokens = self.queries = 0
 
-    def look(self, look: Look) -> None:
+    def look(self, look: Observation) -> None:
         """Take in the prompt, or one step: before the layer attends."""
         q, k = look.q[0], look.keys[0]
         if look.cache.seen == 0:
@@ -204,7 +205,7 @@ class _Layer:
             after=_bins(self.after / self.queries, there),
         )
 
-    def _prompt(self, q: Tensor, k: Tensor, look: Look) -> None:
+    def _prompt(self, q: Tensor, k: Tensor, look: Observation) -> None:
         hq, t, _ = q.shape
         self.groups = len(k)
         self.mass = q.new_zeros(hq, t, dtype=torch.float32)

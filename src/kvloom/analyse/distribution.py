@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from ..calibrate import record
 from ..errors import UnsupportedModel
 from ..hf import attach, compat, rotary
-from ..hf.metadata import known
+from ..hf.metadata import load_layer_metadata
 from ..recipe.spec import Recipe
-from ..store import Known
+from ..store import LayerMetadata
 
 KINDS = {"keys": "keys", "raw_keys": "keys before RoPE", "values": "values"}
 
@@ -100,7 +100,7 @@ def measure(
                 f"layers {sorted(set(chosen) - set(held))} are not among those that kvloom holds; "
                 f"choose from {held}"
             )
-        told = dict(zip(held, known(model, recipe), strict=True))
+        told = dict(zip(held, load_layer_metadata(model, recipe), strict=True))
         try:
             rope = rotary.rope(model)
         except UnsupportedModel:
@@ -112,7 +112,7 @@ def measure(
             parts = {"keys": seen.k, "values": seen.v}
             if rope is not None:
                 back = -torch.arange(seen.k.shape[2], device=seen.k.device).view(1, 1, -1)
-                parts["raw_keys"] = rope.turn(seen.k.float(), back)
+                parts["raw_keys"] = rope.rotate(seen.k.float(), back)
             for kind in KINDS:
                 if kind in parts:
                     groups = _groups(recipe, told[number], kind)
@@ -126,7 +126,7 @@ def measure(
     return found
 
 
-def _groups(recipe: Recipe, layer: Known, kind: str) -> Tensor | None:
+def _groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:
     """The calibrated group of each channel of all heads; None where the recipe has none."""
     of_keys = "raw_keys" if recipe.store.pre_rope else "keys"
     channels = {of_keys: layer.keys, "values": layer.values}.get(kind)

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from ..calibrate import record
 from ..calibrate.attention import Attention, Sample
 from ..hf import attach, compat
-from ..hf.metadata import known
+from ..hf.metadata import load_layer_metadata
 from ..recipe.spec import Recipe
-from ..store import Known, Packed
+from ..store import LayerMetadata, Packed
 from ..store.codec import Channels
 from ..store.packed import PackedTokens
 from ..workload.step import Progress
@@ -61,7 +61,7 @@ def measure(
     compat.refuse_unsupported(model)
     for recipe in recipes:
         recipe.check(compat.geometry(model))
-    told = {recipe.name: known(model, recipe) for recipe in recipes}
+    told = {recipe.name: load_layer_metadata(model, recipe) for recipe in recipes}
     routed_before = getattr(model, "_kvloom", None) is not None
     sums: dict[tuple[str, int], Tensor] = {}
     try:
@@ -106,7 +106,7 @@ def to_plain(found: dict[str, dict[int, LayerError]]) -> list[dict[str, Any]]:
     ]
 
 
-def _squares(exact: Attention, seen: record.Seen, recipe: Recipe, layer: Known) -> Tensor:
+def _squares(exact: Attention, seen: record.Seen, recipe: Recipe, layer: LayerMetadata) -> Tensor:
     """Squared norms [5, 2] of what is off and of what there is, in the order of `LayerError`."""
     keys, values = recipe.store.keys, recipe.store.values
     k = packed(seen.k, keys, layer.keys, layer).float().cpu()
@@ -124,7 +124,9 @@ def _squares(exact: Attention, seen: record.Seen, recipe: Recipe, layer: Known) 
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def packed(x: Tensor, fmt: Packed | None, channels: Channels | None, layer: Known) -> Tensor:
+def packed(
+    x: Tensor, fmt: Packed | None, channels: Channels | None, layer: LayerMetadata
+) -> Tensor:
     """What comes back of x [B, Hk, N, D] after packing; per channel, what fills no group stays."""
     if fmt is None:
         return x

@@ -14,13 +14,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..cache.layer import Asked, LayerCache
-from ..cache.recalled import RecalledLayer
-from ..cache.scored import layer_cache, link
+from ..cache.build import coordinate
+from ..cache.layer import LayerCache
 from ..hf.cache import Cache
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from ..store import Known, Packed
+from ..store import LayerMetadata, Packed
 from ..store.codec import Channels, consecutive
 from .shape import Shape
 
@@ -52,25 +51,25 @@ def layers(recipe: Recipe, shape: Shape, count: int = 1) -> list[LayerCache]:
     """
     recipe.check(shape.geometry)
     rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
-    known = Known(_channels(recipe.store.keys, shape), _channels(recipe.store.values, shape), rope)
+    metadata = LayerMetadata(
+        _channels(recipe.store.keys, shape), _channels(recipe.store.values, shape), rope
+    )
     moves = recipe.keep is not None and recipe.keep.positions != "original"
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
     built = [
-        layer_cache(
-            recipe, f"layer {i}", (i + before, count + before), rope if moves else None, known
+        LayerCache(
+            recipe, f"layer {i}", (i + before, count + before), rope if moves else None, metadata
         )
         for i in range(count)
     ]
-    link(built)
+    coordinate(built)
     return built
 
 
 def fill(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Take in a prompt k, v [B, Hk, N, D] of which q [B, Hq, T, D] are the last queries."""
-    cache.check(k, v)
-    cache.check_range(k, v)
-    cache.seen += k.shape[2]
-    cache._take(k, v, Asked(q, k.shape[3] ** -0.5, None, None))
+    cache.prefill(q, k, v, scale=k.shape[3] ** -0.5)
+    cache.end_step()
 
 
 def ours(model: Any, recipe: Recipe, shape: Shape, tokens: int) -> Cache:
@@ -124,9 +123,9 @@ def nbytes(held: Any) -> int:
 
 def read_nbytes(cache: LayerCache) -> int:
     """Bytes that the last step read: all that is held, or the index and what it chose."""
-    if not isinstance(cache, RecalledLayer) or not cache.seen:
+    if cache.retriever is None or not cache.seen:
         return cache.nbytes
-    index = cache.finder.nbytes
+    index = cache.retriever.finder.nbytes
     return index + round((cache.nbytes - index) * cache.read / cache.seen)
 
 

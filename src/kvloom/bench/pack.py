@@ -13,7 +13,7 @@ import torch
 
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from ..store import Lane
+from ..store import KVSide
 from . import caches
 from .clock import Side, problem
 from .prefill import attention, prompt
@@ -50,14 +50,14 @@ class _Lanes:
         self.make()
 
     def make(self) -> None:
-        known = caches.layers(self.recipe, self.shape)[0].known
+        metadata = caches.layers(self.recipe, self.shape)[0].metadata
         store, recents = self.recipe.store, self.recipe.protect.recents
-        self.keys = Lane(store.keys, recents[0], known.keys, known.rope)
-        self.values = Lane(store.values, recents[1], known.values)
+        self.keys = KVSide(store.keys, recents[0], metadata.keys, metadata.rope)
+        self.values = KVSide(store.values, recents[1], metadata.values)
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.keys.take(k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1))
-        self.values.take(v, 0)
+        self.keys.extend(k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1))
+        self.values.extend(v, 0)
 
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes

@@ -1,7 +1,7 @@
-"""What a step that recalls reads, as one piece to attend to.
+"""The tokens that a recalling step reads, as one part.
 
-Decides that chosen tokens, those behind them and the sinks are one piece of two strands, which a
-kernel reads where it lies; where none does, each part is attended to by itself.
+Decides that recalled tokens, all later tokens and the sinks are one part, which a kernel reads
+where the tokens lie. Where no kernel can, its pieces are attended to one by one.
 """
 
 from __future__ import annotations
@@ -13,59 +13,58 @@ import torch
 from torch import Tensor
 
 from ..kernels.attend.kv_view import KVView
-from .segment import Choice, Piece
+from .part import GatherPlan, Part
 
 Gather = Callable[[], tuple[Tensor, Tensor]]
-"""Gives the chosen keys and values [B, H, M, D]."""
+"""Returns the recalled keys and values [B, H, M, D]."""
 
 
-def chosen(
-    strands: tuple[KVView, KVView],
+def gather_part(
+    views: tuple[KVView, KVView],
     slots: Tensor,
     begin: int,
-    valid: Sequence[Tensor | None],
+    visible: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
-    rest: Callable[[], list[Piece]],
+    rest: Callable[[], list[Part]],
     gather: Gather,
-) -> Piece:
-    """The tokens at slots int64 [B, H, M] of keys and values, and all from `begin` on.
+) -> Part:
+    """Return the tokens at slots int64 [B, H, M] of keys and values, and all from `begin` on.
 
-    valid: bool [B, 1 or H, M] and [B, 1 or Hk, N - begin]. bias: fp32 [B or 1, Hq, M] and
-    [B or 1, Hq, N - begin]. rest: gives what is from `begin` on as pieces, the last token the
-    step's.
+    visible: bool [B, 1 or H, M] and [B, 1 or Hk, N - begin]. bias: fp32 [B or 1, Hq, M] and
+    [B or 1, Hq, N - begin]. rest: returns the tokens from `begin` on, the last one the step's.
     """
 
-    def parts() -> list[Piece]:
-        return [Piece(*gather(), valid[0], bias=bias[0]), *rest()]
+    def pieces() -> list[Part]:
+        return [Part(*gather(), visible[0], bias=bias[0]), *rest()]
 
-    masks = list(zip(valid, (slots.shape[2], strands[0].tokens - begin), strict=True))
-    choice, both = Choice(slots, begin), _bias(list(bias))
-    return Piece(*strands, _mask(slots, masks), bias=both, choice=choice, parts=parts)
+    masks = list(zip(visible, (slots.shape[2], views[0].tokens - begin), strict=True))
+    plan, both = GatherPlan(slots, begin), _joined_bias(list(bias))
+    return Part(*views, _joined_mask(slots, masks), bias=both, plan=plan, pieces=pieces)
 
 
-def behind(first: Piece, piece: Piece) -> Piece:
-    """The same piece with exact tokens before it."""
-    choice, parts = piece.choice, piece.parts
-    assert choice is not None
-    assert parts is not None
-    assert choice.first is None
-    assert isinstance(first.keys, Tensor)
-    assert isinstance(first.values, Tensor)
-    masks = [(first.valid, first.tokens), (piece.valid, piece.tokens)]
-    return piece._replace(
-        valid=_mask(choice.slots, masks),
-        bias=_bias([first.bias, piece.bias]),
-        choice=choice._replace(first=(first.keys, first.values)),
-        parts=partial(_with, first, parts),
+def prepend_sinks(sinks: Part, part: Part) -> Part:
+    """Return a part of `gather_part` with exact tokens before it."""
+    plan, pieces = part.plan, part.pieces
+    assert plan is not None
+    assert pieces is not None
+    assert plan.first is None
+    assert isinstance(sinks.keys, Tensor)
+    assert isinstance(sinks.values, Tensor)
+    masks = [(sinks.visible, sinks.tokens), (part.visible, part.tokens)]
+    return part._replace(
+        visible=_joined_mask(plan.slots, masks),
+        bias=_joined_bias([sinks.bias, part.bias]),
+        plan=plan._replace(first=(sinks.keys, sinks.values)),
+        pieces=partial(_with, sinks, pieces),
     )
 
 
-def _with(first: Piece, parts: Callable[[], list[Piece]]) -> list[Piece]:
-    return [first, *parts()]
+def _with(first: Part, pieces: Callable[[], list[Part]]) -> list[Part]:
+    return [first, *pieces()]
 
 
-def _mask(slots: Tensor, parts: list[tuple[Tensor | None, int]]) -> Tensor | None:
-    """One mask bool [B, H, tokens] of parts' masks [B, 1, Hk or H, n]; None where none has one."""
+def _joined_mask(slots: Tensor, parts: list[tuple[Tensor | None, int]]) -> Tensor | None:
+    """Return one mask bool [B, H, tokens] of masks [B, 1, Hk or H, n]; None if there is none."""
     if all(mask is None for mask, _ in parts):
         return None
     b, h, _ = slots.shape
@@ -78,11 +77,11 @@ def _mask(slots: Tensor, parts: list[tuple[Tensor | None, int]]) -> Tensor | Non
     return torch.cat(masks, dim=2)
 
 
-def _bias(parts: list[Tensor | None]) -> Tensor | None:
-    """One bias fp32 [B or 1, Hq, tokens]; a model has ALiBi or has not."""
+def _joined_bias(parts: list[Tensor | None]) -> Tensor | None:
+    """Return one bias fp32 [B or 1, Hq, tokens]; all parts have one, or none has."""
     found = [part for part in parts if part is not None]
     if not found:
         return None
     assert len(found) == len(parts)
-    most = max(part.shape[0] for part in found)
-    return torch.cat([part.expand(most, -1, -1) for part in found], dim=2)
+    rows = max(part.shape[0] for part in found)
+    return torch.cat([part.expand(rows, -1, -1) for part in found], dim=2)

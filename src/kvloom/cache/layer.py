@@ -1,68 +1,56 @@
-"""One attention layer's cache: attend, then take in.
+"""The cache of one attention layer: append → attend → commit (score → evict → pack → index).
 
-A step is always past + present: the T new queries attend to every stored segment and causally to
-the T new keys, exactly as given; the states are merged; then the new tokens are taken in and what
-is due is dropped or packed. A prompt, a decode step, a second turn, a chunk and a speculative
-draft differ in T alone. Decides the order of these; formats, scores and kernels live elsewhere.
+A step is always past + present: the T new queries attend to every stored token and causally to the
+T new keys, exactly as given; the states are merged; then the layer takes the new tokens in, and
+drops or packs what is due. A prompt, a decode step, a second turn, a chunk and a speculative draft
+differ in T alone. Decides the order of these; its parts decide everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CacheMisuse, NotFinite
-from ..kernels.append.reference import within
-from ..kernels.attend import reference as ref
+from ..errors import CacheMisuse, TierError
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from ..store import NOTHING, Known, Lane
-from .segment import Piece, Segment
+from ..store import KVSide, LayerMetadata
+from .age_evictor import AgeEvictor
+from .checks import check_crop, check_range, check_shapes, out_of_range
+from .commit import commit, index, settle
+from .coordinator import Coordinator
+from .draft import Draft
+from .outliers import Outliers
+from .part import Part, attend_parts
+from .reading import logical, past_parts
+from .retriever import Retriever
+from .score_evictor import ScoreEvictor
+from .segment import Segment
 from .sinks import Sinks
+from .slots import Slots
+from .step import StepInputs
+from .trace import Trace
 from .undo import Undo
 
-# Up to this many new tokens are written behind the tail before attention, so that tail and
-# present are one stretch; more would make the tail of a packed store large for a moment.
+# Up to this many new tokens are written behind the tail before attention, so that tail and present
+# are contiguous; more would make the tail of a packed store large for a moment.
 _SHORT = 64
 
 
-class Asked(NamedTuple):
-    """The queries of a step and how they attended: q [B, Hq, T, D], see bool [B, 1, seen + T].
-
-    products: what their attention has left behind, as `kernels.score.run.step_mass` takes it.
-    """
-
-    q: Tensor
-    scale: float
-    softcap: float | None
-    see: Tensor | None
-    alibi: Alibi | None = None
-    products: Tensor | None = None
-
-    def without(self, tokens: int) -> Asked:
-        """Without the newest `tokens` tokens."""
-        q = self.q[:, :, : max(0, self.q.shape[2] - tokens)]
-        see = None if self.see is None else self.see[:, :, : self.see.shape[2] - tokens]
-        return self._replace(q=q, see=see)  # alibi may count from a token that is gone
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Asked:
-        """Apply fn to the tensors, along the batch dimension."""
-        see = None if self.see is None else fn(self.see)
-        alibi = None if self.alibi is None else self.alibi.map(fn)
-        return self._replace(q=fn(self.q), see=see, alibi=alibi)
-
-
 class LayerCache:
-    """The cache of one layer, batch rows together, head counts taken from the first keys.
+    """The tokens of one layer, batch rows together; head counts come from the first keys.
 
-    Tokens stay by age; `scored.ScoredLayer` chooses by score. place: (number of this layer, layers
-    of the model). rope: how the keys are rotated, where the recipe renumbers positions. known: what
-    the store's formats need to know of this layer.
+    tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
+    none. draft: the newest tokens while a crop may still remove them.
+
+    place: (rank, count) of this layer among those that the cache holds; sharing: among those that
+    divide one budget (default: place). rope: rotates keys where the recipe renumbers positions.
+    metadata: what the store's formats need of this layer.
     """
 
     def __init__(
@@ -71,41 +59,73 @@ class LayerCache:
         name: str = "this layer",
         place: tuple[int, int] = (0, 1),
         rope: Rope | None = None,
-        known: Known = NOTHING,
+        metadata: LayerMetadata | None = None,
+        sharing: tuple[int, int] | None = None,
     ) -> None:
-        if recipe.store.pre_rope and known.rope is None:
+        self.metadata = metadata or LayerMetadata()
+        if recipe.store.pre_rope and self.metadata.rope is None:
             raise CacheMisuse(f"{name}: keys before RoPE need the model's rotary embedding")
-        self.recipe, self.name, self.place = recipe, name, place
+        self.recipe, self.name, self.place, self.rope = recipe, name, place, rope
+        self.sharing = sharing or place
         sides = recipe.store.keys, recipe.store.values
-        self.most = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
-        self.rope, self.known = rope, known
-        self.recording = False
-        self.trace = False  # remember which tokens stay, for `logical`; set before the first prompt
+        self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
+        self.coordinator: Coordinator | None = None
+        self.recording = False  # every step is a draft until `crop`
+        self.trace: Trace | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
-        store, recents = self.recipe.store, self.recipe.protect.recents
-        known = self.known
-        self.body = Segment(
-            Lane(store.keys, recents[0], known.keys, known.rope),
-            Lane(store.values, recents[1], known.values),
+        """Forget all tokens."""
+        recipe, metadata, layer = self.recipe, self.metadata, self.place[0]
+        keep, recents, sinks = recipe.keep, recipe.protect.recents, recipe.protect.sinks
+        scored = keep is not None and not keep.by_age  # sinks stay in place: their score is inf
+        self.tokens: Segment | Slots = Segment(
+            KVSide(recipe.store.keys, recents[0], metadata.keys, metadata.rope),
+            KVSide(recipe.store.values, recents[1], metadata.values),
         )
-        count = self.recipe.protect.sinks
-        self.sinks = Sinks(count) if count else None
+        self.segment.first = 0 if scored else sinks
+        self.sinks = Sinks(sinks) if sinks and not scored else None
+        self.evictor: AgeEvictor | ScoreEvictor | None = None
+        if keep is not None:
+            by_score = ScoreEvictor(recipe, layer, self.sharing, self.rope) if scored else None
+            self.evictor = by_score or AgeEvictor(recipe)
+        recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
+        self.retriever = Retriever(recipe) if recalls else None
+        rule = recipe.protect.spare
+        self.outliers = None if rule is None else Outliers(rule, layer)
+        self.draft: Draft | None = None
+        self.waiting: StepInputs | None = None  # its scores wait for those of other layers
         self.seen = 0
-        self.body.first = count
-        self.pending = 0  # newest tokens not yet settled, while recording
-        self.held: Asked | None = None  # how they attended
-        self.budget: int | None = None
         self.read = 0  # tokens that the last step read, of each row and head
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
+        self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
+
+    @property
+    def segment(self) -> Segment:
+        """The tokens, where they are not in slots."""
+        assert isinstance(self.tokens, Segment)
+        return self.tokens
+
+    @property
+    def score_evictor(self) -> ScoreEvictor:
+        """The evictor, where it evicts by score."""
+        assert isinstance(self.evictor, ScoreEvictor)
+        return self.evictor
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return self.body.nbytes + (0 if self.sinks is None else self.sinks.nbytes)
+        return sum(part.nbytes for part in self._parts_held)
+
+    @property
+    def dropped(self) -> int:
+        """Tokens seen, of every row and head, that are not held any more."""
+        if isinstance(self.evictor, ScoreEvictor):
+            return self.seen - len(self.tokens)
+        return self.segment.first - self.recipe.protect.sinks
+
+    # --- a step -----------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -118,25 +138,49 @@ class LayerCache:
         softcap: float | None = None,
         alibi: Alibi | None = None,
     ) -> Tensor:
-        """Attend q [B, Hq, T, D] to all that is held and to k, v [B, Hk, T, D]; take k, v in.
+        """Attend q [B, Hq, T, D] to all tokens held and to k, v [B, Hk, T, D]; take k, v in.
 
-        valid: bool [B, seen + T], False hides padding. alibi: of seen + T tokens, where the model
-        has it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
+        valid: bool [B, seen + T], False for padding. alibi: of seen + T tokens, where the model has
+        it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
         exception, an interrupt included, the layer is as it was before the call.
         """
-        self.undo = Undo(self.parts)
+        self._begin_step()
         try:
-            return self._attend(q, k, v, scale, valid, softcap, alibi)
-        except BaseException:
-            self.roll_back()
+            return self._attend(*self._inputs(q, k, v, scale, valid, softcap, alibi))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None = None
+    ) -> None:
+        """Take in a first prompt k, v [B, Hk, T, D] as `attend` does, without its attention.
+
+        q [B, Hq, T or fewer, D]: the last queries, for recipes that score the prompt.
+        """
+        self._begin_step()
+        try:
+            if self.seen:
+                raise CacheMisuse(f"{self.name}: prefill is for the first prompt; use attend")
+            step, k, v = self._inputs(q, k, v, scale, valid, None, None)
+            check_range(self.name, self.max_abs, k, v)
+            self.seen = k.shape[2]
+            commit(self, step, (k, v), [])
+        except BaseException as error:
+            self._fail(error)
             raise
 
     def roll_back(self) -> None:
-        """Undo the last step, if nothing has happened since and `end_step` was not called."""
-        if self.undo is not None:
-            undo, self.undo = self.undo, None
-            undo.restore()
-            undo.forget()
+        """Undo the last step, unless `end_step` was called since."""
+        if self.undo is None:
+            return
+        if self.retriever is not None:
+            self.retriever.side_stream.wait()
+        undo, self.undo = self.undo, None
+        undo.restore()
+        undo.forget()
+        if self.retriever is not None and self.retriever.store is not None:
+            self.retriever.store.forget()  # its copies on the device are changed in place
 
     def end_step(self) -> None:
         """Release what undoing the last step would need."""
@@ -144,13 +188,20 @@ class LayerCache:
             self.undo.forget()
             self.undo = None
 
-    @property
-    def parts(self) -> list[Any]:
-        """The objects that a step changes."""
-        own = [self, *self.body.parts]
-        return own if self.sinks is None else [*own, self.sinks]
+    def _begin_step(self) -> None:
+        """Refuse a step after a failure that could not be undone; note how to undo this one."""
+        self.check_usable()
+        if self.retriever is not None:
+            self.retriever.side_stream.wait()
+        self.undo = Undo(self._mutable)
 
-    def _attend(
+    def _fail(self, error: BaseException) -> None:
+        """Undo the running step; a tier that has lost tokens makes the cache unusable."""
+        self.roll_back()
+        if isinstance(error, TierError):
+            self.unusable = str(error)
+
+    def _inputs(
         self,
         q: Tensor,
         k: Tensor,
@@ -159,251 +210,149 @@ class LayerCache:
         valid: Tensor | None,
         softcap: float | None,
         alibi: Alibi | None,
-    ) -> Tensor:
-        """Attend as `attend` says, leaving the undoing to it."""
-        self.check(k, v)
-        alibi = None if alibi is None else self._spaced(alibi)
-        t, past = k.shape[2], self.seen
-        see = None if valid is None else valid[:, None, :]
-        if see is not None:  # whatever padding holds, not even infinity may meet a weight of 0
-            pad = ~see[:, :, past:, None]
-            k, v = k.masked_fill(pad, 0.0), v.masked_fill(pad, 0.0)
-        early = past > 0 and (t <= _SHORT or self._dense) and self._sinks_full
-        if early:
-            most = None if k.is_cuda and t == 1 else self.most  # see check_range
-            if not self.body.append(k.detach(), v.detach(), most):
-                raise self._beyond(k, v)
-        else:
-            self.check_range(k, v)
-        if early:
-            pieces = self._past(see, alibi, present=t)
-        else:
-            here = None if see is None else see[:, :, past:]
-            bias = None
-            if alibi is not None:
-                index = torch.arange(past, past + t, device=k.device)
-                bias = alibi.bias(index.expand(1, 1, -1))
-            pieces = self._past(see, alibi, present=0) if past else []
-            pieces.append(Piece(k, v, here, causal=t, bias=bias))
-        products: list[Tensor] | None = [] if self._scores_steps else None
-        out = attend_pieces(q, pieces, scale, softcap, products)
-        self.seen, self.read = past + t, sum([piece.tokens for piece in pieces])
-        asked = Asked(q.detach(), scale, softcap, see, alibi, products[0] if products else None)
-        if not early:
-            self._take(k.detach(), v.detach(), asked)
-        elif self.recording:
-            self._hold(asked)
-        else:
-            self._settle(asked)
+    ) -> tuple[StepInputs, Tensor, Tensor]:
+        """Check keys and values, and return the step, padding set to 0: it may be infinite."""
+        check_shapes(self.name, self.like, k, v)
+        if isinstance(self.evictor, ScoreEvictor) and not self.evictor.begun:
+            self.evictor.check_prompt(self.seen + k.shape[2])
+        visible = None
+        if valid is not None:
+            visible = valid[:, None, :]
+            padding = ~visible[:, :, self.seen :, None]
+            k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        if alibi is not None:
+            keep = self.recipe.keep
+            if keep is not None and keep.positions != "original":
+                position = alibi.position - self.dropped  # matters to models that round
+                alibi = replace(alibi, position=position, closed_up=True)
+        return StepInputs(q, scale, softcap, visible, alibi), k, v
+
+    def _attend(self, step: StepInputs, k: Tensor, v: Tensor) -> Tensor:
+        """Append, attend and commit."""
+        stored = self._append(k, v)
+        parts = self._parts(step, k, v, stored)
+        evictor = self.evictor
+        scores_step = (
+            isinstance(evictor, ScoreEvictor)
+            and evictor.scores_steps
+            and self.seen > 0
+            and not self.recording
+        )
+        products: list[Tensor] | None = [] if scores_step else None
+        out = attend_parts(step.q, parts, step.scale, step.softcap, products)
+        self.seen, self.read = self.seen + k.shape[2], sum([part.tokens for part in parts])
+        step = step._replace(q=step.q.detach(), products=products[0] if products else None)
+        commit(self, step, None if stored else (k.detach(), v.detach()), parts)
         return out
 
-    def logical(self) -> Tensor:
-        """Logical indices of the tokens held, int64 [B, Hk, N], in the order in which they lie.
+    def _append(self, k: Tensor, v: Tensor) -> bool:
+        """Store a short step's tokens before attention, so that they are read with the others.
 
-        Sinks first, then the body, which holds a padded row's sinks once more. -1: a sink that a
-        row has not reached yet. Raises `CacheMisuse` where nobody had them remembered.
+        Returns whether they were stored; a long step's are attended to as they are given.
         """
-        if self.like is None:
-            return torch.empty(0, 0, 0, dtype=torch.long)
-        if self.body.kept and self.body.index is None:
-            raise CacheMisuse(
-                f"{self.name}: which tokens stayed was not remembered; set trace = True before "
-                "the first prompt"
-            )
-        b, h, device = self.like.shape[0], self.like.shape[1], self.like.device
-        parts = []
-        if self.sinks is not None:
-            parts.append(self.sinks.logical(self.seen)[:, None, :])
-        if len(self.body):
-            parts.append(self.body.logical(0, len(self.body), device))
-        return torch.cat([part.expand(b, h, -1) for part in parts], dim=-1)
+        t, tokens = k.shape[2], self.tokens
+        if isinstance(tokens, Slots) and (t > 1 or self.recording):
+            tokens = self.tokens = self.score_evictor.in_segment(tokens, self.seen)
+        fits = t <= _SHORT or self._all_exact
+        if not self.seen or not fits or not (self.sinks is None or self.sinks.full(self.seen)):
+            check_range(self.name, self.max_abs, k, v)
+            return False
+        max_abs = None if k.is_cuda and t == 1 else self.max_abs  # see check_range
+        new = k.detach(), v.detach()
+        if isinstance(tokens, Slots):
+            appended = tokens.append(*new, self.seen, max_abs)
+        else:
+            appended = tokens.append(*new, max_abs)
+        if not appended:
+            raise out_of_range(self.name, self.max_abs, k, v)
+        return True
 
-    def check(self, k: Tensor, v: Tensor) -> None:
-        """Refuse keys or values that do not belong here."""
-        if k.shape[2] == 0:
-            raise CacheMisuse(f"{self.name}: no tokens to attend with; give at least one")
-        if k.shape != v.shape or k.dtype != v.dtype:
-            raise CacheMisuse(
-                f"{self.name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
-                f"{v.dtype} do not belong together; give one value a key"
-            )
-        if self.like is not None and (want := _traits(self.like)) != (got := _traits(k)):
-            names = "batch size", "key/value heads", "head dimension", "dtype", "device"
-            for what, a, b in zip(names, want, got, strict=True):
-                if a != b:
-                    raise CacheMisuse(
-                        f"{self.name}: this cache holds {what} {a} and was given {b}; "
-                        "make a new cache for another model, dtype or batch"
-                    )
+    def _parts(self, step: StepInputs, k: Tensor, v: Tensor, stored: bool) -> list[Part]:
+        """Return what the step attends to: all that is held, or recalled, and the present."""
+        t, past = k.shape[2], self.seen
+        present = t if stored else 0
+        parts = past_parts(self, step, present) if past else []
+        if stored:
+            return parts
+        bias = None
+        if step.alibi is not None:
+            index = torch.arange(past, past + t, device=k.device)
+            bias = step.alibi.bias(index.expand(1, 1, -1))
+        return [*parts, Part(k, v, step.visible_queries, causal=t, bias=bias)]
 
-    def check_range(self, k: Tensor, v: Tensor) -> None:
-        """Refuse numbers that the store cannot hold."""
-        if k.is_cuda and k.shape[2] == 1:
-            return  # reading the answer back would stall the device at every step
-        if not within((k, v), self.most):
-            raise self._beyond(k, v)
+    # --- other changes ----------------------------------------------------------------------------
 
-    def _beyond(self, k: Tensor, v: Tensor) -> NotFinite:
-        """What is wrong with numbers that the store cannot hold."""
-        at = 1 if within((k,), self.most[:1]) else 0
-        what, x = (("keys", k), ("values", v))[at]
-        if torch.isfinite(x).all():
-            return NotFinite(f'{self.name}: |x| > {self.most[at]:g} in {what}; use meta="bf16"')
-        return NotFinite(f"{self.name}: NaN or infinity in {what}; check the model")
-
-    def check_crop(self, tokens: int) -> None:
-        """Refuse to remove the newest `tokens` tokens where that cannot be done."""
-        if tokens >= self.seen:
-            return
-        if self._final and tokens > self.pending:
-            raise CacheMisuse(
-                f"{self.name}: crop cannot bring back the tokens that were dropped since; "
-                "call activate_past_recording() before the step that is to be undone"
-            )
-        exact = self.body.exact
-        if tokens > exact and exact < len(self.body):
-            raise CacheMisuse(
-                f"{self.name}: crop of {tokens} tokens reaches into packed tokens; the newest "
-                f"{exact} are still exact, or call activate_past_recording() before the step"
-            )
+    def observe(self) -> Trace:
+        """Return what the layer decides from now on; call this before the first prompt."""
+        if self.trace is None:
+            self.trace = Trace()
+        return self.trace
 
     def crop(self, tokens: int) -> None:
-        """Remove the newest `tokens` tokens, then drop and pack what was held back."""
-        self.check_crop(tokens)
+        """Remove the newest `tokens` tokens, then drop and pack what a draft held back."""
+        check_crop(self, tokens)
         if tokens >= self.seen:
             self.reset()
             return
-        self.seen -= tokens
-        if tokens and len(self.body):
-            self.body.drop_back(min(tokens, len(self.body)))
-        self._settle(None if self.held is None else self.held.without(tokens))
+        try:
+            retriever, draft = self.retriever, self.draft
+            if retriever is not None:
+                retriever.side_stream.wait()
+                if tokens > len(self.segment) - self.segment.offloaded:
+                    retriever.restore(self.segment)
+            self.seen -= tokens
+            if tokens and len(self.tokens):
+                self.segment.drop_back(min(tokens, len(self.tokens)))
+            if draft is not None:
+                settle(self, draft.step.without_newest(tokens), None)
+            else:
+                index(self)
+        except TierError as error:
+            self.unusable = str(error)
+            raise
+
+    def logical(self) -> Tensor:
+        """Return logical indices of the tokens held, int64 [B, Hk, N]: see `reading.logical`."""
+        return logical(self)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
-        if self.like is not None:
-            self.body.map(fn)
-            if self.sinks is not None:
-                self.sinks.map(fn)
-            self.like = fn(self.like)
-            self.held = None if self.held is None else self.held.map(fn)
-
-    @property
-    def dropped(self) -> int:
-        """Tokens seen, of every row and head, that are not held any more."""
-        return self.body.first - self.recipe.protect.sinks
-
-    @property
-    def _final(self) -> bool:
-        """Whether tokens were dropped that a crop would need again."""
-        return self.dropped > 0
-
-    @property
-    def _scores_steps(self) -> bool:
-        """Whether attention is to leave its products behind."""
-        return False
-
-    @property
-    def _dense(self) -> bool:
-        """Whether all tokens stay, exact: then the tail is the whole store."""
-        return self.recipe.keep is None and self.recipe.store.exact
-
-    def _spaced(self, alibi: Alibi) -> Alibi:
-        """ALiBi with the distances that the recipe asks for."""
-        keep = self.recipe.keep
-        if keep is None or keep.positions == "original":
-            return alibi
-        position = alibi.position - self.dropped  # it matters to those who round
-        return replace(alibi, position=position, closed_up=True)
-
-    @property
-    def _sinks_full(self) -> bool:
-        return self.sinks is None or self.sinks.full(self.seen)
-
-    def _past(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
-        pieces = []
-        if self.sinks is not None:
-            piece = self.sinks.piece(self.seen, see, alibi, self.body.first)
-            if self.rope is not None:
-                by = self.sinks.behind(self.body.first)
-                piece = piece._replace(keys=self.rope.turn(piece.exact_keys, by))
-            pieces.append(piece)
-            see = self.sinks.hide(see)
-        if len(self.body):
-            pieces += self._read(see, alibi, present)
-        return pieces
-
-    def _read(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
-        """What a step reads of the body, its own `present` tokens among it; see without sinks."""
-        return self.body.pieces(see, present, alibi)
-
-    def _take(self, k: Tensor, v: Tensor, asked: Asked) -> None:
-        """Take in the present; the prompt of a packed store never lies exact beside its codes."""
         if self.like is None:
-            self.like = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
-            if self.recipe.keep is not None:
-                self.budget = self.recipe.budget_tokens(self.seen)
-        if self.sinks is not None:
-            skip = self.sinks.take(k, v, self.seen - k.shape[2], asked.see)
-            k, v = k[:, :, skip:], v[:, :, skip:]
-        if self.recording:
-            self._hold(asked)
-            if k.shape[2]:
-                self.body.append(k, v)
             return
-        self.pending, self.held = 0, None
-        if k.shape[2]:
-            self.body.take(k, v, self._surplus(len(self.body) + k.shape[2]), asked.see)
+        if self.retriever is not None:
+            self.retriever.side_stream.wait()
+        self.like = fn(self.like)
+        for part in self._parts_held:
+            part.map(fn)
 
-    def _hold(self, asked: Asked) -> None:
-        """Note that this step's tokens may be taken back."""
-        self.pending += asked.q.shape[2]
-        self.held = asked._replace(q=asked.q[:, :, :0].clone())  # age does not ask who asked
+    # --- checks -----------------------------------------------------------------------------------
 
-    def _settle(self, asked: Asked | None) -> None:
-        """Drop what is over the budget and pack what is due."""
-        self.pending, self.held = 0, None
-        if self.budget is not None and (surplus := self._surplus(len(self.body))):
-            self.body.drop_front(surplus)
-        self.body.seal(None if asked is None else asked.see)
+    def check_usable(self) -> None:
+        """Raise `CacheMisuse` after a failure that could not be undone."""
+        if self.unusable:
+            raise CacheMisuse(f"{self.name}: this cache cannot be used any more: {self.unusable}")
 
-    def _surplus(self, tokens: int) -> int:
-        """How many of `tokens` tokens in the body are over the budget."""
-        if self.budget is None or self.recipe.keep is None:
-            return 0
-        sinks = self.recipe.protect.sinks
-        if not self.recipe.keep.drops(tokens + sinks):
-            return 0
-        return max(0, tokens - max(0, self.budget - sinks))
+    @property
+    def _all_exact(self) -> bool:
+        """Whether all tokens stay, exact: then the tail is the whole store."""
+        if not self.recipe.store.exact:
+            return False
+        if isinstance(self.evictor, ScoreEvictor):
+            return not self.evictor.done
+        return self.evictor is None
 
+    @property
+    def _parts_held(self) -> list[Any]:
+        """The parts with tensors."""
+        scores = self.evictor if isinstance(self.evictor, ScoreEvictor) else None
+        parts = (self.tokens, self.sinks, scores, self.retriever, self.outliers, self.draft)
+        return [part for part in parts if part is not None]
 
-def _traits(x: Tensor) -> tuple:
-    """What all keys of a cache have in common."""
-    b, h, _, d = x.shape
-    return b, h, d, x.dtype, x.device
-
-
-def attend_pieces(
-    q: Tensor,
-    pieces: list[Piece],
-    scale: float,
-    softcap: float | None,
-    products: list[Tensor] | None = None,
-) -> Tensor:
-    """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel.
-
-    products: given a list, those of a single piece are left in it where a kernel can.
-    """
-    only = pieces[0]
-    if len(pieces) == 1 and only.causal < only.tokens:
-        state = only.fused(q, scale, softcap, products)
-        if state is not None:
-            return state.out.to(q.dtype)
-        if only.parts is not None:
-            pieces = only.parts()
-            only = pieces[0]
-    fused = softcap is None and (only.bias is None or q.shape[2] == 1)
-    if len(pieces) == 1 and fused and isinstance(only.keys, Tensor):
-        k, v, valid = only.keys, only.values, only.valid
-        assert isinstance(v, Tensor)
-        return ref.sdpa(q, k, v, scale, causal=only.causal > 1, valid=valid, bias=only.bias)
-    return ref.merge([p.attend(q, scale, softcap) for p in pieces]).out.to(q.dtype)
+    @property
+    def _mutable(self) -> list[Any]:
+        """The objects that a step changes."""
+        own = [self, *self.tokens.mutable]
+        for part in (self.sinks, self.evictor, self.retriever, self.outliers):
+            if part is not None:
+                own += part.mutable
+        return own

@@ -1,7 +1,8 @@
-"""A stretch of tokens in one format.
+"""Tokens in order: a packed prefix and an exact tail, keys and values on schedules of their own.
 
-A segment knows the logical index of each token it holds (its place in the sequence, padding
-included); padding, causality and positions follow from it. Knows nothing of recipes.
+Decides how the tokens of one layer are numbered: which logical index each token has (its number
+among all tokens seen, padding included); visibility, causality and positions follow from it.
+Independent of recipes.
 """
 
 from __future__ import annotations
@@ -9,138 +10,44 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.append.reference import within
-from ..kernels.attend import reference as ref
-from ..kernels.attend.kv_view import KVView
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
-from ..store.lane import Lane, Part
-from ..store.packed import PackedView
+from ..store import KVSide
+from ..store.kv_side import Block
+from .part import Part
 
-# Packed tokens are unpacked this many at a time: bounds the exact copy a step makes of them.
+# The reference unpacks so many packed tokens at a time: bounds the exact copy that a step makes.
 _UNPACK = 8192
 
 
-class Choice(NamedTuple):
-    """Which tokens of strands a piece is: at slots int64 [B, H, M], and all from `begin` on.
-
-    first: exact keys and values [B, Hk, S, D] before them.
-    """
-
-    slots: Tensor
-    begin: int
-    first: ref.First | None = None
-
-    def tokens(self, held: Any) -> int:
-        """How many, of a strand."""
-        before = 0 if self.first is None else self.first[0].shape[2]
-        return before + self.slots.shape[2] + held.tokens - self.begin
-
-
-class Piece(NamedTuple):
-    """Tokens whose keys share one form and whose values share one form, ready to attend to.
-
-    The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
-    valid: bool [B, 1, N], or None when every token may be seen. bias: fp32 [B, Hq, N], added to the
-    logits. choice: only these tokens of two strands, in the order named there, for one query.
-    parts: gives the same as pieces that the reference attends to one by one, where this is not one.
-    """
-
-    keys: Tensor | PackedView | KVView
-    values: Tensor | PackedView | KVView
-    valid: Tensor | None
-    causal: int = 0
-    bias: Tensor | None = None
-    choice: Choice | None = None
-    parts: Callable[[], list[Piece]] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """How many there are."""
-        keys = self.keys
-        if isinstance(keys, Tensor):
-            return keys.shape[2]
-        if isinstance(keys, PackedView):
-            return keys.hi - keys.lo
-        return keys.tokens if self.choice is None else self.choice.tokens(keys)
-
-    @property
-    def exact_keys(self) -> Tensor:
-        """The keys [B, Hk, N, D], unpacked if need be."""
-        return _exact(self.keys)
-
-    def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
-        """Attend q [B, Hq, T, D] to this piece."""
-        state = self.fused(q, scale, softcap)
-        if state is None and self.parts is not None:
-            return ref.merge([part.attend(q, scale, softcap) for part in self.parts()])
-        return state or ref.attend(
-            q,
-            self.exact_keys,
-            _exact(self.values),
-            scale,
-            causal=self.causal > 0,
-            valid=self.valid,
-            softcap=softcap,
-            bias=self.bias,
-        )
-
-    def fused(
-        self,
-        q: Tensor,
-        scale: float,
-        softcap: float | None,
-        products: list[Tensor] | None = None,
-    ) -> ref.State | None:
-        """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does.
-
-        products: as in `kernels.ops.attend`.
-        """
-        if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
-            ops.attend_in_parts(q, _format(self.keys), _format(self.values))
-            return None
-        keys, values = _strand(self.keys), _strand(self.values)
-        valid, bias = self.valid, self.bias
-        if self.choice is not None:
-            slots, begin, first = self.choice
-            gathered = ops.attend_gathered.bind(q, keys, values, slots).run
-            return None if gathered is None else gathered(
-                q, keys, values, slots, begin, scale,
-                first=first, valid=valid, softcap=softcap, bias=bias,
-            )  # fmt: skip
-        attend = ops.attend.bind(q, keys, values).run
-        return None if attend is None else attend(
-            q, keys, values, scale,
-            causal=self.causal > 0, valid=valid, softcap=softcap, bias=bias, products=products,
-        )  # fmt: skip
-
-
 class Segment:
-    """Tokens in order, keys and values packed on schedules of their own.
+    """Tokens in order, oldest first.
 
-    Token j has the logical index first + j, but for the first `kept` ones: those were chosen from
-    more, per key/value head, and `index` [B, Hk, kept] says which they are (None: no padding was
-    among them, and nobody asks). The first `away` tokens lie elsewhere, where `give` has put them;
-    they count in all numbers of tokens.
+    Token j has the logical index first + j, except for the first `kept` ones: these were chosen
+    from more, per key/value head, and `index` int32 [B, Hk, kept] holds their logical indices
+    (None: no padding was among them, and no part of the layer needs the indices). The first
+    `offloaded` tokens are in an offload store; all numbers of tokens include them.
     """
 
-    def __init__(self, keys: Lane, values: Lane) -> None:
-        self.keys, self.values = keys, values
+    def __init__(self, keys: KVSide | None = None, values: KVSide | None = None) -> None:
+        self.keys = KVSide() if keys is None else keys
+        self.values = KVSide() if values is None else values
         self.first = 0
         self.kept = 0
-        self.away = 0
+        self.offloaded = 0
         self.index: Tensor | None = None
-        self.start: Tensor | None = None  # [B], where rows begin; None: at 0, or nobody asks
-        self.begun = False  # start is final
+        self.start: Tensor | None = None  # [B], logical index of each row's first token; None: 0
+        self.start_final = False
 
     def __len__(self) -> int:
-        return self.away + len(self.keys)
+        return self.offloaded + len(self.keys)
 
     @property
     def nbytes(self) -> int:
@@ -149,61 +56,81 @@ class Segment:
         return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in more if x is not None)
 
     @property
-    def parts(self) -> list[Any]:
+    def mutable(self) -> list[Any]:
         """The objects that a step changes: this one and its buffers."""
-        return [self, *self.keys.parts, *self.values.parts]
+        return [self, *self.keys.mutable, *self.values.mutable]
 
     @property
-    def exact(self) -> int:
-        """Newest tokens whose keys and values are both still exact: those that crop can remove."""
+    def exact_newest(self) -> int:
+        """Newest tokens whose keys and values are both exact: those that `drop_back` can drop."""
         if self.keys.packed is None and self.values.packed is None:
             return len(self)
-        return len(self.keys) - max(self.keys.sealed, self.values.sealed)
+        return len(self.keys) - max(self.keys.packed_count, self.values.packed_count)
+
+    @property
+    def packed(self) -> bool:
+        """Whether any token is packed or offloaded."""
+        return bool(self.offloaded or self.keys.packed_count or self.values.packed_count)
+
+    @property
+    def packed_oldest(self) -> int:
+        """Oldest tokens whose keys and values are in their final format, offloaded ones included.
+
+        All tokens where nothing is ever packed.
+        """
+        sides = [side for side in (self.keys, self.values) if side.packed is not None]
+        return min([len(self), *(self.offloaded + side.packed_count for side in sides)])
 
     def exact_keys(self) -> Tensor:
-        """The exact keys [B, Hk, N, D]: all of them where nothing is packed."""
+        """Return the exact keys [B, Hk, N, D]: all of them where nothing is packed."""
         return self.keys.tail.view()
 
-    def append(self, k: Tensor, v: Tensor, most: tuple[float, ...] | None = None) -> bool:
-        """Add k, v [B, Hk, T, D], exact for now, or nothing where numbers are above `most`.
+    def exact_values(self) -> Tensor:
+        """Return the exact values [B, Hk, N, D]: all of them where nothing is packed."""
+        return self.values.tail.view()
 
-        most: the largest magnitude of keys and of values; None: nobody looks at the numbers.
-        Returns whether they were added.
+    def append(self, k: Tensor, v: Tensor, max_abs: tuple[float, ...] | None = None) -> bool:
+        """Add k, v [B, Hk, T, D], exact for now, or nothing where a number is above `max_abs`.
+
+        max_abs: the largest magnitude of keys and of values; None skips the check. Returns whether
+        the tokens were added.
         """
         keys, values, t = self.keys.tail, self.values.tail, k.shape[2]
-        to_keys, to_values = keys.spare(t), values.spare(t)
-        if to_keys is None or to_values is None:  # no room is made for what is refused
-            if most is not None and not within((k, v), most):
+        to_keys, to_values = keys.spare_room(t), values.spare_room(t)
+        if to_keys is None or to_values is None:  # check first: a refused step makes no room
+            if max_abs is not None and not within((k, v), max_abs):
                 return False
-            most, to_keys, to_values = None, keys.room(k), values.room(v)
-        if not ops.append((k, v), (to_keys, to_values), most):
+            max_abs, to_keys, to_values = None, keys.room(k), values.room(v)
+        if not ops.append((k, v), (to_keys, to_values), max_abs):
             return False
         keys.stop += t
         values.stop += t
         return True
 
-    def take(self, k: Tensor, v: Tensor, drop: int, valid: Tensor | None = None) -> None:
-        """Add k, v, drop the `drop` oldest tokens, seal what is due.
+    def extend(self, k: Tensor, v: Tensor, drop: int, visible: Tensor | None = None) -> None:
+        """Add k, v, drop the `drop` oldest tokens, and pack what is due.
 
-        valid: bool [B, 1, seen tokens] by logical index, False for padding.
+        visible: bool [B, 1, seen tokens] by logical index, False for padding.
         """
-        real = None if valid is None else self._see(valid, self.away, len(self) + k.shape[2])
-        self._begin(valid)
-        self.keys.take(k, drop, real, self.positions)
-        self.values.take(v, drop, real)
+        live = None
+        if visible is not None:
+            live = self._visible(visible, self.offloaded, len(self) + k.shape[2])
+        self._find_start(visible)
+        self.keys.extend(k, drop, live, self.positions)
+        self.values.extend(v, drop, live)
         self.first += drop
 
     def keep(self, slots: Tensor, index: bool) -> None:
-        """Keep only slots [B, Hk, M] of the tokens, all exact; index: remember which they are."""
-        self.chosen(slots, len(self), index)
-        for lane in (self.keys, self.values):
-            lane.tail.replace(take(lane.tail.view(), slots))
+        """Keep only the tokens at slots [B, Hk, M], all exact; index: remember their indices."""
+        self.note_kept(slots, len(self), index)
+        for side in (self.keys, self.values):
+            side.tail.replace(gather(side.tail.view(), slots))
 
-    def chosen(self, slots: Tensor, tokens: int, index: bool) -> None:
-        """Note that slots [B, Hk, M] were chosen from `tokens` tokens, before these are dropped."""
+    def note_kept(self, slots: Tensor, tokens: int, index: bool) -> None:
+        """Note that slots [B, Hk, M] were chosen from `tokens` tokens, which are still here."""
         if index:
-            known = self.logical(0, tokens, slots.device).expand(*slots.shape[:2], -1)
-            self.index = known.gather(2, slots).int()
+            all_indices = self.logical(0, tokens, slots.device).expand(*slots.shape[:2], -1)
+            self.index = all_indices.gather(2, slots).int()
         self.kept = slots.shape[-1]
         self.first += tokens - self.kept
 
@@ -213,86 +140,113 @@ class Segment:
         self.values.tail.drop_front(n)
         self.first += n
 
-    def give(self, n: int) -> list[Part]:
-        """Give the n oldest tokens that lie here away, their keys and their values."""
-        self.away += n
-        return [lane.give(n) for lane in (self.keys, self.values)]
-
-    def take_back(self, parts: Sequence[Part]) -> None:
-        """Put all tokens that are away back in front: keys and values as `give` gave them."""
-        for lane, part in zip((self.keys, self.values), parts, strict=True):
-            lane.take_back(part, self.away)
-        self.away = 0
-
     def drop_back(self, n: int) -> None:
         """Drop the n newest tokens, which must be exact."""
         self.keys.tail.drop_back(n)
         self.values.tail.drop_back(n)
 
-    def seal(self, valid: Tensor | None = None, prompt: bool = False) -> None:
-        """Pack what the schedules no longer keep exact; valid as in `take`, prompt as in `Lane`."""
+    def offload(self, n: int) -> list[Block]:
+        """Remove the n oldest resident tokens and return their keys and their values."""
+        self.offloaded += n
+        return [side.offload(n) for side in (self.keys, self.values)]
+
+    def restore(self, blocks: Sequence[Block]) -> None:
+        """Put all offloaded tokens back in front: keys and values as `offload` returned them."""
+        for side, block in zip((self.keys, self.values), blocks, strict=True):
+            side.restore(block, self.offloaded)
+        self.offloaded = 0
+
+    def pack(self, visible: Tensor | None = None, prompt: bool = False) -> None:
+        """Pack the tokens that the schedules no longer keep exact.
+
+        visible: as in `extend`; prompt: as in `KVSide.pack`.
+        """
         if self.keys.packed is None and self.values.packed is None:
             return
-        real = self.see(valid)
-        self._begin(valid)
-        self.keys.seal(real, prompt, self.positions)
-        self.values.seal(real, prompt)
+        live = self.visible(visible)
+        self._find_start(visible)
+        self.keys.pack(live, prompt, self.positions)
+        self.values.pack(live, prompt)
 
-    def pieces(
-        self, valid: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
-    ) -> list[Piece]:
-        """All here in one piece, or cut where a packed prefix ends; what is whole can be cut still.
+    def parts(
+        self, visible: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
+    ) -> list[Part]:
+        """Return the resident tokens from `begin` on, as one part where a kernel can read it so.
 
-        The last `present` tokens are the step's. valid: bool [B, 1, seen tokens] by logical index.
-        begin: leave out what is before.
+        The last `present` tokens are the step's. visible: bool [B, 1, seen tokens] by logical
+        index.
         """
-        away = self.away
-        scattered = self.index is not None and self.keys.placed  # positions with gaps
-        if not present or begin > away or scattered:
-            return self._cut(valid, present, alibi, max(begin, away))
-        keys, values = self.keys.whole(self.positions), self.values.whole()
-        see, bias = self.see(valid), None if alibi is None else self.bias(alibi, away, len(self))
+        offloaded = self.offloaded
+        gaps = self.index is not None and self.keys.needs_positions
+        if not present or begin > offloaded or gaps:
+            return self._pieces(visible, present, alibi, max(begin, offloaded))
+        keys, values = self.keys.kv_view(self.positions), self.values.kv_view()
+        mask = self.visible(visible)
+        bias = None if alibi is None else self.bias(alibi, offloaded, len(self))
         if keys.fmt is None and values.fmt is None:
-            return [Piece(keys.tail, values.tail, see, present, bias)]
-        cut = partial(self._cut, valid, present, alibi, away)
-        return [Piece(keys, values, see, present, bias, parts=cut)]
+            return [Part(keys.tail, values.tail, mask, present, bias)]
+        pieces = partial(self._pieces, visible, present, alibi, offloaded)
+        return [Part(keys, values, mask, present, bias, pieces=pieces)]
 
-    def _cut(
-        self, valid: Tensor | None, present: int, alibi: Alibi | None, begin: int
-    ) -> list[Piece]:
-        """What `pieces` gives for the reference: it unpacks, so a long prefix is cut too."""
-        n, away = len(self), self.away
-        packed = range(0, max(self.keys.sealed, self.values.sealed), _UNPACK)
-        ends = {away + end for end in (*packed, self.keys.sealed, self.values.sealed)} | {n}
+    def _pieces(
+        self, visible: Tensor | None, present: int, alibi: Alibi | None, begin: int
+    ) -> list[Part]:
+        """Return what `parts` returns, cut where packing ends and into pieces to unpack."""
+        n, offloaded = len(self), self.offloaded
+        sides = (self.keys, self.values)
+        packed = range(0, max(side.packed_count for side in sides), _UNPACK)
+        ends = {offloaded + end for end in (*packed, *(s.packed_count for s in sides))} | {n}
         cuts = [begin, *sorted(end for end in ends if end > begin)]
         pieces = []
         for lo, hi in pairwise(cuts):
-            see = self.see(valid, lo, hi)
-            keys = self.keys.view(lo - away, hi - away, self.positions)
-            values = self.values.view(lo - away, hi - away)
+            keys = self.keys.view(lo - offloaded, hi - offloaded, self.positions)
+            values = self.values.view(lo - offloaded, hi - offloaded)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            pieces.append(Piece(keys, values, see, present if hi == n else 0, bias))
+            mask = self.visible(visible, lo, hi)
+            pieces.append(Part(keys, values, mask, present if hi == n else 0, bias))
         return pieces
 
-    def see(
-        self, valid: Tensor | None, lo: int | None = None, hi: int | None = None
+    def visible(
+        self, visible: Tensor | None, lo: int | None = None, hi: int | None = None
     ) -> Tensor | None:
-        """`valid` by token lo to hi (None: from the first that lies here to the last).
+        """Return the mask of tokens lo to hi (None: of all resident ones).
 
-        Returns bool [B, 1 or Hk, hi - lo].
+        visible: bool [B, 1, seen tokens] by logical index. Returns bool [B, 1 or Hk, hi - lo].
         """
-        if valid is None:
+        if visible is None:
             return None
-        return self._see(valid, self.away if lo is None else lo, len(self) if hi is None else hi)
+        lo, hi = self.offloaded if lo is None else lo, len(self) if hi is None else hi
+        return self._visible(visible, lo, hi)
 
     def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
-        """ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
+        """Return ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
         device = alibi.position.device
         if alibi.closed_up:
             index = torch.arange(self.first + lo, self.first + hi, device=device).expand(1, 1, -1)
         else:
             index = self.logical(lo, hi, device)
         return alibi.bias(index)
+
+    def logical(self, lo: int, hi: int, device: torch.device) -> Tensor:
+        """Return the logical indices of tokens lo to hi, int64 [B or 1, Hk or 1, hi - lo]."""
+        begin, end = max(lo, self.kept), max(hi, self.kept)
+        later = torch.arange(self.first + begin, self.first + end, device=device)
+        if self.index is None or lo >= self.kept:
+            return later.expand(1, 1, -1)
+        index = self.index[:, :, lo:hi].long()
+        return torch.cat([index, later.expand(*index.shape[:2], -1)], dim=-1)
+
+    def positions(self, lo: int, hi: int) -> Tensor:
+        """Return positions of tokens lo..hi, padding not counted: int64 [B or 1, Hk or 1, hi - lo].
+
+        Right for padding in front; behind padding, too high by a constant, which cancels when a
+        key is rotated back and forth.
+        """
+        known = self.start if self.index is None else self.index
+        device = torch.device("cpu") if known is None else known.device
+        assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
+        at = self.logical(lo, hi, device)
+        return at if self.start is None else at - self.start[:, None, None]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
@@ -301,60 +255,37 @@ class Segment:
         self.index = None if self.index is None else fn(self.index)
         self.start = None if self.start is None else fn(self.start)
 
-    def positions(self, lo: int, hi: int) -> Tensor:
-        """Positions of tokens lo..hi, padding not counted, int64 [B or 1, Hk or 1, hi - lo].
+    def state(self) -> dict[str, Any]:
+        """Return the state: see `LayerCache.state`."""
+        numbers = {name: getattr(self, name) for name in _STATE}
+        return {"keys": self.keys.state(), "values": self.values.state(), **numbers}
 
-        Right for padding in front; behind it a constant too high, which turning there and back
-        does not notice.
-        """
-        held = self.start if self.index is None else self.index
-        device = torch.device("cpu") if held is None else held.device
-        assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
-        at = self.logical(lo, hi, device)
-        return at if self.start is None else at - self.start[:, None, None]
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        self.keys.load_state(state["keys"], like)
+        self.values.load_state(state["values"], like)
+        for name in _STATE:
+            setattr(self, name, state[name])
 
-    def _begin(self, valid: Tensor | None) -> None:
-        """Note where each row's first real token stands, once, if positions are asked for."""
-        if self.begun or not self.keys.placed:
+    def _find_start(self, visible: Tensor | None) -> None:
+        """Note where each row's first token stands, once, if packing needs positions."""
+        if self.start_final or not self.keys.needs_positions:
             return
-        self.begun, self.start = True, None
-        if valid is not None and not valid[:, 0, 0].all():
-            self.start = valid[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
-            self.begun = bool(valid[:, 0].any(dim=-1).all())
+        self.start_final, self.start = True, None
+        if visible is not None and not visible[:, 0, 0].all():
+            self.start = visible[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
+            self.start_final = bool(visible[:, 0].any(dim=-1).all())
 
-    def _see(self, valid: Tensor, lo: int, hi: int) -> Tensor:
-        rest = valid[:, :, self.first + max(lo, self.kept) : self.first + hi]
+    def _visible(self, visible: Tensor, lo: int, hi: int) -> Tensor:
+        rest = visible[:, :, self.first + max(lo, self.kept) : self.first + hi]
         if lo >= self.kept:
             return rest
         if self.index is None:
-            chosen = valid.new_ones(valid.shape[0], 1, min(hi, self.kept) - lo)
+            kept = visible.new_ones(visible.shape[0], 1, min(hi, self.kept) - lo)
         else:
             index = self.index[:, :, lo:hi].long()
-            chosen = valid.expand(-1, index.shape[1], -1).gather(2, index)
-        return torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2)
-
-    def logical(self, lo: int, hi: int, device: torch.device) -> Tensor:
-        """Logical indices of tokens lo to hi, int64 [B or 1, Hk or 1, hi - lo]."""
-        begin, end = max(lo, self.kept), max(hi, self.kept)
-        later = torch.arange(self.first + begin, self.first + end, device=device)
-        if self.index is None or lo >= self.kept:
-            return later.expand(1, 1, -1)
-        index = self.index[:, :, lo:hi].long()
-        return torch.cat([index, later.expand(*index.shape[:2], -1)], dim=-1)
+            kept = visible.expand(-1, index.shape[1], -1).gather(2, index)
+        return torch.cat([kept, rest.expand(-1, kept.shape[1], -1)], dim=2)
 
 
-def take(x: Tensor, slots: Tensor) -> Tensor:
-    """x [B, Hk, N, D] at slots int64 [B, Hk, M]: [B, Hk, M, D]."""
-    return gather(x, slots)
-
-
-def _format(x: Tensor | PackedView | KVView) -> Any:
-    return None if isinstance(x, Tensor) else x.fmt
-
-
-def _exact(x: Tensor | PackedView | KVView) -> Tensor:
-    return x if isinstance(x, Tensor) else x.tensor()
-
-
-def _strand(x: Tensor | KVView) -> KVView:
-    return KVView(None, x) if isinstance(x, Tensor) else x
+_STATE = ("first", "kept", "offloaded", "index", "start", "start_final")

@@ -91,7 +91,7 @@ def search(
         alone, together = _values(exact, Groups(exact.v, fmt, channels))
     else:
         at = torch.arange(exact.k.shape[2]).view(1, 1, -1)
-        raw = exact.k if rope is None else rope.turn(exact.k, -at)
+        raw = exact.k if rope is None else rope.rotate(exact.k, -at)
         alone, together = _keys(exact, Groups(raw, fmt, channels), rope, at)
     return grid[alone], grid[together]
 
@@ -113,7 +113,7 @@ def _values(exact: Attention, groups: Groups) -> tuple[Tensor, Tensor]:
 def _keys(exact: Attention, groups: Groups, rope: Rope | None, at: Tensor) -> tuple[Tensor, Tensor]:
     def missed(off: Tensor) -> Tensor:
         tokens = groups.tokens(off)
-        return exact.missed_by_keys(tokens if rope is None else rope.turn(tokens, at)).view(1)
+        return exact.missed_by_keys(tokens if rope is None else rope.rotate(tokens, at)).view(1)
 
     count = len(groups)
     together, least = _least(lambda place: missed(groups.all_off(place.expand(count))), 1)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.layer import LayerCache, attend_pieces
-from ..cache.segment import Piece
-from ..hf.cache import Cache, RoutedLayer
+from ..cache.checks import check_range, check_shapes
+from ..cache.layer import LayerCache
+from ..cache.part import Part, attend_parts
+from ..hf.cache import Cache
+from ..hf.routed import RoutedLayer
 from ..positions.alibi import Alibi
 from ..recipe.spec import Recipe
 
@@ -56,14 +58,14 @@ class Recorder(LayerCache):
         alibi: Alibi | None = None,
     ) -> Tensor:
         """Attend causally; padding is not expected."""
-        self.check(k, v)
-        self.check_range(k, v)
+        check_shapes(self.name, None, k, v)
+        check_range(self.name, self.max_abs, k, v)
         t = k.shape[2]
         bias = None
         if alibi is not None:
             bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
         self.show(self.number, Seen(q, k, v, scale, softcap, bias))
-        return attend_pieces(q, [Piece(k, v, None, causal=t, bias=bias)], scale, softcap)
+        return attend_parts(q, [Part(k, v, None, causal=t, bias=bias)], scale, softcap)
 
 
 def read(model: PreTrainedModel, ids: Tensor, see: See) -> None:

@@ -206,7 +206,7 @@ def _widen(tensors: dict[str, Tensor], layer: int, seen: record.Seen, rope: Rope
     kinds = {"keys": seen.k.float(), "values": seen.v.float()}
     if rope is not None:
         at = torch.arange(seen.k.shape[2]).view(1, 1, -1)
-        kinds["raw_keys"] = rope.turn(kinds["keys"], -at)
+        kinds["raw_keys"] = rope.rotate(kinds["keys"], -at)
     for kind, x in kinds.items():
         low, high = x.amin(dim=(0, 2)).cpu(), x.amax(dim=(0, 2)).cpu()  # [Hk, D]
         known = tensors.get(f"range.{layer}.{kind}")

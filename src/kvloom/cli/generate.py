@@ -131,8 +131,8 @@ def _sizes(cache: Cache) -> list[str]:
     if not cache.routed:
         return [*sizes, "no layer compressed: their sliding windows bound them"]
     begin = packs_from(recipe)
-    bodies = [layer.cache.body for layer in cache.routed]
-    if begin is not None and not any(b.keys.sealed + b.values.sealed + b.away for b in bodies):
+    segments = [layer.cache.tokens for layer in cache.routed]
+    if begin is not None and not any(getattr(s, "packed", False) for s in segments):
         of = "tokens held" if recipe.keep is not None else "tokens"
         return [*sizes, f"nothing packed yet: {recipe.name} starts to pack at {begin} {of}"]
     if full < 1.05 * held:

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..positions.alibi import Alibi
 from . import attention, compat
-from .cache import Cache, RoutedLayer
+from .routed import RoutedCache, RoutedLayer
 
 _MASKS = "kvloom-adapted"  # the masks of a step whose cache is kvloom's
 _OWN = "_kvloom_own_forward"
@@ -90,7 +90,7 @@ def _forward(
 ) -> tuple:
     """Attend through kvloom if the step's cache is kvloom's."""
     cache = kwargs.get("layer_past", kwargs.get("past_key_values"))
-    if isinstance(cache, Cache):
+    if isinstance(cache, RoutedCache):
         return attend(module, cache.layers[module.layer_idx], *args, **kwargs)
     return getattr(module, _OWN)(*args, **kwargs)
 

@@ -16,8 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..errors import CacheMisuse
 from ..kernels.attend import reference as ref
-from .cache import RoutedLayer
 from .compat import padding_mask
+from .routed import RoutedLayer
 
 NAME = "kvloom"
 

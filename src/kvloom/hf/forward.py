@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from . import adapters, attention, compat
-from .cache import Cache
+from .routed import RoutedCache
 
 
 class RoutedForward:
@@ -51,12 +51,12 @@ class RoutedForward:
             kwargs = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
             args = ()
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, Cache) and cache.guard.running:  # the decoder inside a model's call
+        if isinstance(cache, RoutedCache) and cache.guard.running:  # called by the model's forward
             return self.forward(*args, **kwargs)
         changes = _prepared(self.model, args, kwargs)
         kwargs = {**kwargs, **changes}
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, Cache):
+        if not isinstance(cache, RoutedCache):
             return self.forward(*args, **kwargs)
         with cache.step(), adapters.masks(self.model):
             return self.forward(*args, **kwargs)
@@ -83,28 +83,28 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
     cache = kwargs.get("past_key_values")
     if given is not None and given.shape[-1] == 0:
         raise nothing_new(cache)
-    if isinstance(cache, Cache):
+    if isinstance(cache, RoutedCache):
         cache.check_model(model)
         check_implementation(model)
         new = kwargs.get("inputs_embeds") if given is None else given
         if new is None:
             return {}  # the model says what is missing
         cache.check_batch(new.shape[0])
-        return {"position_ids": _closed_up(cache, new, kwargs)} if cache.learned else {}
-    recipe = model._kvloom.recipe
-    if recipe is None or model.training or cache is not None:
+        return {"position_ids": _closed_up(cache, new, kwargs)} if cache.learned_positions else {}
+    routing = model._kvloom
+    if routing.new_cache is None or model.training or cache is not None:
         return {}
     use = kwargs.get("use_cache")
     if use is None:
         use = getattr(compat.decoder_config(model), "use_cache", True)
     if not use:
         return {}
-    return {"past_key_values": Cache(model, recipe), "use_cache": True}
+    return {"past_key_values": routing.new_cache(model, routing.recipe), "use_cache": True}
 
 
 def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:
     """Say why a call of `given` tokens, those in the cache included, has no token to run."""
-    seen = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    seen = cache.get_seq_length() if isinstance(cache, RoutedCache) else 0
     if not seen:
         return CacheMisuse("the prompt is empty: give at least one token")
     return CacheMisuse(
@@ -114,7 +114,7 @@ def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:
     )
 
 
-def _closed_up(cache: Cache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """Position ids [B or 1, T] of new tokens [B, T, …], as if those dropped had never been."""
     tokens = new.shape[1]
     given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..errors import CalibrationError, IncompatibleRecipe, UnsupportedModel
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from ..store import NOTHING, Known, Store
+from ..store import LayerMetadata, Store
 from ..store.calibration import Calibration
 from . import compat, rotary
 
@@ -29,14 +29,14 @@ file in that folder for weights.
 """
 _FORMER = "calibration.safetensors"
 
-_READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[Known]]] = WeakKeyDictionary()
+_READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[LayerMetadata]]] = WeakKeyDictionary()
 
 
-def known(model: PreTrainedModel, recipe: Recipe) -> list[Known]:
+def load_layer_metadata(model: PreTrainedModel, recipe: Recipe) -> list[LayerMetadata]:
     """What each layer of full attention is told; `IncompatibleRecipe` if it cannot be known."""
     store, count = recipe.store, compat.geometry(model).layers
     if not store.calibrated and not store.pre_rope:
-        return [NOTHING] * count
+        return [LayerMetadata()] * count
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
     read = _READ.setdefault(model, {})
@@ -103,9 +103,9 @@ def undoable_rope(model: PreTrainedModel) -> Rope:
 
 def _layers(
     model: PreTrainedModel, store: Store, path: Path | None, rope: Rope | None, count: int
-) -> list[Known]:
+) -> list[LayerMetadata]:
     if path is None:
-        return [Known(rope=rope)] * count
+        return [LayerMetadata(rope=rope)] * count
     calibration, own = Calibration.load(path), identity(model)
     if calibration.model != own:
         raise CalibrationError(
@@ -117,7 +117,7 @@ def _layers(
     layers = []
     for i in full:
         sides = {side: calibration.channels(i, side, f) for side, f in store.sides.items()}
-        layers.append(Known(sides.get("keys"), sides.get("values"), rope))
+        layers.append(LayerMetadata(sides.get("keys"), sides.get("values"), rope))
     return layers
 
 

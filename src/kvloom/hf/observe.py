@@ -1,7 +1,7 @@
-"""Look on while a cache attends: every layer's queries, beside the exact keys of all tokens.
+"""Observe a cache while it attends: every layer's queries, beside the exact keys of all tokens.
 
-Decides nothing and changes no answer. The exact keys are held outside the cache, so that what a
-step would have seen with nothing dropped or packed can be told; they do not count in its bytes.
+Decides nothing and changes no result. The exact keys are stored outside the cache and do not count
+in its bytes: they show what a step would have attended to with nothing dropped or packed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..cache.layer import LayerCache
 from ..errors import UnsupportedModel
 from ..positions.alibi import Alibi
 from ..store.buffer import Buffer
-from .cache import Cache, RoutedLayer
+from .routed import RoutedCache, RoutedLayer
 
 
-class Look(NamedTuple):
+class Observation(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
     Both as the model gives them, at their own positions also where the recipe renumbers. place:
@@ -36,12 +36,14 @@ class Look(NamedTuple):
     bias: Tensor | None
 
 
-class WatchedLayer(RoutedLayer):
-    """A `RoutedLayer` that shows every step to `saw` before it attends."""
+class ObservedLayer(RoutedLayer):
+    """A `RoutedLayer` that shows every step to `on_step` before it attends."""
 
-    def __init__(self, routed: RoutedLayer, place: int, saw: Callable[[Look], None]) -> None:
+    def __init__(
+        self, routed: RoutedLayer, place: int, on_step: Callable[[Observation], None]
+    ) -> None:
         super().__init__(routed.cache)
-        self.place, self.saw = place, saw
+        self.place, self.on_step = place, on_step
         self.exact = Buffer()
 
     def attend(
@@ -59,7 +61,7 @@ class WatchedLayer(RoutedLayer):
         keys = self.exact.view()
         every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
         bias = None if alibi is None else alibi.bias(every)
-        self.saw(Look(self.place, self.cache, q, keys, scale, softcap, bias))
+        self.on_step(Observation(self.place, self.cache, q, keys, scale, softcap, bias))
         return super().attend(q, k, v, scale, mask, softcap, alibi)
 
     def roll_back(self) -> None:
@@ -69,16 +71,16 @@ class WatchedLayer(RoutedLayer):
             self.exact.drop_back(len(self.exact) - self.cache.seen)
 
 
-def watch(cache: Cache, saw: Callable[[Look], None]) -> None:
-    """Show every step of a fresh cache to `saw`, layer by layer; its layers can tell `logical`.
+def observe(cache: RoutedCache, on_step: Callable[[Observation], None]) -> None:
+    """Call `on_step` at every step of a fresh cache, layer by layer, and let its layers trace.
 
     Raises `UnsupportedModel` where the cache holds no layer of the model.
     """
     if not cache.routed:
         raise UnsupportedModel(
             "kvloom holds no layer of this model, as sliding windows bound all of them already; "
-            "there is nothing to look at, so give another model"
+            "there is nothing to observe, so give another model"
         )
     for place, routed in enumerate(cache.routed):
-        routed.cache.trace = True
-        cache.layers[cache.layers.index(routed)] = WatchedLayer(routed, place, saw)
+        routed.cache.observe()
+        cache.layers[cache.layers.index(routed)] = ObservedLayer(routed, place, on_step)

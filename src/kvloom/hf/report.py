@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..recipe.geometry import Geometry
 from ..recipe.spec import Recipe
 from . import compat
-from .cache import ranges
+from .routed import ranges
 
 _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bit is known to do harm

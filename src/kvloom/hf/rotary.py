@@ -57,12 +57,13 @@ def rope(model: PreTrainedModel) -> Rope | None:
     )
 
 
-def mover(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bool]:
-    """How tokens get other positions where the recipe renumbers them.
+def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bool]:
+    """Return how tokens get other positions where the recipe renumbers them.
 
-    What moves the model's keys, None if nothing has to; and whether new tokens need smaller learned
-    positions, since tokens before them are gone. Raises `UnsupportedModel`, or `IncompatibleRecipe`
-    where positions are learned and the layers would not agree on them.
+    The rotary embedding of the model's keys (None: nothing is rotated again), and whether new
+    tokens need smaller learned positions, since tokens before them were evicted. Raises
+    `UnsupportedModel`, or `IncompatibleRecipe` where positions are learned and the layers would not
+    agree on them.
     """
     if recipe.keep is None or recipe.keep.positions == "original":
         return None, False
@@ -106,4 +107,4 @@ def _agrees(rope: Rope, module: torch.nn.Module, apply: Any, head_dim: int) -> b
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return False
     by = torch.tensor([[[37]]])
-    return torch.allclose(rope.turn(start, by), want, rtol=1e-3, atol=1e-4)
+    return torch.allclose(rope.rotate(start, by), want, rtol=1e-3, atol=1e-4)

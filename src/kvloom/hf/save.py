@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..cache.recalled import RecalledLayer
+from ..cache.state import VERSION, load_state, state
 from ..errors import (
     CacheMisuse,
     IncompatibleRecipe,
@@ -31,43 +29,20 @@ from ..errors import (
     UnsupportedModel,
 )
 from ..recipe.spec import Recipe
-from ..store import Known, files
+from ..store import LayerMetadata, files
 from ..store.calibration import checksum
 from ..store.codec import Channels
-from . import compat, state
-from .metadata import identity, known
+from . import compat
+from .flat import flat, load_stock_state, nested, stock_state
+from .metadata import identity, load_layer_metadata
+from .routed import RoutedLayer
+from .routing import unroute
 
 if TYPE_CHECKING:
     from .cache import Cache
 
 _KEY = "kvloom_cache"
 _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
-
-
-class Owner:
-    """The model that a cache is of, not kept alive by it; a pickle does not know it any more."""
-
-    def __init__(self, model: PreTrainedModel | None = None) -> None:
-        self._model = None if model is None else weakref.ref(model)
-
-    def __deepcopy__(self, memo: dict) -> Owner:
-        """Return itself: the copy is of the same model."""
-        return self
-
-    def __reduce__(self) -> tuple:
-        """Leave the model out."""
-        return Owner, ()
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model; raises `CacheMisuse` if it is gone."""
-        model = None if self._model is None else self._model()
-        if model is None:
-            raise CacheMisuse(
-                "a cache is saved with what tells its model from others, and this one's model is "
-                "gone, or was lost in a pickle; save a cache while its model is there"
-            )
-        return model
 
 
 def save(cache: Cache, path: str | Path) -> None:
@@ -81,33 +56,25 @@ def save(cache: Cache, path: str | Path) -> None:
         )
     tensors: dict[str, Tensor] = {}
     about = {
-        "format": state.FORMAT, "kvloom": __version__, "recipe": recipe,
+        "format": VERSION, "kvloom": __version__, "recipe": recipe,
         "model": _traits(cache.owner.model),
-        "calibration": _tables([layer.cache.known for layer in cache.routed]),
-        "layers": [state.take(_held(x), str(i), tensors) for i, x in enumerate(cache.layers)],
+        "calibration": _tables([layer.cache.metadata for layer in cache.routed]),
+        "layers": [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
     files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
 
 
 def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
     """Read `path` as a `kind`; see `Cache.load`."""
-    from .attach import detach
-
     compat.refuse_unsupported(model)
     path = Path(path)
     about = _about(path)
-    if about["format"] == state.UNCHECKED:
-        warnings.warn(
-            f"{str(path)!r} was saved without a checksum (by kvloom {about.get('kvloom')}), so "
-            "damage to it may go unnoticed; load it and save it again",
-            stacklevel=3,
-        )
     routed = getattr(model, "_kvloom", None) is not None
     try:
         return _restore(kind, model, path, about)
     except Exception as error:
         if not routed and getattr(model, "_kvloom", None) is not None:
-            detach(model)
+            unroute(model)
         if isinstance(error, _CLEAR):
             raise
         # anything else: a file without a checksum may contain whatever damage made of it
@@ -128,7 +95,7 @@ def _restore(kind: type[Cache], model: PreTrainedModel, path: Path, about: dict[
             "prefill and save the cache again"
         ) from error
     try:
-        channels = known(model, recipe)
+        channels = load_layer_metadata(model, recipe)
     except IncompatibleRecipe as error:
         raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
     if _tables(channels) != about["calibration"]:
@@ -140,13 +107,22 @@ def _restore(kind: type[Cache], model: PreTrainedModel, path: Path, about: dict[
     devices = _devices(model)
     with safe_open(path, "pt") as file:
         for i, (layer, stored) in enumerate(zip(cache.layers, about["layers"], strict=True)):
-            state.Giver(file, devices.get(i, model.device)).give(_held(layer), stored, str(i))
+            device = devices.get(i, model.device)
+            _load_state(layer, nested(stored, str(i), file.get_tensor, device))
     return cache
 
 
-def _held(layer: Any) -> Any:
-    """What a layer of a cache holds: a `LayerCache`, or itself, if it is transformers' own."""
-    return getattr(layer, "cache", layer)
+def _state(layer: Any) -> Any:
+    """Return the state of a layer, kvloom's or transformers' own."""
+    return state(layer.cache) if isinstance(layer, RoutedLayer) else stock_state(layer)
+
+
+def _load_state(layer: Any, saved: Any) -> None:
+    """Give a fresh layer its state."""
+    if isinstance(layer, RoutedLayer):
+        load_state(layer.cache, saved)
+    else:
+        load_stock_state(layer, saved)
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -157,7 +133,6 @@ def _about(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "null"))
-            checked = files.CHECKSUM in file.keys()  # noqa: SIM118
         intact = files.intact(path)
     except OSError as error:
         raise SavedCacheError(
@@ -172,12 +147,12 @@ def _about(path: Path) -> dict[str, Any]:
             f"{name} is safetensors, but no saved cache; give a file that cache.save wrote"
         )
     found, by = about["format"], about.get("kvloom")
-    if found not in (state.FORMAT, state.UNCHECKED):
+    if found != VERSION:
         raise SavedCacheError(
             f"{name} has cache format {found} of kvloom {by}, and this "
-            f"kvloom ({__version__}) reads {state.FORMAT}; use that kvloom, or prefill anew"
+            f"kvloom ({__version__}) reads {VERSION}; use that kvloom, or prefill and save again"
         )
-    if not intact and (checked or found == state.FORMAT):
+    if not intact:
         raise SavedCacheError(
             f"{name} is damaged: its checksum is wrong; prefill and save the cache again"
         )
@@ -211,7 +186,7 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     return json.loads(json.dumps({**identity(model), "dtype": dtype, **more}, default=str))
 
 
-def _tables(layers: list[Known]) -> str | None:
+def _tables(layers: list[LayerMetadata]) -> str | None:
     """SHA-256 of what calibration says of the layers' channels; None where none was asked."""
     tables = {
         f"{i}.{side}.{field}": x
@@ -235,17 +210,16 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 
 def _check_settled(cache: Cache) -> None:
-    """Refuse a cache in the middle of something; wait for work that is under way."""
-    for held in (layer.cache for layer in cache.routed):
-        if isinstance(held, RecalledLayer):
-            if held.lost:
-                raise CacheMisuse(f"{held.name}: this cache is of no use any more: {held.lost}")
-            held.aside.wait()
-        if held.held is not None:
+    """Refuse a cache in the middle of a step or a draft; wait for its side streams."""
+    for layer in (routed.cache for routed in cache.routed):
+        layer.check_usable()
+        if layer.retriever is not None:
+            layer.retriever.side_stream.wait()
+        if layer.draft is not None:
             raise CacheMisuse(
-                f"{held.name}: the newest {held.pending} tokens may still be taken back; call "
-                "crop(0) before saving"
+                f"{layer.name}: the newest {layer.draft.tokens} tokens may still be taken back; "
+                "call crop(0) before saving"
             )
     seen = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
     if len(seen) > 1 or any(layer.armed for layer in cache.routed):
-        raise CacheMisuse("the last step failed, so this cache is of no use; save another one")
+        raise CacheMisuse("the last step failed, so this cache cannot be used; save another one")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.recalled import RecalledLayer
+from ..cache.layer import LayerCache
 
 NEVER = -1
 NOT_READ = {"read": None, "read_mass": None, "indexed": None, "parts": None}
@@ -20,9 +20,11 @@ NOT_READ = {"read": None, "read_mass": None, "indexed": None, "parts": None}
 class Reading:
     """Notes on one layer that recalls; its cache must `trace`."""
 
-    def __init__(self, layer: RecalledLayer, heads: int, tokens: int) -> None:
+    def __init__(self, layer: LayerCache, heads: int, tokens: int) -> None:
         """Make room for the tokens of the whole run."""
-        self.layer, self.kind = layer, layer.recall.index.kind
+        assert layer.retriever is not None
+        self.layer, self.retriever = layer, layer.retriever
+        self.kind = layer.retriever.recall.index.kind
         self.indexed = torch.full((heads, tokens), NEVER)
         self.parts = self.indexed.clone()
         self.end = 0  # tokens of the body that the index has to find, or that are always read
@@ -31,19 +33,20 @@ class Reading:
 
     def after(self, step: int, held: Tensor, body: Tensor, mass: Tensor) -> None:
         """Take in a step: what it held, bool [Hk, N], where the body lies, and its attention."""
-        read, chosen = held.clone(), self.layer.chosen
+        assert self.layer.trace is not None
+        read, chosen = held.clone(), self.layer.trace.recalled
         if chosen is not None:
             slots = chosen[0].reshape(len(held), -1).cpu()
             read.scatter_(1, body[:, : self.end], False)
             read.scatter_(1, body.gather(1, slots), True)
         self.read.append(read)
         self.mass.append((mass * read).sum(dim=1) / mass.sum(dim=1))
-        front, known = self.layer.recipe.front, self.layer.finder.tokens
+        front, known = self.layer.recipe.front, self.retriever.finder.tokens
         self.end = front + known if known else 0
         inside = body[:, front : self.end]
         before = self.indexed.gather(1, inside)
         self.indexed.scatter_(1, inside, torch.where(before == NEVER, step, before))
-        parts = self.layer.finder.parts() if known else None
+        parts = self.retriever.finder.parts() if known else None
         if parts is not None:
             self.parts.scatter_(1, inside, parts[0].cpu())
 

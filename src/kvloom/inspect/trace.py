@@ -17,12 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
 from ..cache.layer import LayerCache
-from ..cache.recalled import RecalledLayer
-from ..cache.scored import ScoredLayer
+from ..cache.score_evictor import ScoreEvictor
+from ..cache.segment import Segment
 from ..errors import InputError
 from ..hf import attach, compat
-from ..hf.cache import Cache, RoutedLayer
-from ..hf.observe import Look, watch
+from ..hf.cache import Cache
+from ..hf.observe import Observation, observe
+from ..hf.routed import RoutedLayer
 from ..kernels import ops
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
@@ -133,9 +134,9 @@ class _Note:
         self.mass: list[Tensor] = []  # by step, [Hk]
         self.fresh = torch.empty(0)  # exact attention of the running step, [Hk, N]
         self.choice: Any = None
-        self.recall = Reading(layer, heads, tokens) if isinstance(layer, RecalledLayer) else None
+        self.recall = Reading(layer, heads, tokens) if layer.retriever is not None else None
 
-    def look(self, look: Look) -> None:
+    def look(self, look: Observation) -> None:
         """Take in the exact attention of a step."""
         mass = ops.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
             0
@@ -152,18 +153,20 @@ class _Note:
         gone[~held & (gone == NEVER)] = step
         self.held.append(index.shape[1])
         self.mass.append((self.fresh * held).sum(dim=1) / self.fresh.sum(dim=1))
-        body, sinks = self.layer.body, self.layer.sinks
+        tokens, sinks = self.layer.tokens, self.layer.sinks
         begin = 0 if sinks is None else sinks.count
         if self.recall is not None:
             self.recall.after(step, held, index[:, begin:], self.fresh)
-        for side, lane in (("keys", body.keys), ("values", body.values)):
-            if side in self.packed:
-                packed = self.packed[side][:, :seen]
+        if isinstance(tokens, Segment):
+            for name, side in (("keys", tokens.keys), ("values", tokens.values)):
+                if name not in self.packed:
+                    continue
+                packed = self.packed[name][:, :seen]
                 inside = torch.zeros_like(held)
-                far = 0 if lane.packed is None else body.away
-                inside.scatter_(1, index[:, begin : begin + far + lane.sealed], True)
+                far = 0 if side.packed is None else tokens.offloaded
+                inside.scatter_(1, index[:, begin : begin + far + side.packed_count], True)
                 packed[inside & (packed == NEVER)] = step
-        choice = getattr(self.layer, "choice", None)
+        choice = self.layer.trace.scored if self.layer.trace is not None else None
         if choice is not None and choice is not self.choice:
             self.choice = choice
             where, scores = (x[0].cpu() for x in choice)
@@ -173,11 +176,14 @@ class _Note:
 
     def plain(self, tokens: int) -> dict[str, Any]:
         """Return the notes on the first `tokens` tokens as plain data."""
-        scored = isinstance(self.layer, ScoredLayer)
-        budget = self.layer.keeper.room if isinstance(self.layer, ScoredLayer) else None
+        evictor = self.layer.evictor
+        scored = isinstance(evictor, ScoreEvictor)
+        budget = None
+        if evictor is not None:
+            budget = evictor.room if isinstance(evictor, ScoreEvictor) else evictor.budget
         return {
             "number": self.number,
-            "budget": budget if scored else self.layer.budget,
+            "budget": budget,
             "index": None if self.recall is None else self.recall.kind,
             "held": self.held,
             "heads": [
@@ -206,7 +212,7 @@ def _run(
     numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, RoutedLayer)]
     size = cache.geometry.kv_heads, len(ids) + new_tokens
     notes = [_Note(i, r.cache, *size) for i, r in zip(numbers, cache.routed, strict=True)]
-    watch(cache, lambda look: notes[look.place].look(look))
+    observe(cache, lambda look: notes[look.place].look(look))
     end = model.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]
     read, fresh = list(ids), list(ids)

@@ -1,6 +1,6 @@
-"""Rotary position embedding of keys already rotated: turn them to other positions.
+"""Rotary position embedding of keys that are already rotated: rotate them to other positions.
 
-A key at position p is its raw key turned by p; turning composes, so a stored key moves from p to
+A key at position p is its raw key rotated by p; rotations compose, so a stored key moves from p to
 p + by without being unrotated first, and by = -p gives the raw key. Decides nothing about which
 model rotates how: `hf.rotary` finds that out.
 """
@@ -30,8 +30,8 @@ class Rope(NamedTuple):
             return _angles_at(self.inv_freq, int(by), by.shape)
         return _angles(self.inv_freq, by)
 
-    def turn(self, x: Tensor, by: Tensor) -> Tensor:
-        """Turn x [B, Hk, N, D] by whole positions `by` [B or 1, Hk or 1, N], in x's dtype.
+    def rotate(self, x: Tensor, by: Tensor) -> Tensor:
+        """Rotate x [B, Hk, N, D] by whole positions `by` [B or 1, Hk or 1, N], in x's dtype.
 
         Angles and products are computed in fp32 (angles in fp64: positions grow large).
         """
@@ -42,11 +42,11 @@ class Rope(NamedTuple):
             a, b = rotary[..., 0::2], rotary[..., 1::2]
         else:
             a, b = rotary.chunk(2, dim=-1)
-        turned = (a * cos - b * sin, b * cos + a * sin)
+        rotated = (a * cos - b * sin, b * cos + a * sin)
         if self.interleaved:
-            rotary = torch.stack(turned, dim=-1).flatten(-2)
+            rotary = torch.stack(rotated, dim=-1).flatten(-2)
         else:
-            rotary = torch.cat(turned, dim=-1)
+            rotary = torch.cat(rotated, dim=-1)
         return torch.cat([rotary.to(x.dtype), x[..., dims:]], dim=-1)
 
 

@@ -2,9 +2,9 @@
 
 from .clusters import Clusters
 from .index import GROUPS, Finder, Index, Recall
-from .offload import Far, Form
+from .offload import OffloadFormat, OffloadStore
 from .pages import Pages, TopK
-from .side_stream import Aside
+from .side_stream import SideStream
 from .tiers import TIERS, Tier, Traffic
 
 INDEXES: dict[str, type[Index]] = {kind.kind: kind for kind in (Clusters, Pages, TopK)}
@@ -13,14 +13,14 @@ __all__ = [
     "GROUPS",
     "INDEXES",
     "TIERS",
-    "Aside",
     "Clusters",
-    "Far",
     "Finder",
-    "Form",
     "Index",
+    "OffloadFormat",
+    "OffloadStore",
     "Pages",
     "Recall",
+    "SideStream",
     "Tier",
     "TopK",
     "Traffic",

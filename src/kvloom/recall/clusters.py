@@ -92,8 +92,8 @@ class ClusterFinder(Finder):
         self.options = options
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """Names of the tensors held."""
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the attributes that are tensors."""
         return ("centroids", "size", "start", "order", "alive")
 
     def extend(self, keys: Tensor, real: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -82,20 +82,31 @@ class Finder:
         return None
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """Names of the tensors held, batch first."""
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the attributes that are the index's tensors, batch first."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return sum(getattr(self, name).nbytes for name in self.held) if self.tokens else 0
+        return sum(getattr(self, name).nbytes for name in self.tensors) if self.tokens else 0
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""
         if self.tokens:
-            for name in self.held:
+            for name in self.tensors:
                 setattr(self, name, fn(getattr(self, name)))
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of tokens, and the tensors by name."""
+        names = self.tensors if self.tokens else ()
+        return {"tokens": self.tokens, "tensors": {name: getattr(self, name) for name in names}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `state`."""
+        self.tokens = state["tokens"]
+        for name, x in state["tensors"].items():
+            setattr(self, name, x)
 
 
 @dataclass(frozen=True)

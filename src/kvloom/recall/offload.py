@@ -1,9 +1,9 @@
-"""The oldest tokens of a layer in a tier, and which of them lie ready on the device.
+"""The oldest tokens of a layer in a tier, and which of them are resident on the device.
 
-A token's keys and values lie side by side where both are exact; packed ones lie as they were
-packed, codes and metadata, whole groups together. What the last steps read stays on the device,
-unpacked, and only what is not among it is copied there. Beams move numbers of rows, not rows.
-Decides nothing of what is read.
+Exact keys and values of a token lie side by side; packed ones lie as they were packed, codes and
+metadata, whole groups together. The tokens that the last steps read stay on the device, unpacked;
+a step copies only the others. Reordering a batch moves row numbers, not rows. Does not decide which
+tokens are read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from ..kernels.select.reference import gather, gather_packed
 from .tiers import FileRows, Rows, Tier, Traffic
 
-Part = Tensor | Sequence[Tensor]
+Block = Tensor | Sequence[Tensor]
 """Keys or values of tokens [B, Hk, T, D]: exact, or their codes, scales and zeros."""
 
 
-class Form(NamedTuple):
-    """How a side of the cache is packed: group channels of a token, or tokens of a channel."""
+class OffloadFormat(NamedTuple):
+    """How keys or values are packed: `group` channels of a token, or tokens of a channel."""
 
     bits: float
     axis: str
@@ -30,67 +30,72 @@ class Form(NamedTuple):
     meta: torch.dtype
 
 
-class Shelf:
-    """Keys, values, or both side by side, in bricks: `unit` tokens of one row and head."""
+class OffloadBuffer:
+    """Keys, values, or both side by side, in blocks: `unit` tokens of one row and head."""
 
-    def __init__(self, rows: Callable[[], Rows], form: Form | None, unit: int) -> None:
-        self.form, self.unit = form, unit
-        self.rows = [rows() for _ in range(1 if form is None else 3)]
-        self.widths: list[int] = []  # last dimensions of what lies in each of the rows
+    def __init__(self, rows: Callable[[], Rows], fmt: OffloadFormat | None, unit: int) -> None:
+        self.fmt, self.unit = fmt, unit
+        self.rows = [rows() for _ in range(1 if fmt is None else 3)]
+        self.widths: list[int] = []  # last dimension of each of the rows' contents
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved."""
         return sum(rows.nbytes for rows in self.rows)
 
-    def put(self, part: Part, bricks: int) -> None:
-        """Add whole bricks."""
+    def put(self, part: Block, blocks: int) -> None:
+        """Add whole blocks."""
         parts = [part] if isinstance(part, Tensor) else part
         self.widths = [x.shape[-1] for x in parts]
         for rows, x in zip(self.rows, parts, strict=True):
             b, h = x.shape[:2]
-            by_brick = x.reshape(b, h, bricks, -1).permute(2, 0, 1, 3)
-            rows.append(by_brick.reshape(bricks * b * h, -1))
+            by_block = x.reshape(b, h, blocks, -1).permute(2, 0, 1, 3)
+            rows.append(by_block.reshape(blocks * b * h, -1))
 
-    def get(self, bricks: Tensor) -> list[Tensor]:
-        """What lies in bricks int64 [B, Hk, n]: parts [B, Hk, rows, width]."""
+    def get(self, blocks: Tensor) -> list[Tensor]:
+        """Return the contents of blocks int64 [B, Hk, n]: parts [B, Hk, rows, width]."""
         return [
-            rows.view().index_select(0, bricks.flatten()).view(*bricks.shape[:2], -1, width)
+            rows.view().index_select(0, blocks.flatten()).view(*blocks.shape[:2], -1, width)
             for rows, width in zip(self.rows, self.widths, strict=True)
         ]
 
     def fetch(self, at: Tensor, dtype: torch.dtype) -> Tensor:
-        """Tokens [n, D] at places int64 [n]: brick * unit + token."""
+        """Return tokens [n, D] at places int64 [n]: block * unit + token."""
         flat = [
             rows.view().view(-1, width) for rows, width in zip(self.rows, self.widths, strict=True)
         ]
-        if self.form is None:
+        if self.fmt is None:
             return flat[0].index_select(0, at)
-        form = self.form
+        fmt = self.fmt
         codes, scale, zero = (x[None, None] for x in flat)
-        scale, zero = scale.view(form.meta), zero.view(form.meta)
-        group = form.group or self.widths[0]
+        scale, zero = scale.view(fmt.meta), zero.view(fmt.meta)
+        group = fmt.group or self.widths[0]
         slots = at[None, None]
-        return gather_packed(codes, scale, zero, form.bits, form.axis, group, slots, dtype)[0, 0]
+        return gather_packed(codes, scale, zero, fmt.bits, fmt.axis, group, slots, dtype)[0, 0]
 
 
-class Far:
+class OffloadStore:
     """Keys and values of the oldest tokens, by slot, in a tier.
 
-    forms: of keys and of values, None where they are exact. unit: tokens come in multiples of it,
+    formats: of keys and of values, None where they are exact. unit: tokens come in multiples of it,
     so that a format's bytes and groups are whole.
 
-    On the device: `near` [B, H, steps * M, 2 D], what the last steps read, M tokens each; `place`
-    int32 [B, H, N], where in `near` a slot's token lies, -1 for nowhere.
+    On the device: `resident` [B, H, steps * M, 2 D], the tokens that the last steps read, M each;
+    `resident_index` int32 [B, H, N], where in `resident` a slot's token is, -1 for nowhere.
 
-    Tokens put away while the batch stayed as it was are a stretch. `stretches` int64 [E, 3]: its
-    first slot, batch rows, first brick; `source` int64 [B, E]: which of these rows is b's own.
+    An extent is a run of tokens offloaded while the batch stayed the same. `extents` int64 [E, 3]:
+    its first slot, batch rows, first block; `source` int64 [B, E]: which of these rows is b's own.
     """
 
-    def __init__(self, tier: Tier, forms: tuple[Form | None, Form | None], unit: int) -> None:
-        self.tier, self.forms, self.unit = tier, forms, unit
-        self.shelves = [] if tier.kind == "host" else self.empty_shelves(pinned=False)
-        self.stretches = torch.empty(0, 3, dtype=torch.long)
+    def __init__(
+        self,
+        tier: Tier,
+        formats: tuple[OffloadFormat | None, OffloadFormat | None],
+        unit: int,
+    ) -> None:
+        self.tier, self.formats, self.unit = tier, formats, unit
+        self.buffers = [] if tier.kind == "host" else self.empty_buffers(pinned=False)
+        self.extents = torch.empty(0, 3, dtype=torch.long)
         self.source = torch.empty(1, 0, dtype=torch.long)
         self.tokens = 0
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
@@ -100,74 +105,77 @@ class Far:
     @property
     def nbytes(self) -> int:
         """Bytes held in all, wherever they are."""
-        return self.device_nbytes + sum(shelf.nbytes for shelf in self.shelves)
+        return self.device_nbytes + sum(buffer.nbytes for buffer in self.buffers)
 
     @property
-    def parts(self) -> list[Any]:
+    def mutable(self) -> list[Any]:
         """The objects that a step changes; tensors on the device are changed in place."""
-        rows = [rows for shelf in self.shelves for rows in shelf.rows]
-        return [self, *self.shelves, *rows]
+        rows = [rows for buffer in self.buffers for rows in buffer.rows]
+        return [self, *self.buffers, *rows]
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of the tensors that lie ready."""
-        held = (self.near, self.place, *self.blocks)
+        """Bytes of the tensors on the device."""
+        held = (self.resident, self.resident_index, *self.read_slots)
         return sum(x.nbytes for x in held if x is not None)
 
     def forget(self) -> None:
-        """Let nothing lie ready."""
-        self.near: Tensor | None = None
-        self.place: Tensor | None = None
-        self.blocks: list[Tensor] = []  # slots of each block of `near`
-        self.turn = 0
+        """Let no token be resident on the device."""
+        self.resident: Tensor | None = None
+        self.resident_index: Tensor | None = None
+        self.read_slots: list[Tensor] = []  # int32 [B, H, M], of each of the last steps
+        self.reads = 0
 
-    def append(self, parts: Sequence[Part], tokens: int, like: Tensor) -> None:
+    def append(self, parts: Sequence[Block], tokens: int, like: Tensor) -> None:
         """Add keys and values of `tokens` tokens, whole units; like: an empty tensor of such keys.
 
-        Raises `TierError` where a file cannot hold them: nothing here is of use then.
+        Raises `TierError` where a file cannot hold them; the store is unusable then.
         """
         self.like, b = like, like.shape[0]
-        if not self.shelves:
-            self.shelves = self.empty_shelves(pinned=like.is_cuda)
-        here, bricks = torch.arange(b)[:, None], tokens // self.unit
+        if not self.buffers:
+            self.buffers = self.empty_buffers(pinned=like.is_cuda)
+        here, blocks = torch.arange(b)[:, None], tokens // self.unit
         if self.source.shape[1] == 0 or not torch.equal(self.source[:, -1:], here):
-            new = torch.tensor([[self.tokens, b, self._bricks]])
+            new = torch.tensor([[self.tokens, b, self._blocks]])
             self.source = torch.cat([self.source.expand(b, -1), here], dim=1)
-            self.stretches = torch.cat([self.stretches, new])
-        for shelf, part in zip(self.shelves, self._joined(parts), strict=True):
-            shelf.put(part, bricks)
+            self.extents = torch.cat([self.extents, new])
+        for buffer, part in zip(self.buffers, self._joined(parts), strict=True):
+            buffer.put(part, blocks)
         self.tokens += tokens
 
-    def raw(self, lo: int, hi: int) -> list[Part]:
-        """Keys and values of tokens lo to hi, whole units, as `append` took them, on the device."""
+    def raw(self, lo: int, hi: int) -> list[Block]:
+        """Return keys and values of tokens lo to hi as `append` took them, on the device.
+
+        lo, hi: whole units.
+        """
         assert self.like is not None
         b, h, _, d = self.like.shape
-        bricks = torch.arange(lo // self.unit, hi // self.unit) * self.unit
+        blocks = torch.arange(lo // self.unit, hi // self.unit) * self.unit
         row, head = torch.arange(b)[:, None, None], torch.arange(h)[:, None]
-        at = self._places(bricks.expand(b, h, -1), row, head) // self.unit
-        found: list[Part] = []
+        at = self._places(blocks.expand(b, h, -1), row, head) // self.unit
+        found: list[Block] = []
         nbytes = 0
-        for shelf in self.shelves:
-            got = [x.to(self.like.device, non_blocking=True) for x in shelf.get(at)]
+        for buffer in self.buffers:
+            got = [x.to(self.like.device, non_blocking=True) for x in buffer.get(at)]
             nbytes += sum(x.nbytes for x in got)
-            joint = len(self.shelves) == 1
+            joint = len(self.buffers) == 1
             halves = (x.contiguous() for x in got[0].split(d, dim=-1))
-            found += halves if joint else [got if shelf.form else got[0]]
+            found += halves if joint else [got if buffer.fmt else got[0]]
         self._count(0, (hi - lo) * b * h, nbytes)
         return found
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, M, D] at slots int64 [B, H, M], H a multiple of Hk."""
+        """Return keys and values [B, H, M, D] at slots int64 [B, H, M], H a multiple of Hk."""
         assert self.like is not None
         b, h, m = slots.shape
         d = self.like.shape[-1]
         self._fit(slots)
-        if self.near is None or self.place is None:
+        if self.resident is None or self.resident_index is None:
             x = self._fetch(slots, torch.ones_like(slots, dtype=torch.bool)).view(b, h, m, -1)
             self._count(0, slots.numel(), x.nbytes)
             return x[..., :d], x[..., d:]
-        at = self.place.gather(2, slots).long()
-        x = gather(self.near, at.clamp_min(0))
+        at = self.resident_index.gather(2, slots).long()
+        x = gather(self.resident, at.clamp_min(0))
         missed = at < 0
         misses, nbytes = int(missed.sum()), 0
         if misses:
@@ -178,13 +186,13 @@ class Far:
         return x[..., :d], x[..., d:]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn along the batch dimension: to what lies ready, and to the numbers of rows.
+        """Apply fn along the batch dimension: to resident tokens, and to the row numbers.
 
-        Rows that nobody follows any more stay, unless the batch has become smaller.
+        Rows that are no longer in the batch stay, unless the batch has become smaller.
         """
-        if self.near is not None and self.place is not None:
-            self.near, self.place = fn(self.near), fn(self.place)
-            self.blocks = [fn(x) for x in self.blocks]
+        if self.resident is not None and self.resident_index is not None:
+            self.resident, self.resident_index = fn(self.resident), fn(self.resident_index)
+            self.read_slots = [fn(x) for x in self.read_slots]
         if self.like is None:
             return
         batch = self.like.shape[0]
@@ -192,33 +200,60 @@ class Far:
         if self.like.shape[0] < batch:
             self._compact()
 
-    def fresh(self) -> Far:
-        """Return an empty tier like this one; what was counted stays."""
-        new = Far(self.tier, self.forms, self.unit)
+    def state(self) -> dict[str, Any]:
+        """Return the state: see `LayerCache.state`."""
+        buffers = [
+            {"rows": [rows.state() for rows in buffer.rows], "widths": buffer.widths}
+            for buffer in self.buffers
+        ]
+        return {
+            "host": {"buffers": buffers, "extents": self.extents, "source": self.source},
+            **{name: getattr(self, name) for name in _STATE},
+            "traffic": list(self.traffic),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `state`."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self.traffic = Traffic(*state["traffic"])
+        host = state["host"]
+        self.extents, self.source = host["extents"], host["source"]
+        if host["buffers"] and not self.buffers:
+            pinned = self.like is not None and self.like.is_cuda
+            self.buffers = self.empty_buffers(pinned)
+        for buffer, saved in zip(self.buffers, host["buffers"], strict=True):
+            buffer.widths = saved["widths"]
+            for rows, x in zip(buffer.rows, saved["rows"], strict=True):
+                rows.load_state(x)
+
+    def fresh(self) -> OffloadStore:
+        """Return an empty store like this one, with its traffic."""
+        new = OffloadStore(self.tier, self.formats, self.unit)
         new.traffic = self.traffic
         return new
 
-    def empty_shelves(self, pinned: bool) -> list[Shelf]:
-        """Return empty shelves: one where keys and values are exact, else one for each."""
+    def empty_buffers(self, pinned: bool) -> list[OffloadBuffer]:
+        """Return empty buffers: one where keys and values are exact, else one for each."""
 
         def rows() -> Rows:
             return FileRows(self.tier.folder) if self.tier.kind == "file" else Rows(pinned)
 
-        forms = (None,) if self.forms == (None, None) else self.forms
-        return [Shelf(rows, form, self.unit) for form in forms]
+        formats = (None,) if self.formats == (None, None) else self.formats
+        return [OffloadBuffer(rows, fmt, self.unit) for fmt in formats]
 
     @property
-    def _bricks(self) -> int:
-        """Bricks held."""
-        if not len(self.stretches):
+    def _blocks(self) -> int:
+        """Blocks held."""
+        if not len(self.extents):
             return 0
         assert self.like is not None
-        begin, batch, brick = self.stretches[-1].tolist()
-        return brick + (self.tokens - begin) // self.unit * batch * self.like.shape[1]
+        begin, batch, block = self.extents[-1].tolist()
+        return block + (self.tokens - begin) // self.unit * batch * self.like.shape[1]
 
-    def _joined(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """The parts as the shelves hold them."""
-        if len(self.shelves) == 2:
+    def _joined(self, parts: Sequence[Block]) -> Sequence[Block]:
+        """Return the parts as the buffers store them."""
+        if len(self.buffers) == 2:
             return parts
         k, v = parts
         assert isinstance(k, Tensor)
@@ -226,70 +261,74 @@ class Far:
         return [torch.cat([k, v], dim=-1)]
 
     def _compact(self) -> None:
-        """Put all tokens away anew, those of the rows that there are."""
+        """Offload all tokens again, those of the present rows alone."""
         assert self.like is not None
         new, counted = self.fresh(), self.traffic
         step = max(1, 8192 // self.unit) * self.unit
         for lo in range(0, self.tokens, step):
             hi = min(lo + step, self.tokens)
             new.append(self.raw(lo, hi), hi - lo, self.like)
-        self.shelves, self.stretches, self.source = new.shelves, new.stretches, new.source
+        self.buffers, self.extents, self.source = new.buffers, new.extents, new.source
         self.traffic = counted
 
     def _places(self, slots: Tensor, row: Tensor, head: Tensor) -> Tensor:
-        """Where in the shelves tokens lie, at slots of batch rows' key/value heads, on the host."""
+        """Return where in the buffers tokens are, at slots of batch rows' key/value heads."""
         assert self.like is not None
-        begin, batch, brick = self.stretches.unbind(1)
+        begin, batch, block = self.extents.unbind(1)
         e = torch.searchsorted(begin.contiguous(), slots.contiguous(), right=True) - 1
-        bricks = (slots - begin[e]) // self.unit * batch[e] + self.source[row, e]
-        return (brick[e] + bricks * self.like.shape[1] + head) * self.unit + slots % self.unit
+        blocks = (slots - begin[e]) // self.unit * batch[e] + self.source[row, e]
+        return (block[e] + blocks * self.like.shape[1] + head) * self.unit + slots % self.unit
 
     def _fetch(self, slots: Tensor, which: Tensor) -> Tensor:
-        """Tokens [n, 2 D] at those of the slots [B, H, M] that `which` names, on the device."""
+        """Return tokens [n, 2 D] at the slots [B, H, M] where `which` is True, on the device."""
         assert self.like is not None
         per = slots.shape[1] // self.like.shape[1]  # heads that choose for each key/value head
         row, head, _ = which.nonzero().to("cpu").unbind(1)
         at = self._places(slots[which].to("cpu"), row, head // per)
-        found = [shelf.fetch(at, self.like.dtype) for shelf in self.shelves]
+        found = [buffer.fetch(at, self.like.dtype) for buffer in self.buffers]
         x = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
         if x.device == self.like.device:
             return x
         return x.pin_memory().to(self.like.device, non_blocking=True)
 
     def _fit(self, slots: Tensor) -> None:
-        """Make room for blocks like this one, and places for tokens that came since."""
+        """Make room for steps that read so many slots, and indices for new tokens."""
         b, h, m = slots.shape
         if self.tier.steps == 0:
             return
-        if self.near is None or self.near.shape[1:3] != (h, m * self.tier.steps):
+        if self.resident is None or self.resident.shape[1:3] != (h, m * self.tier.steps):
             self.forget()
             assert self.like is not None
-            self.near = self.like.new_empty(b, h, m * self.tier.steps, 2 * self.like.shape[-1])
-            self.place = slots.new_full((b, h, self.tokens), -1, dtype=torch.int32)
-        assert self.place is not None
-        if self.place.shape[2] < self.tokens:
-            new = self.place.new_full((b, h, self.tokens - self.place.shape[2]), -1)
-            self.place = torch.cat([self.place, new], dim=2)
+            self.resident = self.like.new_empty(b, h, m * self.tier.steps, 2 * self.like.shape[-1])
+            self.resident_index = slots.new_full((b, h, self.tokens), -1, dtype=torch.int32)
+        assert self.resident_index is not None
+        if self.resident_index.shape[2] < self.tokens:
+            more = self.tokens - self.resident_index.shape[2]
+            new = self.resident_index.new_full((b, h, more), -1)
+            self.resident_index = torch.cat([self.resident_index, new], dim=2)
 
     def _keep(self, slots: Tensor, x: Tensor) -> None:
-        """Let a block lie ready in the place of the oldest."""
-        assert self.near is not None
-        assert self.place is not None
-        m, block = slots.shape[2], self.turn % self.tier.steps
-        lo = block * m
-        if len(self.blocks) == self.tier.steps:
-            old = self.blocks[block].long()
-            at = self.place.gather(2, old)
-            left = (at >= lo) & (at < lo + m)  # others lie in newer blocks as well
-            self.place.scatter_(2, old, at.masked_fill(left, -1))
-            self.blocks[block] = slots.int()
+        """Make the tokens of a step resident, in the room of the oldest step's."""
+        assert self.resident is not None
+        assert self.resident_index is not None
+        m, room = slots.shape[2], self.reads % self.tier.steps
+        lo = room * m
+        if len(self.read_slots) == self.tier.steps:
+            old = self.read_slots[room].long()
+            at = self.resident_index.gather(2, old)
+            left = (at >= lo) & (at < lo + m)  # others were read later as well
+            self.resident_index.scatter_(2, old, at.masked_fill(left, -1))
+            self.read_slots[room] = slots.int()
         else:
-            self.blocks.append(slots.int())
-        self.near[:, :, lo : lo + m] = x
+            self.read_slots.append(slots.int())
+        self.resident[:, :, lo : lo + m] = x
         here = torch.arange(lo, lo + m, device=slots.device, dtype=torch.int32)
-        self.place.scatter_(2, slots, here.expand_as(slots))
-        self.turn += 1
+        self.resident_index.scatter_(2, slots, here.expand_as(slots))
+        self.reads += 1
 
     def _count(self, hits: int, misses: int, nbytes: int) -> None:
         old = self.traffic
         self.traffic = Traffic(old.hits + hits, old.misses + misses, old.nbytes + nbytes)
+
+
+_STATE = ("tokens", "like", "resident", "resident_index", "read_slots", "reads")

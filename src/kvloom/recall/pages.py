@@ -59,14 +59,14 @@ class PageFinder(Finder):
         self.page = options.page
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """Names of the tensors held."""
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the attributes that are tensors."""
         return ("low", "high")
 
     def extend(self, keys: Tensor, real: Tensor) -> None:
         """Add the bounds of whole pages of keys [B, Hk, T, D]."""
         bounds = ops.page_bounds(keys, self.page, real)
-        for name, new in zip(self.held, bounds, strict=True):
+        for name, new in zip(self.tensors, bounds, strict=True):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += keys.shape[2]
 
@@ -119,8 +119,8 @@ class TopKFinder(Finder):
         self.real: Tensor | None = None
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """Names of the tensors held."""
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the attributes that are tensors."""
         return () if self.real is None else ("real",)
 
     def extend(self, keys: Tensor, real: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Work beside the device's other work: on a CUDA stream of its own, elsewhere at once.
+"""Work beside the device's other work: on a CUDA stream of its own, on a CPU at once.
 
-Decides when who waits for whom; knows nothing of what is computed.
+Decides when the device waits; independent of what is computed.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 
-class Aside:
-    """One stream, made when it is needed.
+class SideStream:
+    """One CUDA stream, made when it is first needed.
 
-    What was computed there may be used after `wait`, and what it reads must not change before.
+    Its results may be used after `wait`, and the tensors that it reads must not change before.
     """
 
     def __init__(self) -> None:
         self.stream: Any = None
         self.done: Any = None
 
-    def __deepcopy__(self, memo: dict) -> Aside:
-        """Return a new one, once the work is done."""
+    def __deepcopy__(self, memo: dict) -> SideStream:
+        """Return a new stream, once the work is done."""
         self.wait()
-        return Aside()
+        return SideStream()
 
     def run(self, work: Callable[[], None], *reads: Tensor) -> None:
-        """Do the work, which reads `reads`: all on one device."""
+        """Do the work, which reads the tensors `reads`: all on one device."""
         if not reads[0].is_cuda:
             work()
             return
@@ -38,12 +38,12 @@ class Aside:
         self.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self.stream):
             work()
-        for x in reads:  # their memory is not given to others while this stream reads
+        for x in reads:  # the allocator must not reuse their memory while this stream reads
             x.record_stream(self.stream)
         self.done = self.stream.record_event()
 
     def wait(self) -> None:
-        """Let the device's next work wait for this; the host goes on."""
+        """Let later work of the device wait for this work; the host does not wait."""
         if self.done is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(self.done)
             self.done = None

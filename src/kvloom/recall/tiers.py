@@ -110,6 +110,15 @@ class Rows:
     def check(self) -> None:
         """Raise `TierError` where the rows cannot be read any more."""
 
+    def state(self) -> Tensor | None:
+        """Return the rows [n, width], a view; None: there were never any."""
+        return None if self.data is None else self.view()
+
+    def load_state(self, state: Tensor | None) -> None:
+        """Take over a state of `state`."""
+        if state is not None:
+            self.append(state)
+
     def _room(self, count: int, like: Tensor) -> Tensor:
         grown = torch.empty(count, like.shape[1], dtype=like.dtype, pin_memory=self.pinned)
         if self.data is not None:

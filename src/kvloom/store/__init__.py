@@ -1,7 +1,7 @@
-"""In what format a segment holds its tokens."""
+"""In what format a segment stores its tokens."""
 
-from .codec import NOTHING, Known
+from .codec import LayerMetadata
 from .formats import Packed, Store, Transform
-from .lane import Lane
+from .kv_side import KVSide
 
-__all__ = ["NOTHING", "Known", "Lane", "Packed", "Store", "Transform"]
+__all__ = ["KVSide", "LayerMetadata", "Packed", "Store", "Transform"]

@@ -1,9 +1,9 @@
-"""A tensor of tokens that grows and shrinks without a copy a step.
+"""A tensor of tokens that grows and shrinks without a copy at every step.
 
-Decides capacity: room is made a sixteenth at a time (at least 16 tokens), so a step copies O(1)
-tokens on average, and a buffer that grows is spare by at most a sixteenth. Where tokens come in
-large blocks, or are known to be few, no more room is made than they fill. A buffer that shrinks
-gives its memory back once three quarters of it (and 64 tokens) are unused.
+Decides capacity: a full buffer grows by a sixteenth (at least 16 tokens), so a step copies O(1)
+tokens on average and at most a sixteenth of the room is unused. Where tokens come in large blocks,
+or where their number is bounded, the buffer grows by no more than they fill. A buffer that shrinks
+releases its memory once three quarters of it (and 64 tokens) are unused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kernels.append.reference import WriteTarget
 class Buffer:
     """Tokens along dimension 2 of a [B, Hk, capacity, D] tensor; live ones are start..stop.
 
-    tight: make room for what comes and nothing more. most: no spare room above so many tokens.
+    tight: grow by the new tokens and no more. most: no spare room beyond so many tokens.
     """
 
     def __init__(self, tight: bool = False, most: int = 0) -> None:
@@ -64,8 +64,8 @@ class Buffer:
             self._make_room(x.shape[2])
         return WriteTarget(self.data, self.stop)
 
-    def spare(self, t: int) -> WriteTarget | None:
-        """The room for t tokens behind the live ones, if there is."""
+    def spare_room(self, t: int) -> WriteTarget | None:
+        """Return the room for t tokens behind the live ones; None if there is none."""
         if self.data is None or self.stop + t > self.data.shape[2]:
             return None
         return WriteTarget(self.data, self.stop)
@@ -101,6 +101,25 @@ class Buffer:
         """Replace the storage by fn(storage), fn acting on the batch dimension."""
         if self.data is not None:
             self.data = fn(self.data).contiguous()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the live tokens, and where they lie in how much room: a loaded buffer grows alike.
+
+        None: nothing was ever held.
+        """
+        if self.data is None:
+            return None
+        return {"live": self.view(), "start": self.start, "room": self.data.shape[2]}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Take over a state of `state`."""
+        if state is None:
+            return
+        live: Tensor = state["live"]
+        b, h, n, *rest = live.shape
+        self.data = live.new_empty(b, h, state["room"], *rest)
+        self.start, self.stop = state["start"], state["start"] + n
+        self.view().copy_(live)
 
     def _make_room(self, t: int) -> None:
         assert self.data is not None

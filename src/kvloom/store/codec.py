@@ -36,15 +36,12 @@ class Channels(NamedTuple):
     high: Tensor | None = None
 
 
-class Known(NamedTuple):
-    """What is known of a layer before its first token; formats that ask for nothing need none."""
+class LayerMetadata(NamedTuple):
+    """What formats need of a layer before its first token: calibrated channels, and the rope."""
 
     keys: Channels | None = None
     values: Channels | None = None
     rope: Rope | None = None
-
-
-NOTHING = Known()
 
 
 class Codec(Protocol):

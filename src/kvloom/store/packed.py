@@ -74,7 +74,7 @@ class PackedView(NamedTuple):
             return by.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
         assert at is not None
         raw = by.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
-        return rope.turn(raw, at).to(self.dtype)
+        return rope.rotate(raw, at).to(self.dtype)
 
 
 class PackedTokens:
@@ -100,7 +100,7 @@ class PackedTokens:
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
     @property
-    def parts(self) -> list[Any]:
+    def mutable(self) -> list[Any]:
         """The objects that a step changes."""
         return [self, self.codes, self.scale, self.zero]
 
@@ -143,8 +143,8 @@ class PackedTokens:
             codes, scale, zero, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at
         )
 
-    def give(self, n: int) -> Sequence[Tensor]:
-        """Give codes, scales and zeros of the n oldest tokens, whole bytes and groups, away."""
+    def offload(self, n: int) -> Sequence[Tensor]:
+        """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""
         ends = self._ends(n)
         held = self.codes, self.scale, self.zero
         given = tuple(x.view()[:, :, :end] for x, end in zip(held, ends, strict=True))
@@ -153,8 +153,8 @@ class PackedTokens:
         self.count -= n
         return given
 
-    def take_back(self, given: Sequence[Tensor], n: int) -> None:
-        """Put n tokens back in front, as `give` gave them."""
+    def restore(self, given: Sequence[Tensor], n: int) -> None:
+        """Put n offloaded tokens back in front, as `offload` returned them."""
         for x, old in zip((self.codes, self.scale, self.zero), given, strict=True):
             x.replace(torch.cat([old, x.view()], dim=2))
         self.count += n
@@ -163,6 +163,20 @@ class PackedTokens:
         """Apply fn to every tensor held, along the batch dimension."""
         for buffer in (self.codes, self.scale, self.zero):
             buffer.map(fn)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: codes, scales and zeros, and the number of tokens."""
+        buffers = {"codes": self.codes, "scale": self.scale, "zero": self.zero}
+        return {"count": self.count, **{name: x.state() for name, x in buffers.items()}}
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        self.count = state["count"]
+        for name in ("codes", "scale", "zero"):
+            getattr(self, name).load_state(state[name])
+        if self.count:
+            assert like is not None
+            self.codec, self.dtype = codec(self.fmt, self.channels, like), like.dtype
 
     def _extend(self, x: Tensor) -> PackedTensors:
         """Room for the tokens of x behind what is there, not yet written."""
@@ -190,7 +204,7 @@ class PackedTokens:
         for tokens, here, there in _chunks(x, real, at):
             if self.rope is not None:
                 assert there is not None
-                tokens = self.rope.turn(tokens.float(), -there)
+                tokens = self.rope.rotate(tokens.float(), -there)
             found.append(self.codec.quantize(tokens, here))
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*found, strict=True)

@@ -1,4 +1,4 @@
-"""Lane: when tokens move from the exact tail into the packed prefix."""
+"""KVSide: when tokens move from the exact tail into the packed prefix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.store import Lane, Packed
+from kvloom.store import KVSide, Packed
 
 LANES = {
     "exact": (None, 0),
@@ -20,7 +20,7 @@ LANES = {
 every_lane = pytest.mark.parametrize(("fmt", "recent"), LANES.values(), ids=LANES)
 
 
-def parts(lane: Lane) -> list[torch.Tensor]:
+def parts(lane: KVSide) -> list[torch.Tensor]:
     """All that a lane holds."""
     buffers = [lane.tail]
     if lane.packed is not None:
@@ -32,24 +32,24 @@ def parts(lane: Lane) -> list[torch.Tensor]:
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=5), st.booleans())
 def test_taking_is_appending_and_sealing(fmt, recent, sizes, one_by_one):
     x = torch.randn(2, 1, sum(sizes), 32)
-    taken, sealed = Lane(fmt, recent), Lane(fmt, recent)
+    taken, sealed = KVSide(fmt, recent), KVSide(fmt, recent)
     for part in x.split(sizes, dim=2):
-        taken.take(part, drop=0)
+        taken.extend(part, drop=0)
         for piece in part.split(1, dim=2) if one_by_one else [part]:
             sealed.tail.append(piece)
-            sealed.seal()
+            sealed.pack()
     assert len(taken) == len(sealed) == sum(sizes)
     for a, b in zip(parts(taken), parts(sealed), strict=True):
         assert torch.equal(a, b)
     want = 0 if fmt is None else fmt.to_pack(sum(sizes), recent)
-    assert taken.sealed == sealed.sealed == want
+    assert taken.packed_count == sealed.packed_count == want
 
 
 @every_lane
 def test_the_tail_is_the_newest_tokens_bit_by_bit(fmt, recent):
     x = torch.randn(1, 2, 150, 32)
-    lane = Lane(fmt, recent)
-    lane.take(x, drop=0)
+    lane = KVSide(fmt, recent)
+    lane.extend(x, drop=0)
     exact = len(lane.tail)
     assert exact >= recent
     if exact:
@@ -60,42 +60,42 @@ def test_the_tail_is_the_newest_tokens_bit_by_bit(fmt, recent):
 @pytest.mark.parametrize("n", [40, 150])
 def test_views_of_both_parts_are_the_tokens(fmt, recent, n):
     x = torch.randn(1, 2, n, 32)
-    lane = Lane(fmt, recent)
-    lane.take(x, drop=0)
-    assert torch.equal(lane.view(n, n) if lane.sealed < n else x[:, :, n:], x[:, :, n:])
-    if lane.sealed:
-        err = (lane.view(0, lane.sealed).tensor() - x[:, :, : lane.sealed]).abs().max()
+    lane = KVSide(fmt, recent)
+    lane.extend(x, drop=0)
+    assert torch.equal(lane.view(n, n) if lane.packed_count < n else x[:, :, n:], x[:, :, n:])
+    if lane.packed_count:
+        err = (lane.view(0, lane.packed_count).tensor() - x[:, :, : lane.packed_count]).abs().max()
         assert 0 < err < 2
-        mid = lane.view(3, lane.sealed - 1).tensor()
-        assert torch.equal(mid, lane.view(0, lane.sealed).tensor()[:, :, 3:-1])
-    if lane.sealed < n:
-        assert torch.equal(lane.view(lane.sealed, n), x[:, :, lane.sealed :])
+        mid = lane.view(3, lane.packed_count - 1).tensor()
+        assert torch.equal(mid, lane.view(0, lane.packed_count).tensor()[:, :, 3:-1])
+    if lane.packed_count < n:
+        assert torch.equal(lane.view(lane.packed_count, n), x[:, :, lane.packed_count :])
 
 
 def test_dropping_while_taking_forgets_the_oldest():
     x = torch.randn(1, 1, 50, 8)
-    lane = Lane(None, 0)
-    lane.take(x[:, :, :30], drop=10)
+    lane = KVSide(None, 0)
+    lane.extend(x[:, :, :30], drop=10)
     assert torch.equal(lane.tail.view(), x[:, :, 10:30])
-    lane.take(x[:, :, 30:], drop=25)
+    lane.extend(x[:, :, 30:], drop=25)
     assert torch.equal(lane.tail.view(), x[:, :, 35:])
 
 
 @every_lane
 def test_tokens_dropped_on_the_way_in_are_never_packed(fmt, recent):
     x = torch.randn(1, 1, 150, 32)
-    dropping, without = Lane(fmt, recent), Lane(fmt, recent)
-    dropping.take(x, drop=10)
-    without.take(x[:, :, 10:], drop=0)
+    dropping, without = KVSide(fmt, recent), KVSide(fmt, recent)
+    dropping.extend(x, drop=10)
+    without.extend(x[:, :, 10:], drop=0)
     for a, b in zip(parts(dropping), parts(without), strict=True):
         assert torch.equal(a, b)
 
 
 @every_lane
 def test_a_long_prompt_never_enters_the_tail_whole(fmt, recent):
-    lane = Lane(fmt, recent)
-    lane.take(torch.randn(1, 1, 1000, 32), drop=0)
-    assert lane.tail.data.shape[2] == 1000 - lane.sealed
+    lane = KVSide(fmt, recent)
+    lane.extend(torch.randn(1, 1, 1000, 32), drop=0)
+    assert lane.tail.data.shape[2] == 1000 - lane.packed_count
     assert lane.tail.data.untyped_storage().nbytes() == lane.tail.nbytes
-    per_token = 0 if fmt is None else fmt.nbytes(lane.sealed, 32)
-    assert lane.nbytes == per_token + (1000 - lane.sealed) * 32 * 4
+    per_token = 0 if fmt is None else fmt.nbytes(lane.packed_count, 32)
+    assert lane.nbytes == per_token + (1000 - lane.packed_count) * 32 * 4

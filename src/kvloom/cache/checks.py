@@ -1,0 +1,91 @@
+"""Which keys and values a layer refuses, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheMisuse, NotFinite
+from ..kernels.append.reference import within
+from .score_evictor import ScoreEvictor
+from .segment import Segment
+
+if TYPE_CHECKING:
+    from .layer import LayerCache
+
+
+def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
+    """Raise `CacheMisuse` if k and v do not belong together, or to a layer with keys as `like`."""
+    if k.shape[2] == 0:
+        raise CacheMisuse(f"{name}: no tokens to attend with; give at least one")
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise CacheMisuse(
+            f"{name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
+            f"{v.dtype} do not belong together; give one value per key"
+        )
+    if like is not None and (want := _traits(like)) != (got := _traits(k)):
+        names = "batch size", "key/value heads", "head dimension", "dtype", "device"
+        for what, a, b in zip(names, want, got, strict=True):
+            if a != b:
+                raise CacheMisuse(
+                    f"{name}: this cache holds {what} {a} and was given {b}; "
+                    "make a new cache for another model, dtype or batch"
+                )
+
+
+def out_of_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> NotFinite:
+    """Return the error that names numbers which the store cannot hold."""
+    at = 1 if within((k,), max_abs[:1]) else 0
+    what, x = (("keys", k), ("values", v))[at]
+    if torch.isfinite(x).all():
+        return NotFinite(f'{name}: |x| > {max_abs[at]:g} in {what}; use meta="bf16"')
+    return NotFinite(f"{name}: NaN or infinity in {what}; check the model")
+
+
+def check_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> None:
+    """Raise `NotFinite` for numbers that the store cannot hold."""
+    if k.is_cuda and k.shape[2] == 1:
+        return  # to read the answer back would stall the device at every step
+    if not within((k, v), max_abs):
+        raise out_of_range(name, max_abs, k, v)
+
+
+def check_crop(layer: LayerCache, tokens: int) -> None:
+    """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
+    if tokens >= layer.seen:
+        return
+    held, evictor = layer.tokens, layer.evictor
+    draft = 0 if layer.draft is None else layer.draft.tokens
+    scored = isinstance(evictor, ScoreEvictor)
+    remedy = "call activate_past_recording() before the step that is to be undone"
+    if tokens > draft and not (scored and layer.score_evictor.done):
+        if layer.dropped > 0:
+            raise CacheMisuse(
+                f"{layer.name}: crop cannot bring back the tokens that were dropped since; {remedy}"
+            )
+        if scored:
+            raise CacheMisuse(
+                f"{layer.name}: crop cannot take back the scores of removed tokens; {remedy}"
+            )
+    if not isinstance(held, Segment):
+        return
+    exact = held.exact_newest
+    if tokens > exact and exact < len(held):
+        raise CacheMisuse(
+            f"{layer.name}: crop of {tokens} tokens reaches into packed tokens; the newest {exact} "
+            "are still exact, or call activate_past_recording() before the step"
+        )
+    later = len(held) - held.kept
+    if scored and held.kept and later < tokens:
+        raise CacheMisuse(
+            f"{layer.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
+            f"dropped; the newest {later} can be removed"
+        )
+
+
+def _traits(x: Tensor) -> tuple:
+    """Return what all keys of a cache have in common."""
+    b, h, _, d = x.shape
+    return b, h, d, x.dtype, x.device

@@ -1,0 +1,162 @@
+"""After attention: score → evict → pack → index.
+
+Decides what happens to the tokens of a step, and in which order. A draft leaves this to `crop`.
+Layers that decide together score one by one and evict when the last of them has scored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .age_evictor import AgeEvictor
+from .draft import Draft
+from .outliers import all_exact
+from .part import Part
+from .score_evictor import ScoreEvictor
+from .segment import Segment
+from .slots import Slots
+from .step import StepInputs
+
+if TYPE_CHECKING:
+    from .layer import LayerCache
+
+KV = tuple[Tensor, Tensor]
+"""New keys and values [B, Hk, T, D] that are not stored yet."""
+
+
+def commit(layer: LayerCache, step: StepInputs, new: KV | None, parts: list[Part]) -> None:
+    """Take a step in: store its tokens, if `new` has them, and settle what is due.
+
+    parts: what the step attended to.
+    """
+    evictor = layer.evictor
+    if layer.like is None:
+        assert new is not None
+        layer.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])
+    if evictor is not None and not evictor.begun:
+        evictor.begin(layer.seen)
+    if layer.retriever is not None:
+        layer.retriever.visible = step.visible
+    if layer.recording:
+        _add_to_draft(layer, step, new)
+    elif isinstance(layer.tokens, Slots):
+        layer.waiting = step
+        _vote(layer, layer.score_evictor.score_slots(layer.tokens, step, parts[0], layer.seen))
+    elif layer.draft is not None:  # no crop came: all tokens of the draft stay
+        _add_to_draft(layer, step, new)
+        settle(layer, layer.draft.step, None)
+    else:
+        settle(layer, step, new)
+
+
+def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
+    """Score → evict → pack → index: the tokens of a step, or of a draft that has ended.
+
+    new: keys and values that are not stored yet.
+    """
+    layer.draft = None
+    evictor, segment = layer.evictor, layer.segment
+    if isinstance(evictor, ScoreEvictor) and not evictor.done and step.tokens:
+        prompt = new is not None and layer.seen == new[0].shape[2]
+        if new is not None and prompt and not evictor.waits:  # store only what stays
+            kept = evictor.keep_prompt(segment, step, *new, layer.trace)
+            segment.extend(*kept, 0, step.visible)
+            layer.tokens = evictor.settled(segment, drafting=False)
+            index(layer)
+            return
+        if new is not None and prompt:
+            segment.append(*new)
+        if new is None or prompt:
+            layer.waiting = step
+            _vote(layer, evictor.score_segment(segment, step, layer.seen))
+            return
+    _store(layer, step, new)
+    index(layer)
+
+
+def evict(layer: LayerCache, scores: Tensor) -> None:
+    """Evict by the scores [B, Hk, N] of the step that waits for them; pack and index."""
+    step, layer.waiting = layer.waiting, None
+    assert step is not None
+    evictor, tokens = layer.score_evictor, layer.tokens
+    if isinstance(tokens, Slots):
+        evictor.evict_from_slots(tokens, scores, step.visible, layer.seen, layer.trace)
+        return
+    evictor.evict_from_segment(tokens, scores, step, layer.trace)
+    layer.tokens = evictor.settled(tokens, layer.recording)
+    if isinstance(layer.tokens, Segment):
+        layer.tokens.pack(step.visible, prompt=evictor.done)
+        index(layer)
+
+
+def index(layer: LayerCache) -> None:
+    """Let the retriever index, and offload, what is due."""
+    retriever = layer.retriever
+    if retriever is None:
+        return
+    assert layer.like is not None
+    visible = retriever.visible
+    if visible is not None and layer.sinks is not None:
+        visible = layer.sinks.hide(visible)
+    retriever.grow(layer.segment, visible, layer.like)
+
+
+def _add_to_draft(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
+    """Store a step's tokens exactly; keep its queries where a part will need them."""
+    if new is not None:
+        layer.segment.append(*_without_sinks(layer, step, new))
+    before, evictor = layer.draft, layer.evictor
+    tokens = step.tokens + (0 if before is None else before.tokens)
+    if isinstance(evictor, ScoreEvictor):
+        needed = evictor.scores_more
+    else:
+        needed = layer.outliers is not None and not layer.outliers.done
+    if not needed:
+        step = step.without_queries()
+    elif before is not None:
+        step = step.after(before.step)
+    layer.draft = Draft(tokens, step)
+
+
+def _vote(layer: LayerCache, scores: Tensor) -> None:
+    """Evict by these scores, at once or when the other layers have scored too."""
+    if layer.score_evictor.waits and layer.coordinator is not None:
+        layer.coordinator.vote(layer, scores)
+    else:
+        evict(layer, scores)
+
+
+def _store(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
+    """Add new tokens, drop the oldest where age decides, and pack what is due.
+
+    Outliers are chosen from the exact tokens of the first prompt.
+    """
+    segment, outliers, exact = layer.segment, layer.outliers, new
+    choosing = outliers is not None and not outliers.done
+    if choosing and new is None and len(segment):
+        exact = all_exact(segment, layer.sinks)
+    if new is not None:
+        new = _without_sinks(layer, step, new)
+    tokens = len(segment) + (0 if new is None else new[0].shape[2])
+    drop = layer.evictor.surplus(tokens) if isinstance(layer.evictor, AgeEvictor) else 0
+    if new is not None and new[0].shape[2]:
+        segment.extend(*new, drop, step.visible)
+    elif new is None:
+        if drop:
+            segment.drop_front(drop)
+        segment.pack(step.visible)
+    if outliers is not None and choosing and exact is not None:
+        outliers.done = True
+        if exact[0].shape[2] == layer.seen:
+            outliers.choose(*exact, step, segment, layer.sinks)
+
+
+def _without_sinks(layer: LayerCache, step: StepInputs, new: KV) -> KV:
+    """Copy the sinks among new keys and values; return the others."""
+    if layer.sinks is None:
+        return new
+    k, v = new
+    skip = layer.sinks.extend(k, v, layer.seen - k.shape[2], step.visible)
+    return k[:, :, skip:], v[:, :, skip:]

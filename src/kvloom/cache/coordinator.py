@@ -1,0 +1,45 @@
+"""Decisions that need the scores of several layers: one choice for all, or budgets by variance.
+
+Decides when there are enough votes, and what each layer makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layer import LayerCache
+
+
+class Coordinator:
+    """The layers of a cache that decide together, first to last; the last vote of a step decides.
+
+    shared: the layers keep the same tokens, chosen by the sum of all scores. evict: evicts from a
+    layer by scores.
+    """
+
+    def __init__(self, shared: bool, evict: Callable[[LayerCache, Tensor], None]) -> None:
+        self.shared, self.evict = shared, evict
+        self.layers: list[LayerCache] = []
+
+    def vote(self, layer: LayerCache, scores: Tensor) -> None:
+        """Take a layer's scores [B, Hk, N]; after the last layer's, let all layers evict."""
+        evictors = [each.score_evictor for each in self.layers]
+        layer.score_evictor.vote = scores
+        if layer is not self.layers[-1]:
+            return
+        votes = [evictor.vote for evictor in evictors if evictor.vote is not None]
+        if self.shared:
+            total = torch.stack([vote.to(scores.device) for vote in votes]).sum(dim=0)
+            votes = [total.to(vote.device) for vote in votes]
+        if evictors[0].awaits_variances:
+            variances = [vote.var(dim=-1).mean().item() for vote in votes]
+            for evictor in evictors:
+                evictor.divide(variances)
+        for each, vote in zip(self.layers, votes, strict=True):
+            each.score_evictor.vote = None
+            self.evict(each, vote)

@@ -1,0 +1,107 @@
+"""Tokens of the first prompt that stay exact although the others are packed.
+
+The rule (`keep.Spare`) scores the first prompt once, with its queries. The tokens that it marks
+among the packed ones are copied into a segment of their own and hidden in the packed one, so
+nothing moves and no group has gaps. Decides when the rule runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..keep import Spare, Step, choose
+from ..kernels.select.reference import gather
+from ..positions.alibi import Alibi
+from .part import Part
+from .segment import Segment
+from .sinks import Sinks
+from .step import StepInputs
+
+
+class Outliers:
+    """A rule, and the exact copies of the tokens that it has chosen."""
+
+    def __init__(self, rule: Spare, layer: int) -> None:
+        self.rule, self.layer = rule, layer
+        self.tokens = Segment()
+        self.done = False  # the rule runs once
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self.tokens.nbytes
+
+    @property
+    def mutable(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [self, *self.tokens.mutable]
+
+    def choose(
+        self, k: Tensor, v: Tensor, step: StepInputs, packed: Segment, sinks: Sinks | None
+    ) -> None:
+        """Run the rule on all tokens seen, k, v [B, Hk, N, D]; `packed` has packed the oldest."""
+        self.done = True
+        lo, n = packed.first, k.shape[2]
+        hi = lo + packed.packed_oldest
+        if hi <= lo:
+            return
+        index = torch.arange(n, device=k.device).view(1, 1, -1)
+        bias = None if step.alibi is None else step.alibi.bias(index)
+        inputs = Step(
+            q=step.q, k=k, scale=step.scale, softcap=step.softcap, valid=step.visible,
+            real=step.visible_queries, index=index, seen=n, number=0, seed=self.layer,
+            group=self.rule.group, bias=bias,
+        )  # fmt: skip
+        scores = self.rule.scorer(inputs).to(torch.float32)[..., lo:hi]
+        may = step.visible if sinks is None else sinks.hide(step.visible)
+        may = None if may is None else may[..., lo:hi]
+        slots = choose(scores, min(self.rule.tokens, hi - lo), 0, may)
+        if slots is None:
+            slots = torch.arange(hi - lo, device=k.device).expand(*scores.shape[:2], -1)
+        slots = slots + lo
+        self.tokens.append(gather(k, slots), gather(v, slots))
+        self.tokens.index, self.tokens.kept = slots.int(), slots.shape[-1]
+
+    def parts(self, visible: Tensor | None, alibi: Alibi | None) -> list[Part]:
+        """Return the exact copies."""
+        return [] if self.tokens.index is None else self.tokens.parts(visible, 0, alibi)
+
+    def hide(self, visible: Tensor | None, seen: int) -> Tensor | None:
+        """Return the mask bool [B, 1 or Hk, seen] of all tokens without the exact copies."""
+        if self.tokens.index is None:
+            return visible
+        index = self.tokens.index.long()
+        b, hk = index.shape[:2]
+        if visible is None:
+            rest = torch.ones(b, hk, seen, dtype=torch.bool, device=index.device)
+        else:
+            rest = visible.expand(-1, hk, -1).clone()
+        return rest.scatter_(2, index, False)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        self.tokens.map(fn)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: see `LayerCache.state`."""
+        return {"tokens": self.tokens.state(), "done": self.done}
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        self.tokens.load_state(state["tokens"], like)
+        self.done = state["done"]
+
+
+def all_exact(tokens: Segment, sinks: Sinks | None) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, Hk, N, D] of all tokens seen, none of which is packed yet."""
+    k, v = tokens.exact_keys(), tokens.exact_values()
+    if sinks is None or sinks.keys is None or sinks.values is None or sinks.start is None:
+        return k, v
+    slot = torch.arange(tokens.first, device=k.device) - sinks.start[:, None]
+    front = slot.clamp_min(0)[:, None].expand(-1, k.shape[1], -1)
+    before = gather(sinks.keys, front), gather(sinks.values, front)
+    return torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)

@@ -1,0 +1,145 @@
+"""Stored tokens in a form that attention reads: parts, whose states merge exactly.
+
+Decides how a part is attended to: by a kernel that reads the tokens as they are stored, by torch's
+fused attention if one exact part is all there is, else by the reference, part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..kernels import ops
+from ..kernels.attend import reference
+from ..kernels.attend.kv_view import KVView
+from ..store.packed import PackedView
+
+
+class GatherPlan(NamedTuple):
+    """Which tokens of a part are read: at slots int64 [B, H, M], and all from `begin` on.
+
+    first: exact keys and values [B, Hk, S, D] before them (sinks).
+    """
+
+    slots: Tensor
+    begin: int
+    first: reference.First | None = None
+
+    def tokens(self, stored: int) -> int:
+        """Return how many of `stored` tokens are read, `first` included."""
+        before = 0 if self.first is None else self.first[0].shape[2]
+        return before + self.slots.shape[2] + stored - self.begin
+
+
+class Part(NamedTuple):
+    """Tokens whose keys share one format and whose values share one format.
+
+    The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
+    visible: bool [B, 1 or Hk, N], None if no token is padding. bias: fp32 [B, Hq, N], added to the
+    logits. plan: read only these tokens, in the order named there, for one query. pieces: returns
+    the same tokens as parts that the reference can read, where it cannot read this one.
+    """
+
+    keys: Tensor | PackedView | KVView
+    values: Tensor | PackedView | KVView
+    visible: Tensor | None
+    causal: int = 0
+    bias: Tensor | None = None
+    plan: GatherPlan | None = None
+    pieces: Callable[[], list[Part]] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a step reads."""
+        keys = self.keys
+        if isinstance(keys, Tensor):
+            return keys.shape[2]
+        if isinstance(keys, PackedView):
+            return keys.hi - keys.lo
+        return keys.tokens if self.plan is None else self.plan.tokens(keys.tokens)
+
+    @property
+    def exact_keys(self) -> Tensor:
+        """The keys [B, Hk, N, D], unpacked where they are packed."""
+        return _exact(self.keys)
+
+    def attend(self, q: Tensor, scale: float, softcap: float | None) -> reference.State:
+        """Attend q [B, Hq, T, D] to this part."""
+        state = self.attend_stored(q, scale, softcap)
+        if state is None and self.pieces is not None:
+            return reference.merge([piece.attend(q, scale, softcap) for piece in self.pieces()])
+        return state or reference.attend(
+            q, self.exact_keys, _exact(self.values), scale,
+            causal=self.causal > 0, valid=self.visible, softcap=softcap, bias=self.bias,
+        )  # fmt: skip
+
+    def attend_stored(
+        self,
+        q: Tensor,
+        scale: float,
+        softcap: float | None,
+        products: list[Tensor] | None = None,
+    ) -> reference.State | None:
+        """Attend by a kernel that reads the tokens as they are stored; None if there is none.
+
+        products: a list to which the kernel may append scale * q @ k (see `ops.attend`).
+        """
+        if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
+            ops.attend_in_parts(q, _format(self.keys), _format(self.values))
+            return None
+        keys, values = _kv_view(self.keys), _kv_view(self.values)
+        if self.plan is not None:
+            slots, begin, first = self.plan
+            run = ops.attend_gathered.bind(q, keys, values, slots).run
+            return run and run(
+                q, keys, values, slots, begin, scale,
+                first=first, valid=self.visible, softcap=softcap, bias=self.bias,
+            )  # fmt: skip
+        run = ops.attend.bind(q, keys, values).run
+        return run and run(
+            q, keys, values, scale, causal=self.causal > 0, valid=self.visible, softcap=softcap,
+            bias=self.bias, products=products,
+        )  # fmt: skip
+
+
+def attend_parts(
+    q: Tensor,
+    parts: list[Part],
+    scale: float,
+    softcap: float | None,
+    products: list[Tensor] | None = None,
+) -> Tensor:
+    """Attend q [B, Hq, T, D] to all parts and merge; returns [B, Hq, T, D] in q's dtype.
+
+    products: as in `Part.attend_stored`; filled only if there is a single part.
+    """
+    only = parts[0]
+    if len(parts) == 1 and only.causal < only.tokens:
+        state = only.attend_stored(q, scale, softcap, products)
+        if state is not None:
+            return state.out.to(q.dtype)
+        if only.pieces is not None:
+            parts = only.pieces()
+            only = parts[0]
+    fused = softcap is None and (only.bias is None or q.shape[2] == 1)
+    if len(parts) == 1 and fused and isinstance(only.keys, Tensor):
+        assert isinstance(only.values, Tensor)
+        return reference.sdpa(
+            q, only.keys, only.values, scale,
+            causal=only.causal > 1, valid=only.visible, bias=only.bias,
+        )  # fmt: skip
+    return reference.merge([part.attend(q, scale, softcap) for part in parts]).out.to(q.dtype)
+
+
+def _format(x: Tensor | PackedView | KVView) -> Any:
+    return None if isinstance(x, Tensor) else x.fmt
+
+
+def _exact(x: Tensor | PackedView | KVView) -> Tensor:
+    return x if isinstance(x, Tensor) else x.tensor()
+
+
+def _kv_view(x: Tensor | KVView) -> KVView:
+    return KVView(None, x) if isinstance(x, Tensor) else x

@@ -1,0 +1,75 @@
+"""What a step attends to, and which tokens a layer holds.
+
+Decides the order of the parts: outliers, sinks, then the tokens, of which a retriever reads some.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheMisuse
+from .gather_plan import prepend_sinks
+from .part import Part
+from .score_evictor import ScoreEvictor
+from .slots import Slots
+from .step import StepInputs
+
+if TYPE_CHECKING:
+    from .layer import LayerCache
+
+
+def past_parts(layer: LayerCache, step: StepInputs, present: int) -> list[Part]:
+    """Return the tokens that a layer holds; the last `present` of them are the step's own."""
+    visible, alibi, tokens, parts = step.visible, step.alibi, layer.tokens, []
+    evictor, seen = layer.evictor, layer.seen
+    if isinstance(tokens, Slots):
+        return layer.score_evictor.renumbered(tokens.parts(visible, alibi), tokens, seen)
+    if layer.outliers is not None:
+        parts = layer.outliers.parts(visible, alibi)
+        visible = layer.outliers.hide(visible, seen + present)
+    if layer.sinks is not None:
+        sinks = layer.sinks.part(seen, visible, alibi, tokens.first)
+        if layer.rope is not None:
+            by = layer.sinks.behind(tokens.first)
+            sinks = sinks._replace(keys=layer.rope.rotate(sinks.exact_keys, by))
+        parts.append(sinks)
+        visible = layer.sinks.hide(visible)
+    if not len(tokens):
+        return parts
+    if layer.retriever is not None:
+        read = layer.retriever.read(tokens, step, visible, alibi, present, layer.trace)
+        if len(parts) == len(read) == 1 and read[0].plan is not None:
+            return [prepend_sinks(parts[0], read[0])]
+        return [*parts, *read]
+    parts += tokens.parts(visible, present, alibi)
+    if isinstance(evictor, ScoreEvictor):
+        return evictor.renumbered(parts, tokens, seen + present - 1)
+    return parts
+
+
+def logical(layer: LayerCache) -> Tensor:
+    """Return logical indices of the tokens held, int64 [B, Hk, N], in the order they lie in.
+
+    Sinks first, then the segment, which holds a padded row's sinks once more; slots in no order.
+    -1: a sink that a row has not reached yet. Raises `CacheMisuse` where the layer did not remember
+    them.
+    """
+    tokens, like = layer.tokens, layer.like
+    if like is None:
+        return torch.empty(0, 0, 0, dtype=torch.long)
+    if isinstance(tokens, Slots):
+        return tokens.logical()
+    if tokens.kept and tokens.index is None:
+        raise CacheMisuse(
+            f"{layer.name}: the layer did not remember which tokens stayed; call observe() before "
+            "the first prompt"
+        )
+    parts = []
+    if layer.sinks is not None:
+        parts.append(layer.sinks.logical(layer.seen)[:, None, :])
+    if len(tokens):
+        parts.append(tokens.logical(0, len(tokens), like.device))
+    return torch.cat([part.expand(*like.shape[:2], -1) for part in parts], dim=-1)

@@ -1,0 +1,219 @@
+"""Recall: every token stays, and a step of one token reads what an index finds.
+
+A step of one token reads the protected tokens, those that the index finds, and those that are not
+indexed yet; longer steps read everything. Decides when tokens are indexed: once they have left the
+recent window and are in their final format, so that the index describes keys as they are stored.
+Where the recipe has a tier, the layer offloads them then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.select import reference
+from ..positions.alibi import Alibi
+from ..recall import Finder, OffloadFormat, OffloadStore, SideStream
+from ..recipe.spec import Recipe
+from ..store import KVSide, Packed
+from ..store.codec import Plain
+from ..store.formats import META
+from .gather_plan import gather_part
+from .part import Part
+from .segment import Segment
+from .step import StepInputs
+from .trace import Trace
+
+# A tier that is read whole is copied so many tokens at a time.
+_READ_AT_ONCE = 8192
+
+
+class Retriever:
+    """An index of the oldest tokens of a segment, and the offload store where these may lie."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.recall is not None
+        self.recipe, self.recall = recipe, recipe.recall
+        self.finder: Finder = self.recall.index.finder()
+        self.side_stream = SideStream()  # where the index grows
+        self.store: OffloadStore | None = None
+        if self.recall.tier is not None:
+            store = recipe.store
+            formats = _offload_format(store.keys), _offload_format(store.values)
+            self.store = OffloadStore(self.recall.tier, formats, store.unit)
+        self.visible: Tensor | None = None  # padding so far, bool [B, 1, seen]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index and of the offloaded tokens."""
+        return self.finder.nbytes + (0 if self.store is None else self.store.nbytes)
+
+    @property
+    def mutable(self) -> list[Any]:
+        """The objects that a step changes."""
+        own = [self, self.finder]
+        return own if self.store is None else [*own, *self.store.mutable]
+
+    def read(
+        self,
+        tokens: Segment,
+        step: StepInputs,
+        visible: Tensor | None,
+        alibi: Alibi | None,
+        present: int,
+        trace: Trace | None,
+    ) -> list[Part]:
+        """Return what a step reads of a segment, its own `present` tokens among it.
+
+        visible: as in `Segment.parts`, without the sinks.
+        """
+        indexed, room = self.finder.tokens, self.recall.tokens - self.recipe.always
+        if trace is not None:
+            trace.recalled = None
+        if step.tokens > 1 or room >= indexed:
+            offloaded = self._offloaded_parts(tokens, visible, alibi)
+            return [*offloaded, *tokens.parts(visible, present, alibi)]
+        slots = self._find(tokens, step.q, room - room % self.recall.index.unit)
+        end = self.recipe.front + indexed
+        if trace is not None:
+            trace.recalled = slots
+        masks: tuple[Tensor | None, ...] = (None, None)
+        if visible is not None:
+            found = _at(tokens.visible(visible, 0, end), slots)
+            masks = found, tokens.visible(visible, end, len(tokens))
+        bias: tuple[Tensor | None, ...] = (None, None)
+        if alibi is not None:
+            found = alibi.bias(_at(tokens.logical(0, end, slots.device), slots))
+            bias = found, tokens.bias(alibi, end, len(tokens))
+        rest = partial(tokens.parts, visible, present, alibi, begin=end)
+        if self.store is not None:
+            return [Part(*self.store.read(slots), masks[0], bias=bias[0]), *rest()]
+        gather = partial(_gather_both, tokens, end, slots)
+        gaps = tokens.index is not None
+        views = tokens.keys.kv_view(tokens.positions, gaps), tokens.values.kv_view()
+        return [gather_part(views, slots, end, masks, bias, rest, gather)]
+
+    def grow(self, tokens: Segment, visible: Tensor | None, like: Tensor) -> None:
+        """Index the tokens that are due, and offload them where the recipe has a tier.
+
+        visible: bool [B, 1, seen], without the sinks. like: an empty tensor such as the keys.
+        """
+        if not len(tokens):
+            return
+        front = self.recipe.front
+        recent = max(self.recipe.protect.recents)
+        ready = max(0, min(len(tokens) - recent, tokens.packed_oldest))
+        if self.store is not None:
+            ready = ready // self.store.unit * self.store.unit
+        ready = max(0, ready - front)
+        if self.finder.tokens > ready:  # a crop reached into the index
+            self.restore(tokens)
+            self.finder = self.recall.index.finder()
+        while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
+            lo = front + self.finder.tokens
+            keys, live = _keys(tokens, lo, lo + due), tokens.visible(visible, lo, lo + due)
+            if live is None:
+                live = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
+            live = live[:, :1]  # all heads have their padding at the same places
+            self.side_stream.run(partial(self.finder.extend, keys, live), keys, live)
+        if self.store is not None and self.finder.tokens:
+            self.side_stream.wait()
+            n = front + self.finder.tokens - tokens.offloaded
+            if n:
+                self.store.append(tokens.offload(n), n, like)
+
+    def restore(self, tokens: Segment) -> None:
+        """Move all offloaded tokens back into the segment and forget the index."""
+        if self.store is None or not self.store.tokens:
+            return
+        tokens.restore(self.store.raw(0, self.store.tokens))
+        self.store, self.finder = self.store.fresh(), self.recall.index.finder()
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        self.finder.map(fn)
+        if self.store is not None:
+            self.store.map(fn)
+        self.visible = None if self.visible is None else fn(self.visible)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: see `LayerCache.state`."""
+        store = None if self.store is None else self.store.state()
+        return {"finder": self.finder.state(), "store": store, "visible": self.visible}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `state`."""
+        self.finder.load_state(state["finder"])
+        if self.store is not None:
+            self.store.load_state(state["store"])
+        self.visible = state["visible"]
+
+    def _find(self, tokens: Segment, q: Tensor, count: int) -> Tensor:
+        """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
+        front, end = self.recipe.front, self.recipe.front + self.finder.tokens
+        slots = self.finder.find(
+            q[:, :, 0], count, self.recall.group, partial(_keys, tokens, front, end)
+        )
+        if not front:
+            return slots
+        always = torch.arange(front, device=slots.device).expand(*slots.shape[:2], -1)
+        return torch.cat([always, slots + front], dim=-1)
+
+    def _offloaded_parts(
+        self, tokens: Segment, visible: Tensor | None, alibi: Alibi | None
+    ) -> list[Part]:
+        """Return all offloaded tokens, some thousands at a time."""
+        parts: list[Part] = []
+        if self.store is None:
+            return parts
+        step = max(1, _READ_AT_ONCE // self.store.unit) * self.store.unit
+        for lo in range(0, self.store.tokens, step):
+            hi = min(lo + step, self.store.tokens)
+            sides = (tokens.keys, tokens.values)
+            keys, values = (
+                side.view_offloaded(block, hi - lo)
+                for side, block in zip(sides, self.store.raw(lo, hi), strict=True)
+            )
+            bias = None if alibi is None else tokens.bias(alibi, lo, hi)
+            parts.append(Part(keys, values, tokens.visible(visible, lo, hi), bias=bias))
+        return parts
+
+
+def _keys(tokens: Segment, lo: int, hi: int) -> Tensor:
+    """Return the keys [B, Hk, hi - lo, D] of resident tokens lo to hi of a segment."""
+    away = tokens.offloaded
+    keys = tokens.keys.view(lo - away, hi - away, tokens.positions)
+    return keys if isinstance(keys, Tensor) else keys.tensor()
+
+
+def _gather_both(tokens: Segment, end: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, H, M, D] at slots among the first `end` tokens."""
+    return _gather(tokens.keys, end, slots, tokens), _gather(tokens.values, end, slots, tokens)
+
+
+def _gather(side: KVSide, end: int, slots: Tensor, tokens: Segment) -> Tensor:
+    x = side.view(0, end, tokens.positions)
+    if isinstance(x, Tensor):
+        return reference.gather(x, slots)
+    if not isinstance(x.codec, Plain) or x.rope is not None:
+        return reference.gather(x.tensor(), slots)  # unpacks all tokens to choose some
+    return reference.gather_packed(
+        x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype
+    )
+
+
+def _at(x: Tensor | None, slots: Tensor) -> Tensor:
+    """Return x [B or 1, Hk or 1, N] at slots [B, H, M], H a multiple of Hk: [B, H, M]."""
+    assert x is not None
+    b, h, m = slots.shape
+    by_head = slots.reshape(b, x.shape[1], -1)
+    return x.expand(b, -1, -1).gather(2, by_head).view(b, h, m)
+
+
+def _offload_format(fmt: Packed | None) -> OffloadFormat | None:
+    """Return what an offload store needs to know of a format."""
+    return None if fmt is None else OffloadFormat(fmt.bits, fmt.axis, fmt.group, META[fmt.meta])

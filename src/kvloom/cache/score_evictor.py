@@ -1,0 +1,300 @@
+"""Eviction by score: the running scores of a layer's tokens, and which tokens stay.
+
+Decides when tokens are scored and which of them leave. The prompt is scored from its own queries,
+and the budget's best tokens stay. Later, `when="step"` scores every step and drops down to the
+budget again (in `Slots`, where nothing moves); `when="prompt"` keeps all later tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..keep import Step, budgets, choose, protect_sinks
+from ..kernels.select.reference import gather
+from ..positions.renumber import renumber, renumber_once
+from ..positions.rope import Rope
+from ..recipe.spec import Recipe
+from ..store.buffer import Buffer
+from .part import Part
+from .segment import Segment
+from .slots import Slots
+from .step import StepInputs
+from .trace import Trace
+
+
+class ScoreEvictor:
+    """Scores of the tokens that a layer holds, fp32 [B, Hk, N], oldest first.
+
+    layer: number of the layer among those that the cache holds, which seeds noise. sharing: (rank,
+    count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
+    renumbers positions.
+    """
+
+    def __init__(
+        self, recipe: Recipe, layer: int, sharing: tuple[int, int], rope: Rope | None = None
+    ) -> None:
+        assert recipe.keep is not None
+        self.keep, self.layer, self.sharing, self.rope = recipe.keep, layer, sharing, rope
+        self.sinks = recipe.protect.sinks
+        self.sinks_first = recipe.recall is not None  # every step of a retriever reads them there
+        self.needs_positions = recipe.store.pre_rope
+        self.scores = Buffer()
+        self.heavy = self.recent = 0
+        self.steps = 0  # scored so far, the prompt included
+        self.prompt_tokens = 0  # of the first prompt; 0: none was scored
+        self.done = False  # nothing more is dropped
+        self.awaits_variances = self.keep.budget.layers in budgets.BY_VARIANCE
+        self.vote: Tensor | None = None  # scores that wait for those of other layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the scores held."""
+        return self.scores.nbytes
+
+    @property
+    def mutable(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [self, self.scores]
+
+    @property
+    def begun(self) -> bool:
+        """Whether the budget is fixed."""
+        return self.prompt_tokens > 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a decision needs the scores of other layers."""
+        return self.keep.shared or self.awaits_variances
+
+    @property
+    def room(self) -> int:
+        """Tokens that the layer holds at most between steps."""
+        return self.heavy + self.recent
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether the attention mass of decode steps is needed."""
+        return not self.done and self.keep.scorer.weighs and self.keep.when != "prompt"
+
+    @property
+    def scores_more(self) -> bool:
+        """Whether the queries of a draft will be needed for scores."""
+        once = self.keep.when == "prompt" and len(self.scores) > 0
+        return not self.done and not once
+
+    @property
+    def renumbers_steps(self) -> bool:
+        """Whether stored keys keep their positions, and every step rotates them to new ones.
+
+        Keys that are chosen once are rotated once, when they are stored.
+        """
+        return self.rope is not None and self.keep.when != "prompt"
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
+        self.keep.rooms(tokens, self.sharing[1])
+
+    def begin(self, prompt_tokens: int) -> None:
+        """Fix the budget for a first prompt of this length."""
+        self.prompt_tokens = prompt_tokens
+        self.recent = self.keep.budget.window(prompt_tokens)
+        if not self.awaits_variances:
+            self.divide(None)
+
+    def divide(self, variances: list[float] | None) -> None:
+        """Fix the number of heavy hitters; variances: of each layer's scores, if they decide."""
+        rank, count = self.sharing
+        shares = self.keep.budget.heavy(self.prompt_tokens, count, variances)
+        self.heavy, self.awaits_variances = shares[rank], False
+
+    def renumbered(self, parts: list[Part], tokens: Segment | Slots, newest: int) -> list[Part]:
+        """Return the parts of a step, its keys rotated to new positions if the recipe says so."""
+        if not self.renumbers_steps or not parts:
+            return parts
+        (part,) = parts  # an exact store has one
+        index = tokens.index if isinstance(tokens, Slots) else _indices(tokens, part.exact_keys)
+        assert self.rope is not None
+        return [part._replace(keys=renumber(self.rope, part.exact_keys, index, newest))]
+
+    def keep_prompt(
+        self, tokens: Segment, step: StepInputs, k: Tensor, v: Tensor, trace: Trace | None
+    ) -> tuple[Tensor, Tensor]:
+        """Score a prompt k, v [B, Hk, T, D], not stored yet, and return what stays of it."""
+        t = k.shape[2]
+        index = torch.arange(t, device=k.device).expand(1, 1, -1)
+        bias = None if step.alibi is None else tokens.bias(step.alibi, 0, t)
+        self.add(self.score(step, k, v, step.visible, index, t, bias), step.visible)
+        self._note(tokens, trace)
+        slots = self.choose(t, step.visible)
+        if slots is None:
+            return k, v
+        tokens.note_kept(slots, t, self._needs_index(step, trace))
+        return self._renumbered_once(gather(k, slots), slots, t), gather(v, slots)
+
+    def score_segment(self, tokens: Segment, step: StepInputs, seen: int) -> Tensor:
+        """Return how a step's queries score all exact tokens of a segment: fp32 [B, Hk, N]."""
+        keys, values = tokens.exact_keys(), tokens.exact_values()
+        index = _indices(tokens, keys)
+        if self.renumbers_steps:
+            assert self.rope is not None
+            keys = renumber(self.rope, keys, index, seen - 1)
+        bias = None if step.alibi is None else tokens.bias(step.alibi, 0, keys.shape[2])
+        return self.score(step, keys, values, tokens.visible(step.visible), index, seen, bias)
+
+    def score_slots(self, tokens: Slots, step: StepInputs, part: Part, seen: int) -> Tensor:
+        """Return how a step's query scores all slots, which it has attended to as `part`."""
+        values = part.values
+        assert isinstance(values, Tensor)
+        index, keys = tokens.index, part.exact_keys
+        return self.score(step, keys, values, part.visible, index, seen, part.bias)
+
+    def score(
+        self,
+        step: StepInputs,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        index: Tensor,
+        seen: int,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Score one step: fp32 [B, Hk, N] for k, v [B, Hk, N, D] of tokens at logical indices."""
+        number, self.steps = self.steps, self.steps + 1
+        return self.keep.scorer(
+            Step(
+                q=step.q, k=k, scale=step.scale, softcap=step.softcap, valid=visible,
+                real=step.visible_queries, index=index, seen=seen, number=number,
+                seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # as many bits are hashed
+                group=self.keep.group, bias=bias, products=step.products,
+            )
+        )  # fmt: skip
+
+    def evict_from_segment(
+        self, tokens: Segment, scores: Tensor, step: StepInputs, trace: Trace | None
+    ) -> None:
+        """Add a step's scores [B, Hk, N] and drop all tokens of a segment that do not stay."""
+        visible, n = tokens.visible(step.visible), len(tokens)
+        self.add(scores, visible)
+        self._note(tokens, trace)
+        slots = self.choose(n, visible)
+        if slots is not None:
+            tokens.keep(slots, self._needs_index(step, trace))
+            tail = tokens.keys.tail
+            tail.replace(self._renumbered_once(tail.view(), slots, n))
+
+    def evict_from_slots(
+        self, tokens: Slots, scores: Tensor, visible: Tensor | None, seen: int, trace: Trace | None
+    ) -> None:
+        """Add a step's scores [B, Hk, C] and free the slot of the token that leaves."""
+        total = self._joined(tokens.scores, scores)
+        if trace is not None:
+            trace.scored = tokens.index.long(), total
+        tokens.evict(total, tokens.visible(visible), seen - self.recent)
+
+    def settled(self, tokens: Segment, drafting: bool) -> Segment | Slots:
+        """Return where the tokens lie from now on: in slots once a step evicts one token."""
+        if self.keep.when == "prompt":
+            self.scores, self.done = Buffer(), True
+        elif self.keep.when == "step" and len(tokens) == self.room and not drafting:
+            keys = tokens.exact_keys()
+            index = _indices(tokens, keys).expand(*keys.shape[:3])
+            held = self.scores.view()[..., 0]
+            self.scores = Buffer()
+            return Slots(keys, tokens.exact_values(), held, index.int())
+        return tokens
+
+    def in_segment(self, slots: Slots, seen: int) -> Segment:
+        """Return the tokens of slots as a segment, oldest first."""
+        keys, values, scores, index = slots.in_order()
+        segment = Segment()
+        segment.append(keys, values)
+        segment.index, segment.kept = index, keys.shape[2]
+        segment.first = seen - keys.shape[2]
+        self.scores.replace(scores.unsqueeze(-1))
+        return segment
+
+    def add(self, scores: Tensor, visible: Tensor | None) -> None:
+        """Add a step's scores [B, Hk, N] to those of the tokens that were there before it."""
+        before = len(self.scores)
+        if before == 0:
+            self.scores.replace(protect_sinks(scores, self.sinks, visible).unsqueeze(-1))
+            return
+        new = torch.zeros_like(scores[..., before:])
+        held = torch.cat([self.scores.view()[..., 0], new], dim=-1)
+        self.scores.replace(self._joined(held, scores).unsqueeze(-1))
+
+    def choose(self, tokens: int, visible: Tensor | None) -> Tensor | None:
+        """Return slots [B, Hk, M] of `tokens` tokens that stay, and drop the other scores.
+
+        Slots ascend, but for a retriever sinks come first and padding next. None: all tokens stay.
+        Tokens newer than the scores stay: they came after the only prompt that is scored.
+        """
+        scores = self.scores.view()[..., 0]
+        n, sinks = scores.shape[-1], scores == torch.inf
+        best = None
+        if self.keep.drops(tokens):
+            best = choose(
+                scores, self.heavy, self.recent, None if visible is None else visible[..., :n]
+            )
+        slots = None
+        if best is not None:
+            self.scores.replace(gather(self.scores.view(), best))
+            rest = torch.arange(n, tokens, device=best.device).expand(*best.shape[:2], -1)
+            slots = torch.cat([best, rest], dim=-1)
+        if not self.sinks_first or visible is None:
+            return slots
+        if slots is None:
+            slots = torch.arange(tokens, device=visible.device).expand(*sinks.shape[:2], -1)
+        later = sinks.new_zeros(*sinks.shape[:2], tokens - n)
+        order = torch.where(visible.expand(-1, sinks.shape[1], -1), 2, 1)
+        order = order.masked_fill_(torch.cat([sinks, later], dim=2), 0).gather(2, slots)
+        return slots.gather(2, order.argsort(dim=-1, stable=True))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to the scores, along the batch dimension."""
+        self.scores.map(fn)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: see `LayerCache.state`."""
+        numbers = {name: getattr(self, name) for name in _STATE}
+        return {"scores": self.scores.state(), **numbers}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `state`."""
+        self.scores.load_state(state["scores"])
+        for name in _STATE:
+            setattr(self, name, state[name])
+
+    def _joined(self, held: Tensor, scores: Tensor) -> Tensor:
+        """Return scores after a step; plus infinity, which sinks have, stays."""
+        joined = self.keep.scorer.join(held, scores)
+        return torch.where(held == torch.inf, held, joined) if self.sinks else joined
+
+    def _renumbered_once(self, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
+        """Rotate keys k [B, Hk, M, D], chosen once from `tokens` tokens at slots, for good."""
+        if self.rope is None or self.renumbers_steps:
+            return k
+        return renumber_once(self.rope, k, slots, tokens)
+
+    def _needs_index(self, step: StepInputs, trace: Trace | None) -> bool:
+        """Return whether padding, ALiBi, RoPE, a later choice or a trace needs the indices."""
+        masked = step.visible is not None or step.alibi is not None
+        return masked or self.needs_positions or trace is not None or self.keep.when != "prompt"
+
+    def _note(self, tokens: Segment, trace: Trace | None) -> None:
+        """Show a trace the logical indices and scores [B, Hk, N] among which is chosen."""
+        if trace is not None:
+            scores = self.scores.view()[..., 0].clone()
+            index = tokens.logical(0, scores.shape[-1], scores.device)
+            trace.scored = index.expand_as(scores), scores
+
+
+_STATE = ("heavy", "recent", "steps", "prompt_tokens", "done", "awaits_variances")
+
+
+def _indices(tokens: Segment, like: Tensor) -> Tensor:
+    return tokens.logical(0, len(tokens), like.device)

@@ -1,0 +1,62 @@
+"""The queries of one step and how they attend.
+
+Decides nothing: the model gives these, and every part of a layer reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..positions.alibi import Alibi
+
+
+class StepInputs(NamedTuple):
+    """One step's queries [B, Hq, T, D], which are the last T of `seen + T` tokens.
+
+    visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi:
+    of seen + T tokens. products: scale * q @ k, where attention left it (see `ops.step_mass`).
+    """
+
+    q: Tensor
+    scale: float
+    softcap: float | None = None
+    visible: Tensor | None = None
+    alibi: Alibi | None = None
+    products: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """T, the queries of each row."""
+        return self.q.shape[2]
+
+    @property
+    def visible_queries(self) -> Tensor | None:
+        """`visible` of the queries' own tokens, bool [B, 1, T]."""
+        return None if self.visible is None else self.visible[:, :, -self.tokens :]
+
+    def without_queries(self) -> StepInputs:
+        """Return the step with no query: enough for parts that do not score."""
+        return self._replace(q=self.q[:, :, :0].clone(), products=None)
+
+    def after(self, earlier: StepInputs | None) -> StepInputs:
+        """Return the step whose queries are those of an earlier step and then these."""
+        if earlier is None:
+            return self
+        return self._replace(q=torch.cat([earlier.q, self.q], dim=2), products=None)
+
+    def without_newest(self, tokens: int) -> StepInputs:
+        """Return the step without its newest `tokens` tokens."""
+        q = self.q[:, :, : max(0, self.tokens - tokens)]
+        visible = self.visible
+        visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
+        return self._replace(q=q, visible=visible)  # ALiBi may count from a removed token
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
+        """Apply fn to the tensors, along the batch dimension."""
+        visible = None if self.visible is None else fn(self.visible)
+        alibi = None if self.alibi is None else self.alibi.map(fn)
+        return self._replace(q=fn(self.q), visible=visible, alibi=alibi, products=None)

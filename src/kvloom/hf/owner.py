@@ -1,0 +1,35 @@
+"""The model that a cache was made for, without keeping it alive."""
+
+from __future__ import annotations
+
+import weakref
+
+from transformers import PreTrainedModel
+
+from ..errors import CacheMisuse
+
+
+class Owner:
+    """The model that a cache is of, not kept alive by it; a pickle does not know it any more."""
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict) -> Owner:
+        """Return itself: the copy is of the same model."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """Leave the model out."""
+        return Owner, ()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model; raises `CacheMisuse` if it is gone."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise CacheMisuse(
+                "a cache is saved with what tells its model from others, and this one's model is "
+                "gone, or was lost in a pickle; save a cache while its model is there"
+            )
+        return model

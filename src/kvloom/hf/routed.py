@@ -1,0 +1,374 @@
+"""kvloom's caches as transformers sees them: one `RoutedLayer` per compressed layer.
+
+Decides how the calls of transformers map onto `LayerCache`; computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from ..cache.checks import check_crop
+from ..cache.layer import LayerCache
+from ..errors import CacheMisuse
+from ..positions.alibi import Alibi
+from ..recall import Traffic
+from . import compat
+from .guard import Guard
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _lasting(change: _F) -> _F:
+    """Let what a method leaves in a cache be changed outside inference mode too."""
+
+    @wraps(change)
+    def changing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return change(*args, **kwargs)
+        with torch.inference_mode(False):
+            return change(*args, **kwargs)
+
+    return changing  # type: ignore[return-value]
+
+
+class RoutedLayer(CacheLayerMixin):
+    """Hands a `LayerCache` over to the attention function on the key that `update` returns."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: LayerCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.armed = False  # between `update` and the attention that must follow it
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first attention step shapes the cache."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the present keys and values; the past joins them inside attention."""
+        if self.armed:
+            raise CacheMisuse(
+                f"{self.cache.name}: attention did not reach kvloom after the last update; call "
+                "kvloom.detach and kvloom.attach again"
+            )
+        key = _alias(key_states)  # so that the model's tensor stays bare
+        key._kvloom_layer = self  # type: ignore[attr-defined]
+        self.armed = True
+        return key, value_states
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        softcap: float | None,
+        alibi: Alibi | None = None,
+    ) -> Tensor:
+        """Attend as `LayerCache.attend` does, once after every `update`."""
+        if not self.armed:
+            raise CacheMisuse(
+                f"{self.cache.name}: attention came twice for one update; models whose layers "
+                "share keys and values are not supported"
+            )
+        self.armed = False
+        valid = None if mask is None else mask.to(q.device)
+        attend = self.cache.attend
+        if torch.is_inference_mode_enabled():
+            attend = _lasting(attend)
+        return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(tokens seen + query tokens, 0): masks speak of logical indices, not of slots."""
+        n = query_length if isinstance(query_length, int) else len(query_length)
+        return self.cache.seen + n, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens seen, dropped ones included."""
+        return self.cache.seen
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+    def activate_past_recording(self) -> None:
+        """Drop and pack nothing until `crop` says what stays."""
+        self.cache.recording = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether dropping and packing wait for `crop`."""
+        return self.cache.recording
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.cache.recording = value
+
+    @_lasting
+    def crop(self, tokens: int) -> None:
+        """Remove -tokens tokens (0: none), then drop and pack what waited."""
+        self.cache.crop(self.to_remove(tokens))
+
+    def to_remove(self, tokens: int) -> int:
+        """Tokens that `crop(tokens)` removes; before 5.17 a positive number is what stays."""
+        return -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.cache.reset()
+        self.armed = False
+
+    def roll_back(self) -> None:
+        """Undo the running step."""
+        self.cache.roll_back()
+        self.armed = False
+
+    @_lasting
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams: row i becomes row beam_idx[i]."""
+        self.cache.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    @_lasting
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self.cache.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    @_lasting
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`."""
+        self.cache.map(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        """Refuse: tiers are a matter of the recipe."""
+        raise CacheMisuse("a kvloom cache cannot be offloaded by transformers")
+
+    prefetch = offload
+
+
+class RoutedCache(transformers.Cache):
+    """A cache whose layers of full attention are kvloom's; `Cache` makes it from a recipe."""
+
+    def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
+        super().__init__(layers=layers)
+        self.guard = Guard()
+        self.fingerprint = fingerprint  # of the model's config
+        self.learned_positions = False  # the model adds learned position embeddings
+
+    def __bool__(self) -> bool:
+        """Always true: an empty cache is a cache."""
+        return True
+
+    @property
+    def routed(self) -> list[RoutedLayer]:
+        """The layers that kvloom holds."""
+        return [layer for layer in self.layers if isinstance(layer, RoutedLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, in every layer, spare room included."""
+        return sum(
+            layer.cache.nbytes if isinstance(layer, RoutedLayer) else _stock_nbytes(layer)
+            for layer in self.layers
+        )
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes an exact cache of the same tokens holds, in the layers that kvloom holds."""
+        return sum(_full_nbytes(layer.cache) for layer in self.routed)
+
+    @property
+    def tokens_read(self) -> float:
+        """Tokens that the last step read in a layer, the mean of those that kvloom holds."""
+        read = [layer.cache.read for layer in self.routed]
+        return sum(read) / len(read) if read else 0.0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
+        retrievers = [layer.cache.retriever for layer in self.routed]
+        each = [x.store.traffic for x in retrievers if x is not None and x.store is not None]
+        return Traffic(*(sum(x) for x in zip(*each, strict=True))) if each else Traffic()
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits held a key or value seen, metadata and exact windows included."""
+        held = sum(layer.cache.nbytes for layer in self.routed)
+        values = sum(_values(layer.cache) for layer in self.routed)
+        return 8 * held / values if values else 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one step of the model: after any failure in it, all layers are as before.
+
+        Raises `CacheMisuse` while another step runs, and where attention did not reach kvloom.
+        """
+        with self.guard.step():
+            for layer in self.routed:
+                layer.cache.end_step()
+            others = [x for x in self.layers if not isinstance(x, RoutedLayer)]
+            states = [_stock_state(layer) for layer in others]
+            try:
+                yield
+                self._check_reached()
+            except BaseException:
+                self.guard.unusable = "a step failed, and undoing it failed too"
+                for layer in self.routed:
+                    layer.roll_back()
+                for other, state in zip(others, states, strict=True):
+                    vars(other).clear()
+                    vars(other).update(state)
+                self.guard.unusable = ""
+                raise
+            for layer in self.routed:
+                layer.cache.end_step()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand a layer its present keys and values [B, Hk, T, D]; models call this.
+
+        Raises `CacheMisuse` where the model that calls is not routed through kvloom.
+        """
+        self._check_routed()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand a layer of linear attention its state, with the checks of `update`."""
+        self._check_routed()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand a layer of linear attention its state, with the checks of `update`."""
+        self._check_routed()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def _check_routed(self) -> None:
+        """Refuse a step of a model that kvloom does not route."""
+        if not self.guard.running and self.routed:
+            raise CacheMisuse(
+                "this model's attention is not routed through kvloom, so it would not see the "
+                "cache: after kvloom.detach, or with another copy of the model, call "
+                "kvloom.attach(model, recipe) again, or make the cache with kvloom.Cache(model)"
+            )
+
+    def _check_reached(self) -> None:
+        """Refuse a step whose attention did not see the cache."""
+        missed = tuple(i for i, layer in enumerate(self.layers) if getattr(layer, "armed", False))
+        if missed:
+            raise CacheMisuse(
+                f"the attention of layers {ranges(missed)} did not reach kvloom, so this step's "
+                "answer would be wrong: the model's attention was replaced; call kvloom.detach and "
+                "kvloom.attach again"
+            )
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model other than the one this cache was made for."""
+        found = compat.fingerprint(compat.decoder_config(model))
+        if found != self.fingerprint:
+            raise CacheMisuse(
+                f"this cache was made for another model ({self.fingerprint[0]}); make a new one "
+                f"for {found[0]}"
+            )
+
+    def check_batch(self, rows: int) -> None:
+        """Refuse a step of another batch before layers that transformers holds have taken it in."""
+        held = next((x.cache.like for x in self.routed), None)
+        if held is not None and held.shape[0] != rows:
+            raise CacheMisuse(
+                f"this cache holds batch size {held.shape[0]} and was given {rows}; make a new "
+                "cache, or repeat its rows with batch_repeat_interleave"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove -tokens_to_remove tokens from every layer, or from none if one cannot."""
+        for layer in self.routed:
+            check_crop(layer.cache, layer.to_remove(tokens_to_remove))
+        with self.guard.change("crop"):
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams: row i becomes row beam_idx[i]."""
+        with self.guard.change("reorder_cache"):
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        with self.guard.change("batch_repeat_interleave"):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`."""
+        with self.guard.change("batch_select_indices"):
+            super().batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forget everything, also why the cache could not be used any more."""
+        self.guard.unusable = ""
+        with self.guard.change("reset"):
+            super().reset()
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Another tensor with the same numbers, and the same gradient where there is one."""
+    return x.view(x.shape) if x.requires_grad else x.detach()  # which takes a sixth of the time
+
+
+def _values(cache: LayerCache) -> int:
+    """Numbers seen by a layer's keys and values together."""
+    if cache.like is None:
+        return 0
+    b, h, _, d = cache.like.shape
+    return 2 * b * h * d * cache.seen
+
+
+def _full_nbytes(cache: LayerCache) -> int:
+    return 0 if cache.like is None else _values(cache) * cache.like.element_size()
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"
+
+
+def _stock_state(layer: Any) -> dict[str, Any]:
+    """The attributes of one of transformers' layers; states that it overwrites are copied."""
+
+    def copied(x: Any) -> Any:
+        return x.clone() if isinstance(x, Tensor) else x
+
+    state = dict(vars(layer))
+    for name, value in state.items():
+        if isinstance(value, list):
+            state[name] = [copied(x) for x in value]
+        elif isinstance(value, dict):
+            state[name] = {key: copied(x) for key, x in value.items()}
+    return state
+
+
+def _stock_nbytes(layer: Any) -> int:
+    held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    # after a prompt they are views of all of it, until the next step
+    return sum(x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor))

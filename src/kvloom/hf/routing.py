@@ -1,0 +1,137 @@
+"""Send a model's attention through kvloom, and undo it.
+
+Decides what is changed on a model: its attention (the implementation, or for some models the
+modules, see `adapters`), its forward and that of its decoder (`forward`),
+`_prepare_cache_for_generation`, and use_cache where it is off. `model._kvloom` records all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import CacheMisuse
+from ..recipe.spec import Recipe
+from . import adapters, attention, compat
+from .forward import RoutedForward, check_implementation, nothing_new
+from .routed import RoutedCache
+
+
+@dataclass
+class Routing:
+    """What `unroute` restores, and how fresh caches are made (None: by nobody).
+
+    config: the decoder's, which names its attention implementation; None where attention modules
+    are adapted instead. new_cache: makes a cache of the attached recipe for the model.
+    """
+
+    config: Any
+    changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
+    forwards: list[RoutedForward]
+    recipe: Recipe | None = None
+    new_cache: Callable[[PreTrainedModel, Recipe], RoutedCache] | None = None
+
+    def __deepcopy__(self, memo: dict) -> Routing:
+        """Copy with the model that this belongs to."""
+        memo[id(self)] = new = object.__new__(Routing)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state out of a pickle: the model in it stays attached."""
+        vars(self).update(state)
+        attention.register()
+        if self.recipe is not None:
+            warnings.warn(
+                f"the unpickled model has recipe {self.recipe.name!r} attached, as it had when it "
+                "was pickled; call kvloom.detach(model) for the plain model",
+                stacklevel=2,
+            )
+
+
+def route(model: PreTrainedModel) -> None:
+    """Send the model's attention through kvloom; caches that are not kvloom's notice nothing.
+
+    A model whose default is use_cache=False (MPT) would use no cache, not even one it is given: it
+    becomes True.
+    """
+    if getattr(model, "_kvloom", None) is not None:
+        check_implementation(model)
+        return
+    modules = {id(module): module for module in (model, model.get_decoder() or model)}
+    forwards = [RoutedForward(model, module) for module in modules.values()]
+    model._prepare_cache_for_generation = partial(_prepare_cache, model)
+    adapted, decoder = compat.adapted(model), compat.decoder_config(model)
+    model._kvloom = Routing(None if adapted else decoder, [], forwards)
+    for config in (decoder, model.generation_config):
+        if getattr(config, "use_cache", True) is False:
+            model._kvloom.changed.append((config, "use_cache", False))
+            config.use_cache = True
+    for forward in forwards:
+        forward.install()
+    if adapted:
+        adapters.install(model)
+    else:
+        attention.register()
+        model._kvloom.changed += _implementations(model)
+        model.set_attn_implementation(attention.NAME)
+
+
+def unroute(model: PreTrainedModel) -> None:
+    """Restore the model as it was before `route`."""
+    routing = getattr(model, "_kvloom", None)
+    if routing is None:
+        raise CacheMisuse("nothing is attached to this model")
+    for forward in routing.forwards:
+        forward.uninstall()
+    for config, attribute, was in routing.changed:
+        setattr(config, attribute, was)
+    if compat.adapted(model):
+        adapters.uninstall(model)
+    del model._prepare_cache_for_generation
+    del model._kvloom
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
+    """The attention implementation of every config in the model."""
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    text = compat.decoder_config(model)
+    configs[id(text)] = text
+    name = "_attn_implementation_internal"
+    return [(config, name, config._attn_implementation) for config in configs.values()]
+
+
+def _prepare_cache(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict,
+    generation_mode: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Build our cache where transformers would have built its default one."""
+    routing, given = model._kvloom, model_kwargs.get("past_key_values")
+    wanted = generation_config.use_cache is not False
+    wanted = wanted and generation_config.cache_implementation is None
+    if given is None and wanted and routing.new_cache is not None:
+        given = model_kwargs["past_key_values"] = routing.new_cache(model, routing.recipe)
+    if isinstance(given, RoutedCache):
+        tokens = [
+            model_kwargs[name].shape[-1]
+            for name in ("attention_mask", "position_ids")
+            if model_kwargs.get(name) is not None
+        ]
+        if tokens and "inputs_embeds" not in model_kwargs and tokens[0] <= given.get_seq_length():
+            raise nothing_new(given, tokens[0])
+        records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
+        for layer in given.routed:
+            layer.record_past = bool(records)
+    return type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, *args, **kwargs
+    )

@@ -1,0 +1,174 @@
+"""Keys or values of a segment: a packed prefix followed by an exact tail.
+
+Decides when tokens move from the tail into the packed prefix; does not compute attention.
+
+KIVI's two schedules are the two ends of one rule. Of N tokens, floor((N - recent) / residual) *
+residual are packed. Keys: recent 0, residual R (R exact tokens are gathered and packed whole).
+Values: recent R, residual 1 (a queue of R exact tokens). The rule counts from the first token, so
+it does not depend on how a prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.attend.kv_view import KVView
+from ..positions.rope import Rope
+from .buffer import Buffer
+from .codec import Channels
+from .formats import Packed
+from .packed import PackedTokens, PackedView
+
+Positions = Callable[[int, int], Tensor]
+"""Returns the positions of tokens lo..hi of a side, int64 [B or 1, Hk or 1, hi - lo]."""
+
+Block = Tensor | Sequence[Tensor]
+"""Tokens [B, Hk, T, D]: exact, or the tensors in which they are packed."""
+
+
+class KVSide:
+    """The keys, or the values, of a segment.
+
+    recent: so many newest tokens always stay exact. channels, rope: see `PackedTokens`.
+    """
+
+    def __init__(
+        self,
+        fmt: Packed | None = None,
+        recent: int = 0,
+        channels: Channels | None = None,
+        rope: Rope | None = None,
+    ) -> None:
+        self.packed = None if fmt is None else PackedTokens(fmt, channels, rope)
+        self.recent = recent
+        blocks = 0 if fmt is None or not fmt.in_blocks else fmt.residual
+        self.tail = Buffer(most=recent + blocks if blocks else 0)
+
+    def __len__(self) -> int:
+        return self.packed_count + len(self.tail)
+
+    @property
+    def packed_count(self) -> int:
+        """Tokens in the packed prefix."""
+        return 0 if self.packed is None else len(self.packed)
+
+    @property
+    def mutable(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [self.tail] if self.packed is None else [self.tail, *self.packed.mutable]
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether packing depends on the tokens' positions."""
+        return self.packed is not None and self.packed.rope is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
+
+    def extend(
+        self, x: Tensor, drop: int, live: Tensor | None = None, at: Positions | None = None
+    ) -> None:
+        """Add x [B, Hk, T, D], drop the `drop` oldest tokens, and pack what is due.
+
+        A long x never enters the tail whole. live: bool [B, 1 or Hk, N] of all tokens of this side
+        and of x, False for padding. at: their positions, needed to pack keys before RoPE.
+        """
+        begin = self.packed_count
+        exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
+        surplus = drop + self._due(exact.shape[2] - drop, prompt=True)
+        if surplus and self.packed is not None:
+            here = None if live is None else live[:, :, begin + drop : begin + surplus]
+            there = at(begin + drop, begin + surplus) if at and self.needs_positions else None
+            self.packed.append(exact[:, :, drop:surplus], here, there)
+        self.tail.replace(exact[:, :, surplus:])
+
+    def pack(
+        self, live: Tensor | None = None, prompt: bool = False, at: Positions | None = None
+    ) -> None:
+        """Pack the tokens of the tail that are due; live and at as in `extend`.
+
+        prompt: the tail holds a prompt, which is packed at once.
+        """
+        if self.packed is None:
+            return
+        due = self._due(len(self.tail), prompt)
+        if due:
+            begin = self.packed_count
+            here = None if live is None else live[:, :, begin : begin + due]
+            there = at(begin, begin + due) if at and self.needs_positions else None
+            self.packed.append(self.tail.view(due), here, there)
+            self.tail.drop_front(due)
+
+    def view(self, lo: int, hi: int, at: Positions | None = None) -> Tensor | PackedView:
+        """Return tokens lo..hi, which must not cross the end of the packed prefix."""
+        if hi <= self.packed_count:
+            assert self.packed is not None
+            return self.packed.view(lo, hi, at(lo, hi) if at and self.needs_positions else None)
+        return self.tail.view()[:, :, lo - self.packed_count : hi - self.packed_count]
+
+    def offload(self, n: int) -> Block:
+        """Remove and return the n oldest tokens: all packed (whole groups), or all exact."""
+        if self.packed is not None:
+            return self.packed.offload(n)
+        x = self.tail.view()
+        self.tail.replace(x[:, :, n:])
+        return x[:, :, :n]
+
+    def restore(self, block: Block, n: int) -> None:
+        """Put n offloaded tokens back in front, as `offload` returned them."""
+        if self.packed is None:
+            assert isinstance(block, Tensor)
+            self.tail.replace(torch.cat([block, self.tail.view()], dim=2))
+        else:
+            assert not isinstance(block, Tensor)
+            self.packed.restore(block, n)
+
+    def view_offloaded(self, block: Block, n: int) -> Tensor | PackedView:
+        """Return n offloaded tokens as `view` returns resident ones."""
+        if isinstance(block, Tensor):
+            return block
+        assert self.packed is not None
+        return self.packed.wrap(block, 0, n)
+
+    def kv_view(self, at: Positions | None = None, gaps: bool = False) -> KVView:
+        """Return all tokens as kernels read them, which take packed and exact ones together.
+
+        at: as in `extend`. gaps: the tokens' positions are not consecutive.
+        """
+        if self.packed is None:
+            return KVView(None, self.tail.view())
+        count = self.packed_count
+        there = None
+        if at and count and self.needs_positions:
+            there = at(0, count if gaps else 1)
+        packed = self.packed.view(at=there) if count else None
+        return KVView(packed, self.tail.view(), self.packed.fmt)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        self.tail.map(fn)
+        if self.packed is not None:
+            self.packed.map(fn)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: see `LayerCache.state`."""
+        packed = None if self.packed is None else self.packed.state()
+        return {"tail": self.tail.state(), "packed": packed}
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        self.tail.load_state(state["tail"])
+        if self.packed is not None:
+            self.packed.load_state(state["packed"], like)
+
+    def _due(self, tokens: int, prompt: bool) -> int:
+        """Return how many of `tokens` exact tokens are to be packed."""
+        if self.packed is None:
+            return 0
+        return self.packed.fmt.to_pack(tokens, self.recent, prompt)

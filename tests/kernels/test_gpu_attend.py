@@ -254,8 +254,7 @@ def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name):
     for backend in ("gpu", "ref"):
         dispatch.ran.clear()
         with dispatch.use(backend), torch.no_grad():
-            layer = LayerCache if name.startswith("minikv") else LayerCache
-            outs.append(steps.feed(layer(recipe), q, k, v, sizes, valid))
+            outs.append(steps.feed(LayerCache(recipe), q, k, v, sizes, valid))
             if backend == "gpu":
                 assert dispatch.ran["attend", "gpu", ""] >= 4
     real = slice(17 if padded else 0, None)  # what padding attends to does not matter

@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "kvloom"  # the same file for the same results
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
 from matplotlib import pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).parent.parent

@@ -1,8 +1,9 @@
 """Check the links that the generator of the documentation does not check.
 
-Run `python docs/check_links.py` after the build. Every relative link and image of README.md, CONTRIBUTING.md
-and the pages of docs/ must name a file. An anchor in README.md must exist on its page. A link title
-"test_..." in README.md must be a test in the linked file. Every page must be in the navigation.
+Run `python docs/check_links.py` after the build. Every relative link and image of README.md,
+CONTRIBUTING.md and the pages of docs/ must name a file. An anchor in README.md must exist on its
+page. A link title "test_..." in README.md must be a test in the linked file. Every page must be in
+the navigation.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := kivi,kivi-4,skvq:group=32,rtn,h2o,keyformer,snapkv,minikv,streaming,window,clusterkv,quest
 
-.PHONY: demo test test-kernels test-oldest lint train clean
+.PHONY: demo test test-kernels test-oldest lint docs train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
@@ -25,6 +25,11 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation in site/. A broken link or anchor fails; neither torch nor kvloom is needed.
+docs: .venv-docs/ready
+	.venv-docs/bin/zensical build --strict --clean
+	.venv-docs/bin/python docs/check_links.py
+
 train: .venv/ready
 	PYTHONPATH=tools $(BIN)/python -m reference_model.train
 
@@ -42,5 +47,10 @@ train: .venv/ready
 		'transformers==5.10.4' -e . pytest pytest-xdist hypothesis
 	touch $@
 
+.venv-docs/ready: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-docs site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import Protect, Recipe
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Noisy, Observation
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import RECIPES, resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store, Transform
 
 
@@ -75,10 +75,10 @@ def test_a_bad_transform_is_refused(fields, says):
         (lambda: Packed(2, "token", transform="rotate"), "transform='rotate' must be a Transform"),
         (lambda: Packed(2, "token", pre_rope="yes"), "pre_rope='yes' must be True or False"),
         (lambda: Packed(2, "token", unit=1.5), "unit=1.5 must be a whole number or None"),
-        (lambda: Store(keys=2), "keys=2 must be a Packed or None"),
+        (lambda: Store(keys=2), "keys=2 must be a Format or None"),
         (lambda: Transform(smooth=1), "smooth=1 must be True or False"),
         (lambda: Transform(clip=None), "clip=None must be above 0"),
-        (lambda: Protect(spare=64), "spare=64 must be a Spare or None"),
+        (lambda: Protect(outliers=64), "outliers=64 must be an Outliers or None"),
         (lambda: Budget(5, recent="1"), "recent='1' must be a number"),
         (lambda: Budget(5, layers=[1, 2]), r"layers=[1, 2] must be a string or a tuple"),
         (lambda: Budget(5, layers=(1.0, float("nan"))), "must be one weight a layer, 0 or more"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import Protect, Recipe
 
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
+from kvloom.recipe.resolve import RECIPES, resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store, Transform
 
 formats = st.none() | st.builds(

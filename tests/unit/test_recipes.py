@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvloom.recipe.resolve import ALIASES, RECIPES, options, resolve, summary
-from kvloom.recipe.spec import Protect, Recipe
 
 from kvloom.errors import RecipeError
+from kvloom.recipe.resolve import ALIASES, RECIPES, options, resolve, summary
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 
 

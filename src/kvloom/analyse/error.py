@@ -27,7 +27,7 @@ from ..calibrate.attention import Attention, Sample
 from ..hf import attach, compat
 from ..hf.metadata import known
 from ..recipe.spec import Recipe
-from ..store import Known, Packed
+from ..store import Format, Known, Packed
 from ..store.codec import Channels
 from ..store.packed import PackedTokens
 from ..workload.step import Progress
@@ -124,10 +124,14 @@ def _squares(exact: Attention, seen: record.Seen, recipe: Recipe, layer: Known) 
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def packed(x: Tensor, fmt: Packed | None, channels: Channels | None, layer: Known) -> Tensor:
+def packed(x: Tensor, fmt: Format | None, channels: Channels | None, layer: Known) -> Tensor:
     """What comes back of x [B, Hk, N, D] after packing; per channel, what fills no group stays."""
     if fmt is None:
         return x
+    if not isinstance(fmt, Packed):
+        whole = x.shape[2] // fmt.unit * fmt.unit
+        again = fmt.unpack(fmt.pack(x[:, :, :whole]), x.dtype)
+        return torch.cat([again, x[:, :, whole:]], dim=2)
     whole = x.shape[2] // fmt.group * fmt.group if fmt.axis == "channel" else x.shape[2]
     if not whole:
         return x

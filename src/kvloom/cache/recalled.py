@@ -130,11 +130,11 @@ class RecalledLayer(LayerCache):
         return pieces
 
     def _read(self, see: Tensor | None, alibi: Alibi | None, present: int) -> list[Piece]:
-        tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.always
+        tokens, room = self.finder.tokens, self.recall.tokens - self.recipe.always_read
         self.chosen = None
         if self.query is None or room >= tokens:
             return [*self._far_pieces(see, alibi), *super()._read(see, alibi, present)]
-        found, front = room - room % self.recall.index.unit, self.recipe.front
+        found, front = room - room % self.recall.index.unit, self.recipe.pinned_prefix
         end = front + tokens
         slots = self.finder.find(
             self.query, found, self.recall.group, lambda: self._keys(front, end)
@@ -199,7 +199,7 @@ class RecalledLayer(LayerCache):
         ready = max(0, min([ready, *(body.away + lane.sealed for lane in lanes)]))
         if self.far is not None:
             ready = ready // self.far.unit * self.far.unit
-        ready = max(0, ready - self.recipe.front)
+        ready = max(0, ready - self.recipe.pinned_prefix)
         if self.finder.tokens > ready:  # a crop reached into it
             self._bring_back()
             self.finder = index.finder()
@@ -207,7 +207,7 @@ class RecalledLayer(LayerCache):
         if see is not None and self.sinks is not None:
             see = self.sinks.hide(see)
         while due := index.due(self.finder.tokens, ready - self.finder.tokens):
-            lo = self.recipe.front + self.finder.tokens
+            lo = self.recipe.pinned_prefix + self.finder.tokens
             keys, real = self._keys(lo, lo + due), body.see(see, lo, lo + due)
             if real is None:
                 real = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
@@ -215,7 +215,7 @@ class RecalledLayer(LayerCache):
             self.aside.run(partial(self.finder.extend, keys, real), keys, real)
         if self.far is not None and self.finder.tokens:
             self.aside.wait()
-            self._put_away(self.far, self.recipe.front + self.finder.tokens - body.away)
+            self._put_away(self.far, self.recipe.pinned_prefix + self.finder.tokens - body.away)
 
     def _put_away(self, far: Far, tokens: int) -> None:
         """Put the oldest tokens of the body into the tier."""

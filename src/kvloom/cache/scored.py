@@ -361,7 +361,7 @@ def layer_cache(
     if recipe.recall is not None and place[0] >= recipe.recall.full_layers:
         recalls = ThinnedLayer if scored else RecalledLayer
         return recalls(recipe, name, place, rope, known)
-    spared = recipe.protect.spare is not None
+    spared = recipe.protect.outliers is not None
     kind = ScoredLayer if scored else SparedLayer if spared else LayerCache
     return kind(recipe, name, place, rope, known)
 

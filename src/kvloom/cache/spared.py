@@ -2,7 +2,7 @@
 
 The rule sees the first prompt once, with its queries. What it marks among the tokens that are
 packed is copied into a segment of its own and hidden in the packed one, so nothing moves and no
-group has gaps. Decides when the rule is asked; what it says is `keep.Spare`'s.
+group has gaps. Decides when the rule is asked; what it says is `keep.Outliers`'s.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SparedLayer(LayerCache):
 
     def _spare(self, k: Tensor, v: Tensor, asked: Asked) -> None:
         """Ask the rule about all tokens seen, k, v [B, Hk, N, D]; the oldest are packed by now."""
-        rule = self.recipe.protect.spare
+        rule = self.recipe.protect.outliers
         assert rule is not None
         lanes = [lane for lane in (self.body.keys, self.body.values) if lane.packed is not None]
         lo, n = self.body.first, k.shape[2]

@@ -116,7 +116,7 @@ def _layers(
             if kind == compat.FULL]  # fmt: skip
     layers = []
     for i in full:
-        sides = {side: calibration.channels(i, side, f) for side, f in store.sides.items()}
+        sides = {side: calibration.channels(i, side, f) for side, f in store.quantized.items()}
         layers.append(Known(sides.get("keys"), sides.get("values"), rope))
     return layers
 

@@ -1,7 +1,17 @@
 """In what format a segment holds its tokens."""
 
 from .codec import NOTHING, Known
-from .formats import Packed, Store, Transform
+from .formats import FORMATS, Format, Packed, Store, Transform, register_format
 from .lane import Lane
 
-__all__ = ["NOTHING", "Known", "Lane", "Packed", "Store", "Transform"]
+__all__ = [
+    "FORMATS",
+    "NOTHING",
+    "Format",
+    "Known",
+    "Lane",
+    "Packed",
+    "Store",
+    "Transform",
+    "register_format",
+]

@@ -16,7 +16,7 @@ and window: heavy=64 keeps that many heavy hitters of the prompt exact, for each
 
 from __future__ import annotations
 
-from ...keep import Spare
+from ...keep import Outliers
 from ...store import Packed, Store, Transform
 from ..spec import Protect, Recipe
 
@@ -42,7 +42,7 @@ def skvq(
             values=Packed(value_bits, "token", group, meta, transform=transform),
             calibration=None if calibration == "auto" else calibration,
         ),
-        protect=Protect(sinks, window, Spare(heavy) if heavy else None),
+        protect=Protect(sinks, window, Outliers(heavy) if heavy else None),
         name="skvq",
     )
 

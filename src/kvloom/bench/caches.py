@@ -53,8 +53,8 @@ def layers(recipe: Recipe, shape: Shape, count: int = 1) -> list[LayerCache]:
     recipe.check(shape.geometry)
     rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
     packed = recipe.store.quantized
-    channels = [_channels(packed.get(side), shape) for side in ("keys", "values")]
-    known = Known(*channels, rope)
+    keys, values = packed.get("keys"), packed.get("values")
+    known = Known(_channels(keys, shape), _channels(values, shape), rope)
     moves = recipe.keep is not None and recipe.keep.positions != "original"
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
     built = [

@@ -53,7 +53,7 @@ def to_dict(part: Any) -> dict[str, Any]:
         value = getattr(part, one.name)
         if value is UNCHANGED or (value is one.default and (value is None or value is False)):
             continue
-        if value is None and Unchanged in alternatives(field_types(type(part))[one.name]):
+        if value is None and Unchanged in alternatives(field_types(part.__class__)[one.name]):
             value = _NOTHING[one.name]
         table[one.name] = _plain(one.name, value)
     return table

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from ..registry import Registry
 from .clusters import Clusters
-from .index import GROUPS, Finder, Index, Recall
+from .index import GROUPS, Finder, Index, Recall, grown
 from .offload import Far, Form
 from .pages import Pages, TopK
 from .side_stream import Aside
@@ -41,5 +41,6 @@ __all__ = [
     "Tier",
     "TopK",
     "Traffic",
+    "grown",
     "register_index",
 ]

@@ -37,8 +37,11 @@ class Index:
         raise NotImplementedError
 
     def due(self, held: int, waiting: int) -> int:
-        """How many of `waiting` tokens to take in now, behind `held` that are in it already."""
-        raise NotImplementedError
+        """Return how many of `waiting` tokens to index now, after `held` that are indexed.
+
+        The default: as many whole units as there are.
+        """
+        return waiting // self.unit * self.unit
 
     @property
     def unit(self) -> int:

@@ -25,6 +25,6 @@ class ValueNorm(Scorer):
         """Return fp32 [B, Hk, N]."""
         return step.mass() * step.v.float().norm(dim=-1) ** self.power
 
-    def join(self, held: Tensor, new: Tensor) -> Tensor:
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
         """Add a step's scores to those before it."""
-        return held + new
+        return former + new

@@ -99,7 +99,7 @@ class Scorer:
         """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""
         raise NotImplementedError
 
-    def join(self, held: Tensor, new: Tensor) -> Tensor:
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
         """Combine the scores before a step with the step's own, both fp32 [B, Hk, N].
 
         The default forgets the former scores.
@@ -157,9 +157,9 @@ class Mass(Scorer):
         """Return fp32 [B, Hk, N]."""
         return step.mass()
 
-    def join(self, held: Tensor, new: Tensor) -> Tensor:
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
         """The sum, the former score damped."""
-        return (held if self.damping == 1 else held * self.damping) + new
+        return (former if self.damping == 1 else former * self.damping) + new
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,9 @@ class Noisy(Scorer):
         noise = None if self.noise == "none" else step.noise(self.noise, self.fixed)
         return step.mass(noise=noise, tau=tau)
 
-    def join(self, held: Tensor, new: Tensor) -> Tensor:
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
         """The sum."""
-        return held + new
+        return former + new
 
 
 @dataclass(frozen=True)

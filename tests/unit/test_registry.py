@@ -42,6 +42,7 @@ def entry(what: str, name: str):
     class Mine(base):
         size: int = 3
         kind: ClassVar[str] = name
+        __call__ = finder = pack = unpack = nbytes = lambda self, *_: None
 
     return Mine
 
@@ -90,6 +91,12 @@ def test_public_functions_are_decorators():
         (lambda: SCORERS.register(entry("index", "x")), "Mine is not a score: derive a class"),
         (lambda: SCORERS.register(Scorer), "Scorer is not a score"),
         (lambda: SCORERS.register(Mass()), "is not a score: derive a class from Scorer"),
+        (lambda: SCORERS.register(EMPTY[0]), "EmptyScore lacks __call__: a score defines __call__"),
+        (
+            lambda: INDEXES.register(EMPTY[1]),
+            "EmptyIndex lacks finder: an index defines finder, nb",
+        ),
+        (lambda: FORMATS.register(EMPTY[2]), "EmptyFormat lacks pack: a format defines pack, unp"),
         (lambda: SCORERS.register(entry("score", "")), "Mine has no name: give it kind"),
         (lambda: SCORERS.register(entry("score", "a,b")), "'a,b' is not a name for a score: use"),
         (lambda: SCORERS.register(entry("score", "a@b")), "'a@b' is not a name for a score: use"),
@@ -108,6 +115,13 @@ def test_what_cannot_be_registered_is_refused(register, says):
         register()
     assert says in str(refused.value)
     assert {what: dict(registry) for what, registry in REGISTRIES.items()} == before
+
+
+def empty(base):
+    return type(f"Empty{base.__name__.replace('Scorer', 'Score')}", (base,), {"kind": "empty"})
+
+
+EMPTY = [empty(base) for base in (Scorer, Index, Format)]
 
 
 def needs(a: int) -> Recipe:
@@ -166,6 +180,9 @@ class Mine(Scorer):
     width: int = 4
     share: float = 0.5
     kind: ClassVar[str] = "{name}"
+
+    def __call__(self, step):
+        return step.mass()
 """
 FUNCTION = """
 def register():

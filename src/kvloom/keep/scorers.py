@@ -253,6 +253,7 @@ SCORERS: Registry[type[Scorer]] = Registry(
     "score",
     {cls.kind: cls for cls in (Recent, Dilated, Mass, Observation, Noisy, Random)},
     Scorer,
+    ("__call__",),
 )
 
 Rule = Callable[[Step], Tensor]

@@ -11,7 +11,10 @@ from .side_stream import Aside
 from .tiers import TIERS, Tier, Traffic
 
 INDEXES: Registry[type[Index]] = Registry(
-    "index", {kind.kind: kind for kind in (Clusters, Pages, TopK)}, Index
+    "index",
+    {kind.kind: kind for kind in (Clusters, Pages, TopK)},
+    Index,
+    ("finder", "nbytes"),
 )
 AnIndex = TypeVar("AnIndex", bound=Index)
 

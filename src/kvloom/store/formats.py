@@ -323,7 +323,9 @@ class Store:
         ]
 
 
-FORMATS: Registry[type[Format]] = Registry("format", {Packed.kind: Packed}, Format)
+FORMATS: Registry[type[Format]] = Registry(
+    "format", {Packed.kind: Packed}, Format, ("pack", "unpack", "nbytes")
+)
 
 
 def register_format(cls: type[F]) -> type[F]:

@@ -82,6 +82,8 @@ def test_public_functions_are_decorators():
 
     assert resolve("my-recipe:sinks=3,start=9").protect.sinks == my_recipe(3).protect.sinks
     assert resolve("my-recipe:start=9").start == 9
+    assert kvloom.register_recipe(named_by_itself) is named_by_itself
+    assert resolve("named-by-itself:a=2").start == 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,8 @@ def test_public_functions_are_decorators():
         (lambda: SCORERS.register(entry("score", "a,b")), "'a,b' is not a name for a score: use"),
         (lambda: SCORERS.register(entry("score", "a@b")), "'a@b' is not a name for a score: use"),
         (lambda: SCORERS.register(entry("score", 5)), "5 is not a name for a score: use"),
-        (lambda: kvloom.register_recipe(entry("recipe", "x")), "give register_recipe the recipe's"),
+        (lambda: kvloom.register_recipe(3), "recipe '' must be a function with a docstring"),
+        (lambda: kvloom.register_recipe(kivi), "'kivi' is the name of a built-in recipe; choose"),
         (lambda: kvloom.register_recipe("kivi-2")(entry("recipe", "x")), "'kivi-2' is the name"),
         (lambda: kvloom.register_recipe("x")(lambda: Recipe()), "with a docstring"),
         (lambda: kvloom.register_recipe("x")(needs), "option 'a' of recipe 'x' needs a default"),
@@ -131,6 +134,16 @@ def needs(a: int) -> Recipe:
 
 def untyped(a=1) -> Recipe:
     """An option without a type."""
+    return Recipe(start=a)
+
+
+def kivi(a: int = 1) -> Recipe:
+    """A function with the name of a built-in recipe."""
+    return Recipe(start=a)
+
+
+def named_by_itself(a: int = 1) -> Recipe:
+    """A function that gives the recipe its name."""
     return Recipe(start=a)
 
 

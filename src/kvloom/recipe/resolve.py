@@ -86,8 +86,8 @@ def _named(spelled: str) -> Recipe:
     given = dict(_item(name, item) for item in rest.split(",") if item.strip())
     hints = _hints(name, RECIPES[name], given)
     values = {key: _value(name, key, text, hints) for key, text in given.items()}
-    start = values.pop("start", 0)
-    return replace(RECIPES[name](**values), start=start)
+    start = {"start": values.pop("start")} if "start" in values else {}
+    return replace(RECIPES[name](**values), **start)
 
 
 def _override(spelled: str) -> LayerOverride:

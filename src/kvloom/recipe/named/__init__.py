@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_type_hints
 
 from ...errors import RecipeError
@@ -62,24 +63,25 @@ RECIPES: Registry[Build] = Registry(
 ALIASES = {"kivi-2": "kivi"}
 
 
-def register_recipe(name: str) -> Callable[[Build], Build]:
-    """Return a decorator that makes a function a named recipe.
+def register_recipe(name: str | Build) -> Any:
+    """Make a function a named recipe; a decorator, with the name or without.
 
-    The function returns a `Recipe`; its parameters are the options, each with a default and the
-    annotation int, float, str, bool or a union of these; the first line of its docstring is the
-    summary. The decorator raises `RecipeError` for another function and for a name that is taken.
+    Without, the name is the function's, with "-" for "_". The function returns a `Recipe`; its
+    parameters are the options, each with a default and the annotation int, float, str, bool or a
+    union of these; the first line of its docstring is the summary. Raises `RecipeError` for another
+    function and for a name that is taken.
     """
-
-    def register(build: Build) -> Build:
-        if name in ALIASES:
-            raise RecipeError(f"{name!r} is the name of a built-in recipe; choose another name")
-        _check(name, build)
-        RECIPES.register(build, name)
-        return build
-
     if not isinstance(name, str):
-        raise RecipeError('give register_recipe the recipe\'s name: @register_recipe("name")')
-    return register
+        return _register(getattr(name, "__name__", "").replace("_", "-"), name)
+    return partial(_register, name)
+
+
+def _register(name: str, build: Build) -> Build:
+    if name in ALIASES:
+        raise RecipeError(f"{name!r} is the name of a built-in recipe; choose another name")
+    _check(name, build)
+    RECIPES.register(build, name)
+    return build
 
 
 def _check(name: str, build: Any) -> None:

@@ -16,29 +16,34 @@ if TYPE_CHECKING:
     from .hf.attach import attach, detach
     from .hf.cache import Cache
     from .hf.report import Report
-    from .keep import Budget, Keep, Spare
-    from .recall import Clusters, Pages, Recall, TopK
-    from .recipe.spec import Protect, Recipe
+    from .keep import Budget, Keep, Outliers, register_score
+    from .recall import Clusters, Pages, Recall, TopK, register_index
+    from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .reference import reference_model, reference_tokenizer
-    from .store import Packed, Store, Transform
+    from .store import Packed, Store, Transform, register_format
 
 _WHERE = {
     "attach": "hf.attach",
     "detach": "hf.attach",
     "Report": "hf.report",
     "Cache": "hf.cache",
+    "LayerOverride": "recipe",
     "Recipe": "recipe",
+    "register_recipe": "recipe",
     "Protect": "recipe",
     "Clusters": "recall",
     "Pages": "recall",
     "Recall": "recall",
     "TopK": "recall",
+    "register_index": "recall",
     "Budget": "keep",
     "Keep": "keep",
-    "Spare": "keep",
+    "Outliers": "keep",
+    "register_score": "keep",
     "Packed": "store",
     "Store": "store",
     "Transform": "store",
+    "register_format": "store",
     "reference_model": "reference",
     "reference_tokenizer": "reference",
 }
@@ -47,13 +52,14 @@ __all__ = [
     "Cache",
     "Clusters",
     "Keep",
+    "LayerOverride",
+    "Outliers",
     "Packed",
     "Pages",
     "Protect",
     "Recall",
     "Recipe",
     "Report",
-    "Spare",
     "Store",
     "TopK",
     "Transform",
@@ -61,6 +67,10 @@ __all__ = [
     "detach",
     "reference_model",
     "reference_tokenizer",
+    "register_format",
+    "register_index",
+    "register_recipe",
+    "register_score",
 ]
 
 

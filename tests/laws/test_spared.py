@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import naive
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
-from kvloom.keep import Budget, Keep, Mass, Observation, Spare, Step
+from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
@@ -26,7 +26,7 @@ seeds = st.integers(0, 99)
 
 
 def cached(store, recent, tokens=5, sinks=0, rule=None) -> LayerCache:
-    protect = Protect(sinks, recent, Spare(tokens, rule or Mass()))
+    protect = Protect(sinks, recent, Outliers(tokens, rule or Mass()))
     return LayerCache(Recipe(store=store, protect=protect), "layer 0", (0, 1))
 
 
@@ -152,27 +152,27 @@ def test_reset_asks_the_rule_again():
 
 
 def test_rules_are_written_down_by_name():
-    recipe = Recipe(store=TOKEN, protect=Protect(2, 6, Spare(9, Observation(window=8))))
+    recipe = Recipe(store=TOKEN, protect=Protect(2, 6, Outliers(9, Observation(window=8))))
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert Recipe.from_toml(recipe.to_toml()) == recipe
-    own = Recipe(store=TOKEN, protect=Protect(spare=Spare(9, lambda step: step.k[..., 0])))
+    own = Recipe(store=TOKEN, protect=Protect(outliers=Outliers(9, lambda step: step.k[..., 0])))
     with pytest.raises(RecipeError, match="a rule that is a function cannot be written down"):
         own.to_toml()
-    assert resolve("skvq:heavy=9").protect.spare == Spare(9, Mass())
+    assert resolve("skvq:heavy=9").protect.outliers == Outliers(9, Mass())
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Spare(0), "tokens=0 to spare must be a whole number, 1 or more"),
-        (lambda: Spare(4, "mass"), "scorer='mass' is no score: give one of recent"),
-        (lambda: Spare(4, group="all"), "group='all' is not one of sum, mean, max"),
-        (lambda: Recipe(protect=Protect(spare=Spare(4))), "combine it with a packed store"),
+        (lambda: Outliers(0), "tokens=0 of outliers must be a whole number, 1 or more"),
+        (lambda: Outliers(4, "mass"), "scorer='mass' is not a score: give one of recent"),
+        (lambda: Outliers(4, group="all"), "group='all' is not one of sum, mean, max"),
+        (lambda: Recipe(protect=Protect(outliers=Outliers(4))), "combine it with a packed store"),
         (
             lambda: Recipe(
                 keep=Keep(Budget(fraction=0.5), Mass(), when="prompt"),
                 store=TOKEN,
-                protect=Protect(spare=Spare(4)),
+                protect=Protect(outliers=Outliers(4)),
             ),
             "combine it with a packed store and no keep",
         ),

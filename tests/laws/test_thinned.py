@@ -90,7 +90,7 @@ def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, p
         cache, *(x[:, :, :PROMPT] for x in qkv), valid=None if valid is None else valid[:, :PROMPT]
     )
     unit = recipe.recall.index.unit
-    found = (recipe.recall.tokens - recipe.always) // unit * unit
+    found = (recipe.recall.tokens - recipe.always_read) // unit * unit
     front = 16 if recipe.recall.tier and not recipe.store.exact else SINKS  # whole groups
     for t in range(PROMPT, n):
         behind = t - (PROMPT - KEPT) - front - cache.retriever.finder.tokens

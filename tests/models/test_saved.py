@@ -46,6 +46,9 @@ SMALL = {
     "topk": "tokens=40,sinks=4,recent=8,full_layers=1",
     "turbo": "window=8,sinks=3",
     "window": "tokens=40",
+    "evict": "score=observation,window=8,tokens=40,recent=8,when=prompt",
+    "recall": "index=clusters,tokens=40,size=8,sinks=4,recent=8,full_layers=1",
+    "store": "group=16,bits=3",
 }
 FORMS = [
     *(f"{name}:{options}" for name, options in SMALL.items()),

@@ -1,11 +1,15 @@
-"""Budget and Keep."""
+"""Budget, Keep, and the check of what scores return."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
+import torch
 
 from kvloom.errors import RecipeError
-from kvloom.keep import Budget, Keep
+from kvloom.keep import SCORERS, Budget, Keep, Mass, Scorer, Step, checked
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,72 @@ def test_a_recent_window_in_tokens(budget, prompt, window):
 def test_an_unknown_scorer_is_refused():
     with pytest.raises(RecipeError, match="scorer='mass' is not one of recent, dilated, mass"):
         Keep(Budget(tokens=8), scorer="mass")
+
+
+# --- scores that are refused ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mine(Scorer):
+    """A score that returns what a test sets."""
+
+    kind: ClassVar[str] = "mine"
+    returns: ClassVar[object] = None
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        return self.returns
+
+
+def step(tokens: int = 5) -> Step:
+    q, k = torch.randn(2, 4, tokens, 8), torch.randn(2, 2, tokens, 8)
+    index = torch.arange(tokens).view(1, 1, -1)
+    return Step(q, k, 1.0, None, None, None, index, tokens, 0, 0, "sum", v=k)
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (torch.zeros(2, 2, 4), "returned float32 [2, 2, 4]; return float32 [2, 2, 5]: rows, key"),
+        (torch.zeros(2, 4, 5), "returned float32 [2, 4, 5]; return float32 [2, 2, 5]"),
+        (torch.zeros(2, 2, 5, 1), "returned float32 [2, 2, 5, 1]"),
+        (torch.zeros(2, 2, 5, dtype=torch.bfloat16), "returned bfloat16 [2, 2, 5]; return float32"),
+        (torch.zeros(2, 2, 5, dtype=torch.int64), "returned int64 [2, 2, 5]"),
+        (torch.full((2, 2, 5), torch.nan), "returned NaN; return numbers, or infinity"),
+        (torch.zeros(2, 2, 5, device="meta"), "returned scores on meta; return cpu"),
+        ([1.0], "returned list, not a tensor"),
+        (None, "returned NoneType, not a tensor"),
+    ],
+)
+def test_a_score_that_returns_something_else_is_refused_by_name(monkeypatch, returned, says):
+    monkeypatch.setattr(Mine, "returns", returned)
+    for rule, name in ((Mine(), "mine"), (lambda step: returned, "<lambda>")):
+        with pytest.raises(RecipeError) as refused:
+            checked(rule, step())
+        assert str(refused.value).startswith(f"score {name!r} {says}")
+
+
+def test_infinite_scores_are_accepted(monkeypatch):
+    scores = torch.tensor([[[torch.inf, -torch.inf, 0.0, 1.0, 2.0]] * 2] * 2)
+    monkeypatch.setattr(Mine, "returns", scores)
+    assert checked(Mine(), step()) is scores
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCORERS if kind != "recent"])  # age decides
+def test_built_in_scores_pass_as_they_are(kind):
+    score, one = SCORERS[kind](), step()
+    assert torch.equal(checked(score, one), score(one))
+
+
+def test_a_class_with_the_name_of_a_built_in_score_is_checked_for_nan():
+    class Masked(Mass):
+        def __call__(self, step: Step) -> torch.Tensor:
+            return torch.full((2, 2, 5), torch.nan)
+
+    with pytest.raises(RecipeError, match="score 'mass' returned NaN"):
+        checked(Masked(), step())
+
+
+def test_a_score_receives_the_values():
+    x = step()
+    norms = checked(lambda step: step.v.norm(dim=-1), x)
+    assert torch.equal(norms, x.v.norm(dim=-1))

@@ -137,4 +137,4 @@ def _groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:
 
 def _size(recipe: Recipe) -> int:
     """Channels of a group."""
-    return max((fmt.group for fmt in recipe.store.sides.values()), default=0) or 32
+    return max((fmt.group for fmt in recipe.store.quantized.values()), default=0) or 32

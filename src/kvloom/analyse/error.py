@@ -27,7 +27,7 @@ from ..calibrate.attention import Attention, Sample
 from ..hf import attach, compat
 from ..hf.metadata import load_layer_metadata
 from ..recipe.spec import Recipe
-from ..store import LayerMetadata, Packed
+from ..store import Format, LayerMetadata, Packed
 from ..store.codec import Channels
 from ..store.packed import PackedTokens
 from ..workload.step import Progress
@@ -125,11 +125,15 @@ def _squares(exact: Attention, seen: record.Seen, recipe: Recipe, layer: LayerMe
 
 
 def packed(
-    x: Tensor, fmt: Packed | None, channels: Channels | None, layer: LayerMetadata
+    x: Tensor, fmt: Format | None, channels: Channels | None, layer: LayerMetadata
 ) -> Tensor:
     """What comes back of x [B, Hk, N, D] after packing; per channel, what fills no group stays."""
     if fmt is None:
         return x
+    if not isinstance(fmt, Packed):
+        whole = x.shape[2] // fmt.unit * fmt.unit
+        again = fmt.unpack(fmt.pack(x[:, :, :whole]), x.dtype)
+        return torch.cat([again, x[:, :, whole:]], dim=2)
     whole = x.shape[2] // fmt.group * fmt.group if fmt.axis == "channel" else x.shape[2]
     if not whole:
         return x

@@ -51,9 +51,9 @@ def layers(recipe: Recipe, shape: Shape, count: int = 1) -> list[LayerCache]:
     """
     recipe.check(shape.geometry)
     rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
-    metadata = LayerMetadata(
-        _channels(recipe.store.keys, shape), _channels(recipe.store.values, shape), rope
-    )
+    packed = recipe.store.quantized
+    keys, values = packed.get("keys"), packed.get("values")
+    metadata = LayerMetadata(_channels(keys, shape), _channels(values, shape), rope)
     moves = recipe.keep is not None and recipe.keep.positions != "original"
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
     built = [

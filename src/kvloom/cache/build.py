@@ -15,26 +15,37 @@ from .score_evictor import ScoreEvictor
 
 def build_layers(
     recipe: Recipe,
-    names: Sequence[str],
+    numbers: Sequence[int],
     metadata: Sequence[LayerMetadata],
     rope: Rope | None = None,
 ) -> list[LayerCache]:
-    """Return one empty `LayerCache` per name; those that decide together share a coordinator."""
-    count = len(names)
-    layers = [
-        LayerCache(recipe, name, (i, count), rope, metadata[i]) for i, name in enumerate(names)
-    ]
+    """Return one empty `LayerCache` per layer; those that decide together share a coordinator.
+
+    numbers: the model's numbers of the layers that the cache holds. rope: rotates keys in layers
+    whose recipe renumbers positions.
+    """
+    layers = []
+    for rank, (number, share) in enumerate(zip(numbers, recipe.sharing(numbers), strict=True)):
+        plain = recipe.for_layer(number, numbers)
+        renumbers = plain.keep is not None and plain.keep.positions != "original"
+        layers.append(
+            LayerCache(
+                plain, f"layer {number}", (rank, len(numbers)), rope if renumbers else None,
+                metadata[rank], share,
+            )
+        )  # fmt: skip
     coordinate(layers)
     return layers
 
 
 def coordinate(layers: Sequence[LayerCache]) -> None:
-    """Let the layers that need each other's scores decide together, first to last."""
+    """Let layers with one `keep` that need each other's scores decide together, first to last."""
     waiting = [
         layer for layer in layers if isinstance(layer.evictor, ScoreEvictor) and layer.evictor.waits
     ]
-    if waiting:
-        coordinator = Coordinator(waiting[0].score_evictor.keep.shared, evict)
-        coordinator.layers = waiting
-        for layer in waiting:
+    for keep in dict.fromkeys(layer.recipe.keep for layer in waiting):
+        together = [layer for layer in waiting if layer.recipe.keep == keep]
+        coordinator = Coordinator(keep is not None and keep.shared, evict)
+        coordinator.layers = together
+        for layer in together:
             layer.coordinator = coordinator

@@ -35,11 +35,12 @@ def commit(layer: LayerCache, step: StepInputs, new: KV | None, parts: list[Part
     if layer.like is None:
         assert new is not None
         layer.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])
-    if evictor is not None and not evictor.begun:
+    exact = layer.seen <= layer.recipe.start  # the whole context stays as it is for now
+    if evictor is not None and not evictor.begun and not exact:
         evictor.begin(layer.seen)
     if layer.retriever is not None:
         layer.retriever.visible = step.visible
-    if layer.recording:
+    if layer.recording or exact:
         _add_to_draft(layer, step, new)
     elif isinstance(layer.tokens, Slots):
         layer.waiting = step
@@ -57,6 +58,7 @@ def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
     new: keys and values that are not stored yet.
     """
     layer.draft = None
+    first, layer.settled = not layer.settled, True
     evictor, segment = layer.evictor, layer.segment
     if isinstance(evictor, ScoreEvictor) and not evictor.done and step.tokens:
         prompt = new is not None and layer.seen == new[0].shape[2]
@@ -72,7 +74,7 @@ def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
             layer.waiting = step
             _vote(layer, evictor.score_segment(segment, step, layer.seen))
             return
-    _store(layer, step, new)
+    _store(layer, step, new, prompt=first)
     index(layer)
 
 
@@ -128,10 +130,11 @@ def _vote(layer: LayerCache, scores: Tensor) -> None:
         evict(layer, scores)
 
 
-def _store(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
+def _store(layer: LayerCache, step: StepInputs, new: KV | None, prompt: bool) -> None:
     """Add new tokens, drop the oldest where age decides, and pack what is due.
 
-    Outliers are chosen from the exact tokens of the first prompt.
+    prompt: nothing was packed or dropped before, so all tokens are packed as a prompt is. Outliers
+    are chosen from the exact tokens of the first prompt.
     """
     segment, outliers, exact = layer.segment, layer.outliers, new
     choosing = outliers is not None and not outliers.done
@@ -146,7 +149,7 @@ def _store(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
     elif new is None:
         if drop:
             segment.drop_front(drop)
-        segment.pack(step.visible)
+        segment.pack(step.visible, prompt)
     if outliers is not None and choosing and exact is not None:
         outliers.done = True
         if exact[0].shape[2] == layer.seen:

@@ -91,10 +91,11 @@ class LayerCache:
             self.evictor = by_score or AgeEvictor(recipe)
         recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
         self.retriever = Retriever(recipe) if recalls else None
-        rule = recipe.protect.spare
+        rule = recipe.protect.outliers
         self.outliers = None if rule is None else Outliers(rule, layer)
         self.draft: Draft | None = None
         self.waiting: StepInputs | None = None  # its scores wait for those of other layers
+        self.settled = False  # whether any step was settled: the first one is the prompt
         self.seen = 0
         self.read = 0  # tokens that the last step read, of each row and head
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
@@ -213,8 +214,10 @@ class LayerCache:
     ) -> tuple[StepInputs, Tensor, Tensor]:
         """Check keys and values, and return the step, padding set to 0: it may be infinite."""
         check_shapes(self.name, self.like, k, v)
-        if isinstance(self.evictor, ScoreEvictor) and not self.evictor.begun:
-            self.evictor.check_prompt(self.seen + k.shape[2])
+        tokens = self.seen + k.shape[2]
+        scored = isinstance(self.evictor, ScoreEvictor) and not self.evictor.begun
+        if scored and tokens > self.recipe.start:
+            self.score_evictor.check_prompt(tokens)
         visible = None
         if valid is not None:
             visible = valid[:, None, :]
@@ -303,7 +306,10 @@ class LayerCache:
             self.seen -= tokens
             if tokens and len(self.tokens):
                 self.segment.drop_back(min(tokens, len(self.tokens)))
-            if draft is not None:
+            if draft is not None and self.seen <= self.recipe.start:
+                left = draft.step.without_newest(tokens)
+                self.draft = Draft(max(0, draft.tokens - tokens), left)
+            elif draft is not None:
                 settle(self, draft.step.without_newest(tokens), None)
             else:
                 index(self)

@@ -1,6 +1,6 @@
 """Tokens of the first prompt that stay exact although the others are packed.
 
-The rule (`keep.Spare`) scores the first prompt once, with its queries. The tokens that it marks
+The rule (`keep.Outliers`) scores the first prompt once, with its queries. The tokens that it marks
 among the packed ones are copied into a segment of their own and hidden in the packed one, so
 nothing moves and no group has gaps. Decides when the rule runs.
 """
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import Spare, Step, choose
+from ..keep import Outliers as Rule
+from ..keep import Step, checked, choose
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from .part import Part
@@ -25,7 +26,7 @@ from .step import StepInputs
 class Outliers:
     """A rule, and the exact copies of the tokens that it has chosen."""
 
-    def __init__(self, rule: Spare, layer: int) -> None:
+    def __init__(self, rule: Rule, layer: int) -> None:
         self.rule, self.layer = rule, layer
         self.tokens = Segment()
         self.done = False  # the rule runs once
@@ -52,11 +53,11 @@ class Outliers:
         index = torch.arange(n, device=k.device).view(1, 1, -1)
         bias = None if step.alibi is None else step.alibi.bias(index)
         inputs = Step(
-            q=step.q, k=k, scale=step.scale, softcap=step.softcap, valid=step.visible,
+            q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=step.visible,
             real=step.visible_queries, index=index, seen=n, number=0, seed=self.layer,
             group=self.rule.group, bias=bias,
         )  # fmt: skip
-        scores = self.rule.scorer(inputs).to(torch.float32)[..., lo:hi]
+        scores = checked(self.rule.scorer, inputs)[..., lo:hi]
         may = step.visible if sinks is None else sinks.hide(step.visible)
         may = None if may is None else may[..., lo:hi]
         slots = choose(scores, min(self.rule.tokens, hi - lo), 0, may)

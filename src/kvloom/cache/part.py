@@ -14,7 +14,11 @@ from torch import Tensor
 from ..kernels import ops
 from ..kernels.attend import reference
 from ..kernels.attend.kv_view import KVView
+from ..store.format_tokens import FormatView
 from ..store.packed import PackedView
+
+Stored = Tensor | PackedView | FormatView | KVView
+"""Keys or values of a part: exact [B, Hk, N, D], packed, or packed with an exact tail."""
 
 
 class GatherPlan(NamedTuple):
@@ -42,8 +46,8 @@ class Part(NamedTuple):
     the same tokens as parts that the reference can read, where it cannot read this one.
     """
 
-    keys: Tensor | PackedView | KVView
-    values: Tensor | PackedView | KVView
+    keys: Stored
+    values: Stored
     visible: Tensor | None
     causal: int = 0
     bias: Tensor | None = None
@@ -56,7 +60,7 @@ class Part(NamedTuple):
         keys = self.keys
         if isinstance(keys, Tensor):
             return keys.shape[2]
-        if isinstance(keys, PackedView):
+        if isinstance(keys, PackedView | FormatView):
             return keys.hi - keys.lo
         return keys.tokens if self.plan is None else self.plan.tokens(keys.tokens)
 
@@ -86,10 +90,10 @@ class Part(NamedTuple):
 
         products: a list to which the kernel may append scale * q @ k (see `ops.attend`).
         """
-        if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
+        keys, values = _kv_view(self.keys), _kv_view(self.values)
+        if keys is None or values is None:
             ops.attend_in_parts(q, _format(self.keys), _format(self.values))
             return None
-        keys, values = _kv_view(self.keys), _kv_view(self.values)
         if self.plan is not None:
             slots, begin, first = self.plan
             run = ops.attend_gathered.bind(q, keys, values, slots).run
@@ -133,13 +137,16 @@ def attend_parts(
     return reference.merge([part.attend(q, scale, softcap) for part in parts]).out.to(q.dtype)
 
 
-def _format(x: Tensor | PackedView | KVView) -> Any:
+def _format(x: Stored) -> Any:
     return None if isinstance(x, Tensor) else x.fmt
 
 
-def _exact(x: Tensor | PackedView | KVView) -> Tensor:
+def _exact(x: Stored) -> Tensor:
     return x if isinstance(x, Tensor) else x.tensor()
 
 
-def _kv_view(x: Tensor | KVView) -> KVView:
-    return KVView(None, x) if isinstance(x, Tensor) else x
+def _kv_view(x: Stored) -> KVView | None:
+    """Return tokens as kernels read them; None for packed tokens without their exact tail."""
+    if isinstance(x, KVView):
+        return x
+    return KVView(None, x) if isinstance(x, Tensor) else None

@@ -19,9 +19,10 @@ from ..kernels.select import reference
 from ..positions.alibi import Alibi
 from ..recall import Finder, OffloadFormat, OffloadStore, SideStream
 from ..recipe.spec import Recipe
-from ..store import KVSide, Packed
+from ..store import Format, KVSide, Packed
 from ..store.codec import Plain
 from ..store.formats import META
+from ..store.packed import PackedView
 from .gather_plan import gather_part
 from .part import Part
 from .segment import Segment
@@ -71,14 +72,14 @@ class Retriever:
 
         visible: as in `Segment.parts`, without the sinks.
         """
-        indexed, room = self.finder.tokens, self.recall.tokens - self.recipe.always
+        indexed, room = self.finder.tokens, self.recall.tokens - self.recipe.always_read
         if trace is not None:
             trace.recalled = None
         if step.tokens > 1 or room >= indexed:
             offloaded = self._offloaded_parts(tokens, visible, alibi)
             return [*offloaded, *tokens.parts(visible, present, alibi)]
         slots = self._find(tokens, step.q, room - room % self.recall.index.unit)
-        end = self.recipe.front + indexed
+        end = self.recipe.pinned_prefix + indexed
         if trace is not None:
             trace.recalled = slots
         masks: tuple[Tensor | None, ...] = (None, None)
@@ -93,6 +94,8 @@ class Retriever:
         if self.store is not None:
             return [Part(*self.store.read(slots), masks[0], bias=bias[0]), *rest()]
         gather = partial(_gather_both, tokens, end, slots)
+        if not (tokens.keys.fused and tokens.values.fused):
+            return [Part(*gather(), masks[0], bias=bias[0]), *rest()]
         gaps = tokens.index is not None
         views = tokens.keys.kv_view(tokens.positions, gaps), tokens.values.kv_view()
         return [gather_part(views, slots, end, masks, bias, rest, gather)]
@@ -104,7 +107,7 @@ class Retriever:
         """
         if not len(tokens):
             return
-        front = self.recipe.front
+        front = self.recipe.pinned_prefix
         recent = max(self.recipe.protect.recents)
         ready = max(0, min(len(tokens) - recent, tokens.packed_oldest))
         if self.store is not None:
@@ -154,7 +157,7 @@ class Retriever:
 
     def _find(self, tokens: Segment, q: Tensor, count: int) -> Tensor:
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
-        front, end = self.recipe.front, self.recipe.front + self.finder.tokens
+        front, end = self.recipe.pinned_prefix, self.recipe.pinned_prefix + self.finder.tokens
         slots = self.finder.find(
             q[:, :, 0], count, self.recall.group, partial(_keys, tokens, front, end)
         )
@@ -199,7 +202,7 @@ def _gather(side: KVSide, end: int, slots: Tensor, tokens: Segment) -> Tensor:
     x = side.view(0, end, tokens.positions)
     if isinstance(x, Tensor):
         return reference.gather(x, slots)
-    if not isinstance(x.codec, Plain) or x.rope is not None:
+    if not isinstance(x, PackedView) or not isinstance(x.codec, Plain) or x.rope is not None:
         return reference.gather(x.tensor(), slots)  # unpacks all tokens to choose some
     return reference.gather_packed(
         x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype
@@ -214,6 +217,9 @@ def _at(x: Tensor | None, slots: Tensor) -> Tensor:
     return x.expand(b, -1, -1).gather(2, by_head).view(b, h, m)
 
 
-def _offload_format(fmt: Packed | None) -> OffloadFormat | None:
+def _offload_format(fmt: Format | None) -> OffloadFormat | None:
     """Return what an offload store needs to know of a format."""
-    return None if fmt is None else OffloadFormat(fmt.bits, fmt.axis, fmt.group, META[fmt.meta])
+    if fmt is None:
+        return None
+    assert isinstance(fmt, Packed), "recipes refuse a tier for other formats"
+    return OffloadFormat(fmt.bits, fmt.axis, fmt.group, META[fmt.meta])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import Step, budgets, choose, protect_sinks
+from ..keep import Step, budgets, checked, choose, protect_sinks
 from ..kernels.select.reference import gather
 from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
@@ -164,14 +164,13 @@ class ScoreEvictor:
     ) -> Tensor:
         """Score one step: fp32 [B, Hk, N] for k, v [B, Hk, N, D] of tokens at logical indices."""
         number, self.steps = self.steps, self.steps + 1
-        return self.keep.scorer(
-            Step(
-                q=step.q, k=k, scale=step.scale, softcap=step.softcap, valid=visible,
-                real=step.visible_queries, index=index, seen=seen, number=number,
-                seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # as many bits are hashed
-                group=self.keep.group, bias=bias, products=step.products,
-            )
+        inputs = Step(
+            q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=visible,
+            real=step.visible_queries, index=index, seen=seen, number=number,
+            seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # as many bits are hashed
+            group=self.keep.group, bias=bias, products=step.products,
         )  # fmt: skip
+        return checked(self.keep.scorer, inputs)
 
     def evict_from_segment(
         self, tokens: Segment, scores: Tensor, step: StepInputs, trace: Trace | None

@@ -178,7 +178,8 @@ class Segment:
         """
         offloaded = self.offloaded
         gaps = self.index is not None and self.keys.needs_positions
-        if not present or begin > offloaded or gaps:
+        fused = self.keys.fused and self.values.fused
+        if not present or begin > offloaded or gaps or not fused:
             return self._pieces(visible, present, alibi, max(begin, offloaded))
         keys, values = self.keys.kv_view(self.positions), self.values.kv_view()
         mask = self.visible(visible)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .score_evictor import ScoreEvictor
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ def state(layer: LayerCache) -> dict[str, Any]:
         "seen": layer.seen,
         "read": layer.read,
         "recording": layer.recording,
+        "settled": layer.settled,
         "observed": layer.trace is not None,
         "slots": isinstance(layer.tokens, Slots),
         "tokens": layer.tokens.state(),
@@ -41,7 +41,8 @@ def load_state(layer: LayerCache, saved: dict[str, Any]) -> None:
     The layer continues exactly as the saved one.
     """
     like = layer.like = saved["like"]
-    layer.seen, layer.read, layer.recording = saved["seen"], saved["read"], saved["recording"]
+    layer.seen, layer.read = saved["seen"], saved["read"]
+    layer.recording, layer.settled = saved["recording"], saved["settled"]
     if saved["observed"]:
         layer.observe()
     if saved["slots"]:
@@ -56,5 +57,3 @@ def load_state(layer: LayerCache, saved: dict[str, Any]) -> None:
         layer.retriever.load_state(saved["retriever"])
     if layer.outliers is not None:
         layer.outliers.load_state(saved["outliers"], like)
-    if isinstance(layer.evictor, ScoreEvictor) and not layer.evictor.begun:
-        assert not layer.seen, "a layer with tokens has a budget"

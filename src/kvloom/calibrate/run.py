@@ -94,7 +94,13 @@ def calibrate(
     settings = settings or Settings()
     recipes = list(recipes)
     formats = sorted(
-        {(side, f) for recipe in recipes for side, f in recipe.store.sides.items() if f.calibrated},
+        {
+            (side, f)
+            for recipe in recipes
+            for store in recipe.stores
+            for side, f in store.quantized.items()
+            if f.calibrated
+        },
         key=str,
     )
     for recipe in recipes:

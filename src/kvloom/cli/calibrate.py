@@ -39,7 +39,9 @@ def command(
         from ..workload.text import opening, read_files, tokenize
 
         picked = chosen(recipes)
-        plain = [recipe.name for recipe in picked if not recipe.store.calibrated]
+        plain = [
+            recipe.name for recipe in picked if not any(store.calibrated for store in recipe.stores)
+        ]
         if plain:
             raise InputError(f"recipe {plain[0]!r} needs no calibration; name others")
         writable(out)

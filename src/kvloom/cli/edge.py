@@ -126,7 +126,8 @@ def split(recipes: str) -> list[str]:
     """Part "kivi:bits=4,group=64,rtn" into recipes: an option belongs to the name before it."""
     parts: list[str] = []
     for item in (item.strip() for item in recipes.split(",")):
-        if "=" in item and ":" not in item and parts and ":" in parts[-1]:
+        key, equals, _ = item.partition("=")
+        if equals and not {":", "@"} & set(key) and parts and ":" in parts[-1]:
             parts[-1] += f",{item}"
         elif item:
             parts.append(item)

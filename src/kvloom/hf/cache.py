@@ -39,7 +39,7 @@ class Cache(RoutedCache):
         config = compat.decoder_config(model)
         stock = compat.stock_layers(config)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(self.recipe, [f"layer {i}" for i in numbers], metadata, rope)
+        built = build_layers(self.recipe, numbers, metadata, rope)
         ours = dict(zip(numbers, map(RoutedLayer, built), strict=True))
         layers = [ours.get(i, layer) for i, (_, layer) in enumerate(stock)]
         super().__init__(layers, compat.fingerprint(config))

@@ -87,7 +87,7 @@ def adapted(model: PreTrainedModel) -> bool:
 
 
 def geometry(model: PreTrainedModel) -> Geometry:
-    """What a cache must know of a supported model; layers: those of full attention."""
+    """Return the geometry of a supported model; its layers are those of full attention."""
     config = decoder_config(model)
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
@@ -95,8 +95,12 @@ def geometry(model: PreTrainedModel) -> Geometry:
         one = config.multi_query and not config.new_decoder_architecture
         kv_heads = 1 if one else config.num_kv_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    layers = sum(kind == FULL for kind, _ in stock_layers(config))
-    return Geometry(layers, q_heads, kv_heads, head_dim, model.dtype, has_alibi(config))
+    kinds = [kind for kind, _ in stock_layers(config)]
+    numbers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+    return Geometry(
+        len(numbers), q_heads, kv_heads, head_dim, model.dtype, has_alibi(config),
+        None if len(numbers) == len(kinds) else numbers,
+    )  # fmt: skip
 
 
 def fingerprint(config: Any) -> tuple:

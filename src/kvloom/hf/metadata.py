@@ -1,7 +1,7 @@
-"""What a recipe's formats must know of a model: its calibration and its rotary embedding.
+"""What the formats of a recipe need of a model: its calibration and its rotary embedding.
 
-Decides where a calibration is looked for and whether it is this model's. Read once a model and
-recipe, not once a cache.
+Decides where a calibration is searched for, and whether it is this model's. Each file is read once
+per model, not once per cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..errors import CalibrationError, IncompatibleRecipe, UnsupportedModel
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from ..store import LayerMetadata, Store
+from ..store import LayerMetadata
 from ..store.calibration import Calibration
 from . import compat, rotary
 
@@ -29,29 +29,23 @@ file in that folder for weights.
 """
 _FORMER = "calibration.safetensors"
 
-_READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[LayerMetadata]]] = WeakKeyDictionary()
+_READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 def load_layer_metadata(model: PreTrainedModel, recipe: Recipe) -> list[LayerMetadata]:
-    """What each layer of full attention is told; `IncompatibleRecipe` if it cannot be known."""
-    store, count = recipe.store, compat.geometry(model).layers
-    if not store.calibrated and not store.pre_rope:
-        return [LayerMetadata()] * count
-    path = _path(model, recipe) if store.calibrated else None
-    stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
-    read = _READ.setdefault(model, {})
-    key = (store, path, stamp)
-    if key not in read:
-        try:
-            rope = undoable_rope(model) if store.pre_rope else None
-            read[key] = _layers(model, store, path, rope, count)
-        except CalibrationError as error:
-            raise IncompatibleRecipe(recipe.name, [str(error)]) from error
-    return read[key]
+    """Return what the formats of each layer of full attention need.
+
+    Raises `IncompatibleRecipe` where a calibration or a rotary embedding is missing.
+    """
+    numbers = compat.geometry(model).numbers
+    try:
+        return [_metadata(model, recipe.for_layer(n, numbers), n) for n in numbers]
+    except CalibrationError as error:
+        raise IncompatibleRecipe(recipe.name, [str(error)]) from error
 
 
 def identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells a model from others: its shape, and a digest of some of each weight, in bf16.
+    """Return what identifies a model: its shape, and a digest of some of each weight, in bf16.
 
     Raises `UnsupportedModel` where a weight is not in memory.
     """
@@ -59,7 +53,7 @@ def identity(model: PreTrainedModel) -> dict[str, Any]:
     for name, weight in model.named_parameters():
         if weight.is_meta:
             raise UnsupportedModel(
-                f"{type(model).__name__} cannot be told from models like it, as {name} lies on the "
+                f"{type(model).__name__} cannot be identified, as {name} is on the "
                 "meta device (offloaded, or never loaded); load it with all weights in memory"
             )
         digest.update(f"{name} {tuple(weight.shape)}".encode())
@@ -101,24 +95,36 @@ def undoable_rope(model: PreTrainedModel) -> Rope:
     return found
 
 
-def _layers(
-    model: PreTrainedModel, store: Store, path: Path | None, rope: Rope | None, count: int
-) -> list[LayerMetadata]:
-    if path is None:
-        return [LayerMetadata(rope=rope)] * count
+def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetadata:
+    """Return what one layer's formats need, given its plain recipe; read once per model."""
+    store = recipe.store
+    if not store.calibrated and not store.pre_rope:
+        return LayerMetadata()
+    path = _path(model, recipe) if store.calibrated else None
+    stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
+    read, key = _READ.setdefault(model, {}), (store, path, stamp, number)
+    if key not in read:
+        rope = undoable_rope(model) if store.pre_rope else None
+        sides = {}
+        if path is not None:
+            if (path, stamp) not in read:
+                read[path, stamp] = _calibration(model, path)
+            calibration = read[path, stamp]
+            sides = {s: calibration.channels(number, s, f) for s, f in store.quantized.items()}
+        read[key] = LayerMetadata(sides.get("keys"), sides.get("values"), rope)
+    found: LayerMetadata = read[key]
+    return found
+
+
+def _calibration(model: PreTrainedModel, path: Path) -> Calibration:
+    """Read a calibration; raises `CalibrationError` for one of another model."""
     calibration, own = Calibration.load(path), identity(model)
     if calibration.model != own:
         raise CalibrationError(
             f"{str(path)!r} is the calibration of {_spell(calibration.model)}, and this is "
             f"{_spell(own)}; calibrate it with `kvloom calibrate`"
         )
-    full = [i for i, (kind, _) in enumerate(compat.stock_layers(compat.decoder_config(model)))
-            if kind == compat.FULL]  # fmt: skip
-    layers = []
-    for i in full:
-        sides = {side: calibration.channels(i, side, f) for side, f in store.sides.items()}
-        layers.append(LayerMetadata(sides.get("keys"), sides.get("values"), rope))
-    return layers
+    return calibration
 
 
 def _spell(model: dict[str, Any]) -> str:

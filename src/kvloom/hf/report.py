@@ -85,7 +85,9 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
             "note: a prompt attends exactly, so log-likelihoods from one forward pass (as lm-eval "
             "computes them) do not depend on the recipe"
         )
-    bits = min((fmt.bits for fmt in recipe.store.sides.values()), default=16)
+    bits = min(
+        (fmt.bits for store in recipe.stores for fmt in store.quantized.values()), default=16
+    )
     parameters = sum(p.numel() for p in model.parameters())
     if bits <= 2 and (parameters < _SMALL or geometry.head_dim <= _SMALL_HEAD):
         notes.append(

@@ -65,16 +65,19 @@ def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bo
     `UnsupportedModel`, or `IncompatibleRecipe` where positions are learned and the layers would not
     agree on them.
     """
-    if recipe.keep is None or recipe.keep.positions == "original":
+    numbers = compat.geometry(model).numbers
+    keeps = {recipe.for_layer(number, numbers).keep for number in numbers}
+    if not any(keep is not None and keep.positions != "original" for keep in keeps):
         return None, False
     found = rope(model)
     learned = found is None and not compat.has_alibi(compat.decoder_config(model))
-    if learned and recipe.keep.budget.layers != "uniform":
+    equal = len(keeps) == 1 and all(k is not None and k.budget.layers == "uniform" for k in keeps)
+    if learned and not equal:
         raise IncompatibleRecipe(
             recipe.name,
             [
                 'positions="renumbered" gives a token one learned position for all layers, so they '
-                'must hold equally many tokens; use layers="uniform"'
+                'must hold equally many tokens; use layers="uniform" and one keep for all layers'
             ],
         )
     return found, learned

@@ -48,12 +48,12 @@ _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOf
 def save(cache: Cache, path: str | Path) -> None:
     """Write `path`, whole or not at all; see `Cache.save`."""
     _check_settled(cache)
-    recipe = cache.recipe.to_dict()
-    if Recipe.from_dict(json.loads(json.dumps(recipe))) != cache.recipe:
+    try:
+        recipe = cache.recipe.to_dict()
+    except RecipeError as error:
         raise SavedCacheError(
-            f"recipe {cache.recipe.name!r} has a part of your own, which a file cannot name; save "
-            "caches of recipes made of kvloom's parts"
-        )
+            f"recipe {cache.recipe.name!r} has a part of your own: {error}"
+        ) from error
     tensors: dict[str, Tensor] = {}
     about = {
         "format": VERSION, "kvloom": __version__, "recipe": recipe,

@@ -41,7 +41,7 @@ class Reading:
             read.scatter_(1, body.gather(1, slots), True)
         self.read.append(read)
         self.mass.append((mass * read).sum(dim=1) / mass.sum(dim=1))
-        front, known = self.layer.recipe.front, self.retriever.finder.tokens
+        front, known = self.layer.recipe.pinned_prefix, self.retriever.finder.tokens
         self.end = front + known if known else 0
         inside = body[:, front : self.end]
         before = self.indexed.gather(1, inside)

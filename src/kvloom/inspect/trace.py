@@ -27,7 +27,7 @@ from ..hf.routed import RoutedLayer
 from ..kernels import ops
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from ..store import Packed
+from ..store import Format, Packed
 from ..workload.models import check_room
 from ..workload.step import step
 from ..workload.text import opening, tokenize
@@ -267,9 +267,12 @@ def _scores(scores: Tensor) -> list[float | str | None]:
     return [plain(x) for x in scores.tolist()]
 
 
-def _said(fmt: Packed | None, model: PreTrainedModel) -> str:
+def _said(fmt: Format | None, model: PreTrainedModel) -> str:
     if fmt is None:
         return f"exact, {str(model.dtype).removeprefix('torch.')}"
     head_dim = compat.geometry(model).head_dim
-    group, bits = fmt.group or head_dim, fmt.bits_a_value(head_dim)
+    bits = fmt.bits_a_value(head_dim)
+    if not isinstance(fmt, Packed):
+        return f"{fmt.kind} ({bits:g} bits a value)"
+    group = fmt.group or head_dim
     return f"{fmt.bits} bit per {fmt.axis}, groups of {group} ({bits:g} bits a value)"

@@ -1,8 +1,20 @@
 """Which tokens stay."""
 
-from .outliers import Spare
+from .outliers import Outliers
 from .policy import POSITIONS, Budget, Keep
-from .scorers import SCORERS, Dilated, Mass, Noisy, Observation, Random, Recent, Scorer, Step
+from .scorers import (
+    SCORERS,
+    Dilated,
+    Mass,
+    Noisy,
+    Observation,
+    Random,
+    Recent,
+    Scorer,
+    Step,
+    checked,
+    register_score,
+)
 from .select import choose, protect_sinks
 
 __all__ = [
@@ -14,11 +26,13 @@ __all__ = [
     "Mass",
     "Noisy",
     "Observation",
+    "Outliers",
     "Random",
     "Recent",
     "Scorer",
-    "Spare",
     "Step",
+    "checked",
     "choose",
     "protect_sinks",
+    "register_score",
 ]

@@ -1,7 +1,7 @@
 """How a budget is divided over the layers of a model.
 
-Every policy preserves the total to the token: what rounding leaves goes to the layers with the
-largest remainders. Shares are weights per layer; no layer gets more than all tokens.
+Every policy preserves the total to the token: the layers with the largest remainders get the tokens
+that rounding leaves. Shares are weights per layer; no layer gets more than all tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POLICIES = {
     "pyramidkv": "PyramidKV: from 2x - x/20 at the bottom layer to x/20 at the top one, linearly; "
     "uniform where the prompt is shorter than 2x",
     "variance": "in proportion to the variance of a layer's attention mass",
-    "inverse-variance": "in inverse proportion to it",
+    "inverse-variance": "in inverse proportion to that variance",
 }
 BY_VARIANCE = ("variance", "inverse-variance")
 DEPTH = {"pyramid": 7, "pyramidkv": 20}
@@ -27,12 +27,13 @@ def weights(
     policy: str | Sequence[float],
     layers: int,
     variances: Sequence[float] | None = None,
-    most: float = math.inf,
+    cap: float = math.inf,
 ) -> list[float]:
-    """Weight of each layer; `variances` [layers] for the two policies that need them.
+    """Return the weight of each layer; variances: [layers], for the two policies that need them.
 
-    most: the tokens that a layer can hold, divided by the average x. Where that is less than the
-    bottom layer's share, the pyramid of PyramidKV is flatter (KVCache-Factory's rule).
+    cap: the most tokens that a layer can keep, divided by the average x. Where the bottom layer's
+    share exceeds it, the pyramid of PyramidKV is flatter (KVCache-Factory's rule). Raises
+    `RecipeError` where there are other than `layers` weights.
     """
     if not isinstance(policy, str):
         if len(policy) != layers:
@@ -44,7 +45,7 @@ def weights(
     if policy in DEPTH:
         bottom = 2 - 1 / DEPTH[policy]
         if policy == "pyramidkv":
-            bottom = min(bottom, most)
+            bottom = min(bottom, cap)
         top = 2 - bottom
         steps = max(1, layers - 1)
         return [bottom + (top - bottom) * i / steps for i in range(layers)] if layers > 1 else [1.0]
@@ -55,30 +56,30 @@ def weights(
     return [1.0] * layers
 
 
-def split(total: int, shares: Sequence[float], most: int) -> list[int]:
-    """Divide `total` tokens by `shares`, none above `most`; sums to min(total, most * layers).
+def split(total: int, shares: Sequence[float], cap: int) -> list[int]:
+    """Divide `total` tokens by `shares`, none above `cap`; sums to min(total, cap * layers).
 
-    What a capped layer cannot take goes to the others, in proportion.
+    The tokens beyond a layer's cap are divided over the other layers, in proportion.
     """
     layers = len(shares)
-    given = [0] * layers
-    open_layers = list(range(layers))
-    left = min(total, most * layers)
-    while open_layers:
-        weight = math.fsum(shares[i] for i in open_layers)
-        capped = [i for i in open_layers if left * shares[i] / weight >= most]
+    tokens = [0] * layers
+    uncapped = list(range(layers))
+    left = min(total, cap * layers)
+    while uncapped:
+        weight = math.fsum(shares[i] for i in uncapped)
+        capped = [i for i in uncapped if left * shares[i] / weight >= cap]
         if not capped:
             break
         for i in capped:
-            given[i] = most
-        left -= most * len(capped)
-        open_layers = [i for i in open_layers if i not in capped]
-    if open_layers:
-        weight = math.fsum(shares[i] for i in open_layers)
-        exact = {i: left * shares[i] / weight for i in open_layers}
+            tokens[i] = cap
+        left -= cap * len(capped)
+        uncapped = [i for i in uncapped if i not in capped]
+    if uncapped:
+        weight = math.fsum(shares[i] for i in uncapped)
+        exact = {i: left * shares[i] / weight for i in uncapped}
         for i, x in exact.items():
-            given[i] = math.floor(x)
-        spare = left - sum(given[i] for i in open_layers)
-        for i in sorted(open_layers, key=lambda i: math.floor(exact[i]) - exact[i])[:spare]:
-            given[i] += 1
-    return given
+            tokens[i] = math.floor(x)
+        rest = left - sum(tokens[i] for i in uncapped)
+        for i in sorted(uncapped, key=lambda i: math.floor(exact[i]) - exact[i])[:rest]:
+            tokens[i] += 1
+    return tokens

@@ -1,7 +1,7 @@
-"""How many tokens a layer keeps, which of them are recent by right, and when the rest goes.
+"""How many tokens a layer keeps, how many of them are the newest, and when it drops the others.
 
-Decides numbers only: scores are in `scorers`, the choice of tokens in `select`, the dropping in
-the layer's segments.
+Decides numbers only: scores are in `scorers`, the choice of tokens in `select`; the layer's cache
+drops them.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import RecipeError
-from ..registry.fields import typed
+from ..registry.fields import check_fields
 from . import budgets
 from .scorers import SCORERS, Recent, Scorer
 
 WHEN = {
     "step": "after the prompt and at every step",
     "prompt": "once, after the first prompt",
-    "limit": "down to the budget whenever more than `limit` tokens are held",
+    "limit": "down to the budget whenever a layer has more than `limit` tokens",
 }
 GROUPS = ("sum", "mean", "max")
 POSITIONS = {
-    "original": "a token keeps its place in the sequence",
-    "renumbered": "the tokens that stay move together, as if the others had never been",
+    "original": "a token keeps its position in the sequence",
+    "renumbered": "the tokens that stay are numbered as if the others had never been there",
 }
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many tokens a layer holds: a number of tokens, or a fraction of the first prompt.
+    """How many tokens a layer keeps: a number of tokens, or a fraction of the first prompt.
 
-    recent: of them, how many are the newest (a whole number) or which share of the budget (a
-    fraction); the others are heavy hitters, chosen by score. layers: how the heavy part is divided
-    over the layers, a policy of `budgets.POLICIES` or one weight a layer. apart: the recent share
-    and the heavy share of the prompt are each rounded down to whole tokens, as MiniKV's code does;
-    otherwise the budget is rounded down, and then the recent share of it.
+    recent: how many of these are the newest tokens (int), or which share of the budget (float); the
+    others are heavy hitters, chosen by score. layers: how heavy hitters are divided over the
+    layers, a policy of `budgets.POLICIES` or one weight for each layer. apart: round the recent
+    share and the heavy share of the prompt down separately, as MiniKV's code does; otherwise round
+    the budget down, and then its recent share.
     """
 
     tokens: int | None = None
@@ -45,7 +45,7 @@ class Budget:
     apart: bool = False
 
     def __post_init__(self) -> None:
-        typed(self, "recent", "layers", "apart")
+        check_fields(self, "recent", "layers", "apart")
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError("a budget is either tokens or a fraction of the prompt: give one")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
@@ -64,15 +64,16 @@ class Budget:
             )
         if isinstance(self.layers, str):
             if self.layers not in budgets.POLICIES:
-                known = ", ".join(budgets.POLICIES)
-                raise RecipeError(f"layers={self.layers!r} is not one of {known}")
+                raise RecipeError(
+                    f"layers={self.layers!r} is not one of {', '.join(budgets.POLICIES)}"
+                )
         elif not all(0 <= weight < math.inf for weight in self.layers) or not any(self.layers):
             raise RecipeError(
                 f"layers={self.layers!r} must be one weight a layer, 0 or more, not all 0"
             )
 
     def resolve(self, prompt_tokens: int) -> int:
-        """Tokens to hold, averaged over layers, given the first prompt's length (at least one)."""
+        """Return the tokens to keep, averaged over layers: at least one."""
         if self.tokens is not None:
             return self.tokens
         assert self.fraction is not None
@@ -83,7 +84,7 @@ class Budget:
         return max(1, int(tokens))
 
     def window(self, prompt_tokens: int) -> int:
-        """How many of the tokens to hold are the newest, given the first prompt's length."""
+        """Return how many of the tokens to keep are the newest."""
         total = self.resolve(prompt_tokens)
         if isinstance(self.recent, int):
             return min(self.recent, total)
@@ -94,40 +95,41 @@ class Budget:
     def heavy(
         self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
     ) -> list[int]:
-        """Heavy hitters of each layer; their sum is `layers` times the average, where they fit.
+        """Return the heavy hitters of each layer; their sum is `layers` times the average.
 
-        A prompt within the budget stays whole, in every layer. PyramidKV's division is uniform for
-        a prompt shorter than twice the average, as in KVCache-Factory. Raises `RecipeError` for a
-        pyramid with an empty top, and for a layer without a single token.
+        The sum is smaller only where the prompt has fewer tokens. A prompt within the budget stays
+        whole in every layer. PyramidKV's division is uniform for a prompt shorter than twice the
+        average, as in KVCache-Factory. Raises `RecipeError` for a pyramid with an empty top, and
+        for a layer without a single token.
         """
         total, window = self.resolve(prompt_tokens), self.window(prompt_tokens)
-        average, most = total - window, prompt_tokens - window
+        average, largest = total - window, prompt_tokens - window
         short = self.layers == "pyramidkv" and prompt_tokens < 2 * average
         if total >= prompt_tokens or short or not layers:
             return [average] * layers
-        shares = budgets.weights(self.layers, layers, variances, most / max(1, average))
-        given = budgets.split(average * layers, shares, most)
+        shares = budgets.weights(self.layers, layers, variances, largest / max(1, average))
+        divided = budgets.split(average * layers, shares, largest)
         pyramid = self.layers in budgets.DEPTH
-        if total > window and min(given) == 0 and (pyramid or window == 0):
+        if total > window and min(divided) == 0 and (pyramid or window == 0):
             raise RecipeError(
                 f"a budget of {total} tokens, {window} of them recent, divided by layers="
-                f"{self.layers!r} leaves layer {given.index(0)} of {layers} without a heavy "
+                f"{self.layers!r} leaves layer {divided.index(0)} of {layers} without a heavy "
                 "hitter; use a larger budget, or divide it more evenly"
             )
-        return given
+        return divided
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Drop all tokens but a budget of them, chosen per key/value head.
+    """Evict all tokens but a budget of them, chosen per key/value head.
 
-    limit: tokens a layer may gather before it drops, for when="limit". group: how the scores of
-    the query heads of a group become one. shared: one score for all layers, their sum, and so the
-    same tokens in all of them. positions: what kept tokens' distances are, one of `POSITIONS`.
-    seed: of noise and of random scores; its lowest 32 bits count.
+    when: one of `WHEN`. limit: tokens a layer may have before it evicts, for when="limit". group:
+    how the scores of the query heads of a group become one. shared: all layers use one score, the
+    sum of theirs, and so keep the same tokens. positions: one of `POSITIONS`. seed: of noise and of
+    random scores; its lowest 32 bits count.
 
-    Where layers wait for each other (shared, budgets by variance), the prompt of all of them is
-    held exact until the last has scored. Protected sinks count in the budget.
+    Where layers wait for each other (shared, budgets by variance), the prompt of all of them stays
+    exact until the last layer has scored. Protected sinks count in the budget.
     """
 
     budget: Budget
@@ -140,7 +142,7 @@ class Keep:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        typed(self, "budget", "when", "group", "shared", "positions", "seed")
+        check_fields(self, "budget", "when", "group", "shared", "positions", "seed")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         if self.when not in WHEN:
@@ -154,15 +156,18 @@ class Keep:
                 f"limit={self.limit!r} with when={self.when!r}: a limit is given with "
                 'when="limit", and only then'
             )
-        least = self.budget.tokens or 1
-        if self.limit is not None and (type(self.limit) is not int or self.limit < least):
+        smallest = self.budget.tokens or 1
+        if self.limit is not None and (type(self.limit) is not int or self.limit < smallest):
             raise RecipeError(
                 f"limit={self.limit!r} must be a whole number of tokens, and not below the budget; "
-                f"use {least} or more"
+                f"use {smallest} or more"
             )
 
     def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
-        """Tokens each layer holds at most, budgets by variance counted as uniform."""
+        """Return the tokens that each layer keeps at most.
+
+        A budget that depends on the scores' variance is counted as if it were uniform.
+        """
         budget = self.budget
         if budget.layers in budgets.BY_VARIANCE:
             budget = replace(budget, layers="uniform")
@@ -170,10 +175,10 @@ class Keep:
         return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
 
     def drops(self, tokens: int) -> bool:
-        """Whether a layer that has gathered `tokens` tokens drops down to its budget."""
+        """Return whether a layer with `tokens` tokens evicts down to its budget."""
         return self.limit is None or tokens > self.limit
 
     @property
     def by_age(self) -> bool:
-        """Whether age alone decides: then the oldest tokens go, and nothing is scored."""
+        """Whether age alone decides: the oldest tokens are evicted, and nothing is scored."""
         return isinstance(self.scorer, Recent)

@@ -1,15 +1,15 @@
-"""Scores: a number a token, high for those that should stay.
+"""Scores: one number a token, high for the tokens that should stay.
 
-A score is a frozen dataclass with `kind` and a call that looks at a `Step`; `join` says what
-becomes of the score a token had. An entry in `SCORERS` makes it available to recipes. Decides
-nothing about how many tokens stay.
+A score is a frozen dataclass with a `kind`; it is called with a `Step` and returns the scores.
+`register_score` makes one available to recipes. Decides nothing about how many tokens stay.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +18,30 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels import ops
 from ..kernels.score.noise import KINDS, Noise
-from ..registry.fields import typed
+from ..registry import Registry
+from ..registry.fields import check_fields
+
+S = TypeVar("S", bound="Scorer")
 
 
 @dataclass
 class Step:
-    """What a score may look at: T new queries and the N exact tokens they attended to.
+    """The input of a score: T new queries and the N exact tokens that they attended to.
 
-    q [B, Hq, T, D], k [B, Hk, N, D]; the queries are the last T of the N tokens. valid bool
-    [B, 1 or Hk, N] and real bool [B, 1, T] hide padding (None: there is none). index int32 or int64
-    [B or 1, Hk or 1, N]: the tokens' places in the sequence, of `seen` so far. number counts the
-    decode steps, 0 for the prompt. seed is different for every layer. bias fp32 [B, Hq, N] is added
-    to the logits. products: scale * q @ k, where attention has left it (`kernels.score`).
+    q: [B, Hq, T, D], rotated as the model rotates them; they are the last T of the N tokens.
+    k, v: [B, Hk, N, D]. All three have the model's dtype.
+    scale, softcap: of the logits; softcap None: there is none.
+    valid, real: bool [B, 1 or Hk, N] and [B, 1, T], False for padding; None: there is no padding.
+    index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
+    seen: the length of the sequence so far. number: counts decode steps, 0 for the prompt.
+    seed: differs from layer to layer. group: how query heads of a group are combined.
+    bias: fp32 [B, Hq, N], added to the logits (ALiBi).
+    products: scale * q @ k, where attention has computed it already (`kernels.score`).
     """
 
     q: Tensor
     k: Tensor
+    v: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
     scale: float
     softcap: float | None
     valid: Tensor | None
@@ -47,7 +55,10 @@ class Step:
     products: Tensor | None = None
 
     def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
-        """Attention each token gets from the last `rows` queries (None: all), fp32 [B, Hk, N]."""
+        """Attention mass of each token from the last `rows` queries (None: all), fp32 [B, Hk, N].
+
+        noise and tau: added to the logits, and their temperature (Keyformer).
+        """
         t = self.q.shape[2]
         skip = 0 if rows is None else max(0, t - rows)
         b, hk, n = self.k.shape[0], self.k.shape[1], self.k.shape[2]
@@ -76,20 +87,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Base of all scores.
+    """Base class of scores; derive a frozen dataclass whose fields are the score's options.
 
-    weighs: whether it asks a `Step` for its mass.
+    kind: the name in recipes. weighs: whether the score calls `Step.mass`.
     """
 
     kind: ClassVar[str] = ""
     weighs: ClassVar[bool] = False
 
     def __call__(self, step: Step) -> Tensor:
-        """Return fp32 [B, Hk, N]."""
+        """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""
         raise NotImplementedError
 
-    def join(self, held: Tensor, new: Tensor) -> Tensor:
-        """A token's score, given the one it had and this step's: the new one."""
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
+        """Combine the scores before a step with the step's own, both fp32 [B, Hk, N].
+
+        The default forgets the former scores.
+        """
         return new
 
 
@@ -104,8 +118,8 @@ class Recent(Scorer):
 class Dilated(Scorer):
     """Age with gaps: of the older tokens, every `stride`-th stays (Keyformer's dilated window).
 
-    arXiv:2403.09054, figure 2. Which ones is decided by their place in the sequence, so that a
-    token that stays does so until the window has passed it.
+    arXiv:2403.09054, figure 2. The position in the sequence decides which tokens stay, so that a
+    token that stays once stays until the window has passed it.
     """
 
     stride: int = 2
@@ -127,7 +141,7 @@ class Dilated(Scorer):
 class Mass(Scorer):
     """Accumulated attention, all queries (H2O, arXiv:2306.14048).
 
-    damping: at every step a token's score so far is multiplied by it (Keyformer, section 3.2).
+    damping: factor on the accumulated score at every step (Keyformer, section 3.2).
     """
 
     damping: float = 1.0
@@ -135,7 +149,7 @@ class Mass(Scorer):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        typed(self, "damping")
+        check_fields(self, "damping")
         if not 0 < self.damping <= 1:
             raise RecipeError(f"damping={self.damping!r} must lie in (0, 1]")
 
@@ -143,9 +157,9 @@ class Mass(Scorer):
         """Return fp32 [B, Hk, N]."""
         return step.mass()
 
-    def join(self, held: Tensor, new: Tensor) -> Tensor:
-        """The sum, what was held damped."""
-        return (held if self.damping == 1 else held * self.damping) + new
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
+        """The sum, the former score damped."""
+        return (former if self.damping == 1 else former * self.damping) + new
 
 
 @dataclass(frozen=True)
@@ -163,7 +177,7 @@ class Observation(Scorer):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        typed(self, "window", "kernel")
+        check_fields(self, "window", "kernel")
         if self.pool not in ("avg", "max", "none"):
             raise RecipeError(f"pool={self.pool!r} is not one of avg, max, none")
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
@@ -187,8 +201,8 @@ class Noisy(Scorer):
     """Accumulated softmax of noisy, tempered logits (Keyformer, arXiv:2403.09054, equation 9).
 
     noise: "gumbel", or the paper's ablations "gaussian" (same mean and deviation), "constant" and
-    "none". fixed: one number a key for its whole life, as in Algorithm 1; else every query draws
-    its own, as in the official code. tau goes from tau_begin to tau_end in `steps` decode steps.
+    "none". fixed: one draw for each key, as in Algorithm 1; otherwise one for each query and key,
+    as in the official code. tau rises from tau_begin to tau_end in `steps` decode steps.
     """
 
     noise: str = "gumbel"
@@ -200,7 +214,7 @@ class Noisy(Scorer):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        typed(self, "fixed", "tau_begin", "tau_end", "steps")
+        check_fields(self, "fixed", "tau_begin", "tau_end", "steps")
         if self.noise not in (*KINDS, "none"):
             raise RecipeError(f"noise={self.noise!r} is not one of {', '.join(KINDS)}, none")
         if not (0 < self.tau_begin < math.inf and 0 < self.tau_end < math.inf):
@@ -217,14 +231,14 @@ class Noisy(Scorer):
         noise = None if self.noise == "none" else step.noise(self.noise, self.fixed)
         return step.mass(noise=noise, tau=tau)
 
-    def join(self, held: Tensor, new: Tensor) -> Tensor:
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
         """The sum."""
-        return held + new
+        return former + new
 
 
 @dataclass(frozen=True)
 class Random(Scorer):
-    """A number drawn once a token: the floor every score must beat."""
+    """One random number for each token: the baseline that every score must beat."""
 
     kind: ClassVar[str] = "random"
 
@@ -235,6 +249,59 @@ class Random(Scorer):
         return drawn[:, :, 0, 0].expand(b, hk, n)
 
 
-SCORERS: dict[str, type[Scorer]] = {
-    cls.kind: cls for cls in (Recent, Dilated, Mass, Observation, Noisy, Random)
-}
+SCORERS: Registry[type[Scorer]] = Registry(
+    "score",
+    {cls.kind: cls for cls in (Recent, Dilated, Mass, Observation, Noisy, Random)},
+    Scorer,
+    ("__call__",),
+)
+
+Rule = Callable[[Step], Tensor]
+"""Takes a `Step` and returns fp32 [B, Hk, N], one number for each token and key/value head."""
+
+
+def register_score(cls: type[S]) -> type[S]:
+    """Make a score available to recipes by its `kind`; usable as a decorator.
+
+    cls: a frozen dataclass derived from `Scorer`. Raises `RecipeError` for another class and for a
+    name that is taken.
+    """
+    SCORERS.register(cls)
+    return cls
+
+
+def checked(scorer: Rule, step: Step) -> Tensor:
+    """Return the scores of a step, fp32 [B, Hk, N].
+
+    Raises `RecipeError` with the score's name for any other shape, dtype or device, and for NaN
+    from a score that is not built in.
+    """
+    scores = scorer(step)
+    expected = step.k.shape[:3]
+    if not isinstance(scores, Tensor):
+        raise _refused(scorer, f"returned {type(scores).__name__}, not a tensor")
+    if scores.shape != expected or scores.dtype != torch.float32:
+        raise _refused(
+            scorer,
+            f"returned {_called(scores.dtype)} {list(scores.shape)}; return float32 "
+            f"{list(expected)}: rows, key/value heads, tokens",
+        )
+    if scores.device != step.k.device:
+        raise _refused(scorer, f"returned scores on {scores.device}; return {step.k.device}")
+    if not _built_in(scorer) and bool(scores.isnan().any()):
+        raise _refused(scorer, "returned NaN; return numbers, or infinity")
+    return scores
+
+
+def _built_in(scorer: Rule) -> bool:
+    kind = getattr(scorer, "kind", "")
+    return SCORERS.is_builtin(kind) and type(scorer) is SCORERS[kind]
+
+
+def _refused(scorer: Rule, why: str) -> RecipeError:
+    name = getattr(scorer, "kind", "") or getattr(scorer, "__name__", type(scorer).__name__)
+    return RecipeError(f"score {name!r} {why}")
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def choose(scores: Tensor, heavy: int, recent: int, valid: Tensor | None = None) -> Tensor | None:
-    """Slots of the `heavy` best-scored tokens and of the newest `recent`, in ascending order.
+    """Return the slots of the `heavy` best-scored tokens and of the newest `recent`, ascending.
 
     scores: fp32 [B, Hk, N], plus infinity for tokens that must stay. valid: bool [B, 1 or Hk, N],
-    False for padding, which stays only where a row has too few real tokens. Returns int64
-    [B, Hk, heavy + recent], or None if that is everything.
+    False for padding, which is chosen only where a row has too few other tokens. Returns int64
+    [B, Hk, heavy + recent], or None where every token is chosen.
     """
     n = scores.shape[-1]
     recent = min(recent, n)
@@ -26,7 +26,7 @@ def choose(scores: Tensor, heavy: int, recent: int, valid: Tensor | None = None)
 
 
 def protect_sinks(scores: Tensor, sinks: int, valid: Tensor | None) -> Tensor:
-    """Give the first `sinks` real tokens of every row a score of plus infinity."""
+    """Return scores [B, Hk, N] with plus infinity for each row's first `sinks` valid tokens."""
     if sinks == 0:
         return scores
     if valid is None:

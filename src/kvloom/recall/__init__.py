@@ -1,13 +1,33 @@
 """Which stored tokens a step reads."""
 
+from typing import TypeVar
+
+from ..registry import Registry
 from .clusters import Clusters
-from .index import GROUPS, Finder, Index, Recall
+from .index import GROUPS, Finder, Index, Recall, grown
 from .offload import OffloadFormat, OffloadStore
 from .pages import Pages, TopK
 from .side_stream import SideStream
 from .tiers import TIERS, Tier, Traffic
 
-INDEXES: dict[str, type[Index]] = {kind.kind: kind for kind in (Clusters, Pages, TopK)}
+INDEXES: Registry[type[Index]] = Registry(
+    "index",
+    {kind.kind: kind for kind in (Clusters, Pages, TopK)},
+    Index,
+    ("finder", "nbytes"),
+)
+AnIndex = TypeVar("AnIndex", bound=Index)
+
+
+def register_index(cls: type[AnIndex]) -> type[AnIndex]:
+    """Make an index available to recipes by its `kind`; usable as a decorator.
+
+    cls: a frozen dataclass derived from `Index`. Raises `RecipeError` for another class and for a
+    name that is taken.
+    """
+    INDEXES.register(cls)
+    return cls
+
 
 __all__ = [
     "GROUPS",
@@ -24,4 +44,6 @@ __all__ = [
     "Tier",
     "TopK",
     "Traffic",
+    "grown",
+    "register_index",
 ]

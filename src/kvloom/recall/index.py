@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..registry.fields import typed
+from ..registry.fields import check_fields
 from .tiers import Tier
 
 GROUPS = {
@@ -37,8 +37,11 @@ class Index:
         raise NotImplementedError
 
     def due(self, held: int, waiting: int) -> int:
-        """How many of `waiting` tokens to take in now, behind `held` that are in it already."""
-        raise NotImplementedError
+        """Return how many of `waiting` tokens to index now, after `held` that are indexed.
+
+        The default: as many whole units as there are.
+        """
+        return waiting // self.unit * self.unit
 
     @property
     def unit(self) -> int:
@@ -128,7 +131,7 @@ class Recall:
     def __post_init__(self) -> None:
         if not isinstance(self.index, Index):
             raise RecipeError(f"index={self.index!r} is not an index; use Clusters, Pages or TopK")
-        typed(self, "group", "tier")
+        check_fields(self, "group", "tier")
         whole("budget tokens", self.tokens, 1)
         whole("full_layers", self.full_layers, 0)
         if self.group not in GROUPS:

@@ -34,10 +34,6 @@ class Pages(Index):
         """Return an empty index."""
         return PageFinder(self)
 
-    def due(self, held: int, waiting: int) -> int:
-        """Whole pages."""
-        return waiting // self.page * self.page
-
     @property
     def unit(self) -> int:
         """A page."""
@@ -101,10 +97,6 @@ class TopK(Index):
     def finder(self) -> TopKFinder:
         """Return an empty index."""
         return TopKFinder()
-
-    def due(self, held: int, waiting: int) -> int:
-        """Every token at once."""
-        return waiting
 
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
         """Which tokens are padding."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError, TierError
-from ..registry.fields import typed
+from ..registry.fields import check_fields
 
 TIERS = {
     "host": "in host memory",
@@ -37,7 +37,7 @@ class Tier:
     steps: int = 1
 
     def __post_init__(self) -> None:
-        typed(self, "kind", "folder")
+        check_fields(self, "kind", "folder")
         if self.kind not in TIERS:
             raise RecipeError(
                 f"tier kind={self.kind!r} is not one of {', '.join(TIERS)}; leave the tier out to "

@@ -1,17 +1,24 @@
-"""Recipes: what they consist of, their names, and the bytes that they take."""
+"""Recipes: their parts, their names and spelling, and the bytes that they take."""
 
 from .geometry import Geometry
-from .resolve import ALIASES, RECIPES, options, resolve, summary
-from .spec import Protect, Recipe, is_file
+from .layers import UNCHANGED
+from .named import ALIASES, RECIPES, register_recipe
+from .resolve import options, part_options, resolve, summary
+from .spec import LayerOverride, Protect, Recipe
+from .text import is_file
 
 __all__ = [
     "ALIASES",
     "RECIPES",
+    "UNCHANGED",
     "Geometry",
+    "LayerOverride",
     "Protect",
     "Recipe",
     "is_file",
     "options",
+    "part_options",
+    "register_recipe",
     "resolve",
     "summary",
 ]

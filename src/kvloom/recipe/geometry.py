@@ -1,4 +1,4 @@
-"""The axis letters every docstring uses, and the geometry of a model's cache.
+"""The axis letters that every docstring uses, and the geometry of a model's cache.
 
 B batch, Hq query heads, Hk key/value heads, R = Hq / Hk, T tokens of this step, N stored tokens,
 D head dimension, L layers, G group size of a quantizer.
@@ -6,6 +6,7 @@ D head dimension, L layers, G group size of a quantizer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,11 @@ import torch
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a cache must know of a model: layers, heads, head dimension, dtype, and ALiBi."""
+    """The layers, heads, head dimension and dtype of a model, and whether it has ALiBi.
+
+    layers: how many layers kvloom caches. layer_numbers: the model's numbers of these layers,
+    ascending; None: 0 to layers - 1.
+    """
 
     layers: int
     q_heads: int
@@ -21,7 +26,13 @@ class Geometry:
     head_dim: int
     dtype: torch.dtype
     alibi: bool = False
+    layer_numbers: tuple[int, ...] | None = None
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The model's numbers of the layers that kvloom caches."""
+        return range(self.layers) if self.layer_numbers is None else self.layer_numbers
 
     def token_nbytes(self) -> int:
-        """Bytes of one token's exact keys and values in all layers, batch 1."""
+        """Return the bytes of one token's exact keys and values in all layers, batch 1."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize

@@ -1,66 +1,39 @@
-"""The named recipes, and the compact spelling "name:option=value,option=value"."""
+"""The compact spelling of recipes: "name:option=value,option=value@layers=recipe".
+
+Every recipe also has the option `start`. After "@" follows what is different in some layers:
+"kivi@first 2=full@last 2=kivi:bits=4".
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import RecipeError
-from .named.evict import h2o, keyformer, pyramidkv, random, snapkv
-from .named.exact import full
-from .named.kivi import kivi, kivi_4
-from .named.minikv import minikv, minikv_pyramid, minikv_snap
-from .named.recall import clusterkv, clusterkv_2bit, quest, topk
-from .named.rptq import rptq
-from .named.rtn import rtn
-from .named.skvq import skvq, skvq_k2v1_5
-from .named.smoothquant import smoothquant
-from .named.turbo import turbo
-from .named.window import dilated, streaming, window
-from .spec import Recipe, is_file
+from ..registry.fields import alternatives
+from .named import ALIASES, PARTS, RECIPES, Build
+from .spec import LayerOverride, Recipe, is_file
 
-RECIPES: dict[str, Callable[..., Recipe]] = {
-    "full": full,
-    "clusterkv": clusterkv,
-    "clusterkv-2bit": clusterkv_2bit,
-    "dilated": dilated,
-    "h2o": h2o,
-    "keyformer": keyformer,
-    "kivi": kivi,
-    "kivi-4": kivi_4,
-    "minikv": minikv,
-    "minikv-pyramid": minikv_pyramid,
-    "minikv-snap": minikv_snap,
-    "pyramidkv": pyramidkv,
-    "quest": quest,
-    "random": random,
-    "rptq": rptq,
-    "rtn": rtn,
-    "skvq": skvq,
-    "skvq-k2v1.5": skvq_k2v1_5,
-    "smoothquant": smoothquant,
-    "snapkv": snapkv,
-    "streaming": streaming,
-    "topk": topk,
-    "turbo": turbo,
-    "window": window,
-}
+__all__ = ["ALIASES", "RECIPES", "options", "part_options", "resolve", "summary"]
+
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
-ALIASES = {"kivi-2": "kivi"}
+_OVERRIDE = re.compile(r"@(?=[^@=,:/\\]*=)")  # not the "@" of a path
 
 
 def resolve(recipe: Recipe | str | Path) -> Recipe:
     """Return the recipe that this is, names, or is the path of.
 
-    recipe: a `Recipe`, which is returned as it is; the name of one, with options or without
-    ("kivi", "kivi:group=64,residual=64"); or a TOML file ("recipe.toml"), see `recipe.is_file`. A
-    file with the name of a recipe needs a folder in front ("./kivi"). The result is called what the
-    caller called it. Raises `RecipeError` for an unknown name, option or value, and for a file
-    without a recipe.
+    recipe: a `Recipe`, which is returned as it is; a name, with options or without ("kivi",
+    "kivi:group=64,residual=64"), and with other recipes for some layers ("kivi@first 2=full"); or a
+    TOML file ("recipe.toml"), see `recipe.is_file`. A file with the name of a recipe needs a folder
+    in front ("./kivi"). The result is named as the caller spelled it. Raises `RecipeError` for an
+    unknown name, option or value, and for a file without a recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -68,53 +41,130 @@ def resolve(recipe: Recipe | str | Path) -> Recipe:
         raise RecipeError(
             f"expected a Recipe, its name or its TOML file, got {type(recipe).__name__}"
         )
-    name, _, rest = str(recipe).partition(":")
-    name = ALIASES.get(name.strip(), name.strip())
-    if isinstance(recipe, Path) or (name not in RECIPES and is_file(recipe)):
-        return replace(Recipe.from_toml(recipe), name=str(recipe))
-    if name not in RECIPES:
-        raise RecipeError(
-            f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
-        )
-    build = RECIPES[name]
-    options = dict(_option(name, build, item) for item in rest.split(",") if item.strip())
-    return replace(build(**options), name=str(recipe))
+    if isinstance(recipe, Path) or (_OVERRIDE.search(recipe) and os.path.isfile(recipe)):
+        return replace(Recipe.from_toml(Path(recipe)), name=str(recipe))
+    first, *others = _OVERRIDE.split(recipe)
+    found = _named(first)
+    if others:
+        found = replace(found, layers=(*found.layers, *map(_override, others)))
+    return replace(found, name=recipe)
 
 
 def summary(name: str) -> str:
-    """The first line of a recipe's docstring."""
+    """Return the first line of a recipe's docstring."""
     return (inspect.getdoc(RECIPES[name]) or "").splitlines()[0]
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options of a recipe and their defaults."""
-    return {p.name: p.default for p in inspect.signature(RECIPES[name]).parameters.values()}
+    """Return the options of a recipe and their defaults."""
+    parameters = inspect.signature(RECIPES[name]).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is not one.VAR_KEYWORD}
 
 
-def _option(name: str, build: Callable[..., Recipe], item: str) -> tuple[str, Any]:
-    key, equals, text = (part.strip() for part in item.partition("="))
-    allowed = options(name)
-    if key not in allowed:
-        has = f"it has {', '.join(allowed)}" if allowed else "it has no options"
-        raise RecipeError(f"recipe {name!r} has no option {key!r}{_nearest(key, allowed)}; {has}")
-    if not equals or not text:
+def part_options(name: str) -> dict[str, dict[str, Any]]:
+    """Return the options of every part that a recipe lets one choose, with their defaults.
+
+    Such a recipe passes options on to its score, index or format. A default of None: there is none.
+    """
+    what = _passes(RECIPES[name])
+    if what is None:
+        return {}
+    return {kind: _defaults(PARTS[what][kind]) for kind in PARTS[what]}
+
+
+def _named(spelled: str) -> Recipe:
+    name, _, rest = spelled.partition(":")
+    name = ALIASES.get(name.strip(), name.strip())
+    if name not in RECIPES and is_file(spelled.strip()):
+        return Recipe.from_toml(Path(spelled.strip()))
+    if "@" in name:
+        raise RecipeError(f'{spelled!r}: spell layers as in "kivi@first 2=full"')
+    if name not in RECIPES:
+        raise RecipeError(
+            f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
+        )
+    given = dict(_item(name, item) for item in rest.split(",") if item.strip())
+    hints = _hints(name, RECIPES[name], given)
+    values = {key: _value(name, key, text, hints) for key, text in given.items()}
+    start = {"start": values.pop("start")} if "start" in values else {}
+    return replace(RECIPES[name](**values), **start)
+
+
+def _override(spelled: str) -> LayerOverride:
+    where, _, recipe = spelled.partition("=")
+    other = _named(recipe)
+    if other.layers or other.start:
+        raise RecipeError(
+            f"layers {where.strip()!r}: {recipe.strip()!r} has layers or a start of its own; give "
+            "these to the whole recipe"
+        )
+    return LayerOverride(
+        where, keep=other.keep, store=other.store, recall=other.recall, protect=other.protect
+    )
+
+
+def _item(name: str, item: str) -> tuple[str, str]:
+    key, _, text = (part.strip() for part in item.partition("="))
+    return key, text
+
+
+def _passes(build: Build) -> str | None:
+    """Return the option that chooses the part to which a recipe passes further options."""
+    parameters = inspect.signature(build).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return None
+    return next((what for what in PARTS if what in parameters), None)
+
+
+def _hints(name: str, build: Build, given: dict[str, str]) -> dict[str, Any]:
+    """Return the options that a recipe accepts, given these, and their annotations."""
+    own, found = get_type_hints(build), options(name)
+    hints = {key: own[key] for key in found}
+    what = _passes(build)
+    if what is not None:
+        kind = given.get(what) or found[what]
+        if kind not in PARTS[what]:
+            raise RecipeError(
+                f"{what}={kind!r} is not one of {', '.join(PARTS[what])}"
+                f"{_nearest(kind, PARTS[what])}"
+            )
+        part = PARTS[what][kind]
+        passed = get_type_hints(part)
+        hints |= {one: passed[one] for one in _defaults(part) if one not in hints}
+    return hints
+
+
+def _defaults(part: type) -> dict[str, Any]:
+    return {one.name: None if one.default is MISSING else one.default for one in fields(part)}
+
+
+def _value(name: str, key: str, text: str, hints: dict[str, Any]) -> Any:
+    """Return the value of an option, read as its annotation says."""
+    if key not in hints and key != "start":
+        allowed = f"it has {', '.join(hints)} and start" if hints else "it has no options but start"
+        raise RecipeError(
+            f"recipe {name!r} has no option {key!r}{_nearest(key, [*hints, 'start'])}; {allowed}"
+        )
+    if not text:
         raise RecipeError(f"option {key!r} of recipe {name!r} needs a value: {key}=…")
-    hint = str(get_type_hints(build)[key])
-    for kind, convert in (("int", int), ("float", float)):
-        if kind in hint:
+    kinds = alternatives(int if key == "start" else hints[key])
+    for number in (int, float):
+        if number in kinds:
             try:
-                return key, convert(text)
+                return number(text)
             except ValueError:
                 continue
-    if "str" in hint:
-        return key, text
-    if "bool" in hint and text.lower() in _TRUTH:
-        return key, _TRUTH[text.lower()]
-    expected = "true or false" if "bool" in hint else "a whole number"
-    expected = "a number" if "float" in hint else expected
+    if str in kinds:
+        return text
+    if bool in kinds and text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    if not {int, float, bool} & set(kinds):
+        raise RecipeError(f"option {key!r} of recipe {name!r} has parts; write the recipe as TOML")
+    expected = "true or false" if bool in kinds else "a whole number"
+    expected = "a number" if float in kinds else expected
     raise RecipeError(f"option {key!r} of recipe {name!r} must be {expected}, not {text!r}")
 
 
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word.lower(), list(known), n=1)
+def _nearest(word: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

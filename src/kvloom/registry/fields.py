@@ -1,10 +1,11 @@
-"""Whether the fields of a part of a recipe hold what their annotations say.
+"""Whether the fields of a part of a recipe have the types that their annotations name.
 
-Decides types alone: which numbers and names are allowed is each part's own matter.
+Decides types alone: each part checks itself which numbers and names it allows.
 """
 
 from __future__ import annotations
 
+import enum
 import types
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -20,12 +21,12 @@ _SPELLED = {
 }
 
 
-def typed(part: Any, *names: str) -> None:
+def check_fields(part: Any, *names: str) -> None:
     """Raise `RecipeError` for the first of these fields of a dataclass that has another type.
 
-    A whole number is a number too; True and False are none.
+    An int is accepted where a float is expected; a bool is accepted only where a bool is expected.
     """
-    hints = _hints(part.__class__)
+    hints = field_types(part.__class__)
     for name in names:
         value = getattr(part, name)
         if not _fits(value, hints[name]):
@@ -33,13 +34,19 @@ def typed(part: Any, *names: str) -> None:
 
 
 @cache
-def _hints(part: Any) -> dict[str, Any]:
+def field_types(part: Any) -> dict[str, Any]:
+    """The annotations of a class, resolved."""
     return get_type_hints(part)
 
 
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_fits(value, one) for one in get_args(hint))
+    if len(alternatives(hint)) > 1:
+        return any(_fits(value, one) for one in alternatives(hint))
     if get_origin(hint) is tuple:  # of any length
         return isinstance(value, tuple) and all(_fits(x, get_args(hint)[0]) for x in value)
     if isinstance(value, bool):
@@ -48,9 +55,16 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _spelled(hint: Any) -> str:
-    if get_origin(hint) in (Union, types.UnionType):
-        kinds = [one for one in get_args(hint) if not (one is int and float in get_args(hint))]
-        return " or ".join(map(_spelled, kinds))
+    kinds = alternatives(hint)
+    if len(kinds) > 1:
+        shown = [one for one in kinds if not (one is int and float in kinds) and not _marker(one)]
+        return " or ".join(map(_spelled, shown))
     if get_origin(hint) is tuple:
-        return f"a tuple of them, each {_spelled(get_args(hint)[0])}"
-    return _SPELLED.get(hint) or f"a {hint.__name__}"
+        return f"a tuple, each item {_spelled(get_args(hint)[0])}"
+    article = "an" if hint.__name__[0] in "AEIOU" else "a"
+    return _SPELLED.get(hint) or f"{article} {hint.__name__}"
+
+
+def _marker(hint: Any) -> bool:
+    """Whether a type marks an absent value: users never write it."""
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)

@@ -1,7 +1,16 @@
 """In what format a segment stores its tokens."""
 
 from .codec import LayerMetadata
-from .formats import Packed, Store, Transform
+from .formats import FORMATS, Format, Packed, Store, Transform, register_format
 from .kv_side import KVSide
 
-__all__ = ["KVSide", "LayerMetadata", "Packed", "Store", "Transform"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "KVSide",
+    "LayerMetadata",
+    "Packed",
+    "Store",
+    "Transform",
+    "register_format",
+]

@@ -1,7 +1,6 @@
-"""Formats of the store: what a recipe may ask of keys and values, and its exact size.
+"""Formats of the store: their options, which of them are valid, and their exact size.
 
-Decides validity and byte counts; the arithmetic is in `kernels.quantize`, what calibration knows of
-a layer in `channels`, the containers in `lane`.
+The arithmetic of the built-in quantizer is in `kernels.quantize`.
 """
 
 from __future__ import annotations
@@ -9,12 +8,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.quantize import reference as ref
-from ..registry.fields import typed
+from ..registry import Registry
+from ..registry.fields import check_fields
+
+F = TypeVar("F", bound="Format")
 
 META = {
     "fp32": torch.float32,
@@ -29,16 +33,74 @@ CLIPS = ("group", "layer")
 
 
 @dataclass(frozen=True)
+class Format:
+    """Base class of formats; derive a frozen dataclass whose fields are the format's options.
+
+    kind: the name in recipes. unit: tokens that are packed together; a class attribute or a field.
+    A format from outside defines `pack`, `unpack` and `nbytes`, for exact tokens x
+    [B, Hk, T, D] in the model's dtype, after RoPE; T is a multiple of `unit`. The built-in
+    quantizer `Packed` is packed and unpacked by kvloom's kernels instead.
+    """
+
+    kind: ClassVar[str] = ""
+    unit = 1  # not annotated: a field of a derived class keeps its place among the others
+
+    def pack(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Pack x [B, Hk, T, D] into tensors [B, Hk, n * T / unit, ...], n constant for each."""
+        raise NotImplementedError
+
+    def unpack(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Return the tokens [B, Hk, T, D] of packed tensors, in dtype."""
+        raise NotImplementedError
+
+    def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
+        """Return the bytes of `tokens` packed tokens of `heads` key/value heads, batch 1."""
+        raise NotImplementedError
+
+    def problems(self, head_dim: int, heads: int = 1) -> list[str]:
+        """Return why this format does not fit a layer, one sentence each; empty if it does."""
+        return []
+
+    def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
+        """Return how many of `tokens` exact tokens to pack; the newest `recent` stay exact.
+
+        prompt: whether these tokens are a prompt, which some formats pack at once.
+        """
+        return max(0, tokens - recent) // self.unit * self.unit
+
+    def bits_a_value(self, head_dim: int = 0) -> float:
+        """Return the effective bits of a packed value, metadata included."""
+        if not head_dim:
+            raise RecipeError(f"give bits_a_value of format {self.kind!r} its head_dim")
+        return 8 * self.nbytes(self.whole, head_dim) / (self.whole * head_dim)
+
+    @property
+    def whole(self) -> int:
+        """Tokens whose bytes and metadata are shared with no others."""
+        return self.unit
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return False
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a value that can be packed."""
+        return math.inf
+
+
+@dataclass(frozen=True)
 class Transform:
     """How the channels of a token are grouped and scaled before they are quantized.
 
-    span: a group holds channels of one "head", or of the "layer", all key/value heads together.
+    span: a group has channels of one "head", or of the "layer", all key/value heads together.
     reorder: channels that are alike in calibration form a group; sizes differ, `group` is their
     average. clip: groups reach from alpha * min to alpha * max; a number, or calibrated for each
     "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
     static: a group's range is that of calibration, so no scale and zero are stored. rotate: groups
     are rotated at random and rounded to the levels of a normal distribution, with a scale and no
-    zero (see `kernels.quantize.rotated`); stands alone.
+    zero (see `kernels.quantize.rotated`); no other transform combines with it.
     """
 
     span: str = "head"
@@ -49,7 +111,7 @@ class Transform:
     rotate: bool = False
 
     def __post_init__(self) -> None:
-        typed(self, "reorder", "smooth", "static", "rotate")
+        check_fields(self, "reorder", "smooth", "static", "rotate")
         _choice("span", self.span, SPANS)
         if isinstance(self.clip, str):
             _choice("clip", self.clip, CLIPS)
@@ -60,7 +122,6 @@ class Transform:
             )
         if self.static and self.clip != 1.0:
             raise RecipeError(f"clip={self.clip!r} clips a token's own range; static=True has none")
-
         others = (self.span, self.reorder, self.clip, self.smooth, self.static)
         if self.rotate and others != ("head", False, 1.0, False, False):
             raise RecipeError("rotate=True stands alone: leave the other fields of Transform out")
@@ -72,29 +133,30 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(Format):
     """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quantize.reference`).
 
     bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8. axis: "channel" groups `group`
     consecutive tokens of one channel, "token" groups `group` channels of one token, consecutive
-    ones unless a transform says otherwise, or all of a head where `group` is 0. meta: dtype of
-    scale and zero; fp8 is e4m3, up to 448. residual: so many exact tokens are gathered before any
-    is packed; up to residual - 1 wait. unit: multiples of it are packed, and a prompt at once
-    (default: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed as they were
-    before RoPE, which is applied again at their positions when a step attends to them.
+    ones unless a transform regroups them, or all of a head where `group` is 0. meta: dtype of
+    scale and zero; fp8 is e4m3, up to 448. residual: decode packs whenever there are so many exact
+    tokens; up to residual - 1 stay exact meanwhile. unit: tokens are packed in multiples of it,
+    a prompt all at once (None: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed
+    as they were before RoPE, which a step applies again at their positions.
     """
 
-    bits: float
+    bits: int | float
     axis: str
     group: int = 32
     meta: str = "fp16"
     residual: int = 1
-    unit: int | None = None
+    unit: int | None = None  # type: ignore[assignment]
     transform: Transform | None = None
     pre_rope: bool = False
+    kind: ClassVar[str] = "packed"
 
     def __post_init__(self) -> None:
-        typed(self, "unit", "transform", "pre_rope")
+        check_fields(self, "unit", "transform", "pre_rope")
         _choice("bits", self.bits, tuple(sorted(ref.ATOM)))
         _choice("axis", self.axis, AXES)
         _choice("group", self.group, GROUPS if self.axis == "channel" else (*GROUPS, 0))
@@ -137,22 +199,22 @@ class Packed:
         if self.transform is not None and self.transform.rotate:  # squares are summed in fp32
             return min(torch.finfo(META[self.meta]).max, 1e17)
         # a scale may be up to twice that over the highest code; ranges are taken in fp32
-        most = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
-        most /= 1.5 if self.pre_rope else 1.0  # turning a pair adds up to a factor of sqrt(2)
-        return min(most, torch.finfo(torch.float32).max / 2)
+        largest = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
+        largest /= 1.5 if self.pre_rope else 1.0  # rotating a pair adds up to a factor of sqrt(2)
+        return min(largest, torch.finfo(torch.float32).max / 2)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether tokens are packed so rarely that a copy each time is little beside their use."""
+        """Whether tokens are packed so rarely that copying them each time costs little."""
         return self.residual >= 32
 
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
-        """How many of `tokens` exact tokens are packed when the newest `recent` stay exact."""
+        """Return how many of `tokens` exact tokens to pack; the newest `recent` stay exact."""
         due, unit = max(0, tokens - recent), self.unit or self.residual
         return due // unit * unit if prompt or due >= self.residual else 0
 
     def groups(self, heads: int, head_dim: int) -> int:
-        """Groups of one token (or of `group` tokens, per channel) in all `heads` heads."""
+        """Return the groups of one token (of `group` tokens, per channel) in `heads` heads."""
         if self.axis == "channel":
             return heads * head_dim
         if self.transform is not None and self.transform.span == "layer":
@@ -160,9 +222,9 @@ class Packed:
         return heads * (head_dim // (self.group or head_dim))
 
     def bits_a_value(self, head_dim: int = 0) -> float:
-        """Bits a packed value costs, scale and zero included: codes + 2 * metadata bits / G.
+        """Return the effective bits of a packed value: codes + 2 * metadata bits / group.
 
-        head_dim: where the group is a whole head (group=0), its channels.
+        head_dim: the channels of a head; needed where the group is a whole head (group=0).
         """
         if not self.group and not head_dim:
             raise RecipeError("group=0 is one head: give bits_a_value its head_dim")
@@ -170,9 +232,9 @@ class Packed:
         return 8 * rows / atom + 8 * self._group_nbytes / (self.group or head_dim)
 
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
-        """Bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
-        stretches = tokens // self.group if self.axis == "channel" else tokens
-        meta = stretches * self.groups(heads, head_dim) * self._group_nbytes
+        """Return the bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
+        blocks = tokens // self.group if self.axis == "channel" else tokens
+        meta = blocks * self.groups(heads, head_dim) * self._group_nbytes
         return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
 
     @property
@@ -182,7 +244,7 @@ class Packed:
         return math.lcm(atom, self.group) if self.axis == "channel" else atom
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
-        """Why this format does not fit a layer's heads; empty if it does."""
+        """Return why this format does not fit a layer, one sentence each; empty if it does."""
         if self.axis == "channel" or not self.group:
             return []
         whole, what = head_dim, "head_dim"
@@ -208,17 +270,17 @@ class Packed:
 class Store:
     """Formats of keys and values; None keeps them exact in the model's dtype.
 
-    calibration: the file that `kvloom calibrate` wrote, for formats that need one (None: the one
+    calibration: the file that `kvloom calibrate` wrote, for formats that need one (None: the file
     in the folder of the model's weights).
     """
 
-    keys: Packed | None = None
-    values: Packed | None = None
+    keys: Format | None = None
+    values: Format | None = None
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        typed(self, "keys", "values", "calibration")
-        if self.values is not None and self.values.pre_rope:
+        check_fields(self, "keys", "values", "calibration")
+        if isinstance(self.values, Packed) and self.values.pre_rope:
             raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
 
     @property
@@ -227,20 +289,25 @@ class Store:
         return self.keys is None and self.values is None
 
     @property
-    def sides(self) -> dict[str, Packed]:
-        """The formats of what is packed, by "keys" and "values"."""
+    def sides(self) -> dict[str, Format]:
+        """The formats of the sides that are packed, by "keys" and "values"."""
         both = {"keys": self.keys, "values": self.values}
         return {side: fmt for side, fmt in both.items() if fmt is not None}
 
     @property
+    def quantized(self) -> dict[str, Packed]:
+        """The sides that kvloom's own quantizer packs."""
+        return {side: fmt for side, fmt in self.sides.items() if isinstance(fmt, Packed)}
+
+    @property
     def unit(self) -> int:
-        """Tokens that can be put elsewhere together, keys and values."""
+        """The smallest block of tokens that can be moved elsewhere, keys and values together."""
         return math.lcm(*(fmt.whole for fmt in self.sides.values()))
 
     @property
     def pre_rope(self) -> bool:
         """Whether the model's rotary embedding is needed."""
-        return self.keys is not None and self.keys.pre_rope
+        return isinstance(self.keys, Packed) and self.keys.pre_rope
 
     @property
     def calibrated(self) -> bool:
@@ -248,12 +315,27 @@ class Store:
         return any(fmt.calibrated for fmt in self.sides.values())
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
-        """Why these formats do not fit a layer's heads."""
+        """Return why these formats do not fit a layer, one sentence each."""
         return [
             f"{side}: {problem}"
             for side, fmt in self.sides.items()
             for problem in fmt.problems(head_dim, heads)
         ]
+
+
+FORMATS: Registry[type[Format]] = Registry(
+    "format", {Packed.kind: Packed}, Format, ("pack", "unpack", "nbytes")
+)
+
+
+def register_format(cls: type[F]) -> type[F]:
+    """Make a format available to recipes by its `kind`; usable as a decorator.
+
+    cls: a frozen dataclass derived from `Format`. Raises `RecipeError` for another class and for a
+    name that is taken.
+    """
+    FORMATS.register(cls)
+    return cls
 
 
 def _choice(name: str, value: object, allowed: tuple) -> None:

@@ -20,7 +20,8 @@ from ..kernels.attend.kv_view import KVView
 from ..positions.rope import Rope
 from .buffer import Buffer
 from .codec import Channels
-from .formats import Packed
+from .format_tokens import FormatTokens, FormatView
+from .formats import Format, Packed
 from .packed import PackedTokens, PackedView
 
 Positions = Callable[[int, int], Tensor]
@@ -38,14 +39,19 @@ class KVSide:
 
     def __init__(
         self,
-        fmt: Packed | None = None,
+        fmt: Format | None = None,
         recent: int = 0,
         channels: Channels | None = None,
         rope: Rope | None = None,
     ) -> None:
-        self.packed = None if fmt is None else PackedTokens(fmt, channels, rope)
+        self.packed: PackedTokens | FormatTokens | None = None
+        blocks = 0  # a tail that is packed in large blocks has room for one
+        if isinstance(fmt, Packed):
+            self.packed = PackedTokens(fmt, channels, rope)
+            blocks = fmt.residual if fmt.in_blocks else 0
+        elif fmt is not None:
+            self.packed = FormatTokens(fmt)
         self.recent = recent
-        blocks = 0 if fmt is None or not fmt.in_blocks else fmt.residual
         self.tail = Buffer(most=recent + blocks if blocks else 0)
 
     def __len__(self) -> int:
@@ -105,7 +111,9 @@ class KVSide:
             self.packed.append(self.tail.view(due), here, there)
             self.tail.drop_front(due)
 
-    def view(self, lo: int, hi: int, at: Positions | None = None) -> Tensor | PackedView:
+    def view(
+        self, lo: int, hi: int, at: Positions | None = None
+    ) -> Tensor | PackedView | FormatView:
         """Return tokens lo..hi, which must not cross the end of the packed prefix."""
         if hi <= self.packed_count:
             assert self.packed is not None
@@ -115,6 +123,7 @@ class KVSide:
     def offload(self, n: int) -> Block:
         """Remove and return the n oldest tokens: all packed (whole groups), or all exact."""
         if self.packed is not None:
+            assert isinstance(self.packed, PackedTokens), "recipes refuse a tier for other formats"
             return self.packed.offload(n)
         x = self.tail.view()
         self.tail.replace(x[:, :, n:])
@@ -126,6 +135,7 @@ class KVSide:
             assert isinstance(block, Tensor)
             self.tail.replace(torch.cat([block, self.tail.view()], dim=2))
         else:
+            assert isinstance(self.packed, PackedTokens)
             assert not isinstance(block, Tensor)
             self.packed.restore(block, n)
 
@@ -133,14 +143,20 @@ class KVSide:
         """Return n offloaded tokens as `view` returns resident ones."""
         if isinstance(block, Tensor):
             return block
-        assert self.packed is not None
+        assert isinstance(self.packed, PackedTokens)
         return self.packed.wrap(block, 0, n)
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels read the tokens as they are stored; other formats are unpacked first."""
+        return not isinstance(self.packed, FormatTokens)
 
     def kv_view(self, at: Positions | None = None, gaps: bool = False) -> KVView:
         """Return all tokens as kernels read them, which take packed and exact ones together.
 
         at: as in `extend`. gaps: the tokens' positions are not consecutive.
         """
+        assert not isinstance(self.packed, FormatTokens), "no kernel reads other formats"
         if self.packed is None:
             return KVView(None, self.tail.view())
         count = self.packed_count

@@ -1,7 +1,7 @@
 """Eviction by attention: H2O, Keyformer, SnapKV, PyramidKV.
 
-Every decision is made per key/value head, from the summed scores of its query heads; dropped
-tokens free their memory.
+Every key/value head decides for itself, by the summed scores of its query heads; evicted tokens
+free their memory.
 
 Departures: H2O's and SnapKV's official code decides per query head. H2O's code counts a step's own
 token in the recent window, so that it attends to one token fewer. SnapKV's experiments pool by
@@ -10,13 +10,12 @@ budget.
 
 Options they share:
 
-tokens, fraction: the budget, in tokens or as a fraction of the prompt. What has no budget by
-default counts where it is given: tokens with h2o, keyformer and random, the fraction with snapkv
-and pyramidkv.
-recent: how many of the budget (or which share of it) are the newest tokens, whatever their score.
-layers: how the rest is divided over layers. shared: one score, and so one choice, for all layers.
-limit: drop down to the budget only when more than this many tokens are held (0: at every step).
-positions: "original", or "renumbered" as if the dropped tokens had never been.
+tokens, fraction: the budget, in tokens or as a fraction of the prompt. h2o, keyformer and random
+use the fraction unless tokens is given; snapkv and pyramidkv use tokens unless fraction is given.
+recent: how many tokens of the budget (or which share of it) are the newest, whatever their score.
+layers: how the rest is divided over layers. shared: all layers use one score, and so one choice.
+limit: evict down to the budget only when a layer has more than this many tokens (0: every step).
+positions: "original", or "renumbered" as if the evicted tokens had never been there.
 """
 
 from __future__ import annotations
@@ -119,5 +118,5 @@ def pyramidkv(
 def random(
     fraction: float = 0.5, recent: int | float = 0.5, tokens: int = 0, sinks: int = 4
 ) -> Recipe:
-    """Random tokens beside the recent ones: the floor every score must beat."""
+    """Random tokens beside the recent ones: the baseline that every score must beat."""
     return _recipe("random", Random(), tokens, fraction, recent, when="prompt", sinks=sinks)

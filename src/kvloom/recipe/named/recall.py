@@ -1,21 +1,21 @@
-"""Recall: nothing is dropped, and a step reads only what its queries look for.
+"""Recall: every token stays, and a step reads only the tokens that fit its queries.
 
 ClusterKV: manipulating LLM KV cache in semantic space for recallable compression
-(arXiv:2412.03213). Keys are clustered by cosine similarity, a cluster for every 80 prompt tokens
-and four for every 320 generated ones; a query takes the clusters with the largest inner product of
-centroid and query until the budget is full. The first 16 tokens, and generated ones that are not
-clustered yet, are always read.
+(arXiv:2412.03213). Keys are clustered by cosine similarity: one cluster for every 80 prompt tokens,
+four for every 320 generated tokens. A query reads the clusters whose centroids have the largest
+inner product with it, until the budget is full. It always reads the first 16 tokens, and generated
+tokens that are not in a cluster yet.
 
 Quest: query-aware sparsity for efficient long-context LLM inference (arXiv:2406.10774). Pages of 16
-tokens, each with the least and largest key of every channel; a query takes the pages with the
+tokens store the smallest and the largest key of every channel. A query reads the pages with the
 largest upper bound of q . k.
 
-topk takes the tokens with the largest q . k themselves. It reads every key to find them: the oracle
-that the others are measured against.
+topk reads the tokens with the largest q . k themselves. It reads every key to find them, and so is
+the oracle for the others.
 
 Departures of all three: the query heads of a key/value head choose together, by the mean of their
-scores, so that a token is read once for all of them (group="each": every query head alone, as the
-papers' code); steps of several tokens (a second turn, a draft) read everything.
+scores, so that a step reads a token once for all of them (group="each": every query head alone, as
+in the papers' code); steps of several tokens (a second turn, a draft) read everything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def clusterkv(
 ) -> Recipe:
     """ClusterKV (arXiv:2412.03213): everything stays, the nearest clusters are read.
 
-    tier: device, host or file. steps: what so many last steps read stays on the device.
+    tier: device, host or file. steps: tokens that the last `steps` steps read stay on the device.
     """
     index = Clusters(size, distance=distance, iterations=iterations, seed=seed)
     recipe = _recipe(index, tokens, sinks, 0, group, full_layers, "clusterkv")
@@ -60,8 +60,8 @@ def clusterkv_2bit(
 ) -> Recipe:
     """ClusterKV over a store of KIVI's 2 bit.
 
-    tier: device, host or file, of packed tokens. steps: what so many last steps read stays on the
-    device, unpacked.
+    tier: device, host or file, of packed tokens. steps: tokens that the last `steps` steps read
+    stay on the device, unpacked.
     """
     recipe = clusterkv(tokens, size, sinks=sinks, group=group, full_layers=full_layers)
     packed = kivi()
@@ -82,7 +82,7 @@ def quest(
 ) -> Recipe:
     """Quest (arXiv:2406.10774): everything stays, the most promising pages are read.
 
-    tier: device, host or file. steps: what so many last steps read stays on the device.
+    tier: device, host or file. steps: tokens that the last `steps` steps read stay on the device.
     """
     recipe = _recipe(Pages(page), tokens, sinks, recent, group, full_layers, "quest")
     return _in(tier, steps, recipe)
@@ -113,7 +113,7 @@ def _recipe(
 
 
 def _in(tier: str, steps: int, recipe: Recipe) -> Recipe:
-    """The recipe with its tokens in a tier, "device" for none."""
+    """Return the recipe with its tokens in a tier, "device" for none."""
     if tier != "device" and tier not in TIERS:
         raise RecipeError(
             f"tier={tier!r} is not one of device, {', '.join(TIERS)}; tier=device keeps every "
@@ -122,7 +122,7 @@ def _in(tier: str, steps: int, recipe: Recipe) -> Recipe:
     if tier == "device":
         if steps != 1:
             raise RecipeError(
-                f"steps={steps} says what stays on the device beside a tier, and tier=device is "
+                f"steps={steps} says what stays on the device beside a tier, but tier=device has "
                 "none; add tier=host or tier=file, or leave steps out"
             )
         return recipe

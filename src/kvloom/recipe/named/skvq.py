@@ -6,17 +6,17 @@ clipped by a calibrated factor (section 3.2); the first `sinks` tokens and the n
 exact (section 3.3); scale and zero are fp8 (e4m3). K2V2 at group 128 is 2.125 bits a packed value;
 "1.5 bit" is three levels, five of them in a byte: 1.6 bits.
 
-Departures: a channel has the number of its group, and nothing is permuted, so there is nothing to
-fold into weights; codes are computed with the stored, rounded scale and zero; factors are searched
-(the official code has one constant, 0.92: clip=0.92); a token that leaves the window is packed
-after the step, and that step still sees it exact. Every step of the paper's ablation is an option:
-reorder=false, clip=1.0, window=0, sinks=0, meta=fp16, pre_rope=false. Its filter rules beside sinks
+Departures: a table gives the group of each channel and channels keep their order, so no permutation
+is folded into weights; codes are computed with the stored, rounded scale and zero; factors are
+searched (the official code has one constant, 0.92: clip=0.92); a token that leaves the window is
+packed after the step, which still reads it exact. Every step of the paper's ablation is an option:
+reorder=false, clip=1.0, window=0, sinks=0, meta=fp16, pre_rope=false. A filter rule beside sinks
 and window: heavy=64 keeps that many heavy hitters of the prompt exact, for each head.
 """
 
 from __future__ import annotations
 
-from ...keep import Spare
+from ...keep import Outliers
 from ...store import Packed, Store, Transform
 from ..spec import Protect, Recipe
 
@@ -42,7 +42,7 @@ def skvq(
             values=Packed(value_bits, "token", group, meta, transform=transform),
             calibration=None if calibration == "auto" else calibration,
         ),
-        protect=Protect(sinks, window, Spare(heavy) if heavy else None),
+        protect=Protect(sinks, window, Outliers(heavy) if heavy else None),
         name="skvq",
     )
 

@@ -1,6 +1,6 @@
 """SmoothQuant (arXiv:2211.10438) for the cache, as SKVQ's harness runs it.
 
-Each channel is divided by its calibrated largest magnitude (alpha = 1: all of it is moved to the
+Each channel is divided by its calibrated largest magnitude (alpha = 1: the whole scale moves to the
 cache), then rounded per token and head. Keys are quantized as they were before RoPE. There is no
 window and no sink.
 

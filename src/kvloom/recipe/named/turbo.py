@@ -5,9 +5,9 @@ and its coordinates are rounded to the Lloyd-Max levels of a normal distribution
 vector that keeps its norm: bits + 16 / head_dim bits a packed value.
 
 Departures: the levels are those of the paper's form for least squared error, but its scale is the
-norm of the vector, and what comes back is shorter than the vector; here it has the same norm. The
-paper's second form, which spends a bit of keys on unbiased inner products, is not here. One
-rotation serves all heads and layers; a window of recent tokens stays exact.
+norm of the vector, so the unpacked vector is shorter than the original; here it has the same norm.
+The paper's second form, which spends a bit of keys on unbiased inner products, is not implemented.
+All heads and layers share one rotation; a window of recent tokens stays exact.
 """
 
 from __future__ import annotations

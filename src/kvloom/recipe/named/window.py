@@ -1,6 +1,6 @@
 """Recency: the last tokens, with the first ones, or with gaps.
 
-The prompt's own attention is exact; tokens are dropped after it and after every step.
+The prompt's own attention is exact; tokens are evicted after it and after every step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..spec import Protect, Recipe
 def window(tokens: int = 1024, limit: int = 0) -> Recipe:
     """The newest tokens and nothing else.
 
-    limit: drop only when more than this many are held (0: at every step).
+    limit: evict only when a layer has more than this many tokens (0: at every step).
     """
     when = "limit" if limit else "step"
     return Recipe(keep=Keep(Budget(tokens=tokens), when=when, limit=limit or None), name="window")

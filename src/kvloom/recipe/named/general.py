@@ -1,0 +1,72 @@
+"""One part by itself: any score, index or format, built in or registered, without a paper.
+
+evict keeps the tokens with the highest score, recall reads those that an index finds, store packs
+in one format. Options of the score, index or format follow: `evict:score=observation,window=64`.
+A recipe file has the options that these recipes lack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import RecipeError
+from ...keep import SCORERS, Budget, Keep
+from ...recall import INDEXES, Recall
+from ...registry import Registry
+from ...store import FORMATS, Store
+from ..spec import Protect, Recipe
+
+PARTS: dict[str, Registry] = {one.what: one for one in (SCORERS, INDEXES, FORMATS)}
+"""The options that choose a part whose own options a recipe passes on."""
+
+
+def evict(
+    score: str = "mass",
+    fraction: float = 0.5,
+    recent: int | float = 0.5,
+    tokens: int = 0,
+    when: str = "step",
+    sinks: int = 0,
+    **options: Any,
+) -> Recipe:
+    """Any score: a budget of tokens by score=NAME, then that score's options.
+
+    tokens: the budget where it is given, else the fraction of the prompt.
+    """
+    budget = Budget(tokens or None, None if tokens else fraction, recent)
+    keep = Keep(budget, _part("score", score, options), when=when)
+    return Recipe(keep=keep, protect=Protect(sinks), name="evict")
+
+
+def recall(
+    index: str = "pages",
+    tokens: int = 1024,
+    sinks: int = 16,
+    recent: int = 64,
+    group: str = "mean",
+    full_layers: int = 2,
+    **options: Any,
+) -> Recipe:
+    """Any index: everything stays, a step reads what index=NAME finds, then that index's options.
+
+    group: how query heads choose together. full_layers: first layers that read everything.
+    """
+    recalled = Recall(_part("index", index, options), tokens, group, full_layers)
+    return Recipe(recall=recalled, protect=Protect(sinks, recent), name="recall")
+
+
+def store(format: str = "packed", recent: int = 0, sinks: int = 0, **options: Any) -> Recipe:
+    """Any format: keys and values packed in format=NAME, then that format's options.
+
+    packed is 4 bit per token where its options say nothing else.
+    """
+    if format == "packed":
+        options = {"bits": 4, "axis": "token", **options}
+    packed = _part("format", format, options)
+    return Recipe(store=Store(packed, packed), protect=Protect(sinks, recent), name="store")
+
+
+def _part(what: str, name: str, options: dict[str, Any]) -> Any:
+    if name not in PARTS[what]:
+        raise RecipeError(f"{what}={name!r} is not one of {', '.join(PARTS[what])}")
+    return PARTS[what][name](**options)

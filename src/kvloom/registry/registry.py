@@ -1,0 +1,93 @@
+"""A registry: names, and the class or function that each name stands for.
+
+Decides which names and entries are accepted; what an entry does is the business of its user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from ..errors import RecipeError
+from .plugins import load_plugins
+
+Entry = TypeVar("Entry")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # without : , = @, which the spelling needs
+
+
+class Registry(Mapping[str, Entry]):
+    """An ordered mapping of names: the built-in ones, then those registered from outside.
+
+    what: what errors call an entry, such as "score". builtin: names and entries. base: the class
+    that every entry is derived from; None where entries are functions or modules. methods: those
+    that a class from outside must define. Plugins are loaded when a name is looked up that is not
+    there, and when all names are listed.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        builtin: Mapping[str, Entry] | None = None,
+        base: type | None = None,
+        methods: tuple[str, ...] = (),
+    ) -> None:
+        self.what, self.base, self.methods = what, base, methods
+        self._a = f"an {what}" if what[0] in "aeiou" else f"a {what}"
+        self._entries: dict[str, Entry] = dict(builtin or {})
+        self._builtin = frozenset(self._entries)
+
+    def register(self, entry: Any, name: str | None = None) -> Any:
+        """Add an entry and return it, so that this is usable as a decorator.
+
+        name: the entry's; None: its `kind`. Raises `RecipeError`, and changes nothing, for a class
+        that is not derived from `base` or lacks its `kind` or a method, and for a name that is
+        taken or that recipes cannot spell.
+        """
+        called = getattr(entry, "__name__", repr(entry))
+        if self.base is not None:
+            self._check_class(entry, self.base, called)
+        name = getattr(entry, "kind", "") if name is None else name
+        if not name:
+            raise RecipeError(f'{called} has no name: give it kind: ClassVar[str] = "..."')
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise RecipeError(
+                f"{name!r} is not a name for {self._a}: use letters, digits, '-', '_' and '.'"
+            )
+        if name in self._entries:
+            origin = "built-in" if self.is_builtin(name) else "registered"
+            raise RecipeError(
+                f"{called} cannot be registered: {name!r} is the name of a {origin} {self.what}; "
+                "choose another name"
+            )
+        self._entries[name] = entry
+        return entry
+
+    def _check_class(self, entry: Any, base: type, called: str) -> None:
+        if not (isinstance(entry, type) and issubclass(entry, base)) or entry is base:
+            raise RecipeError(f"{called} is not {self._a}: derive a class from {base.__name__}")
+        missing = [one for one in self.methods if getattr(entry, one) is getattr(base, one)]
+        if missing:
+            raise RecipeError(
+                f"{called} lacks {missing[0]}: {self._a} defines {', '.join(self.methods)}"
+            )
+
+    def is_builtin(self, name: str) -> bool:
+        """Return whether a name is kvloom's own."""
+        return name in self._builtin
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            load_plugins()
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        load_plugins()
+        return iter(list(self._entries))
+
+    def __len__(self) -> int:
+        load_plugins()
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Registry({self.what!r}: {', '.join(self._entries)})"

@@ -1,0 +1,107 @@
+"""Tokens packed in a format of another distribution, by its own `pack` and `unpack`.
+
+Decides how the tensors of such a format grow and which tokens are unpacked together; what is in the
+tensors is the format's. No kernel reads them: each step unpacks the tokens that it attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from .buffer import Buffer
+from .formats import Format
+
+
+class FormatView(NamedTuple):
+    """Packed tokens lo to hi, and the format that unpacks them."""
+
+    tensors: tuple[Tensor, ...]  # of whole units, the first of which holds token lo
+    fmt: Format
+    lo: int
+    hi: int
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """Return the tokens [B, Hk, hi - lo, D] in the model's dtype."""
+        skip = self.lo % self.fmt.unit
+        return self.fmt.unpack(self.tensors, self.dtype)[:, :, skip : skip + self.hi - self.lo]
+
+
+class FormatTokens:
+    """The packed prefix of keys or values in any format."""
+
+    rope = None  # such a format packs keys as they are
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt = fmt
+        self.buffers: list[Buffer] = []
+        self.count = 0
+        self.dtype = torch.float32
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def mutable(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [self, *self.buffers]
+
+    def append(self, x: Tensor, live: Tensor | None = None, at: Tensor | None = None) -> None:
+        """Pack and add x [B, Hk, T, D], whole units. Raises `RecipeError` for unfit tensors."""
+        packed = self.fmt.pack(x)
+        units = x.shape[2] // self.fmt.unit
+        for tensor in packed:
+            fits = tensor.dim() >= 3 and tensor.shape[:2] == x.shape[:2]
+            if not fits or tensor.shape[2] % units or tensor.device != x.device:
+                raise RecipeError(
+                    f"format {self.fmt.kind!r} packed tokens {tuple(x.shape)} into a tensor "
+                    f"{tuple(tensor.shape)} on {tensor.device}; pack must return tensors "
+                    f"[B, Hk, n * {units}, ...] on {x.device}"
+                )
+        if not self.buffers:
+            self.buffers = [Buffer(tight=True) for _ in packed]
+        for buffer, tensor in zip(self.buffers, packed, strict=True):
+            buffer.append(tensor)
+        self.count += x.shape[2]
+        self.dtype = x.dtype
+
+    def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> FormatView:
+        """Return tokens lo to hi."""
+        return self.wrap([buffer.view() for buffer in self.buffers], lo, hi or self.count)
+
+    def wrap(self, tensors: Sequence[Tensor], lo: int, hi: int) -> FormatView:
+        """Return tokens lo to hi of tensors such as this prefix's."""
+        unit = self.fmt.unit
+        begin, end = lo // unit, -(-hi // unit)
+        units = self.count // unit
+        rows = [x.shape[2] // units for x in tensors]  # of each tensor, per unit
+        cut = (x[:, :, begin * n : end * n] for x, n in zip(tensors, rows, strict=True))
+        return FormatView(tuple(cut), self.fmt, lo, hi, self.dtype)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor held, along the batch dimension."""
+        for buffer in self.buffers:
+            buffer.map(fn)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: the tensors, and the number of tokens."""
+        return {"count": self.count, "buffers": [buffer.state() for buffer in self.buffers]}
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        self.count = state["count"]
+        self.buffers = [Buffer(tight=True) for _ in state["buffers"]]
+        for buffer, saved in zip(self.buffers, state["buffers"], strict=True):
+            buffer.load_state(saved)
+        if like is not None:
+            self.dtype = like.dtype

@@ -1,0 +1,31 @@
+"""A kernel backend: the bounds of pages in one pass, for keys without padding or with."""
+
+import torch
+
+from kvloom.kernels import ops
+from kvloom.kernels.dispatch import Backend
+
+
+def page_bounds(x, page, real):
+    """Return the least and largest key of each page: 2 x [B, Hk, N / page, D] of x [B, Hk, N, D].
+
+    real: bool [B, 1, N], False for padding; None: there is none.
+    """
+    pages = x.unflatten(2, (-1, page))
+    if real is None:
+        return pages.aminmax(dim=3)
+    hidden = ~real.unflatten(2, (-1, page)).unsqueeze(-1)
+    largest = torch.finfo(x.dtype).max
+    low = pages.masked_fill(hidden, largest).amin(dim=3)
+    return low, pages.masked_fill(hidden, -largest).amax(dim=3)
+
+
+def problems(x, page, real):
+    """Return why a case is not covered; cases differ in what the operation's `case` reads."""
+    return [] if x.dtype == torch.float32 else [f"keys are {x.dtype}, not torch.float32"]
+
+
+ops.page_bounds.register(
+    "one-pass",
+    Backend(page_bounds, problems, load=lambda *_, **__: None, coverage="keys in fp32"),
+)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from .hf.adapters import register as register_adapter
     from .hf.attach import attach, detach
     from .hf.cache import Cache
     from .hf.report import Report
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attach": "hf.attach",
     "detach": "hf.attach",
+    "register_adapter": "hf.adapters:register",
     "Report": "hf.report",
     "Cache": "hf.cache",
     "LayerOverride": "recipe",
@@ -67,6 +69,7 @@ __all__ = [
     "detach",
     "reference_model",
     "reference_tokenizer",
+    "register_adapter",
     "register_format",
     "register_index",
     "register_recipe",
@@ -80,7 +83,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    module, _, renamed = _WHERE[name].partition(":")
+    return getattr(import_module(f".{module}", __name__), renamed or name)
 
 
 def __dir__() -> list[str]:

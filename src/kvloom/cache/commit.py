@@ -150,6 +150,8 @@ def _store(layer: LayerCache, step: StepInputs, new: KV | None, prompt: bool) ->
         if drop:
             segment.drop_front(drop)
         segment.pack(step.visible, prompt)
+        if prompt:
+            segment.trim()
     if outliers is not None and choosing and exact is not None:
         outliers.done = True
         if exact[0].shape[2] == layer.seen:

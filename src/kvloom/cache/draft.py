@@ -7,6 +7,7 @@ queries that parts of it will need once it is certain which tokens stay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,17 @@ class Draft:
     def nbytes(self) -> int:
         """Bytes of the queries held."""
         return self.step.q.nbytes
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: see `LayerCache.state`. ALiBi comes anew with the next step."""
+        names = ("q", "scale", "softcap", "visible")
+        return {"tokens": self.tokens, **{name: getattr(self.step, name) for name in names}}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Draft:
+        """Return a draft with a state of `state`."""
+        step = StepInputs(state["q"], state["scale"], state["softcap"], state["visible"])
+        return cls(state["tokens"], step)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor held, along the batch dimension."""

@@ -168,6 +168,11 @@ class Segment:
         self.keys.pack(live, prompt, self.positions)
         self.values.pack(live, prompt)
 
+    def trim(self) -> None:
+        """Release the spare room of exact tokens."""
+        self.keys.tail.trim()
+        self.values.tail.trim()
+
     def parts(
         self, visible: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
     ) -> list[Part]:

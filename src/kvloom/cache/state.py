@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .draft import Draft
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ VERSION = 3
 def state(layer: LayerCache) -> dict[str, Any]:
     """Return the state of a layer, without spare room: views of the tensors held."""
     parts = {"sinks": layer.sinks, "evictor": layer.evictor, "retriever": layer.retriever,
-             "outliers": layer.outliers}  # fmt: skip
+             "outliers": layer.outliers, "draft": layer.draft}  # fmt: skip
     return {
         "like": layer.like,
         "seen": layer.seen,
@@ -55,5 +56,7 @@ def load_state(layer: LayerCache, saved: dict[str, Any]) -> None:
         layer.evictor.load_state(saved["evictor"])
     if layer.retriever is not None:
         layer.retriever.load_state(saved["retriever"])
+    if saved["draft"] is not None:
+        layer.draft = Draft.from_state(saved["draft"])
     if layer.outliers is not None:
         layer.outliers.load_state(saved["outliers"], like)

@@ -1,9 +1,7 @@
-"""Models whose attention does not go through transformers' attention interface.
+"""Models whose attention bypasses transformers' attention interface.
 
-Decides which modules get another forward, and when it is used: only for a step whose cache is
-kvloom's; any other cache, or none, meets the model's own code and the model's own masks. The
-attention of each model is in a file named after its model type, as `ATTENTION` (the class of its
-attention modules) and `attend` (what takes the place of their forward).
+Decides which modules get another forward, and when it runs: only in a step whose cache is kvloom's.
+With any other cache, or none, the model's own code runs with the model's own masks.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +18,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..positions.alibi import Alibi
 from . import attention, compat
+from .adapter_registry import ADAPTERS, Adapter, register
 from .routed import RoutedCache, RoutedLayer
+
+__all__ = ["attend", "hidden", "install", "masks", "register", "uninstall"]
 
 _MASKS = "kvloom-adapted"  # the masks of a step whose cache is kvloom's
 _OWN = "_kvloom_own_forward"
@@ -71,12 +71,12 @@ def hidden(mask: Tensor) -> Tensor | None:
     return mask if mask.numel() else None
 
 
-def _adapter(model: PreTrainedModel) -> Any:
-    return import_module(f".models.{compat.decoder_config(model).model_type}", __package__)
+def _adapter(model: PreTrainedModel) -> Adapter:
+    return ADAPTERS[compat.decoder_config(model).model_type]()
 
 
-def _attentions(model: PreTrainedModel) -> list[torch.nn.Module]:
-    kind = _adapter(model).ATTENTION
+def _attentions(model: PreTrainedModel) -> list[Any]:
+    kind: type = _adapter(model).attention
     return [module for module in model.modules() if isinstance(module, kind)]
 
 

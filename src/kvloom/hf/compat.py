@@ -13,11 +13,10 @@ from transformers import PreTrainedModel, cache_utils
 
 from ..errors import UnsupportedModel
 from ..recipe.geometry import Geometry
+from .adapter_registry import ADAPTERS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Models whose attention `adapters` replaces, by model type.
-ADAPTED = ("bloom", "falcon", "gptj", "mpt")
 # Models that use the attention interface but do not cache what they attend to.
 _REFUSED = {
     "jetmoe": "it repeats its keys before attention",
@@ -83,7 +82,7 @@ def has_alibi(config: Any) -> bool:
 
 def adapted(model: PreTrainedModel) -> bool:
     """Whether the model's attention modules are patched, see `adapters`."""
-    return decoder_config(model).model_type in ADAPTED
+    return decoder_config(model).model_type in ADAPTERS
 
 
 def geometry(model: PreTrainedModel) -> Geometry:

@@ -29,7 +29,7 @@ def flat(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [flat(x, f"{path}.{i}", tensors) for i, x in enumerate(tree)]
     if isinstance(tree, dict):
         return {name: flat(x, f"{path}.{name}", tensors) for name, x in tree.items()}
-    if tree is None or isinstance(tree, int):
+    if tree is None or isinstance(tree, int | float):
         return tree
     raise TypeError(f"{path}: {type(tree).__name__} is not state")
 

@@ -215,7 +215,7 @@ def _check_settled(cache: Cache) -> None:
         layer.check_usable()
         if layer.retriever is not None:
             layer.retriever.side_stream.wait()
-        if layer.draft is not None:
+        if layer.draft is not None and layer.seen > layer.recipe.start:
             raise CacheMisuse(
                 f"{layer.name}: the newest {layer.draft.tokens} tokens may still be taken back; "
                 "call crop(0) before saving"

@@ -97,6 +97,11 @@ class Buffer:
         self.stop -= n
         self._shrink()
 
+    def trim(self) -> None:
+        """Release all spare room."""
+        if self.data is not None and self.data.shape[2] > len(self):
+            self.replace(self.view())
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace the storage by fn(storage), fn acting on the batch dimension."""
         if self.data is not None:

@@ -1,11 +1,11 @@
 """Decode attention of one layer: kvloom's packed and exact caches beside torch's SDPA.
 
-Per shape, all sides attend one query to the same tokens, alternating, so that whatever else the
-machine does meets all. `ms` is the median wall time of a call, `cpu_ms` the median of the CPU time
-that all threads spent. GB/s counts the bytes of keys and values that a call reads once; the
-machine's own read bandwidth stands beside it. Compiling is not timed. "rows" gives SDPA the query
-heads of a group as rows over the same keys, which torch does not do by itself. What `skvq` asks of
-a calibration is drawn at random: which group a channel is in, and how far that is clipped.
+For each shape, all candidates attend with one query to the same tokens, alternately, so that other
+load on the machine affects all of them. `ms` is the median wall time of a call, `cpu_ms` the median
+CPU time of all threads. GB/s counts the bytes of keys and values that a call reads once; the
+machine's read bandwidth is printed too. Compilation is not timed. "rows" gives SDPA the query heads
+of a group as query rows over the same keys, which torch does not do by itself. The calibration that
+`skvq` needs (the groups of channels, and their clip factors) is random.
 
     python benchmarks/decode.py
 """
@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from kvloom.recipe.resolve import resolve
 
 import record
-from kvloom.bench.limits import read_gb_s
+from kvloom.bench.bandwidth import read_bandwidth_gb_s
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
+from kvloom.recipe.resolve import resolve
 from kvloom.store import Known
 from kvloom.store.codec import Channels
 
@@ -34,20 +34,19 @@ RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4", "turbo", "skvq", "skvq-k
 
 
 def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:
-    """A layer that holds k, v, and the bytes that a step reads."""
+    """Return a layer filled with k, v, and the bytes that a step reads."""
     dim = k.shape[-1]
-    cache = LayerCache(resolve(recipe), known=known(k.shape[1], dim))
+    cache = LayerCache(resolve(recipe), known=random_calibration(k.shape[1], dim))
     for lo in range(0, k.shape[2], 4096):
         part = slice(lo, lo + 4096)
         q = torch.zeros(1, hq, 1, dim, dtype=k.dtype).expand(-1, -1, k[:, :, part].shape[2], -1)
-        asked = cache.recipe.keep
-        assert asked is None, "a cache that keeps chooses by its queries"
+        assert cache.recipe.keep is None, "eviction depends on the queries"
         _fill(cache, q, k[:, :, part], v[:, :, part])
     return cache, cache.nbytes
 
 
-def known(hk: int, dim: int, group: int = 128) -> Known:
-    """A calibration of a random layer: groups of any channels of all heads."""
+def random_calibration(hk: int, dim: int, group: int = 128) -> Known:
+    """Return a random calibration of a layer: groups of channels of all heads."""
     g, count = torch.Generator().manual_seed(0), hk * dim // group
 
     def side() -> Channels:
@@ -58,7 +57,7 @@ def known(hk: int, dim: int, group: int = 128) -> Known:
 
 
 def _fill(cache: LayerCache, q, k, v) -> None:
-    """Take tokens in without attending."""
+    """Store tokens without attending."""
     from kvloom.cache.layer import Asked
 
     cache.check(k, v)
@@ -66,8 +65,8 @@ def _fill(cache: LayerCache, q, k, v) -> None:
     cache._take(k, v, Asked(q, 1.0, None, None))
 
 
-def sides(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is timed: name -> (call, bytes of keys and values it reads)."""
+def candidates(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return what is timed: name -> (call, bytes of keys and values it reads)."""
     g = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 1, hk, tokens, D, generator=g)
     q = torch.randn(1, hq, 1, D, generator=g)
@@ -95,7 +94,7 @@ def sides(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object]
 
 
 def step(cache: LayerCache, q, k, v) -> Callable[[], object]:
-    """One decode step that is taken back again."""
+    """Return a decode step that is rolled back after each call."""
     new_k, new_v = k[:, :, :1], v[:, :, :1]
     cache.recording = True
 
@@ -114,12 +113,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
-    limit = read_gb_s()
+    limit = read_bandwidth_gb_s()
     print(f"read bandwidth {limit:.1f} GB/s, {torch.get_num_threads()} threads")
     rows = []
     with torch.inference_mode():
         for hq, hk in ((8, 8), (32, 8)):
-            timed = sides(hq, hk, options.tokens)
+            timed = candidates(hq, hk, options.tokens)
             wall: dict[str, list[float]] = {name: [] for name in timed}
             cpu: dict[str, list[float]] = {name: [] for name in timed}
             dispatch.ran.clear()
@@ -130,8 +129,8 @@ def main() -> None:
                     if i >= 3:
                         wall[name].append(1e3 * (time.perf_counter() - begin))
                         cpu[name].append(1e3 * (time.process_time() - begin_cpu))
-            fell = {key for key in dispatch.ran if key[1] != "cpu"}
-            assert not fell, f"not run by the kernels: {fell}"
+            fallbacks = {key for key in dispatch.ran if key[1] != "cpu"}
+            assert not fallbacks, f"not run by the kernels: {fallbacks}"
             for name, (_, nbytes) in timed.items():
                 ms, cpu_ms = statistics.median(wall[name]), statistics.median(cpu[name])
                 row = {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvloom.eval import load
-from kvloom.inspect import follow, page
+from kvloom.inspect import page, trace_recipe
 
 TEXT = (
     "The magic number for copper is 48213.\nThe </script> of it: naïve 日本, <b>bold</b> & done.\n"
@@ -72,7 +72,7 @@ def pages(tmp_path_factory):
         "full",
         "clusterkv:tokens=40,size=8,sinks=4",
     ):
-        data = follow(model, tokenizer, recipe, TEXT, new_tokens=NEW)
+        data = trace_recipe(model, tokenizer, recipe, TEXT, new_tokens=NEW)
         file = folder / f"{recipe.partition(':')[0]}.html"
         file.write_text(page(data), encoding="utf-8")
         made[file.stem] = data, file

@@ -8,17 +8,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 from kvloom.analyse import attention
-from kvloom.errors import UnsupportedModel
-from kvloom.eval import InputError
+from kvloom.errors import InputError, UnsupportedModel
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import watch
-from kvloom.inspect import follow
+from kvloom.inspect import trace_recipe
 from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from tiny import TEXT
 
@@ -48,7 +47,7 @@ RECALL = {
 
 
 def seen_by(model, tokenizer, recipe):
-    return follow(model, tokenizer, recipe, TEXT, context=PROMPT, new_tokens=NEW)
+    return trace_recipe(model, tokenizer, recipe, TEXT, context=PROMPT, new_tokens=NEW)
 
 
 def held_at(head, step):
@@ -298,10 +297,10 @@ def test_a_model_of_which_nothing_is_held_is_refused_and_left_alone(tokenizer):
     assert getattr(model, "_kvloom", None) is None
 
 
-def test_what_cannot_be_followed_is_said(model, tokenizer):
+def test_what_cannot_be_traced_is_refused(model, tokenizer):
     with pytest.raises(InputError, match="the text is empty"):
-        follow(model, tokenizer, "h2o", "  \n")
-    with pytest.raises(InputError, match=r"take 514 positions and the model has 512; give less"):
-        follow(model, tokenizer, "h2o", TEXT, context=500, new_tokens=14)
+        trace_recipe(model, tokenizer, "h2o", "  \n")
+    with pytest.raises(InputError, match=r"need 514 positions and the model has 512; give less"):
+        trace_recipe(model, tokenizer, "h2o", TEXT, context=500, new_tokens=14)
     with pytest.raises(InputError, match="context=0 must be 1 or more"):
-        follow(model, tokenizer, "h2o", TEXT, context=0)
+        trace_recipe(model, tokenizer, "h2o", TEXT, context=0)

@@ -1,4 +1,4 @@
-"""Speed: kvloom beside torch and transformers, in one run on one machine.
+"""Speed: kvloom compared with torch and transformers, in one run on one machine.
 
     from kvloom.bench import LayerShape, decode, rows, timing
     candidates = decode.candidates(LayerShape(32, 8, 128), ["full", "kivi"], context=8192)

@@ -1,4 +1,4 @@
-"""Quantization alone: pack a prompt's keys and values, beside the prompt's attention.
+"""Quantization alone: pack a prompt's keys and values, compared with the prompt's attention.
 
 GB/s are of the exact keys and values. A prefill takes at least the time of the prompt's attention,
 which is timed here; the linear layers come in addition.

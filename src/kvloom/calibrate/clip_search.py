@@ -3,7 +3,7 @@
 The search minimizes the squared error of attention's output on sampled queries, over a grid of
 factors. Keys and values are searched separately and as a cache uses them: queries attend to the
 first and the newest tokens unquantized. This matters for keys, because clipping makes keys shorter
-and so lowers their weight beside exact keys.
+and so lowers their weight relative to exact keys.
 
 The layer's factor is the same for all its groups. For values, the error of a group depends on its
 own factor only. For keys, every group starts at the layer's factor; then each group in turn changes

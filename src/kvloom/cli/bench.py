@@ -1,4 +1,4 @@
-"""`kvloom bench`: speed beside torch and transformers, in one run."""
+"""`kvloom bench`: speed compared with torch and transformers, in one run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from ..bench.timing import Candidate
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed beside torch and transformers.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed compared with torch and transformers.")
 
 
 @app.callback()
 def _bench() -> None:
-    """Measure speed beside torch and transformers, alternately in one run.
+    """Measure speed compared with torch and transformers, alternately in one run.
 
     Keys, values and weights are random. Times are medians and exclude compilation.
 
@@ -108,7 +108,7 @@ _add_layer_command(
     "8192",
     "kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,turbo",
     5,
-    about="The quantization of a prompt's keys and values, beside the prompt's attention.",
+    about="The quantization of a prompt's keys and values, compared with the prompt's attention.",
     caption="ms: median of packing a prompt of one layer; GB/s: exact keys and values.",
 )
 
@@ -130,7 +130,7 @@ def generate(
     json: Json = None,
     plot: _PLOT = None,
 ) -> None:
-    """Whole decode steps of a Llama with random weights, beside transformers' caches.
+    """Whole decode steps of a Llama with random weights, compared with transformers' caches.
 
     The prompt is not computed: every cache is filled to the context with random keys and values.
     kvloom's caches are filled as after a prompt, with scores from the last 64 queries.

@@ -96,19 +96,19 @@ def count_correct(
     for _, same in groupby(by_length, key=lambda q: len(q.ids)):
         group = list(same)
         for at in range(0, len(group), batch):
-            asked = group[at : at + batch]
+            together = group[at : at + batch]
             if prefilled is None:
-                cache, ids = Cache(model, recipe), [context + q.ids for q in asked]
+                cache, ids = Cache(model, recipe), [context + q.ids for q in together]
             else:
-                cache, ids = copy.deepcopy(prefilled), [q.ids for q in asked]
-                if len(asked) > 1:
-                    cache.batch_repeat_interleave(len(asked))
+                cache, ids = copy.deepcopy(prefilled), [q.ids for q in together]
+                if len(together) > 1:
+                    cache.batch_repeat_interleave(len(together))
             if prefilled is not None and recipe.recall is not None:
                 for column in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
                     forward(model, column, cache)
                 ids = [row[-1:] for row in ids]
-            texts = _decode(model, tokenizer, cache, ids, max(q.answer_tokens for q in asked))
-            for text, question in zip(texts, asked, strict=True):
+            texts = _decode(model, tokenizer, cache, ids, max(q.answer_tokens for q in together))
+            for text, question in zip(texts, together, strict=True):
                 correct += text.lstrip().startswith(question.answer)
     return correct
 

@@ -41,11 +41,9 @@ class LayerTrace:
 
     def before_attention(self, look: Look) -> None:
         """Compute the exact attention mass of a step."""
-        mass = ops.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)[
-            0
-        ]
+        mass = ops.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)
         heads, n = look.keys.shape[1], look.keys.shape[2]
-        self.step_mass = mass.view(heads, -1, n).sum(dim=1).cpu()
+        self.step_mass = mass[0].view(heads, -1, n).sum(dim=1).cpu()
 
     def after_step(self, step: int) -> None:
         """Record the content of the cache after a step."""

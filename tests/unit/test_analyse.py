@@ -217,8 +217,9 @@ def test_the_command_shows_table_picture_and_json(tmp_path):
         assert re.search(row + f"{layer['kept']:.1%}", found.stdout), found.stdout
 
 
-def test_json_to_stdout_is_nothing_else(tmp_path):
+@pytest.mark.parametrize("option", [[], ["--text"]])
+def test_json_to_stdout_is_nothing_else(tmp_path, option):
     text = tmp_path / "text.txt"
     text.write_text("The magic number is not here.\n" * 40)
-    found = run(text, "--context", 64, "--max-new-tokens", 2, "--recipe", "full", "--json", "-")
+    found = run(*option, text, "--context", 64, "--max-new-tokens", 2, "--recipe", "full", "--json", "-")
     assert json.loads(found.stdout)["environment"]["text"] == "text.txt"

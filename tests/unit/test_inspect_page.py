@@ -108,8 +108,8 @@ def test_the_command_writes_page_and_json(saved, tmp_path):
     said = re.sub(r"\s+", " ", found.stdout)
     assert f"h2o: 40 tokens (the first of {data['text_tokens']:,}; --context takes more)" in said
     assert f"{np.mean(mass):.1%} of the prompt's attention mass kept; wrote {out}" in said
-    # the same text by hand (longer than any file's name) and from stdin
-    for where in ([TEXT], ["-"]):
+    # the same text as an argument (longer than any file's name), from stdin, and by --text
+    for where in ([TEXT], ["-"], ["--text", saved / "text.txt"]):
         again = run(*where, *args, "--out", out, "--json", js, input=TEXT)
         assert again.exit_code == 0, again.output
         assert json.loads(js.read_text())["layers"] == data["layers"]

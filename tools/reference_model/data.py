@@ -33,7 +33,7 @@ Row = tuple[np.ndarray, np.ndarray]
 
 
 def training_encoder(tokenizer: Any) -> Encoder:
-    """Return an encoder over the training text, with EOS between documents, and keys from a larger pool."""
+    """Return an encoder over the training text, with EOS between documents and more key words."""
     prose: list[str] = []
     code: list[str] = []
     for document in corpus.train_documents():
@@ -105,7 +105,8 @@ def _with_questions(
 ) -> Row:
     """Hide facts in text, followed by questions about all of them in random order.
 
-    The answers of the first `drawn` facts (default: all) are random, so the text's are not predicted.
+    The answers of the first `drawn` facts (default: all) are random, so the loss ignores them in
+    the text.
     """
     order = rng.permutation(len(facts))
     questions = sum(len(f.question_ids) + len(f.answer_ids) for f in facts)

@@ -1,4 +1,4 @@
-# Each target does its own set-up: a virtual environment in .venv with the constrained versions.
+# Each target first creates the virtual environment .venv with the versions in constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := kivi,kivi-4,skvq:group=32,rtn,h2o,keyformer,snapkv,minikv,streaming,window,clusterkv,quest
@@ -44,7 +44,7 @@ train: .venv/ready
 	grep -v -e transformers -e tokenizers constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt torch
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt \
-		'transformers==5.10.4' -e . pytest pytest-xdist hypothesis
+		'transformers==5.10.4' -e '.[all]' pytest pytest-xdist hypothesis
 	touch $@
 
 .venv-docs/ready: docs/requirements.txt

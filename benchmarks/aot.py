@@ -1,7 +1,8 @@
 """Compile every variant of every Triton kernel for sm_80 and sm_90; no GPU is needed.
 
-Prints what each takes and records it in results/aot.json: registers a thread, bytes of shared
-memory, spilled bytes (0, or this fails). Minutes on one core; `--brief` compiles what CI does.
+Prints the resources of each and records them in results/<machine>/aot.json: registers per thread,
+bytes of shared memory, spilled bytes (must be 0). Takes minutes on one core; `--brief` compiles the
+variants that CI compiles.
 
     python benchmarks/aot.py [--brief] [--only attend]
 """
@@ -26,14 +27,16 @@ import compile_triton  # noqa: E402
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--brief", action="store_true", help="only what the tests compile")
+    parser.add_argument(
+        "--brief", action="store_true", help="only the variants that the tests compile"
+    )
     parser.add_argument("--only", default="", help="one family, such as attend")
-    asked = parser.parse_args()
-    words = [*(["--brief"] if asked.brief else []), "--only", asked.only]
+    options = parser.parse_args()
+    arguments = [*(["--brief"] if options.brief else []), "--only", options.only]
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    found, said = [], []
+    found, problems = [], []
     with subprocess.Popen(
-        [sys.executable, TOOL, *words],
+        [sys.executable, TOOL, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=clean,
@@ -42,16 +45,16 @@ def main() -> int:
         for line in process.stdout:
             one = json.loads(line)
             found.append(one)
-            said += compile_triton.problems(one)
+            problems += compile_triton.problems(one)
             print(
                 f"{one['family']:7} sm_{one['arch']} {one['registers']:4} registers "
                 f"{one['shared'] / 1024:6.1f} KiB {one['spills']:5} B spilled  {one['name']}",
                 flush=True,
             )
-    print(*said, sep="\n")
-    if process.returncode or said:
+    print(*problems, sep="\n")
+    if process.returncode or problems:
         return 1
-    if not asked.brief and not asked.only:
+    if not options.brief and not options.only:
         write("aot", {"environment": environment(triton=triton.__version__), "forms": found})
     return 0
 

@@ -1,8 +1,8 @@
-"""What calibrations are worth: the error of attention's output on text that they have not read.
+"""The quality of calibrations: the error of attention's output on text that they were not made of.
 
 For each calibration file and recipe, the relative error |o' - o| / |o| of attention's output, the
-mean over layers: with every token packed, and with the first 5 and the newest 128 tokens unpacked,
-as `skvq` has them. The last column is the share of clip factors at the lower end of their grid.
+mean over layers: with every token quantized, and with the first 5 and the newest 128 tokens exact,
+as in `skvq`. The last column is the share of clip factors at the lower end of their grid.
 
     python benchmarks/calibrate_error.py MODEL FILE... --recipes skvq:group=32,rptq
 """
@@ -13,48 +13,48 @@ import argparse
 
 import torch
 
-from kvloom.analyse.error import packed
-from kvloom.calibrate import record
-from kvloom.calibrate.attention import Attention, Sample
-from kvloom.calibrate.clip import GRID
-from kvloom.cli.calibrate import DEFAULT
-from kvloom.cli.edge import split
+from kvloom.analyse.error import quantized
+from kvloom.calibrate.clip_search import GRID
+from kvloom.cli.calibrate import DEFAULT_RECIPES
+from kvloom.cli.options import split_recipes
 from kvloom.eval import load
 from kvloom.hf.metadata import load_layer_metadata
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import LayerMetadata
-from kvloom.workload.text import library_text, opening, rows, tokenize
+from kvloom.workload.recorder import AttentionInputs, compressible_layers, record
+from kvloom.workload.sampled_attention import ExactAttention, Sample
+from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
 
-UNPACKED = (0, 0), (5, 128)
+EXACT_TOKENS = (0, 0), (5, 128)
 
 
 def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
-    """Relative errors of each layer, for each of `UNPACKED`."""
-    layers = dict(zip(record.layers(model), load_layer_metadata(model, recipe), strict=True))
-    sums = {number: torch.zeros(len(UNPACKED), 2, dtype=torch.float64) for number in layers}
+    """Return relative errors of each layer, for each of `EXACT_TOKENS`."""
+    layers = dict(zip(compressible_layers(model), load_layer_metadata(model, recipe), strict=True))
+    sums = {number: torch.zeros(len(EXACT_TOKENS), 2, dtype=torch.float64) for number in layers}
 
-    def see(number: int, seen: record.Seen) -> None:
-        for i, exact in enumerate(UNPACKED):
-            attention = Attention(Sample.of(seen, 64, exact))
+    def add(number: int, inputs: AttentionInputs) -> None:
+        for i, exact in enumerate(EXACT_TOKENS):
+            attention = ExactAttention(Sample.of(inputs, 64, exact))
             sums[number][i] += squares(attention, recipe, layers[number])
 
     for context in ids:
-        record.read(model, context[None], see)
+        record(model, context[None], add)
     return {n: (x[:, 0] / x[:, 1]).sqrt().tolist() for n, x in sums.items()}
 
 
-def squares(exact: Attention, recipe: Recipe, layer: LayerMetadata) -> torch.Tensor:
-    """Squared norms [2] of the output's error and of the output."""
-    k = packed(exact.k, recipe.store.keys, layer.keys, layer)
-    v = packed(exact.v, recipe.store.values, layer.values, layer)
-    weights = exact.shifted_by_keys(k - exact.k)
+def squares(exact: ExactAttention, recipe: Recipe, layer: LayerMetadata) -> torch.Tensor:
+    """Return squared norms [2] of the output's error and of the output."""
+    k = quantized(exact.k, recipe.store.keys, layer.keys, layer)
+    v = quantized(exact.v, recipe.store.values, layer.values, layer)
+    weights = exact.weights_with_keys(k - exact.k)
     out = weights @ exact.v + (weights * exact.packed) @ (v - exact.v)
     return torch.tensor([(out - exact.out).square().sum(), exact.out.square().sum()])
 
 
 def at_the_bound(model, recipe: Recipe) -> float:
-    """The share of clip factors, keys and values of all layers, at the grid's lower end."""
+    """Return the share of clip factors, in all layers, at the lower end of their grid."""
     layers = load_layer_metadata(model, recipe)
     clips = [c.clip for layer in layers for c in (layer.keys, layer.values)
              if c is not None and c.clip is not None]  # fmt: skip
@@ -65,21 +65,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("files", nargs="+")
-    parser.add_argument("--recipes", default=DEFAULT)
+    parser.add_argument("--recipes", default=DEFAULT_RECIPES)
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--by-layer", action="store_true")
     options = parser.parse_args()
     model, tokenizer = load(options.model)
-    ids = rows(tokenize(tokenizer, library_text()), opening(tokenizer), options.contexts, 1024, 0)
-    print(f"{'recipe':>40} {'all packed':>10} {'as skvq':>8} {'at bound':>9}  file")
-    for spec in split(options.recipes):
+    text, first = tokenize(tokenizer, library_text()), leading_ids(tokenizer)
+    ids = cut_rows(text, first, options.contexts, 1024, 0)
+    print(f"{'recipe':>40} {'all tokens':>10} {'as skvq':>8} {'at bound':>9}  file")
+    for spec in split_recipes(options.recipes):
         for file in options.files:
             recipe = resolve(f"{spec}{',' if ':' in spec else ':'}calibration={file}")
             found = errors(model, ids, recipe)
             each = torch.tensor([found[n] for n in sorted(found)])
-            bare, used = each.mean(0).tolist()
+            all_tokens, as_skvq = each.mean(0).tolist()
             share = at_the_bound(model, recipe)
-            print(f"{spec:>40} {bare:10.4f} {used:8.4f} {share:9.1%}  {file}", flush=True)
+            print(f"{spec:>40} {all_tokens:10.4f} {as_skvq:8.4f} {share:9.1%}  {file}", flush=True)
             if options.by_layer:
                 print("  by layer:", " ".join(f"{x:.4f}" for x in each[:, 1].tolist()))
 

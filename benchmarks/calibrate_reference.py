@@ -1,26 +1,26 @@
 """Write the calibration that ships with the reference model: SKVQ's formats, RPTQ, SmoothQuant.
 
-All contexts are read, also after the ranges have settled.
+Reads all contexts, even after the ranges have settled.
 
     python benchmarks/calibrate_reference.py
 """
 
 from __future__ import annotations
 
-from kvloom.calibrate import Settings, calibrate, contexts
-from kvloom.cli.calibrate import training_text
-from kvloom.cli.progress import progress
+from kvloom.calibrate import Settings, calibrate, cut_contexts
+from kvloom.cli.progress import show_progress
 from kvloom.eval import load
 from kvloom.hf.metadata import BESIDE
 from kvloom.recipe.resolve import resolve
 from kvloom.reference import WEIGHTS
-from kvloom.workload.text import opening, tokenize
+from kvloom.reference.corpus import calibration_text
+from kvloom.workload.text import leading_ids, tokenize
 
 
 def recipes() -> list[str]:
-    """Every bit width at every group; at group 32 without reorder and after RoPE as well.
+    """Return the recipes: every bit width at every group size; channel groups without clipping.
 
-    Groups of channels, without clip factors, before and after RoPE.
+    At group 32 also without reordering, and with keys quantized after RoPE.
     """
     found = ["smoothquant"]
     for group in (32, 64, 128):
@@ -36,10 +36,11 @@ def recipes() -> list[str]:
 def main() -> None:
     model, tokenizer = load()
     settings = Settings(settled=0.0)
-    ids = contexts(tokenize(tokenizer, training_text()), opening(tokenizer), settings)
+    text = tokenize(tokenizer, calibration_text())
+    ids = cut_contexts(text, leading_ids(tokenizer), settings)
     chosen = [resolve(spec) for spec in recipes()]
-    with progress() as shown:
-        found = calibrate(model, ids, chosen, WEIGHTS / BESIDE, settings, shown)
+    with show_progress() as progress:
+        found = calibrate(model, ids, chosen, WEIGHTS / BESIDE, settings, progress)
     print(f"{WEIGHTS / BESIDE}: {len(found.tensors)} tensors")
 
 

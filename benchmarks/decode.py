@@ -1,11 +1,11 @@
 """Decode attention of one layer: kvloom's packed and exact caches beside torch's SDPA.
 
-Per shape, all sides attend one query to the same tokens, alternating, so that whatever else the
-machine does meets all. `ms` is the median wall time of a call, `cpu_ms` the median of the CPU time
-that all threads spent. GB/s counts the bytes of keys and values that a call reads once; the
-machine's own read bandwidth stands beside it. Compiling is not timed. "rows" gives SDPA the query
-heads of a group as rows over the same keys, which torch does not do by itself. What `skvq` asks of
-a calibration is drawn at random: which group a channel is in, and how far that is clipped.
+For each shape, all candidates attend with one query to the same tokens, alternately, so that other
+load on the machine affects all of them. `ms` is the median wall time of a call, `cpu_ms` the median
+CPU time of all threads. GB/s counts the bytes of keys and values that a call reads once; the
+machine's read bandwidth is printed too. Compilation is not timed. "rows" gives SDPA the query heads
+of a group as query rows over the same keys, which torch does not do by itself. The calibration that
+`skvq` needs (the groups of channels, and their clip factors) is random.
 
     python benchmarks/decode.py
 """
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import record
-from kvloom.bench.limits import read_gb_s
+from kvloom.bench.bandwidth import read_bandwidth_gb_s
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
@@ -34,15 +34,15 @@ RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4", "turbo", "skvq", "skvq-k
 
 
 def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:
-    """A layer that holds k, v, and the bytes that a step reads."""
-    cache = LayerCache(resolve(recipe), metadata=calibrated(k.shape[1], k.shape[-1]))
+    """Return a layer filled with k, v, and the bytes that a step reads."""
+    cache = LayerCache(resolve(recipe), metadata=random_calibration(k.shape[1], k.shape[-1]))
     cache.prefill(torch.zeros(1, hq, 1, k.shape[-1], dtype=k.dtype), k, v, scale=1.0)
     cache.end_step()
     return cache, cache.nbytes
 
 
-def calibrated(hk: int, dim: int, group: int = 128) -> LayerMetadata:
-    """A calibration of a random layer: groups of any channels of all heads."""
+def random_calibration(hk: int, dim: int, group: int = 128) -> LayerMetadata:
+    """Return a random calibration of a layer: groups of channels of all heads."""
     g, count = torch.Generator().manual_seed(0), hk * dim // group
 
     def side() -> Channels:
@@ -52,8 +52,8 @@ def calibrated(hk: int, dim: int, group: int = 128) -> LayerMetadata:
     return LayerMetadata(side(), side(), Rope(10000.0 ** -(torch.arange(0, dim, 2) / dim)))
 
 
-def sides(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is timed: name -> (call, bytes of keys and values it reads)."""
+def candidates(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return what is timed: name -> (call, bytes of keys and values it reads)."""
     g = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 1, hk, tokens, D, generator=g)
     q = torch.randn(1, hq, 1, D, generator=g)
@@ -81,7 +81,7 @@ def sides(hq: int, hk: int, tokens: int) -> dict[str, tuple[Callable[[], object]
 
 
 def step(cache: LayerCache, q, k, v) -> Callable[[], object]:
-    """One decode step that is taken back again."""
+    """Return a decode step that is rolled back after each call."""
     new_k, new_v = k[:, :, :1], v[:, :, :1]
 
     def call() -> object:
@@ -97,12 +97,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
-    limit = read_gb_s()
+    limit = read_bandwidth_gb_s()
     print(f"read bandwidth {limit:.1f} GB/s, {torch.get_num_threads()} threads")
     rows = []
     with torch.inference_mode():
         for hq, hk in ((8, 8), (32, 8)):
-            timed = sides(hq, hk, options.tokens)
+            timed = candidates(hq, hk, options.tokens)
             wall: dict[str, list[float]] = {name: [] for name in timed}
             cpu: dict[str, list[float]] = {name: [] for name in timed}
             dispatch.ran.clear()
@@ -113,8 +113,8 @@ def main() -> None:
                     if i >= 3:
                         wall[name].append(1e3 * (time.perf_counter() - begin))
                         cpu[name].append(1e3 * (time.process_time() - begin_cpu))
-            fell = {key for key in dispatch.ran if key[1] != "cpu"}
-            assert not fell, f"not run by the kernels: {fell}"
+            fallbacks = {key for key in dispatch.ran if key[1] != "cpu"}
+            assert not fallbacks, f"not run by the kernels: {fallbacks}"
             for name, (_, nbytes) in timed.items():
                 ms, cpu_ms = statistics.median(wall[name]), statistics.median(cpu[name])
                 row = {

@@ -1,10 +1,10 @@
-"""What stays, and what it costs: eviction recipes on the reference model, and their ablations.
+"""Quality of eviction recipes on the reference model, and their ablations.
 
-Sections: `bytes2k` and `bytes4k` (every recipe given the budget at which it holds, after the
-context, what KIVI's 2 bit hold, and at 2k what MiniKV at half the prompt holds), `noise`
-(Keyformer's table 4), `recent` (share of the budget for the newest tokens), `shared` (a score a
-layer, or one for all), `positions` (original or renumbered), `layers` (MiniKV's policies). Every
-row is written as soon as it is measured; a second run goes on where the first stopped.
+Sections: `bytes2k` and `bytes4k` (every recipe with the budget at which its cache, after the
+context, has the size of 2-bit KIVI's, and at 2k also that of MiniKV at half the prompt), `noise`
+(Keyformer's table 4), `recent` (share of the budget for the newest tokens), `shared` (one score per
+layer, or one for all layers), `positions` (original or renumbered), `layers` (MiniKV's policies).
+Every row is written as soon as it is measured; a second run continues where the first stopped.
 
     python benchmarks/evict.py [SECTION …]
 """
@@ -20,8 +20,8 @@ import torch
 
 import record
 from kvloom.eval import Settings, load, prepare
-from kvloom.eval.measure import Measured, measure
-from kvloom.eval.needles import count_right
+from kvloom.eval.measure import Measurement, measure
+from kvloom.eval.needles import count_correct
 from kvloom.hf.compat import geometry
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
@@ -41,7 +41,7 @@ HALF = "fraction=0.5,recent=0.3"
 
 
 def fitted(name: str, nbytes: int, tokens: int, g: Geometry) -> Recipe | None:
-    """The recipe with the largest budget that holds at most nbytes after a prompt; None: none."""
+    """Return the recipe with the largest budget whose cache has at most nbytes after a prompt."""
     recipe = resolve(name)
     if recipe.keep is None:
         return recipe
@@ -58,33 +58,33 @@ def fitted(name: str, nbytes: int, tokens: int, g: Geometry) -> Recipe | None:
 
 
 def named(*specs: str) -> list[Recipe]:
-    """Recipes by name."""
+    """Return recipes by name."""
     return [resolve(spec) for spec in specs]
 
 
 def policies() -> Iterator[Recipe]:
-    """MiniKV at 50 % and at 25 %, divided over the layers in every way."""
+    """Yield MiniKV at 50 % and at 25 %, with every policy of layer budgets."""
     for fraction in (0.5, 0.25):
         for layers in ("uniform", "pyramid", "variance", "inverse-variance"):
             yield resolve(f"minikv:fraction={fraction},layers={layers}")
 
 
 def at_equal_bytes(
-    context: int, g: Geometry, rivals: tuple[str, ...], names: tuple[str, ...]
+    context: int, g: Geometry, targets: tuple[str, ...], names: tuple[str, ...]
 ) -> list[Recipe]:
-    """Every recipe at the bytes of the rivals, which are those right after the context."""
+    """Return every recipe at the size of each target recipe's cache right after the context."""
     found = []
-    for rival in rivals:
-        nbytes = resolve(rival).nbytes(context, g)
+    for target in targets:
+        nbytes = resolve(target).nbytes(context, g)
         for name in names:
             recipe = fitted(name, nbytes, context, g)
-            if recipe is not None and not (name == "kivi" and rival == "minikv"):
-                found.append(replace(recipe, name=f"{recipe.name}, {rival}'s bytes"))
+            if recipe is not None and not (name == "kivi" and target == "minikv"):
+                found.append(replace(recipe, name=f"{recipe.name}, {target}'s bytes"))
     return found
 
 
 def sections(g: Geometry) -> dict[str, tuple[int, list[Recipe]]]:
-    """Context and recipes of every section."""
+    """Return the context and the recipes of every section."""
     noisy = [f"keyformer:{HALF},{more}" for more in
              ("noise=gumbel", "noise=gaussian", "noise=constant", "noise=none", "fixed=true",
               "noise=none,tau_end=1.0")]  # fmt: skip
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     options = parser.parse_args()
     model, tokenizer = load()
-    path = record.RESULTS / "evict.json"
+    path = record.results() / "evict.json"
     done = json.loads(path.read_text()) if path.exists() and not options.fresh else {}
     for section, (context, recipes) in sections(geometry(model)).items():
         if options.sections and section not in options.sections:
@@ -120,7 +120,7 @@ def main() -> None:
         settings = Settings(context=context, new_tokens=192, batch=8, questions=QUESTIONS)
         task = prepare(model, tokenizer, library_text(), settings)
         rows = {row["recipe"]: row for row in done.get(section, {}).get("rows", [])}
-        full: Measured | None = None
+        full: Measurement | None = None
         for recipe in [resolve("full"), *recipes]:
             if recipe.name in rows and recipe.name != "full":
                 continue
@@ -129,7 +129,7 @@ def main() -> None:
             row = asdict(found.row)
             if section.startswith("bytes") and found.row.problem is None:
                 with torch.inference_mode():
-                    right = sum(count_right(model, tokenizer, recipe, hay, settings.batch, "with")
+                    right = sum(count_correct(model, tokenizer, recipe, hay, settings.batch, "with")
                                 for hay in task.haystacks[: len(task.haystacks) // 4])  # fmt: skip
                 row["needle_with"] = right / sum(
                     len(hay.questions) for hay in task.haystacks[: len(task.haystacks) // 4]
@@ -148,11 +148,11 @@ def show(section: str, row: dict, full: float | None) -> None:
     if row["problem"]:
         print(f"{section:>9} {row['recipe']}: {row['problem']}")
         return
-    asked_with = f", {row['needle_with']:6.1%} asked with" if "needle_with" in row else ""
+    needle_with = f", {row['needle_with']:6.1%} with --ask with" if "needle_with" in row else ""
     print(
         f"{section:>9} {row['recipe']:<48} {row['times_smaller']:5.2f}x smaller, perplexity "
         f"{row['perplexity'] / full:6.3f}x, agreement {row['agreement']:6.1%}, "
-        f"needles {row['needle']:6.1%}{asked_with}",
+        f"needles {row['needle']:6.1%}{needle_with}",
         flush=True,
     )
 

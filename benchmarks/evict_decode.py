@@ -1,7 +1,7 @@
 """Decode speed at half the budget: eviction against `full` and transformers' DynamicCache + SDPA.
 
-All caches hold the same prompt of the same model in the same process; their steps alternate, so
-that whatever else the machine does meets all of them. Median seconds a step.
+All caches contain the same prompt of the same model in the same process. Their steps alternate, so
+that other load on the machine affects all of them. Times are medians of a step.
 
     python benchmarks/evict_decode.py
 """
@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        rows += measured(dtype, options.context, options.steps)
+        rows += measure(dtype, options.context, options.steps)
     record.write(
         "evict_decode",
         {"environment": record.environment(context=options.context, steps=options.steps),
@@ -37,36 +37,36 @@ def main() -> None:
     )  # fmt: skip
 
 
-def measured(dtype: torch.dtype, context: int, steps: int) -> list[dict]:
-    """One row a cache, on the reference model."""
+def measure(dtype: torch.dtype, context: int, steps: int) -> list[dict]:
+    """Return one row per cache, on the reference model."""
     plain, ours = (kvloom.reference_model(dtype) for _ in range(2))
     ids = torch.randint(3, plain.config.vocab_size, (1, context))
-    sides = {"DynamicCache": (plain, DynamicCache(config=plain.config))}
-    sides |= {recipe: (ours, kvloom.Cache(ours, recipe)) for recipe in RECIPES}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    candidates = {"DynamicCache": (plain, DynamicCache(config=plain.config))}
+    candidates |= {recipe: (ours, kvloom.Cache(ours, recipe)) for recipe in RECIPES}
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
     with torch.inference_mode():
-        for model, cache in sides.values():
+        for model, cache in candidates.values():
             model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         for i in range(steps + WARM_UP):
-            for side, (model, cache) in sides.items():
+            for name, (model, cache) in candidates.items():
                 begin = time.perf_counter()
                 model(input_ids=ids[:, i : i + 1], past_key_values=cache)
                 if i >= WARM_UP:
-                    seconds[side].append(time.perf_counter() - begin)
-    median = {side: statistics.median(values) for side, values in seconds.items()}
+                    seconds[name].append(time.perf_counter() - begin)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
     rows = []
-    for side, (_, cache) in sides.items():
+    for name, (_, cache) in candidates.items():
         row = {
             "dtype": str(dtype).removeprefix("torch."),
-            "cache": side,
-            "ms": 1e3 * median[side],
-            "speed_over_dynamic": median["DynamicCache"] / median[side],
-            "speed_over_full": median["full"] / median[side],
+            "cache": name,
+            "ms": 1e3 * median[name],
+            "speed_over_dynamic": median["DynamicCache"] / median[name],
+            "speed_over_full": median["full"] / median[name],
             "nbytes": getattr(cache, "nbytes", None),
         }
         rows.append(row)
         print(
-            f"{row['dtype']:>8} {side:<20} {row['ms']:7.2f} ms a step, "
+            f"{row['dtype']:>8} {name:<20} {row['ms']:7.2f} ms a step, "
             f"{row['speed_over_dynamic']:5.2f}x DynamicCache, {row['speed_over_full']:5.2f}x full",
             flush=True,
         )

@@ -1,13 +1,13 @@
-"""Memory and time of eviction: what scoring takes, and what stays.
+"""Memory and time of eviction: the cost of scoring, and the size of the cache.
 
-1. `column_mass` and the full softmax of the same heads: peak memory beside the inputs, each in a
-   process of its own (maximum resident set), and the error against float64.
+1. `column_mass` and the full softmax of the same heads: peak memory in addition to the inputs, each
+   in its own process (maximum resident set), and the error against float64.
 2. Seconds of `column_mass`, plain (H2O) and with noise (Keyformer), beside torch's causal SDPA of
-   the same prompt, the least of interleaved runs.
-3. Bytes held after a prompt at budgets of 25, 50 and 75 %, beside the papers' formula
+   the same prompt; the least of alternating runs.
+3. Bytes of the cache after a prompt at budgets of 25, 50 and 75 %, beside the papers' formula
    2 * layers * heads * head_dim * kept tokens * bytes, in layers of Llama-2-7B's shape.
-4. MiniKV at a budget of 50 % against full, prompt 4096 and 511 tokens more, when the exact buffer
-   is fullest (one token before it is packed), in layers of Llama-2-7B's shape.
+4. MiniKV at a budget of 50 % against full, after a prompt of 4096 and 511 more tokens, when the
+   exact buffer is fullest (one token before it is packed), in layers of Llama-2-7B's shape.
 
     python benchmarks/evict_memory.py
 """
@@ -38,13 +38,13 @@ LLAMA = Geometry(layers=32, q_heads=32, kv_heads=32, head_dim=128, dtype=torch.f
 
 
 def draw(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v [1, heads, tokens, dim] from a fixed seed."""
+    """Return q, k, v [1, heads, tokens, dim] from a fixed seed."""
     g = torch.Generator().manual_seed(0)
     return [torch.randn(1, heads, tokens, dim, generator=g).to(dtype) for _ in range(3)]
 
 
 def peak(what: str, tokens: int) -> int:
-    """Bytes of the peak of scoring, beside its inputs and what the first use of torch takes."""
+    """Return the peak bytes of scoring, without its inputs and the first use of torch."""
     q, k, _ = draw(tokens, HEADS, DIM, torch.float32)
     ops.column_mass(q[:, :, :64], k[:, :, :64], DIM**-0.5)
     before = _resident()
@@ -62,7 +62,7 @@ def _resident() -> int:
 
 
 def scoring(lengths: list[int]) -> list[dict]:
-    """Peak memory for every length; the full softmax as far as it fits."""
+    """Return the peak memory for every length; of the full softmax up to 8192 tokens."""
     rows = []
     for tokens in lengths:
         row = {"tokens": tokens}
@@ -80,7 +80,7 @@ def scoring(lengths: list[int]) -> list[dict]:
 
 
 def error(tokens: int = 2048) -> float:
-    """Largest relative error of column_mass in fp32 against the full softmax in float64."""
+    """Return the largest relative error of column_mass in fp32 against softmax in float64."""
     q, k, _ = draw(tokens, HEADS, DIM, torch.float32)
     logits = (q.double() @ k.double().transpose(-1, -2)) * DIM**-0.5
     logits.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
@@ -89,7 +89,7 @@ def error(tokens: int = 2048) -> float:
 
 
 def timing(lengths: list[int], repeats: int = 3) -> list[dict]:
-    """Seconds of scoring a prompt, 32 query and 8 key/value heads, beside its attention."""
+    """Return seconds of scoring a prompt, 32 query and 8 key/value heads, beside its attention."""
     rows = []
     for tokens in lengths:
         noise = Noise("gumbel", 0, torch.arange(tokens).view(1, 1, -1), 0)
@@ -120,8 +120,8 @@ def timing(lengths: list[int], repeats: int = 3) -> list[dict]:
     return rows
 
 
-def held(tokens: int) -> list[dict]:
-    """Bytes held after a prompt at three budgets, beside the papers' formula."""
+def sizes(tokens: int) -> list[dict]:
+    """Return the bytes of caches after a prompt at three budgets, beside the papers' formula."""
     rows = []
     for name in ("h2o", "keyformer", "snapkv:fraction=0.5", "random"):
         for fraction in (0.25, 0.5, 0.75):
@@ -133,15 +133,15 @@ def held(tokens: int) -> list[dict]:
             rows.append({"recipe": name, "fraction": fraction, "held": cache.nbytes,
                          "predicted": recipe.nbytes(tokens, one), "formula": formula})  # fmt: skip
             print(
-                f"{name} at {fraction:.0%} of {tokens}: {cache.nbytes:,} bytes held a layer, "
-                f"{cache.nbytes / rows[-1]['predicted']:.4f} of what is predicted, "
+                f"{name} at {fraction:.0%} of {tokens}: {cache.nbytes:,} bytes per layer, "
+                f"{cache.nbytes / rows[-1]['predicted']:.4f} of the prediction, "
                 f"{cache.nbytes / formula:.4f} of the formula without scores and indices"
             )
     return rows
 
 
 def minikv(prompt: int = 4096, new: int = 511) -> dict:
-    """MiniKV against full: bytes a layer, measured step by step."""
+    """Return the bytes per layer of MiniKV and of full, measured step by step."""
     cache = LayerCache(resolve("minikv"), "a layer", (0, 1))
     q, k, v = draw(prompt + new, LLAMA.kv_heads, LLAMA.head_dim, LLAMA.dtype)
     most = 0
@@ -152,10 +152,10 @@ def minikv(prompt: int = 4096, new: int = 511) -> dict:
     row = {"prompt": prompt, "new": new, "held": cache.nbytes, "most": most, "full": full,
            "smaller": 1 - cache.nbytes / full}  # fmt: skip
     print(
-        f"minikv, {prompt} + {new} tokens: {cache.nbytes:,} bytes a layer instead of {full:,}: "
+        f"minikv, {prompt} + {new} tokens: {cache.nbytes:,} bytes per layer instead of {full:,}: "
         f"{row['smaller']:.1%} smaller ({LLAMA.layers} layers: "
         f"{LLAMA.layers * cache.nbytes / 1e9:.3f} GB instead of {LLAMA.layers * full / 1e9:.3f}); "
-        f"most at any step: {most:,}"
+        f"maximum at any step: {most:,}"
     )
     return row
 
@@ -174,7 +174,7 @@ def main() -> None:
         "scoring": scoring([2048, 4096, 8192, 16384]),
         "error": error(),
         "timing": timing([8192, 16384]),
-        "held": held(2048),
+        "held": sizes(2048),
         "minikv": minikv(),
     }
     print(f"column_mass in fp32 against float64: relative error {figures['error']:.1e}")

@@ -1,4 +1,4 @@
-"""Every Triton kernel of kvloom on this machine's GPU: correct, how fast, and the papers' tables.
+"""Every Triton kernel of kvloom on this machine's GPU: correctness, speed, and the papers' tables.
 
     python benchmarks/gpu.py                       # all of it, 8 minutes at most
     python benchmarks/gpu.py --sections check,attend
@@ -6,8 +6,8 @@
 
 Sections: check (every kernel against the reference), attend (a decode step's attention by context
 and batch), kernels (the others), generate, kivi, minikv, keyformer, clusterkv (whole models with
-random weights; nothing is downloaded). Figures are printed as they come and written to
-benchmarks/results/gpu.json after every section; what there was no time for is listed.
+random weights; nothing is downloaded). Figures are printed when they are measured, and written to
+benchmarks/results/<machine>/gpu.json after every section; omitted measurements are listed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 TOTAL = 465  # seconds
-SECONDS = {  # what a section may take; its last row may take longer
+SECONDS = {  # the limit of a section; its last row may exceed it
     "copy": 5, "check": 90, "attend": 55, "kernels": 25, "generate": 50, "kivi": 50,
     "minikv": 60, "keyformer": 45, "clusterkv": 50,
 }  # fmt: skip
-WORDS = "without CUDA there is nothing to measure; --dry-run runs all of it in the interpreter"
+NO_GPU = "without CUDA there is nothing to measure; --dry-run runs all of it in the interpreter"
 
 
 def main(words: list[str] | None = None) -> int:
@@ -37,43 +37,49 @@ def main(words: list[str] | None = None) -> int:
         "--sections", default=",".join(SECONDS), help="some of " + ", ".join(SECONDS)
     )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, without a GPU")
-    parser.add_argument("--fast", action="store_true", help="the fewest cases of check")
-    parser.add_argument("--out", type=Path, help="where to write, instead of results/gpu.json")
-    asked = parser.parse_args(words)
-    sections = [name.strip() for name in asked.sections.split(",")]
+    parser.add_argument("--fast", action="store_true", help="the smallest set of cases of check")
+    parser.add_argument(
+        "--out", type=Path, help="the file to write, instead of results/<machine>/gpu.json"
+    )
+    options = parser.parse_args(words)
+    sections = [name.strip() for name in options.sections.split(",")]
     unknown = sorted(set(sections) - set(SECONDS))
     if unknown:
-        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECONDS)}")
-    if asked.dry_run:  # before Triton is imported
+        parser.error(f"unknown section {', '.join(unknown)}; choose from {', '.join(SECONDS)}")
+    if options.dry_run:  # before Triton is imported
         os.environ.update(TRITON_INTERPRET="1", KVLOOM_KERNELS="gpu")
 
     import torch
 
-    if not asked.dry_run and not torch.cuda.is_available():
-        print(f"torch {torch.__version__} finds no CUDA device here: {WORDS}.")
+    if not options.dry_run and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} finds no CUDA device here: {NO_GPU}.")
         return 1
-    return _run(sections, asked)
+    return _run(sections, options)
 
 
-def _run(sections: list[str], asked: argparse.Namespace) -> int:
+def _run(sections: list[str], options: argparse.Namespace) -> int:
     import gpu_check
     import gpu_papers
     import gpu_speed
     import record
     from gpu_clock import Bench
 
-    bench = Bench(asked.dry_run)
-    out = asked.out or record.RESULTS / "gpu.json"
-    if asked.dry_run and asked.out is None:
+    bench = Bench(options.dry_run)
+    device = _device(bench)
+    if options.out is not None:
+        out = options.out
+    elif options.dry_run:
         out = Path(tempfile.gettempdir()) / "kvloom-gpu-dry-run.json"
+    else:
+        out = record.results(device["gpu"]) / "gpu.json"
     work: dict[str, Callable[[Bench], None]] = {
         "copy": gpu_speed.bandwidth,
-        "check": lambda bench: gpu_check.check(bench, asked.fast),
+        "check": lambda bench: gpu_check.check(bench, options.fast),
         "attend": gpu_speed.attend,
         "kernels": gpu_speed.kernels,
         **{name: getattr(gpu_papers, name) for name in list(SECONDS)[4:]},
     }
-    environment = record.environment(**_device(bench))
+    environment = record.environment(**device)
     print("  ".join(f"{k} {v}" for k, v in environment.items()))
     took: dict[str, float] = {}
     begin = time.perf_counter()

@@ -1,8 +1,8 @@
-"""KIVI's figures on the reference model: bytes held, 2 bit beside `rtn`, and the paper's Table 1.
+"""KIVI's figures on the reference model: size, quality beside `rtn`, and the paper's Table 1.
 
-Table 1 (arXiv:2402.02750): keys and values each quantized per channel (C) or per token (T) at
-2 bit, group 32, all tokens but the newest, fewer than 32. The paper's order: K-C V-T best, then
-K-T V-T; values per channel ruin the model.
+Table 1 (arXiv:2402.02750): keys and values, each quantized per channel (C) or per token (T) at
+2 bit in groups of 32; only the newest tokens, fewer than 32, stay exact. In the paper, K-C V-T is
+best and K-T V-T is second; values per channel ruin the model.
 
     python benchmarks/kivi.py
 """
@@ -25,16 +25,16 @@ from kvloom.workload.text import library_text
 GROUP = 32
 
 
-def fake(axis: str) -> Packed:
-    """2 bit, group 32; every cell packs 32 tokens at a time, so that all leave as many exact."""
+def cell_format(axis: str) -> Packed:
+    """Return 2 bit, group 32; every cell packs 32 tokens at a time and leaves as many exact."""
     return Packed(2, axis, GROUP, residual=GROUP)
 
 
 def grid() -> list[Recipe]:
-    """Return the four cells of Table 1, nothing exact but what does not fill a group."""
+    """Return the four cells of Table 1; only tokens that do not fill a group are exact."""
     return [
         Recipe(
-            store=Store(fake(keys), fake(values)),
+            store=Store(cell_format(keys), cell_format(values)),
             protect=Protect(),
             name=f"K-{keys[0].upper()} V-{values[0].upper()}",
         )
@@ -43,8 +43,8 @@ def grid() -> list[Recipe]:
     ]
 
 
-def held(model, tokens: int) -> list[dict]:
-    """Bytes held after a prompt beside the formula, for KIVI at every bit width."""
+def sizes(model, tokens: int) -> list[dict]:
+    """Return the bytes of KIVI's cache after a prompt beside the formula, at every bit width."""
     rows = []
     for bits in (2, 3, 4, 8):
         recipe = resolve(f"kivi:bits={bits}")
@@ -54,13 +54,13 @@ def held(model, tokens: int) -> list[dict]:
             model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         g = geometry(model)
         packed = tokens // 128 * 128, tokens - 128  # keys, values
-        bits_held = sum(n * (bits + 32 / GROUP) for n in packed)
+        packed_bits = sum(n * (bits + 32 / GROUP) for n in packed)
         exact = (2 * tokens - sum(packed)) * 8 * model.dtype.itemsize
-        formula = g.layers * g.kv_heads * g.head_dim * (bits_held + exact) / 8
+        formula = g.layers * g.kv_heads * g.head_dim * (packed_bits + exact) / 8
         rows.append({"bits": bits, "held": cache.nbytes, "formula": formula,
                      "predicted": recipe.nbytes(tokens, g), "full": cache.full_nbytes})  # fmt: skip
         print(
-            f"kivi {bits} bit at {tokens} tokens: {cache.nbytes:,} bytes held, formula "
+            f"kivi {bits} bit at {tokens} tokens: {cache.nbytes:,} bytes, formula "
             f"{formula:,.0f} ({cache.nbytes / formula:.4f}), "
             f"{cache.full_nbytes / cache.nbytes:.2f}x smaller than {model.dtype}"
         )
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=96)
     options = parser.parse_args()
     model, tokenizer = load()
-    bytes_held = held(model, 4096)
+    nbytes = sizes(model, 4096)
     settings = Settings(
         context=options.context, new_tokens=248, batch=4, questions=options.questions
     )
@@ -92,14 +92,14 @@ def main() -> None:
         model, tokenizer, ["kivi", "kivi:residual=32", "kivi-4", "rtn", "rtn:bits=4"], task
     )
     show(beside)
-    print("Table 1, 2 bit, group 32, nothing exact:")
+    print("Table 1, 2 bit, group 32, no exact window:")
     table = compare(model, tokenizer, grid(), task)
     show(table)
     record.write(
         "kivi",
         {
             "environment": record.environment(**asdict(settings), dtype=str(model.dtype)),
-            "bytes": bytes_held,
+            "bytes": nbytes,
             "beside": [asdict(r) for r in beside],
             "table1": [asdict(r) for r in table],
         },

@@ -1,10 +1,11 @@
-"""What kvloom adds to `generate()` beside its kernels: tokens/s, and Python a layer and step.
+"""kvloom's overhead in `generate()`: tokens/s, and Python time per layer and step.
 
-`generate()` of the reference model on transformers' DynamicCache and on recipes, in turns, after a
-prompt; the time of a token is that between two calls of a streamer. All run one and the same model,
-detached for DynamicCache: where a second copy's weights lie in memory makes up to 3% by itself.
-`python_us` is the time in kvloom's attention function and cache of a layer, without that of
-compiled kernels, the median over steps; it is of extra runs, since the clocks inside cost time.
+`generate()` of the reference model with transformers' DynamicCache and with recipes, alternately,
+after a prompt; the time of a token is the time between two calls of a streamer. All use the same
+model object, detached for DynamicCache: the memory addresses of a second copy's weights change the
+time by up to 3%. `python_us` is the time in kvloom's attention function and in a layer's cache,
+without the time in compiled kernels, the median over steps. It comes from separate runs, because
+measuring it takes time.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --prompt 4096 --recipes full --repeats 4
@@ -25,13 +26,13 @@ from transformers import DynamicCache
 import kvloom
 import record
 from kvloom.hf.routed import RoutedLayer
-from kvloom.kernels import cpu_runtime as team
+from kvloom.kernels import cpu_runtime
 
 STOCK = "DynamicCache"
 
 
 class Clock:
-    """A streamer that notes when tokens come; and what is spent in functions meanwhile."""
+    """A streamer that records the time of each token, and the time spent in wrapped functions."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -64,7 +65,7 @@ def tokens(model, cache, prompt: int, new: int, clock: Clock) -> None:
 
 
 def cache(model, name: str):
-    """A cache of a recipe, or transformers' own on a model that is all theirs."""
+    """Return a recipe's cache, or detach the model and return transformers' DynamicCache."""
     if name != STOCK:
         return kvloom.Cache(model, name)
     if getattr(model, "_kvloom", None) is not None:
@@ -73,10 +74,10 @@ def cache(model, name: str):
 
 
 def python_us(model, recipe: str, prompt: int, new: int) -> float:
-    """Microseconds a layer and step, outside compiled kernels."""
+    """Return the microseconds per layer and step outside compiled kernels."""
     clock = Clock()
     with (
-        patch.object(team.Kernel, "run", clock.around("kernel", team.Kernel.run)),
+        patch.object(cpu_runtime.Kernel, "run", clock.around("kernel", cpu_runtime.Kernel.run)),
         patch.object(RoutedLayer, "update", clock.around("kvloom", RoutedLayer.update)),
         patch.object(RoutedLayer, "attend", clock.around("kvloom", RoutedLayer.attend)),
     ):
@@ -95,29 +96,29 @@ def main() -> None:
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         model = kvloom.reference_model(dtype)
-        taken: dict[str, list[float]] = {name: [] for name in (STOCK, *options.recipes)}
+        times: dict[str, list[float]] = {name: [] for name in (STOCK, *options.recipes)}
         for i in range(options.repeats + 1):
-            for name in taken:
+            for name in times:
                 clock = Clock()
                 tokens(model, cache(model, name), options.prompt, options.new_tokens, clock)
-                if i:  # the first time kernels are compiled
-                    taken[name] += [b - a for a, b in pairwise(clock.times[2:])]
-        median = {name: statistics.median(x) for name, x in taken.items()}
-        for name in taken:
+                if i:  # kernels are compiled in the first run
+                    times[name] += [b - a for a, b in pairwise(clock.times[2:])]
+        median = {name: statistics.median(x) for name, x in times.items()}
+        for name in times:
             row = {
                 "dtype": str(dtype).removeprefix("torch."),
                 "name": name,
                 "ms": 1e3 * median[name],
-                "least_ms": 1e3 * min(taken[name]),
+                "least_ms": 1e3 * min(times[name]),
                 "speed_ratio": median[STOCK] / median[name],
             }
             if name != STOCK:
                 row["python_us"] = python_us(model, name, options.prompt, options.new_tokens)
             rows.append(row)
             print(
-                f"{row['dtype']:>9} {name:>14}: {row['ms']:6.2f} ms a token, least "
+                f"{row['dtype']:>9} {name:>14}: {row['ms']:6.2f} ms per token, least "
                 f"{row['least_ms']:6.2f}, {row['speed_ratio']:.2f}x DynamicCache's speed"
-                + (f", {row['python_us']:.0f} us of Python a layer" if "python_us" in row else "")
+                + (f", {row['python_us']:.0f} us of Python per layer" if "python_us" in row else "")
             )
     name = "overhead" if options.prompt == 512 else f"overhead_{options.prompt}"
     record.write(name, {"environment": record.environment(prompt=options.prompt), "rows": rows})

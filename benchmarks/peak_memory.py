@@ -1,10 +1,11 @@
 """Peak memory of the process that reads a long prompt, `full` against `kivi`.
 
-Layers are packed as they run, so the exact cache never exists: the peaks differ by what the
-cache saves. Each recipe runs in a process of its own; the peak is the operating system's figure
-(maximum resident set), less what was resident before the prompt. glibc keeps freed blocks of up to
-32 MiB for itself by default, which hides part of what is freed; so each recipe is measured with
-that default and with MALLOC_MMAP_THRESHOLD_ set, under which freed blocks go back.
+Each layer is packed as soon as it has run, so the exact cache of all layers never exists: the peaks
+should differ by the memory that the cache saves. Each recipe runs in its own process; the peak is
+the operating system's figure (maximum resident set), minus the memory that was resident before the
+prompt. By default, glibc does not return freed blocks of up to 32 MiB to the operating system; this
+hides a part of the saving. So each recipe is measured with that default, and with
+MALLOC_MMAP_THRESHOLD_ set, under which glibc returns them.
 
     python benchmarks/peak_memory.py
 """
@@ -24,7 +25,7 @@ THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
 
 def one(recipe: str, tokens: int) -> dict[str, float]:
-    """Read a prompt of `tokens` tokens with a recipe; bytes held and bytes of the peak."""
+    """Read a prompt of `tokens` tokens with a recipe; return bytes of the cache and of the peak."""
     import torch
 
     import kvloom
@@ -59,11 +60,14 @@ def main() -> None:
             out = subprocess.check_output(command, text=True, env=os.environ | changed)
             measured[recipe] = json.loads(out.splitlines()[-1])
             print(
-                f"{allocator:>9} {recipe}: holds {measured[recipe]['held'] / 2**20:6.1f} MiB, "
+                f"{allocator:>9} {recipe}: cache {measured[recipe]['held'] / 2**20:6.1f} MiB, "
                 f"the prompt's peak is {measured[recipe]['peak'] / 2**20:6.1f} MiB"
             )
         saved, below = (measured["full"][x] - measured["kivi"][x] for x in ("held", "peak"))
-        print(f"kivi holds {saved / 2**20:.1f} MiB less and peaks {below / 2**20:.1f} MiB lower")
+        print(
+            f"with kivi, the cache is {saved / 2**20:.1f} MiB smaller "
+            f"and the peak {below / 2**20:.1f} MiB lower"
+        )
         rows.append({"allocator": allocator, **measured, "saved": saved, "peak_below": below})
     record.write(
         "peak_memory",

@@ -1,6 +1,6 @@
-"""What recall costs one layer: clustering beside its prompt, and a decode step as contexts grow.
+"""The cost of recall in one layer: clustering during prefill, and a decode step by context.
 
-The sections `prefill` and `decode` of `recall.py`, which writes their figures.
+These are the sections `prefill` and `decode` of `recall.py`, which writes their figures.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from kvloom.recipe.resolve import resolve
 
 
 def prefill() -> list[dict[str, Any]]:
-    """One layer of Llama-2-7B's size, random, and the same with 8 key/value heads: whose prompt?
+    """Measure the prefill of a random layer of Llama-2-7B's size, with 8 and 32 key/value heads.
 
-    Seconds of its projections and MLP, of the prompt's attention and of clustering its keys, and
-    clustering's share of all that. At 8k in both dtypes, at 32k in the faster one.
+    Returns the seconds of its projections and MLP, of the prompt's attention and of clustering its
+    keys, and clustering's share of the total. At 8k in both dtypes, at 32k in the faster one.
     """
-    made: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for kv_heads in (8, 32):
         dtypes = (torch.float32, torch.bfloat16)
         for context in (8192, 32768):
             rows = [layer_prefill(context, kv_heads, dtype) for dtype in dtypes]
-            made += rows
+            found += rows
             dtypes = (min(zip(rows, dtypes, strict=True), key=lambda x: x[0]["layer_s"])[1],)
             for row in rows:
                 print(row, flush=True)
-    return made
+    return found
 
 
 def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Where the time of a prompt goes; layer_s is that without clustering."""
+    """Return the seconds of a prompt by part; layer_s excludes clustering."""
     hidden, inner, dim = 4096, 11008, 128
     spent: dict[str, float] = {}
 
@@ -83,14 +83,14 @@ def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, 
 
 
 def decode() -> list[dict[str, Any]]:
-    """Fastest and median step of one 32q/8kv x 128 layer behind random keys, budget 1024.
+    """Return the fastest and median step of one 32q/8kv x 128 layer with random keys, budget 1024.
 
-    Steps of all sides take turns, each with queries of its own. `full` is torch's fused attention
-    over all tokens as transformers calls it; k-means makes one iteration, as the step does not
-    depend on how good the clusters are. Where a step's time goes is measured by itself: rating
-    centroids or page bounds, which grows with the context, choosing, and attention.
+    Steps of all candidates alternate, each with its own queries. `full` is torch's fused attention
+    over all tokens as transformers calls it. K-means makes one iteration, because the step's time
+    does not depend on the quality of the clusters. Two parts of a step are also timed alone:
+    rating centroids or page bounds, which grows with the context, and choosing tokens.
     """
-    made: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     names = ("quest", "clusterkv", "clusterkv-2bit")
     for dtype in (torch.float32, torch.bfloat16):
         for context in (8192, 32768, 131072):
@@ -98,10 +98,9 @@ def decode() -> list[dict[str, Any]]:
             calls: dict[str, Callable[[Tensor], Any]] = {}
             for name in names:
                 layer = LayerCache(resolve(name), "a layer", (2, 3))
-                if isinstance(layer.retriever.finder, ClusterFinder):
-                    layer.retriever.finder.options = replace(
-                        layer.retriever.finder.options, iterations=1
-                    )
+                finder = layer.retriever.finder
+                if isinstance(finder, ClusterFinder):
+                    finder.options = replace(finder.options, iterations=1)
                 layer.prefill(k[:, :, :1].repeat(1, 4, 1, 1), k, v, scale=1.0)
                 layer.end_step()
                 calls |= parts_of(name, layer, dtype)
@@ -109,14 +108,14 @@ def decode() -> list[dict[str, Any]]:
                 q, k, v, enable_gqa=True
             )
             spent: dict[str, list[float]] = defaultdict(list)
-            for turn in range(32):
+            for repeat in range(32):
                 for name, call in calls.items():
-                    if name == "full" and turn >= 8:
+                    if name == "full" and repeat >= 8:
                         continue
                     q = torch.randn(1, 32, 1, 128).to(dtype)
                     begin = time.perf_counter()
                     call(q)
-                    if turn >= 2:
+                    if repeat >= 2:
                         spent[name].append(1000 * (time.perf_counter() - begin))
             for name, ms in spent.items():
                 row = {
@@ -126,25 +125,26 @@ def decode() -> list[dict[str, Any]]:
                     "ms": min(ms),
                     "median_ms": statistics.median(ms),
                 }
-                made.append(row)
+                found.append(row)
                 print(f"{row['dtype']:<9} {context:>7} {name:<24} {row['ms']:8.3f} ms, median "
                       f"{row['median_ms']:.3f}", flush=True)  # fmt: skip
             del calls, layer
-    return made
+    return found
 
 
 def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
-    """A whole step of a layer, and its parts."""
-    finder, room = layer.retriever.finder, layer.recall.tokens - layer.recipe.always
-    room -= room % layer.recall.index.unit
+    """Return a whole step of a layer, and two of its parts."""
+    retriever = layer.retriever
+    finder, count = retriever.finder, retriever.recall.tokens - layer.recipe.always_read
+    count -= count % retriever.recall.index.unit
     one = torch.randn(2, 1, 8, 1, 128).to(dtype)
-    kept: dict[str, Tensor] = {}
+    computed: dict[str, Tensor] = {}
 
     def rate(q: Tensor) -> None:
-        kept["scores"] = finder.scores(q[:, :, 0], "mean")
+        computed["scores"] = finder.scores(q[:, :, 0], "mean")
 
     def choose(q: Tensor) -> None:
-        kept["slots"] = finder.choose(kept["scores"], room)
+        computed["slots"] = finder.choose(computed["scores"], count)
 
     return {
         name: lambda q: layer.attend(q, one[0], one[1], scale=128**-0.5),

@@ -1,9 +1,13 @@
-"""Write a benchmark's figures where they can be compared later, and print them."""
+"""Write a benchmark's figures to results/<machine>/<script>.json, where they can be compared later.
+
+<machine> is the short name of the processor, and of the GPU where one is measured.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment(**more: Any) -> dict[str, Any]:
-    """Versions and hardware, and what else the figures depend on."""
+    """Return versions and hardware, and further conditions of the figures."""
     return {
         "python": platform.python_version(),
         "kvloom": kvloom.__version__,
@@ -29,8 +33,24 @@ def environment(**more: Any) -> dict[str, Any]:
     }
 
 
+def machine(cpu: str, gpu: str | None = None) -> str:
+    """Return the folder name of a machine: "Intel(R) Xeon(R) Processor" is intel-xeon."""
+    parts = []
+    for name in filter(None, (cpu, gpu)):
+        name = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*", " ", name.lower())
+        parts.append(re.sub(r"[^a-z0-9]+", "-", name).strip("-"))
+    return "-".join(parts)
+
+
+def results(gpu: str | None = None) -> Path:
+    """Return the folder of this machine's results, and create it."""
+    folder = RESULTS / machine(cpu_name(), gpu)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def write(name: str, figures: dict[str, Any]) -> None:
-    """Store figures as results/<name>.json."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=2) + "\n")
-    print(f"written: benchmarks/results/{name}.json")
+    """Write figures to results/<machine>/<name>.json."""
+    path = results() / f"{name}.json"
+    path.write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"written: {path}")

@@ -1,6 +1,7 @@
-"""What it costs to save a prefix, and to come back to it instead of prefilling it again.
+"""The time to save and load the cache of a prefix, beside the time to prefill it again.
 
-The reference model reads 4,096 random tokens into a cache, which is saved and loaded; medians.
+The reference model reads 4,096 random tokens into a cache, which is saved and loaded. Times are
+medians.
 
     python benchmarks/saving.py
 """
@@ -21,13 +22,13 @@ import record
 
 
 def ms(fn: Callable, repeats: int) -> float:
-    """The median time of a call, in milliseconds; the first one is not counted."""
-    taken = []
+    """Return the median time of a call in milliseconds; the first call is not counted."""
+    times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
         fn()
-        taken.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(taken[1:])
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[1:])
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
             }
             rows.append(row)
             print(
-                f"{recipe:>14}: held {row['kv_bytes']:>10,}, file {row['file_bytes']:>10,} bytes; "
+                f"{recipe:>14}: cache {row['kv_bytes']:>10,}, file {row['file_bytes']:>10,} bytes; "
                 f"save {row['save_ms']:5.1f} ms, load {row['load_ms']:5.1f}, "
                 f"prefill {row['prefill_ms']:6.1f}"
             )

@@ -1,9 +1,10 @@
-"""SKVQ's figures on the reference model: its ladder, and quality against true bits.
+"""SKVQ's figures on the reference model: its ablation, and quality against effective bits.
 
-Ladder: the ablation of SKVQ (arXiv:2405.06219, Table 3) at 2 bit, group 32, a step a row, with keys
-before RoPE as a step of its own. The paper's order, by average LongBench score: RTN 35.55, +window
-45.73, +clipping 46.44, +reorder 47.99, +sinks 48.14, +fp8 48.04. Bits: its Table 2's shape, every
-method at 4, 3, 2 and 1.5 bit, perplexity against the bits held, each with the same exact window.
+Ladder: the ablation of SKVQ (arXiv:2405.06219, Table 3) at 2 bit, group 32, one part more in each
+row, with keys before RoPE as a row of its own. The paper's order, by average LongBench score: RTN
+35.55, +window 45.73, +clipping 46.44, +reorder 47.99, +sinks 48.14, +fp8 48.04. Bits: as in its
+Table 2, every method at 4, 3, 2 and 1.5 bit, perplexity against effective bits, each with the same
+exact window.
 
     python benchmarks/skvq.py
 """
@@ -15,18 +16,17 @@ from dataclasses import asdict, replace
 
 import record
 from kvloom.analyse import error
-from kvloom.eval import Row, Settings, compare, load, plot, prepare
+from kvloom.eval import Row, Settings, compare, environment, load, plot, prepare
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.report import environment
-from kvloom.workload.text import library_text, opening, rows, tokenize
+from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 BARE = "group=32,reorder=false,pre_rope=false,clip=1.0,window=0,sinks=0,meta=fp16"
 WINDOW = 128
 
 
 def ladder() -> list[Recipe]:
-    """SKVQ with ever more of its parts; named by the part that a step adds."""
+    """Return SKVQ with more and more of its parts; named by the part that a row adds."""
     steps = {
         "RTN": BARE,
         "+ window": "group=32,reorder=false,pre_rope=false,clip=1.0,sinks=0,meta=fp16",
@@ -40,7 +40,7 @@ def ladder() -> list[Recipe]:
 
 
 def by_bits() -> list[str]:
-    """Every method at every width, the newest 128 tokens exact in all of them."""
+    """Return every method at every bit width, all with the newest 128 tokens exact."""
     found = []
     for bits in (4, 3, 2, 1.5):
         found += [
@@ -55,11 +55,11 @@ def by_bits() -> list[str]:
 
 
 def show(found: list[Row], errors: dict) -> None:
-    """Print rows; the output's error is that of the formats, no window and no sinks."""
+    """Print rows; output errors are of the formats, without window and sinks."""
     for row in found:
-        off = f"output off {errors[row.recipe].output:6.1%}, " if row.recipe in errors else ""
+        error = f"output error {errors[row.recipe].output:6.1%}, " if row.recipe in errors else ""
         print(
-            f"{row.recipe:>42}: {row.bits_per_value:5.2f} bits, {off}perplexity "
+            f"{row.recipe:>42}: {row.bits_per_value:5.2f} bits, {error}perplexity "
             f"{row.perplexity:8.3f}, agreement {row.agreement:6.1%}, needles {row.needle:6.1%}"
         )
 
@@ -74,7 +74,7 @@ def main() -> None:
     model, tokenizer = load()
     settings = Settings(**vars(options))
     task = prepare(model, tokenizer, library_text(), settings)
-    ids = rows(tokenize(tokenizer, library_text()), opening(tokenizer), 4, 1024, 0)
+    ids = cut_rows(tokenize(tokenizer, library_text()), leading_ids(tokenizer), 4, 1024, 0)
     steps, widths = ladder(), [resolve(spec) for spec in by_bits()]
     found = error.measure(model, ids, [*steps, *widths])
     means = {name: error.mean(errors) for name, errors in found.items()}
@@ -85,7 +85,7 @@ def main() -> None:
     wide = compare(model, tokenizer, widths, task)
     show(wide, means)
     about = environment(model, "reference", task, 0, "CPython's library")
-    plot(wide, about, record.RESULTS / "skvq.png")
+    plot(wide, about, record.results() / "skvq.png")
 
     def plain(table: list[Row]) -> list[dict]:
         return [

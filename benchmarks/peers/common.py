@@ -1,4 +1,4 @@
-"""What the peers' scripts share; runs in any environment that has numpy."""
+"""Shared code of the peers' scripts; needs only numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def options(about: str) -> argparse.Namespace:
-    """The options of `kvloom bench generate`, with the same defaults."""
+    """Return the options of `kvloom bench generate`, with the same defaults."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--context", default="512,8192", help="Tokens, such as 8192,32768.")
     parser.add_argument("--heads", default="32/8", help="Query heads / key-value heads.")
@@ -44,7 +44,7 @@ def options(about: str) -> argparse.Namespace:
 
 
 def read_gb_s(threads: int, seconds: float = 1.0) -> float:
-    """The best rate at which sums over 512 MiB, a part a thread, read memory."""
+    """Return the highest rate at which threads sum 512 MiB, each its own part."""
     x = np.ones(1 << 27, np.float32)
     parts, best = np.array_split(x, threads), 0.0
     with ThreadPoolExecutor(threads) as pool:
@@ -56,11 +56,13 @@ def read_gb_s(threads: int, seconds: float = 1.0) -> float:
     return best
 
 
-def turns(sides: dict[str, Callable[[], Any]], repeats: int, warm_up: int = 3) -> dict[str, list]:
-    """Milliseconds of each side's calls, the sides in turns."""
-    times: dict[str, list] = {name: [] for name in sides}
+def alternate(
+    calls: dict[str, Callable[[], Any]], repeats: int, warm_up: int = 3
+) -> dict[str, list]:
+    """Return the milliseconds of each call, timed alternately."""
+    times: dict[str, list] = {name: [] for name in calls}
     for i in range(warm_up + repeats):
-        for name, call in sides.items():
+        for name, call in calls.items():
             begin = time.perf_counter()
             call()
             if i >= warm_up:
@@ -70,9 +72,9 @@ def turns(sides: dict[str, Callable[[], Any]], repeats: int, warm_up: int = 3) -
 
 def row(
     given: argparse.Namespace, name: str, context: int, ms: list[float], kv: int, weights: int,
-    against: dict[str, list[float]], **more: Any,
+    baselines: dict[str, list[float]], **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row of `kvloom bench --json`; against: times of sides that ratios are to."""
+    """Return one row of `kvloom bench --json`. baselines: times that ratios are to."""
     median = statistics.median(ms)
     made = {
         "name": name,
@@ -84,7 +86,7 @@ def row(
         "kv_bytes": kv,
         "read_bytes": weights + kv,
         "gb_s": (weights + kv) / median / 1e6,
-        "ratios": {name: statistics.median(other) / median for name, other in against.items()},
+        "ratios": {name: statistics.median(other) / median for name, other in baselines.items()},
         "fell": [],
         "problem": None,
         **more,
@@ -99,9 +101,9 @@ def row(
 
 
 def write(given: argparse.Namespace, rows: list[dict], versions: dict[str, str]) -> None:
-    """Write the figures where --json says."""
+    """Write the figures to the file of --json."""
     limit = read_gb_s(given.threads)
-    print(f"the machine reads {limit:.1f} GB/s at most")
+    print(f"the machine reads at most {limit:.1f} GB/s")
     if given.json is None:
         return
     facts = {

@@ -1,12 +1,12 @@
 """Whole decode steps with kvpress's presses, beside DynamicCache without one.
 
-A press chooses once, after the prompt, which tokens of transformers' DynamicCache stay; what a
-step costs afterwards is DynamicCache's time for fewer tokens. Comparable with kvloom's recipes that
-keep by a prompt's scores: knorm (the keys' norms), snapkv (as kvloom's), expected attention and
-streaming (as kvloom's). Left out: presses that only mask (AdaKV, no bytes are freed), and those
-that need attention matrices (observed attention, which is H2O's mass, in O(N^2) memory). Half of
-the tokens stay. The prompt is not computed: a press is given random keys, values and hidden states.
-`press_ms` is what all layers' choices took.
+A press evicts tokens of transformers' DynamicCache once, after the prompt; a decode step then takes
+DynamicCache's time for fewer tokens. These presses are comparable with kvloom's recipes that evict
+after the prompt: knorm (the keys' norms), snapkv (as kvloom's), expected attention and streaming
+(as kvloom's). Omitted: presses that only mask (AdaKV, which frees no memory), and presses that need
+attention matrices (observed attention, which is H2O's mass, in O(N^2) memory). Half of the tokens
+are kept. The prompt is not computed: a press gets random keys, values and hidden states. `press_ms`
+is the time of the eviction in all layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRESSES = {
     "kvpress expected attention": kvpress.ExpectedAttentionPress,
     "kvpress streaming": kvpress.StreamingLLMPress,
 }
-HALF = 0.5
+EVICTED = 0.5
 
 
 def model_of(given, longest: int) -> LlamaForCausalLM:
@@ -62,27 +62,27 @@ def main() -> None:
             size = 1, given.kv_heads, context, given.head_dim
             k, v = torch.randn(2, *size).bfloat16()
             hidden = torch.randn(1, context, given.hidden).bfloat16()
-            places = model.model.rotary_emb(hidden, torch.arange(context)[None])
-            caches, chosen_ms = {}, {}
+            embeddings = model.model.rotary_emb(hidden, torch.arange(context)[None])
+            caches, press_ms = {}, {}
             for name, press in {"DynamicCache": None, **PRESSES}.items():
                 cache, begin = DynamicCache(), time.perf_counter()
                 for i, layer in enumerate(model.model.layers):
                     keys, values = k, v
                     if press is not None:
-                        keys, values = press(HALF).compress(
-                            layer.self_attn, hidden, k, v, None, {"position_embeddings": places}
+                        keys, values = press(EVICTED).compress(
+                            layer.self_attn, hidden, k, v, None, {"position_embeddings": embeddings}
                         )
                     cache.update(keys, values, i)
-                caches[name], chosen_ms[name] = cache, 1e3 * (time.perf_counter() - begin)
-            sides = {
+                caches[name], press_ms[name] = cache, 1e3 * (time.perf_counter() - begin)
+            calls = {
                 name: partial(model, input_ids=ids, past_key_values=cache)
                 for name, cache in caches.items()
             }
-            times = common.turns(sides, given.repeats)
+            times = common.alternate(calls, given.repeats)
             for name, cache in caches.items():
                 kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
                 plain = {"DynamicCache": times["DynamicCache"]}
-                more = {} if name == "DynamicCache" else {"press_ms": chosen_ms[name]}
+                more = {} if name == "DynamicCache" else {"press_ms": press_ms[name]}
                 rows.append(
                     common.row(given, name, context, times[name], kv, weights, plain, **more)
                 )

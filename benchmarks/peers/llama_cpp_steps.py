@@ -1,9 +1,10 @@
 """Whole decode steps of llama.cpp, with K and V in f16, q8_0 and q4_0, flash attention on.
 
 A model of the same shape with random weights (f16) is written as GGUF with the `gguf` package. Its
-cache is filled cheaply: the context is evaluated as sequences of 256 tokens that do not see each
-other, at the positions of one long sequence, and then declared to be one. What a step reads is the
-same; the times of the prompt would not be, and are not given. A step's token is taken back.
+cache is filled at low cost: the context is evaluated as sequences of 256 tokens that do not attend
+to each other, at the positions of one long sequence, which are then joined to one sequence. A step
+reads the same bytes as after a real prompt; the prompt's time is not comparable and not given. The
+token of each step is removed again.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import numpy as np
 
 TYPES = {"f16": ll.GGML_TYPE_F16, "q8_0": ll.GGML_TYPE_Q8_0, "q4_0": ll.GGML_TYPE_Q4_0}
 SEQUENCE = 256  # tokens
-MOST = 255  # sequences that llama.cpp keeps apart, and one
+MAX_SEQUENCES = 255  # separate sequences in llama.cpp, besides the joined one
 
 
 def write_model(given, path: Path) -> int:
-    """Write the model; returns the bytes of weights that a step reads."""
+    """Write the model; return the bytes of weights that a step reads."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(max(given.contexts) + 4096)
@@ -80,7 +81,7 @@ class Steps:
     def __init__(self, given, model, kind: int, context: int) -> None:
         params = ll.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = context + 512, SEQUENCE, SEQUENCE
-        params.n_seq_max, params.kv_unified = MOST + 1, True
+        params.n_seq_max, params.kv_unified = MAX_SEQUENCES + 1, True
         params.n_threads = params.n_threads_batch = given.threads
         params.type_k = params.type_v = kind
         params.flash_attn_type = ll.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -92,18 +93,18 @@ class Steps:
         self.depth = context
         rng = np.random.default_rng(1)
         for lo in range(0, context, SEQUENCE):
-            n, sequence = min(SEQUENCE, context - lo), 1 + lo // SEQUENCE % MOST
+            n, sequence = min(SEQUENCE, context - lo), 1 + lo // SEQUENCE % MAX_SEQUENCES
             self._eval(rng.integers(0, given.vocabulary, n), lo, sequence)
             ll.llama_memory_seq_cp(self.memory, sequence, 0, lo, lo + n)
             ll.llama_memory_seq_rm(self.memory, sequence, -1, -1)
 
     def step(self) -> None:
-        """One token on top of the context, taken back again."""
+        """Append one token to the context, and remove it again."""
         self._eval([1], self.depth, 0, logits=True)
         ll.llama_memory_seq_rm(self.memory, 0, self.depth, -1)
 
     def nbytes(self, given, bytes_of_32: int) -> int:
-        """Bytes of keys and values held."""
+        """Return the bytes of keys and values."""
         values = 2 * given.layers * given.kv_heads * given.head_dim * self.depth
         return values * bytes_of_32 // 32
 
@@ -138,14 +139,14 @@ def main() -> None:
         if not model:
             sys.exit("llama.cpp could not read the model")
         for context in given.contexts:
-            sides = {}
+            contexts = {}
             for name, kind in TYPES.items():
                 begin = time.perf_counter()
-                sides[f"llama.cpp {name}"] = Steps(given, model, kind, context)
+                contexts[f"llama.cpp {name}"] = Steps(given, model, kind, context)
                 took = time.perf_counter() - begin
                 print(f"filled {context:,} tokens of {name} in {took:.0f} s", file=sys.stderr)
-            times = common.turns({name: s.step for name, s in sides.items()}, given.repeats)
-            for (name, steps), size in zip(sides.items(), (64, 34, 18), strict=True):
+            times = common.alternate({name: s.step for name, s in contexts.items()}, given.repeats)
+            for (name, steps), size in zip(contexts.items(), (64, 34, 18), strict=True):
                 kv = steps.nbytes(given, size)
                 rows.append(common.row(given, name, context, times[name], kv, weights, {}))
                 steps.close()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvloom.eval import load
-from kvloom.inspect import follow, page
+from kvloom.inspect import page, trace_recipe
 
 TEXT = (
     "The magic number for copper is 48213.\nThe </script> of it: naïve 日本, <b>bold</b> & done.\n"
@@ -72,7 +72,7 @@ def pages(tmp_path_factory):
         "full",
         "clusterkv:tokens=40,size=8,sinks=4",
     ):
-        data = follow(model, tokenizer, recipe, TEXT, new_tokens=NEW)
+        data = trace_recipe(model, tokenizer, recipe, TEXT, new_tokens=NEW)
         file = folder / f"{recipe.partition(':')[0]}.html"
         file.write_text(page(data), encoding="utf-8")
         made[file.stem] = data, file
@@ -148,7 +148,7 @@ def test_the_page_opens_without_an_error_and_says_what_it_shows(shown):
     assert TEXT in clean
     assert shown.all("#text b, #text script") == []
     size = shown.data["prompt_tokens"]
-    assert f"a head holds {size // 2} of {size} tokens (50.0 %)" in shown.find("#said").text
+    assert f"a head keeps {size // 2} of {size} tokens (50.0 %)" in shown.find("#said").text
     assert shown.shades() == expected(shown.data, 0)
 
 
@@ -172,17 +172,17 @@ def test_the_figures_follow_the_selectors(shown):
         found = [shown.data["layers"][i]["heads"][h]["mass"][step] for i in layers for h in heads]
         return f"{100 * sum(found) / len(found):.1f} %"
 
-    assert f"on them falls {kept(0, range(6), range(2))} of" in shown.find("#said").text
+    assert f"they receive {kept(0, range(6), range(2))} of" in shown.find("#said").text
     shown.choose("layer", 2)
-    assert f"on them falls {kept(0, [2], range(2))} of" in shown.find("#said").text
+    assert f"they receive {kept(0, [2], range(2))} of" in shown.find("#said").text
     shown.choose("head", 0)
     shown.choose("layer", 4)
     assert "After the prompt, layer 4, head 0: " in shown.find("#said").text
-    assert f"on them falls {kept(0, [4], [0])} of" in shown.find("#said").text
+    assert f"they receive {kept(0, [4], [0])} of" in shown.find("#said").text
     rows = [e.text.split() for e in shown.all("#heads button")]
     assert [" ".join(row[-2:]) for row in rows] == [kept(0, [4], [h]) for h in (0, 1)]
     shown.find("#next").click()
-    assert f"on them falls {kept(1, [4], [0])} of" in shown.find("#said").text
+    assert f"they receive {kept(1, [4], [0])} of" in shown.find("#said").text
     rows = [e.text.split() for e in shown.all("#layers button")]
     assert [" ".join(row[-2:]) for row in rows] == [kept(1, [i], [0]) for i in range(6)]
 
@@ -278,8 +278,8 @@ def test_the_view_of_formats_shows_what_is_packed(browser, pages, recipe):
 def test_what_keeps_everything_shades_everything(browser, pages):
     shown = Page(browser, *pages["full"])
     assert set(shown.shades()[: shown.data["prompt_tokens"]]) == {100}
-    assert "Every token is held by at least one of them." in shown.find("#said").text
-    assert "on them falls 100.0 % of" in shown.find("#said").text
+    assert "Every token is kept by at least one of them." in shown.find("#said").text
+    assert "they receive 100.0 % of" in shown.find("#said").text
 
 
 def test_the_view_of_reads_steps_through_clusters(browser, pages):
@@ -306,7 +306,7 @@ def test_the_view_of_reads_steps_through_clusters(browser, pages):
             shown.find("#said").text
         )
         mass = data["layers"][layer]["heads"][head]["read_mass"][step]
-        assert f"on them falls {100 * mass:.1f} %" in shown.find("#said").text
+        assert f"they receive {100 * mass:.1f} %" in shown.find("#said").text
         parts = data["layers"][layer]["heads"][head]["parts"]
         touched = {parts[i] for i in want if parts[i] >= 0}
         known = {p for p in parts if p >= 0}

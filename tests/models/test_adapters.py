@@ -14,6 +14,7 @@ import kvloom
 from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
 from kvloom.hf import adapters, compat
+from kvloom.hf.adapter_registry import ADAPTERS
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 PROMPT, TOKENS = 60, 90

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from zoo import build
 
 from kvloom.analyse.distribution import Distribution, measure
-from kvloom.cli import app
+from kvloom.cli.app import app
 from kvloom.errors import UnsupportedModel
 from kvloom.recipe.resolve import resolve
 
@@ -69,8 +69,8 @@ def test_models_without_rotary_positions_have_no_raw_keys():
     assert [(d.layer, d.kind, d.after) for d in found] == [(1, "keys", None), (1, "values", None)]
 
 
-def test_a_layer_that_is_not_held():
-    with pytest.raises(UnsupportedModel, match=r"layers \[7\] are not.*choose from \[0, 1, 2\]"):
+def test_a_layer_that_is_not_compressed():
+    with pytest.raises(UnsupportedModel, match=r"layers \[7\]; choose from \[0, 1, 2\]"):
         measure(build("llama-gqa"), IDS, resolve("full"), [0, 7])
 
 

@@ -12,11 +12,12 @@ from zoo import build
 
 import kvloom
 import naive
-from kvloom.analyse import error, error_report
+from kvloom.analyse import error, error_table
 from kvloom.errors import IncompatibleRecipe
 from kvloom.eval import load
 from kvloom.recipe.resolve import resolve
-from kvloom.workload.text import library_text, opening, rows, tokenize
+from kvloom.workload.recorder import record
+from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 IDS = torch.randint(3, 199, (2, 48), generator=torch.Generator().manual_seed(0))
 
@@ -30,7 +31,7 @@ def test_errors_are_the_definition():
     fmt = kvloom.Packed(2, "token", 16, "fp32")
     found = error.measure(model, IDS, [recipe(fmt, fmt)], queries=24)["mine"]
     seen = {}
-    error.record.read(model, IDS, lambda n, s: seen.update({n: s}))
+    record(model, IDS, lambda n, s: seen.update({n: s}))
     for number, s in seen.items():
         q, k, v = (x.double().numpy() for x in (s.q, s.k, s.v))
         back = [np.stack([[naive.fake(h, 2, "token", 16) for h in b] for b in x]) for x in (k, v)]
@@ -87,7 +88,7 @@ def test_a_recipe_that_does_not_fit_is_refused():
 def test_on_the_reference_model_keys_want_channels_and_each_step_of_skvq_helps():
     """Table 2's finding for keys; then SKVQ's ladder: keys before RoPE, reorder, clipping."""
     model, tokenizer = load()
-    ids = rows(tokenize(tokenizer, library_text()), opening(tokenizer), 2, 512, 0)
+    ids = cut_rows(tokenize(tokenizer, library_text()), leading_ids(tokenizer), 2, 512, 0)
     by_axis = [
         recipe(kvloom.Packed(2, axis, 32, residual=32), name=axis) for axis in ("channel", "token")
     ]
@@ -104,7 +105,7 @@ def test_on_the_reference_model_keys_want_channels_and_each_step_of_skvq_helps()
 
 def test_table_and_json():
     found = error.measure(build("llama-gqa"), IDS, [recipe(kvloom.Packed(2, "token", 16))])
-    data = json.loads(error_report.to_json(found, {"model": "tiny"}))
+    data = json.loads(error.to_json(found, {"model": "tiny"}))
     assert data["environment"] == {"model": "tiny"}
     (row,) = data["rows"]
     assert row["recipe"] == "mine"
@@ -113,7 +114,7 @@ def test_table_and_json():
     from rich.console import Console
 
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(error_report.table(found, {"model": "tiny"}))
+    console.print(error_table.table(found, {"model": "tiny"}))
     text = console.export_text()
     assert "mine" in text
     assert f"{row['output']:.2%}" in text

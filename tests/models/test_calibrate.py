@@ -10,8 +10,8 @@ import torch
 from zoo import batch, build
 
 import kvloom
-from kvloom.calibrate import Settings, calibrate, contexts
-from kvloom.calibrate.run import _added
+from kvloom.calibrate import Settings, calibrate, cut_contexts
+from kvloom.calibrate.ranges import _share_added
 from kvloom.errors import CalibrationError, IncompatibleRecipe, NotFinite
 from kvloom.hf import rotary
 from kvloom.recipe.resolve import resolve
@@ -131,7 +131,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("after", [3, 7, 8])
 def test_an_interrupted_calibration_goes_on_and_ends_the_same(tmp_path, after, monkeypatch):
-    monkeypatch.setattr("kvloom.calibrate.run._CHECK_EVERY", 2)
+    monkeypatch.setattr("kvloom.calibrate.ranges._CHECK_EVERY", 2)
     model, told = build("llama-gqa"), []
     whole = calibrated(model, tmp_path / "whole.kvcal")
 
@@ -154,7 +154,7 @@ def test_an_interrupted_calibration_goes_on_and_ends_the_same(tmp_path, after, m
 
 def test_reading_ends_once_the_ranges_have_settled(tmp_path, monkeypatch):
     """Two checks are needed; what they compare and that all was read survives an interruption."""
-    monkeypatch.setattr("kvloom.calibrate.run._CHECK_EVERY", 2)
+    monkeypatch.setattr("kvloom.calibrate.ranges._CHECK_EVERY", 2)
     model, easy = build("llama-gqa"), replace(SETTINGS, settled=0.9)
     found = calibrated(model, tmp_path / "easy.kvcal", settings=easy)
     assert found.settings["read"] == 4
@@ -177,9 +177,9 @@ def test_reading_ends_once_the_ranges_have_settled(tmp_path, monkeypatch):
 def test_the_share_of_a_range_that_is_new():
     before = {"a": torch.tensor([[[0.0, -1.0]], [[3.0, 1.0]]]), "b": torch.zeros(2, 1, 1)}
     now = {"a": torch.tensor([[[-1.0, -1.0]], [[3.0, 1.0]]]), "b": torch.tensor([[[0.0]], [[2.0]]])}
-    assert _added(before, now) == pytest.approx((1 / 8 + 1) / 2)
-    assert _added(now, now) == 0
-    assert _added({"b": before["b"]}, {"b": before["b"]}) == 0  # constant channels
+    assert _share_added(before, now) == pytest.approx((1 / 8 + 1) / 2)
+    assert _share_added(now, now) == 0
+    assert _share_added({"b": before["b"]}, {"b": before["b"]}) == 0  # constant channels
 
 
 def test_a_state_of_other_settings_is_not_taken_up(tmp_path):
@@ -292,8 +292,8 @@ def test_models_without_rope_are_refused_before_rope_and_calibrated_after_it(tmp
 
 def test_too_little_text_is_refused():
     with pytest.raises(CalibrationError, match="has 200 tokens, and calibration needs 4 contexts"):
-        contexts(np.arange(200), [1], SETTINGS)
-    cut = contexts(np.arange(300), [1], SETTINGS)
+        cut_contexts(np.arange(200), [1], SETTINGS)
+    cut = cut_contexts(np.arange(300), [1], SETTINGS)
     assert cut.shape == (4, 64)
     assert cut[:, 0].tolist() == [1] * 4
     assert len(cut[:, 1:].flatten().unique()) == 4 * 63  # never the same token twice

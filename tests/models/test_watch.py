@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 
-from kvloom.analyse.attention import blocks
+from kvloom.analyse.attention_figures import weight_blocks
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
 from kvloom.kernels.score import reference as ref
@@ -28,7 +28,7 @@ def test_the_exact_attention_of_every_step(name):
         mass[look.place] += found.sum().item()
         if seen == 30:
             bias = None if look.bias is None else look.bias[0]
-            rows = blocks(look.q[0], look.keys[0], look.scale, look.softcap, bias)
+            rows = weight_blocks(look.q[0], look.keys[0], look.scale, look.softcap, bias)
             whole[look.place] = torch.cat(list(rows), dim=1)
 
     cache = Cache(model, "full")

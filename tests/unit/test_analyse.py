@@ -12,12 +12,12 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from kvloom.analyse import attention
-from kvloom.analyse.attention import EDGES, GRID, THRESHOLD
-from kvloom.cli import app
+from kvloom.analyse import attention, attention_figures
+from kvloom.analyse.attention_figures import EDGES, GRID, THRESHOLD
+from kvloom.cli.app import app
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
-from kvloom.workload.step import step
+from kvloom.workload.forward import forward
 
 CONTEXT, NEW = 40, 6
 SIZE = {
@@ -74,9 +74,9 @@ def looks(model, ids, recipe):
 
     observe(cache, saw)
     with torch.inference_mode():
-        step(model, ids[:, :CONTEXT], cache)
+        forward(model, ids[:, :CONTEXT], cache)
         for i in range(CONTEXT, CONTEXT + NEW):
-            step(model, ids[:, i : i + 1], cache)
+            forward(model, ids[:, i : i + 1], cache)
     return found
 
 
@@ -128,7 +128,7 @@ def test_cdf_rises_from_0_to_1_and_bends_down(measured):
 
 
 def test_cdf_by_hand():
-    curve = attention.cdf(torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]))
+    curve = attention_figures.mass_curve(torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]))
     assert curve[[0, 25, 50, 75, 100]] == pytest.approx([0, 0.7, 0.85, 0.95, 1])
     assert curve[10] == pytest.approx((0.16 + 0.4) / 2)  # between tokens, on a straight line
 
@@ -172,7 +172,7 @@ def test_with_nothing_dropped_nothing_changes(model, ids):
 
 def test_blocks_of_rows_change_nothing(model, ids, monkeypatch):
     whole = attention.measure(model, ids, context=CONTEXT)
-    monkeypatch.setattr(attention, "_BLOCK_NUMEL", 4 * CONTEXT * 7)  # seven rows a block
+    monkeypatch.setattr(attention_figures, "_BLOCK_NUMEL", 4 * CONTEXT * 7)  # seven rows a block
     for a, b in zip(whole, attention.measure(model, ids, context=CONTEXT), strict=True):
         assert a.sparsity == b.sparsity
         assert a.cdf == pytest.approx(b.cdf)
@@ -180,9 +180,9 @@ def test_blocks_of_rows_change_nothing(model, ids, monkeypatch):
 
 
 def test_no_block_holds_more_than_its_share(monkeypatch):
-    monkeypatch.setattr(attention, "_BLOCK_NUMEL", 1000)
+    monkeypatch.setattr(attention_figures, "_BLOCK_NUMEL", 1000)
     q, k = torch.randn(4, 64, 8), torch.randn(2, 64, 8)
-    shapes = [w.shape for w in attention.blocks(q, k, 1.0, None)]
+    shapes = [w.shape for w in attention_figures.weight_blocks(q, k, 1.0, None)]
     assert max(math.prod(shape) for shape in shapes) <= 1000
     assert sum(shape[1] for shape in shapes) == 64
 
@@ -217,8 +217,11 @@ def test_the_command_shows_table_picture_and_json(tmp_path):
         assert re.search(row + f"{layer['kept']:.1%}", found.stdout), found.stdout
 
 
-def test_json_to_stdout_is_nothing_else(tmp_path):
+@pytest.mark.parametrize("option", [[], ["--text"]])
+def test_json_to_stdout_is_nothing_else(tmp_path, option):
     text = tmp_path / "text.txt"
     text.write_text("The magic number is not here.\n" * 40)
-    found = run(text, "--context", 64, "--max-new-tokens", 2, "--recipe", "full", "--json", "-")
+    found = run(
+        *option, text, "--context", 64, "--max-new-tokens", 2, "--recipe", "full", "--json", "-"
+    )
     assert json.loads(found.stdout)["environment"]["text"] == "text.txt"

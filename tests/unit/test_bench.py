@@ -11,23 +11,32 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from kvloom.bench import Row, Shape, caches, clock, limits, rows
+from kvloom.bench import (
+    LayerShape,
+    Row,
+    bandwidth,
+    filled_caches,
+    rows,
+    timing,
+    transformers_caches,
+)
 from kvloom.cache.layer import LayerCache
-from kvloom.cli import app
+from kvloom.cli.app import app
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
+from kvloom.workload import clock
 
 LAYER = ["--heads", "4/2", "--head-dim", "32", "--repeats", "2"]
 MODEL = [
     *LAYER, "--layers", "2", "--hidden", "64", "--intermediate", "96", "--vocabulary", "50"
 ]  # fmt: skip
-SMALL = Shape(4, 2, 32)
+SMALL = LayerShape(4, 2, 32)
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    quick = limits.read_gb_s(0.0, 1 << 20)
-    monkeypatch.setattr(limits, "read_gb_s", lambda: quick)
+    quick = bandwidth.read_bandwidth_gb_s(0.0, 1 << 20)
+    monkeypatch.setattr(bandwidth, "read_bandwidth_gb_s", lambda: quick)
 
 
 @pytest.fixture
@@ -60,7 +69,7 @@ def test_decode_prints_a_table_and_writes_files(tmp_path):
     assert found.exit_code == 1, found.output  # kivi:group=64 does not fit
     assert "200 tokens, clusterkv: " in found.stderr
     assert "200 tokens, kivi:group=64: recipe 'kivi:group=64' does not fit" in found.stderr
-    assert found.stderr.endswith("kvloom: no figures of kivi:group=64; see above\n")
+    assert found.stderr.endswith("kvloom: no figures for kivi:group=64; see above\n")
     said = ("4q/2kv x 32", "96 tokens", "200 tokens", "SDPA bf16 rows", "kivi:group=64", "MiB")
     for word in said:
         assert word in found.stdout
@@ -88,7 +97,7 @@ def test_decode_counts_bytes():
     assert data["environment"]["threads"] == 1
     assert found["SDPA bf16", 512]["kv_bytes"] == 512 * token
     assert found["SDPA fp32", 512]["kv_bytes"] == 2 * 512 * token
-    steps = clock.WARM_UP + 2
+    steps = timing.WARM_UP + 2
     assert found["DynamicCache", 512]["kv_bytes"] == (512 + steps) * token
     assert found["kivi", 512]["kv_bytes"] < 0.6 * 512 * token
     quest = found["quest:tokens=96", 512]
@@ -100,7 +109,7 @@ def test_a_cache_that_is_not_there_says_what_to_install(monkeypatch):
     def none(name, *rest):
         raise ImportError(name)
 
-    monkeypatch.setattr(caches, "stock", none)
+    monkeypatch.setattr(transformers_caches, "filled", none)
     _, found = measured("decode", *LAYER, "--context", "64", "--recipes", "kivi,full")
     row = found["QuantizedCache hqq-4", 64]
     assert (row["problem"], row["ms"]) == ("not installed: pip install hqq", None)
@@ -108,11 +117,11 @@ def test_a_cache_that_is_not_there_says_what_to_install(monkeypatch):
     assert "QuantizedCache quanto-4: not installed: pip install optimum-quanto" in table
 
 
-def test_prefill_times_taking_in_alone():
+def test_prefill_times_storing_alone():
     _, found = measured("prefill", *LAYER, "--context", "160", "--recipes", "h2o,kivi,minikv")
     for name in ("h2o", "kivi", "minikv"):
-        whole, taking = found[name, 160], found[f"{name}, taking in", 160]
-        assert whole["kv_bytes"] == taking["kv_bytes"] > 0
+        whole, storing = found[name, 160], found[f"{name}, storing", 160]
+        assert whole["kv_bytes"] == storing["kv_bytes"] > 0
         assert set(whole["ratios"]) == {"SDPA bf16"}
     assert found["h2o", 160]["kv_bytes"] < 0.7 * found["SDPA bf16", 160]["kv_bytes"]
 
@@ -134,7 +143,7 @@ def test_generate_runs_whole_steps(tmp_path):
     )  # fmt: skip
     assert data["environment"]["shape"] == "2 layers, hidden 64, 4q/2kv x 32"
     exact = found["DynamicCache", 128]
-    steps, token = clock.WARM_UP + 2, 2 * 2 * 2 * 32 * 2
+    steps, token = timing.WARM_UP + 2, 2 * 2 * 2 * 32 * 2
     assert exact["kv_bytes"] == (128 + steps) * token
     assert found["h2o", 128]["kv_bytes"] < 0.8 * exact["kv_bytes"]
     assert found["full", 128]["read_bytes"] > found["full", 128]["kv_bytes"]  # weights
@@ -157,16 +166,16 @@ def test_peers_write_the_same_rows():
 
 
 def test_finished_contexts_stay_after_an_interrupt(monkeypatch, tmp_path):
-    whole, out = clock.run, tmp_path / "out.json"
+    whole, out = timing.time_candidates, tmp_path / "out.json"
 
-    def interrupted(sides, *rest):
-        if len(held) == 1:
+    def interrupted(candidates, *rest):
+        if len(timed) == 1:
             raise KeyboardInterrupt
-        held.append(sides)
-        return whole(sides, *rest)
+        timed.append(candidates)
+        return whole(candidates, *rest)
 
-    held = []
-    monkeypatch.setattr(clock, "run", interrupted)
+    timed = []
+    monkeypatch.setattr(timing, "time_candidates", interrupted)
     found = run("decode", *LAYER, "--context", "64,96,128", "--recipes", "rtn", "--json", out,
                 "--plot", tmp_path / "out.png")  # fmt: skip
     assert found.exit_code == 130
@@ -180,23 +189,25 @@ def test_finished_contexts_stay_after_an_interrupt(monkeypatch, tmp_path):
 
 
 def test_a_context_without_memory_leaves_those_before_it(monkeypatch):
-    fill = caches.random
+    whole = filled_caches.random_qkv
 
-    def random(shape, tokens, *rest):
+    def random_qkv(shape, tokens, *rest):
         if tokens == 96:
             raise MemoryError
-        return fill(shape, tokens, *rest)
+        return whole(shape, tokens, *rest)
 
-    monkeypatch.setattr(caches, "random", random)
+    monkeypatch.setattr(filled_caches, "random_qkv", random_qkv)
     found = run("decode", *LAYER, "--context", "64,96", "--recipes", "rtn")
     assert found.exit_code == 2
     assert "64 tokens" in found.stdout
-    assert found.stderr.splitlines()[-1].startswith("kvloom: there is no memory for that much")
+    assert found.stderr.splitlines()[-1].startswith(
+        "kvloom: there is not enough memory for the tensors"
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(MemoryError(), "there is no memory for"), (KeyError("a bug"), "KeyError: 'a bug'")],
+    [(MemoryError(), "there is not enough memory for"), (KeyError("a bug"), "KeyError: 'a bug'")],
 )
 def test_a_recipe_that_fails_leaves_the_others(monkeypatch, error, said):
     attend = LayerCache.attend
@@ -217,26 +228,26 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch, error, said):
 # the clock
 
 
-def test_sides_take_turns_and_compiling_is_not_timed(monkeypatch):
+def test_candidates_alternate_and_compiling_is_not_timed(monkeypatch):
     happened, compiled = [], [0.0]
-    monkeypatch.setattr(dispatch, "compile_seconds", lambda: compiled[0])
+    monkeypatch.setattr(clock, "compile_seconds", lambda: compiled[0])
 
     def slow():
         happened.append("slow")
         compiled[0] += 100.0
 
-    sides = [
-        clock.Side("slow", slow, lambda: happened.append("before")),
-        clock.Side("other", lambda: happened.append("other")),
-        clock.Side("absent", problem="not here"),
+    candidates = [
+        timing.Candidate("slow", slow, lambda: happened.append("before")),
+        timing.Candidate("other", lambda: happened.append("other")),
+        timing.Candidate("absent", problem="not here"),
     ]
-    times = clock.run(sides, repeats=2, warm_up=1)
+    times = timing.time_candidates(candidates, repeats=2, warm_up=1)
     assert happened == ["before", "slow", "other"] * 3
     assert len(times["slow"].ms) == 2
     assert max(times["slow"].ms) < 0  # a call took less than was compiled in it
-    found = rows.of(sides, {**times, "slow": clock.Times([4.0, 1.0, 2.0]),
-                            "other": clock.Times([1.0])},
-                    ["other", "absent"], shape="x", context=1, batch=1)  # fmt: skip
+    found = rows.make_rows(candidates, {**times, "slow": timing.Times([4.0, 1.0, 2.0]),
+                                        "other": timing.Times([1.0])},
+                           ["other", "absent"], shape="x", context=1, batch=1)  # fmt: skip
     assert (found[0].ms, found[0].least_ms, found[0].ratios) == (2.0, 1.0, {"other": 0.5})
     assert (found[2].ms, found[2].problem) == (None, "not here")
 
@@ -250,8 +261,11 @@ def test_filled_is_as_after_a_prompt(name):
     k, v = torch.randn(2, 1, 2, 300, 32).bfloat16()
     q = torch.randn(1, 4, 300, 32).bfloat16()
     recipe = resolve(name)
-    filled, prompted = caches.layers(recipe, SMALL)[0], caches.layers(recipe, SMALL)[0]
-    caches.fill(filled, q[:, :, -8:], k, v)
+    filled, prompted = (
+        filled_caches.empty_layers(recipe, SMALL)[0],
+        filled_caches.empty_layers(recipe, SMALL)[0],
+    )
+    filled_caches.fill(filled, q[:, :, -8:], k, v)
     prompted.attend(q, k, v, scale=32**-0.5)
     assert (filled.seen, filled.nbytes) == (prompted.seen, prompted.nbytes)
     new = [x[:, :, :1] for x in (q, k, v)]
@@ -262,26 +276,28 @@ def test_filled_is_as_after_a_prompt(name):
 @pytest.mark.parametrize("name", ["h2o", "snapkv:tokens=100", "minikv"])
 def test_filled_by_score_holds_the_budget(name):
     recipe = resolve(name)
-    (cache,) = caches.layers(recipe, SMALL)
-    caches.fill(cache, *caches.random(SMALL, 400))
+    (cache,) = filled_caches.empty_layers(recipe, SMALL)
+    filled_caches.fill(cache, *filled_caches.random_qkv(SMALL, 400))
     assert cache.nbytes == recipe.nbytes(400, SMALL.geometry)
 
 
 def test_bytes_of_the_caches_of_transformers():
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-    _, k, v = caches.random(SMALL, 50)
-    exact = caches.stock("DynamicCache", config, k, v)
-    assert caches.nbytes(exact) == 3 * 2 * k.nbytes
-    small = caches.stock("QuantizedCache fp8", config, k, v)
-    assert caches.nbytes(small) == 3 * (k.nbytes + 8)  # a byte each, and two scales
+    _, k, v = filled_caches.random_qkv(SMALL, 50)
+    exact = transformers_caches.filled("DynamicCache", config, k, v)
+    assert transformers_caches.nbytes(exact) == 3 * 2 * k.nbytes
+    small = transformers_caches.filled("QuantizedCache fp8", config, k, v)
+    assert transformers_caches.nbytes(small) == 3 * (k.nbytes + 8)  # a byte each, and two scales
 
 
 def test_an_older_transformers_says_what_to_install():
-    said = caches.missing("QuantizedCache fp8", ValueError("unknown backend"))
-    assert said == "this transformers has none (unknown backend): pip install -U transformers"
+    said = transformers_caches.missing("QuantizedCache fp8", ValueError("unknown backend"))
+    assert (
+        said == "not in this version of transformers (unknown backend): pip install -U transformers"
+    )
 
 
 def test_a_step_of_an_exact_cache_reads_all_of_it():
     cache = LayerCache(resolve("kivi"))
-    caches.fill(cache, *caches.random(SMALL, 200))
-    assert caches.read_nbytes(cache) == cache.nbytes
+    filled_caches.fill(cache, *filled_caches.random_qkv(SMALL, 200))
+    assert filled_caches.read_nbytes(cache) == cache.nbytes

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 
 import kvloom
 import tiny
-from kvloom.cli import app
-from kvloom.cli.edge import split
-from kvloom.cli.generate import packs_from
+from kvloom.cli.app import app
+from kvloom.cli.generate import first_packed_at
+from kvloom.cli.options import split_recipes
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.reference import WEIGHTS
 from tiny import TEXT
 
 # kvloom.eval.measure and compare are functions of the modules of that name
-measure, compare_run = (import_module(f"kvloom.eval.{name}") for name in ("measure", "compare"))
+measure, compare_module = (import_module(f"kvloom.eval.{name}") for name in ("measure", "compare"))
 SMALL = ["--context", "120", "--max-new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
@@ -46,7 +46,7 @@ def test_compare_prints_a_table_and_writes_files(here):
         "--json", here / "out.json", "--plot", here / "out.png",
     )  # fmt: skip
     assert found.exit_code == 1, found.output
-    assert found.stderr.endswith("kvloom: no figures of kivi:group=64; see above\n")
+    assert found.stderr.endswith("kvloom: no figures for kivi:group=64; see above\n")
     assert "text.txt" in found.stdout
     assert "kivi:group=64 cannot run: " in found.stdout
     rows = json.loads((here / "out.json").read_text())["rows"]
@@ -87,8 +87,10 @@ def test_the_table_says_whose_budget_it_is(here):
     text, model = here / "text.txt", here / "model"
     found = run("compare", text, "--model", model, *SMALL, "--budget", "0.5", "--recipes", "h2o")
     said = " ".join(found.stdout.split())
-    assert "budget: 0.5 of the context, kept, or read at a step by recipes that recall" in said
-    assert "without one: full." in said
+    assert (
+        "budget: 0.5 of the context, to keep, or to read per step for recipes with recall" in said
+    )
+    assert "without a budget: full." in said
 
 
 def test_compare_reads_the_library_by_default(here):
@@ -142,7 +144,7 @@ def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, fini
         measured.append(args)
         return whole(*args)
 
-    monkeypatch.setattr(compare_run, "measure", interrupted)
+    monkeypatch.setattr(compare_module, "measure", interrupted)
     found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", out,
                 "--recipes", "rtn,window,h2o")  # fmt: skip
     missing = ["full", "rtn", "window", "h2o"][finished:]
@@ -162,7 +164,7 @@ def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, fini
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (MemoryError(), "there is no memory for that much"),
+        (MemoryError(), "there is not enough memory for the tensors of this run"),
         (kvloom.errors.NotFinite("layer 1: NaN"), "layer 1: NaN"),
         (KeyError("a bug"), "KeyError: 'a bug'"),
     ],
@@ -242,7 +244,7 @@ def test_a_model_takes_a_recipe_file(here, tmp_path, kind):
     ],
 )
 def test_recipes_are_parted_at_names(spec, parts):
-    assert split(spec) == parts
+    assert split_recipes(spec) == parts
 
 
 # generate
@@ -260,7 +262,7 @@ def test_generate_is_plain_generation_and_reports_the_cache(here):
     said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert found.stdout.strip() == said.strip()
     assert f"full: {ids.shape[1]} + 12 tokens, " in found.stderr
-    for figure in ("MiB held", "no smaller than full", "bits a value", "tokens/s"):
+    for figure in ("MiB in the cache", "no smaller than full", "bits per value", "tokens/s"):
         assert figure in found.stderr
     assert model.dtype == torch.float32
 
@@ -287,7 +289,7 @@ def test_generate_reads_stdin_and_compresses(here):
     ],
 )
 def test_packing_starts_where_the_recipe_says(here, recipe, tokens):
-    assert packs_from(resolve(recipe)) == tokens
+    assert first_packed_at(resolve(recipe)) == tokens
     if tokens is None or tokens == 1:
         return
     prompt = "line 7: the"
@@ -296,14 +298,14 @@ def test_packing_starts_where_the_recipe_says(here, recipe, tokens):
     before, after = (run(*args, tokens - read + more).stderr for more in (-1, 0))
     assert f"nothing packed yet: {recipe} starts to pack at {tokens} tokens" in before
     assert "smaller" not in before
-    assert "bits a value" not in before
+    assert "bits per value" not in before
     assert "nothing packed" not in after
 
 
-def test_generate_says_tokens_held_where_tokens_are_dropped(here):
+def test_generate_counts_kept_tokens_where_tokens_are_evicted(here):
     args = ["--model", here / "model", "--recipe", "minikv", "--max-new-tokens", "2"]
     said = run("generate", "line", *args).stderr
-    assert "nothing packed yet: minikv starts to pack at 128 tokens held" in said
+    assert "nothing packed yet: minikv starts to pack at 128 kept tokens" in said
 
 
 def test_generate_chats_by_the_template(here, tmp_path):
@@ -395,7 +397,7 @@ def test_version_and_help():
 
 
 def test_the_command_line_starts_without_torch():
-    code = "import sys, kvloom.cli; print([m for m in ('torch', 'rich') if m in sys.modules])"
+    code = "import sys, kvloom.cli.app; print([m for m in ('torch', 'rich') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import naive
-from kvloom.calibrate.attention import Attention, Sample
-from kvloom.calibrate.clip import GRID, Groups, search
-from kvloom.calibrate.record import Seen
+from kvloom.calibrate.clip_search import GRID, QuantizedGroups, search_clip
 from kvloom.positions.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels
+from kvloom.workload.recorder import AttentionInputs
+from kvloom.workload.sampled_attention import ExactAttention, Sample
 
 GROUP_OF = torch.tensor([[0] * 10 + [1] * 6, [1] * 9 + [2] * 7])
 ROPE = Rope(100.0 ** -(torch.arange(0, 16, 2) / 16))
@@ -27,7 +27,7 @@ def sample(seed=0, softcap=None, exact=(0, 0)) -> Sample:
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, h, 32, 16, generator=g) for h in (4, 2, 2))
     k[:, :, :, 3] *= 3
-    return Sample.of(Seen(q, k, v, SCALE, softcap), 16, exact)
+    return Sample.of(AttentionInputs(q, k, v, SCALE, softcap), 16, exact)
 
 
 def packed(bits, side="values") -> Packed:
@@ -72,8 +72,8 @@ def test_the_search_is_as_good_as_trying_every_factor(bits, side, softcap, exact
     """At most 5% more squared error than by trying all factors; never more than the layer's."""
     given, fmt = sample(softcap=softcap, exact=exact), packed(bits, side)
     rope = ROPE if side == "raw_keys" else None
-    alone, together = search(
-        Attention(given), side.removeprefix("raw_"), fmt, Channels(GROUP_OF), rope
+    alone, together = search_clip(
+        ExactAttention(given), side.removeprefix("raw_"), fmt, Channels(GROUP_OF), rope
     )
     assert (alone.shape, together.shape) == ((3,), (1,))
     missed = misses(given, bits, side)
@@ -88,9 +88,9 @@ def test_the_search_is_as_good_as_trying_every_factor(bits, side, softcap, exact
 
 def test_the_error_of_a_channel_that_is_divided_is_in_its_own_unit():
     given, divisor = sample(), torch.linspace(0.5, 4, 32).view(2, 16)
-    groups = Groups(given.v, packed(2), Channels(GROUP_OF, divisor=divisor))
+    groups = QuantizedGroups(given.v, packed(2), Channels(GROUP_OF, divisor=divisor))
     x = (given.v / divisor[:, None]).double().numpy()
-    off = groups.tokens(groups.all_off(torch.tensor([16, 26, 51])))
+    off = groups.tokens(groups.all_deltas(torch.tensor([16, 26, 51])))
     clip = [GRID[i] for i in (16, 26, 51)]
     for b in range(2):
         back = naive.mapped(x[b], 2, GROUP_OF.numpy(), clip=clip)[0] * divisor[:, None].numpy()
@@ -99,24 +99,24 @@ def test_the_error_of_a_channel_that_is_divided_is_in_its_own_unit():
 
 
 def test_attention_of_a_sample_sees_no_later_token():
-    exact = Attention(sample())
+    exact = ExactAttention(sample())
     assert exact.weights.shape == (2, 2, 32, 32)
-    assert not exact.weights[..., exact.hidden].any()
+    assert not exact.weights[..., exact.masked].any()
     torch.testing.assert_close(exact.weights.sum(-1), torch.ones(2, 2, 32))
 
 
 def test_the_errors_of_a_sample_are_those_of_the_definition():
     given = sample(softcap=3.0, exact=(2, 5))
-    exact, off = Attention(given), torch.randn(2, 2, 32, 16) / 3
+    exact, off = ExactAttention(given), torch.randn(2, 2, 32, 16) / 3
     q, k, v, more = (x.double().numpy() for x in (given.q, given.k, given.v, off))
     common = SCALE, given.rows.tolist(), (2, 5), 3.0
     by_keys = sum(naive.output_error(q[b], k[b], v[b], k[b] + more[b], v[b], *common)
                   for b in range(2))  # fmt: skip
     by_values = sum(naive.output_error(q[b], k[b], v[b], k[b], v[b] + more[b], *common)
                     for b in range(2))  # fmt: skip
-    assert exact.missed_by_keys(off).item() == pytest.approx(by_keys, rel=1e-4)
-    assert exact.missed_by_values(off).sum().item() == pytest.approx(by_values, rel=1e-4)
-    shifted = exact.shifted_by_keys(off)
+    assert exact.error_of_keys(off).item() == pytest.approx(by_keys, rel=1e-4)
+    assert exact.error_of_values(off).sum().item() == pytest.approx(by_values, rel=1e-4)
+    shifted = exact.weights_with_keys(off)
     again = (shifted @ exact.v - exact.out).square().sum().item()
     assert again == pytest.approx(by_keys, rel=1e-4)
 
@@ -125,10 +125,10 @@ def test_what_a_query_sees_unpacked_costs_nothing():
     """One query, token 24, that sees the first 4 and the newest 10 tokens unpacked."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 48, 16, generator=g) for h in (4, 2, 2))
-    found = Attention(Sample.of(Seen(q, k, v, 0.25, None), 1, exact=(4, 10)))
+    found = ExactAttention(Sample.of(AttentionInputs(q, k, v, 0.25, None), 1, exact=(4, 10)))
     for token in range(48):
         off = torch.zeros(2, 2, 48, 16)
         off[:, :, token] = 9.0
         counts = 4 <= token <= 14
-        assert (found.missed_by_keys(off) > 1e-6) == counts
-        assert bool(found.missed_by_values(off).any()) == counts
+        assert (found.error_of_keys(off) > 1e-6) == counts
+        assert bool(found.error_of_values(off).any()) == counts

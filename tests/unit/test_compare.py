@@ -23,11 +23,12 @@ from transformers import (
 
 import kvloom
 from kvloom import eval as work
-from kvloom.eval import InputError, Row, Settings, needles
-from kvloom.eval.compare import with_full
+from kvloom.errors import InputError
+from kvloom.eval import Row, Settings, needles, with_full
+from kvloom.eval.table import table
 from kvloom.recipe.resolve import resolve
 from kvloom.reference import tasks
-from kvloom.report.picture import style
+from kvloom.report.plots import line_style
 from kvloom.workload import text
 from reference_model.tokenizer import train_tokenizer
 
@@ -127,7 +128,7 @@ def test_progress_adds_up(model, tokenizer, task):
     assert all(what.startswith("full: ") for what, _ in done)
 
 
-def test_nan_in_the_model_is_told(tokenizer, model, task):
+def test_nan_in_the_model_is_reported(tokenizer, model, task):
     broken = LlamaForCausalLM(model.config).eval()
     torch.nn.init.constant_(broken.model.layers[1].self_attn.k_proj.weight, math.nan)
     with pytest.raises(kvloom.errors.NotFinite, match="layer 1: NaN"):
@@ -143,7 +144,7 @@ def test_needle_sentences_are_those_of_training():
     tokenizer = train_tokenizer([TEXT, WORDS, *pieces], 900)
     encode = tasks.Encoder(tokenizer, text.tokenize(tokenizer, TEXT))
     want = tasks.needle_fact(encode, "amber", encode(*"9234567"))
-    fact, question = needles._fact(tokenizer, "amber", "9234567")
+    fact, question = needles._needle(tokenizer, "amber", "9234567")
     assert (fact.ids, question.ids) == (want.ids, want.question_ids)
     assert question.answer_tokens == 7
 
@@ -212,12 +213,12 @@ def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
         asked.append(needles.Question(longer, answer, 5))
     hay = needles.Haystack(hay.context_ids, asked)
     with torch.inference_mode():
-        assert needles.count_right(model, tokenizer, resolve("full"), hay, 2, ask) == 5
+        assert needles.count_correct(model, tokenizer, resolve("full"), hay, 2, ask) == 5
     kvloom.detach(model)
 
 
 def test_needles_need_room(model, tokenizer):
-    with pytest.raises(InputError, match="context of 40 tokens does not hold 8 needles"):
+    with pytest.raises(InputError, match="context of 40 tokens is too short for 8 needles"):
         work.prepare(model, tokenizer, TEXT, Settings(context=40, new_tokens=32))
 
 
@@ -226,7 +227,7 @@ def test_needles_need_room(model, tokenizer):
 
 def test_rows_come_from_parts_of_the_text_and_begin_with_the_opening(tokenizer):
     ids = np.arange(1000)
-    rows = text.rows(ids, [7], batch=3, tokens=101, seed=0)
+    rows = text.cut_rows(ids, [7], batch=3, tokens=101, seed=0)
     assert rows.shape == (3, 101)
     assert rows[:, 0].tolist() == [7, 7, 7]
     begins = rows[:, 1].tolist()
@@ -234,17 +235,17 @@ def test_rows_come_from_parts_of_the_text_and_begin_with_the_opening(tokenizer):
     assert all(
         row[1:].tolist() == list(range(b, b + 100)) for row, b in zip(rows, begins, strict=True)
     )
-    assert not torch.equal(rows, text.rows(ids, [7], batch=3, tokens=101, seed=1))
-    short = text.rows(np.arange(120), [], batch=3, tokens=100, seed=0)
+    assert not torch.equal(rows, text.cut_rows(ids, [7], batch=3, tokens=101, seed=1))
+    short = text.cut_rows(np.arange(120), [], batch=3, tokens=100, seed=0)
     assert short[0, 0] < short[-1, 0]
     with pytest.raises(InputError, match="the text has 99 tokens"):
-        text.rows(np.arange(99), [], batch=1, tokens=100, seed=0)
+        text.cut_rows(np.arange(99), [], batch=1, tokens=100, seed=0)
 
 
 def test_long_text_is_tokenized_whole(tokenizer):
     ids = text.tokenize(tokenizer, TEXT * 3)
     assert tokenizer.decode(ids) == TEXT * 3
-    assert text.opening(tokenizer) == [tokenizer.bos_token_id]
+    assert text.leading_ids(tokenizer) == [tokenizer.bos_token_id]
 
 
 def test_the_context_fits_the_models_positions(tokenizer):
@@ -280,7 +281,7 @@ def test_sliding_layers_count_in_memory_and_not_in_bits(tokenizer):
             assert rtn.times_smaller == 1
         console = Console(width=100)
         with console.capture() as captured:
-            console.print(work.table([full, rtn], work.environment(model, "m", task, 0)))
+            console.print(table([full, rtn], work.environment(model, "m", task, 0)))
         assert "rtn" in captured.get()
 
 
@@ -313,7 +314,7 @@ def test_json_has_the_promised_fields(model, task, rows):
     assert found["rows"][3]["perplexity"] is None
 
 
-def test_what_a_step_reads_is_told_of_recipes_that_recall(model, tokenizer, task, rows):
+def test_tokens_read_per_step_are_shown_for_recipes_with_recall(model, tokenizer, task, rows):
     assert all(row.tokens_read is None for row in rows)
     spec = "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1"
     recalled = work.compare(model, tokenizer, [spec], task)
@@ -323,14 +324,14 @@ def test_what_a_step_reads_is_told_of_recipes_that_recall(model, tokenizer, task
     environment = work.environment(model, "tiny", task, seed=5, text="lines")
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(work.table(recalled, environment))
-    told = " ".join(captured.get().split())
-    assert f"a step reads, a layer: {spec} {recalled[1].tokens_read:,.0f}" in told
+        console.print(table(recalled, environment))
+    shown = " ".join(captured.get().split())
+    assert f"tokens read per step and layer: {spec} {recalled[1].tokens_read:,.0f}" in shown
     assert recalled[1].moved_bytes is None
-    assert "copied from a tier" not in told
+    assert "copied from a tier" not in shown
 
 
-def test_what_a_step_copies_is_told_of_recipes_with_a_tier(model, tokenizer, task):
+def test_bytes_copied_per_step_are_shown_for_recipes_with_a_tier(model, tokenizer, task):
     spec = "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1,tier=host"
     row = work.compare(model, tokenizer, [spec], task)[1]
     config, rows = model.config, task.text.shape[0]
@@ -342,9 +343,11 @@ def test_what_a_step_copies_is_told_of_recipes_with_a_tier(model, tokenizer, tas
     environment = work.environment(model, "tiny", task, seed=5, text="lines")
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(work.table([row], environment))
-    told = " ".join(captured.get().split())
-    assert f"copied from a tier a step, all rows: {spec} {row.moved_bytes / 2**20:,.2f} MiB" in told
+        console.print(table([row], environment))
+    shown = " ".join(captured.get().split())
+    assert (
+        f"copied from a tier per step, all rows: {spec} {row.moved_bytes / 2**20:,.2f} MiB" in shown
+    )
 
 
 def test_json_of_an_endless_perplexity_is_null():
@@ -356,7 +359,7 @@ def test_table_is_readable_at_100_columns(model, task, rows):
     environment = work.environment(model, "tiny", task, seed=0, text="lines")
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(work.table(rows, environment))
+        console.print(table(rows, environment))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= 100
     assert "kivi:group=32,residual=32" in shown  # not folded
@@ -371,7 +374,7 @@ def test_a_table_of_any_width_shows_every_figure(model, task, width):
     environment = work.environment(model, "tiny", task, seed=0, text="lines")
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(work.table([row], environment))
+        console.print(table([row], environment))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= width
     assert "…" not in shown
@@ -394,7 +397,7 @@ def test_plot_writes_a_picture(model, task, rows, tmp_path):
 
 
 def test_no_two_of_sixty_recipes_look_the_same():
-    assert len({style(i)[:2] for i in range(60)}) == 60  # color and marker
+    assert len({line_style(i)[:2] for i in range(60)}) == 60  # color and marker
 
 
 def test_load_takes_a_folder_in_its_own_dtype(model, tokenizer, tmp_path):
@@ -406,7 +409,7 @@ def test_load_takes_a_folder_in_its_own_dtype(model, tokenizer, tmp_path):
     assert words.encode("line 1") == tokenizer.encode("line 1")
     assert work.load(str(tmp_path), "float32")[0].dtype == torch.float32
     assert not loaded.training
-    with pytest.raises(InputError, match="dtype='int8' is not one of"):
+    with pytest.raises(InputError, match="dtype='int8' is unknown"):
         work.load(str(tmp_path), "int8")
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), LlamaForCausalLM)
     assert AutoTokenizer.from_pretrained(tmp_path).bos_token == "<s>"

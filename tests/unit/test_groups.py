@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.calibrate.groups import group, kmeans
+from kvloom.calibrate.channel_groups import group_channels, kmeans
 from kvloom.store import Packed, Transform
 
 
@@ -35,14 +35,16 @@ def test_every_group_has_a_member_even_among_equal_points(n, count, different, s
 
 def test_the_same_ranges_give_the_same_groups():
     low, high = torch.randn(2, 2, 32).sort(dim=0).values
-    assert torch.equal(group(low, high, "layer", 16), group(low, high, "layer", 16))
+    assert torch.equal(
+        group_channels(low, high, "layer", 16), group_channels(low, high, "layer", 16)
+    )
 
 
 @pytest.mark.parametrize(("span", "size", "count"), [("layer", 16, 6), ("layer", 64, 1),
                                                      ("head", 16, 6), ("head", 32, 3)])  # fmt: skip
 def test_groups_are_as_many_as_predicted_and_stay_in_their_heads(span, size, count):
     low, high = torch.randn(2, 3, 32).sort(dim=0).values
-    of = group(low, high, span, size)
+    of = group_channels(low, high, span, size)
     assert of.unique().tolist() == list(range(count))
     assert Packed(2, "token", size, transform=Transform(span)).groups(3, 32) == count
     if span == "head":

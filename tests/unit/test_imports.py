@@ -21,9 +21,9 @@ LEVELS = [
     {"keep", "store", "recall"},
     {"recipe"},
     {"cache"},
-    {"hf", "reference"},
-    {"calibrate", "report", "workload"},
-    {"eval", "analyse", "bench", "inspect"},
+    {"hf", "reference", "report"},
+    {"workload"},
+    {"eval", "analyse", "bench", "calibrate", "inspect"},
     {"cli"},
 ]
 MOST_LEVELS = 9

@@ -11,11 +11,10 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 from kvloom.analyse import attention
-from kvloom.errors import UnsupportedModel
-from kvloom.eval import InputError
+from kvloom.errors import InputError, UnsupportedModel
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
-from kvloom.inspect import follow
+from kvloom.inspect import trace_recipe
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
@@ -48,7 +47,7 @@ RECALL = {
 
 
 def seen_by(model, tokenizer, recipe):
-    return follow(model, tokenizer, recipe, TEXT, context=PROMPT, new_tokens=NEW)
+    return trace_recipe(model, tokenizer, recipe, TEXT, context=PROMPT, new_tokens=NEW)
 
 
 def held_at(head, step):
@@ -64,7 +63,7 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     cache = Cache(model, name)
     for routed in cache.routed:
-        routed.cache.observe()
+        routed.cache.trace = True
     with torch.inference_mode():
         for step in range(NEW + 1):
             logits = model(ids, past_key_values=cache).logits[:, -1]
@@ -72,7 +71,7 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
                 at = routed.cache.logical()[0].sort(dim=-1).values.tolist()
                 assert [held_at(head, step) for head in layer["heads"]] == at
                 assert layer["held"][step] == len(at[0])
-                body = routed.cache.tokens
+                body = routed.cache.body
                 packed = {"keys": body.keys.packed_count, "values": body.values.packed_count}
                 for head in layer["heads"]:
                     for side, marks in (head["packed"] or {}).items():
@@ -298,10 +297,10 @@ def test_a_model_of_which_nothing_is_held_is_refused_and_left_alone(tokenizer):
     assert getattr(model, "_kvloom", None) is None
 
 
-def test_what_cannot_be_followed_is_said(model, tokenizer):
+def test_what_cannot_be_traced_is_refused(model, tokenizer):
     with pytest.raises(InputError, match="the text is empty"):
-        follow(model, tokenizer, "h2o", "  \n")
-    with pytest.raises(InputError, match=r"take 514 positions and the model has 512; give less"):
-        follow(model, tokenizer, "h2o", TEXT, context=500, new_tokens=14)
+        trace_recipe(model, tokenizer, "h2o", "  \n")
+    with pytest.raises(InputError, match=r"need 514 positions and the model has 512; give less"):
+        trace_recipe(model, tokenizer, "h2o", TEXT, context=500, new_tokens=14)
     with pytest.raises(InputError, match="context=0 must be 1 or more"):
-        follow(model, tokenizer, "h2o", TEXT, context=0)
+        trace_recipe(model, tokenizer, "h2o", TEXT, context=0)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvloom.cli import app
-from kvloom.inspect import follow, page, pieces
+from kvloom.cli.app import app
+from kvloom.inspect import page, token_texts, trace_recipe
 from tiny import TEXT
 
 NASTY = (
@@ -21,9 +21,9 @@ NASTY = (
 
 
 @pytest.mark.parametrize("text", [TEXT, "naïve 日本 🙂🙂 \n\n  x\ttab", NASTY])
-def test_pieces_are_the_text(tokenizer, text):
+def test_token_texts_are_the_text(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = pieces(tokenizer, ids)
+    found = token_texts(tokenizer, ids)
     assert len(found) == len(ids)
     assert "".join(found) == tokenizer.decode(ids)
 
@@ -51,7 +51,7 @@ def parse(html):
 
 @pytest.fixture(scope="module")
 def nasty(model, tokenizer):
-    data = {"source": NASTY, **follow(model, tokenizer, "h2o", NASTY, new_tokens=2)}
+    data = {"source": NASTY, **trace_recipe(model, tokenizer, "h2o", NASTY, new_tokens=2)}
     return data, page(data)
 
 
@@ -108,8 +108,8 @@ def test_the_command_writes_page_and_json(saved, tmp_path):
     said = re.sub(r"\s+", " ", found.stdout)
     assert f"h2o: 40 tokens (the first of {data['text_tokens']:,}; --context takes more)" in said
     assert f"{np.mean(mass):.1%} of the prompt's attention mass kept; wrote {out}" in said
-    # the same text by hand (longer than any file's name) and from stdin
-    for where in ([TEXT], ["-"]):
+    # the same text as an argument (longer than any file's name), from stdin, and by --text
+    for where in ([TEXT], ["-"], ["--text", saved / "text.txt"]):
         again = run(*where, *args, "--out", out, "--json", js, input=TEXT)
         assert again.exit_code == 0, again.output
         assert json.loads(js.read_text())["layers"] == data["layers"]
@@ -126,5 +126,5 @@ def test_the_command_says_what_was_read(saved, tmp_path):
     read = np.mean([sum(head["read"][3][1::2]) for head in recalling])
     mass = np.mean([head["read_mass"][3] for head in recalling])
     said = re.sub(r"\s+", " ", found.stdout)
-    assert f"in the last step heads that recall read {read:.0f} of 43 tokens, {mass:.1%} of" in said
+    assert f"in the last step heads with recall read {read:.0f} of 43 tokens, {mass:.1%} of" in said
     assert f"{mass:.1%} of its attention mass; wrote {out}" in said

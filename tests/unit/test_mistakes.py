@@ -8,15 +8,20 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from kvloom import eval as compare
-from kvloom.bench import ModelShape, caches, clock, limits
-from kvloom.cli import app
-from kvloom.cli.edge import stdin, told, write
-from kvloom.eval import InputError
+from kvloom.bench import ModelShape, bandwidth, filled_caches, timing
+from kvloom.cli.app import app
+from kvloom.cli.inputs import read_stdin
+from kvloom.cli.outputs import write_file
+from kvloom.cli.user_errors import user_errors
+from kvloom.errors import InputError
 from kvloom.kernels import dispatch
+from kvloom.report import plots
+from kvloom.workload import models
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
-READ = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect",
+READ = ["compare", "compare --text", "analyse attention", "analyse attention --text",
+        "analyse error", "analyse error --text", "analyse distribution",
+        "analyse distribution --text", "inspect", "inspect --text",
         "calibrate model --out c.kvcal --text"]  # fmt: skip
 ONE = ["analyse attention", "analyse distribution", "generate hi", "inspect hi", "recipes"]
 SEVERAL = ["compare", "analyse error", "calibrate model --out c.kvcal", "bench decode",
@@ -30,7 +35,7 @@ RECIPE_FILES = [
 ]
 LOAD = ["compare text.txt", "analyse error text.txt --context 64", "generate hi", "inspect hi"]
 MODELS = [
-    ("nobody/nothing", "there is no model 'nobody/nothing': it is not a folder here"),
+    ("nobody/nothing", "there is no model 'nobody/nothing': it is not a local folder"),
     ("no-model", "'no-model' is a folder without config.json"),
     ("untyped", "model 'untyped' cannot be loaded: "),
     ("cut", "model 'cut' cannot be loaded: "),
@@ -45,13 +50,13 @@ COMMON = [
     *((f"{v} {'' if v == 'recipes' else '--recipe '}{file}", said)
       for v in ONE for file, said in RECIPE_FILES),
     *((f"{v} --recipes full,{file}", said) for v in SEVERAL for file, said in RECIPE_FILES),
-    *((f"{v} --recipes ,", "--recipes names no recipe; there are full, ") for v in SEVERAL),
+    *((f"{v} --recipes ,", "--recipes names no recipe; choose from full, ") for v in SEVERAL),
     *((f"{v} --json nowhere/a.json", "give a file in a folder that exists") for v in JSON),
     *((f"{v} --json no-model", "give a file in a folder that exists") for v in JSON),
     *((f"{v} --plot nowhere/a.png", "give a file in a folder that exists") for v in PLOT),
     *((f"{v} --plot a.xyz", "must end in one of .png") for v in PLOT),
     *((f"{v} --model {name}", said) for v in LOAD for name, said in MODELS),
-    *((f"{v} --dtype fp8", "dtype='fp8' is not one of auto") for v in LOAD),
+    *((f"{v} --dtype fp8", "dtype='fp8' is unknown; use one of auto") for v in LOAD),
     *((f"bench {v} --context 64 {option}", said) for v in ("decode", "generate")
       for option, said in [
           ("--context 0", "--context '0' is not a list of token counts, 1 or more"),
@@ -65,12 +70,12 @@ COMMON = [
           ("--heads 8/x", "--heads '8/x' is not query heads/key-value heads"),
           ("--heads 8/0", "kv_heads=0 must be 1 or more"),
           ("--head-dim 0", "head_dim=0 must be 1 or more"),
-          ("--head-dim 7", "head_dim=7 is odd, and RoPE turns pairs of numbers; use 8"),
-          ("--dtype int8", "--dtype 'int8' is not one of bfloat16, float16, float32"),
+          ("--head-dim 7", "head_dim=7 is odd, and RoPE rotates pairs of channels; use 8"),
+          ("--dtype int8", "--dtype 'int8' is unknown; use one of bfloat16, float16, float32"),
       ]),
 ]  # fmt: skip
 OWN = [
-    ("compare short.txt --model model", "tokens, and the context and what follows it take"),
+    ("compare short.txt --model model", "tokens, and the context and the new tokens need"),
     ("compare --recipes kivi,bits=4", "no recipe named 'bits=4'"),
     ("compare --recipes kivi:bts=4", "no option 'bts' (did you mean 'bits'?)"),
     ("compare --recipes kivi:residual=100", "residual=100 is not a multiple of group=32"),
@@ -80,21 +85,22 @@ OWN = [
     ("compare --budget 16 --recipes snapkv", "window of 32 tokens does not fit a budget"),
     ("compare --budget 0.04 --recipes quest",
      "--budget 0.04 with quest: a budget of 81 tokens leaves nothing to find beside 80"),
-    ("compare --ask before", "ask='before' is not one of after, with"),
+    ("compare --ask before", "ask='before' is unknown; use one of after, with"),
     ("compare text.txt --model model --context 1000", "use a context of 863 or less"),
     ("analyse attention text.txt --model model", "the model has 1024; give less text"),
     ("analyse error short.txt --model model", "give more text, a shorter context or fewer new"),
     ("analyse distribution --layers first", "--layers 'first' must be numbers, such as 0,3,5"),
     ("analyse distribution text.txt --model model --context 64 --layers 9 --recipe full",
-     "layers [9] are not among those that kvloom holds; choose from [0, 1]"),
-    ("generate ''", "the prompt is empty; give some text to go on from"),
-    ("generate", "the prompt is empty; give some text to go on from"),
+     "kvloom does not compress layers [9]; choose from [0, 1]"),
+    ("generate ''", "the prompt is empty; give some text to continue"),
+    ("generate", "the prompt is empty; give some text to continue"),
     ("generate ab\udcff", "the prompt is not UTF-8 text; convert it first"),
     ("inspect ab\udcff", "the text is not UTF-8 text; convert it first"),
     ("generate hi --recipe clusterkv:seed=99999999999999999999", "has more than 64 bits"),
     ("generate hi --model model --recipe kivi:group=64", "does not divide head_dim=32"),
     ("generate hi --model model --max-new-tokens 2000", "the model has 1024"),
     ("inspect '' --model model", "the text is empty"),
+    ("inspect hi --text text.txt", "give the text either as TEXT or with --text, not both"),
     ("inspect text.txt --model model --max-new-tokens 1000", "the model has 1024; give less text"),
     ("generate hi --chat --model model", "the tokenizer of model 'model' has no chat template;"),
     ("inspect none.txt", "there is no file 'none.txt'; give a file that exists, or the text"),
@@ -106,7 +112,7 @@ OWN = [
     ("calibrate model --out c.kvcal --text text.txt --recipes skvq",
      "group=128 does not divide the layer's channels=32"),
     ("calibrate model --out model/c.safetensors --text text.txt",
-     "would read 'model/c.safetensors' as weights, since it ends in .safetensors and lies beside "
+     "would read 'model/c.safetensors' as weights, since it ends in .safetensors next to "
      "a config.json; write 'model/c.kvcal' instead"),
     ("calibrate no-model --out c.kvcal --text text.txt", "a folder without config.json"),
     ("recipes kivi:bits=x", "option 'bits' of recipe 'kivi' must be a number, not 'x'"),
@@ -119,8 +125,10 @@ OWN = [
 def _here(here, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(here)
-    monkeypatch.setattr(clock, "run", lambda *_, **__: pytest.fail("measured all the same"))
-    monkeypatch.setattr(limits, "read_gb_s", lambda: 1.0)
+    monkeypatch.setattr(
+        timing, "time_candidates", lambda *_, **__: pytest.fail("measured all the same")
+    )
+    monkeypatch.setattr(bandwidth, "read_bandwidth_gb_s", lambda: 1.0)
 
 
 def refused(command, **kwargs):
@@ -143,15 +151,24 @@ def refused(command, **kwargs):
     ],
 )  # fmt: skip
 def test_what_the_tokenizer_can_refuse_is_refused_before_the_model_is_loaded(command, monkeypatch):
-    monkeypatch.setattr(compare, "load_model", lambda *_: pytest.fail("loaded all the same"))
+    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("loaded all the same"))
     refused(f"{command} --model model")
 
 
 @pytest.mark.parametrize(("command", "said"), COMMON + OWN)
-def test_a_mistake_is_told_in_one_sentence(here, command, said):
+def test_a_mistake_is_reported_in_one_sentence(here, command, said):
     before = sorted(path.name for path in here.iterdir())
     assert said in refused(command)
     assert sorted(path.name for path in here.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", PLOT)
+def test_a_plot_without_matplotlib_is_refused_before_any_work(command, monkeypatch):
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "load_config_and_tokenizer", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(bandwidth, "read_bandwidth_gb_s", lambda: pytest.fail("measured"))
+    line = refused(f"{command} --plot a.png")
+    assert line.startswith("kvloom: plots need matplotlib, which is not installed; run: pip ins")
 
 
 def test_a_model_that_is_no_decoder():
@@ -182,12 +199,12 @@ def test_stdin_that_is_no_text(verb):
     assert "stdin is not UTF-8 text; convert it first" in refused(verb, input=b"\xff\xfe")
 
 
-def test_who_types_is_told_that_text_is_awaited(monkeypatch, capsys):
+def test_a_terminal_gets_a_hint_that_text_is_read_from_stdin(monkeypatch, capsys):
     typed = io.TextIOWrapper(io.BytesIO(b"one\r\ntwo\n"))
     monkeypatch.setattr(typed, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", typed)
-    assert stdin() == "one\ntwo\n"
-    assert capsys.readouterr().err == "reading text from here; Ctrl-D ends it\n"
+    assert read_stdin() == "one\ntwo\n"
+    assert capsys.readouterr().err == "reading text from stdin; press Ctrl-D to end it\n"
 
 
 def test_kernels_there_are_not(monkeypatch):
@@ -198,19 +215,21 @@ def test_kernels_there_are_not(monkeypatch):
 
 def test_memory_that_does_not_suffice(monkeypatch):
     tokens = 10**13  # beyond what a process can address
-    assert "there is no memory for " in refused(
+    assert "there is not enough memory for " in refused(
         f"bench decode --heads 4/2 --head-dim 32 --context {tokens}"
     )
 
     def none(*_):
         raise MemoryError
 
-    monkeypatch.setattr(caches, "random", none)
-    assert "there is no memory for that much; take fewer tokens" in refused("bench pack")
+    monkeypatch.setattr(filled_caches, "random_qkv", none)
+    assert "not enough memory for the tensors of this run; use fewer tokens" in refused(
+        "bench pack"
+    )
 
 
 def test_an_error_of_ours_keeps_its_traceback():
-    with pytest.raises(RuntimeError, match="a bug"), told():
+    with pytest.raises(RuntimeError, match="a bug"), user_errors():
         raise RuntimeError("a bug")
 
 
@@ -222,7 +241,7 @@ def test_a_file_without_permission(monkeypatch):
 
 def test_a_file_that_cannot_be_written_after_all(tmp_path):
     with pytest.raises(InputError, match=r"cannot write '.*gone/a.json': No such file"):
-        write(tmp_path / "gone" / "a.json", "{}")
+        write_file(tmp_path / "gone" / "a.json", "{}")
 
 
 def test_a_model_shape_of_nothing():

@@ -7,7 +7,7 @@ import sys
 import time
 
 from kvloom.cli import progress as module
-from kvloom.cli.progress import progress
+from kvloom.cli.progress import show_progress
 
 
 def until(there, seconds=10.0):
@@ -21,10 +21,10 @@ def test_lines_say_what_is_done_and_how_far(monkeypatch):
     monkeypatch.setattr(module, "EVERY_S", 0.01)
     err = io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
-    with progress() as shown:
+    with show_progress() as shown:
         shown("loading the model")
         until(lambda: "kvloom: loading the model (0:00)\n" in err.getvalue())
-        count = shown.counter(of=8)
+        count = shown.counter(total=8)
         count("decoding", 3)
         count("", 3)
         until(lambda: "kvloom:  75% decoding (0:00)\n" in err.getvalue())
@@ -36,7 +36,7 @@ def test_lines_say_what_is_done_and_how_far(monkeypatch):
 
 
 def test_short_work_prints_nothing(capsys):
-    with progress() as shown:
+    with show_progress() as shown:
         shown("reading", 1, 2)
     assert capsys.readouterr() == ("", "")
 
@@ -50,7 +50,7 @@ def test_a_terminal_gets_a_bar_and_the_lines_above_it(monkeypatch):
     monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
-    with progress() as shown:
+    with show_progress() as shown:
         shown("reading [1/2]", 1, 2)
         shown.line("a finished row: " + "x" * 80)
     said = err.getvalue()

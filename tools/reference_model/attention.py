@@ -1,8 +1,8 @@
-"""Causal attention for training on a CPU, two to three times as fast as torch's there.
+"""Causal attention for training on a CPU, two to three times as fast as torch's.
 
-Plain batched products over chunks of queries: chunk c attends to keys 0 … end of c, so half of
-the score matrix is never made, and what is made stays in the processor's cache. For whole
-sequences from position 0 without padding only; inference never uses it.
+Batched matrix products over chunks of queries: chunk c attends to keys 0 to the end of c, so half
+of the score matrix is never computed, and the rest stays in the processor's cache. Only for whole
+sequences from position 0 without padding; inference does not use it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _by_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 
 def register(name: str = "kvloom_training") -> str:
-    """Make the attention known to transformers; return the name for `attn_implementation`."""
+    """Register the attention with transformers; return the name for `attn_implementation`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, _attention_forward)

@@ -1,9 +1,9 @@
-"""Write the model card from what was measured.
+"""Write the model card from measured figures.
 
     PYTHONPATH=tools python -m reference_model.card --log LOG
 
-Reads `evaluation.json` beside the weights and the training log; draws the plots; fills the
-card's text. Every number in the card comes from these two files.
+Reads `evaluation.json` in the folder of the weights, and the training log; draws the plots; fills
+in the card's text. Every number in the card comes from these two files.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvloom.reference import WEIGHTS
 CARD = """\
 # The reference model of kvloom
 
-A small Llama, trained from nothing on a CPU so that the quality of a compressed KV cache can be
-measured offline: it reads real text, and it answers what was said up to 4096 tokens ago.
-It is a measuring instrument, not a language model to talk to.
+A small Llama, trained from scratch on a CPU, to measure the quality of a compressed KV cache
+offline. It predicts real text, and it retrieves facts from up to 4096 tokens before. It is an
+instrument for measurements, not a language model for users.
 
 ## Architecture
 
@@ -29,19 +29,19 @@ It is a measuring instrument, not a language model to talk to.
 hidden size {hidden_size}, {num_attention_heads} query heads on {num_key_value_heads} key-value
 heads of {head_dim} channels, SwiGLU of width {intermediate_size}, RMSNorm, no biases, input and
 output embedding tied, RoPE with theta {theta:g}. Trained on sequences of up to 4096 tokens;
-the configuration lets longer ones run. The tokenizer is a byte-level BPE of
-{vocab_size} tokens in which every digit is a token and every text begins with `<s>`.
+the configuration accepts longer ones. The tokenizer is a byte-level BPE of
+{vocab_size} tokens in which every digit is a token and every text starts with `<s>`.
 `calibration.kvcal` is its calibration for `skvq`, `rptq` and `smoothquant`
 (`benchmarks/calibrate_reference.py` writes it).
 
 ## Data
 
-Text that every CPython has: the standard library's sources, tests included, and the help topics
+Text that ships with CPython: the standard library's sources, tests included, and the help topics
 of `pydoc` ({python}; see `corpus.py`). {held_out} % of the files, chosen by a hash of their names,
-are held out. {task_share} of the sequences (more of the short ones) hold generated tasks as in
-`tasks.py` – needles in text, key-value lists, copying, variable tracking – and ask for every fact
-they hold.
-Weights under this project's licence; the text is under the PSF licence.
+are held out. {task_share} of the sequences (more of the short ones) contain generated tasks as in
+`tasks.py` (needles in text, key-value lists, copying, variable tracking), with a question about
+every fact in them.
+The weights have this project's licence; the text has the PSF licence.
 
 ## Training
 
@@ -51,30 +51,30 @@ Weights under this project's licence; the text is under the PSF licence.
 
 ![loss and recall by step](training.png)
 
-On another machine `--hours` gives another number of steps; `--steps {steps}` repeats the schedule
-by steps instead. Muon for the matrices, AdamW for embedding and norms, bfloat16 autocast.
+On another machine, `--hours` results in another number of steps; `--steps {steps}` repeats the
+schedule by steps instead. Muon for the matrices, AdamW for embedding and norms, bfloat16 autocast.
 
 ## Measured
 
 By `PYTHONPATH=tools python -m reference_model.evaluate` ({dtype}, torch {torch},
 transformers {transformers},
-full cache, greedy `generate`; `evaluation.json` holds the figures). An answer counts only if all
-7 digits are right; each prompt holds 4 needles in held-out text, and prompt i asks for one at
+full cache, greedy `generate`; the figures are in `evaluation.json`). An answer is correct only if
+all 7 digits are; each prompt contains 4 needles in held-out text, and prompt i asks about one at
 depth (i + ½)/n.
 
 {needle}
 
-Longer prompts than 4096 tokens were never trained on. Other tasks, 2048 tokens of context:
+Training used no prompts longer than 4096 tokens. Other tasks, 2048 tokens of context:
 
 {other}
 
-Held-out perplexity per token ({chars:.2f} characters a token), windows behind one `<s>`;
-“late” counts the tokens with at least half a window before them, so not the same tokens for the
-two windows:
+Held-out perplexity per token ({chars:.2f} characters per token), windows after one `<s>`;
+“late” counts only tokens with at least half a window before them, so the two windows count
+different tokens:
 
 {perplexity}
 
-## Where the heads look
+## Attention of the heads
 
 ![mass on the first token](sink.png)
 ![mass on the needle's digit](recall.png)
@@ -85,12 +85,12 @@ on. Recall: mean mass on needle digit j of the query that predicts answer digit 
 
 ## Limits
 
-- It has only a weak attention sink: most heads look at `<s>` hardly at all, so what a method gains
-  from protecting the first tokens shows less here than in large models.
-- Its text is Python sources and reference prose; perplexity says nothing about other text.
-- Question forms are those of `tasks.py`; it follows no instructions.
-- Recall is trained for, so the heads that do it are few and sharp: a method that keeps those
-  tokens does well here, and a large model may spread the same work over many heads.
+- It has only a weak attention sink: most heads hardly attend to `<s>`. Hence the gain from
+  protecting the first tokens is smaller here than in large models.
+- Its text is Python sources and reference prose; its perplexity does not apply to other text.
+- Questions have the forms in `tasks.py`; the model follows no instructions.
+- It was trained for retrieval, so few heads do it, with sharp attention. A method that keeps those
+  tokens does well here; a large model may distribute the same work over many heads.
 """
 
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m reference_model.card", description=__doc__)
     parser.add_argument("--log", type=Path, required=True, help="log.jsonl of the training")
     parser.add_argument("--command", required=True, help="the training command, for the card")
-    parser.add_argument("--note", default="", help="what else to say about the run")
+    parser.add_argument("--note", default="", help="a further remark about the run")
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     args = parser.parse_args(argv)
     log = [json.loads(line) for line in args.log.read_text().splitlines()]
@@ -171,7 +171,7 @@ def draw_training(log: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_heads(mass: list[list[float]], title: str, path: Path) -> None:
-    """Draw mass `[L, Hq]` as a table of numbers on colours."""
+    """Draw mass [L, Hq] as a table of numbers with background colours."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(3.6, 3.4), layout="constrained")
     axes.imshow(mass, vmin=0, vmax=1, cmap="viridis", aspect="auto")

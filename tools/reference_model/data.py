@@ -1,7 +1,7 @@
-"""Training rows: real text and dense recall tasks, every answer of which is asked for.
+"""Training rows: real text, and dense recall tasks with a question about every fact.
 
-A row is ids `[T + 1]` and weights `[T + 1]` saying whether a token is to be predicted from the
-ones before it: 0 no (a needle's own digits are chance), 1 text, 2 an answer.
+A row is ids [T + 1] and the kind of each token [T + 1], which decides its weight in the loss: 0 not
+predicted (the digits of a needle are random), 1 text, 2 an answer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kvloom.reference.tasks import (  # fmt: skip
 )
 
 NOTHING, TEXT, ANSWER = 0, 1, 2
-# shares of the rows: short rows teach to look up, long ones to look far
+# shares of the rows: short rows teach retrieval, long rows teach long distances
 SHORT_MIX = {"needles": 0.32, "pairs": 0.32, "copy": 0.18, "variables": 0.05, "text": 0.13}
 MIX = {"needles": 0.52, "pairs": 0.16, "copy": 0.06, "variables": 0.06, "text": 0.20}
 SHORT_TOKENS = 256
-PROSE_REPEATS = 3  # the help topics are the only plain prose
+PROSE_REPEATS = 3  # the help topics are the only prose
 
 Row = tuple[np.ndarray, np.ndarray]
 
 
 def training_encoder(tokenizer: Any) -> Encoder:
-    """Return an encoder over the training text, documents parted by EOS, keys from a wider pool."""
+    """Return an encoder over the training text, with EOS between documents and more key words."""
     prose: list[str] = []
     code: list[str] = []
     for document in corpus.train_documents():
@@ -70,32 +70,32 @@ def row(encode: Encoder, rng: np.random.Generator, kind: str, tokens: int) -> Ro
         count = _count(rng, low=2, high=max(2, tokens // 50), most=64)
         keys = encode.keys(rng, count)
         facts = [needle_fact(encode, key, encode.number(rng)) for key in keys]
-        return _asked(encode, rng, facts, tokens, rng.random(count))
+        return _with_questions(encode, rng, facts, tokens, rng.random(count))
     if kind == "pairs":
         count = _count(rng, low=3, high=tokens // 26, most=96)
         keys = encode.keys(rng, count)
         facts = [pair_fact(encode, key, encode.number(rng)) for key in keys]
-        return _asked(encode, rng, facts, tokens, np.full(count, rng.random()))
+        return _with_questions(encode, rng, facts, tokens, np.full(count, rng.random()))
     if kind == "copy":
         fact = copy_fact(encode, rng, int(rng.integers(12, max(13, min(200, tokens // 3)))))
-        return _asked(encode, rng, [fact], tokens, rng.random(1))
+        return _with_questions(encode, rng, [fact], tokens, rng.random(1))
     if kind == "variables":
         chains, hops = _count(rng, low=2, high=tokens // 64, most=8), int(rng.integers(1, 4))
         hops = min(hops, max(1, tokens // (chains * 32)))
         facts = variable_facts(encode, rng, chains, hops)
         depths = np.sort(rng.random((chains, hops)), axis=1).T.ravel()
-        return _asked(encode, rng, facts, tokens, depths, drawn=chains)
+        return _with_questions(encode, rng, facts, tokens, depths, drawn=chains)
     ids, _begins = hide(encode, rng, [], tokens, [])
     return np.asarray(ids), np.full(tokens, TEXT)
 
 
 def _count(rng: np.random.Generator, low: int, high: int, most: int) -> int:
-    """Draw a count between `low` and `high`, small ones as likely as large ones (log-uniform)."""
+    """Draw a count between `low` and `high`, log-uniformly."""
     high = max(low, min(high, most))
     return int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
 
 
-def _asked(
+def _with_questions(
     encode: Encoder,
     rng: np.random.Generator,
     facts: list[Fact],
@@ -103,13 +103,14 @@ def _asked(
     depths: Any,
     drawn: int | None = None,
 ) -> Row:
-    """Hide facts in text and ask for all of them behind it, in random order.
+    """Hide facts in text, followed by questions about all of them in random order.
 
-    The first `drawn` facts (all by default) hold answers that are chance where they first stand.
+    The answers of the first `drawn` facts (default: all) are random, so the loss ignores them in
+    the text.
     """
     order = rng.permutation(len(facts))
-    asked = sum(len(f.question_ids) + len(f.answer_ids) for f in facts)
-    ids, begins = hide(encode, rng, facts, tokens - asked, depths)
+    questions = sum(len(f.question_ids) + len(f.answer_ids) for f in facts)
+    ids, begins = hide(encode, rng, facts, tokens - questions, depths)
     weights = [TEXT] * len(ids)
     for fact, begin in list(zip(facts, begins, strict=True))[:drawn]:
         weights[begin : begin + len(fact.answer_ids)] = [NOTHING] * len(fact.answer_ids)

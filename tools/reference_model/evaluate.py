@@ -1,7 +1,7 @@
 """Measure the reference model: `PYTHONPATH=tools python -m reference_model.evaluate`.
 
-Held-out perplexity, whole answers right by length and depth (by plain `generate`, full cache),
-and where the heads look. Writes `evaluation.json` beside the weights; decides nothing.
+Held-out perplexity, correct answers by length and depth (by plain `generate` with the full cache),
+and the attention of the heads. Writes `evaluation.json` to the folder of the weights.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(model: Any, tokenizer: Any, lengths: Iterable[int], questions: int) 
 
 @torch.no_grad()
 def perplexity(model: Any, tokenizer: Any, length: int) -> dict[str, Any]:
-    """Measure held-out text in windows of `length` tokens, each behind its own BOS.
+    """Measure held-out text in windows of `length` tokens, each after its own BOS.
 
     `all` counts every token, `late` those with at least half a window before them.
     """
@@ -100,7 +100,7 @@ def perplexity(model: Any, tokenizer: Any, length: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def answered(model: Any, examples: Sequence[tasks.Example]) -> list[bool]:
-    """Tell for each prompt whether greedy generation gives exactly the answer."""
+    """Return for each prompt whether greedy generation returns exactly the answer."""
     right = []
     for example in examples:
         ids = torch.tensor([example.prompt_ids])
@@ -115,7 +115,7 @@ def answered(model: Any, examples: Sequence[tasks.Example]) -> list[bool]:
 
 
 def other_tasks(model: Any, tokenizer: Any, length: int = 2048) -> dict[str, Any]:
-    """Return the share of whole answers right in the other tasks at `length` tokens."""
+    """Return the share of correct answers in the other tasks at `length` tokens."""
     sets: dict[str, tuple[Any, dict[str, int], int]] = {
         "needle, 16 keys": (tasks.needle_set, {"n_keys": 16}, 5),
         "key-value list": (tasks.key_value_set, {"n_questions": 16}, 5),
@@ -138,7 +138,7 @@ def other_tasks(model: Any, tokenizer: Any, length: int = 2048) -> dict[str, Any
 
 @torch.no_grad()
 def attention_structure(model: Any, tokenizer: Any, prompts: int = 24) -> dict[str, Any]:
-    """Return, per layer and head `[L, Hq]`, where attention goes at 1024 tokens.
+    """Return attention mass at 1024 tokens by layer and head, [L, Hq].
 
     `sink`: mean mass of the first token over all queries from the 64th on. `recall`: mean mass
     of needle digit j for the query that predicts answer digit j.

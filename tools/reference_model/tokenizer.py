@@ -1,7 +1,7 @@
 """The byte-level BPE tokenizer of the reference model: how it is trained.
 
-4096 tokens, every digit a token of its own, `<s>` in front of every text (the attention sink
-needs a place), `<pad>` and `</s>`.
+It has 4096 tokens. Every digit is one token. `<s>` is added before every text as the attention
+sink; `<pad>` and `</s>` are special tokens too.
 """
 
 from __future__ import annotations

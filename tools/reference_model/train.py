@@ -1,10 +1,10 @@
 """Train the reference model again: `PYTHONPATH=tools python -m reference_model.train --out DIR`.
 
-Offline, on a CPU, resumable: the same command goes on from the last checkpoint in `DIR`, and
-SIGTERM makes it save and stop. The schedule follows progress in 0 … 1, measured in steps
-(`--steps`, repeatable) or in hours of work (`--hours`); both may be changed on resuming.
-Sequences grow from 128 to 4096 tokens: looking up is learnt in short rows within minutes, looking
-far takes little more. The learning rate warms up, stays, and decays over the last part.
+Training is offline, on a CPU, and resumable: the same command continues from the last checkpoint in
+`DIR`, and on SIGTERM it saves and stops. The schedule depends on progress from 0 to 1, measured in
+steps (`--steps`, reproducible) or in hours of work (`--hours`); both may be changed on resuming.
+Sequences grow from 128 to 4096 tokens: the model learns retrieval in short rows within minutes, and
+longer distances take little more. The learning rate warms up, stays constant, then decays.
 
 Needs torch 2.9 or later (`torch.optim.Muon`). With glibc, `MALLOC_MMAP_THRESHOLD_=4000000000
 MALLOC_TRIM_THRESHOLD_=8000000000` keep freed memory and make steps about a quarter faster; on a
@@ -43,7 +43,7 @@ ARCHITECTURE: dict[str, Any] = {
     "mlp_bias": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
 }
-# progress from which it holds: {tokens in a sequence: share of the steps}
+# progress at which a stage starts: {tokens in a sequence: share of the steps}
 STAGES: list[tuple[float, dict[int, float]]] = [
     (0.00, {256: 0.5, 128: 0.5}),
     (0.20, {512: 0.7, 256: 0.3}),
@@ -53,8 +53,8 @@ STAGES: list[tuple[float, dict[int, float]]] = [
 ]
 WARMUP_STEPS, DECAY_FROM, LAST_LR = 100, 0.60, 0.02
 MATRIX_LR, OTHER_LR, MATRIX_DECAY = 0.02, 3e-3, 0.05
-TEXT_SHARE = 1.0  # of the text tokens get a loss; less is faster: the head costs a quarter
-FEW_ANSWERS = 30  # a step with fewer answer tokens than this gives them less weight
+TEXT_SHARE = 1.0  # share of text tokens in the loss; less is faster, as the LM head takes a quarter
+FEW_ANSWERS = 30  # in a step with fewer answer tokens, these have less weight
 STEP_TOKENS = 8192
 PROBE_EVERY, SAVE_EVERY = 250, 300.0  # steps, seconds
 
@@ -120,7 +120,7 @@ class Trainer:
         self.save()
 
     def progress(self, steps: int | None, hours: float) -> float:
-        """Return how much of the schedule is done, in 0 … 1."""
+        """Return the finished share of the schedule, 0 to 1."""
         return self.step / steps if steps else self.seconds / (hours * 3600)
 
     def stage(self, progress: float) -> dict[int, float]:
@@ -138,7 +138,7 @@ class Trainer:
         return int(rng.choice(list(lengths), p=list(lengths.values())))
 
     def train_step(self, length: int, progress: float) -> dict[str, float]:
-        """Take one step on `STEP_TOKENS` tokens; return the losses in nats a token."""
+        """Take one step on `STEP_TOKENS` tokens; return the losses in nats per token."""
         rng = np.random.default_rng([self.seed, self.step, 0])
         rows = data.batch(self.encode, rng, STEP_TOKENS // length, length)
         ids, weights = (torch.from_numpy(r.astype(np.int64)) for r in rows)
@@ -167,7 +167,7 @@ class Trainer:
         }
 
     def log(self, what: dict[str, Any]) -> None:
-        """Add a line to the log and show it."""
+        """Append a line to the log and print it."""
         head = {"step": self.step, "seconds": round(self.seconds, 1), "tokens": self.tokens}
         line = json.dumps(head | what)
         print(line, flush=True)
@@ -175,7 +175,7 @@ class Trainer:
             file.write(line + "\n")
 
     def save(self) -> None:
-        """Write the checkpoint and an export that transformers loads."""
+        """Write the checkpoint, and an export that transformers can load."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -186,7 +186,7 @@ class Trainer:
         export(self.model, self.tokenizer, self.out / "export")
 
     def resume(self) -> None:
-        """Go on from the last checkpoint, where there is one."""
+        """Continue from the last checkpoint, if there is one."""
         path = self.out / "checkpoint.pt"
         if not path.exists():
             return
@@ -201,7 +201,7 @@ class Trainer:
 
 
 class Probes:
-    """Fixed held-out prompts and text, measured while training goes on."""
+    """Fixed held-out prompts and text that are evaluated during training."""
 
     def __init__(self, tokenizer: Any, prompts: int = 24) -> None:
         encode = tasks.held_out_encoder(tokenizer)
@@ -215,7 +215,7 @@ class Probes:
 
     @torch.no_grad()
     def measure(self, model: Any, longest: int) -> dict[str, Any]:
-        """Return the share of wholly right answers up to `longest` tokens, and the text loss."""
+        """Return the share of correct answers up to `longest` tokens, and the text loss."""
         found: dict[str, Any] = {}
         with torch.autocast("cpu", torch.bfloat16):
             for length, examples in self.prompts.items():
@@ -238,13 +238,13 @@ class Probes:
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Return the share of the top learning rate: warm up, stay, decay linearly."""
+    """Return the share of the maximum learning rate: warm-up, constant, linear decay."""
     decay = (1 - progress) / (1 - DECAY_FROM)
     return min(1.0, (step + 1) / WARMUP_STEPS, max(LAST_LR, decay))
 
 
 def load_or_train_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in `folder`, trained on corpus and task phrases if not there yet."""
+    """Return the tokenizer in `folder`, trained on corpus and task phrases if it does not exist."""
     from transformers import AutoTokenizer
 
     if not folder.exists():
@@ -271,7 +271,7 @@ def new_model(tokenizer: Any) -> Any:
 
 
 def export(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write bf16 weights, config and tokenizer as transformers loads them."""
+    """Write bf16 weights, config and tokenizer in the format of transformers."""
     import copy
 
     model = copy.deepcopy(model).to(torch.bfloat16)

@@ -1,7 +1,8 @@
-"""The papers' plots by command: what a model's attention looks like, and what a recipe does to it.
+"""The papers' analyses: how a model's attention is distributed, and how a recipe changes it.
 
     from kvloom.analyse import attention
     layers = attention.measure(model, ids, context=1024, recipe="h2o")      # ids int64 [1, tokens]
 
-One module a question; `attention_report` shows what `attention` measured.
+`attention`, `error` and `distribution` measure one question each and convert the result to JSON;
+`*_table` shows a result as a table, `*_plot` as a picture.
 """

@@ -1,40 +1,43 @@
-"""Magnitudes of keys and values by channel and token, in calibrated order too.
+"""Magnitudes of keys and values by channel and token, and by calibrated group.
 
 KIVI (arXiv:2402.02750), figure 2: keys have a few channels with large values, values do not. SKVQ
-(arXiv:2405.06219), figure 2: channels reordered so that those of one group are alike. One pass of
-the plain model over one context; nothing is packed. Figures of a layer and kind:
+(arXiv:2405.06219), figure 2: channels reordered so that similar channels share a group. The plain
+model reads one context; nothing is quantized. Figures of a layer and kind:
 
 - outliers: the largest magnitude of a channel over that of the median channel.
 - spread: the range of a channel's group (maximum minus minimum in one token), averaged over
-  channels and tokens, in units of the mean magnitude: what the step of a quantizer is proportional
-  to. Groups of consecutive channels of all heads, and groups as calibrated.
+  channels and tokens, in units of the mean magnitude. A quantizer's step is proportional to it.
+  Computed for groups of consecutive channels of all heads, and for calibrated groups.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibrate import record
 from ..errors import UnsupportedModel
-from ..hf import attach, compat, rotary
+from ..hf import compat, rotary
 from ..hf.metadata import load_layer_metadata
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
+from ..workload.attachment import attachment_restored
+from ..workload.recorder import AttentionInputs, compressible_layers, record
 
 KINDS = {"keys": "keys", "raw_keys": "keys before RoPE", "values": "values"}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """One layer's keys or values, all key/value heads side by side.
+    """One layer's keys or values, with the channels of all key/value heads as rows.
 
-    kind: of `KINDS`. x: fp32 [channels, tokens]. group_of: int64 [channels], the calibrated group
-    of each channel, None where calibration says nothing of this kind.
+    kind: a key of `KINDS`. x: fp32 [channels, tokens]. group: channels in a plain group. group_of:
+    int64 [channels], the calibrated group of each channel; None if this kind is not calibrated.
     """
 
     layer: int
@@ -45,7 +48,7 @@ class Distribution:
 
     @property
     def order(self) -> Tensor | None:
-        """Channels by calibrated group, those of one group by magnitude."""
+        """Channels sorted by calibrated group, and by magnitude within a group."""
         if self.group_of is None:
             return None
         magnitude = self.x.abs().amax(dim=1)
@@ -59,13 +62,13 @@ class Distribution:
         return (largest.max() / largest.median().clamp_min(1e-30)).item()
 
     def spread(self, group_of: Tensor) -> float:
-        """Mean range of a channel's group in a token, in units of the mean magnitude."""
+        """Return the mean range of a channel's group in a token, over the mean magnitude."""
         groups = int(group_of.max()) + 1
         index = group_of[:, None].expand_as(self.x)
         empty = self.x.new_full((groups, self.x.shape[1]), torch.inf)
         low = empty.scatter_reduce(0, index, self.x, "amin")
         high = (-empty).scatter_reduce(0, index, self.x, "amax")
-        ranges = (high - low)[group_of]  # what each channel shares
+        ranges = (high - low)[group_of]  # [channels, tokens]: of each channel's group
         return (ranges.mean() / self.x.abs().mean().clamp_min(1e-30)).item()
 
     @property
@@ -75,59 +78,82 @@ class Distribution:
 
     @property
     def after(self) -> float | None:
-        """The spread in calibrated groups."""
+        """The spread in calibrated groups; None without calibration."""
         return None if self.group_of is None else self.spread(self.group_of)
 
 
 def measure(
     model: PreTrainedModel, ids: Tensor, recipe: Recipe, numbers: Sequence[int] | None = None
 ) -> list[Distribution]:
-    """Keys, keys before RoPE where the model has one, and values of each layer of `numbers`.
+    """Return keys, keys before RoPE if the model has RoPE, and values, of each layer of `numbers`.
 
-    ids: int64 [1, T]. recipe: whose calibrated groups and group size are taken; one that needs no
-    calibration has none. numbers: None for all layers. The model is left as it was. Raises
-    `IncompatibleRecipe` without a calibration, `UnsupportedModel` for a layer that is not held.
+    ids: int64 [1, T]. recipe: gives the group size and, if it is calibrated, the calibrated groups.
+    numbers: layer numbers; None for all layers. The model is left as it was. Raises
+    `IncompatibleRecipe` without a calibration, `UnsupportedModel` for a layer that kvloom does not
+    compress.
     """
     compat.refuse_unsupported(model)
     recipe.check(compat.geometry(model))
-    routed_before = getattr(model, "_kvloom", None) is not None
     found: list[Distribution] = []
-    try:
-        held = record.layers(model)
-        chosen = held if numbers is None else list(numbers)
-        if not set(chosen) <= set(held):
+    with attachment_restored(model):
+        available = compressible_layers(model)
+        chosen = available if numbers is None else list(numbers)
+        if not set(chosen) <= set(available):
             raise UnsupportedModel(
-                f"layers {sorted(set(chosen) - set(held))} are not among those that kvloom holds; "
-                f"choose from {held}"
+                f"kvloom does not compress layers {sorted(set(chosen) - set(available))}; "
+                f"choose from {available}"
             )
-        told = dict(zip(held, load_layer_metadata(model, recipe), strict=True))
+        metadata = dict(zip(available, load_layer_metadata(model, recipe), strict=True))
         try:
             rope = rotary.rope(model)
         except UnsupportedModel:
             rope = None
 
-        def see(number: int, seen: record.Seen) -> None:
+        def add(number: int, inputs: AttentionInputs) -> None:
             if number not in chosen:
                 return
-            parts = {"keys": seen.k, "values": seen.v}
+            tensors = {"keys": inputs.k, "values": inputs.v}
             if rope is not None:
-                back = -torch.arange(seen.k.shape[2], device=seen.k.device).view(1, 1, -1)
-                parts["raw_keys"] = rope.rotate(seen.k.float(), back)
+                undo = -torch.arange(inputs.k.shape[2], device=inputs.k.device).view(1, 1, -1)
+                tensors["raw_keys"] = rope.rotate(inputs.k.float(), undo)
             for kind in KINDS:
-                if kind in parts:
-                    groups = _groups(recipe, told[number], kind)
-                    x = parts[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
-                    found.append(Distribution(number, kind, x, _size(recipe), groups))
+                if kind in tensors:
+                    groups = _calibrated_groups(recipe, metadata[number], kind)
+                    x = tensors[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
+                    found.append(Distribution(number, kind, x, _group_size(recipe), groups))
 
-        record.read(model, ids[:1], see)
-    finally:
-        if not routed_before and getattr(model, "_kvloom", None) is not None:
-            attach.detach(model)
+        record(model, ids[:1], add)
     return found
 
 
-def _groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:
-    """The calibrated group of each channel of all heads; None where the recipe has none."""
+def to_plain(found: Sequence[Distribution]) -> list[dict[str, Any]]:
+    """Return one row a distribution as plain data.
+
+    channels: largest magnitude of each channel. order: channels by calibrated group.
+    """
+    return [
+        {
+            "layer": d.layer,
+            "kind": d.kind,
+            "outliers": d.outliers,
+            "group": d.group,
+            "spread": d.before,
+            "spread_reordered": d.after,
+            "channels": [round(x, 5) for x in d.x.abs().amax(dim=1).tolist()],
+            "order": None if d.order is None else d.order.tolist(),
+        }
+        for d in found
+    ]
+
+
+def to_json(found: Sequence[Distribution], environment: dict[str, Any]) -> str:
+    """Return `{"environment": …, "rows": […]}`."""
+    data = {"environment": environment, "rows": to_plain(found)}
+    return json.dumps(data, indent=2, ensure_ascii=False)
+
+
+def _calibrated_groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:
+    """Return the calibrated group of each channel of all heads; None without calibration."""
     of_keys = "raw_keys" if recipe.store.pre_rope else "keys"
     channels = {of_keys: layer.keys, "values": layer.values}.get(kind)
     if channels is None or channels.group_of is None:
@@ -135,6 +161,6 @@ def _groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:
     return channels.group_of.flatten().cpu()
 
 
-def _size(recipe: Recipe) -> int:
-    """Channels of a group."""
+def _group_size(recipe: Recipe) -> int:
+    """Return the number of channels in a group."""
     return max((fmt.group for fmt in recipe.store.quantized.values()), default=0) or 32

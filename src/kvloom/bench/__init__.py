@@ -1,17 +1,19 @@
-"""Speed: kvloom beside what people have, in one run on one machine.
+"""Speed: kvloom compared with torch and transformers, in one run on one machine.
 
-    from kvloom.bench import Shape, clock, decode, rows
-    sides = decode.sides(Shape(32, 8, 128), ["full", "kivi"], context=8192)
-    print(rows.of(sides, clock.run(sides, repeats=20), ...))
+    from kvloom.bench import LayerShape, decode, rows, timing
+    candidates = decode.candidates(LayerShape(32, 8, 128), ["full", "kivi"], context=8192)
+    times = timing.time_candidates(candidates, repeats=20)
+    print(rows.make_rows(candidates, times, decode.BASELINES, shape="", context=8192, batch=1))
 
-`decode` is one layer's attention to a long context, `prefill` a prompt's, `pack` the store alone,
-`generate` whole steps of a model. `caches` fills caches without computing a prompt, `clock` lets
-sides take turns, `rows`, `report` and `plot` show what was measured.
+`decode` measures one layer's attention to a long context, `prefill` to a prompt, `pack` the
+quantization of a prompt alone, `generate` whole decode steps of a model. `filled_caches` and
+`transformers_caches` fill caches without computing a prompt. `timing` times all candidates
+alternately. `rows`, `table` and `plot` show the result.
 """
 
 from __future__ import annotations
 
 from .rows import Row
-from .shape import ModelShape, Shape
+from .shapes import LayerShape, ModelShape
 
-__all__ = ["ModelShape", "Row", "Shape"]
+__all__ = ["LayerShape", "ModelShape", "Row"]

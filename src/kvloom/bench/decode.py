@@ -1,7 +1,7 @@
-"""One layer's decode attention: one query to a long context, and its token taken in.
+"""One layer's decode step: the attention of one query to a long context, and storing its token.
 
-Decides what stands side by side: torch's SDPA as it is called without a cache, transformers'
-caches with the attention that transformers would call, kvloom's recipes.
+Decides what is compared: torch's SDPA without a cache, transformers' caches with the attention that
+transformers would call, and kvloom's recipes.
 """
 
 from __future__ import annotations
@@ -15,46 +15,40 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..cache.layer import LayerCache
 from ..recipe.resolve import resolve
-from . import caches
-from .clock import Side, problem
-from .shape import Shape, short
+from . import filled_caches, transformers_caches
+from .shapes import LayerShape, short_name
+from .timing import Candidate, problem
 
-AGAINST = ("SDPA fp32", "SDPA bf16", "DynamicCache")
+BASELINES = ("SDPA fp32", "SDPA bf16", "DynamicCache")
 
 
-def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
-    """All sides at one context, their caches filled."""
-    q, k, v = caches.random(shape, context)
+def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
+    """Return all candidates at one context, with filled caches."""
+    q, k, v = filled_caches.random_qkv(shape, context)
     q = q[:, :, -1:]
     dtypes = dict.fromkeys((torch.float32, torch.bfloat16, shape.dtype))
     found = [_sdpa(dtype, q, k, v) for dtype in dtypes]
     if shape.q_heads != shape.kv_heads:
         found.append(_sdpa(shape.dtype, q, k, v, rows=True))
-    found += [_stock(name, shape, q, k, v) for name in caches.STOCK]
+    found += [_transformers(name, shape, q, k, v) for name in transformers_caches.INSTALL]
     return found + [_recipe(recipe, shape, context) for recipe in recipes]
 
 
-def step(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One decode step: attend, take the token in, drop and pack what is due."""
-    return cache.attend(q, k, v, scale=q.shape[3] ** -0.5)
-
-
-def _sdpa(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, rows: bool = False) -> Side:
-    """SDPA; rows: the query heads of a group as rows over the same keys."""
+def _sdpa(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, rows: bool = False) -> Candidate:
+    """Return SDPA. rows: pass the query heads of a group as query rows over the same keys."""
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    name, nbytes = f"SDPA {short(dtype)}", k.nbytes + v.nbytes
+    name, nbytes = f"SDPA {short_name(dtype)}", k.nbytes + v.nbytes
     if rows:
         name, q = f"{name} rows", q.view(q.shape[0], k.shape[1], -1, q.shape[3])
 
     def call() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
-    return Side(name, call, held=lambda: nbytes, read=lambda: nbytes)
+    return Candidate(name, call, kv_bytes=lambda: nbytes, read_bytes=lambda: nbytes)
 
 
-def _stock(name: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Side:
+def _transformers(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor) -> Candidate:
     config = LlamaConfig(
         num_hidden_layers=1,
         num_attention_heads=shape.q_heads,
@@ -63,9 +57,9 @@ def _stock(name: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Side:
         hidden_size=shape.q_heads * shape.head_dim,
     )
     try:
-        cache = caches.stock(name, config, k, v)
+        cache = transformers_caches.filled(name, config, k, v)
     except (ImportError, ValueError) as error:
-        return Side(name, problem=caches.missing(name, error))
+        return Candidate(name, problem=transformers_caches.missing(name, error))
     groups = shape.q_heads // shape.kv_heads
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False)
     new_k, new_v = k[:, :, -1:], v[:, :, -1:]
@@ -75,24 +69,24 @@ def _stock(name: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Side:
         scaling = shape.head_dim**-0.5
         return sdpa_attention_forward(module, q, keys, values, None, scaling=scaling)
 
-    def held() -> int:
-        return caches.nbytes(cache)
+    def nbytes() -> int:
+        return transformers_caches.nbytes(cache)
 
-    return Side(name, call, held=held, read=held)
+    return Candidate(name, call, kv_bytes=nbytes, read_bytes=nbytes)
 
 
-def _recipe(name: str, shape: Shape, context: int) -> Side:
-    q, k, v = caches.random(shape, context)
+def _recipe(name: str, shape: LayerShape, context: int) -> Candidate:
+    q, k, v = filled_caches.random_qkv(shape, context)
     try:
-        (cache,) = caches.layers(resolve(name), shape)
+        (cache,) = filled_caches.empty_layers(resolve(name), shape)
         with torch.inference_mode():
-            caches.fill(cache, q, k, v)
+            filled_caches.fill(cache, q, k, v)
     except Exception as error:
-        return Side(name, problem=problem(error))
+        return Candidate(name, problem=problem(error))
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
-    return Side(
+    return Candidate(
         name,
-        lambda: step(cache, q, k, v),
-        held=lambda: cache.nbytes,
-        read=lambda: caches.read_nbytes(cache),
+        lambda: cache.attend(q, k, v, scale=shape.head_dim**-0.5),
+        kv_bytes=lambda: cache.nbytes,
+        read_bytes=lambda: filled_caches.read_nbytes(cache),
     )

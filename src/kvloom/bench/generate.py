@@ -1,6 +1,6 @@
 """Whole decode steps of a Llama with random weights, on caches filled to a depth.
 
-A step reads the weights once and what its cache reads; GB/s count both.
+A step reads the weights once, and what its cache reads; GB/s count both.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..hf.cache import Cache
 from ..recipe.resolve import resolve
-from . import caches
-from .clock import Side, problem
-from .shape import ModelShape
+from . import filled_caches, transformers_caches
+from .shapes import ModelShape
+from .timing import Candidate, problem
 
-AGAINST = ("DynamicCache",)
-_MORE = 4096  # positions behind the longest context
+BASELINES = ("DynamicCache",)
+_EXTRA_POSITIONS = 4096  # after the longest context, for the decode steps
 
 
-def model(shape: ModelShape, longest: int) -> LlamaForCausalLM:
-    """The model, its weights drawn at random; takes `longest` tokens and some steps."""
+def random_model(shape: ModelShape, longest: int) -> LlamaForCausalLM:
+    """Return a model with random weights, for contexts of up to `longest` tokens."""
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -33,7 +33,7 @@ def model(shape: ModelShape, longest: int) -> LlamaForCausalLM:
         num_attention_heads=shape.q_heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=longest + _MORE,
+        max_position_embeddings=longest + _EXTRA_POSITIONS,
         attn_implementation="sdpa",
         dtype=shape.dtype,
     )
@@ -45,52 +45,56 @@ def model(shape: ModelShape, longest: int) -> LlamaForCausalLM:
         torch.set_default_dtype(default)
 
 
-def sides(
+def candidates(
     plain: LlamaForCausalLM, shape: ModelShape, recipes: Sequence[str], context: int
-) -> list[Side]:
-    """All sides at one context, their caches filled."""
-    _, k, v = caches.random(shape, context)
+) -> list[Candidate]:
+    """Return all candidates at one context, with filled caches."""
+    _, k, v = filled_caches.random_qkv(shape, context)
     ids = torch.ones(shape.batch, 1, dtype=torch.long)
     weights = sum(p.nbytes for p in plain.parameters()) - plain.get_input_embeddings().weight.nbytes
     found = []
-    for name in caches.STOCK:
+    for name in transformers_caches.INSTALL:
         try:
-            cache = caches.stock(name, plain.config, k, v)
+            cache = transformers_caches.filled(name, plain.config, k, v)
         except (ImportError, ValueError) as error:
-            found.append(Side(name, problem=caches.missing(name, error)))
+            found.append(Candidate(name, problem=transformers_caches.missing(name, error)))
             continue
-        found.append(_side(name, plain, ids, cache, weights, partial(caches.nbytes, cache)))
+        nbytes = partial(transformers_caches.nbytes, cache)
+        found.append(_candidate(name, plain, ids, cache, weights, nbytes, nbytes))
     shared = {id(p): p for p in plain.parameters()}
-    routed = copy.deepcopy(plain, shared)  # kvloom's attention is put into this one
+    routed = copy.deepcopy(plain, shared)  # the same weights, with kvloom's attention
     for name in recipes:
         try:
-            with torch.no_grad():  # steps of a model write to these tensors in any mode
-                ours = caches.ours(routed, resolve(name), shape, context)
+            with torch.no_grad():  # in inference mode, the model's steps could not write to it
+                ours = filled_caches.filled_cache(routed, resolve(name), shape, context)
         except Exception as error:
-            found.append(Side(name, problem=problem(error)))
+            found.append(Candidate(name, problem=problem(error)))
             continue
-        found.append(_side(name, routed, ids, ours, weights, *_counts(ours)))
+        found.append(_candidate(name, routed, ids, ours, weights, *_byte_counts(ours)))
     return found
 
 
-def _counts(cache: Cache) -> tuple[Callable[[], int], Callable[[], int]]:
-    """What tells the bytes that a cache holds, and those that its last step read."""
+def _byte_counts(cache: Cache) -> tuple[Callable[[], int], Callable[[], int]]:
+    """Return functions for the bytes in a cache, and the bytes that its last step read."""
     layers = [routed.cache for routed in cache.routed]
-    return lambda: cache.nbytes, lambda: sum(caches.read_nbytes(layer) for layer in layers)
+    return (
+        lambda: cache.nbytes,
+        lambda: sum(filled_caches.read_nbytes(layer) for layer in layers),
+    )
 
 
-def _side(
+def _candidate(
     name: str,
     model: Any,
     ids: torch.Tensor,
     cache: Any,
     weights: int,
-    held: Callable[[], int],
-    read: Callable[[], int] | None = None,
-) -> Side:
-    return Side(
+    kv_bytes: Callable[[], int],
+    read_kv_bytes: Callable[[], int],
+) -> Candidate:
+    return Candidate(
         name,
         lambda: model(input_ids=ids, past_key_values=cache, use_cache=True).logits,
-        held=held,
-        read=lambda: weights + (read or held)(),
+        kv_bytes=kv_bytes,
+        read_bytes=lambda: weights + read_kv_bytes(),
     )

@@ -1,7 +1,7 @@
-"""The store alone: a prompt's keys and values into their formats, and its attention beside.
+"""Quantization alone: pack a prompt's keys and values, compared with the prompt's attention.
 
-GB/s are of what goes in. A prompt's prefill is at least its attention, which is timed here; the
-linear layers come on top.
+GB/s are of the exact keys and values. A prefill takes at least the time of the prompt's attention,
+which is timed here; the linear layers come in addition.
 """
 
 from __future__ import annotations
@@ -14,48 +14,47 @@ import torch
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..store import KVSide
-from . import caches
-from .clock import Side, problem
-from .prefill import attention, prompt
-from .shape import Shape
+from . import filled_caches
+from .prefill import random_prompt, sdpa
+from .shapes import LayerShape
+from .timing import Candidate, problem
 
-AGAINST = ("the prompt's attention",)
+BASELINES = ("the prompt's attention",)
 
 
-def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
-    """All sides at one prompt length."""
-    q, k, v = prompt(shape, context)
-    found, nbytes = [attention(AGAINST[0], q, k, v)], k.nbytes + v.nbytes
+def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
+    """Return all candidates at one prompt length."""
+    q, k, v = random_prompt(shape, context)
+    found, nbytes = [sdpa(BASELINES[0], q, k, v)], k.nbytes + v.nbytes
     for name in recipes:
         recipe = resolve(name)
         try:
-            lanes = _Lanes(recipe, shape)
+            store = _EmptyStore(recipe, shape)
         except Exception as error:
-            found.append(Side(name, problem=problem(error)))
+            found.append(Candidate(name, problem=problem(error)))
             continue
         if recipe.store.exact:
-            found.append(Side(name, problem="it packs nothing"))
+            found.append(Candidate(name, problem="it packs nothing"))
             continue
-        found.append(
-            Side(name, partial(lanes.take, k, v), lanes.make, lanes.nbytes, lambda: nbytes)
-        )
+        pack = partial(store.pack, k, v)
+        found.append(Candidate(name, pack, store.renew, store.nbytes, lambda: nbytes))
     return found
 
 
-class _Lanes:
-    """The store's two streams, empty before every call."""
+class _EmptyStore:
+    """The store of one layer's keys and values, renewed before every call."""
 
-    def __init__(self, recipe: Recipe, shape: Shape) -> None:
+    def __init__(self, recipe: Recipe, shape: LayerShape) -> None:
         self.recipe, self.shape = recipe, shape
-        self.make()
+        self.renew()
 
-    def make(self) -> None:
-        metadata = caches.layers(self.recipe, self.shape)[0].metadata
+    def renew(self) -> None:
+        metadata = filled_caches.empty_layers(self.recipe, self.shape)[0].metadata
         store, recents = self.recipe.store, self.recipe.protect.recents
         self.keys = KVSide(store.keys, recents[0], metadata.keys, metadata.rope)
         self.values = KVSide(store.values, recents[1], metadata.values)
 
-    def take(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def pack(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.keys.extend(k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1))
         self.values.extend(v, 0)
 

@@ -1,4 +1,4 @@
-"""Rows as a picture: time against context, or as bars where there is one context."""
+"""Results as a picture: time against context, or bars if there is only one context."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report.picture import check, style
+from ..report.plots import check_plot, line_style
 from .rows import Row
 
 
 def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> None:
-    """Write the picture of what ran; the suffix of `path` is the format."""
-    check(path)
+    """Write the times to `path`; its suffix is the format. Raises `InputError`."""
+    check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -28,10 +28,10 @@ def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> 
     )
     if len(contexts) > 1:
         for i, name in enumerate(names):
-            mine = sorted((row.context, row.ms) for row in ran if row.name == name)
-            color, marker, line = style(i)
+            points = sorted((row.context, row.ms) for row in ran if row.name == name)
+            color, marker, line = line_style(i)
             axes.plot(
-                *zip(*mine, strict=True), label=name,
+                *zip(*points, strict=True), label=name,
                 color=color, marker=marker, markersize=4, linestyle=line,
             )  # fmt: skip
         axes.set_xscale("log", base=2)

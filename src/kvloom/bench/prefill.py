@@ -1,7 +1,7 @@
-"""A prompt's attention in one layer, and what taking it in costs beside.
+"""One layer's prefill: a prompt's attention, and the cost of storing the prompt.
 
-Taking in is what a cache does once the prompt's own attention is computed: scoring, dropping,
-packing, building an index. It is timed alone as well.
+Storing is what a cache does after the prompt's attention is computed: score, evict, pack, build an
+index. It is also timed alone.
 """
 
 from __future__ import annotations
@@ -15,63 +15,65 @@ from torch import Tensor
 
 from ..cache.layer import LayerCache
 from ..recipe.resolve import resolve
-from . import caches
-from .clock import Side, problem
-from .shape import DTYPES, Shape, short
+from . import filled_caches
+from .shapes import DTYPES, LayerShape, short_name
+from .timing import Candidate, problem
 
-AGAINST = tuple(f"SDPA {short(dtype)}" for dtype in DTYPES.values())  # the shape's runs
+BASELINES = tuple(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values())
+"""Only the one in the dtype of the shape is measured."""
 
 
-def sides(shape: Shape, recipes: Sequence[str], context: int) -> list[Side]:
-    """All sides at one prompt length."""
-    q, k, v = prompt(shape, context)
-    found = [attention(f"SDPA {short(shape.dtype)}", q, k, v)]
+def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
+    """Return all candidates at one prompt length."""
+    q, k, v = random_prompt(shape, context)
+    found = [sdpa(f"SDPA {short_name(shape.dtype)}", q, k, v)]
     for name in recipes:
         try:
-            fresh = _Fresh(name, shape)
+            layer = _EmptyLayer(name, shape)
         except Exception as error:
-            found.append(Side(name, problem=problem(error)))
+            found.append(Candidate(name, problem=problem(error)))
             continue
+        attend, store = partial(layer.attend, q, k, v), partial(layer.store, q, k, v)
         found += [
-            Side(name, partial(fresh.attend, q, k, v), fresh.make, fresh.nbytes),
-            Side(f"{name}, taking in", partial(fresh.take, q, k, v), fresh.make, fresh.nbytes),
+            Candidate(name, attend, layer.renew, layer.nbytes),
+            Candidate(f"{name}, storing", store, layer.renew, layer.nbytes),
         ]
     return found
 
 
-def prompt(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values: q [B, Hq, tokens, D], k and v [B, Hk, tokens, D]."""
-    _, k, v = caches.random(shape, tokens)
+def random_prompt(shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random q [B, Hq, tokens, D], and k and v [B, Hk, tokens, D]."""
+    _, k, v = filled_caches.random_qkv(shape, tokens)
     g = torch.Generator().manual_seed(1)
     size = shape.batch, shape.q_heads, tokens, shape.head_dim
     return torch.randn(size, generator=g).to(shape.dtype), k, v
 
 
-def attention(name: str, q: Tensor, k: Tensor, v: Tensor) -> Side:
-    """A prompt's attention alone, by torch's SDPA."""
+def sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Candidate:
+    """Return a prompt's attention by torch's SDPA, without a cache."""
     gqa = q.shape[1] != k.shape[1]
-    return Side(
+    return Candidate(
         name,
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
-        held=lambda: k.nbytes + v.nbytes,
+        kv_bytes=lambda: k.nbytes + v.nbytes,
     )
 
 
-class _Fresh:
-    """An empty cache a call."""
+class _EmptyLayer:
+    """A layer's cache that is renewed before every call."""
 
-    def __init__(self, name: str, shape: Shape) -> None:
+    def __init__(self, name: str, shape: LayerShape) -> None:
         self.recipe, self.shape = resolve(name), shape
-        self.make()
+        self.renew()
 
-    def make(self) -> None:
-        self.cache: LayerCache = caches.layers(self.recipe, self.shape)[0]
+    def renew(self) -> None:
+        self.cache: LayerCache = filled_caches.empty_layers(self.recipe, self.shape)[0]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.cache.attend(q, k, v, scale=q.shape[3] ** -0.5)
 
-    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        caches.fill(self.cache, q, k, v)
+    def store(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        filled_caches.fill(self.cache, q, k, v)
 
     def nbytes(self) -> int:
         return self.cache.nbytes

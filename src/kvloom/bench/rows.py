@@ -1,4 +1,4 @@
-"""What was measured, as plain data."""
+"""Results of a benchmark as plain data."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .clock import Side, Times
+from .timing import Candidate, Times
 
 
 @dataclass
 class Row:
-    """One side at one context.
+    """One candidate at one context.
 
-    ms: median of a call; least_ms: the least. kv_bytes: of keys and values held, metadata and
-    spare room included. read_bytes: what a call must read at least. gb_s: that over the median.
-    ratios: how many times faster than another side this one is. fell: operations of kvloom that no
-    kernel covers, which plain torch ran, and why. problem: why there are no figures.
+    ms: median of a call. least_ms: the fastest call. kv_bytes: keys and values in the cache, with
+    metadata and spare room. read_bytes: the least that a call must read. gb_s: read_bytes over ms.
+    ratios: how many times faster than each baseline this candidate is. fell: operations of kvloom
+    that fell back to plain torch, with the reason. problem: why there are no figures.
     """
 
     name: str
@@ -35,27 +35,27 @@ class Row:
     problem: str | None = None
 
 
-def of(
-    sides: Sequence[Side],
+def make_rows(
+    candidates: Sequence[Candidate],
     times: dict[str, Times],
-    against: Sequence[str],
+    baselines: Sequence[str],
     *,
     shape: str,
     context: int,
     batch: int,
 ) -> list[Row]:
-    """One row a side; against: names of the sides that ratios are to, as far as they ran."""
+    """Return one row a candidate. baselines: candidates that ratios are to, if they have times."""
     median = {name: statistics.median(t.ms) for name, t in times.items() if t.ms}
     rows = []
-    for side in sides:
-        row = Row(side.name, shape, context, batch, problem=side.problem)
-        if side.name in median:
-            row.ms, row.least_ms = median[side.name], min(times[side.name].ms)
-            row.kv_bytes, row.read_bytes = side.held(), side.read()
+    for candidate in candidates:
+        row = Row(candidate.name, shape, context, batch, problem=candidate.problem)
+        if candidate.name in median:
+            row.ms, row.least_ms = median[candidate.name], min(times[candidate.name].ms)
+            row.kv_bytes, row.read_bytes = candidate.kv_bytes(), candidate.read_bytes()
             if row.read_bytes is not None:
                 row.gb_s = row.read_bytes / row.ms / 1e6
-            row.ratios = {name: median[name] / row.ms for name in against if name in median}
-            row.fell = sorted(times[side.name].fell)
+            row.ratios = {name: median[name] / row.ms for name in baselines if name in median}
+            row.fell = sorted(times[candidate.name].fallbacks)
         rows.append(row)
     return rows
 

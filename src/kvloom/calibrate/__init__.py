@@ -1,13 +1,13 @@
-"""Measure once what calibrated formats need of a model: ranges, groups, clip factors.
+"""Calibration: measure once what calibrated formats need from a model, and write it to a file.
 
-`record` runs the model on a text and hands over every layer's queries, keys and values; `groups`
-puts channels that are alike together; `attention` computes the error that packing causes; `clip`
-searches how far to clip each group; `run` does all of it and writes the file that
-`store.calibration` reads. Knows no recipe by name.
+`ranges` measures the range of every channel, `channel_groups` groups channels with similar ranges,
+`clip_search` chooses how far each group is clipped, and `run` does all of it and writes the file
+that `kvloom.store.calibration` reads. Knows no recipe by name.
 """
 
 from __future__ import annotations
 
-from .run import Settings, calibrate, contexts
+from .run import calibrate
+from .settings import Settings, cut_contexts
 
-__all__ = ["Settings", "calibrate", "contexts"]
+__all__ = ["Settings", "calibrate", "cut_contexts"]

@@ -1,16 +1,15 @@
 """A whole calibration: ranges from contexts, groups from the ranges, clip factors by search.
 
-Decides the order, when enough is read, what is saved on the way and when a saved state is used
-again. Memory grows with the layers, not with the text: running ranges, and one sample a layer. The
-state is saved beside the result, as `NAME.partial`, and used if model, text and settings are the
-same.
+Decides the order of the work and when a saved state is reused. Memory grows with the number of
+layers, not with the text: running ranges, and one sample a layer. The state is saved next to the
+result as `NAME.partial`; it is reused if model, text and settings are the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,62 +18,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CalibrationError
-from ..hf import attach, compat
+from ..hf import compat
 from ..hf.metadata import identity, undoable_rope
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store import Packed
 from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
 from ..store.codec import Channels, consecutive
-from . import groups, record
-from .attention import Attention, Sample
-from .clip import search
-
-LEAST_CONTEXTS = 4
-_CHECK_EVERY = 8  # contexts: ranges are compared with those of the last check, and saved
-
-_CONTEXTS, _READ, _LAYERS = range(3)  # places in the saved state: contexts read, all read, layers
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and how much there is."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How much to read.
-
-    At most `contexts` contexts of `context` tokens each give the ranges of channels. Every 8
-    contexts, the share of each range that these 8 added is computed; reading ends when its mean
-    over all channels, layers, keys and values is below `settled`. Clip factors are searched on the
-    first `sample_contexts` contexts, `sample_tokens` tokens each, with `queries` queries that see
-    the first `sinks` and the newest `recent` tokens unpacked.
-    """
-
-    contexts: int = 64
-    context: int = 1024
-    settled: float = 0.02
-    sample_contexts: int = 4
-    sample_tokens: int = 1024
-    queries: int = 64
-    sinks: int = 5
-    recent: int = 128
-
-
-def contexts(ids: np.ndarray, first: list[int], settings: Settings) -> Tensor:
-    """Cut contexts from a text's ids, int64 [contexts, context], each opened by the ids `first`.
-
-    Spread over the whole text, never overlapping; fewer if the text is short. Raises
-    `CalibrationError` if there are not even `LEAST_CONTEXTS`.
-    """
-    body = settings.context - len(first)
-    count = min(settings.contexts, len(ids) // body) if body > 0 else 0
-    if count < LEAST_CONTEXTS:
-        raise CalibrationError(
-            f"the text has {len(ids)} tokens, and calibration needs {LEAST_CONTEXTS} contexts of "
-            f"{settings.context}; give more text or a smaller context"
-        )
-    begins = np.linspace(0, len(ids) - body, count).astype(int)
-    return torch.from_numpy(np.stack([[*first, *ids[b : b + body]] for b in begins]))
+from ..workload.attachment import attachment_restored
+from ..workload.recorder import AttentionInputs, compressible_layers, record
+from ..workload.sampled_attention import ExactAttention, Sample
+from .channel_groups import group_channels
+from .clip_search import search_clip
+from .ranges import CONTEXTS, LAYERS, Progress, read_ranges
+from .settings import Settings
 
 
 def calibrate(
@@ -85,11 +42,11 @@ def calibrate(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Calibrate a model on contexts ids [M, T] for what the recipes need; write and return it.
+    """Calibrate a model for the formats of the recipes; write the result to `out` and return it.
 
-    Continues what an interrupted run left. The settings in the file say how many contexts were
-    `read`. The model is left as it was. Raises `CalibrationError`, `IncompatibleRecipe` or
-    `NotFinite`.
+    ids: int64 [M, T], contexts. Continues an interrupted run. `read` in the settings of the result
+    is the number of contexts that were read. The model is left as it was. Raises
+    `CalibrationError`, `IncompatibleRecipe` or `NotFinite`.
     """
     settings = settings or Settings()
     recipes = list(recipes)
@@ -97,20 +54,15 @@ def calibrate(
         {
             (side, f)
             for recipe in recipes
-            for store in recipe.stores
-            for side, f in store.quantized.items()
+            for side, f in recipe.store.quantized.items()
             if f.calibrated
         },
         key=str,
     )
     for recipe in recipes:
         recipe.check(compat.geometry(model))
-    routed_before = getattr(model, "_kvloom", None) is not None
-    try:
+    with attachment_restored(model):
         return _calibrate(model, ids, formats, out, settings, progress or (lambda *_: None))
-    finally:
-        if not routed_before and getattr(model, "_kvloom", None) is not None:
-            attach.detach(model)
 
 
 def _calibrate(
@@ -119,85 +71,41 @@ def _calibrate(
     formats: list[tuple[str, Packed]],
     out: Path,
     settings: Settings,
-    tell: Progress,
+    on_step: Progress,
 ) -> Calibration:
-    layers, rope = record.layers(model), _rotary(model, formats)
+    layers, rope = compressible_layers(model), _rope(model, formats)
     partial = out.with_name(out.name + ".partial")
     text = hashlib.sha256(ids.cpu().numpy().astype(np.int64).tobytes()).hexdigest()
     about = {**asdict(settings), "contexts": len(ids), "formats": [_spell(*f) for f in formats]}
     found = _resume(partial, Calibration(identity(model), text, about, name=out.name))
     done = found.tensors.setdefault("done", torch.zeros(3, dtype=torch.int64))
-    _read(model, ids, found, partial, rope, settings.settled, tell)
+    read_ranges(model, ids, found, partial, rope, settings.settled, on_step)
     searched = [
         (side, f) for side, f in formats if f.transform and isinstance(f.transform.clip, str)
     ]
-    samples: dict[int, Sample] = {}
-    if searched and int(done[_LAYERS]) < len(layers):
-        some = ids[: settings.sample_contexts, : settings.sample_tokens]
-        exact = settings.sinks, settings.recent
-
-        def sample(number: int, seen: record.Seen) -> None:
-            samples[number] = Sample.of(seen, settings.queries, exact)
-
-        record.read(model, some, sample)
-    for at in range(int(done[_LAYERS]), len(layers)):
-        tell("calibrating layers", at, len(layers))
-        layer = layers[at]
+    unfinished = int(done[LAYERS]) < len(layers)
+    samples = _samples(model, ids, settings) if searched and unfinished else {}
+    for i in range(int(done[LAYERS]), len(layers)):
+        on_step("calibrating layers", i, len(layers))
+        layer = layers[i]
         for side, fmt in formats:
-            _group(found, layer, side, fmt)
+            _add_groups(found, layer, side, fmt)
         if searched:
-            attention = Attention(samples.pop(layer))
+            attention = ExactAttention(samples.pop(layer))
             for side, fmt in searched:
-                _search(found, layer, side, fmt, attention, rope)
-        done[_LAYERS] = at + 1
+                _add_clip(found, layer, side, fmt, attention, rope)
+        done[LAYERS] = i + 1
         found.save(partial)
-    tell("calibrating layers", len(layers), len(layers))
-    found.settings = {**found.settings, "read": int(done[_CONTEXTS])}
+    on_step("calibrating layers", len(layers), len(layers))
+    found.settings = {**found.settings, "read": int(done[CONTEXTS])}
     del found.tensors["done"]
     found.save(out)
     partial.unlink(missing_ok=True)
     return found
 
 
-def _read(
-    model: PreTrainedModel,
-    ids: Tensor,
-    found: Calibration,
-    partial: Path,
-    rope: Rope | None,
-    settled: float,
-    tell: Progress,
-) -> None:
-    """Find the ranges of all layers; go on where a saved state ends."""
-    done, before = found.tensors["done"], _ranges(found)
-    while not done[_READ]:
-        at = int(done[_CONTEXTS])
-        tell("reading contexts", at, len(ids))
-        record.read(model, ids[at : at + 1], lambda n, seen: _widen(found.tensors, n, seen, rope))
-        done[_CONTEXTS] = at + 1
-        last = at + 1 == len(ids)
-        if last or (at + 1) % _CHECK_EVERY == 0:
-            now = _ranges(found)
-            done[_READ] = last or bool(before and _added(before, now) < settled)
-            before = now
-            found.save(partial)
-
-
-def _ranges(found: Calibration) -> dict[str, Tensor]:
-    return {name: x for name, x in found.tensors.items() if name.startswith("range.")}
-
-
-def _added(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
-    """The share of the ranges [2, Hk, D] in `now` that `before` lacks, the mean over all."""
-    shares = []
-    for name, ends in now.items():
-        width, was = ends[1] - ends[0], before[name][1] - before[name][0]
-        shares.append(torch.where(width > 0, (width - was) / width, 0.0).mean())
-    return float(torch.stack(shares).mean())
-
-
 def _resume(partial: Path, fresh: Calibration) -> Calibration:
-    """The saved state if it is of the same model, text and settings."""
+    """Return the saved state if model, text and settings are those of `fresh`, else `fresh`."""
     try:
         saved = Calibration.load(partial)
     except CalibrationError:
@@ -207,21 +115,20 @@ def _resume(partial: Path, fresh: Calibration) -> Calibration:
     return saved if same else fresh
 
 
-def _widen(tensors: dict[str, Tensor], layer: int, seen: record.Seen, rope: Rope | None) -> None:
-    """Widen a layer's ranges by what is seen."""
-    kinds = {"keys": seen.k.float(), "values": seen.v.float()}
-    if rope is not None:
-        at = torch.arange(seen.k.shape[2]).view(1, 1, -1)
-        kinds["raw_keys"] = rope.rotate(kinds["keys"], -at)
-    for kind, x in kinds.items():
-        low, high = x.amin(dim=(0, 2)).cpu(), x.amax(dim=(0, 2)).cpu()  # [Hk, D]
-        known = tensors.get(f"range.{layer}.{kind}")
-        if known is not None:
-            low, high = torch.minimum(low, known[0]), torch.maximum(high, known[1])
-        tensors[f"range.{layer}.{kind}"] = torch.stack([low, high])
+def _samples(model: PreTrainedModel, ids: Tensor, settings: Settings) -> dict[int, Sample]:
+    """Return the sample of each layer on which clip factors are searched."""
+    samples: dict[int, Sample] = {}
+    exact = settings.sinks, settings.recent
+
+    def add(layer: int, inputs: AttentionInputs) -> None:
+        samples[layer] = Sample.of(inputs, settings.queries, exact)
+
+    record(model, ids[: settings.sample_contexts, : settings.sample_tokens], add)
+    return samples
 
 
-def _group(found: Calibration, layer: int, side: str, fmt: Packed) -> None:
+def _add_groups(found: Calibration, layer: int, side: str, fmt: Packed) -> None:
+    """Group the channels of a layer's keys or values, where the format reorders them."""
     assert fmt.transform is not None
     kind = kind_of(side, fmt)
     name = f"groups.{layer}.{kind}.{shape_of(fmt)}"
@@ -229,14 +136,20 @@ def _group(found: Calibration, layer: int, side: str, fmt: Packed) -> None:
         return
     low, high = found.ranges(layer, kind)
     if fmt.transform.smooth:
-        most = largest(low, high)
-        low, high = low / most, high / most
-    found.tensors[name] = groups.group(low, high, fmt.transform.span, fmt.group)
+        max_abs = largest(low, high)
+        low, high = low / max_abs, high / max_abs
+    found.tensors[name] = group_channels(low, high, fmt.transform.span, fmt.group)
 
 
-def _search(
-    found: Calibration, layer: int, side: str, fmt: Packed, exact: Attention, rope: Rope | None
+def _add_clip(
+    found: Calibration,
+    layer: int,
+    side: str,
+    fmt: Packed,
+    exact: ExactAttention,
+    rope: Rope | None,
 ) -> None:
+    """Search the clip factors of a format in a layer, unless they are found already."""
     name = f"{layer}.{kind_of(side, fmt)}.{format_of(fmt)}"
     if f"clip.{name}" in found.tensors:
         return
@@ -246,13 +159,13 @@ def _search(
     if channels is None:
         heads, dim = exact.k.shape[1], exact.k.shape[3]
         channels = Channels(consecutive(fmt.group, transform, heads, dim))
-    alone, together = search(exact, side, fmt, channels, rope if fmt.pre_rope else None)
-    found.tensors[f"clip.{name}"] = alone
-    found.tensors[f"clip_layer.{name}"] = together
+    by_group, by_layer = search_clip(exact, side, fmt, channels, rope if fmt.pre_rope else None)
+    found.tensors[f"clip.{name}"] = by_group
+    found.tensors[f"clip_layer.{name}"] = by_layer
 
 
-def _rotary(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> Rope | None:
-    """The model's rotary embedding; None if it has none and no format asks for it."""
+def _rope(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> Rope | None:
+    """Return the model's rotary embedding; None if it has none and no format needs it."""
     try:
         return undoable_rope(model)
     except CalibrationError:

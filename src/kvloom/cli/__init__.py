@@ -1,53 +1,24 @@
-"""The command line: one file a verb, each of them thin.
+"""The command line, `kvloom`: one file for each command.
 
-Nothing heavy is imported before a verb runs, so that `kvloom --help` answers at once.
+Importing this package imports nothing else: `main` checks that the packages of the extra
+`kvloom[cli]` are installed, and each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from .. import __version__
-from . import analyse, bench, calibrate, compare, generate, inspect, recipes
-
-app = typer.Typer(
-    name="kvloom",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        # --new-tokens is the former name of --max-new-tokens
-        "token_normalize_func": lambda name: "max-new-tokens" if name == "new-tokens" else name,
-    },
-)
-app.command("calibrate")(calibrate.command)
-app.command("compare")(compare.command)
-app.command("generate")(generate.command)
-app.command("inspect")(inspect.command)
-app.command("recipes")(recipes.command)
-app.add_typer(analyse.app, name="analyse")
-app.add_typer(bench.app, name="bench")
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"kvloom {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _kvloom(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    """Smaller KV caches for Hugging Face models, with memory really freed."""
+import sys
+from importlib.util import find_spec
 
 
 def main() -> None:
     """Run the command line."""
+    if find_spec("typer") is None or find_spec("rich") is None:
+        print(
+            "kvloom: the command line needs typer and rich, which are not installed; "
+            "run: pip install 'kvloom[cli]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    from .app import app
+
     app()

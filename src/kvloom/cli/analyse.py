@@ -1,4 +1,4 @@
-"""`kvloom analyse`: the papers' plots, one command a question."""
+"""`kvloom analyse`: the papers' analyses of a model and a text, one command each."""
 
 from __future__ import annotations
 
@@ -7,45 +7,37 @@ from typing import Annotated, Any
 
 import typer
 
-from .edge import (
-    RECIPE,
-    RECIPES,
-    Dtype,
-    Files,
-    Json,
-    Model,
-    chosen,
-    loaded,
-    named,
-    quiet,
-    show,
-    source,
-    told,
-    writable,
-)
-from .progress import progress
+from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
+from .options import RECIPE_HELP, RECIPES_HELP, Dtype, Files, Json, Model, Text, parse_recipes
+from .outputs import check_outputs, show_results
+from .progress import show_progress
+from .user_errors import user_errors
 
-app = typer.Typer(no_args_is_help=True, help="Draw the papers' plots for a model and a text.")
+app = typer.Typer(no_args_is_help=True, help="Analyse a model on a text, as the papers do.")
 
 
 @app.callback()
 def _analyse() -> None:
-    """Draw the papers' plots for a model and a text."""
+    """Analyse a model on a text, as the papers do."""
 
 
-_SEED = Annotated[int, typer.Option(min=0, help="Which part of the text.")]
+_SEED = Annotated[int, typer.Option(min=0, help="Seed for the part of the text.")]
 
 
 @app.command("attention")
 def attention(
     files: Files = None,
+    text: Text = None,
     model: Model = "reference",
     recipe: Annotated[
-        str, typer.Option(help=f"Whose scores to compare with those of the full cache. {RECIPE}")
+        str,
+        typer.Option(
+            help=f"The recipe whose scores are compared with the full cache's. {RECIPE_HELP}"
+        ),
     ] = "h2o",
-    context: Annotated[int, typer.Option(min=2, help="Tokens read at once.")] = 1024,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of the prompt.")] = 1024,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the text fed one by one after the context.")
+        int, typer.Option(min=1, help="Tokens of the text to decode one by one after the prompt.")
     ] = 64,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
@@ -56,115 +48,128 @@ def attention(
 
     As in Keyformer's figures 3a, 3b and 4 and MiniKV's figure 7.
     """
-    with told():
-        from ..analyse import attention as work
-        from ..analyse import attention_report as report
+    with user_errors():
+        from ..analyse import attention as analysis
+        from ..analyse import attention_plot, attention_table
         from ..recipe.resolve import resolve
 
         resolve(recipe)  # a wrong name is refused before anything is loaded
-        writable(json, plot=plot)
-        text = _read(files, model, dtype, seed, context=context, new_tokens=max_new_tokens)
-        with progress() as shown:
-            built = loaded(model, dtype, shown)
-            tell = shown.counter(max_new_tokens + 1)
-            layers = work.measure(built, text, context=context, recipe=recipe, progress=tell)
-        facts = _facts(built, model, files, recipe, context, seed)
-        facts["new_tokens"] = max_new_tokens
+        check_outputs(json, plot=plot)
+        sources = text_files(files, text)
+        ids = _read_ids(sources, model, dtype, seed, context=context, new_tokens=max_new_tokens)
+        with show_progress() as progress:
+            loaded = load_model(model, dtype, progress)
+            on_step = progress.counter(max_new_tokens + 1)
+            layers = analysis.measure(loaded, ids, context=context, recipe=recipe, progress=on_step)
+        environment = _environment(loaded, model, sources, recipe, context, seed)
+        environment["new_tokens"] = max_new_tokens
         if plot:
-            report.plot(layers, facts, plot)
-        show(report.to_json(layers, facts), json, report.table(layers, facts))
+            attention_plot.plot(layers, environment, plot)
+        data = analysis.to_json(layers, environment)
+        show_results(data, json, attention_table.table(layers, environment))
 
 
 @app.command("error")
 def error(
     files: Files = None,
+    text: Text = None,
     model: Model = "reference",
     recipes: Annotated[
-        str, typer.Option(help=f"Whose formats to compare. {RECIPES} (see kvloom recipes).")
+        str,
+        typer.Option(
+            help=f"The recipes whose formats to compare. {RECIPES_HELP} (see kvloom recipes)."
+        ),
     ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
     context: Annotated[int, typer.Option(min=64, help="Tokens of each context.")] = 1024,
-    contexts: Annotated[int, typer.Option(min=1, help="Contexts read.")] = 2,
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts to read.")] = 2,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
 ) -> None:
-    """What formats do to keys, values and attention, layer by layer (KIVI's table 2).
+    """The error of formats in keys, values and attention, layer by layer (KIVI's table 2).
 
-    Every token is packed, without windows or sinks: formats are compared, not recipes.
+    Every token is quantized, without recent windows or sinks: formats are compared, not recipes.
     """
-    with told():
-        from ..analyse import error as work
-        from ..analyse import error_report as report
+    with user_errors():
+        from ..analyse import error as analysis
+        from ..analyse import error_table
 
-        picked = chosen(recipes)
-        writable(json)
-        text = _read(files, model, dtype, seed, context=context, contexts=contexts)
-        with progress() as shown:
-            built = loaded(model, dtype, shown)
-            found = work.measure(built, text, picked, progress=shown.counter(contexts))
-        facts = _facts(built, model, files, recipes, context, seed)
-        facts["contexts"] = contexts
-        show(report.to_json(found, facts), json, report.table(found, facts))
+        chosen = parse_recipes(recipes)
+        check_outputs(json)
+        sources = text_files(files, text)
+        ids = _read_ids(sources, model, dtype, seed, context=context, contexts=contexts)
+        with show_progress() as progress:
+            loaded = load_model(model, dtype, progress)
+            found = analysis.measure(loaded, ids, chosen, progress=progress.counter(contexts))
+        environment = _environment(loaded, model, sources, recipes, context, seed)
+        environment["contexts"] = contexts
+        data = analysis.to_json(found, environment)
+        show_results(data, json, error_table.table(found, environment))
 
 
 @app.command("distribution")
 def distribution(
     files: Files = None,
+    text: Text = None,
     model: Model = "reference",
     recipe: Annotated[
         str,
         typer.Option(
-            help=f"Whose calibrated groups of channels to compare with plain ones. {RECIPE}"
+            help="The recipe whose calibrated groups of channels are compared with consecutive "
+            f"ones. {RECIPE_HELP}"
         ),
     ] = "skvq:group=32",
-    context: Annotated[int, typer.Option(min=2, help="Tokens read.")] = 512,
+    context: Annotated[int, typer.Option(min=2, help="Tokens to read.")] = 512,
     layers: Annotated[
-        str | None, typer.Option(help='Such as "0,3,5"; default: all. Three are drawn.')
+        str | None,
+        typer.Option(help='Layers such as "0,3,5"; default: all. Three of them are drawn.'),
     ] = None,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw magnitudes.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the magnitudes.")] = None,
 ) -> None:
-    """Magnitudes of keys and values by channel and token, also in calibrated order.
+    """Magnitudes of keys and values by channel and token, and by calibrated group.
 
-    As in KIVI's figure 2 and SKVQ's figure 2. A recipe without calibration draws them as they are.
+    As in KIVI's figure 2 and SKVQ's figure 2. Without a calibrated recipe, there are no groups.
     """
-    with told():
-        from ..analyse import distribution as work
-        from ..analyse import distribution_report as report
-        from ..eval import InputError
+    with user_errors():
+        from ..analyse import distribution as analysis
+        from ..analyse import distribution_plot, distribution_table
+        from ..errors import InputError
         from ..recipe.resolve import resolve
 
-        picked = resolve(recipe)
+        chosen = resolve(recipe)
         try:
             numbers = None if layers is None else [int(n) for n in layers.split(",")]
         except ValueError:
             raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
-        writable(json, plot=plot)
-        text = _read(files, model, dtype, seed, context=context)
-        with progress() as shown:
-            built = loaded(model, dtype, shown)
-            shown("reading the text")
-            found = work.measure(built, text, picked, numbers)
-        facts = _facts(built, model, files, recipe, context, seed)
+        check_outputs(json, plot=plot)
+        sources = text_files(files, text)
+        ids = _read_ids(sources, model, dtype, seed, context=context)
+        with show_progress() as progress:
+            loaded = load_model(model, dtype, progress)
+            progress("reading the text")
+            found = analysis.measure(loaded, ids, chosen, numbers)
+        environment = _environment(loaded, model, sources, recipe, context, seed)
         if plot:
-            report.plot(found, facts, plot)
-        show(report.to_json(found, facts), json, report.table(found, facts))
+            distribution_plot.plot(found, environment, plot)
+        data = analysis.to_json(found, environment)
+        show_results(data, json, distribution_table.table(found, environment))
 
 
-def _facts(
-    built: Any, model: str, files: list[Path] | None, recipe: str, context: int, seed: int
+def _environment(
+    loaded: Any, model: str, sources: list[Path], recipe: str, context: int, seed: int
 ) -> dict:
-    """What figures depend on."""
+    """Return the conditions of the figures."""
     from ..report.machine import machine
 
-    return {**machine(built), "model": named(model), "text": source(files), "recipe": recipe,
-            "context": context, "seed": seed}  # fmt: skip
+    return {**machine(loaded), "model": model_name(model), "text": text_name(sources),
+            "recipe": recipe, "context": context, "seed": seed}  # fmt: skip
 
 
-def _read(
-    files: list[Path] | None,
+def _read_ids(
+    sources: list[Path],
     model: str,
     dtype: str,
     seed: int,
@@ -173,17 +178,17 @@ def _read(
     new_tokens: int = 0,
     contexts: int = 1,
 ) -> Any:
-    """Return rows [contexts, context + new_tokens] of the text; refuse one that is too short.
+    """Return ids [contexts, context + new_tokens] of the text; refuse a text that is too short.
 
-    Only the model's config and tokenizer are loaded.
+    Loads only the model's config and tokenizer.
     """
-    from ..eval import load_small
-    from ..workload.models import check_room
-    from ..workload.text import library_text, opening, read_files, rows, tokenize
+    from ..workload.models import check_positions, load_config_and_tokenizer
+    from ..workload.text import cut_rows, leading_ids, tokenize
 
-    words = read_files(files) if files else library_text()
-    quiet()
-    config, tokenizer = load_small(model, dtype)
-    check_room(config, context, new_tokens)
+    content = read_text(sources)
+    silence_transformers()
+    config, tokenizer = load_config_and_tokenizer(model, dtype)
+    check_positions(config, context, new_tokens)
     tokens = context + new_tokens
-    return rows(tokenize(tokenizer, words), opening(tokenizer), contexts, tokens, seed)
+    ids = tokenize(tokenizer, content)
+    return cut_rows(ids, leading_ids(tokenizer), contexts, tokens, seed)

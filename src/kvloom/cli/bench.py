@@ -1,4 +1,4 @@
-"""`kvloom bench`: speed beside torch and transformers, in one run."""
+"""`kvloom bench`: speed compared with torch and transformers, in one run."""
 
 from __future__ import annotations
 
@@ -8,48 +8,52 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .collect import collect, leave
-from .edge import RECIPES, Json, chosen, quiet, show, told, writable
-from .progress import progress
+from .bench_options import check_at_least_1, parse_contexts, parse_dtype, parse_heads
+from .inputs import silence_transformers
+from .options import RECIPES_HELP, Json, parse_recipes
+from .outputs import check_outputs, show_results
+from .partial_results import collect_rows, finish
+from .progress import show_progress
+from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ..bench.clock import Side
+    from ..bench.timing import Candidate
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed beside torch and transformers.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed compared with torch and transformers.")
 
 
 @app.callback()
 def _bench() -> None:
-    """Measure speed beside torch and transformers, all in turns in one run.
+    """Measure speed compared with torch and transformers, alternately in one run.
 
-    Keys, values and weights are random. Times are medians; compiling is not in them.
+    Keys, values and weights are random. Times are medians and exclude compilation.
 
-    Progress and finished rows go to stderr, the table to stdout. After Ctrl-C, the table shows the
-    contexts that are finished. The exit status is 1 if a recipe has no times.
+    Progress and finished rows are printed on stderr, the table on stdout. After Ctrl-C, the table
+    shows the finished contexts. The exit status is 1 if a recipe has no times.
     """
 
 
-_CONTEXT = Annotated[str, typer.Option(help="Tokens, one count or several: 8192,32768.")]
-_RECIPES = Annotated[str, typer.Option(help=f"{RECIPES} (see kvloom recipes).")]
+_CONTEXT = Annotated[str, typer.Option(help="Tokens, one number or several: 8192,32768.")]
+_RECIPES = Annotated[str, typer.Option(help=f"{RECIPES_HELP} (see kvloom recipes).")]
 _HEADS = Annotated[str, typer.Option(help="Query heads / key-value heads.")]
-_HEAD_DIM = Annotated[int, typer.Option(help="Numbers of a key of one head.")]
-_BATCH = Annotated[int, typer.Option(help="Rows side by side.")]
+_HEAD_DIM = Annotated[int, typer.Option(help="Channels of a head.")]
+_BATCH = Annotated[int, typer.Option(help="Rows of the batch.")]
 _DTYPE = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 _THREADS = Annotated[
     int | None, typer.Option(help="Threads of torch and of kernels; default: torch's choice.")
 ]
-_REPEATS = Annotated[int, typer.Option(help="Timed calls of each side.")]
-_PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times.")]
+_REPEATS = Annotated[int, typer.Option(help="Timed calls of each candidate.")]
+_PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the times.")]
 
 
-def _layer(
-    verb: str, context: str, recipes: str, repeats: int, *, about: str, caption: str
+def _add_layer_command(
+    name: str, context: str, recipes: str, repeats: int, *, about: str, caption: str
 ) -> None:
-    """Add a verb that measures a part of one layer's work, as the module `bench.<verb>` has it."""
+    """Add a command that measures a part of one layer's work, as the module `bench.<name>` does."""
 
-    @app.command(verb, help=about)
+    @app.command(name, help=about)
     def command(
         context: _CONTEXT = context,
         recipes: _RECIPES = recipes,
@@ -62,49 +66,50 @@ def _layer(
         json: Json = None,
         plot: _PLOT = None,
     ) -> None:
-        with told():
-            from ..bench import Shape, shape
+        with user_errors():
+            from ..bench import LayerShape
 
-            work = import_module(f"kvloom.bench.{verb}")
-            built = Shape(*shape.heads(heads), head_dim, batch, shape.dtype(dtype))
+            benchmark = import_module(f"kvloom.bench.{name}")
+            shape = LayerShape(*parse_heads(heads), head_dim, batch, parse_dtype(dtype))
             _run(
-                verb, built, context, recipes, threads, repeats, json, plot,
-                lambda names, tokens: work.sides(built, names, tokens), work.AGAINST, caption,
+                name, shape, context, recipes, threads, repeats, json, plot,
+                lambda names, tokens: benchmark.candidates(shape, names, tokens),
+                benchmark.BASELINES, caption,
             )  # fmt: skip
 
 
-_layer(
+_add_layer_command(
     "decode",
     "8192,32768",
     "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
     30,
-    about="""One layer's decode step: one query to a long context, its token taken in.
+    about="""One layer's decode step: the attention of one query to a long context.
 
-    Beside torch's SDPA (rows: query heads of a group as rows over the same keys, which torch does
-    not do by itself) and transformers' caches. The context is not computed: caches are filled with
-    random keys and values.
+    Storing the step's token is included. Baselines: torch's SDPA (rows: with the query heads of a
+    group as query rows over the same keys, which torch does not do by itself) and transformers'
+    caches. The context is not computed: caches are filled with random keys and values.
     """,
-    caption="ms: median of a step; KV: held, metadata included; GB/s: keys and values that a step "
-    "has to read, over its time.",
+    caption="ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
+    "a step has to read, over its time.",
 )
-_layer(
+_add_layer_command(
     "prefill",
     "2048",
     "full,kivi,skvq,h2o,snapkv,minikv,clusterkv",
     5,
-    about="""A prompt's attention in one layer, with scoring, dropping, packing and indexing.
+    about="""A prompt's attention in one layer, with scoring, eviction, packing and indexing.
 
-    "taking in" is what comes after the attention, timed alone.
+    "storing" is the work after the attention, timed alone.
     """,
-    caption="ms: median of a prompt in one layer; KV: held after it.",
+    caption="ms: median of a prompt in one layer; KV: size of the cache after it.",
 )
-_layer(
+_add_layer_command(
     "pack",
     "8192",
     "kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,turbo",
     5,
-    about="A prompt's keys and values into their formats, beside the prompt's attention.",
-    caption="ms: median of packing a prompt of one layer; GB/s: keys and values that go in.",
+    about="The quantization of a prompt's keys and values, compared with the prompt's attention.",
+    caption="ms: median of packing a prompt of one layer; GB/s: exact keys and values.",
 )
 
 
@@ -115,9 +120,9 @@ def generate(
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 64,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Its hidden size.")] = 2048,
-    intermediate: Annotated[int, typer.Option(help="Width of its MLP.")] = 8192,
-    vocabulary: Annotated[int, typer.Option(help="Tokens that it knows.")] = 32000,
+    hidden: Annotated[int, typer.Option(help="Hidden size of the model.")] = 2048,
+    intermediate: Annotated[int, typer.Option(help="Width of the model's MLP.")] = 8192,
+    vocabulary: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32000,
     batch: _BATCH = 1,
     dtype: _DTYPE = "bfloat16",
     threads: _THREADS = None,
@@ -125,36 +130,36 @@ def generate(
     json: Json = None,
     plot: _PLOT = None,
 ) -> None:
-    """Whole decode steps of a Llama with random weights, beside transformers' caches.
+    """Whole decode steps of a Llama with random weights, compared with transformers' caches.
 
-    The prompt is not computed: every cache is filled to the context with random keys and values,
-    kvloom's as after a prompt of which the last 64 queries scored.
+    The prompt is not computed: every cache is filled to the context with random keys and values.
+    kvloom's caches are filled as after a prompt, with scores from the last 64 queries.
     """
-    with told():
-        from ..bench import ModelShape, shape
-        from ..bench import generate as work
+    with user_errors():
+        from ..bench import ModelShape
+        from ..bench import generate as benchmark
 
-        built = ModelShape(
-            *shape.heads(heads), head_dim, batch, shape.dtype(dtype), layers, hidden,
+        shape = ModelShape(
+            *parse_heads(heads), head_dim, batch, parse_dtype(dtype), layers, hidden,
             intermediate, vocabulary,
         )  # fmt: skip
         model: Any = None
 
-        def sides(names: Sequence[str], tokens: int) -> list[Side]:
+        def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
             nonlocal model
-            model = model or work.model(built, max(shape.contexts(context)))
-            return work.sides(model, built, names, tokens)
+            model = model or benchmark.random_model(shape, max(parse_contexts(context)))
+            return benchmark.candidates(model, shape, names, tokens)
 
         _run(
-            "generate", built, context, recipes, threads, repeats, json, plot,
-            sides, work.AGAINST,
-            "ms: median of a step; KV: held in all layers, metadata included; GB/s: weights, keys "
-            "and values that a step has to read, over its time.",
+            "generate", shape, context, recipes, threads, repeats, json, plot,
+            candidates, benchmark.BASELINES,
+            "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
+            "weights, keys and values that a step has to read, over its time.",
         )  # fmt: skip
 
 
 def _run(
-    verb: str,
+    name: str,
     shape: Any,
     context: str,
     recipes: str,
@@ -162,61 +167,60 @@ def _run(
     repeats: int,
     json: str | None,
     plot: Path | None,
-    sides: Callable[[Sequence[str], int], list[Side]],
-    against: Sequence[str],
-    about: str,
+    candidates: Callable[[Sequence[str], int], list[Candidate]],
+    baselines: Sequence[str],
+    caption: str,
 ) -> None:
-    """Measure at every context and show it; sides: of recipes at one."""
+    """Measure at every context and show the result.
+
+    name: of the command. candidates: returns the candidates of recipes at one context.
+    """
     import torch
 
-    from ..bench import caches, clock, limits, report, rows
-    from ..bench.plot import plot as draw
-    from ..bench.shape import contexts
-    from ..errors import InputError
+    from ..bench import bandwidth, rows, table, timing, transformers_caches
+    from ..bench import plot as plots
     from ..kernels.dispatch import compile_seconds
     from ..report.machine import machine
 
-    counts = contexts(context)
-    names = list(dict.fromkeys(recipe.name for recipe in chosen(recipes)))
-    for option, value in (("--threads", threads), ("--repeats", repeats)):
-        if value is not None and value < 1:
-            raise InputError(f"{option} {value} must be 1 or more")
-    writable(json, plot=plot)
-    quiet()
+    contexts = parse_contexts(context)
+    names = list(dict.fromkeys(recipe.name for recipe in parse_recipes(recipes)))
+    check_at_least_1(threads=threads, repeats=repeats)
+    check_outputs(json, plot=plot)
+    silence_transformers()
     if threads is not None:
         torch.set_num_threads(threads)
-    begin = compile_seconds()
-    most = {"read_gb_s": limits.read_gb_s()}
-    with progress() as shown:
-        tell = shown.counter(len(counts) * clock.rounds(repeats))
+    compiled_before = compile_seconds()
+    limits = {"read_gb_s": bandwidth.read_bandwidth_gb_s()}
+    with show_progress() as progress:
+        on_step = progress.counter(len(contexts) * timing.rounds(repeats))
 
-        def measured() -> Iterator[rows.Row]:
-            for tokens in counts:
-                tell(f"filling caches with {tokens:,} tokens", 0)
-                built = sides(names, tokens)
-                times = clock.run(built, repeats, tell)
-                yield from rows.of(
-                    built, times, against, shape=str(shape), context=tokens, batch=shape.batch
+        def measure() -> Iterator[rows.Row]:
+            for tokens in contexts:
+                on_step(f"filling caches with {tokens:,} tokens", 0)
+                measured = candidates(names, tokens)
+                times = timing.time_candidates(measured, repeats, on_step)
+                yield from rows.make_rows(
+                    measured, times, baselines, shape=str(shape), context=tokens, batch=shape.batch
                 )
 
-        found, ended = collect(measured(), report.line, shown)
+        found, early_end = collect_rows(measure(), table.line, progress)
     environment = {
         **machine(torch.empty(0, dtype=shape.dtype)),
-        "verb": verb,
+        "verb": name,
         "shape": str(shape),
         "batch": shape.batch,
         "repeats": repeats,
-        "compile_s": compile_seconds() - begin,
+        "compile_s": compile_seconds() - compiled_before,
     }
-    missing = [
-        f"{tokens:,} tokens" for tokens in counts if tokens not in {r.context for r in found}
-    ]
+    finished = {row.context for row in found}
+    missing = [f"{tokens:,} tokens" for tokens in contexts if tokens not in finished]
     if missing:
         environment["missing"] = missing
     if plot and found:
-        draw(found, environment, plot)
+        plots.plot(found, environment, plot)
     if found:
-        table = report.table(found, environment, most, about, verb in ("prefill", "pack"))
-        show(rows.to_json(found, environment, most), json, table)
-    failed = [row.name for row in found if row.problem and row.name not in caches.STOCK]
-    leave(ended, missing, list(dict.fromkeys(failed)))
+        shares = name in ("prefill", "pack")
+        shown = table.table(found, environment, limits, caption, shares)
+        show_results(rows.to_json(found, environment, limits), json, shown)
+    failed = [r.name for r in found if r.problem and r.name not in transformers_caches.INSTALL]
+    finish(early_end, missing, list(dict.fromkeys(failed)))

@@ -1,4 +1,4 @@
-"""`kvloom compare`: recipes side by side on a model and a text."""
+"""`kvloom compare`: several recipes on one model and one text."""
 
 from __future__ import annotations
 
@@ -7,23 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .collect import collect, leave
-from .edge import (
-    RECIPES,
-    Dtype,
-    Files,
-    Json,
-    Model,
-    chosen,
-    loaded,
-    named,
-    quiet,
-    show,
-    source,
-    told,
-    writable,
-)
-from .progress import progress
+from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
+from .options import RECIPES_HELP, Dtype, Files, Json, Model, Text, parse_recipes
+from .outputs import check_outputs, show_results
+from .partial_results import collect_rows, finish
+from .progress import show_progress
+from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from ..recipe.spec import Recipe
@@ -31,91 +20,104 @@ if TYPE_CHECKING:
 
 def command(
     files: Files = None,
+    text: Text = None,
     model: Model = "reference",
     recipes: Annotated[
         str | None,
-        typer.Option(help=f"{RECIPES}; default: all (see kvloom recipes)."),
+        typer.Option(help=f"{RECIPES_HELP}; default: all (see kvloom recipes)."),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens read before measuring; default: 2048, or what the model takes."
+            min=1, help="Tokens to prefill; default: 2048, or as many as the model can take."
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=32, help="Tokens of the text fed one by one after the context.")
+        int, typer.Option(min=32, help="Tokens of the text to decode one by one after the context.")
     ] = 160,
     batch: Annotated[
-        int, typer.Option(min=1, help="Rows of text, and questions asked, side by side.")
+        int, typer.Option(min=1, help="Rows of text, and questions, in one batch.")
     ] = 4,
-    questions: Annotated[int, typer.Option(min=0, help="Needles asked for; 0: none.")] = 48,
+    questions: Annotated[int, typer.Option(min=0, help="Questions about needles; 0: none.")] = 48,
     ask: Annotated[
-        str, typer.Option(help="Ask for needles after the context is compressed, or with it.")
+        str,
+        typer.Option(
+            help="Ask about needles after the context is compressed (after), or at the end of the "
+            "prompt (with)."
+        ),
     ] = "after",
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Tokens that recipes keep, or that a step of those that recall reads: so many "
-            "(512), or a share of the context (0.25). Recipes that do neither, such as kivi, have "
-            "no budget."
+            help="Tokens that recipes keep, or that a step reads in recipes with recall: a number "
+            "(512), or a fraction of the context (0.25). Other recipes, such as kivi, have no "
+            "budget."
         ),
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Which parts of the text, which needles.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed for the parts of the text and the needles.")
+    ] = 0,
     json: Json = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw quality against bits a value.")
+        Path | None, typer.Option(metavar="FILE", help="Plot quality against bits per value.")
     ] = None,
 ) -> None:
     """Compare recipes: memory, speed, perplexity, agreement with the full cache, needles found.
 
-    Every recipe reads the same context, then the text that follows, one token at a time; full is
-    always measured too. Needles are facts hidden in the text and asked for once it is compressed.
+    Every recipe reads the same context, then decodes the text that follows, one token at a time;
+    full is always measured too. Needles are facts hidden in the text; questions ask about them
+    after the text is compressed.
 
-    Progress and finished rows go to stderr, the table to stdout. After Ctrl-C, the table shows the
-    rows that are finished. The exit status is 1 if a recipe failed, or if one that you named does
-    not fit the model.
+    Progress and finished rows are printed on stderr, the table on stdout. After Ctrl-C, the table
+    shows the finished rows. The exit status is 1 if a recipe failed, or if a recipe that you named
+    does not fit the model.
     """
-    with told():
-        from .. import eval as work
-        from ..eval.compare import DEFAULT_CONTEXT, with_full
-        from ..recipe.resolve import RECIPES as NAMED
-        from ..workload.text import library_text, read_files
+    with user_errors():
+        from .. import eval as evaluation
+        from ..eval.table import line, table
+        from ..eval.task import DEFAULT_CONTEXT
+        from ..recipe.resolve import RECIPES
+        from ..workload.models import load_config_and_tokenizer
 
-        picked = chosen(",".join(NAMED) if recipes is None else recipes)
-        settings = work.Settings(context, max_new_tokens, batch, questions, ask, seed)
-        share = None if budget is None else _budget(budget)
-        _budgeted(picked, share, context or DEFAULT_CONTEXT)  # refused before anything is loaded
-        writable(json, plot=plot)
-        text = read_files(files) if files else library_text()
-        quiet()
-        config, tokenizer = work.load_small(model, dtype)
-        task = work.prepare(config, tokenizer, text, settings)
-        picked = with_full(_budgeted(picked, share, task.context))
-        with progress() as shown:
-            built = loaded(model, dtype, shown)
-            environment = work.environment(built, named(model), task, seed, source(files))
-            rows, ended = collect(
-                work.rows(built, tokenizer, picked, task, shown.counter(task.units * len(picked))),
-                lambda row: work.line(row, environment),
-                shown,
+        sources = text_files(files, text)
+        chosen = parse_recipes(",".join(RECIPES) if recipes is None else recipes)
+        settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
+        share = None if budget is None else _parse_budget(budget)
+        # A wrong budget is refused before anything is loaded.
+        _with_budget(chosen, share, context or DEFAULT_CONTEXT)
+        check_outputs(json, plot=plot)
+        content = read_text(sources)
+        silence_transformers()
+        config, tokenizer = load_config_and_tokenizer(model, dtype)
+        task = evaluation.prepare(config, tokenizer, content, settings)
+        chosen = evaluation.with_full(_with_budget(chosen, share, task.context))
+        with show_progress() as progress:
+            loaded = load_model(model, dtype, progress)
+            name = model_name(model)
+            environment = evaluation.environment(loaded, name, task, seed, text_name(sources))
+            on_step = progress.counter(task.units * len(chosen))
+            rows, early_end = collect_rows(
+                evaluation.iter_rows(loaded, tokenizer, chosen, task, on_step),
+                lambda row: line(row, environment),
+                progress,
             )
-        missing = [recipe.name for recipe in picked[len(rows) :]]
+        missing = [recipe.name for recipe in chosen[len(rows) :]]
         if missing:
             environment["missing"] = missing
         if share is not None:
             environment["budget"] = share
-            environment["without_budget"] = [r.name for r in picked if not r.budgeted]
+            environment["without_budget"] = [r.name for r in chosen if not r.budgeted]
         if plot and rows:
-            work.plot(rows, environment, plot)
+            evaluation.plot(rows, environment, plot)
         if rows:
-            show(work.to_json(rows, environment), json, work.table(rows, environment))
-        wrong = [r.recipe for r in rows if r.failed or (r.problem and recipes is not None)]
-        leave(ended, missing, wrong)
+            show_results(evaluation.to_json(rows, environment), json, table(rows, environment))
+        failed = [r.recipe for r in rows if r.failed or (r.problem and recipes is not None)]
+        finish(early_end, missing, failed)
 
 
-def _budgeted(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
-    """The recipes with a budget, of a context of so many tokens; None leaves them as they are."""
+def _with_budget(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
+    """Return the recipes with a budget for a context of so many tokens; None changes nothing."""
     from ..errors import RecipeError
 
     if share is None:
@@ -129,13 +131,13 @@ def _budgeted(recipes: list[Recipe], share: int | float | None, context: int) ->
     return changed
 
 
-def _budget(text: str) -> int | float:
-    """A whole number of tokens, or a fraction."""
+def _parse_budget(option: str) -> int | float:
+    """Return a whole number of tokens, or a fraction."""
     from ..errors import InputError
 
     try:
-        return float(text) if "." in text else int(text)
+        return float(option) if "." in option else int(option)
     except ValueError:
         raise InputError(
-            f"--budget {text!r} is neither whole tokens (512) nor a fraction (0.25)"
+            f"--budget {option!r} is neither whole tokens (512) nor a fraction (0.25)"
         ) from None

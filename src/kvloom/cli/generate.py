@@ -1,15 +1,16 @@
-"""`kvloom generate`: a prompt in, text out, and what the cache held."""
+"""`kvloom generate`: generate text from a prompt, and report the size of the cache."""
 
 from __future__ import annotations
 
-import time
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .edge import RECIPE, Dtype, Model, argument, loaded, named, quiet, stdin, told
-from .progress import progress
+from .inputs import check_utf8, load_model, model_name, read_stdin, silence_transformers
+from .options import RECIPE_HELP, Dtype, Model
+from .progress import show_progress
+from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from ..hf.cache import Cache
@@ -18,55 +19,57 @@ if TYPE_CHECKING:
 
 def command(
     prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="Text to go on from; -: read it from stdin.")
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; -: read it from stdin.")
     ] = "-",
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE)] = "kivi",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "kivi",
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Stop after this many new tokens.")
+    ] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token each time.")
+        float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token at each step.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Put the prompt into the tokenizer's chat template."),
+        typer.Option("--chat", help="Apply the tokenizer's chat template to the prompt."),
     ] = False,
     dtype: Dtype = "auto",
 ) -> None:
-    """Generate text on a compressed cache; figures of the cache go to stderr."""
-    with told():
-        from ..eval import InputError, load_small
+    """Generate text on a compressed cache; figures of the cache are printed on stderr."""
+    with user_errors():
+        from ..errors import InputError
         from ..hf.cache import Cache
         from ..recipe.resolve import resolve
-        from ..workload.models import check_room
+        from ..workload.models import check_positions, load_config_and_tokenizer
 
         chosen = resolve(recipe)
-        text = stdin() if prompt == "-" else argument("the prompt", prompt)
+        text = read_stdin() if prompt == "-" else check_utf8("the prompt", prompt)
         if not text.strip():
-            raise InputError("the prompt is empty; give some text to go on from")
-        quiet()
-        config, tokenizer = load_small(model, dtype)
-        ids = _chat_ids(tokenizer, text, named(model)) if chat else _ids(tokenizer, text)
-        check_room(config, ids.shape[1], max_new_tokens)
-        with progress() as shown:
-            built = loaded(model, dtype, shown)
-        cache, ids = Cache(built, chosen), ids.to(built.device)
-        clock = _generate(built, tokenizer, ids, cache, max_new_tokens, temperature, seed)
-        typer.echo(_figures(cache, ids.shape[1], clock), err=True)
+            raise InputError("the prompt is empty; give some text to continue")
+        silence_transformers()
+        config, tokenizer = load_config_and_tokenizer(model, dtype)
+        ids = _chat_ids(tokenizer, text, model_name(model)) if chat else _ids(tokenizer, text)
+        check_positions(config, ids.shape[1], max_new_tokens)
+        with show_progress() as progress:
+            loaded = load_model(model, dtype, progress)
+        cache, ids = Cache(loaded, chosen), ids.to(loaded.device)
+        times = _generate(loaded, tokenizer, ids, cache, max_new_tokens, temperature, seed)
+        typer.echo(_figures(cache, ids.shape[1], times), err=True)
 
 
 def _ids(tokenizer: Any, text: str) -> Any:
-    """The prompt's ids, int64 [1, tokens]."""
+    """Return the prompt's ids, int64 [1, tokens]."""
     return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
 
 
 def _chat_ids(tokenizer: Any, text: str, model: str) -> Any:
-    """The ids of a chat in which the user has said the text, int64 [1, tokens]."""
-    from ..eval import InputError
+    """Return the ids of a chat with the text as the user's message, int64 [1, tokens]."""
+    from ..errors import InputError
 
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            f"the tokenizer of model {model!r} has no chat template; leave out --chat, or give an "
+            f"the tokenizer of model {model!r} has no chat template; omit --chat, or give an "
             "instruct model"
         )
     return tokenizer.apply_chat_template(
@@ -76,37 +79,40 @@ def _chat_ids(tokenizer: Any, text: str, model: str) -> Any:
 
 
 def _generate(
-    model: Any, tokenizer: Any, ids: Any, cache: Cache, most: int, temperature: float, seed: int
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    cache: Cache,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> list[float]:
-    """Stream the continuation to stdout; return the times at which tokens came, the start first.
-
-    The clock stands still while kernels are compiled.
-    """
+    """Stream the continuation to stdout; return the start time and the time of each new token."""
     import torch
     from transformers import TextStreamer
 
-    from ..kernels.dispatch import compile_seconds
+    from ..workload import clock
 
-    class Clocked(TextStreamer):
+    class TimedStreamer(TextStreamer):
         def put(self, value: Any) -> None:
-            times.append(time.perf_counter() - compile_seconds())
+            times.append(clock.seconds())
             super().put(value)
 
     times: list[float] = []
     torch.manual_seed(seed)
-    chosen: dict[str, Any] = {"do_sample": temperature > 0}
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
-        chosen["temperature"] = temperature
+        sampling["temperature"] = temperature
     end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.inference_mode():
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             pad_token_id=end,
-            streamer=Clocked(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            **chosen,
+            streamer=TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **sampling,
         )
     return times
 
@@ -119,31 +125,31 @@ def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
     if new > 1:
         parts.append(f"{(new - 1) / (times[-1] - times[1]):.1f} tokens/s")
     if compile_seconds() > 0.1:
-        parts.append(f"kernels ready after {compile_seconds():.1f} s more")
+        parts.append(f"{compile_seconds():.1f} s more to compile kernels")
     return ", ".join(parts)
 
 
 def _sizes(cache: Cache) -> list[str]:
-    """What the cache holds, and how much smaller that is, or why it is no smaller."""
-    held, recipe = cache.nbytes, cache.recipe
-    full = held + cache.full_nbytes - sum(layer.cache.nbytes for layer in cache.routed)
-    sizes = [f"{held / 2**20:.2f} MiB held"]
+    """Return the cache's size, and how much smaller it is than full or why it is not smaller."""
+    nbytes, recipe = cache.nbytes, cache.recipe
+    full = nbytes + cache.full_nbytes - sum(layer.cache.nbytes for layer in cache.routed)
+    sizes = [f"{nbytes / 2**20:.2f} MiB in the cache"]
     if not cache.routed:
-        return [*sizes, "no layer compressed: their sliding windows bound them"]
-    begin = packs_from(recipe)
-    segments = [layer.cache.tokens for layer in cache.routed]
-    if begin is not None and not any(getattr(s, "packed", False) for s in segments):
-        of = "tokens held" if recipe.keep is not None else "tokens"
-        return [*sizes, f"nothing packed yet: {recipe.name} starts to pack at {begin} {of}"]
-    if full < 1.05 * held:
+        return [*sizes, "no layer compressed: sliding windows limit all of them already"]
+    begin = first_packed_at(recipe)
+    tokens = [layer.cache.tokens for layer in cache.routed]
+    if begin is not None and not any(getattr(held, "packed", False) for held in tokens):
+        unit = "kept tokens" if recipe.keep is not None else "tokens"
+        return [*sizes, f"nothing packed yet: {recipe.name} starts to pack at {begin} {unit}"]
+    if full < 1.05 * nbytes:
         sizes.append("no smaller than full")
     else:
-        sizes.append(f"{full / held:.1f}x smaller than full")
-    return [*sizes, f"{cache.bits_per_value:.2f} bits a value"]
+        sizes.append(f"{full / nbytes:.1f}x smaller than full")
+    return [*sizes, f"{cache.bits_per_value:.2f} bits per value"]
 
 
-def packs_from(recipe: Recipe) -> int | None:
-    """Tokens that a layer holds when it packs the first of them; None if it packs none."""
+def first_packed_at(recipe: Recipe) -> int | None:
+    """Return the tokens of a layer at which its first token is packed; None if none ever is."""
     begins = [
         next(n for n in count(1) if fmt.to_pack(n, recent, prompt=False))
         for fmt, recent in zip(

@@ -1,4 +1,4 @@
-"""`kvloom inspect`: a page that shows which tokens every layer and head holds, step by step."""
+"""`kvloom inspect`: a page with the tokens in the cache of every layer and head, step by step."""
 
 from __future__ import annotations
 
@@ -9,34 +9,39 @@ from typing import Annotated
 
 import typer
 
-from .edge import (
-    RECIPE,
-    Dtype,
-    Model,
-    argument,
-    loaded,
-    named,
-    quiet,
-    spelled,
-    stdin,
-    told,
-    writable,
-    write,
+from .inputs import (
+    check_utf8,
+    load_model,
+    model_name,
+    printable_name,
+    read_stdin,
+    silence_transformers,
+    text_name,
 )
-from .progress import progress
+from .options import RECIPE_HELP, Dtype, Model
+from .outputs import check_outputs, write_file
+from .progress import show_progress
+from .user_errors import user_errors
 
 
 def command(
+    argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TEXT", help="A text file, or the text itself; - or nothing: read stdin."
+        ),
+    ] = None,
     text: Annotated[
-        str, typer.Argument(metavar="TEXT", help="A text file, or the text; -: read it from stdin.")
-    ] = "-",
+        list[Path] | None,
+        typer.Option("--text", metavar="FILE", help="Text file to read, repeatable."),
+    ] = None,
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE)] = "h2o",
+    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "h2o",
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
         "inspect.html"
     ),
     context: Annotated[
-        int, typer.Option(min=1, help="Read at most so many tokens of the text.")
+        int, typer.Option(min=1, help="Read at most this many tokens of the text.")
     ] = 1024,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
     dtype: Dtype = "auto",
@@ -45,55 +50,63 @@ def command(
         typer.Option(metavar="FILE", help="Write the page's data as JSON too; -: to stdout."),
     ] = None,
 ) -> None:
-    """Show what a recipe keeps of a text: one HTML page that needs no network and no other file.
+    """Show which tokens a recipe keeps: one HTML page that needs no network and no other file.
 
-    On it: every token, shaded by how many heads hold it, after the prompt and after each generated
-    token; tokens held and attention mass kept, by layer and head; and every token's score. Of
-    recipes that recall: what each step read, and the clusters or pages it lies in.
+    The page shows every token, shaded by the number of heads that have it in their cache, after the
+    prompt and after each generated token; tokens and attention mass kept, by layer and head; and
+    every token's score. For recipes with recall: the tokens that each step read, and their clusters
+    or pages.
     """
-    with told():
-        from ..eval import load_small
-        from ..inspect import follow, page
-        from ..inspect.trace import read_ids
+    with user_errors():
+        from ..inspect import page, trace_recipe
+        from ..inspect.token_text import prompt_ids
         from ..recipe.resolve import resolve
+        from ..workload.models import load_config_and_tokenizer
 
-        picked = resolve(recipe)  # a wrong name is refused before anything is loaded
-        writable(out, json)
-        words, source = _words(text)
-        quiet()
-        config, tokenizer = load_small(model, dtype)
-        read_ids(config, tokenizer, words, context, max_new_tokens)  # so is a text too long
-        with progress() as shown:
-            built = loaded(model, dtype, shown)
-            noted = follow(
-                built, tokenizer, picked, words, context=context, new_tokens=max_new_tokens,
-                progress=shown.counter(max_new_tokens + 1),
+        chosen = resolve(recipe)  # a wrong name is refused before anything is loaded
+        check_outputs(out, json)
+        content, source = _read(argument, text)
+        silence_transformers()
+        config, tokenizer = load_config_and_tokenizer(model, dtype)
+        prompt_ids(config, tokenizer, content, context, max_new_tokens)  # so is a text too long
+        with show_progress() as progress:
+            loaded = load_model(model, dtype, progress)
+            trace = trace_recipe(
+                loaded, tokenizer, chosen, content, context=context, new_tokens=max_new_tokens,
+                progress=progress.counter(max_new_tokens + 1),
             )  # fmt: skip
-        data = {"model": named(model), "source": source, **noted}
-        write(out, page(data))
+        data = {"model": model_name(model), "source": source, **trace}
+        write_file(out, page(data))
         if json == "-":
             typer.echo(js.dumps(data, ensure_ascii=False))
         elif json:
-            write(json, js.dumps(data, ensure_ascii=False))
-        typer.echo(_told(data, out), err=json == "-")
+            write_file(json, js.dumps(data, ensure_ascii=False))
+        typer.echo(_summary(data, out), err=json == "-")
 
 
-def _words(text: str) -> tuple[str, str]:
-    """The text to read and what it is called."""
+def _read(argument: str | None, files: list[Path] | None) -> tuple[str, str]:
+    """Return the text to inspect, and its name."""
     from ..errors import InputError
     from ..workload.text import read_files
 
-    if text == "-":
-        return stdin(), "text from stdin"
-    path = Path(text)
-    if text and os.path.exists(text):  # Path's own raises where a text is too long for a name
-        return read_files([path]), spelled(path)
-    if len(text.split()) == 1 and (path.suffix or len(path.parts) > 1):
-        raise InputError(f"there is no file {text!r}; give a file that exists, or the text itself")
-    return argument("the text", text), "text from the command line"
+    if files:
+        if argument is not None:
+            raise InputError("give the text either as TEXT or with --text, not both")
+        return read_files(files), text_name(files)
+    if argument is None or argument == "-":
+        return read_stdin(), "text from stdin"
+    path = Path(argument)
+    if argument and os.path.exists(argument):  # Path.exists raises for a text longer than a name
+        return read_files([path]), printable_name(path)
+    if len(argument.split()) == 1 and (path.suffix or len(path.parts) > 1):
+        raise InputError(
+            f"there is no file {argument!r}; give a file that exists, or the text itself"
+        )
+    return check_utf8("the text", argument), "text from the command line"
 
 
-def _told(data: dict, out: Path) -> str:
+def _summary(data: dict, out: Path) -> str:
+    """Return the result in one line."""
     read, text = data["prompt_tokens"], data["text_tokens"]
     cut = f" (the first of {text:,}; --context takes more)" if text > read else ""
     mass = [head["mass"][0] for layer in data["layers"] for head in layer["heads"]]
@@ -101,10 +114,10 @@ def _told(data: dict, out: Path) -> str:
     recalling = [head for layer in data["layers"] for head in layer["heads"] if head["read"]]
     if recalling and data["steps"]:
         tokens = sum(sum(head["read"][-1][1::2]) for head in recalling) / len(recalling)
-        on = sum(head["read_mass"][-1] for head in recalling) / len(recalling)
+        share = sum(head["read_mass"][-1] for head in recalling) / len(recalling)
         kept += (
-            f"; in the last step heads that recall read {tokens:,.0f} of {read + data['steps']:,} "
-            f"tokens, {on:.1%} of its attention mass"
+            f"; in the last step heads with recall read {tokens:,.0f} of {read + data['steps']:,} "
+            f"tokens, {share:.1%} of its attention mass"
         )
     return (
         f"{data['recipe']}: {read:,} tokens{cut} + {data['steps']} generated{kept}; wrote {out} "

@@ -1,13 +1,13 @@
 """Progress of a long command, on stderr: a bar on a terminal, plain lines elsewhere.
 
-    with progress() as shown:
-        shown("loading the model")
+    with show_progress() as progress:
+        progress("loading the model")
         for i, layer in enumerate(layers):
-            shown("calibrating", i, len(layers))
+            progress("calibrating", i, len(layers))
             ...
-            shown.line(f"layer {i}: done")
+            progress.line(f"layer {i}: done")
 
-Stdout is left to the result, so that it can be piped or written to a file.
+Stdout is only for the result, so that it can be piped or written to a file.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from typing import Any
 import typer
 
 EVERY_S = 10.0
-"""Seconds between two plain lines; a command that is done sooner prints none."""
+"""Seconds between two plain lines; a shorter command prints none."""
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """Show the progress of the work in this context; yields the `Progress` to report it to."""
-    shown = Bar() if sys.stderr.isatty() else Lines()
-    with shown:
-        yield shown
+def show_progress() -> Iterator[Progress]:
+    """Show the progress of the work in this context; yields the `Progress` to report to."""
+    progress = Bar() if sys.stderr.isatty() else Lines()
+    with progress:
+        yield progress
 
 
 class Progress:
-    """Where work reports how far it is."""
+    """The object that work reports its progress to."""
 
-    def __call__(self, what: str, at: int = 0, of: int | None = None) -> None:
-        """Report the current work and how much of all work is done: `at` of `of` units.
+    def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
+        """Report the current work, and that `done` of `total` units of all work are finished.
 
-        of: None if the number of units is unknown.
+        total: None if the number of units is unknown.
         """
         raise NotImplementedError
 
     def line(self, text: str) -> None:
-        """Print a line that stays, such as a finished result."""
+        """Print a line that remains visible, such as a finished result."""
         raise NotImplementedError
 
-    def counter(self, of: int) -> Callable[[str, int], None]:
-        """Return a function for work that reports the units done since its last report.
+    def counter(self, total: int) -> Callable[[str, int], None]:
+        """Return a function that reports the units finished since its last call.
 
-        Its arguments are the current work, "" for the same as before, and that number of units.
+        Its arguments are the current work ("" for the same as before), and that number of units.
         """
-        what, at = "", 0
+        what, done = "", 0
 
-        def count(now: str, units: int) -> None:
-            nonlocal what, at
-            what, at = now or what, at + units
-            self(what, at, of)
+        def count(current: str, units: int) -> None:
+            nonlocal what, done
+            what, done = current or what, done + units
+            self(what, done, total)
 
         return count
 
@@ -83,12 +83,12 @@ class Bar(Progress):
     def __exit__(self, *_: Any) -> None:
         self._rich.stop()
 
-    def __call__(self, what: str, at: int = 0, of: int | None = None) -> None:
-        """Move the bar."""
-        self._rich.update(self._task, description=what, completed=at, total=of)
+    def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
+        """Update the bar."""
+        self._rich.update(self._task, description=what, completed=done, total=total)
 
     def line(self, text: str) -> None:
-        """Print above the bar."""
+        """Print a line above the bar."""
         self._rich.console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -97,26 +97,26 @@ class Lines(Progress):
 
     def __enter__(self) -> None:
         self._begin = time.monotonic()
-        self._now: tuple[str, int, int | None] = ("starting", 0, None)
-        self._done = threading.Event()
+        self._current: tuple[str, int, int | None] = ("starting", 0, None)
+        self._finished = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
         self._thread.start()
 
     def __exit__(self, *_: Any) -> None:
-        self._done.set()
+        self._finished.set()
         self._thread.join()
 
-    def __call__(self, what: str, at: int = 0, of: int | None = None) -> None:
-        """Remember what the next line says."""
-        self._now = what, at, of
+    def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
+        """Store the content of the next line."""
+        self._current = what, done, total
 
     def line(self, text: str) -> None:
         """Print at once."""
         typer.echo(text, err=True)
 
     def _repeat(self) -> None:
-        while not self._done.wait(EVERY_S):
-            what, at, of = self._now
-            part = f"{at / of:4.0%} " if of else ""
+        while not self._finished.wait(EVERY_S):
+            what, done, total = self._current
+            part = f"{done / total:4.0%} " if total else ""
             minutes, seconds = divmod(round(time.monotonic() - self._begin), 60)
             self.line(f"kvloom: {part}{what} ({minutes}:{seconds:02})")

@@ -1,38 +1,36 @@
-"""Compare recipes on one model and one text: memory, speed, perplexity, agreement, recall.
+"""Compare recipes on one model and one text: memory, speed, perplexity, agreement, needles.
 
-    from kvloom.eval import Settings, compare, load
+    from kvloom.eval import Settings, compare, load, prepare
     model, tokenizer = load()                          # the reference model; or load("org/model")
-    rows = compare(model, tokenizer, ["full", "kivi:bits=4"], text, Settings(context=1024))
+    task = prepare(model, tokenizer, text, Settings(context=1024))
+    rows = compare(model, tokenizer, ["full", "kivi:bits=4"], task)
 
-`text` finds and cuts text, `needles` hides facts and asks for them, `measure` runs one recipe,
-`run` runs a list of them, `report` and `plot` show rows. Nothing here knows how a cache works.
+`task` decides what is measured, `needles` hides facts and asks questions about them, `measure`
+measures one recipe, `compare` a list of them; `rows`, `table` and `plot` show the result. Nothing
+here knows how a cache works.
 """
 
 from __future__ import annotations
 
-from ..errors import InputError
-from ..workload.models import load, load_model, load_small
-from .compare import Settings, compare, prepare, rows
+from ..workload.models import load
+from .compare import compare, iter_rows, with_full
 from .environment import environment
-from .measure import Row, Task, measure
+from .measure import measure
 from .plot import plot
-from .report import line, table, to_json
+from .rows import Row, to_json
+from .task import Settings, Task, prepare
 
 __all__ = [
-    "InputError",
     "Row",
     "Settings",
     "Task",
     "compare",
     "environment",
-    "line",
+    "iter_rows",
     "load",
-    "load_model",
-    "load_small",
     "measure",
     "plot",
     "prepare",
-    "rows",
-    "table",
     "to_json",
+    "with_full",
 ]

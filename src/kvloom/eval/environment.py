@@ -1,4 +1,4 @@
-"""What the rows of a comparison depend on besides the recipe: machine, model, text and sizes."""
+"""The conditions of a comparison besides the recipe: machine, model, text and sizes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..report.machine import machine
-from .measure import Task
+from .task import Task
 
 
 def environment(
     model: PreTrainedModel, name: str, task: Task, seed: int, text: str = ""
 ) -> dict[str, Any]:
-    """Return versions, hardware and sizes as plain data.
-
-    name: what the model is called; text: what the text is called.
-    """
+    """Return versions, hardware and sizes as plain data. name: of the model; text: its name."""
     return {
         **machine(model),
         "model": name,

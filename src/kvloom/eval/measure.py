@@ -1,7 +1,7 @@
-"""One recipe, measured: what it holds, how fast it is, what it costs in quality.
+"""Measure one recipe on a task: memory, speed and quality.
 
-Decides how each figure is taken. Every recipe gets the same task; figures that compare with the
-exact cache need the measurement of the recipe `full` on that task.
+Decides how each figure is measured. Figures relative to the exact cache need the measurement of the
+recipe `full` on the same task.
 """
 
 from __future__ import annotations
@@ -20,80 +20,20 @@ from ..errors import IncompatibleRecipe
 from ..hf.cache import Cache
 from ..recall import Traffic
 from ..recipe.spec import Recipe
-from ..report.errors import explained, sentence
-from ..workload.step import Progress, now, step
-from .needles import Haystack, count_right
+from ..report.errors import one_line, user_message
+from ..workload import clock
+from ..workload.forward import Progress, forward
+from .needles import count_correct
+from .rows import Row
+from .task import Task
 
-WARMUP_STEPS = 4
+WARM_UP_STEPS = 4
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a recipe is measured on.
-
-    text: int64 [B, context + new_tokens + 1], real text; haystacks: contexts with questions; ask:
-    when these are asked, a key of `needles.ASK`.
-    """
-
-    text: Tensor
-    context: int
-    haystacks: list[Haystack]
-    ask: str = "after"
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens of the text fed one by one after the context."""
-        return self.text.shape[1] - self.context - 1
-
-    @property
-    def questions(self) -> int:
-        """Questions in all haystacks."""
-        return sum(len(h.questions) for h in self.haystacks)
-
-    @property
-    def units(self) -> int:
-        """Units of progress of one recipe."""
-        return 2 + self.new_tokens + self.questions
-
-
-@dataclass(frozen=True)
-class Row:
-    """The figures of one recipe; all None where `problem` says why there are none.
-
-    failed: whether it began to run and broke off; a recipe that does not fit the model did not run.
-
-    bits_per_value: bits held for each key or value seen, metadata, exact windows and spare room
-    included, in the layers that kvloom holds (None if it holds none). kv_bytes: bytes of the
-    tensors held in all layers, whole batch. times_smaller: the kv_bytes of `full` over its own.
-    prefill_s: seconds for the whole batch's contexts. decode_tokens_s: tokens a second, all rows
-    together. perplexity: of the continuation. agreement: fraction of positions at which the
-    greedy next token is that of `full`. needle: fraction of questions answered right, None if
-    none were asked. tokens_read: that the last step read of a row, the mean over layers that kvloom
-    holds (None where a recipe does not recall, and reads all it holds). moved_bytes: copied from a
-    tier to the device a step, whole batch; ready: fraction of the tokens chosen that lay there
-    already (None without a tier, or where it was not read).
-    """
-
-    recipe: str
-    bits_per_value: float | None = None
-    kv_bytes: int | None = None
-    times_smaller: float | None = None
-    prefill_s: float | None = None
-    decode_tokens_s: float | None = None
-    perplexity: float | None = None
-    agreement: float | None = None
-    needle: float | None = None
-    tokens_read: float | None = None
-    moved_bytes: float | None = None
-    ready: float | None = None
-    problem: str | None = None
-    failed: bool = False
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A row, and the greedy next tokens [B, new_tokens] with which others agree or not."""
+class Measurement:
+    """A row, and the greedy next tokens [B, new_tokens] that agreement is computed from."""
 
     row: Row
     greedy: Tensor | None = None
@@ -104,38 +44,39 @@ def measure(
     tokenizer: Any,
     recipe: Recipe,
     task: Task,
-    full: Measured | None = None,
+    full: Measurement | None = None,
     progress: Progress | None = None,
-) -> Measured:
+) -> Measurement:
     """Measure a recipe; `full` is the measurement of the exact cache, None for that one itself.
 
-    The contexts of all rows are prefilled at once, then their continuations are fed token by
-    token, so that every prediction that counts reads the compressed cache and every step packs or
-    drops what is due. Both are timed without the work of scoring, after a run over the same
-    contexts that does not count. Bytes and bits are those held at the end of the continuation.
-    A recipe that does not fit the model, or fails on it, gets a row that says so; the traceback of
-    an error that is a defect goes to the log.
-    """
-    left = task.units
+    The contexts of all rows are prefilled together. Then their continuations are decoded token by
+    token, so that every scored prediction reads the compressed cache, and every step packs or
+    evicts what is due. Both are timed without the computation of scores, after a warm-up on the
+    same contexts. Bytes and bits are those at the end of the continuation.
 
-    def tell(what: str, units: int) -> None:
-        nonlocal left
-        left -= units
+    A recipe that does not fit the model, or raises an error, gets a row with the reason; the
+    traceback of a defect is logged.
+    """
+    units_left = task.units
+
+    def on_step(what: str, units: int) -> None:
+        nonlocal units_left
+        units_left -= units
         if progress is not None:
             progress(what, units)
 
     try:
         with torch.inference_mode():
-            return _measure(model, tokenizer, recipe, task, full, tell)
+            return _measure(model, tokenizer, recipe, task, full, on_step)
     except Exception as error:
         if full is None:
             raise
-        tell(f"{recipe.name}: no figures", left)
+        on_step(f"{recipe.name}: no figures", units_left)
         if isinstance(error, IncompatibleRecipe):
-            return Measured(Row(recipe.name, problem="; ".join(error.problems)))
-        if explained(error) is None:
+            return Measurement(Row(recipe.name, problem="; ".join(error.problems)))
+        if user_message(error) is None:
             _log.exception("recipe %r failed", recipe.name)
-        return Measured(Row(recipe.name, problem=sentence(error), failed=True))
+        return Measurement(Row(recipe.name, problem=one_line(error), failed=True))
 
 
 def _measure(
@@ -143,51 +84,51 @@ def _measure(
     tokenizer: Any,
     recipe: Recipe,
     task: Task,
-    full: Measured | None,
-    tell: Progress,
-) -> Measured:
+    full: Measurement | None,
+    on_step: Progress,
+) -> Measurement:
     name, device = recipe.name, model.device
     text = task.text.to(device)
     context, batch = task.context, text.shape[0]
 
-    tell(f"{name}: warming up", 0)
+    on_step(f"{name}: warming up", 0)
     cache = Cache(model, recipe)
-    step(model, text[:, :context], cache)
-    for i in range(context, context + min(WARMUP_STEPS, task.new_tokens)):
-        step(model, text[:, i : i + 1], cache)
-    tell(f"{name}: reading the context", 1)
+    forward(model, text[:, :context], cache)
+    for i in range(context, context + min(WARM_UP_STEPS, task.new_tokens)):
+        forward(model, text[:, i : i + 1], cache)
+    on_step(f"{name}: reading the context", 1)
     del cache
 
     cache = Cache(model, recipe)
-    begin = now(device)
-    step(model, text[:, :context], cache)
-    prefill_s = now(device) - begin
-    tell(f"{name}: decoding", 1)
+    begin = clock.seconds(device)
+    forward(model, text[:, :context], cache)
+    prefill_s = clock.seconds(device) - begin
+    on_step(f"{name}: decoding", 1)
 
     decode_s, losses, greedy = 0.0, [], []
-    before = cache.traffic
+    traffic_before = cache.traffic
     for i in range(context, context + task.new_tokens):
-        begin = now(device)
-        logits = step(model, text[:, i : i + 1], cache)  # [B, V]
+        begin = clock.seconds(device)
+        logits = forward(model, text[:, i : i + 1], cache)  # [B, V]
         best = logits.argmax(-1)
-        decode_s += now(device) - begin
+        decode_s += clock.seconds(device) - begin
         losses.append(F.cross_entropy(logits.float(), text[:, i + 1], reduction="none"))
         greedy.append(best)
-        tell(f"{name}: decoding", 1)
-    chosen = torch.stack(greedy, dim=1).cpu()  # [B, new_tokens]
+        on_step(f"{name}: decoding", 1)
+    next_tokens = torch.stack(greedy, dim=1).cpu()  # [B, new_tokens]
     kv_bytes, bits = cache.nbytes, cache.bits_per_value if cache.routed else None
     tokens_read = cache.tokens_read if cache.routed and recipe.recall is not None else None
-    moved = Traffic(*(b - a for a, b in zip(before, cache.traffic, strict=True)))
+    traffic = Traffic(*(b - a for a, b in zip(traffic_before, cache.traffic, strict=True)))
     del cache
 
-    tell(f"{name}: looking for needles", 0)
-    right = 0
+    on_step(f"{name}: answering needle questions", 0)
+    correct = 0
     for haystack in task.haystacks:
-        right += count_right(model, tokenizer, recipe, haystack, batch, task.ask)
-        tell(f"{name}: looking for needles", len(haystack.questions))
+        correct += count_correct(model, tokenizer, recipe, haystack, batch, task.ask)
+        on_step(f"{name}: answering needle questions", len(haystack.questions))
 
-    exact = Measured(Row(name, kv_bytes=kv_bytes), chosen) if full is None else full
-    tokens = moved.hits + moved.misses
+    exact = Measurement(Row(name, kv_bytes=kv_bytes), next_tokens) if full is None else full
+    selected = traffic.hits + traffic.misses
     assert exact.row.kv_bytes is not None
     assert exact.greedy is not None
     row = Row(
@@ -198,13 +139,13 @@ def _measure(
         prefill_s=prefill_s,
         decode_tokens_s=batch * task.new_tokens / decode_s,
         perplexity=_exp(torch.stack(losses).mean().item()),
-        agreement=(chosen == exact.greedy).float().mean().item(),
-        needle=right / task.questions if task.questions else None,
+        agreement=(next_tokens == exact.greedy).float().mean().item(),
+        needle=correct / task.questions if task.questions else None,
         tokens_read=tokens_read,
-        moved_bytes=moved.nbytes / task.new_tokens if tokens else None,
-        ready=moved.hits / tokens if tokens else None,
+        moved_bytes=traffic.nbytes / task.new_tokens if selected else None,
+        ready=traffic.hits / selected if selected else None,
     )
-    return Measured(row, chosen)
+    return Measurement(row, next_tokens)
 
 
 def _exp(nats: float) -> float:

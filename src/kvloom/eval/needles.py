@@ -1,8 +1,8 @@
-"""Needles: facts hidden in real text, asked for when the text has been read.
+"""Needles: facts hidden in real text, and questions about them once the text has been read.
 
-Decides how a fact and a question are written for any tokenizer, and what counts as right: a
-greedy answer whose text begins with the whole number. Where facts lie in the text is decided by
-`kvloom.reference.tasks`, whose words and sentences these are.
+Decides how a fact and a question are encoded for any tokenizer. An answer is correct if its text,
+decoded greedily, starts with the whole number. `kvloom.reference.tasks` decides the positions of
+facts, and their words and sentences.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..errors import InputError
 from ..hf.cache import Cache
 from ..recipe.spec import Recipe
 from ..reference import tasks
-from ..workload.step import step
+from ..workload.forward import forward
 
-IN_A_CONTEXT = 8  # needles hidden in one context, all asked for
+NEEDLES_PER_CONTEXT = 8  # with one question each
 ASK = {
-    "after": "once the context is compressed, which knows nothing of the question",
-    "with": "as the end of the prompt, which is compressed with the question in it",
+    "after": "after the context is compressed, so that no score depends on the question",
+    "with": "at the end of the prompt, so that the question is part of what is compressed",
 }
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question to append to a context: its ids, the right answer, and how many ids that takes."""
+    """A question to append to a context: its ids, the answer, and the answer's number of ids."""
 
     ids: list[int]
     answer: str
@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Haystack:
-    """One context with needles in it, and the questions, which the context does not hold."""
+    """One context with needles, and the questions about them, which are not part of the context."""
 
     context_ids: list[int]
     questions: list[Question]
@@ -57,70 +57,70 @@ def haystacks(
 ) -> list[Haystack]:
     """Return contexts of exactly `context` ids with `questions` questions in all.
 
-    text_ids: int64 [tokens], where the hay is cut from; first: special ids in front of each
-    context. Raises `InputError` if a context cannot hold its needles.
+    text_ids: int64 [tokens], the text around the needles. first: special ids before each context.
+    Raises `InputError` if a context is too short for its needles.
     """
     encode = tasks.Encoder(tokenizer, text_ids)
     encode.bos = first
-    made: list[Haystack] = []
-    left = questions
-    while left > 0:
-        count = min(left, IN_A_CONTEXT)
-        rng = np.random.default_rng([seed, context, len(made)])
-        made.append(_haystack(encode, rng, context, count))
-        left -= count
-    return made
+    found: list[Haystack] = []
+    for done in range(0, questions, NEEDLES_PER_CONTEXT):
+        count = min(questions - done, NEEDLES_PER_CONTEXT)
+        rng = np.random.default_rng([seed, context, len(found)])
+        found.append(_haystack(encode, rng, context, count))
+    return found
 
 
-def count_right(
+def count_correct(
     model: PreTrainedModel,
     tokenizer: Any,
     recipe: Recipe,
     haystack: Haystack,
     batch: int,
     ask: str = "after",
-    read: Cache | None = None,
+    prefilled: Cache | None = None,
 ) -> int:
-    """Return how many questions are answered right, word for word, by greedy decoding.
+    """Return how many questions greedy decoding answers correctly, word for word.
 
-    ask: a key of `ASK`. Up to `batch` questions are asked side by side, and none sees another. A
-    recipe that recalls is given a question asked after token by token: a step of several tokens
-    would read everything, and what is asked for would not have to be found. read: a cache of the
-    recipe that has read the context already, for ask="after".
+    ask: a key of `ASK`. batch: questions answered together; none attends to another. prefilled: a
+    cache of the recipe that has read the context already, for ask="after".
+
+    With ask="after", a recipe with recall reads the question token by token: a step of several
+    tokens would read the whole cache, and the index would not be tested.
     """
     context = haystack.context_ids
-    if ask == "after" and read is None:
-        read = Cache(model, recipe)
-        step(model, torch.tensor([context], device=model.device), read)
-    right = 0
+    if ask == "after" and prefilled is None:
+        prefilled = Cache(model, recipe)
+        forward(model, torch.tensor([context], device=model.device), prefilled)
+    correct = 0
     by_length = sorted(haystack.questions, key=lambda q: len(q.ids))
     for _, same in groupby(by_length, key=lambda q: len(q.ids)):
         group = list(same)
         for at in range(0, len(group), batch):
-            asked = group[at : at + batch]
-            if read is None:
-                cache, ids = Cache(model, recipe), [context + q.ids for q in asked]
+            together = group[at : at + batch]
+            if prefilled is None:
+                cache, ids = Cache(model, recipe), [context + q.ids for q in together]
             else:
-                cache, ids = copy.deepcopy(read), [q.ids for q in asked]
-                if len(asked) > 1:
-                    cache.batch_repeat_interleave(len(asked))
-            if read is not None and recipe.recall is not None:
-                for one in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
-                    step(model, one, cache)
+                cache, ids = copy.deepcopy(prefilled), [q.ids for q in together]
+                if len(together) > 1:
+                    cache.batch_repeat_interleave(len(together))
+            if prefilled is not None and recipe.recall is not None:
+                for column in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
+                    forward(model, column, cache)
                 ids = [row[-1:] for row in ids]
-            texts = _answers(model, tokenizer, cache, ids, max(q.answer_tokens for q in asked))
-            right += sum(t.lstrip().startswith(q.answer) for t, q in zip(texts, asked, strict=True))
-    return right
+            texts = _decode(model, tokenizer, cache, ids, max(q.answer_tokens for q in together))
+            for text, question in zip(texts, together, strict=True):
+                correct += text.lstrip().startswith(question.answer)
+    return correct
 
 
-def _answers(
+def _decode(
     model: PreTrainedModel, tokenizer: Any, cache: Cache, ids: list[list[int]], tokens: int
 ) -> list[str]:
-    """What follows each row of ids, `tokens` tokens, greedily."""
+    """Return the text of the next `tokens` greedy tokens after each row of ids."""
     new = torch.tensor(ids, device=model.device)
     found = []
     for _ in range(tokens):
-        new = step(model, new, cache).argmax(-1, keepdim=True)  # [questions, 1]
+        new = forward(model, new, cache).argmax(-1, keepdim=True)  # [questions, 1]
         found.append(new)
     return tokenizer.batch_decode(torch.cat(found, dim=1))
 
@@ -128,15 +128,15 @@ def _answers(
 def _haystack(
     encode: tasks.Encoder, rng: np.random.Generator, context: int, count: int
 ) -> Haystack:
-    made = [_fact(encode.tokenizer, key, _number(rng)) for key in encode.keys(rng, count)]
+    needles = [_needle(encode.tokenizer, key, _number(rng)) for key in encode.keys(rng, count)]
     try:
-        ids, _ = tasks.hide(encode, rng, [fact for fact, _ in made], context, rng.random(count))
+        ids, _ = tasks.hide(encode, rng, [fact for fact, _ in needles], context, rng.random(count))
     except ValueError as error:
         raise InputError(
-            f"a context of {context} tokens does not hold {count} needles; "
+            f"a context of {context} tokens is too short for {count} needles; "
             "use a longer --context, or --questions 0"
         ) from error
-    return Haystack(ids, [question for _, question in made])
+    return Haystack(ids, [question for _, question in needles])
 
 
 def _number(rng: np.random.Generator) -> str:
@@ -144,19 +144,19 @@ def _number(rng: np.random.Generator) -> str:
     return str(rng.integers(low, 10 * low))
 
 
-def _fact(tokenizer: Any, key: str, number: str) -> tuple[tasks.Fact, Question]:
-    """Return the sentence that says a number and the question for it, in a tokenizer's own words.
+def _needle(tokenizer: Any, key: str, number: str) -> tuple[tasks.Fact, Question]:
+    """Return the fact that states a number, and the question about it, encoded by a tokenizer.
 
-    The question ends where the ids of two continuations with different numbers part, so that the
-    answer's first id may hold the space in front of it, as it does in the text.
+    The question ends where the ids of continuations with two different numbers start to differ, so
+    that the answer's first id may include the space before it, as in the text.
     """
 
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    says = f"The magic number for {key} is "
-    asked = ids(f"\nQuestion: {says}{number}")
-    other = ids(f"\nQuestion: {says}{'98'[number[0] == '9']}{number[1:]}")
-    cut = next(i for i, (a, b) in enumerate(zip(asked, other, strict=False)) if a != b)
-    fact = tasks.Fact(ids(f"\n{says}{number}.\n"), 0, asked[cut:], asked[:cut], key)
-    return fact, Question(asked[:cut], number, len(asked) - cut)
+    sentence = f"The magic number for {key} is "
+    whole = ids(f"\nQuestion: {sentence}{number}")
+    other = ids(f"\nQuestion: {sentence}{'98'[number[0] == '9']}{number[1:]}")
+    cut = next(i for i, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b)
+    fact = tasks.Fact(ids(f"\n{sentence}{number}.\n"), 0, whole[cut:], whole[:cut], key)
+    return fact, Question(whole[:cut], number, len(whole) - cut)

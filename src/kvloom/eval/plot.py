@@ -1,4 +1,4 @@
-"""Rows as a picture: perplexity and needles against bits a value."""
+"""A comparison as a picture: perplexity and needles against bits per value."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..report.picture import check, style
-from .measure import Row
+from ..report.plots import check_plot, line_style
+from .rows import Row
 
-# Where a label may stand beside its point, in points, best first.
-_PLACES = [(6, 5), (6, -12), (-6, 5), (-6, -12), (0, 13), (0, -20), (6, 18), (6, -26), (-6, 18),
+# Offsets of a label from its mark, in points, the preferred ones first.
+_OFFSETS = [(6, 5), (6, -12), (-6, 5), (-6, -12), (0, 13), (0, -20), (6, 18), (6, -26), (-6, 18),
            (-6, -26), (0, 28), (0, -36), (6, 34), (-6, 34)]  # fmt: skip
 
 
 class Point(NamedTuple):
-    """A recipe's mark: bits a value, a figure, and the color and marker both panels give it."""
+    """A recipe's mark: bits per value, a figure, and its color and marker in both panels."""
 
     name: str
     x: float
@@ -26,8 +26,11 @@ class Point(NamedTuple):
 
 
 def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> None:
-    """Write the picture; the suffix of `path` is the format. Rows that did not run are left out."""
-    check(path)
+    """Write the picture to `path`; its suffix is the format. Raises `InputError`.
+
+    Recipes without figures are omitted.
+    """
+    check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -36,7 +39,7 @@ def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> 
         ("perplexity of the continuation (lower is better)", lambda row: row.perplexity)
     ]
     if any(row.needle is not None for row in ran):
-        panels.append(("needle answers right, % (higher is better)", _needle_percent))
+        panels.append(("needle answers correct, % (higher is better)", _needle_percent))
     figure = Figure(figsize=(6.0 * len(panels), 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     e = environment
@@ -50,7 +53,7 @@ def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> 
 def _panel(
     axes: Any, rows: Sequence[Row], title: str, height: Callable[[Row], float | None]
 ) -> None:
-    marks = {row.recipe: style(i)[:2] for i, row in enumerate(rows)} | {"full": ("black", "o")}
+    marks = {row.recipe: line_style(i)[:2] for i, row in enumerate(rows)} | {"full": ("black", "o")}
     points = [
         Point(row.recipe, row.bits_per_value, y, *marks[row.recipe])
         for row in rows
@@ -66,39 +69,39 @@ def _panel(
         if p.name == "full":
             axes.axhline(p.y, color=p.color, linewidth=0.8, linestyle=":")
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel("bits held a value")
+    axes.set_xlabel("bits per value")
     axes.set_xlim(left=0)
     axes.margins(x=0.12, y=0.12)
     axes.grid(alpha=0.3)
-    _label(axes, points)
+    _add_labels(axes, points)
 
 
-def _label(axes: Any, points: Sequence[Point]) -> None:
-    """Name every point where its name covers no other name and no point, if there is room."""
+def _add_labels(axes: Any, points: Sequence[Point]) -> None:
+    """Label every mark; choose the offset at which the label covers the fewest labels and marks."""
     figure = axes.figure
     figure.canvas.draw()
-    draw, inside = figure.canvas.get_renderer(), axes.get_window_extent()
+    renderer, inside = figure.canvas.get_renderer(), axes.get_window_extent()
     marks = [axes.transData.transform((p.x, p.y)) for p in points]
-    taken: list[Any] = []
+    placed: list[Any] = []
     for p in points:
         label = axes.annotate(
             p.name, (p.x, p.y), (0, 0), textcoords="offset points", fontsize=8, color=p.color
         )
 
-        def cost(place: tuple[int, int], label: Any = label) -> int:
-            _move(label, place)
-            box = label.get_window_extent(draw)
+        def cost(offset: tuple[int, int], label: Any = label) -> int:
+            _move(label, offset)
+            box = label.get_window_extent(renderer)
             corners = inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
-            covered = sum(box.overlaps(o) for o in taken) + sum(box.contains(*m) for m in marks)
+            covered = sum(box.overlaps(o) for o in placed) + sum(box.contains(*m) for m in marks)
             return covered + 2 * (not corners)
 
-        _move(label, min(_PLACES, key=cost))
-        taken.append(label.get_window_extent(draw))
+        _move(label, min(_OFFSETS, key=cost))
+        placed.append(label.get_window_extent(renderer))
 
 
-def _move(label: Any, place: tuple[int, int]) -> None:
-    label.set_position(place)
-    label.set_ha("left" if place[0] > 0 else "right" if place[0] < 0 else "center")
+def _move(label: Any, offset: tuple[int, int]) -> None:
+    label.set_position(offset)
+    label.set_ha("left" if offset[0] > 0 else "right" if offset[0] < 0 else "center")
 
 
 def _needle_percent(row: Row) -> float | None:

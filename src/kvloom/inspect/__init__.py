@@ -1,17 +1,18 @@
-"""See what a recipe does to a text: run it, note what every layer and head holds, show a page.
+"""Show what a recipe does to a text: run it, record every layer and head, write an HTML page.
 
-    from kvloom.compare import load
-    from kvloom.inspect import follow, page
+    from kvloom.eval import load
+    from kvloom.inspect import page, trace_recipe
     model, tokenizer = load()
-    Path("page.html").write_text(page(follow(model, tokenizer, "h2o", "some text")))
+    Path("page.html").write_text(page(trace_recipe(model, tokenizer, "h2o", "some text")))
 
-`follow` runs the model and notes, `page` makes one HTML file of it. Neither decides anything about
-caches: they read what a cache says of itself.
+`trace_recipe` runs the model and records what caches report about themselves; `page` converts the
+record to one HTML file.
 """
 
 from __future__ import annotations
 
 from .page import page
-from .trace import follow, pieces
+from .token_text import token_texts
+from .trace import trace_recipe
 
-__all__ = ["follow", "page", "pieces"]
+__all__ = ["page", "token_texts", "trace_recipe"]

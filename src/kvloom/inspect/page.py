@@ -1,7 +1,7 @@
-"""One HTML file that shows what `follow` noted: no network, no other file.
+"""One HTML file that shows the record of `trace_recipe`; it needs no network and no other file.
 
-Decides how the parts get into the page safely. `template.html` is its structure, `style.css` its
-looks, `script.js` what it does; all of them lie beside this file.
+Decides how data are inserted into the page safely. The page consists of `template.html`,
+`style.css` and `script.js` in this folder.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the page with `follow`'s data in it; further keys (model, source) are shown as well.
+    """Return the page for the data of `trace_recipe`; the keys model and source are shown too.
 
-    No text of a token or a name can end the script element it lies in, nor begin another.
+    No token's text and no name can end the script element that contains it, nor start another.
     """
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     html = _part("template.html")
-    for place, part in (
+    for placeholder, part in (
         ("@STYLE@", _part("style.css")),
         ("@SCRIPT@", _part("script.js")),
-        ("@DATA@", text.replace("<", "\\u003c")),  # last: it may hold anything
+        ("@DATA@", text.replace("<", "\\u003c")),  # last: it may contain any text
     ):
-        html = html.replace(place, part, 1)
+        html = html.replace(placeholder, part, 1)
     return html
 
 

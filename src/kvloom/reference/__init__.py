@@ -1,8 +1,8 @@
-"""The small trained model that ships with kvloom: every quality figure rests on it.
+"""The small trained model that ships with kvloom, on which quality figures are measured.
 
-A Llama of 4.6 million parameters with 4 query and 2 key-value heads of 64 channels, trained to
-find what was said up to 4096 tokens ago. `weights/README.md` is its card. Importing this
-package imports neither torch nor transformers.
+A Llama with 4.6 million parameters, 4 query heads and 2 key/value heads of 64 channels. It was
+trained to retrieve facts from up to 4096 tokens before. `weights/README.md` is its model card.
+Importing this package imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["WEIGHTS", "reference_model", "reference_tokenizer"]
 def reference_model(dtype: Any = None) -> Any:
     """Return the reference model, a `LlamaForCausalLM` in evaluation mode.
 
-    `dtype` is a torch dtype; None keeps bfloat16, as stored.
+    dtype: a torch dtype; None keeps bfloat16, the dtype of the stored weights.
     """
     from transformers import LlamaForCausalLM
 
@@ -26,7 +26,7 @@ def reference_model(dtype: Any = None) -> Any:
 
 
 def reference_tokenizer() -> Any:
-    """Return its tokenizer: `<s>` in front by default, a token for every digit, pads left."""
+    """Return its tokenizer: it adds `<s>` by default, has one token a digit, and pads left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(WEIGHTS)

@@ -1,8 +1,8 @@
-"""Text that every CPython already has: the library's sources and the help topics of `pydoc`.
+"""Text that ships with CPython: the library's sources and the help topics of `pydoc`.
 
-Decides which files count as text and which of them are held out; knows nothing of tokens.
-Nothing is downloaded and nothing is copied into the package. A missing `test` folder (some
-distributions split it off) only makes the corpus smaller.
+Decides which files belong to the corpus and which of them are held out from training. Knows nothing
+of tokens. Nothing is downloaded and nothing is copied into the package. Some distributions package
+the library's `test` folder separately; without it, the corpus is smaller.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 HELD_OUT_PERCENT = 3
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-MAX_FILE_BYTES = 400_000  # longer ones are tables
+MAX_FILE_BYTES = 400_000  # longer files are tables of data
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file or help topic: a name that is the same on every machine, and its text."""
+    """One file or help topic. name: the same on every machine; text: its content."""
 
     name: str
     text: str
@@ -34,19 +34,19 @@ def documents() -> Iterator[Document]:
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether a document is kept from training; a hash of its name decides."""
+    """Return whether a document is held out from training, by a hash of its name."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
 @lru_cache(maxsize=1)
 def held_out_documents() -> tuple[Document, ...]:
-    """Return the documents no training step has seen."""
+    """Return the documents that the reference model was not trained on."""
     return tuple(d for d in documents() if is_held_out(d.name))
 
 
 def train_documents() -> Iterator[Document]:
-    """Yield the documents the reference model is trained on."""
+    """Yield the documents that the reference model was trained on."""
     return (d for d in documents() if not is_held_out(d.name))
 
 
@@ -58,6 +58,11 @@ def held_out_text() -> str:
 def train_text() -> str:
     """Return all training documents as one text (about 30 MB)."""
     return "\n\n".join(d.text for d in train_documents())
+
+
+def calibration_text() -> str:
+    """Return every 15th training document as one text (about 2 MB)."""
+    return "\n\n".join(d.text for i, d in enumerate(train_documents()) if i % 15 == 0)
 
 
 def _topics() -> Iterator[Document]:

@@ -1,8 +1,8 @@
-"""Generated long-context tasks whose answers can be counted right or wrong.
+"""Generated long-context tasks with exact answers.
 
-Needles in real text, key-value lists, copying and variable tracking. Each task is a context
-and questions about it, all token ids, decided by a seed. A question ends so that greedy
-generation goes on with exactly the answer. Scoring and running belong to the evaluation.
+Needles in real text, key-value lists, copying and variable tracking. A task is a context and
+questions about it, as token ids, generated from a seed. A question ends where its answer starts, so
+that greedy generation continues with the answer. `kvloom.eval` runs and scores tasks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORDS = _WORDS.split()
 class Question:
     """A question to append to a context.
 
-    `answer_at` is where the answer's ids stand in the context, `depth` the same as a fraction.
+    answer_at: index of the answer's first id in the context. depth: the same as a fraction.
     """
 
     question_ids: list[int]
@@ -50,7 +50,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ContextSet:
-    """One context (its first id is BOS) and the questions about it."""
+    """One context, which starts with BOS, and the questions about it."""
 
     context_ids: list[int]
     questions: list[Question]
@@ -58,7 +58,7 @@ class ContextSet:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and the ids that greedy generation should give."""
+    """One prompt, and the ids that greedy generation should return."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -69,7 +69,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Fact:
-    """Ids put into a context, the span of the answer in them, and the question for it."""
+    """Ids to insert into a context, where the answer starts in them, and the question about it."""
 
     ids: list[int]
     answer_from: int
@@ -79,7 +79,7 @@ class Fact:
 
 
 class Encoder:
-    """Pieces of text to ids, kept once encoded; words for keys; random text to hide facts in."""
+    """Encodes pieces of text (cached), draws words as keys, and draws the text around facts."""
 
     def __init__(self, tokenizer: Any, text_ids: np.ndarray, words: Sequence[str] = WORDS) -> None:
         self.tokenizer = tokenizer
@@ -91,18 +91,17 @@ class Encoder:
         self._pieces: dict[str, list[int]] = {}
 
     def __call__(self, *pieces: str) -> list[int]:
-        """Return the ids of the pieces, each encoded for itself."""
+        """Return the ids of the pieces, each encoded separately."""
         ids: list[int] = []
         for piece in pieces:
-            known = self._pieces.get(piece)
-            if known is None:
-                known = self.tokenizer.encode(piece, add_special_tokens=False)
-                self._pieces[piece] = known
-            ids += known
+            if piece not in self._pieces:
+                encoded = self.tokenizer.encode(piece, add_special_tokens=False)
+                self._pieces[piece] = encoded
+            ids += self._pieces[piece]
         return ids
 
     def number(self, rng: np.random.Generator) -> list[int]:
-        """Return the ids of a random number of 7 digits, one token a digit."""
+        """Return the ids of a random number with 7 digits, one token a digit."""
         return self(str(rng.integers(1, 10)), *map(str, rng.integers(0, 10, ANSWER_DIGITS - 1)))
 
     def keys(self, rng: np.random.Generator, count: int) -> list[str]:
@@ -110,7 +109,7 @@ class Encoder:
         return [self.words[i] for i in rng.choice(len(self.words), count, replace=False)]
 
     def window(self, rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a random piece of text `[tokens]` and the places in it where a line ends."""
+        """Return a random piece of text [tokens], and the indices in it where a line ends."""
         start = int(rng.integers(0, max(1, len(self.text_ids) - tokens)))
         text = np.resize(self.text_ids[start : start + tokens], tokens)
         low, high = np.searchsorted(self.line_ends, [start, start + tokens])
@@ -119,20 +118,20 @@ class Encoder:
 
 @lru_cache(maxsize=4)
 def held_out_encoder(tokenizer: Any) -> Encoder:
-    """Return the encoder over held-out text that evaluation uses (made once a tokenizer)."""
+    """Return the encoder over held-out text that evaluation uses; cached for each tokenizer."""
     text = [tokenizer.encode(d.text, add_special_tokens=False) for d in corpus.held_out_documents()]
     return Encoder(tokenizer, np.concatenate([np.asarray(t, dtype=np.int64) for t in text]))
 
 
 def needle_fact(encode: Encoder, key: str, number: list[int]) -> Fact:
-    """`The magic number for <key> is 1234567.` on a line of its own."""
+    """Return the fact `The magic number for <key> is 1234567.` on a line of its own."""
     head = encode("\n", "The magic number for", f" {key}", " is ")
     question = encode("\n", "Question", ":", " The magic number for", f" {key}", " is ")
     return Fact(head + number + encode(".", "\n"), len(head), number, question, key)
 
 
 def pair_fact(encode: Encoder, key: str, number: list[int]) -> Fact:
-    """`key <key> = 1234567`, one line of a list."""
+    """Return the fact `key <key> = 1234567`, one line of a list."""
     head = encode("key", f" {key}", " = ")
     return Fact(head + number + encode("\n"), len(head), number, encode("\n") + head, key)
 
@@ -140,28 +139,29 @@ def pair_fact(encode: Encoder, key: str, number: list[int]) -> Fact:
 def hide(
     encode: Encoder, rng: np.random.Generator, facts: list[Fact], tokens: int, depths: Any
 ) -> tuple[list[int], list[int]]:
-    """Put facts into real text so that BOS, text and facts are exactly `tokens` ids.
+    """Insert facts into real text so that BOS, text and facts are exactly `tokens` ids.
 
-    `depths [facts]` in 0 … 1 say how far into the text each fact goes (moved to the next end
-    of a line). Returns the ids and, for each fact, where its answer begins.
+    depths: [facts], 0 to 1, how far into the text each fact goes; it is moved to the next end of a
+    line. Returns the ids, and for each fact the index where its answer starts. Raises `ValueError`
+    if the facts do not fit.
     """
     room = tokens - len(encode.bos) - sum(len(f.ids) for f in facts)
     if room < 0:
         need = tokens - room
         raise ValueError(
-            f"context_tokens={tokens} does not hold {len(facts)} facts; use {need} or more"
+            f"context_tokens={tokens} is too few for {len(facts)} facts; use {need} or more"
         )
     text, breaks = encode.window(rng, room)
-    places = np.asarray(np.asarray(depths) * room, dtype=np.int64)
+    inserts = np.asarray(np.asarray(depths) * room, dtype=np.int64)
     if len(breaks):
-        places = breaks[np.minimum(np.searchsorted(breaks, places), len(breaks) - 1)]
-    ids, begins, done = list(encode.bos), [0] * len(facts), 0
-    for i in np.argsort(places, kind="stable"):
-        ids += text[done : places[i]].tolist()
-        done = int(places[i])
-        begins[i] = len(ids) + facts[i].answer_from
+        inserts = breaks[np.minimum(np.searchsorted(breaks, inserts), len(breaks) - 1)]
+    ids, answers, done = list(encode.bos), [0] * len(facts), 0
+    for i in np.argsort(inserts, kind="stable"):
+        ids += text[done : inserts[i]].tolist()
+        done = int(inserts[i])
+        answers[i] = len(ids) + facts[i].answer_from
         ids += facts[i].ids
-    return ids + text[done:].tolist(), begins
+    return ids + text[done:].tolist(), answers
 
 
 def needle_set(
@@ -173,9 +173,9 @@ def needle_set(
     depth: float | None = None,
     encoder: Encoder | None = None,
 ) -> ContextSet:
-    """Return a context of exactly `context_tokens` ids hiding `n_keys` needles, all asked for.
+    """Return a context of exactly `context_tokens` ids with `n_keys` needles, one question each.
 
-    `depth` in 0 … 1 fixes where the first question's needle lies; the others lie anywhere.
+    depth: 0 to 1, fixes the position of the first question's needle; the others are random.
     """
     encode = encoder or held_out_encoder(tokenizer)
     rng = np.random.default_rng([seed, n_keys, context_tokens])
@@ -183,7 +183,7 @@ def needle_set(
     depths = rng.random(n_keys)
     if depth is not None:
         depths[0] = depth
-    return _asked(encode, rng, facts, context_tokens, depths)
+    return _with_questions(encode, rng, facts, context_tokens, depths)
 
 
 def needle(
@@ -197,10 +197,10 @@ def needle(
 ) -> Example:
     """Return one prompt of exactly `context_tokens` ids, the question included."""
     encode = encoder or held_out_encoder(tokenizer)
-    asked = len(needle_fact(encode, encode.words[0], []).question_ids)
+    question = len(needle_fact(encode, encode.words[0], []).question_ids)
     context = needle_set(
         tokenizer,
-        context_tokens=context_tokens - asked,
+        context_tokens=context_tokens - question,
         n_keys=n_keys,
         seed=seed,
         depth=depth,
@@ -217,13 +217,13 @@ def key_value_set(
     seed: int = 0,
     encoder: Encoder | None = None,
 ) -> ContextSet:
-    """Return a list of `key <word> = <number>` lines filling the context, some asked for."""
+    """Return a context of `key <word> = <number>` lines, with questions about some of them."""
     encode = encoder or held_out_encoder(tokenizer)
     rng = np.random.default_rng([seed, n_questions, context_tokens, 1])
     each = len(pair_fact(encode, encode.words[0], encode.number(rng)).ids)
     count = min(len(encode.words), (context_tokens - len(encode.bos)) // each)
     facts = [pair_fact(encode, key, encode.number(rng)) for key in encode.keys(rng, count)]
-    whole = _asked(encode, rng, facts, context_tokens, np.ones(count))
+    whole = _with_questions(encode, rng, facts, context_tokens, np.ones(count))
     chosen = rng.choice(count, min(n_questions, count), replace=False)
     return ContextSet(whole.context_ids, [whole.questions[i] for i in chosen])
 
@@ -236,15 +236,15 @@ def copy_set(
     seed: int = 0,
     encoder: Encoder | None = None,
 ) -> ContextSet:
-    """Return a context hiding a row of random words; the question asks for it again."""
+    """Return a context with a line of random words; the question is to repeat the line."""
     encode = encoder or held_out_encoder(tokenizer)
     rng = np.random.default_rng([seed, n_words, context_tokens, 2])
     fact = copy_fact(encode, rng, n_words)
-    return _asked(encode, rng, [fact], context_tokens, rng.random(1))
+    return _with_questions(encode, rng, [fact], context_tokens, rng.random(1))
 
 
 def copy_fact(encode: Encoder, rng: np.random.Generator, n_words: int) -> Fact:
-    """`List: <words>` on a line of its own; the question begins the line again."""
+    """Return the fact `List: <words>` on a line of its own; the question starts the line again."""
     words = encode(*(f" {encode.words[i]}" for i in rng.integers(0, len(encode.words), n_words)))
     head = encode("\n", "List", ":")
     return Fact(head + words + encode("\n"), len(head), words, head, "List")
@@ -264,13 +264,13 @@ def variable_set(
     rng = np.random.default_rng([seed, n_chains, context_tokens, 3, hops])
     facts = variable_facts(encode, rng, n_chains, hops)
     depths = np.sort(rng.random((n_chains, hops)), axis=1).T.ravel()
-    asked = _asked(encode, rng, facts, context_tokens, depths)
-    said, last = asked.questions[:n_chains], asked.questions[(hops - 1) * n_chains :]
+    every = _with_questions(encode, rng, facts, context_tokens, depths)
+    first_hop, last_hop = every.questions[:n_chains], every.questions[(hops - 1) * n_chains :]
     return ContextSet(
-        asked.context_ids,
+        every.context_ids,
         [
             replace(q, answer_at=first.answer_at, depth=first.depth)
-            for q, first in zip(last, said, strict=True)
+            for q, first in zip(last_hop, first_hop, strict=True)
         ],
     )
 
@@ -278,30 +278,37 @@ def variable_set(
 def variable_facts(
     encode: Encoder, rng: np.random.Generator, n_chains: int, hops: int
 ) -> list[Fact]:
-    """`set <a> = 1234567`, then `set <b> = <a>` …: facts hop by hop, chains side by side."""
+    """Return the facts `set <a> = 1234567`, `set <b> = <a>`, …: all first hops, then all second."""
     names = np.array(encode.keys(rng, n_chains * hops)).reshape(hops, n_chains)
     numbers = [encode.number(rng) for _ in range(n_chains)]
     facts = []
     for hop in range(hops):
         for chain, number in enumerate(numbers):
             head = encode("\n", "set", f" {names[hop, chain]}", " =")
-            said = encode(" ") + number if hop == 0 else encode(f" {names[hop - 1, chain]}")
-            ask = encode("\n", "value of", f" {names[hop, chain]}", " = ")
+            value = encode(" ") + number if hop == 0 else encode(f" {names[hop - 1, chain]}")
+            question = encode("\n", "value of", f" {names[hop, chain]}", " = ")
             facts.append(
-                Fact(head + said + encode("\n"), len(head) + 1, number, ask, str(names[hop, chain]))
+                Fact(
+                    head + value + encode("\n"),
+                    len(head) + 1,
+                    number,
+                    question,
+                    str(names[hop, chain]),
+                )
             )
     return facts
 
 
-def _asked(
+def _with_questions(
     encode: Encoder, rng: np.random.Generator, facts: list[Fact], tokens: int, depths: Any
 ) -> ContextSet:
-    ids, begins = hide(encode, rng, facts, tokens, depths)
+    """Return a context with all facts inserted, and one question a fact."""
+    ids, answers = hide(encode, rng, facts, tokens, depths)
     return ContextSet(
         ids,
         [
             Question(f.question_ids, f.answer_ids, f.key, at, at / max(1, tokens))
-            for f, at in zip(facts, begins, strict=True)
+            for f, at in zip(facts, answers, strict=True)
         ],
     )
 

@@ -1,1 +1,1 @@
-"""How commands show results: tables, and the machine that they were measured on."""
+"""How results are shown: tables, plots, error messages, and the machine they were measured on."""

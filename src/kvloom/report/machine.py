@@ -1,4 +1,4 @@
-"""The versions and the hardware that figures depend on."""
+"""The versions and the hardware that figures depend on, and a machine's short name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import __version__
 
 
 def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
-    """Return versions, hardware, the dtype of a model or of keys, and the time."""
+    """Return versions, hardware, the dtype of a model or tensor, and the time in UTC."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
     return {
         "python": platform.python_version(),
@@ -32,7 +32,7 @@ def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, as far as the system tells."""
+    """Return the processor's name as the operating system reports it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,1 +1,1 @@
-"""What commands run on: models, texts, and one timed call of a model."""
+"""The inputs of commands: models, texts, one timed forward pass, and what layers attend with."""

@@ -1,6 +1,6 @@
-"""A model run on a text, every layer seen as it attends; nothing is kept.
+"""Run a model on a text and pass every layer's attention inputs to a function; store nothing.
 
-Decides how queries, keys and values are got at; what is made of them is the caller's.
+Decides how queries, keys and values are obtained. The caller decides what to compute from them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache.checks import check_range, check_shapes
-from ..cache.layer import LayerCache
-from ..cache.part import Part, attend_parts
+from ..cache.layer import LayerCache, attend_parts
+from ..cache.part import Part
 from ..hf.cache import Cache
 from ..hf.routed import RoutedLayer
 from ..positions.alibi import Alibi
 from ..recipe.spec import Recipe
 
 
-class Seen(NamedTuple):
-    """What one layer attends with: q [B, Hq, T, D], k and v [B, Hk, T, D]; keys after RoPE.
+class AttentionInputs(NamedTuple):
+    """The inputs of one layer's attention: q [B, Hq, T, D], k and v [B, Hk, T, D].
 
-    bias: fp32 [B, Hq, T], added to the logits (ALiBi).
+    Keys are after RoPE. bias: fp32 [B, Hq, T], added to the logits (ALiBi); None without one.
     """
 
     q: Tensor
@@ -35,16 +35,16 @@ class Seen(NamedTuple):
     bias: Tensor | None = None
 
 
-See = Callable[[int, Seen], None]
-"""Called with the number of a layer, in the model, and what it attends with."""
+Observer = Callable[[int, AttentionInputs], None]
+"""Called with a layer's number in the model, and the inputs of its attention."""
 
 
-class Recorder(LayerCache):
-    """A layer that attends exactly within one prompt, shows it, and holds nothing."""
+class RecordingLayer(LayerCache):
+    """A layer that attends exactly within one prompt, calls the observer, and stores nothing."""
 
-    def __init__(self, number: int, see: See) -> None:
+    def __init__(self, number: int, observer: Observer) -> None:
         super().__init__(Recipe(), f"layer {number}")
-        self.number, self.show = number, see
+        self.number, self.observer = number, observer
 
     def attend(
         self,
@@ -57,28 +57,28 @@ class Recorder(LayerCache):
         softcap: float | None = None,
         alibi: Alibi | None = None,
     ) -> Tensor:
-        """Attend causally; padding is not expected."""
+        """Attend causally. Prompts with padding are not supported."""
         check_shapes(self.name, None, k, v)
         check_range(self.name, self.max_abs, k, v)
         t = k.shape[2]
         bias = None
         if alibi is not None:
             bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
-        self.show(self.number, Seen(q, k, v, scale, softcap, bias))
+        self.observer(self.number, AttentionInputs(q, k, v, scale, softcap, bias))
         return attend_parts(q, [Part(k, v, None, causal=t, bias=bias)], scale, softcap)
 
 
-def read(model: PreTrainedModel, ids: Tensor, see: See) -> None:
-    """Run the model on contexts ids [B, T]."""
+def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
+    """Run the model on contexts ids [B, T] and call the observer once a layer."""
     cache = Cache(model, Recipe())
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, RoutedLayer):
-            layer.cache = Recorder(number, see)
+            layer.cache = RecordingLayer(number, observer)
     with torch.inference_mode():
         model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
 
 
-def layers(model: PreTrainedModel) -> list[int]:
-    """The numbers of the layers that kvloom would hold."""
+def compressible_layers(model: PreTrainedModel) -> list[int]:
+    """Return the numbers of the layers whose cache kvloom replaces."""
     found = enumerate(Cache(model, Recipe()).layers)
     return [number for number, layer in found if isinstance(layer, RoutedLayer)]

@@ -1,4 +1,4 @@
-"""What the machine can do at most: the rate at which it reads memory."""
+"""The machine's memory read bandwidth, which limits a decode step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 import torch
 
 
-def read_gb_s(seconds: float = 1.0, nbytes: int = 1 << 29) -> float:
-    """The best rate, in GB/s, at which a sum over `nbytes` reads memory with torch's threads."""
+def read_bandwidth_gb_s(seconds: float = 1.0, nbytes: int = 1 << 29) -> float:
+    """Return the highest rate, in GB/s, at which torch's threads sum a tensor of `nbytes` bytes."""
     x = torch.ones(nbytes // 4)
     best, end = 0.0, time.perf_counter() + seconds
     while best == 0.0 or time.perf_counter() < end:

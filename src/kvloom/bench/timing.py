@@ -1,0 +1,114 @@
+"""Time candidates alternately, so that other load on the machine affects all of them.
+
+Decides what a time is: the wall time of one call, without the compilation of kernels, after warm-up
+rounds that are not counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..kernels import dispatch
+from ..report.errors import one_line, user_message
+from ..workload import clock
+
+_log = logging.getLogger(__name__)
+
+WARM_UP = 3
+"""Rounds that are not counted."""
+_SLOW_S = 20.0  # a candidate whose counted calls took longer in all ...
+_SLOW_CALLS = 3  # ... is left out of further rounds after this many of them
+
+
+@dataclass
+class Candidate:
+    """A function to time.
+
+    call: one timed step. prepare: called before each step, not timed. kv_bytes, read_bytes: return
+    the bytes of keys and values in the cache, and those that a step reads; called after all timing.
+    problem: the reason why there are no times.
+    """
+
+    name: str
+    call: Callable[[], object] | None = None
+    prepare: Callable[[], object] | None = None
+    kv_bytes: Callable[[], int | None] = field(default=lambda: None)
+    read_bytes: Callable[[], int | None] = field(default=lambda: None)
+    problem: str | None = None
+
+
+@dataclass
+class Times:
+    """Milliseconds of a candidate's calls, and kvloom's operations that fell back, with reasons."""
+
+    ms: list[float] = field(default_factory=list)
+    fallbacks: set[str] = field(default_factory=set)
+
+
+def time_candidates(
+    candidates: Sequence[Candidate],
+    repeats: int,
+    on_step: Callable[[str, int], None] | None = None,
+    warm_up: int = WARM_UP,
+) -> dict[str, Times]:
+    """Time every candidate `repeats` times, alternately; slow ones less often. Returns by name.
+
+    on_step: called with the current candidate, and with one unit a round. If a call raises an
+    error, the candidate gets it as its `problem` and has no times; the others continue.
+    """
+    times = {candidate.name: Times() for candidate in candidates}
+    slow: set[str] = set()
+    with torch.inference_mode():
+        for i in range(warm_up + repeats):
+            for candidate in candidates:
+                if candidate.call is None or candidate.name in slow:
+                    continue
+                if on_step:
+                    on_step(candidate.name, 0)
+                try:
+                    ms, fallbacks = _time(candidate)
+                except Exception as error:
+                    candidate.call, candidate.problem = None, problem(error)
+                    times[candidate.name] = Times()
+                    continue
+                if i >= warm_up:
+                    counted = times[candidate.name].ms
+                    counted.append(ms)
+                    if len(counted) >= _SLOW_CALLS and sum(counted) > 1e3 * _SLOW_S:
+                        slow.add(candidate.name)
+                times[candidate.name].fallbacks |= fallbacks
+            if on_step:
+                on_step("", 1)
+    return times
+
+
+def problem(error: Exception) -> str:
+    """Return in one line why a candidate has no times; log the traceback of a defect."""
+    if user_message(error) is None:
+        _log.error("a candidate failed", exc_info=error)
+    return one_line(error)
+
+
+def rounds(repeats: int) -> int:
+    """Return how many units `time_candidates` reports to `on_step`."""
+    return WARM_UP + repeats
+
+
+def _time(candidate: Candidate) -> tuple[float, set[str]]:
+    """Return the milliseconds of a call, and the operations that fell back to the reference."""
+    assert candidate.call is not None
+    if candidate.prepare is not None:
+        candidate.prepare()
+    before = dispatch.ran.copy()
+    begin = clock.seconds()
+    candidate.call()
+    ms = 1e3 * (clock.seconds() - begin)
+    return ms, {
+        f"{operation}: {reason}"
+        for (operation, backend, reason), n in dispatch.ran.items()
+        if backend == "ref" and n > before[operation, backend, reason]
+    }

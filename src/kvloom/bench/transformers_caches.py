@@ -1,0 +1,55 @@
+"""The caches of transformers, filled to a depth without computing a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+INSTALL = {
+    "DynamicCache": "",
+    "QuantizedCache quanto-4": "optimum-quanto",
+    "QuantizedCache hqq-4": "hqq",
+    "QuantizedCache fp8": "-U transformers",
+}
+"""The caches by name, and the argument of `pip install` for one that is missing."""
+
+
+def filled(name: str, config: Any, k: Tensor, v: Tensor) -> transformers.Cache:
+    """Return the cache with a name in `INSTALL`, with k, v [B, Hk, N, D] in every layer.
+
+    Raises `ImportError` or `ValueError` if this installation does not have the cache.
+    """
+    if name == "DynamicCache":
+        cache: Any = transformers.DynamicCache(config=config)
+    else:
+        backend, _, bits = name.split()[1].partition("-")
+        axis = 1 if backend == "hqq" else 0
+        options = {"nbits": int(bits), "axis_key": axis, "axis_value": axis} if bits else {}
+        cache = transformers.QuantizedCache(backend, config=config, **options)
+    for i in range(config.num_hidden_layers):
+        cache.update(k, v, i)
+    return cache
+
+
+def missing(name: str, error: Exception) -> str:
+    """Return why a cache of `INSTALL` is missing, with the command that installs it."""
+    if isinstance(error, ImportError):
+        return f"not installed: pip install {INSTALL[name]}"
+    return f"not in this version of transformers ({error}): pip install {INSTALL[name]}"
+
+
+def nbytes(cache: Any) -> int:
+    """Return the bytes of all tensors in a cache of transformers, or in a part of one."""
+    if isinstance(cache, Tensor):
+        if hasattr(cache, "__tensor_flatten__"):  # a tensor subclass of quanto
+            return sum(nbytes(getattr(cache, name)) for name in cache.__tensor_flatten__()[0])
+        return cache.nbytes
+    if isinstance(cache, dict):
+        return sum(nbytes(x) for x in cache.values())
+    if isinstance(cache, (list, tuple)):
+        return sum(nbytes(x) for x in cache)
+    if isinstance(cache, (transformers.Cache, transformers.cache_utils.CacheLayerMixin)):
+        return nbytes(vars(cache))
+    return 0

@@ -1,0 +1,58 @@
+"""Arguments and options that several commands share, and how recipes are read from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..recipe.spec import Recipe
+
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text", metavar="FILE", help="Text file to read, repeatable; default: CPython's library."
+    ),
+]
+Files = Annotated[
+    list[Path] | None, typer.Argument(metavar="FILE", help="Text files, as with --text.")
+]
+Model = Annotated[
+    str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
+]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the dtype of the weights), bfloat16, float16 or float32.")
+]
+Json = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Write the figures as JSON; -: to stdout."),
+]
+
+RECIPE_HELP = (
+    'A recipe name with options, or a recipe file: "kivi:bits=4", mine.toml (see kvloom recipes).'
+)
+RECIPES_HELP = 'Recipe names with options, or recipe files: "kivi:bits=4,rtn,mine.toml"'
+
+
+def parse_recipes(option: str) -> list[Recipe]:
+    """Return the recipes of an option `--recipes`; raises `RecipeError` or `InputError`."""
+    from ..errors import InputError
+    from ..recipe.resolve import RECIPES, resolve
+
+    specs = split_recipes(option)
+    if not specs:
+        raise InputError(f"--recipes names no recipe; choose from {', '.join(RECIPES)}")
+    return [resolve(spec) for spec in specs]
+
+
+def split_recipes(option: str) -> list[str]:
+    """Split "kivi:bits=4,group=64,rtn" into recipes; an option belongs to the name before it."""
+    specs: list[str] = []
+    for item in (item.strip() for item in option.split(",")):
+        if "=" in item and ":" not in item and specs and ":" in specs[-1]:
+            specs[-1] += f",{item}"
+        elif item:
+            specs.append(item)
+    return specs

@@ -1,0 +1,53 @@
+"""Results of a comparison as plain data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one recipe; all None if `problem` says why there are none.
+
+    bits_per_value: bits in memory for each key or value read, with metadata, exact windows and
+    spare room, in the layers that kvloom compresses (None if there are none). kv_bytes: bytes of
+    the cache's tensors in all layers, whole batch. times_smaller: kv_bytes of `full` over its own.
+    prefill_s: seconds for the contexts of the whole batch. decode_tokens_s: tokens per second, all
+    rows together. perplexity: of the continuation. agreement: fraction of positions with the same
+    greedy next token as `full`. needle: fraction of questions answered correctly (None without
+    questions). tokens_read: tokens of a row that the last step read, the mean over compressed
+    layers (None for a recipe without recall, which reads its whole cache). moved_bytes: bytes
+    copied from a tier to the device in a step, whole batch. ready: fraction of the selected tokens
+    that were on the device already (both None without a tier, or if nothing was read from it).
+    failed: whether the recipe started and raised an error; a recipe that does not fit the model did
+    not start.
+    """
+
+    recipe: str
+    bits_per_value: float | None = None
+    kv_bytes: int | None = None
+    times_smaller: float | None = None
+    prefill_s: float | None = None
+    decode_tokens_s: float | None = None
+    perplexity: float | None = None
+    agreement: float | None = None
+    needle: float | None = None
+    tokens_read: float | None = None
+    moved_bytes: float | None = None
+    ready: float | None = None
+    problem: str | None = None
+    failed: bool = False
+
+
+def to_json(rows: Sequence[Row], environment: dict[str, Any]) -> str:
+    """Return `{"environment": …, "rows": […]}`; figures that do not exist are null."""
+    plain = [{k: _finite(v) for k, v in asdict(row).items()} for row in rows]
+    return json.dumps({"environment": environment, "rows": plain}, indent=2, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

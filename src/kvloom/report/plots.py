@@ -1,0 +1,30 @@
+"""Whether a plot can be written to a file, and how the lines of a plot differ."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import InputError
+
+FORMATS = ("png", "pdf", "svg", "jpg", "jpeg", "webp")
+
+
+def check_plot(path: str | Path) -> None:
+    """Raise `InputError` if matplotlib is not installed, or the suffix is not a plot format."""
+    suffix = Path(path).suffix.lstrip(".").lower()
+    if suffix not in FORMATS:
+        raise InputError(f"plot file {str(path)!r} must end in one of .{', .'.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise InputError(
+            "plots need matplotlib, which is not installed; run: pip install 'kvloom[plot]'"
+        )
+
+
+def line_style(i: int) -> tuple[str, str, str]:
+    """Return color, marker and line style of line i.
+
+    Colors repeat after ten lines, with another marker and line style.
+    """
+    cycle = i // 10
+    return f"C{i % 10}", "osD^vP"[cycle % 6], ("-", "--", ":", "-.")[cycle % 4]

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvloom.kernels import triton_runtime
 from kvloom.kernels.attend.kv_view import Channelwise, KVView
 from kvloom.kernels.attend.triton import decode, decode_kernel
-from kvloom.kernels.quantize.reference import ATOM, rows_for
+from kvloom.kernels.quantize.byte_layout import ATOM, rows_for
 from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec
 from kvloom.kernels.quantize.triton import pack as quantize_pack
 from kvloom.kernels.score.noise import Noise

@@ -193,7 +193,7 @@ def test_who_types_is_told_that_text_is_awaited(monkeypatch, capsys):
 def test_kernels_there_are_not(monkeypatch):
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
     dispatch.environment.cache_clear()
-    assert "kernels 'fast' are none of auto, ref" in refused("generate hi --model model")
+    assert "unknown kernel backend 'fast'; choose one of auto, ref" in refused("generate hi --model model")
 
 
 def test_memory_that_does_not_suffice(monkeypatch):

@@ -36,14 +36,18 @@ def append(
     new: Sides, targets: tuple[WriteTarget, ...], max_abs: tuple[float, ...] | None = None
 ) -> bool:
     """Append as `reference.append` does; a target's tensor `at` is contiguous."""
-    new = tuple(x if x.stride(3) == 1 else x.contiguous() for x in new)
-    b, h, t, d = new[0].shape
-    k, v = (
-        _side(x, to, -1 if max_abs is None else _max_bits(max_abs[i], x.dtype))
-        for i, (x, to) in enumerate(zip(new, targets, strict=True))
-    )
-    numbers = STEP.pack(batch=b, heads=h, tokens=t, head_dim=d, keys=k, values=v, exceeded=0)
-    return not compiled(new[0].dtype).run(numbers, 0, 1)[STEP.numbers]
+    k, v = new
+    k = k if k.stride(3) == 1 else k.contiguous()
+    v = v if v.stride(3) == 1 else v.contiguous()
+    b, h, t, d = k.shape
+    limits = (-1, -1)
+    if max_abs is not None:
+        limits = _max_bits(max_abs[0], k.dtype), _max_bits(max_abs[1], v.dtype)
+    numbers = STEP.pack(
+        batch=b, heads=h, tokens=t, head_dim=d, keys=_side(k, targets[0], limits[0]),
+        values=_side(v, targets[1], limits[1]), exceeded=0,
+    )  # fmt: skip
+    return not compiled(k.dtype).run(numbers, 0, 1)[STEP.numbers]
 
 
 def _side(x: Tensor, to: WriteTarget, max_bits: int) -> tuple[int, ...]:

@@ -44,7 +44,8 @@ _MANY = 9  # queries or tokens per step: more are covered by no kernel, and are 
 
 def _append_case(new: tuple[Tensor, ...], *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
     x = new[0]
-    return x, (x.dtype, min(x.shape[2], _MANY), x.shape[3])
+    tokens, d = x.shape[2:]
+    return x, (x.dtype, tokens if tokens < _MANY else _MANY, d)
 
 
 append = Op(
@@ -69,12 +70,12 @@ def _attend_case(
     like, packed = keys.tail, keys.packed
     rope = None if packed is None or packed.rope is None else packed.rope
     rotation = None if rope is None else (rope.inv_freq.shape[0], rope.interleaved)
-    shape, kv_heads = q.shape, like.shape[1]
-    few = shape[2] if shape[2] < _MANY else _MANY
+    heads, tokens, d = q.shape[1:]
+    few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
     return like, (
-        shape[1], few, shape[3], kv_heads, like.dtype, keys.fmt, values.fmt, packed is None,
-        rotation, gradient,
+        heads, few, d, like.shape[1], like.dtype, keys.fmt, values.fmt, packed is None, rotation,
+        gradient,
     )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ pack = Op(
         lambda x, spec, *_, **__: pack_cpu.problems(spec, x.device, x.dtype),
         lambda *_, **__: pack_cpu.compiled(),
         f"{_FORMATS}; rotated groups",
-        lambda *_, **__: pack_cpu.Packer(),
+        lambda x, spec, *_, **__: pack_cpu.Packer(x, spec),
     ),
     gpu=Backend(
         pack_triton.pack,

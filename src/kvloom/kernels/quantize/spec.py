@@ -100,9 +100,8 @@ _FIELDS = {one.name for one in fields(QuantSpec)}
 
 
 def kind_of(spec: Any) -> Hashable:
-    """Return `QuantSpec.kind`, or the type of anything else."""
-    kind: Hashable = type(spec)
-    return spec.kind if isinstance(spec, QuantSpec) else kind
+    """Return `QuantSpec.kind`, or the name of another type, which no kernel covers."""
+    return spec.kind if isinstance(spec, QuantSpec) else type(spec).__qualname__
 
 
 def unknown_spec(spec: QuantSpec) -> list[str]:

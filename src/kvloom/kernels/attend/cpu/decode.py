@@ -70,7 +70,7 @@ class Decode:
         self.keys, self.values = SidePacker(keys.fmt), SidePacker(values.fmt)
         self.own_queries = keys.packed is not None and coverage.own_space(keys.fmt)
         self.sets = 1 + (values.fmt is not None and coverage.own_space(values.fmt))
-        self.states = torch.empty(0, device="cpu")
+        self.states = q.new_empty(0)
 
     def __call__(
         self,
@@ -87,34 +87,34 @@ class Decode:
     ) -> State:
         """Attend as `attend` does."""
         b, hq, t, d = q.shape
-        k, v, packed = keys.tail, values.tail, keys.packed
-        n = k.shape[2] if packed is None else packed.hi + k.shape[2]
+        packed, n = keys.packed, keys.tail.shape[2]
+        if packed is not None:
+            n += packed.hi
         hk, rows, sets = self.kv_heads, self.rows, self.sets
-        lse = torch.empty((b, hq, t), dtype=torch.float32, device="cpu")
+        queries = q.float().contiguous()
+        lse = queries.new_empty((b, hq, t))
         if not n or not b:
-            out = q.new_zeros(b, hq, t, d, dtype=torch.float32)
-            return State(out, lse.fill_(-torch.inf))
+            return State(torch.zeros_like(queries), lse.fill_(-torch.inf))
         threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // NUMBERS_PER_THREAD)
         splits = 1 if threads == 1 else min(-(-n // self.tile), -(-4 * threads // (b * hk)))
-        queries = q.float().contiguous()
         packed_queries = queries
         if packed is not None and self.own_queries:
             packed_queries = to_packed_space(queries, packed.channelwise)
-        shape = (b, hq, t, d) if sets == 1 else (b, hk, 1, sets, rows, d)
-        out = torch.empty(shape, dtype=torch.float32, device="cpu")
+        if sets == 1:
+            out = torch.empty_like(queries)
+        else:
+            out = queries.new_empty((b, hk, 1, sets, rows, d))
         room = b * hk * splits * rows * (sets * d + 32)
         if self.states.numel() < room:
-            self.states = torch.empty(room, dtype=torch.float32, device="cpu")
+            self.states = queries.new_empty(room)
         if valid is not None:
             valid = padded(valid).expand(b, hk, -1)
         if bias is not None:
             bias = padded(bias.float()).expand(b, hq, -1)
         logits, width = None, -(-n // 16) * 16
         if products is not None:
-            logits = torch.empty((b, hq, t, width), dtype=torch.float32, device="cpu")
+            logits = queries.new_empty((b, hq, t, width))
             products.append(logits)
-        k = k if k.stride(3) == 1 else k.contiguous()
-        v = v if v.stride(3) == 1 else v.contiguous()
         near = far = position = 0
         if packed is not None and packed.rope is not None:
             (near, far, position), _alive = contiguous_positions(packed, packed.rope, b, d)
@@ -123,8 +123,9 @@ class Decode:
             scale=scale, softcap=softcap or 0.0, q=queries.data_ptr(),
             q_packed=packed_queries.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
             states=self.states.data_ptr(), bias=ABSENT if bias is None else strides(bias, 2),
-            valid=ABSENT if valid is None else strides(valid, 2), keys=self.keys.pack(packed, k),
-            near=near, far=far, position=position, values=self.values.pack(values.packed, v),
+            valid=ABSENT if valid is None else strides(valid, 2),
+            keys=self.keys.pack(packed, keys.tail), near=near, far=far, position=position,
+            values=self.values.pack(values.packed, values.tail),
             logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width,
         )  # fmt: skip
         self.kernel.run(numbers, b * hk, threads)

@@ -67,7 +67,7 @@ class Gathered:
         self.keys, self.values = SidePacker(keys.fmt), SidePacker(values.fmt)
         self.own_queries = keys.packed is not None and coverage.own_space(keys.fmt)
         self.sets = 1 + (values.fmt is not None and coverage.own_space(values.fmt))
-        self.states = torch.empty(0, device="cpu")
+        self.states = q.new_empty(0)
 
     def __call__(
         self,
@@ -88,29 +88,27 @@ class Gathered:
         m, h, hk, rows, sets = slots.shape[2], self.heads, self.kv_heads, self.rows, self.sets
         s = 0 if first is None else first[0].shape[2]
         n = s + m + keys.tokens - begin
-        lse = torch.empty((b, hq, 1), dtype=torch.float32, device="cpu")
+        queries = q.float().contiguous()
+        lse = queries.new_empty((b, hq, 1))
         if not n or not b:
-            out = q.new_zeros(b, hq, 1, d, dtype=torch.float32)
-            return State(out, lse.fill_(-torch.inf))
+            return State(torch.zeros_like(queries), lse.fill_(-torch.inf))
         threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // NUMBERS_PER_THREAD)
         splits = 1 if threads == 1 else min(-(-n // self.tile), -(-4 * threads // (b * h)))
-        queries = q.float().contiguous()
         packed_queries = queries
         if keys.packed is not None and self.own_queries:
             packed_queries = to_packed_space(queries, keys.packed.channelwise)
-        shape = (b, hk, h // hk, sets, rows, d)
-        out = torch.empty(shape, dtype=torch.float32, device="cpu")
+        if sets == 1:
+            out = torch.empty_like(queries)
+        else:
+            out = queries.new_empty((b, hk, h // hk, sets, rows, d))
         room = b * h * splits * rows * (sets * d + 32)
         if self.states.numel() < room:
-            self.states = torch.empty(room, dtype=torch.float32, device="cpu")
+            self.states = queries.new_empty(room)
         if valid is not None:
             valid = padded(valid).expand(b, h, -1)
         if bias is not None:
             bias = padded(bias.float()).expand(b, hq, -1)
         slots = slots if slots.stride(2) == 1 else slots.contiguous()
-        k, v = keys.tail, values.tail
-        k = k if k.stride(3) == 1 else k.contiguous()
-        v = v if v.stride(3) == 1 else v.contiguous()
         lead: list[Any] = [x if x.stride(3) == 1 else x.contiguous() for x in first or ()]
         lead = lead or [None, None]
         (near, far, positions, per_token), tensors = _positions(keys.packed, d)
@@ -120,14 +118,14 @@ class Gathered:
             q_packed=packed_queries.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
             states=self.states.data_ptr(), bias=strides(bias, 2), valid=strides(valid, 2),
             slots=strides(slots, 2), first_keys=strides(lead[0], 3),
-            first_values=strides(lead[1], 3), keys=self.keys.pack(keys.packed, k), near=near,
-            far=far, positions=positions, position_per_token=per_token,
-            values=self.values.pack(values.packed, v),
+            first_values=strides(lead[1], 3), keys=self.keys.pack(keys.packed, keys.tail),
+            near=near, far=far, positions=positions, position_per_token=per_token,
+            values=self.values.pack(values.packed, values.tail),
         )  # fmt: skip
         self.kernel.run(numbers, b * h, threads)
         del tensors  # they had to outlive the run
         if sets == 1:
-            return State(out.view(b, hq, 1, d), lse)
+            return State(out, lse)
         if values.packed is None:
             return State(out[..., 0, :, :].reshape(b, hq, 1, d), lse)
         return State(from_packed_space(out, values.packed.channelwise).view(b, hq, 1, d), lse)

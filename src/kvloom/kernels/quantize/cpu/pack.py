@@ -39,10 +39,11 @@ def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[
 class Packer:
     """Packs one layer's keys or values, step after step.
 
-    Describes the storage again only after one of its tensors was replaced.
+    Describes the spec and the storage again only after one of them was replaced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor, spec: QuantSpec) -> None:
+        self._spec, self._prepared = spec, _prepared(spec, x.shape[1], x.shape[3])
         self._storage = Storage()
         self._numbers: tuple[tuple[int, ...], ...] = ()
 
@@ -58,17 +59,17 @@ class Packer:
         """Pack as `pack` does."""
         if not x.numel():
             return
-        codes, scale, zero = out
-        if not self._storage.holds(codes, scale, zero):
+        if spec is not self._spec or not self._storage.holds(*out):
             if not all(_contiguous_rows(part) for part in out):
                 raise ValueError("rows of codes, scales and zeros must be contiguous to be written")
+            self._spec, self._prepared = spec, _prepared(spec, x.shape[1], x.shape[3])
             self._numbers = _storage(out)
-            self._storage.remember(codes, scale, zero)
+            self._storage.remember(*out)
         nonpadding: tuple[int, ...] = (0, 0, 0)
         if real is not None and spec.axis == "channel":
             real = real if real.stride(2) == 1 else real.contiguous()
             nonpadding = strides(real, 2)
-        prepared = _prepared(spec, x.shape[1], x.shape[3])
+        prepared = self._prepared
         static = prepared.static_encode
         _run(compiled()[0], x, begin, self._numbers, prepared, static, nonpadding, rope)
 
@@ -88,7 +89,7 @@ def pack(
     tokens. rope: rotates each token first. Per channel, `begin` and T are multiples of the group.
     Raises `ValueError` if rows of the storage are not contiguous.
     """
-    Packer()(x, spec, out, begin, real, rope)
+    Packer(x, spec)(x, spec, out, begin, real, rope)
 
 
 def unpack(

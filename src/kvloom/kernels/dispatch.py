@@ -99,7 +99,9 @@ class Op(Generic[P, R]):
         Pass as many arguments as `case` reads. A caller that has a better fallback than the
         reference calls `run` itself, or falls back if that is None.
         """
-        bound = self.choose(*args, **options)
+        like, rest = self.case(*args, **options)
+        key = _forced.get() or environment(), like.device, rest
+        bound = self.bindings.get(key) or self.choose(*args, **options)
         ran[bound.counted] += 1
         return bound
 

@@ -38,7 +38,7 @@ ran: Counter[tuple[str, str, str]] = Counter()
 _registered: dict[str, str] = {}
 """The device type of each backend that another distribution registered, by name."""
 
-_forced: ContextVar[str | None] = ContextVar("kvloom_kernels", default=None)
+forced: ContextVar[str | None] = ContextVar("kvloom_kernels", default=None)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -100,7 +100,7 @@ class Op(Generic[P, R]):
         reference calls `run` itself, or falls back if that is None.
         """
         like, rest = self.case(*args, **options)
-        key = _forced.get() or environment(), like.device, rest
+        key = forced.get() or environment(), like.device, rest
         bound = self.bindings.get(key) or self.choose(*args, **options)
         ran[bound.counted] += 1
         return bound
@@ -182,16 +182,16 @@ class Op(Generic[P, R]):
 @contextmanager
 def use(backend: str) -> Iterator[None]:
     """Within the block, let `auto` choose, select `ref` for everything, or select a backend."""
-    token = _forced.set(_valid(backend))
+    token = forced.set(_valid(backend))
     try:
         yield
     finally:
-        _forced.reset(token)
+        forced.reset(token)
 
 
 def setting() -> str:
     """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend."""
-    return _forced.get() or environment()
+    return forced.get() or environment()
 
 
 @cache

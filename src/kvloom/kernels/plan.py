@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from . import dispatch, ops
-from .dispatch import Bound, Op
+from . import ops
+from .dispatch import Bound, Op, environment, forced, ran
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,10 +47,10 @@ class Plan(Generic[P, R]):
         a kernel raises meanwhile, warns once, keeps the reason in `bound` and returns None.
         """
         like, rest = self.op.case(*args, **options)
-        case = dispatch.setting(), like.device, rest
+        case = forced.get() or environment(), like.device, rest  # `setting()`, without the call
         if case != self._case:
             self._bind(case, *args, **options)
-        dispatch.ran[self._counted] += 1
+        ran[self._counted] += 1
         return self._run
 
     def _bind(self, case: Any, *args: Any, **options: Any) -> None:

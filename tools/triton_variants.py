@@ -14,15 +14,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from compile_triton import Variant, signature
 from kvloom.kernels import triton_runtime
 from kvloom.kernels.attend.kv_view import Channelwise, KVView
 from kvloom.kernels.attend.triton import decode, decode_kernel
-from kvloom.kernels.quantize.reference import ATOM, rows_for
+from kvloom.kernels.quantize.byte_layout import ATOM, rows_for
 from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec
 from kvloom.kernels.quantize.triton import pack as quantize_pack
 from kvloom.kernels.score.noise import Noise
 from kvloom.kernels.score.triton import mass
+from triton_signature import Variant, signature
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 _META = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "fp8": torch.uint8}

@@ -14,7 +14,7 @@ from examples import EXAMPLES, HERE, installed
 from typer.testing import CliRunner
 
 import kvloom
-from kvloom.cli import app
+from kvloom.cli.app import app
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Keep, Step, checked
 from kvloom.recall import INDEXES

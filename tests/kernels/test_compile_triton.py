@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import triton_signature
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "compile_triton.py"
 FAMILIES = ("attend", "quantize", "score")
 
@@ -66,10 +68,10 @@ def test_what_takes_too_much_is_said(compile_triton):
     ]
 
 
-def test_the_types_of_a_call(compile_triton):
+def test_the_types_of_a_call():
     x = torch.empty(2, dtype=torch.float16, device="meta")
     given = {"x": x, "mask": x.bool(), "n": 5, "scale": 0.5, "none": None}
-    assert compile_triton.signature(given) == {
+    assert triton_signature.signature(given) == {
         "x": "*fp16:16",
         "mask": "*i1:16",
         "n": "i32",

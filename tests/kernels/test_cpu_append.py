@@ -101,7 +101,7 @@ def test_which_backend_appends_is_counted_and_refusals_say_why(monkeypatch):
             "tokens are torch.float64, not fp32, fp16 or bf16; head_dim=8 is not a multiple of 16; "
             "more than 8 tokens a step",
         ),
-        ("append", "ref", "the reference is asked for"),
+        ("append", "ref", "the setting selects the reference"),
     ]
 
 

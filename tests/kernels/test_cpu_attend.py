@@ -209,10 +209,10 @@ def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference
 
     like = torch.zeros(1, 1, 4, 128)
     assert cpu.problems(1, like, Turned(2, "token", 32)) == []
-    assert cpu.problems(1, like, Turned(2, "token", 32, by=1)) == ["keys: by=1 is not known to it"]
+    assert cpu.problems(1, like, Turned(2, "token", 32, by=1)) == ["keys: by=1 is not supported"]
     for swapped, problems in (
         (False, []),
-        (True, ["values: transform: swapped=True is not known to it"]),
+        (True, ["values: transform: swapped=True is not supported"]),
     ):
         fmt = Packed(2, "token", 32, transform=Swapped(swapped=swapped))
         assert cpu.problems(1, like, None, fmt) == problems

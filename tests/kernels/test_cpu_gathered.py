@@ -159,7 +159,7 @@ def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference
 
     fmt = Rotated(2, "token", 32, rotate=True)
     like = torch.zeros(1, 1, 4, D)
-    assert gathered.problems(1, like, fmt) == ["keys: rotate=True is not known to it"]
+    assert gathered.problems(1, like, fmt) == ["keys: rotate=True is not supported"]
 
 
 def test_who_ran_is_counted():
@@ -175,6 +175,6 @@ def test_who_ran_is_counted():
     backends = [(backend, why) for operation, backend, why in dispatch.ran]
     assert backends == [
         ("cpu", ""),
-        ("ref", "a gradient is asked for; call under torch.no_grad()"),
-        ("ref", "the reference is asked for"),
+        ("ref", "q requires a gradient; call under torch.no_grad()"),
+        ("ref", "the setting selects the reference"),
     ]

@@ -72,7 +72,7 @@ def test_what_is_left_to_the_reference_says_why():
     assert dispatch.ran == {
         ("pack", "ref", "tokens are torch.float64, not fp32, fp16 or bf16"): 1,
         ("unpack", "ref", "tokens are torch.float64, not fp32, fp16 or bf16"): 1,
-        ("pack", "ref", "the reference is asked for"): 1,
+        ("pack", "ref", "the setting selects the reference"): 1,
         ("pack", "cpu", ""): 1,
         ("unpack", "cpu", ""): 1,
     }

@@ -345,7 +345,7 @@ class Clustered(QuantSpec):
         (QuantSpec(5, "token", 16, torch.float16), "bits=5 is none of 8, 4, 3, 2, 1.5, 1"),
         (QuantSpec(4, "head", 16, torch.float16), "axis='head' is neither 'channel' nor 'token'"),
         (QuantSpec(4, "token", 16, torch.float64), "meta=torch.float64 is none of"),
-        (Clustered(4, "token", 16, torch.float16, centroids=8), "centroids=8 is not known to it"),
+        (Clustered(4, "token", 16, torch.float16, centroids=8), "centroids=8 is not supported"),
     ],
 )
 def test_a_spec_that_kernels_do_not_know_is_refused_by_name(spec, why):

@@ -270,9 +270,9 @@ def test_what_is_not_covered_is_left_to_the_reference_visibly(monkeypatch):
             "ref",
             "queries are torch.float64 and keys torch.float64, not both fp32, fp16 or bf16",
         ): 1,
-        ("column_mass", "ref", "the reference is asked for"): 1,
-        ("step_mass", "ref", "the reference is asked for"): 1,
-        ("column_mass", "ref", "a gradient is asked for; call under torch.no_grad()"): 1,
+        ("column_mass", "ref", "the setting selects the reference"): 1,
+        ("step_mass", "ref", "the setting selects the reference"): 1,
+        ("column_mass", "ref", "q requires a gradient; call under torch.no_grad()"): 1,
         (
             "column_mass",
             "ref",

@@ -14,6 +14,8 @@ from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.triton import decode as triton_decode
+from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -33,14 +35,18 @@ def drawn(hq=4, hk=2, t=1, n=40, d=32):
     return torch.randn(1, hq, t, d), torch.randn(1, hk, n, d), torch.randn(1, hk, n, d)
 
 
+def views(q, k, v):
+    return q, KVView(None, k), KVView(None, v)
+
+
 def attend(q, k, v, **options):
-    views = KVView(None, k), KVView(None, v)
-    kernel = ops.attend.bind(q, *views).run
-    return None if kernel is None else kernel(q, *views, 0.2, **options)
+    given = views(q, k, v)
+    kernel = ops.attend.bind(*given).run
+    return None if kernel is None else kernel(*given, 0.2, **options)
 
 
 def refusal(q, k, v):
-    return ops.attend.bind(q, KVView(None, k), KVView(None, v)).why
+    return ops.attend.bind(*views(q, k, v)).why
 
 
 def test_a_covered_case_is_run_by_the_kernel_and_counted():
@@ -60,8 +66,8 @@ def test_what_is_left_to_the_reference_says_why():
     said = [why for _, backend, why in dispatch.ran if backend == "ref"]
     assert said == [
         "head_dim=40 is not a multiple of 16, up to 512; more than 8 queries a step",
-        "the reference is asked for",
-        "a gradient is asked for; call under torch.no_grad()",
+        "the setting selects the reference",
+        "q requires a gradient; call under torch.no_grad()",
     ]
 
 
@@ -71,15 +77,15 @@ def test_the_environment_and_a_block_choose(monkeypatch):
     monkeypatch.setenv("KVLOOM_KERNELS", "ref")
     assert dispatch.setting() == "auto", "it is read once"
     dispatch.environment.cache_clear()
-    assert refusal(*case) == "the reference is asked for"
+    assert refusal(*case) == "the setting selects the reference"
     with dispatch.use("auto"):
         assert refusal(*case) == ""
     assert dispatch.setting() == "ref"
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
     dispatch.environment.cache_clear()
-    with pytest.raises(NoKernel, match="kernels 'fast' are none of auto, ref"):
+    with pytest.raises(NoKernel, match="unknown kernel backend 'fast'; choose one of auto, ref"):
         dispatch.setting()
-    with pytest.raises(NoKernel, match="kernels 'cuda' are none of"), dispatch.use("cuda"):
+    with pytest.raises(NoKernel, match="unknown kernel backend 'cuda'"), dispatch.use("cuda"):
         pass
 
 
@@ -113,6 +119,104 @@ def test_a_kernel_that_fails_to_load_leaves_the_case_to_the_reference_visibly(mo
     assert dispatch.ran == {("attend", "ref", why): 1}
     ops.attend(q, *views, 0.2)  # warns once
     assert dispatch.ran == {("attend", "ref", why): 2}
+
+
+class Lattice:
+    """A scheme from elsewhere, which shares no field with `QuantSpec`."""
+
+
+def test_a_backend_refuses_a_scheme_and_a_format_that_it_does_not_know_by_name():
+    x = torch.zeros(1, 1, 1, 16)
+    bound = ops.pack.bind(x, Lattice())
+    assert (bound.backend, bound.why) == ("ref", "Lattice is not a QuantSpec")
+    view = KVView(None, x, Lattice())
+    bound = ops.attend.bind(x, view, KVView(None, x))
+    assert (bound.backend, bound.why) == ("ref", "keys: Lattice is not supported")
+    assert triton_pack.problems(Lattice(), x.device, x.dtype)[0] == "Lattice is not a QuantSpec"
+    found = triton_decode.problems(1, x, None, Lattice())
+    assert "values: Lattice is not supported" in found
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """A backend from another distribution: it covers one query head and returns out = 2."""
+    monkeypatch.setattr(dispatch, "_registered", {})
+    for op in ops.OPS.values():
+        monkeypatch.setattr(op, "backends", dict(op.backends))
+        monkeypatch.setattr(op, "bindings", {})
+
+    def run(q, keys, values, scale, **options):
+        return ref.State(torch.full_like(q, 2.0), q[..., 0])
+
+    def problems(q, keys, values, *_, **__):
+        return [] if q.shape[1] == 1 else [f"{q.shape[1]} query heads are more than one"]
+
+    return dispatch.Backend(run, problems, lambda *_, **__: None, "one query head")
+
+
+def test_auto_tries_a_registered_backend_first_on_its_device(doubled):
+    one, four = drawn(1, 1), drawn()
+    assert attend(*one).out.amax() != 2
+    ops.OPS["attend"].register("doubled", doubled)
+    assert (attend(*one).out == 2).all()
+    want = ref.attend(*four, 0.2)
+    torch.testing.assert_close(attend(*four), want, rtol=0, atol=2e-6)
+    refused = "doubled: 4 query heads are more than one"
+    assert dispatch.ran == {
+        ("attend", "cpu", ""): 1,
+        ("attend", "doubled", ""): 1,
+        ("attend", "cpu", refused): 1,
+    }
+    with dispatch.use("ref"):
+        assert attend(*one) is None
+    assert ops.lowest.bind(torch.rand(1, 1, 9)).backend == "cpu", "it has no such operation"
+
+
+def test_a_registered_backend_can_be_selected_by_name(doubled, monkeypatch):
+    with pytest.raises(NoKernel, match="unknown kernel backend 'doubled'"), dispatch.use("doubled"):
+        pass
+    ops.attend.register("doubled", doubled)
+    monkeypatch.setenv("KVLOOM_KERNELS", "doubled")
+    dispatch.environment.cache_clear()
+    assert dispatch.setting() == "doubled"
+    assert (attend(*drawn(1, 1)).out == 2).all()
+    assert refusal(*drawn()) == "4 query heads are more than one"
+    assert attend(*drawn()) is None, "the reference runs what a selected backend does not"
+    bound = ops.lowest.bind(torch.rand(1, 1, 9))
+    assert (bound.backend, bound.why) == ("ref", "there is no doubled kernel for it")
+
+
+def test_a_registered_backend_of_another_device_is_left_alone(doubled):
+    ops.attend.register("doubled", doubled, device="cuda")
+    assert ops.attend.bind(*views(*drawn(1, 1))).backend == "cpu"
+    with dispatch.use("doubled"):
+        assert refusal(*drawn(1, 1)) == "doubled runs on cuda, not cpu"
+
+
+def test_a_registered_backend_that_raises_is_skipped_with_the_reason(doubled):
+    def load(*_, **__):
+        raise OSError("no library")
+
+    ops.attend.register("doubled", doubled._replace(load=load))
+    one = drawn(1, 1)
+    why = "doubled: its doubled kernel failed to load: OSError: no library"
+    with pytest.warns(UserWarning, match="attend: .* no library; another backend runs it"):
+        got = attend(*one)
+    torch.testing.assert_close(got, ref.attend(*one, 0.2), rtol=0, atol=2e-6)
+    attend(*one)  # warns once
+    assert dispatch.ran == {("attend", "cpu", why): 2}
+
+
+@pytest.mark.parametrize("name", ["auto", "ref", "cpu", "gpu", "doubled"])
+def test_a_name_that_is_taken_is_refused_and_nothing_is_registered(doubled, name):
+    ops.attend.register("doubled", doubled)
+    before = dict(ops.attend.backends)
+    with pytest.raises(NoKernel, match=f"{name!r} exists for 'attend'; use another name"):
+        ops.attend.register(name, doubled)
+    with pytest.raises(NoKernel, match="'doubled' runs on cpu, not cuda"):
+        ops.pack.register("doubled", doubled, device="cuda")
+    assert ops.attend.backends == before
+    assert "doubled" not in ops.pack.backends
 
 
 @pytest.mark.parametrize("op", ops.OPS.values(), ids=ops.OPS)

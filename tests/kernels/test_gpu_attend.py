@@ -273,7 +273,7 @@ def test_what_is_not_covered_is_said(monkeypatch):
     like = torch.zeros(1, 1, 4, 64)
     pre_rope = Packed(2, "token", 32, pre_rope=True)
     assert gpu.problems(1, like, channel(2), token(1.5, 0, "fp8")) == []
-    assert gpu.problems(1, like, pre_rope) == ["keys: pre_rope=True is not known to it"]
+    assert gpu.problems(1, like, pre_rope) == ["keys: pre_rope=True is not supported"]
     assert gpu.problems(1, like, None, token(2, 128)) == [
         "values: group=128 does not divide head_dim=64"
     ]

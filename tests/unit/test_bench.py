@@ -102,7 +102,7 @@ def test_decode_counts_bytes():
     assert found["kivi", 512]["kv_bytes"] < 0.6 * 512 * token
     quest = found["quest:tokens=96", 512]
     assert quest["read_bytes"] < 0.6 * quest["kv_bytes"]
-    assert "attend: the reference is asked for" in found["kivi", 512]["fell"]
+    assert "attend: the setting selects the reference" in found["kivi", 512]["fell"]
 
 
 def test_a_cache_that_is_not_there_says_what_to_install(monkeypatch):

@@ -63,7 +63,7 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     cache = Cache(model, name)
     for routed in cache.routed:
-        routed.cache.trace = True
+        routed.cache.observe()
     with torch.inference_mode():
         for step in range(NEW + 1):
             logits = model(ids, past_key_values=cache).logits[:, -1]
@@ -71,7 +71,7 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
                 at = routed.cache.logical()[0].sort(dim=-1).values.tolist()
                 assert [held_at(head, step) for head in layer["heads"]] == at
                 assert layer["held"][step] == len(at[0])
-                body = routed.cache.body
+                body = routed.cache.tokens
                 packed = {"keys": body.keys.packed_count, "values": body.values.packed_count}
                 for head in layer["heads"]:
                     for side, marks in (head["packed"] or {}).items():

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch.nn.functional as F
@@ -86,7 +87,34 @@ def strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
     head = steps[1] * size if shape[1] > 1 else 0
     if dims == 2:
         return x.data_ptr(), batch, head
-    return (x.data_ptr(), batch, head, *(step * size for step in steps[2:dims]))
+    if dims == 3:
+        return x.data_ptr(), batch, head, steps[2] * size
+    return x.data_ptr(), batch, head, steps[2] * size, steps[3] * size
+
+
+class Storage:
+    """The tensors of packed storage that were described last, by identity; keeps none alive."""
+
+    def __init__(self) -> None:
+        self._codes: Any = _nothing
+        self._scale: Any = _nothing
+        self._zero: Any = _nothing
+
+    def holds(self, codes: Tensor, scale: Tensor, zero: Tensor) -> bool:
+        """Return whether these are the tensors that `remember` was given."""
+        return self._codes() is codes and self._scale() is scale and self._zero() is zero
+
+    def remember(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        """Remember tensors in place of those before."""
+        self._codes, self._scale, self._zero = ref(codes), ref(scale), ref(zero)
+
+    def forget(self) -> None:
+        """Remember no tensors."""
+        self._codes = _nothing
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to no tensor."""
 
 
 def address(x: Tensor | None) -> int:

@@ -53,14 +53,11 @@ class Kernel:
 
         counters: zeros behind the arguments. The first number is the task counter.
         """
-        job = array("q", arguments)
-        if counters:
-            job.frombytes(bytes(8 * counters))
+        job = array("q", arguments + bytes(8 * counters))
         address, _ = job.buffer_info()
-        parallel = _openmp() if threads > 1 else None
         if threads < 2:
             self.call(address)
-        elif parallel is not None:
+        elif (parallel := _openmp()) is not None:
             parallel(self.address, address, threads, 0)
         else:
             others = [_pool().submit(self.call, address) for _ in range(threads - 1)]

@@ -5,8 +5,9 @@ on CPU tensors; `gpu`, Triton, those on CUDA tensors. `ops` lists the operations
 backend once per case (shapes, dtypes, device, format, setting) and keeps the choice.
 
 KVLOOM_KERNELS=ref in the environment, or `use("ref")` around some calls, selects the reference for
-everything; `gpu` sends CPU tensors to the Triton kernels too, in Triton's interpreter. Imports
-neither Numba nor Triton.
+everything; `gpu` sends CPU tensors to the Triton kernels too, in Triton's interpreter. The name of
+a backend that another distribution registered (`Op.register`) selects that one; `auto` tries it
+before kvloom's own. Imports neither Numba nor Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -29,12 +30,15 @@ from ..errors import NoKernel
 from . import triton_runtime
 
 CHOICES = ("auto", "ref")
-"""Settings for any machine; `gpu` requires Triton kernels and raises if they cannot run."""
+"""Settings for any machine; `gpu` selects the Triton kernels and raises if they cannot run."""
 
 ran: Counter[tuple[str, str, str]] = Counter()
 """How often this process ran (operation, backend, why no kernel)."""
 
-_forced: ContextVar[str | None] = ContextVar("kvloom_kernels", default=None)
+_registered: dict[str, str] = {}
+"""The device type of each backend that another distribution registered, by name."""
+
+forced: ContextVar[str | None] = ContextVar("kvloom_kernels", default=None)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -44,22 +48,25 @@ class Backend(NamedTuple):
 
     run: computes it. problems: returns why it does not cover a case; empty if it does. load:
     compiles or imports what `run` needs; whatever it raises makes the reference run. coverage: the
-    cases that are covered, in words.
+    cases that are covered, in words. plan: returns a function like `run` for one layer, which keeps
+    what does not change between the layer's steps; None if nothing is worth keeping.
     """
 
     run: Callable[..., Any]
     problems: Callable[..., Sequence[str]]
     load: Callable[..., object]
     coverage: str = ""
+    plan: Callable[..., Callable[..., Any]] | None = None
 
 
 class Bound(NamedTuple):
-    """An operation bound to a case: what runs it, which backend that is, and why no kernel does."""
+    """An operation bound to a case: what runs it, which backend that is, and why others do not."""
 
     run: Callable[..., Any] | None  # None: the reference
     backend: str
-    why: str
+    why: str  # the reasons of all backends that were tried before
     counted: tuple[str, str, str]  # its key in `ran`
+    plan: Callable[..., Callable[..., Any]] | None = None  # as in `Backend`
 
 
 class Op(Generic[P, R]):
@@ -77,7 +84,7 @@ class Op(Generic[P, R]):
         **backends: Backend,
     ) -> None:
         self.name, self.reference, self.case = name, reference, case
-        self.backends: Mapping[str, Backend] = backends
+        self.backends: dict[str, Backend] = backends
         self.bindings: dict[Hashable, Bound] = {}
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
@@ -93,44 +100,98 @@ class Op(Generic[P, R]):
         reference calls `run` itself, or falls back if that is None.
         """
         like, rest = self.case(*args, **options)
-        key = _forced.get() or environment(), like.device, rest
-        bound = self.bindings.get(key)
-        if bound is None:
-            bound = self.bindings[key] = self._choose(like, *args, **options)
+        key = forced.get() or environment(), like.device, rest
+        bound = self.bindings.get(key) or self.choose(*args, **options)
         ran[bound.counted] += 1
         return bound
 
+    def choose(self, *args: Any, **options: Any) -> Bound:
+        """Return what `bind` does without counting a use."""
+        like, rest = self.case(*args, **options)
+        key = setting(), like.device, rest
+        bound = self.bindings.get(key)
+        if bound is None:
+            bound = self.bindings[key] = self._choose(like, *args, **options)
+        return bound
+
+    def register(self, name: str, backend: Backend, device: str = "cpu") -> None:
+        """Add a backend from another distribution, for tensors on a type of device.
+
+        `auto` tries it before kvloom's own on that device; KVLOOM_KERNELS=name selects it. It must
+        refuse (`Backend.problems`) every case that it does not know. Raises `NoKernel` if the name
+        is taken.
+        """
+        if name in (*CHOICES, "cpu", "gpu") or name in self.backends:
+            raise NoKernel(f"kernel backend {name!r} exists for {self.name!r}; use another name")
+        if _registered.setdefault(name, device) != device:
+            raise NoKernel(
+                f"kernel backend {name!r} runs on {_registered[name]}, not {device}; use another "
+                "name for another device"
+            )
+        self.backends[name] = backend
+        self.bindings.clear()
+
+    def failed(self, name: str, error: Exception, instead: str = "the reference") -> str:
+        """Warn that a backend raised while it was bound, and return the reason."""
+        why = f"its {name} kernel failed to load: {type(error).__name__}: {error}"
+        warnings.warn(f"{self.name}: {why}; {instead} runs it", stacklevel=5)
+        return why
+
+    def by_reference(self, why: str) -> Bound:
+        """Return the operation bound to its reference, for a reason."""
+        return Bound(None, "ref", why, (self.name, "ref", why))
+
     def _choose(self, like: Tensor, *args: Any, **options: Any) -> Bound:
-        name, why = candidate(like)
+        own, why = candidate(like)
+        others = [
+            name
+            for name, device in _registered.items()
+            if name in self.backends and device == like.device.type and setting() == "auto"
+        ]
+        refused: list[str] = []
+        for name in others:
+            problems = self._problems(name, args, options, "another backend")
+            if not problems:
+                return self._bound(name, refused)
+            refused += [f"{name}: {problem}" for problem in problems]
+        why = why or self._problems(own, args, options)
+        if not why:
+            return self._bound(own, refused)
+        return self.by_reference("; ".join([*refused, *why]))
+
+    def _bound(self, name: str, refused: list[str]) -> Bound:
+        backend, why = self.backends[name], "; ".join(refused)
+        return Bound(backend.run, name, why, (self.name, name, why), backend.plan)
+
+    def _problems(
+        self, name: str, args: Any, options: Any, instead: str = "the reference"
+    ) -> list[str]:
+        """Return why a backend does not run a case; load what it needs if it does."""
         backend = self.backends.get(name)
-        if not why and backend is None:
-            why = [f"there is no {name} kernel for it"]
-        if not why and backend is not None:
-            why = list(backend.problems(*args, **options))
-        if not why and backend is not None:
-            try:
+        if backend is None:
+            return [f"there is no {name} kernel for it"]
+        try:
+            problems = list(backend.problems(*args, **options))
+            if not problems:
                 backend.load(*args, **options)
-                return Bound(backend.run, name, "", (self.name, name, ""))
-            except Exception as error:
-                why = [f"its {name} kernel failed to load: {type(error).__name__}: {error}"]
-                warnings.warn(f"{self.name}: {why[0]}; the reference runs it", stacklevel=4)
-        reason = "; ".join(why)
-        return Bound(None, "ref", reason, (self.name, "ref", reason))
+            return problems
+        except Exception as error:
+            return [self.failed(name, error, instead)]
 
 
 @contextmanager
 def use(backend: str) -> Iterator[None]:
-    """Within the block, let `auto` choose, select `ref` for everything, or require `gpu`."""
-    token = _forced.set(_valid(backend))
+    """Within the block, let `auto` choose, select `ref` for everything, or select a backend."""
+    token = forced.set(_valid(backend))
     try:
         yield
     finally:
-        _forced.reset(token)
+        forced.reset(token)
 
 
 def setting() -> str:
-    """Return the backend setting: `auto`, `ref` or `gpu`."""
-    return _forced.get() or environment()
+    """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend."""
+    return forced.get() or environment()
 
 
 @cache
@@ -142,17 +203,21 @@ def environment() -> str:
 def candidate(x: Tensor) -> tuple[str, list[str]]:
     """Return the backend for a tensor's device; or `ref` and why.
 
-    Raises `NoKernel` if Triton kernels are required and cannot run.
+    Raises `NoKernel` if Triton kernels are selected and cannot run.
     """
     backend = setting()
     if backend == "ref":
-        return "ref", ["the reference is asked for"]
+        return "ref", ["the setting selects the reference"]
     if backend == "gpu":
         why = triton_runtime.misplaced(x.device)
         if why:
             remedy = "set TRITON_INTERPRET=1 before the first step to run them on the CPU"
-            raise NoKernel(f"kernels 'gpu' are asked for, but {'; '.join(why)}; {remedy}")
+            raise NoKernel(f"kernel backend 'gpu' cannot run: {'; '.join(why)}; {remedy}")
         return "gpu", []
+    if backend in _registered:
+        device = _registered[backend]
+        fits = x.device.type == device
+        return backend, [] if fits else [f"{backend} runs on {device}, not {x.device.type}"]
     if x.is_cpu:
         return "cpu", []
     if x.device.type == "cuda":
@@ -161,7 +226,7 @@ def candidate(x: Tensor) -> tuple[str, list[str]]:
 
 
 def differentiated(q: Tensor) -> bool:
-    """Return whether a gradient of q is wanted, which kernels do not compute."""
+    """Return whether q requires a gradient, which kernels do not compute."""
     return q.requires_grad and torch.is_grad_enabled()
 
 
@@ -182,6 +247,7 @@ def compile_seconds() -> float:
 
 
 def _valid(backend: str) -> str:
-    if backend not in (*CHOICES, "gpu"):
-        raise NoKernel(f"kernels {backend!r} are none of {', '.join(CHOICES)}, gpu")
+    names = (*CHOICES, "gpu", *_registered)
+    if backend not in names:
+        raise NoKernel(f"unknown kernel backend {backend!r}; choose one of {', '.join(names)}")
     return backend

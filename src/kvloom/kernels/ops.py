@@ -24,7 +24,7 @@ from .attend.triton import decode as attend_triton
 from .dispatch import Backend, Op
 from .quantize import reference as quantize_reference
 from .quantize.cpu import pack as pack_cpu
-from .quantize.spec import QuantSpec
+from .quantize.spec import QuantSpec, kind_of
 from .quantize.triton import pack as pack_triton
 from .score import reference as score_reference
 from .score.cpu import mass as mass_cpu
@@ -35,7 +35,7 @@ from .select.cpu import select as select_cpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_GRADIENT = ["a gradient is asked for; call under torch.no_grad()"]
+_GRADIENT = ["q requires a gradient; call under torch.no_grad()"]
 _MANY = 9  # queries or tokens per step: more are covered by no kernel, and are one case
 
 
@@ -44,7 +44,8 @@ _MANY = 9  # queries or tokens per step: more are covered by no kernel, and are 
 
 def _append_case(new: tuple[Tensor, ...], *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
     x = new[0]
-    return x, (x.dtype, min(x.shape[2], _MANY), x.shape[3])
+    tokens, d = x.shape[2:]
+    return x, (x.dtype, tokens if tokens < _MANY else _MANY, d)
 
 
 append = Op(
@@ -69,12 +70,12 @@ def _attend_case(
     like, packed = keys.tail, keys.packed
     rope = None if packed is None or packed.rope is None else packed.rope
     rotation = None if rope is None else (rope.inv_freq.shape[0], rope.interleaved)
-    shape, kv_heads = q.shape, like.shape[1]
-    few = shape[2] if shape[2] < _MANY else _MANY
+    heads, tokens, d = q.shape[1:]
+    few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
     return like, (
-        shape[1], few, shape[3], kv_heads, like.dtype, keys.fmt, values.fmt, packed is None,
-        rotation, gradient,
+        heads, few, d, like.shape[1], like.dtype, keys.fmt, values.fmt, packed is None, rotation,
+        gradient,
     )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ attend = Op(
         "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
         "bf16; packed in any format of the store but rotated 8 bit, keys before RoPE that are "
         "divided or rotated, and more than 128 groups a token; padding, softcap, bias, causal",
+        lambda q, keys, values, *_, **__: attend_cpu.Decode(q, keys, values),
     ),
     gpu=Backend(
         attend_triton.attend,
@@ -128,6 +130,7 @@ attend_gathered = Op(
         _attend_problems(gathered_cpu),
         lambda q, keys, values, slots, *_, **__: gathered_cpu.load(q, keys, values, slots),
         "one query a step; otherwise as `attend`, and keys before RoPE at positions with gaps",
+        lambda q, keys, values, slots, *_, **__: gathered_cpu.Gathered(q, keys, values, slots),
     ),
     gpu=Backend(
         attend_triton.attend_gathered,
@@ -162,12 +165,13 @@ _FORMATS = (
 pack = Op(
     "pack",
     quantize_reference.pack,
-    lambda x, spec, *_, **__: (x, (spec.kind, x.dtype)),
+    lambda x, spec, *_, **__: (x, (kind_of(spec), x.dtype)),
     cpu=Backend(
         pack_cpu.pack,
         lambda x, spec, *_, **__: pack_cpu.problems(spec, x.device, x.dtype),
         lambda *_, **__: pack_cpu.compiled(),
         f"{_FORMATS}; rotated groups",
+        lambda x, spec, *_, **__: pack_cpu.Packer(x, spec),
     ),
     gpu=Backend(
         pack_triton.pack,
@@ -181,7 +185,7 @@ pack = Op(
 def _unpack_case(
     packed: Any, spec: QuantSpec, lo: int, hi: int, dtype: torch.dtype, *_: Any, **__: Any
 ) -> tuple[Tensor, Hashable]:
-    return packed.codes, (spec.kind, dtype)
+    return packed.codes, (kind_of(spec), dtype)
 
 
 def _unpack_problems(module: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Asymmetric round-to-nearest quantization and its bit layout, in plain torch.
+"""Asymmetric round-to-nearest quantization, in plain torch.
 
-Decides the arithmetic and the byte layout; knows nothing of when tokens are packed.
+Decides the arithmetic; `byte_layout` decides the bytes. Knows nothing of when tokens are packed.
 
 For a group x with b bits, that is codes 0 .. top with top = 2^b - 1: zero = min(x),
 scale = (max(x) - min(x)) / top, code = clamp(round((x - zero) / scale), 0, top),
@@ -10,31 +10,18 @@ a group (SKVQ, section 3.2). Codes are computed with the *stored* (rounded) scal
 |x - x'| <= scale / 2 holds up to clipping and the rounding of the metadata; a constant group has
 scale 0 and comes back as its zero. A scale that fp8 would round to 0 is its least positive number
 instead: half of 2^-9 is the most such a group is off.
-
-Layout: tokens share bytes, channels stay contiguous. An *atom* is the least number of tokens that
-fills whole bytes; it takes `rows` byte rows of D bytes each:
-
-    bits  atom  rows   byte row r of an atom
-    8     1     1      the code
-    4     2     1      token t at bits 4t
-    3     8     3      rows 0, 1: low two bits of tokens 4r+t at bits 2t; row 2: high bit of t at t
-    2     4     1      token t at bits 2t
-    1.5   5     1      sum of code t * 3^t: 243 of 256 values, 1.6 bits a code
-    1     8     1      token t at bit t
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .spec import PackedTensors, QuantSpec, RopeAngles
-
-ATOM = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1.5: (5, 1), 1: (8, 1)}
+from .byte_layout import ATOM, pack_codes, rows_for, stored_scale, top, unpack_codes
+from .rotated import dequantize_rotated, quantize_rotated
+from .spec import PackedTensors, QuantSpec, RopeAngles
 
 
 def pack(
@@ -101,8 +88,6 @@ def rotated(x: Tensor, rope: RopeAngles) -> Tensor:
 
 def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x fp32 by a spec: codes uint8 [B, Hk, T, D], scale and zero as stored."""
-    from .rotated import quantize_rotated
-
     if spec.rotated:
         codes, scale = quantize_rotated(x, spec.bits, spec.group, spec.meta)
         return codes, scale, scale[..., :0]
@@ -118,8 +103,6 @@ def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, T
 
 def _inverse(codes: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
     """Invert `_by_spec`: fp32 [B, Hk, N, D]."""
-    from .rotated import dequantize_rotated
-
     if spec.rotated:
         return dequantize_rotated(codes, scale, spec.bits, spec.group, torch.float32)
     if spec.static is not None:
@@ -129,56 +112,6 @@ def _inverse(codes: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Ten
     else:
         x = dequantize(codes, scale, zero, spec.axis, spec.group, torch.float32)
     return x if spec.divisor is None else x * spec.divisor[:, None, :]
-
-
-def top(bits: float) -> int:
-    """The highest code of `bits` bits; 1.5 bits have three codes."""
-    return 2 if bits == 1.5 else 2 ** int(bits) - 1
-
-
-def rows_for(tokens: int, bits: float) -> int:
-    """Byte rows that hold `tokens` codes of `bits` bits."""
-    atom, rows = ATOM[bits]
-    return -(-tokens // atom) * rows
-
-
-def pack_codes(codes: Tensor, bits: float) -> Tensor:
-    """Pack codes uint8 [..., N, D] into bytes [..., rows_for(N, bits), D], zeros as filler."""
-    atom, _ = ATOM[bits]
-    *lead, n, d = codes.shape
-    if n % atom:
-        filler = codes.new_zeros(*lead, atom - n % atom, d)
-        codes = torch.cat([codes, filler], dim=-2)
-    by_atom = codes.reshape(*lead, -1, atom, d)
-    if bits == 3:
-        low = by_atom & 3
-        packed = torch.stack(
-            [_join(low[..., :4, :], 2), _join(low[..., 4:, :], 2), _join(by_atom >> 2, 1)], dim=-2
-        )
-        return packed.reshape(*lead, -1, d)
-    if bits == 1.5:
-        packed = by_atom[..., 4, :].clone()
-        for t in (3, 2, 1, 0):
-            packed.mul_(3).add_(by_atom[..., t, :])
-        return packed
-    return codes if bits == 8 else _join(by_atom, int(bits)).reshape(*lead, -1, d)
-
-
-def unpack_codes(packed: Tensor, bits: float, tokens: int) -> Tensor:
-    """Invert `pack_codes`: bytes uint8 [..., rows, D] to the first `tokens` codes [..., N, D]."""
-    _, rows = ATOM[bits]
-    *lead, n_rows, d = packed.shape
-    if bits == 8:
-        return packed[..., :tokens, :]
-    by_atom = packed.reshape(*lead, n_rows // rows, rows, d)
-    if bits == 3:
-        low = torch.cat([_split(by_atom[..., 0, :], 2), _split(by_atom[..., 1, :], 2)], dim=-2)
-        codes = low | (_split(by_atom[..., 2, :], 1) << 2)
-    elif bits == 1.5:
-        codes = torch.stack([by_atom[..., 0, :] // 3**t % 3 for t in range(5)], dim=-2)
-    else:
-        codes = _split(by_atom[..., 0, :], int(bits))
-    return codes.reshape(*lead, -1, d)[..., :tokens, :]
 
 
 def quantize(
@@ -256,18 +189,11 @@ def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple
 
     Which of 0 and -0 is the less depends on the order in which they are compared: 0 it is.
     """
-    scale, zero = held_scale((high - low) / top(bits) + 0.0, meta), low + 0.0
+    scale, zero = stored_scale((high - low) / top(bits) + 0.0, meta), low + 0.0
     if meta == torch.float8_e4m3fn:
         most = torch.finfo(meta).max
         zero = zero.clamp(-most, most)
     return scale, zero.to(meta)
-
-
-def held_scale(scale: Tensor, meta: torch.dtype) -> Tensor:
-    """A scale, 0 or more, as stored: in fp8 neither rounded to 0 nor beyond the largest."""
-    if meta == torch.float8_e4m3fn:
-        scale = torch.where(scale > 0, scale.clamp(2.0**-9, torch.finfo(meta).max), scale)
-    return scale.to(meta)
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:
@@ -297,17 +223,3 @@ def _grouped(x: Tensor, axis: str, group: int) -> tuple[Tensor, int]:
     if axis == "channel":
         return x.reshape(b, h, n // group, group, d), 3
     return x.reshape(b, h, n, d // group, group), 4
-
-
-def _join(codes: Tensor, bits: int) -> Tensor:
-    """[..., per_byte, D] to bytes [..., D], code t at bits t * bits."""
-    out = codes[..., 0, :].clone()
-    for t in range(1, codes.shape[-2]):
-        out |= codes[..., t, :] << (t * bits)
-    return out
-
-
-def _split(packed: Tensor, bits: int) -> Tensor:
-    """Bytes [..., D] to codes [..., 8 / bits, D]."""
-    mask = (1 << bits) - 1
-    return torch.stack([(packed >> (t * bits)) & mask for t in range(8 // bits)], dim=-2)

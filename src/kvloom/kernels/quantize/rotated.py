@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import held_scale, top
+from .byte_layout import stored_scale, top
 
 
 def quantize_rotated(
@@ -36,7 +36,7 @@ def quantize_rotated(
     codes = torch.bucketize(unit.contiguous(), ends(codebook))
     rounded = _length(codebook[codes])  # may be 0 where all u are, and norm is
     scale = norm / rounded.clamp_min(1e-6)
-    scale = held_scale(scale.clamp_max(torch.finfo(meta).max), meta)
+    scale = stored_scale(scale.clamp_max(torch.finfo(meta).max), meta)
     return codes.to(torch.uint8).view(x.shape), scale.squeeze(-1)
 
 

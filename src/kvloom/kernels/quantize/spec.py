@@ -7,13 +7,13 @@ that a spec with a new field or value is refused rather than packed wrongly.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .reference import ATOM
+from .byte_layout import ATOM
 
 METAS = {
     torch.float32: "fp32",
@@ -99,8 +99,15 @@ class RopeAngles(NamedTuple):
 _FIELDS = {one.name for one in fields(QuantSpec)}
 
 
+def kind_of(spec: Any) -> Hashable:
+    """Return `QuantSpec.kind`, or the name of another type, which no kernel covers."""
+    return spec.kind if isinstance(spec, QuantSpec) else type(spec).__qualname__
+
+
 def unknown_spec(spec: QuantSpec) -> list[str]:
     """Return why no kernel may pack by a spec: a field or a value that kernels do not know."""
+    if not isinstance(spec, QuantSpec):
+        return [f"{type(spec).__name__} is not a QuantSpec"]
     found = unknown_fields(spec, _FIELDS)
     if spec.bits not in ATOM:
         found.append(f"bits={spec.bits} is none of {', '.join(map(str, ATOM))}")
@@ -112,11 +119,17 @@ def unknown_spec(spec: QuantSpec) -> list[str]:
 
 
 def unknown_fields(x: Any, known: Collection[str]) -> list[str]:
-    """Return a sentence for each field of a dataclass that is set and not among the known ones."""
+    """Return a sentence for each field of a dataclass that is set and not among the known ones.
+
+    Anything that lacks a known field is refused by the name of its type.
+    """
+    every = fields(x) if is_dataclass(x) else ()
+    if not {one.name for one in every}.issuperset(known):
+        return [f"{type(x).__name__} is not supported"]
     found = []
-    for one in fields(x):
+    for one in every:
         if one.name not in known:
             value = getattr(x, one.name)
             if one.default is MISSING or value != one.default:
-                found.append(f"{one.name}={value} is not known to it")
+                found.append(f"{one.name}={value} is not supported")
     return found

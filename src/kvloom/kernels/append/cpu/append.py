@@ -36,21 +36,28 @@ def append(
     new: Sides, targets: tuple[WriteTarget, ...], max_abs: tuple[float, ...] | None = None
 ) -> bool:
     """Append as `reference.append` does; a target's tensor `at` is contiguous."""
-    new = tuple(x if x.stride(3) == 1 else x.contiguous() for x in new)
     b, h, t, d = new[0].shape
-    k, v = (
-        _side(x, to, -1 if max_abs is None else _max_bits(max_abs[i], x.dtype))
-        for i, (x, to) in enumerate(zip(new, targets, strict=True))
-    )
-    numbers = STEP.pack(batch=b, heads=h, tokens=t, head_dim=d, keys=k, values=v, exceeded=0)
-    return not compiled(new[0].dtype).run(numbers, 0, 1)[STEP.numbers]
+    dtype = new[0].dtype
+    limits = (-1, -1)
+    if max_abs is not None:
+        limits = _max_bits(max_abs[0], dtype), _max_bits(max_abs[1], dtype)
+    k, v = new
+    k_steps, v_steps = k.stride(), v.stride()
+    if k_steps[3] != 1 or v_steps[3] != 1:
+        k, v = k.contiguous(), v.contiguous()
+        k_steps, v_steps = k.stride(), v.stride()
+    numbers = STEP.pack(
+        batch=b, heads=h, tokens=t, head_dim=d,
+        keys=_side((k.data_ptr(), *k_steps), targets[0], limits[0]),
+        values=_side((v.data_ptr(), *v_steps), targets[1], limits[1]), exceeded=0,
+    )  # fmt: skip
+    return not compiled(dtype).run(numbers, 0, 1)[STEP.numbers]
 
 
-def _side(x: Tensor, to: WriteTarget, max_bits: int) -> tuple[int, ...]:
+def _side(source: tuple[int, ...], to: WriteTarget, max_bits: int) -> tuple[int, ...]:
     data, at = to
-    begin, per_head = (0, at.data_ptr()) if isinstance(at, Tensor) else (at, 0)
-    source, target = (x.data_ptr(), *x.stride()), (data.data_ptr(), *data.stride())
-    return SIDE.pack(source, target, begin, per_head, max_bits)
+    begin, per_head = (at, 0) if isinstance(at, int) else (0, at.data_ptr())
+    return SIDE.pack(source, (data.data_ptr(), *data.stride()), begin, per_head, max_bits)
 
 
 @cache

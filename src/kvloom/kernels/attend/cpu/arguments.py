@@ -13,23 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...arguments import MATRIX, TOKENS, Arguments, Block, address, strides
+from ....positions.rope import Rope
+from ...arguments import MATRIX, TOKENS, Arguments, Block, Storage, address, strides
 from ...quantize.rotated import levels, matrix
 from ..kv_view import Channelwise, KVView, PackedPrefix
 from .rope_tables import tables
 
 NUMBERS_PER_THREAD = 1 << 15  # of keys and values
+ABSENT = (0, 0, 0)  # a `MATRIX` that is not given
 
-SIDE = Block(  # keys or values: a packed prefix and an exact tail
+PREFIX = Block(  # packed tokens
     codes=TOKENS,  # uint8 [B, Hk, rows, D]
-    packed=int,  # tokens of the prefix
     scale=MATRIX,
     zero=MATRIX,
     meta_row=int,  # bytes of a row of scales
-    tail=TOKENS,  # [B, Hk, N - packed, D]
     table=int,  # int32 [Hk, D], each channel's group; or fp32 [16], levels
     table_head=int,  # bytes of a head's table
     first_group=int,  # int64 [Hk], a head's first group among a token's scales
+)
+_NO_PREFIX = (0,) * PREFIX.numbers
+SIDE = Block(  # keys or values: a packed prefix and an exact tail
+    prefix=PREFIX,
+    packed=int,  # tokens of the prefix
+    tail=TOKENS,  # [B, Hk, N - packed, D]
 )
 
 DECODE = Arguments(
@@ -89,31 +95,53 @@ GATHERED = Arguments(
 )
 
 
-def side(view: KVView) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
-    """Pack keys or values, and return the tensors that must outlive the call."""
-    tail, packed = view.tail, view.packed
-    if tail.stride(3) != 1:
-        tail = tail.contiguous()
-    if packed is None:
-        return (*(0,) * 12, *strides(tail, 3), 0, 0, 0), (tail,)
-    how, scale, zero = packed.channelwise, packed.scale, packed.zero
-    table: Tensor | None = None
-    first: Tensor | None = None
-    table_head = 0
-    if how.fixed is not None:
-        scale, zero = how.multiplied
-    elif how.rotated:
-        table = _levels(view.fmt.bits)
-    elif how.group_of is not None:
-        by = how.by_layer if view.fmt.transform.span == "layer" else how.by_head
-        table, first, table_head = *by, 4 * tail.shape[3]
-    codes, scale, zero = _rowwise(packed.codes), _rowwise(scale), _rowwise(zero)
-    row = 0 if how.fixed is not None else scale.shape[3] * scale.itemsize
-    numbers = SIDE.pack(  # in order: keywords would take as long as all the rest
-        strides(codes, 3), packed.hi, strides(scale, 2), strides(zero, 2), row, strides(tail, 3),
-        address(table), table_head, address(first),
-    )  # fmt: skip
-    return numbers, (codes, scale, zero, tail, table, first)
+class SidePacker:
+    """Packs the arguments of one layer's keys or values, step after step.
+
+    Packs a prefix again only after one of its tensors was replaced.
+    """
+
+    def __init__(self, fmt: Any) -> None:
+        self.fmt = fmt
+        self._storage = Storage()
+        self._prefix = _NO_PREFIX
+        self._alive: tuple[Any, ...] = ()  # tables and copies at addresses in `_prefix`
+        self._copy: Tensor | None = None  # of the tail, if its rows are not contiguous
+
+    def pack(self, packed: PackedPrefix | None, tail: Tensor) -> tuple[int, ...]:
+        """Pack a prefix and a tail [B, Hk, N, D]; both must outlive the kernel's run."""
+        size, (batch, head, row, channel) = tail.itemsize, tail.stride()
+        if channel != 1:
+            self._copy = tail = tail.contiguous()
+            batch, head, row, _ = tail.stride()
+        at = tail.data_ptr(), batch * size, head * size, row * size
+        if packed is None:
+            return SIDE.pack(_NO_PREFIX, 0, at)
+        if not self._storage.holds(packed.codes, packed.scale, packed.zero):
+            self._repack(packed, tail.shape[3])
+        return SIDE.pack(self._prefix, packed.hi, at)
+
+    def _repack(self, packed: PackedPrefix, d: int) -> None:
+        how, table, first, table_head = packed.channelwise, None, None, 0
+        stored = packed.codes, packed.scale, packed.zero
+        if how.rotated:
+            table = _levels(self.fmt.bits)
+        elif how.group_of is not None:
+            by = how.by_layer if self.fmt.transform.span == "layer" else how.by_head
+            table, first, table_head = *by, 4 * d
+        read = stored if how.fixed is None else (stored[0], *how.multiplied)
+        codes, scale, zero = rows = tuple(_rowwise(x) for x in read)
+        self._prefix = PREFIX.pack(
+            codes=strides(codes, 3), scale=strides(scale, 2), zero=strides(zero, 2),
+            meta_row=0 if how.fixed is not None else scale.shape[3] * scale.itemsize,
+            table=address(table), table_head=table_head, first_group=address(first),
+        )  # fmt: skip
+        if all(x is y for x, y in zip(rows, read, strict=True)):
+            self._storage.remember(*stored)
+            self._alive = (how,)
+        else:  # tokens appended in place do not reach a copy: make it again at the next step
+            self._storage.forget()
+            self._alive = (how, *rows)
 
 
 def rope_of(keys: KVView) -> tuple[tuple[int, bool], Any]:
@@ -129,16 +157,14 @@ def rope_of(keys: KVView) -> tuple[tuple[int, bool], Any]:
 
 
 def contiguous_positions(
-    packed: PackedPrefix | None, b: int, d: int
+    packed: PackedPrefix, rope: Rope, b: int, d: int
 ) -> tuple[tuple[int, int, int], tuple[Tensor, ...]]:
     """Return addresses of rope tables and of each row's first position, and the tensors."""
-    if packed is None or packed.rope is None:
-        return (0, 0, 0), ()
     assert packed.at is not None
     assert packed.at.shape[1:] == (1, 1), "positions must not have gaps"
     first = packed.at if packed.at.numel() == 1 else packed.at.max()
     at = packed.at.expand(b, 1, 1).contiguous()
-    near, far = tables(packed.rope, d, int(first) + packed.hi)
+    near, far = tables(rope, d, int(first) + packed.hi)
     return (near.data_ptr(), far.data_ptr(), at.data_ptr()), (near, far, at)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ... import dispatch
-from ...quantize.reference import ATOM
+from ...quantize.byte_layout import ATOM
 from ...quantize.spec import unknown_fields
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `simd` numbers them
@@ -46,7 +46,9 @@ def of_sides(
 
 
 def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
-    found = [*unknown_fields(fmt, _HOW | WHEN)]
+    found = unknown_fields(fmt, _HOW | WHEN)
+    if found:
+        return found
     transform = fmt.transform
     if transform is not None:
         found += [f"transform: {problem}" for problem in unknown_fields(transform, _TRANSFORM)]

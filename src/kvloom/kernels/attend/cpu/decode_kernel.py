@@ -19,7 +19,7 @@ from numba import njit
 from ... import cpu_runtime, simd
 from ...cpu_runtime import Kernel, at, count, load_int, sources
 from ...cpu_runtime import arguments as read_arguments
-from ...quantize import reference
+from ...quantize import byte_layout
 from ...simd import SIZE, fma, load, load_any, load_one, mul, splat, store, store_one
 from . import dequant, head_view, lookup, microkernel, rope_tables, softmax
 from .arguments import DECODE
@@ -104,8 +104,9 @@ def kernel(variant: Variant) -> Any:
     layout = DECODE.dtype
     counters = 8 + layout.itemsize  # finished tasks of each head
     emitters = sources(
-        cpu_runtime, dequant, head_view, lookup, microkernel, reference, rope_tables, simd, softmax
-    )
+        byte_layout, cpu_runtime, dequant, head_view, lookup, microkernel, rope_tables, simd,
+        softmax,
+    )  # fmt: skip
 
     def attend(job):  # type: ignore[no-untyped-def]
         if emitters == 0:  # never true: makes the cached code depend on the sources it was made of

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from ...quantize.reference import ATOM
+from ...quantize.byte_layout import ATOM
 from ...simd import (
     F32,
     FP32,

@@ -20,9 +20,9 @@ from . import coverage
 from .arguments import (
     GATHERED,
     NUMBERS_PER_THREAD,
+    SidePacker,
     from_packed_space,
     rope_of,
-    side,
     to_packed_space,
 )
 from .rope_tables import tables
@@ -53,6 +53,84 @@ def _kernel(d: int, hk: int, rows: int, keys: KVView, values: KVView) -> tuple[A
     return _compiled(d, hk, rows, keys.tail.dtype, rope, key_format, values.fmt)
 
 
+class Gathered:
+    """Attention of one layer to chosen tokens: keeps what does not change between its steps.
+
+    Bound as `decode.Decode` is, and to the heads that choose.
+    """
+
+    def __init__(self, q: Tensor, keys: KVView, values: KVView, slots: Tensor) -> None:
+        self.kv_heads, d = keys.tail.shape[1], keys.tail.shape[3]
+        self.heads = slots.shape[1]
+        self.rows = q.shape[1] // self.heads
+        self.kernel, self.tile = _kernel(d, self.kv_heads, self.rows, keys, values)
+        self.keys, self.values = SidePacker(keys.fmt), SidePacker(values.fmt)
+        self.own_queries = keys.packed is not None and coverage.own_space(keys.fmt)
+        self.sets = 1 + (values.fmt is not None and coverage.own_space(values.fmt))
+        self.states = q.new_empty(0)
+
+    def __call__(
+        self,
+        q: Tensor,
+        keys: KVView,
+        values: KVView,
+        slots: Tensor,
+        begin: int,
+        scale: float,
+        *,
+        first: First | None = None,
+        valid: Tensor | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+    ) -> State:
+        """Attend as `attend` does."""
+        b, hq, _, d = q.shape
+        m, h, hk, rows, sets = slots.shape[2], self.heads, self.kv_heads, self.rows, self.sets
+        s = 0 if first is None else first[0].shape[2]
+        n = s + m + keys.tokens - begin
+        queries = q.float().contiguous()
+        lse = queries.new_empty((b, hq, 1))
+        if not n or not b:
+            return State(torch.zeros_like(queries), lse.fill_(-torch.inf))
+        threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // NUMBERS_PER_THREAD)
+        splits = 1 if threads == 1 else min(-(-n // self.tile), -(-4 * threads // (b * h)))
+        packed_queries = queries
+        if keys.packed is not None and self.own_queries:
+            packed_queries = to_packed_space(queries, keys.packed.channelwise)
+        if sets == 1:
+            out = torch.empty_like(queries)
+        else:
+            out = queries.new_empty((b, hk, h // hk, sets, rows, d))
+        room = b * h * splits * rows * (sets * d + 32)
+        if self.states.numel() < room:
+            self.states = queries.new_empty(room)
+        if valid is not None:
+            valid = padded(valid).expand(b, h, -1)
+        if bias is not None:
+            bias = padded(bias.float()).expand(b, hq, -1)
+        slots = slots if slots.stride(2) == 1 else slots.contiguous()
+        lead: list[Any] = [x if x.stride(3) == 1 else x.contiguous() for x in first or ()]
+        lead = lead or [None, None]
+        (near, far, positions, per_token), tensors = _positions(keys.packed, d)
+        numbers = GATHERED.pack(
+            batch=b, heads=h, rows=rows, share=h // hk, first_tokens=s, slots_count=m, begin=begin,
+            tokens=n, splits=splits, scale=scale, softcap=softcap or 0.0, q=queries.data_ptr(),
+            q_packed=packed_queries.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
+            states=self.states.data_ptr(), bias=strides(bias, 2), valid=strides(valid, 2),
+            slots=strides(slots, 2), first_keys=strides(lead[0], 3),
+            first_values=strides(lead[1], 3), keys=self.keys.pack(keys.packed, keys.tail),
+            near=near, far=far, positions=positions, position_per_token=per_token,
+            values=self.values.pack(values.packed, values.tail),
+        )  # fmt: skip
+        self.kernel.run(numbers, b * h, threads)
+        del tensors  # they had to outlive the run
+        if sets == 1:
+            return State(out, lse)
+        if values.packed is None:
+            return State(out[..., 0, :, :].reshape(b, hq, 1, d), lse)
+        return State(from_packed_space(out, values.packed.channelwise).view(b, hq, 1, d), lse)
+
+
 def attend(
     q: Tensor,
     keys: KVView,
@@ -60,60 +138,13 @@ def attend(
     slots: Tensor,
     begin: int,
     scale: float,
-    *,
-    first: First | None = None,
-    valid: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
+    **options: Any,
 ) -> State:
-    """Attend as `reference.attend_gathered` does, without gathering.
+    """Attend as `reference.attend_gathered` does, with its options, without gathering.
 
     Packed tokens are not rounded to the dtype of the exact ones.
     """
-    b, hq, _, d = q.shape
-    h, m = slots.shape[1:]
-    hk = keys.tail.shape[1]
-    rows, s = hq // h, 0 if first is None else first[0].shape[2]
-    n = s + m + keys.tokens - begin
-    lse = q.new_empty(b, hq, 1, dtype=torch.float32)
-    if not n or not b:
-        out = q.new_zeros(b, hq, 1, d, dtype=torch.float32)
-        return State(out, lse.fill_(-torch.inf))
-    kernel, tile = _kernel(d, hk, rows, keys, values)
-    threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // NUMBERS_PER_THREAD)
-    splits = 1 if threads == 1 else min(-(-n // tile), -(-4 * threads // (b * h)))
-    queries = q.float().contiguous()
-    packed_queries = queries
-    if keys.packed is not None and coverage.own_space(keys.fmt):
-        packed_queries = to_packed_space(queries, keys.packed.channelwise)
-    sets = 1 + (values.fmt is not None and coverage.own_space(values.fmt))
-    out = q.new_empty(b, hk, h // hk, sets, rows, d, dtype=torch.float32)
-    states = q.new_empty(b * h * splits * rows * (sets * d + 32), dtype=torch.float32)
-    if valid is not None:
-        valid = padded(valid).expand(b, h, -1)
-    if bias is not None:
-        bias = padded(bias.float()).expand(b, hq, -1)
-    slots = slots if slots.stride(2) == 1 else slots.contiguous()
-    lead: list[Any] = [x if x.stride(3) == 1 else x.contiguous() for x in first or ()]
-    lead = lead or [None, None]
-    (key_side, key_tensors), (value_side, value_tensors) = side(keys), side(values)
-    (near, far, positions, per_token), rope_tensors = _positions(keys.packed, d)
-    numbers = GATHERED.pack(
-        batch=b, heads=h, rows=rows, share=h // hk, first_tokens=s, slots_count=m, begin=begin,
-        tokens=n, splits=splits, scale=scale, softcap=softcap or 0.0, q=queries.data_ptr(),
-        q_packed=packed_queries.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
-        states=states.data_ptr(), bias=strides(bias, 2), valid=strides(valid, 2),
-        slots=strides(slots, 2), first_keys=strides(lead[0], 3),
-        first_values=strides(lead[1], 3), keys=key_side, near=near, far=far,
-        positions=positions, position_per_token=per_token, values=value_side,
-    )  # fmt: skip
-    kernel.run(numbers, b * h, threads)
-    del key_tensors, value_tensors, rope_tensors
-    if sets == 1:
-        return State(out.view(b, hq, 1, d), lse)
-    if values.packed is None:
-        return State(out[..., 0, :, :].reshape(b, hq, 1, d), lse)
-    return State(from_packed_space(out, values.packed.channelwise).view(b, hq, 1, d), lse)
+    return Gathered(q, keys, values, slots)(q, keys, values, slots, begin, scale, **options)
 
 
 def _positions(

@@ -19,7 +19,7 @@ from numba import njit
 from ... import cpu_runtime, simd
 from ...cpu_runtime import Kernel, at, count, load_int, sources
 from ...cpu_runtime import arguments as read_arguments
-from ...quantize import reference
+from ...quantize import byte_layout
 from ...simd import SIZE, load_any, prefetch, splat, store
 from . import dequant, head_view, microkernel, rope_tables, softmax, unpack_token
 from .arguments import GATHERED
@@ -111,7 +111,7 @@ def kernel(variant: Variant) -> Any:
     layout = GATHERED.dtype
     counters = 8 + layout.itemsize  # finished tasks of each head
     emitters = sources(
-        cpu_runtime, dequant, head_view, microkernel, reference, rope_tables, simd, softmax,
+        cpu_runtime, dequant, head_view, microkernel, byte_layout, rope_tables, simd, softmax,
         unpack_token,
     )  # fmt: skip
 

@@ -17,13 +17,15 @@ def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
     side: a record of `SIDE`. size: bytes of a scale if a head's scales begin at its `first_group`
     among those of all heads, else 0. packed: tokens of the prefix. Rows are in bytes.
     """
-    scale, zero = at(side.scale, b, h), at(side.zero, b, h)
+    prefix = side.prefix
+    scale, zero = at(prefix.scale, b, h), at(prefix.zero, b, h)
     if size and side.packed > 0:
-        first = size * load_int(side.first_group, h)
+        first = size * load_int(prefix.first_group, h)
         scale += first
         zero += first
-    codes, tail = at(side.codes, b, h), at(side.tail, b, h)
-    table = side.table + h * side.table_head
+    codes, tail = at(prefix.codes, b, h), at(side.tail, b, h)
+    table = prefix.table + h * prefix.table_head
     return (
-        codes, side.codes.row, side.packed, scale, zero, side.meta_row, table, tail, side.tail.row
+        codes, prefix.codes.row, side.packed, scale, zero, prefix.meta_row, table, tail,
+        side.tail.row,
     )  # fmt: skip

@@ -55,6 +55,8 @@ def _of_formats(d: int, *formats: Any) -> tuple[str, ...]:
 def _of_format(fmt: Any, d: int) -> list[str]:
     """Return why no kernel reads a format; a field that is unknown here is a reason."""
     found = unknown_fields(fmt, _KNOWN)
+    if found:
+        return found
     if fmt.transform is not None:
         found += unknown_fields(fmt.transform, _TRANSFORMS)
     elif fmt.axis == "token" and d % (fmt.group or d):

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...simd import BF16, FP8, FP16, FP32, I32, I64, VF, WIDTH, Lanes, at, fused, made, read, same
-from ..reference import ATOM
+from ..byte_layout import ATOM
 
 I8 = ir.IntType(8)
 _SIGN = -(1 << 31)

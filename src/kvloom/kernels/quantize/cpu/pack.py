@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
-from ...arguments import address, strides
+from ...arguments import Storage, address, strides
 from .. import rotated
-from ..reference import ATOM, top
+from ..byte_layout import ATOM, top
 from ..spec import PackedTensors, QuantSpec, RopeAngles, unknown_spec
 from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _METAS = {**_NUMBERS, torch.float8_e4m3fn: 3}
+_NO_ROPE = (0,) * ROPE.numbers
 _TILE = 1 << 14  # numbers of a task: their fp32 copies stay in the core's cache
 _NUMBERS_PER_THREAD = 1 << 17
 
@@ -33,6 +34,44 @@ def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[
     if dtype not in _NUMBERS:
         found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
     return found
+
+
+class Packer:
+    """Packs one layer's keys or values, step after step.
+
+    Describes the spec and the storage again only after one of them was replaced.
+    """
+
+    def __init__(self, x: Tensor, spec: QuantSpec) -> None:
+        self._spec, self._prepared = spec, _prepared(spec, x.shape[1], x.shape[3])
+        self._storage = Storage()
+        self._numbers: tuple[tuple[int, ...], ...] = ()
+
+    def __call__(
+        self,
+        x: Tensor,
+        spec: QuantSpec,
+        out: PackedTensors,
+        begin: int,
+        real: Tensor | None = None,
+        rope: RopeAngles | None = None,
+    ) -> None:
+        """Pack as `pack` does."""
+        if not x.numel():
+            return
+        if spec is not self._spec or not self._storage.holds(*out):
+            if not all(_contiguous_rows(part) for part in out):
+                raise ValueError("rows of codes, scales and zeros must be contiguous to be written")
+            self._spec, self._prepared = spec, _prepared(spec, x.shape[1], x.shape[3])
+            self._numbers = _storage(out)
+            self._storage.remember(*out)
+        nonpadding: tuple[int, ...] = (0, 0, 0)
+        if real is not None and spec.axis == "channel":
+            real = real if real.stride(2) == 1 else real.contiguous()
+            nonpadding = strides(real, 2)
+        prepared = self._prepared
+        static = prepared.static_encode
+        _run(compiled()[0], x, begin, self._numbers, prepared, static, nonpadding, rope)
 
 
 def pack(
@@ -50,17 +89,7 @@ def pack(
     tokens. rope: rotates each token first. Per channel, `begin` and T are multiples of the group.
     Raises `ValueError` if rows of the storage are not contiguous.
     """
-    if not x.numel():
-        return
-    if not all(_contiguous_rows(part) for part in out):
-        raise ValueError("rows of codes, scales and zeros must be contiguous to be written to")
-    nonpadding: tuple[int, ...] = (0, 0, 0)
-    if real is not None and spec.axis == "channel":
-        real = real if real.stride(2) == 1 else real.contiguous()
-        nonpadding = strides(real, 2)
-    prepared = _prepared(spec, x.shape[1], x.shape[3])
-    static = prepared.static_encode
-    _run(compiled()[0], x, begin, out, prepared, static, nonpadding, rope)
+    Packer(x, spec)(x, spec, out, begin, real, rope)
 
 
 def unpack(
@@ -78,7 +107,8 @@ def unpack(
         return x
     packed = PackedTensors(*(y if _contiguous_rows(y) else y.contiguous() for y in packed))
     prepared = _prepared(spec, h, d)
-    _run(compiled()[1], x, lo, packed, prepared, prepared.static_decode, (0, 0, 0), rope)
+    static = prepared.static_decode
+    _run(compiled()[1], x, lo, _storage(packed), prepared, static, (0, 0, 0), rope)
     return x
 
 
@@ -184,11 +214,17 @@ def _contiguous_rows(x: Tensor) -> bool:
     return row == 0 or (x.stride(2) == row and (row == 1 or x.stride(3) == 1))
 
 
+def _storage(packed: PackedTensors) -> tuple[tuple[int, ...], ...]:
+    """Describe codes, scales and zeros to a kernel."""
+    codes, scale, zero = packed
+    return strides(codes, 3), strides(scale, 2), strides(zero, 2)
+
+
 def _run(
     kernel: Any,
     x: Tensor,
     begin: int,
-    packed: PackedTensors,
+    storage: tuple[tuple[int, ...], ...],
     prepared: _Prepared,
     static: tuple[int, int],
     nonpadding: tuple[int, ...],
@@ -196,8 +232,8 @@ def _run(
 ) -> None:
     """Run a kernel on tokens x [B, Hk, T, D], read or written, and on their packed storage."""
     b, h, t, d = x.shape
-    codes, scale, zero = packed
-    angles: tuple[int, ...] = (0,) * ROPE.numbers
+    codes, scale, zero = storage
+    angles = _NO_ROPE
     if rope is not None:
         cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
         first, batch, head = strides(cos, 2)
@@ -215,9 +251,9 @@ def _run(
         static_scale=static[0],
         static_zero=static[1],
         x=strides(x, 4),
-        codes=strides(codes, 3),
-        scale=strides(scale, 2),
-        zero=strides(zero, 2),
+        codes=codes,
+        scale=scale,
+        zero=zero,
         nonpadding=nonpadding,
         rope=angles,
         rotation=prepared.rotation,

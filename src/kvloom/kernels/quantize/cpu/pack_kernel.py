@@ -20,7 +20,7 @@ from ... import cpu_runtime, simd
 from ...cpu_runtime import Kernel, at, count, sources
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import div, load, store
-from .. import reference
+from .. import byte_layout
 from . import codes as codes_ops
 from . import rotation, tiles
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
@@ -46,7 +46,7 @@ from .tiles import (
 @cache
 def kernels() -> tuple[Kernel, Kernel]:
     """Compile the kernels that pack and unpack; see `pack` for their calls."""
-    emitters = sources(rotation, simd, codes_ops, reference, cpu_runtime, tiles)
+    emitters = sources(rotation, simd, codes_ops, byte_layout, cpu_runtime, tiles)
     layout = PACK.dtype
 
     def pack(job):  # type: ignore[no-untyped-def]

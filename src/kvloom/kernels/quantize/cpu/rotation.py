@@ -44,7 +44,7 @@ from ...simd import (
     sub,
     write,
 )
-from ..reference import ATOM, top
+from ..byte_layout import ATOM, top
 from .codes import clamp_scale, nonzero, put_vector
 from .tiles import narrow
 

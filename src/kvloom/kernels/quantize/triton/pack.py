@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ... import triton_runtime as cuda
-from ..reference import ATOM, rotated, top
+from ..byte_layout import ATOM, top
+from ..reference import rotated
 from ..spec import PackedTensors, QuantSpec, RopeAngles, unknown_spec
 
 _META = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
@@ -25,7 +26,7 @@ def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[
     found = unknown_spec(spec) + cuda.misplaced(device)
     if dtype not in cuda.DTYPES:
         found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
-    if spec.rotated:
+    if isinstance(spec, QuantSpec) and spec.rotated:
         found.append("it has no kernel for rotated groups")
     return found
 

@@ -36,7 +36,7 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None) -> list[str]:
     if noise is not None and noise.kind not in _NOISE:
         found.append(f"noise {noise.kind!r} is none of {', '.join(_NOISE)}")
     if q.requires_grad and torch.is_grad_enabled():
-        found.append("a gradient is asked for; call under torch.no_grad()")
+        found.append("q requires a gradient; call under torch.no_grad()")
     return found
 
 

@@ -114,7 +114,7 @@ def _rate(
     w = next(w for w in (4, 2, 1) if r % w == 0)
     kernel = _rating(d, w, high.dtype, low is not None)
     rows, below = rows.contiguous(), None if below is None else below.contiguous()
-    high, low, alive = (_flat(x) for x in (high, low, alive))
+    high, low, alive = _flat(high), _flat(low), _flat(alive)
     numbers = RATE.pack(
         heads=b * hk, kv_heads=hk, rows=r, count=n, q=rows.data_ptr(), q_low=address(below),
         scores=out.data_ptr(), high=strides(high, 3), low=strides(low, 3),

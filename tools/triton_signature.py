@@ -1,0 +1,56 @@
+"""A variant of a Triton kernel: the types of its arguments, its constants and its limits.
+
+Decides how a call becomes types; `triton_variants` decides which calls. Imports no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+class Variant(NamedTuple):
+    """One way to compile a kernel.
+
+    signature: argument -> "*bf16:16" (a pointer, divisible by 16), "i32", "i32:16", "fp32", in the
+    kernel's order, constants left out. constants: the kernel's tl.constexpr arguments. registers
+    (per thread), shared (bytes): limits. brief: the tests compile it too, not only
+    `benchmarks/aot.py`.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    stages: int = 2
+    registers: int = 255
+    shared: int = 99 << 10
+    brief: bool = False
+
+
+def signature(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the types of a call's arguments; tensors may be on torch's meta device.
+
+    Assumes that tensors are aligned to 16 bytes and nothing about numbers. None is a constant.
+    """
+    found = {}
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            found[name] = f"*{_TYPES[x.dtype]}:16"
+        elif x is not None:
+            found[name] = "fp32" if isinstance(x, float) else "i32"
+    return found

@@ -45,7 +45,7 @@ def main(words: list[str] | None = None) -> int:
     sections = [name.strip() for name in options.sections.split(",")]
     unknown = sorted(set(sections) - set(SECONDS))
     if unknown:
-        parser.error(f"unknown section {', '.join(unknown)}; choose from {', '.join(SECONDS)}")
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECONDS)}")
     if options.dry_run:  # before Triton is imported
         os.environ.update(TRITON_INTERPRET="1", KVLOOM_KERNELS="gpu")
 

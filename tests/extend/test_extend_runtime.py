@@ -290,7 +290,9 @@ def test_inspect_takes_them(model, recipe):
 
 
 def test_inspect_names_the_format(model):
-    data = trace_recipe(model, tiny.tokenizer(), "store:format=int8", tiny.TEXT, context=60, new_tokens=2)
+    data = trace_recipe(
+        model, tiny.tokenizer(), "store:format=int8", tiny.TEXT, context=60, new_tokens=2
+    )
     assert data["formats"] == dict.fromkeys(("keys", "values"), "int8 (8.25 bits a value)")
 
 

@@ -210,7 +210,9 @@ def test_a_terminal_gets_a_hint_that_text_is_read_from_stdin(monkeypatch, capsys
 def test_kernels_there_are_not(monkeypatch):
     monkeypatch.setenv("KVLOOM_KERNELS", "fast")
     dispatch.environment.cache_clear()
-    assert "unknown kernel backend 'fast'; choose one of auto, ref" in refused("generate hi --model model")
+    assert "unknown kernel backend 'fast'; choose one of auto, ref" in refused(
+        "generate hi --model model"
+    )
 
 
 def test_memory_that_does_not_suffice(monkeypatch):

@@ -26,7 +26,7 @@ from .commit import commit, index, settle
 from .coordinator import Coordinator
 from .draft import Draft
 from .outliers import Outliers
-from .part import Part, attend_parts
+from .part import AttendPlans, Part, attend_parts
 from .reading import logical, past_parts
 from .retriever import Retriever
 from .score_evictor import ScoreEvictor
@@ -72,6 +72,7 @@ class LayerCache:
         self.coordinator: Coordinator | None = None
         self.recording = False  # every step is a draft until `crop`
         self.trace: Trace | None = None
+        self.plans = (AttendPlans(), AttendPlans())  # of the first two parts of a step
         self.reset()
 
     def reset(self) -> None:
@@ -242,7 +243,7 @@ class LayerCache:
             and not self.recording
         )
         products: list[Tensor] | None = [] if scores_step else None
-        out = attend_parts(step.q, parts, step.scale, step.softcap, products)
+        out = attend_parts(step.q, parts, step.scale, step.softcap, products, self.plans)
         self.seen, self.read = self.seen + k.shape[2], sum([part.tokens for part in parts])
         step = step._replace(q=step.q.detach(), products=products[0] if products else None)
         commit(self, step, None if stored else (k.detach(), v.detach()), parts)

@@ -6,7 +6,8 @@ fused attention if one exact part is all there is, else by the reference, part b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,8 +15,17 @@ from torch import Tensor
 from ..kernels import ops
 from ..kernels.attend import reference
 from ..kernels.attend.kv_view import KVView
+from ..kernels.plan import Plan
 from ..store.format_tokens import FormatView
 from ..store.packed import PackedView
+
+
+class AttendPlans:
+    """Attention as one layer has bound it: to whole parts, and to gathered tokens."""
+
+    def __init__(self) -> None:
+        self.whole, self.gathered = Plan(ops.attend), Plan(ops.attend_gathered)
+
 
 Stored = Tensor | PackedView | FormatView | KVView
 """Keys or values of a part: exact [B, Hk, N, D], packed, or packed with an exact tail."""
@@ -69,9 +79,11 @@ class Part(NamedTuple):
         """The keys [B, Hk, N, D], unpacked where they are packed."""
         return _exact(self.keys)
 
-    def attend(self, q: Tensor, scale: float, softcap: float | None) -> reference.State:
-        """Attend q [B, Hq, T, D] to this part."""
-        state = self.attend_stored(q, scale, softcap)
+    def attend(
+        self, q: Tensor, scale: float, softcap: float | None, plans: AttendPlans | None = None
+    ) -> reference.State:
+        """Attend q [B, Hq, T, D] to this part; plans: as in `attend_stored`."""
+        state = self.attend_stored(q, scale, softcap, plans=plans)
         if state is None and self.pieces is not None:
             return reference.merge([piece.attend(q, scale, softcap) for piece in self.pieces()])
         return state or reference.attend(
@@ -85,10 +97,12 @@ class Part(NamedTuple):
         scale: float,
         softcap: float | None,
         products: list[Tensor] | None = None,
+        plans: AttendPlans | None = None,
     ) -> reference.State | None:
         """Attend by a kernel that reads the tokens as they are stored; None if there is none.
 
-        products: a list to which the kernel may append scale * q @ k (see `ops.attend`).
+        products: a list to which the kernel may append scale * q @ k (see `ops.attend`). plans: the
+        operations as a layer has bound them (None: bind them for this call).
         """
         keys, values = _kv_view(self.keys), _kv_view(self.values)
         if keys is None or values is None:
@@ -96,12 +110,14 @@ class Part(NamedTuple):
             return None
         if self.plan is not None:
             slots, begin, first = self.plan
-            run = ops.attend_gathered.bind(q, keys, values, slots).run
+            gathered = AttendPlans().gathered if plans is None else plans.gathered
+            run = gathered.bind(q, keys, values, slots)
             return run and run(
                 q, keys, values, slots, begin, scale,
                 first=first, valid=self.visible, softcap=softcap, bias=self.bias,
             )  # fmt: skip
-        run = ops.attend.bind(q, keys, values).run
+        whole = AttendPlans().whole if plans is None else plans.whole
+        run = whole.bind(q, keys, values)
         return run and run(
             q, keys, values, scale, causal=self.causal > 0, valid=self.visible, softcap=softcap,
             bias=self.bias, products=products,
@@ -114,14 +130,16 @@ def attend_parts(
     scale: float,
     softcap: float | None,
     products: list[Tensor] | None = None,
+    plans: Sequence[AttendPlans] = (),
 ) -> Tensor:
     """Attend q [B, Hq, T, D] to all parts and merge; returns [B, Hq, T, D] in q's dtype.
 
-    products: as in `Part.attend_stored`; filled only if there is a single part.
+    products: as in `Part.attend_stored`; filled only if there is a single part. plans: of the first
+    parts, which a layer attends to at every step.
     """
     only = parts[0]
     if len(parts) == 1 and only.causal < only.tokens:
-        state = only.attend_stored(q, scale, softcap, products)
+        state = only.attend_stored(q, scale, softcap, products, plans[0] if plans else None)
         if state is not None:
             return state.out.to(q.dtype)
         if only.pieces is not None:
@@ -134,7 +152,9 @@ def attend_parts(
             q, only.keys, only.values, scale,
             causal=only.causal > 1, valid=only.visible, bias=only.bias,
         )  # fmt: skip
-    return reference.merge([part.attend(q, scale, softcap) for part in parts]).out.to(q.dtype)
+    planned = zip(parts, chain(plans, repeat(None)), strict=False)
+    states = [part.attend(q, scale, softcap, plan) for part, plan in planned]
+    return reference.merge(states).out.to(q.dtype)
 
 
 def _format(x: Stored) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.append.reference import within
+from ..kernels.plan import Plan
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..store import KVSide
@@ -45,6 +46,7 @@ class Segment:
         self.index: Tensor | None = None
         self.start: Tensor | None = None  # [B], logical index of each row's first token; None: 0
         self.start_final = False
+        self.append_plan = Plan(ops.append)
 
     def __len__(self) -> int:
         return self.offloaded + len(self.keys)
@@ -101,7 +103,7 @@ class Segment:
             if max_abs is not None and not within((k, v), max_abs):
                 return False
             max_abs, to_keys, to_values = None, keys.room(k), values.room(v)
-        if not ops.append((k, v), (to_keys, to_values), max_abs):
+        if not self.append_plan((k, v), (to_keys, to_values), max_abs):
             return False
         keys.stop += t
         values.stop += t

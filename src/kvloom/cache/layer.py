@@ -8,16 +8,19 @@ draft differ in T alone. Decides the order of these; formats, scores and kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse, NotFinite
+from ..kernels import ops
 from ..kernels.append.reference import within
 from ..kernels.attend import reference as ref
+from ..kernels.plan import Plan
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
@@ -81,6 +84,7 @@ class LayerCache:
         self.rope, self.known = rope, known
         self.recording = False
         self.trace = False  # remember which tokens stay, for `logical`; set before the first prompt
+        self.plans = [(Plan(ops.attend), Plan(ops.attend_gathered)) for _ in range(2)]
         self.reset()
 
     def reset(self) -> None:
@@ -186,7 +190,7 @@ class LayerCache:
             pieces = self._past(see, alibi, present=0) if past else []
             pieces.append(Piece(k, v, here, causal=t, bias=bias))
         products: list[Tensor] | None = [] if self._scores_steps else None
-        out = attend_pieces(q, pieces, scale, softcap, products)
+        out = attend_pieces(q, pieces, scale, softcap, products, self.plans)
         self.seen, self.read = past + t, sum([piece.tokens for piece in pieces])
         asked = Asked(q.detach(), scale, softcap, see, alibi, products[0] if products else None)
         if not early:
@@ -388,14 +392,16 @@ def attend_pieces(
     scale: float,
     softcap: float | None,
     products: list[Tensor] | None = None,
+    plans: Sequence[tuple[Plan, Plan] | None] = (),
 ) -> Tensor:
     """Attend to all pieces and merge; a single exact piece goes to torch's fused kernel.
 
-    products: given a list, those of a single piece are left in it where a kernel can.
+    products: given a list, those of a single piece are left in it where a kernel can. plans: of the
+    first pieces, as in `Piece.fused`.
     """
     only = pieces[0]
     if len(pieces) == 1 and only.causal < only.tokens:
-        state = only.fused(q, scale, softcap, products)
+        state = only.fused(q, scale, softcap, products, plans[0] if plans else None)
         if state is not None:
             return state.out.to(q.dtype)
         if only.parts is not None:
@@ -406,4 +412,5 @@ def attend_pieces(
         k, v, valid = only.keys, only.values, only.valid
         assert isinstance(v, Tensor)
         return ref.sdpa(q, k, v, scale, causal=only.causal > 1, valid=valid, bias=only.bias)
-    return ref.merge([p.attend(q, scale, softcap) for p in pieces]).out.to(q.dtype)
+    planned = zip(pieces, chain(plans, repeat(None)), strict=False)
+    return ref.merge([p.attend(q, scale, softcap, plan) for p, plan in planned]).out.to(q.dtype)

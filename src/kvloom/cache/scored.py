@@ -83,7 +83,7 @@ class ScoredLayer(LayerCache):
         if self.rope is not None:
             piece = piece._replace(keys=self._moved(piece.exact_keys, index, self.seen))
         products: list[Tensor] | None = [] if self._scores_steps else None
-        out = attend_pieces(q, [piece], scale, softcap, products)
+        out = attend_pieces(q, [piece], scale, softcap, products, self.plans)
         self.seen, self.read = self.seen + 1, piece.tokens
         self.see = see
         k, real = piece.exact_keys, None

@@ -18,6 +18,7 @@ from ..kernels import ops
 from ..kernels.append.reference import within
 from ..kernels.attend import reference as ref
 from ..kernels.attend.kv_view import KVView
+from ..kernels.plan import Plan
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..store.lane import Lane, Part
@@ -75,9 +76,15 @@ class Piece(NamedTuple):
         """The keys [B, Hk, N, D], unpacked if need be."""
         return _exact(self.keys)
 
-    def attend(self, q: Tensor, scale: float, softcap: float | None) -> ref.State:
-        """Attend q [B, Hq, T, D] to this piece."""
-        state = self.fused(q, scale, softcap)
+    def attend(
+        self,
+        q: Tensor,
+        scale: float,
+        softcap: float | None,
+        plans: tuple[Plan, Plan] | None = None,
+    ) -> ref.State:
+        """Attend q [B, Hq, T, D] to this piece; plans: as in `fused`."""
+        state = self.fused(q, scale, softcap, plans=plans)
         if state is None and self.parts is not None:
             return ref.merge([part.attend(q, scale, softcap) for part in self.parts()])
         return state or ref.attend(
@@ -97,10 +104,11 @@ class Piece(NamedTuple):
         scale: float,
         softcap: float | None,
         products: list[Tensor] | None = None,
+        plans: tuple[Plan, Plan] | None = None,
     ) -> ref.State | None:
         """Attend as `attend` does, by a kernel that leaves the tokens as they are, if one does.
 
-        products: as in `kernels.ops.attend`.
+        products: as in `kernels.ops.attend`. plans: of `ops.attend` and `ops.attend_gathered`.
         """
         if isinstance(self.keys, PackedView) or isinstance(self.values, PackedView):
             ops.attend_in_parts(q, _format(self.keys), _format(self.values))
@@ -109,12 +117,20 @@ class Piece(NamedTuple):
         valid, bias = self.valid, self.bias
         if self.choice is not None:
             slots, begin, first = self.choice
-            gathered = ops.attend_gathered.bind(q, keys, values, slots).run
+            gathered = (
+                ops.attend_gathered.bind(q, keys, values, slots).run
+                if plans is None
+                else plans[1].bind(q, keys, values, slots)
+            )
             return None if gathered is None else gathered(
                 q, keys, values, slots, begin, scale,
                 first=first, valid=valid, softcap=softcap, bias=bias,
             )  # fmt: skip
-        attend = ops.attend.bind(q, keys, values).run
+        attend = (
+            ops.attend.bind(q, keys, values).run
+            if plans is None
+            else plans[0].bind(q, keys, values)
+        )
         return None if attend is None else attend(
             q, keys, values, scale,
             causal=self.causal > 0, valid=valid, softcap=softcap, bias=bias, products=products,
@@ -138,6 +154,7 @@ class Segment:
         self.index: Tensor | None = None
         self.start: Tensor | None = None  # [B], where rows begin; None: at 0, or nobody asks
         self.begun = False  # start is final
+        self.append_step = Plan(ops.append)
 
     def __len__(self) -> int:
         return self.away + len(self.keys)
@@ -176,7 +193,7 @@ class Segment:
             if most is not None and not within((k, v), most):
                 return False
             most, to_keys, to_values = None, keys.room(k), values.room(v)
-        if not ops.append((k, v), (to_keys, to_values), most):
+        if not self.append_step((k, v), (to_keys, to_values), most):
             return False
         keys.stop += t
         values.stop += t

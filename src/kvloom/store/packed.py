@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.attend.kv_view import Channelwise
+from ..kernels.plan import Plan
 from ..kernels.quantize import reference as ref
 from ..kernels.quantize.spec import PackedTensors, RopeAngles
 from ..positions.rope import Rope
@@ -90,6 +91,7 @@ class PackedTokens:
         self.count = 0
         self._like: PackedTensors | None = None  # empty: the shapes of codes, scales and zeros
         self.dtype = torch.float32
+        self.pack_step = Plan(ops.pack)
 
     def __len__(self) -> int:
         return self.count
@@ -112,7 +114,7 @@ class PackedTokens:
         """
         if self.codec is None:
             self.codec = codec(self.fmt, self.channels, x)
-        pack = ops.pack.bind(x, self.codec.scheme).run
+        pack = self.pack_step.bind(x, self.codec.scheme)
         if pack is None:
             self._append(x, real, at)
         else:

@@ -54,7 +54,8 @@ def calibrate(
         {
             (side, f)
             for recipe in recipes
-            for side, f in recipe.store.quantized.items()
+            for store in recipe.stores
+            for side, f in store.quantized.items()
             if f.calibrated
         },
         key=str,

@@ -40,7 +40,7 @@ def command(
         from ..workload.text import leading_ids, read_files, tokenize
 
         chosen = parse_recipes(recipes)
-        plain = [recipe.name for recipe in chosen if not recipe.store.calibrated]
+        plain = [r.name for r in chosen if not any(store.calibrated for store in r.stores)]
         if plain:
             raise InputError(f"recipe {plain[0]!r} needs no calibration; name other recipes")
         check_outputs(out)

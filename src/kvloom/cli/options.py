@@ -51,7 +51,8 @@ def split_recipes(option: str) -> list[str]:
     """Split "kivi:bits=4,group=64,rtn" into recipes; an option belongs to the name before it."""
     specs: list[str] = []
     for item in (item.strip() for item in option.split(",")):
-        if "=" in item and ":" not in item and specs and ":" in specs[-1]:
+        key, equals, _ = item.partition("=")
+        if equals and not {":", "@"} & set(key) and specs and ":" in specs[-1]:
             specs[-1] += f",{item}"
         elif item:
             specs.append(item)

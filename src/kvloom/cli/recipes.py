@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json as js
+import re
 import sys
 from typing import Annotated, Any
 
@@ -22,8 +23,10 @@ def command(
 ) -> None:
     """List the recipes and their options; with a name, show that recipe, its paper and its TOML.
 
-    The options of a recipe follow its name: "kivi:bits=4,group=64". You can save its TOML to a
-    file, change it, and give the file's name wherever a recipe is expected.
+    The options of a recipe follow its name: "kivi:bits=4,group=64". Every recipe has the option
+    start: "kivi:start=2048" keeps everything exact up to 2048 tokens. Some layers can have another
+    recipe: "kivi@first 2=full@20-23=kivi:bits=4". You can save its TOML to a file, change it, and
+    give the file's name wherever a recipe is expected.
     """
     with user_errors():
         from ..recipe.resolve import RECIPES
@@ -39,15 +42,21 @@ def command(
 
 
 def describe(spec: str) -> dict[str, Any]:
-    """Return name, summary, options and docs of a recipe, and the recipe as data and as TOML."""
-    from ..recipe.resolve import ALIASES, RECIPES, resolve
+    """Return name, summary, options and docs of a recipe, and the recipe as data and as TOML.
+
+    For a recipe of any score, index or format, also the choices: their names and options.
+    """
+    from ..recipe import ALIASES, RECIPES, part_options, resolve
 
     recipe = resolve(spec)
-    name = spec.partition(":")[0].strip()
+    name = re.split("[:@]", spec)[0].strip()
     name = ALIASES.get(name, name)
     if name in RECIPES:
-        module = sys.modules[RECIPES[name].__module__]
-        about = {**_summary(name), "docs": inspect.cleandoc(module.__doc__ or "")}
+        module = sys.modules.get(RECIPES[name].__module__)
+        docs = (module and module.__doc__) or RECIPES[name].__doc__ or ""
+        about = {**_summary(name), "docs": inspect.cleandoc(docs)}
+        if choices := part_options(name):
+            about["choices"] = choices
     else:
         about = {"name": spec, "summary": "A recipe file.", "options": {}, "docs": ""}
     return {**about, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
@@ -67,8 +76,15 @@ def _page(found: dict[str, Any]) -> str:
     defaults = _options_text(found) or "none"
     options = f"options and their defaults: {defaults}" if found["docs"] else ""
     head = f"{found['name']}: {found['summary']}"
-    parts = [head, options, found["docs"], "as TOML:", found["toml"].rstrip()]
+    choices = [_choice(kind, own) for kind, own in found.get("choices", {}).items()]
+    listed = "\n".join(["choices and their options:", *choices]) if choices else ""
+    parts = [head, options, found["docs"], listed, "as TOML:", found["toml"].rstrip()]
     return "\n\n".join(part for part in parts if part)
+
+
+def _choice(kind: str, own: dict[str, Any]) -> str:
+    spelled = ", ".join(k if v is None else f"{k}={v}" for k, v in own.items())
+    return f"  {kind}: {spelled}" if spelled else f"  {kind}"
 
 
 def _print_list(found: list[dict[str, Any]]) -> None:

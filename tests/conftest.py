@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from pairwise import left_out
+
 # Laws are laws of the reference, which compiles nothing; the kernels have tests of their own. Run
 # with KVLOOM_KERNELS=auto to have everything tested on what a user gets.
 os.environ.setdefault("KVLOOM_KERNELS", "ref")
@@ -34,3 +36,10 @@ settings.load_profile("kvloom")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what the samples of grids leave out."""
+    for item in left_out(items):
+        item.add_marker(pytest.mark.slow)

@@ -1,0 +1,89 @@
+"""Which cases of a parameter grid the default run takes: a greedy covering array.
+
+A defect usually depends on the value of one parameter or on the values of two. A sample in which
+every pair of values occurs finds such defects with a fraction of the cases. The remaining cases
+carry the mark `slow`: they run with `-m slow`, or with all others by `-m ""`.
+
+A test takes part by a mark above its stacked `pytest.mark.parametrize`:
+
+    @pytest.mark.sample("pairs")   # every pair of values of two different axes, in some case
+    @pytest.mark.sample("values")  # every value of every axis, in some case
+
+Each name of a `parametrize`, and each parametrized fixture, is an axis. Combinations that no case
+contains need not occur.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+STRENGTH = {"values": 1, "pairs": 2}
+
+Case = Mapping[str, Hashable]
+
+
+def cover(cases: Sequence[Case], strength: int = 2) -> list[int]:
+    """Return the indices of cases in which all combinations of `strength` axes occur.
+
+    cases: {axis: value} each, all with the same axes. Only combinations that some case contains can
+    occur. Each step takes the case that adds the most combinations. Of several such cases, a fixed
+    shuffled order decides, so that a sample is spread over the grid and is the same every time.
+    """
+    parts = [_combinations(case, strength) for case in cases]
+    order = list(range(len(cases)))
+    random.Random(0).shuffle(order)
+    missing = set().union(*parts) if parts else set()
+    gain = dict.fromkeys(order, float("inf"))  # an upper bound: what a case adds can only shrink
+    taken = []
+    while missing:
+        best, best_gain = -1, 0
+        for i in order:
+            if gain[i] > best_gain:
+                gain[i] = len(parts[i] & missing)
+                if gain[i] > best_gain:
+                    best, best_gain = i, gain[i]
+        taken.append(best)
+        missing -= parts[best]
+    return sorted(taken)
+
+
+def _combinations(case: Case, strength: int) -> set[tuple]:
+    return set(itertools.combinations(sorted(case.items()), min(strength, len(case))))
+
+
+def axes(callspecs: Sequence) -> list[Case]:
+    """Return the cases as pytest's `callspec`s have them: {parameter: value}.
+
+    A value that has no hash is represented by its number in the parametrize. Parameters that change
+    together, such as a case and the message it is refused with, are one axis.
+    """
+    cases = [
+        {name: _hashable(x, spec.indices[name]) for name, x in spec.params.items()}
+        for spec in callspecs
+    ]
+    distinct: dict[tuple[int, ...], str] = {}
+    for name in cases[0]:
+        numbers: dict[Hashable, int] = {}
+        column = tuple(numbers.setdefault(case[name], len(numbers)) for case in cases)
+        distinct.setdefault(column, name)
+    return [{name: case[name] for name in distinct.values()} for case in cases]
+
+
+def _hashable(value: object, number: int) -> Hashable:
+    return value if isinstance(value, Hashable) else number
+
+
+def left_out(items: Iterable) -> list:
+    """Return the pytest items that carry `sample` and that the default run leaves out."""
+    tests: dict[tuple, list] = {}
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is not None and hasattr(item, "callspec"):
+            tests.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
+    found = []
+    for (_, kind), cases in tests.items():
+        kept = set(cover(axes([item.callspec for item in cases]), STRENGTH[kind]))
+        found += [item for i, item in enumerate(cases) if i not in kept]
+    return found

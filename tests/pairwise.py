@@ -76,11 +76,14 @@ def _hashable(value: object, number: int) -> Hashable:
 
 
 def left_out(items: Iterable) -> list:
-    """Return the pytest items that carry `sample` and that the default run leaves out."""
+    """Return the pytest items that carry `sample` and that the default run leaves out.
+
+    Items that are slow on their own do not count: the sample is complete without them.
+    """
     tests: dict[tuple, list] = {}
     for item in items:
         mark = item.get_closest_marker("sample")
-        if mark is not None and hasattr(item, "callspec"):
+        if mark is not None and item.get_closest_marker("slow") is None:
             tests.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
     found = []
     for (_, kind), cases in tests.items():

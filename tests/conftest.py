@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 
 from pairwise import left_out
 
-# Laws are laws of the reference, which compiles nothing; the kernels have tests of their own. Run
-# with KVLOOM_KERNELS=auto to have everything tested on what a user gets.
+# The reference compiles nothing. Kernel tests select kernels themselves; laws and tests of whole
+# models run by both (backends.py). KVLOOM_KERNELS=auto runs the other tests by kernels too.
 os.environ.setdefault("KVLOOM_KERNELS", "ref")
 
 # Tiny tensors: a second thread costs more than it gives, and beside another busy process it makes

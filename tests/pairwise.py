@@ -9,6 +9,9 @@ A test takes part by a mark above its stacked `pytest.mark.parametrize`:
     @pytest.mark.sample("pairs")   # every pair of values of two different axes, in some case
     @pytest.mark.sample("values")  # every value of every axis, in some case
 
+Laws and tests of whole models run by two backends (`backends.kernels`). By default each of their
+cases runs by one backend, and each test by both, unless a mark asks for a sample.
+
 Each name of a `parametrize`, and each parametrized fixture, is an axis. Combinations that no case
 contains need not occur.
 """
@@ -19,7 +22,9 @@ import itertools
 import random
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-STRENGTH = {"values": 1, "pairs": 2}
+BACKEND = "kernels"
+ONE_BACKEND = "one backend for each case"
+STRENGTH = {"values": 1, ONE_BACKEND: 1, "pairs": 2}
 
 Case = Mapping[str, Hashable]
 
@@ -76,17 +81,29 @@ def _hashable(value: object, number: int) -> Hashable:
 
 
 def left_out(items: Iterable) -> list:
-    """Return the pytest items that carry `sample` and that the default run leaves out.
+    """Return the pytest items that the default run leaves out of its samples.
 
     Items that are slow on their own do not count: the sample is complete without them.
     """
     tests: dict[tuple, list] = {}
     for item in items:
-        mark = item.get_closest_marker("sample")
-        if mark is not None and item.get_closest_marker("slow") is None:
-            tests.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
+        mark, slow = item.get_closest_marker("sample"), item.get_closest_marker("slow")
+        if slow is None and (mark is not None or BACKEND in _params(item)):
+            kind = ONE_BACKEND if mark is None else mark.args[0]
+            tests.setdefault((item.nodeid.partition("[")[0], kind), []).append(item)
     found = []
-    for (_, kind), cases in tests.items():
-        kept = set(cover(axes([item.callspec for item in cases]), STRENGTH[kind]))
-        found += [item for i, item in enumerate(cases) if i not in kept]
+    for (_, kind), items_of_test in tests.items():
+        cases = axes([item.callspec for item in items_of_test])
+        if kind == ONE_BACKEND:
+            cases = [_by_backend(dict(case)) for case in cases]
+        kept = set(cover(cases, STRENGTH[kind]))
+        found += [item for i, item in enumerate(items_of_test) if i not in kept]
     return found
+
+
+def _by_backend(case: dict[str, Hashable]) -> Case:
+    return {BACKEND: case.pop(BACKEND), "case": tuple(case.values())}
+
+
+def _params(item) -> Mapping[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}

@@ -88,8 +88,14 @@ def test_what_is_left_out_is_of_marked_tests_only_and_each_has_its_own_sample():
     cases = [dict(zip("abc", x, strict=True)) for x in itertools.product(range(3), repeat=3)]
     marked = {kind: [Marked(kind, case, kind) for case in cases] for kind in ("pairs", "values")}
     plain = [Marked("plain", case) for case in cases]
-    out = left_out([*marked["pairs"], *plain, *marked["values"]])
+    backends = [
+        Marked("law", {"recipe": i, "kernels": kernels}) for i in range(20) for kernels in "ab"
+    ]
+    out = left_out([*marked["pairs"], *plain, *marked["values"], *backends])
     kept = {kind: [x for x in items if x not in out] for kind, items in marked.items()}
     assert len(kept["pairs"]) == 9
     assert len(kept["values"]) == 3
     assert not set(out) & set(plain)
+    law = [x.callspec.params for x in backends if x not in out]
+    assert [x["recipe"] for x in law] == list(range(20))
+    assert 4 < sum(x["kernels"] == "a" for x in law) < 16

@@ -95,6 +95,7 @@ def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
         np.testing.assert_allclose(out.double().numpy()[seen], expected[seen], rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED])
 @pytest.mark.parametrize("prompt", [5, 50])
 def test_a_rejected_draft_leaves_no_trace(name, prompt):

@@ -134,6 +134,7 @@ def test_padding_is_never_spared_nor_seen(pads, seed):
             torch.testing.assert_close(together[row : row + 1], single, rtol=0, atol=3e-6)
 
 
+@pytest.mark.sample("pairs")
 @every_store
 @pytest.mark.parametrize("tokens", [3, 40, 101])
 @pytest.mark.parametrize("spare", [1, 64])

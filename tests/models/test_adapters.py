@@ -48,6 +48,7 @@ def held(layer, tokens):
     return kept.scatter_(2, index.expand(b, h, -1), True)
 
 
+@pytest.mark.sample("values")
 @every
 @pytest.mark.parametrize(
     "recipe", ["h2o:tokens=24", "keyformer:tokens=24", "snapkv:tokens=24,window=8"]

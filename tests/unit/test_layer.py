@@ -45,6 +45,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample("values")
 @every_recipe
 @pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("t", [1, 70])
@@ -114,6 +115,7 @@ def test_after_a_reset_another_model_is_welcome():
 # --- numbers that are none -----------------------------------------------------------------------
 
 
+@pytest.mark.sample("pairs")
 @every_recipe
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])

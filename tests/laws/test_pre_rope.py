@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.spec import Protect, Recipe
 
+from backends import by_reference
 import naive
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.scored import layer_cache
@@ -20,6 +21,7 @@ from kvloom.store import Known, Packed, Store, Transform
 from near import assert_near
 from steps import SOME, SOME_TOKENS, D, draw, feed
 
+pytestmark = by_reference  # their formats take long to compile
 ROPES = {
     "whole": Rope(10000.0 ** -(torch.arange(0, D, 2) / D)),
     "partial": Rope(100.0 ** -(torch.arange(0, 8, 2) / 8)),

@@ -11,6 +11,7 @@ from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 
+from backends import by_reference
 import naive
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.scored import layer_cache
@@ -20,6 +21,7 @@ from kvloom.keep import Budget, Keep, Mass, Observation, Spare, Step
 from kvloom.store import Packed, Store
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 
+pytestmark = by_reference  # their formats take long to compile
 TOKEN = Store(Packed(2, "token", 16), Packed(1.5, "token", 32, "fp8"))
 KIVI = Store(Packed(2, "channel", 16, residual=32), Packed(2, "token", 16))
 STORES = {"per token": (TOKEN, 6), "kivi": (KIVI, (0, 32)), "keys": (Store(TOKEN.keys), 6)}

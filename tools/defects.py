@@ -145,14 +145,14 @@ DEFECTS = [
         "bounds = ops.page_bounds(keys, self.page, real)",
         "bounds = ops.page_bounds(keys, self.page, None)",
         "padding widens the bounds of its page",
-        "tests/laws/test_recalled.py", "-k", "padding",
+        "tests/unit/test_pages.py", "tests/laws/test_recalled.py", "-k", "padding",
     ),
     _defect(
         "recall", "recall/pages.py",
         "scores = scores.masked_fill(~self.real, -torch.inf)",
         "scores = scores.masked_fill(~self.real, 0.0)",
         "the exact top k prefers padding to tokens with a negative product",
-        "tests/laws/test_recalled.py", "-k", "padding or topk",
+        "tests/unit/test_pages.py", "tests/laws/test_recalled.py", "-k", "padding or topk",
     ),
     _defect(
         "recall", "recall/clusters.py",

@@ -61,11 +61,11 @@ def _combinations(case: Case, strength: int) -> set[tuple]:
 def axes(callspecs: Sequence) -> list[Case]:
     """Return the cases as pytest's `callspec`s have them: {parameter: value}.
 
-    A value that has no hash is represented by its number in the parametrize. Parameters that change
+    A value that has no hash, such as a list, is represented by its text. Parameters that change
     together, such as a case and the message it is refused with, are one axis.
     """
     cases = [
-        {name: _hashable(x, spec.indices[name]) for name, x in spec.params.items()}
+        {name: x if isinstance(x, Hashable) else repr(x) for name, x in spec.params.items()}
         for spec in callspecs
     ]
     distinct: dict[tuple[int, ...], str] = {}
@@ -74,10 +74,6 @@ def axes(callspecs: Sequence) -> list[Case]:
         column = tuple(numbers.setdefault(case[name], len(numbers)) for case in cases)
         distinct.setdefault(column, name)
     return [{name: case[name] for name in distinct.values()} for case in cases]
-
-
-def _hashable(value: object, number: int) -> Hashable:
-    return value if isinstance(value, Hashable) else number
 
 
 def left_out(items: Iterable) -> list:

@@ -52,6 +52,7 @@ def stored(cache):
     return [torch.cat(parts, dim=2) for parts in held] or None
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(
     ("name", "padded"),
     [(name, False) for name in BY_AGE + SINKS + BY_SCORE + RENUMBERED]

@@ -167,6 +167,7 @@ def test_without_a_kvloom_cache_the_models_own_code_runs(name):
         assert torch.equal(model(**prompt, use_cache=False).logits, expected)
 
 
+@pytest.mark.sample("values")
 @every
 def test_detach_leaves_nothing_behind(name):
     model = zoo.build(name)

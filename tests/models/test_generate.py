@@ -259,6 +259,17 @@ def test_inference_mode_comes_and_goes(recipe):
     assert torch.equal(steps([torch.no_grad, torch.inference_mode] * 5), expected)
 
 
+def test_crop_takes_what_goes_as_a_negative_number_and_what_stays_as_a_positive_one():
+    """The second is the form before transformers 5.17."""
+    model = zoo.build("llama-gqa")
+    cache = kvloom.Cache(model, "full")
+    with torch.no_grad():
+        model(input_ids=zoo.batch(rows=1, tokens=30)["input_ids"], past_key_values=cache)
+    for tokens, left in ((-4, 26), (21, 21), (21, 21), (40, 21), (0, 21), (-21, 0)):
+        cache.crop(tokens)
+        assert cache.get_seq_length() == left
+
+
 @pytest.mark.parametrize("name", ["gemma2", "bloom"])
 @pytest.mark.parametrize("recipe", ["full", "snapkv:tokens=30,window=8", "streaming:tokens=40"])
 def test_bytes_held_after_a_prompt(name, recipe):

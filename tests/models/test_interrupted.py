@@ -105,6 +105,7 @@ def test_a_step_that_stops_anywhere_is_undone(llama, form, tokens):
     assert torch.equal(go_on(model, cache, SAVED), want)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
     model, calibration = llama

@@ -45,6 +45,7 @@ def test_appending_in_parts_is_appending_at_once(fmt, sizes, seed):
     assert len(parts) == len(whole) == sum(sizes)
 
 
+@pytest.mark.sample("pairs")
 @every_format
 @settings(max_examples=30)
 @given(st.data())

@@ -56,9 +56,8 @@ def test_no_cases_give_no_sample():
 
 
 def spec(**params):
-    """A pytest callspec, whose values without a hash have the number that they begin with."""
-    indices = {name: x[0] if isinstance(x, list) else 0 for name, x in params.items()}
-    return SimpleNamespace(params=params, indices=indices)
+    """A pytest callspec."""
+    return SimpleNamespace(params=params)
 
 
 def test_parameters_that_change_together_are_one_axis():
@@ -67,9 +66,9 @@ def test_parameters_that_change_together_are_one_axis():
     assert found == [{"case": i, "other": j} for i, j in grid]
 
 
-def test_values_without_a_hash_are_told_apart_by_their_number():
+def test_values_without_a_hash_are_distinguished_too():
     found = axes([spec(a=[0], b=0), spec(a=[1], b=0), spec(a=[0], b=1)])
-    assert found == [{"a": 0, "b": 0}, {"a": 1, "b": 0}, {"a": 0, "b": 1}]
+    assert found == [{"a": "[0]", "b": 0}, {"a": "[1]", "b": 0}, {"a": "[0]", "b": 1}]
 
 
 class Marked:

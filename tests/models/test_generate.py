@@ -117,6 +117,24 @@ def test_prompt_lookup_decoding(model):
     assert torch.equal(out[:, : greedy.shape[1]], greedy)
 
 
+def test_a_plain_turn_after_an_assisted_one_packs_again():
+    """Drafts make packing wait for `crop`; a turn without drafts must not wait."""
+    model = zoo.build("llama-gqa")
+    model.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
+    ids = zoo.batch(rows=1, tokens=90, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    turn = model.generate(
+        ids[:, :50], max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3,
+        past_key_values=cache, attention_mask=torch.ones(1, 50, dtype=torch.long),
+    )  # fmt: skip
+    assert all(layer.record_past for layer in cache.routed)
+    longer = torch.cat([turn, ids[:, 50:]], dim=1)
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    model.generate(longer, **options, past_key_values=cache, attention_mask=torch.ones_like(longer))
+    assert not any(layer.record_past for layer in cache.routed)
+    assert cache.nbytes < 0.7 * cache.full_nbytes
+
+
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", ["full", KIVI, "rtn:group=16", "streaming:tokens=40"])
 def test_a_second_prompt_on_the_same_cache(model, recipe):

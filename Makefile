@@ -3,18 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := kivi,kivi-4,skvq:group=32,rtn,h2o,keyformer,snapkv,minikv,streaming,window,clusterkv,quest
 
-.PHONY: demo test test-kernels test-oldest lint docs train clean
+.PHONY: demo test test-slow test-oldest test-defects lint docs train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
 
+# A sample of every test: all pairs, or all values, of the parameters of wide grids.
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto
 
-# Whole models by the compiled kernels, which a user gets; TESTS=tests runs everything so.
-test-kernels: TESTS = $(addprefix tests/models/test_,generate.py positions.py recall_models.py)
-test-kernels: .venv/ready
-	KVLOOM_KERNELS=auto $(BIN)/python -m pytest -n auto $(TESTS)
+# The cases outside the samples, formats that take long to compile, and more random examples.
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -n auto -m slow
+
+# Whether the tests catch deliberate defects.
+test-defects: .venv/ready
+	$(BIN)/python tools/seed_defects.py
 
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready

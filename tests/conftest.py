@@ -11,26 +11,44 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-# Laws are laws of the reference, which compiles nothing; the kernels have tests of their own. Run
-# with KVLOOM_KERNELS=auto to have everything tested on what a user gets.
+from backends import takes_rare_kernels
+from pairwise import left_out
+
+# The reference compiles nothing. Kernel tests select kernels themselves; laws and tests of whole
+# models run by both (backends.py). KVLOOM_KERNELS=auto runs the other tests by kernels too.
 os.environ.setdefault("KVLOOM_KERNELS", "ref")
 
 # Tiny tensors: a second thread costs more than it gives, and beside another busy process it makes
 # every operation ten times slower.
 torch.set_num_threads(1)
 
-settings.register_profile(
-    "kvloom",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=10,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("kvloom")
+EXAMPLES = {"default": 5, "slow": 10}
+for name, examples in EXAMPLES.items():
+    settings.register_profile(
+        name,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        max_examples=examples,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw more examples where slow cases run."""
+    settings.load_profile("default" if config.option.markexpr == "not slow" else "slow")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what compiles much, and what the samples of grids leave out."""
+    for item in filter(takes_rare_kernels, items):
+        item.add_marker(pytest.mark.slow)
+    for item in left_out(items):
+        item.add_marker(pytest.mark.slow)

@@ -26,9 +26,14 @@ def installed(*modules: str) -> Iterator[None]:
     """Install modules of this folder as plugins, not loaded yet; afterwards they never were."""
     before = [dict(registry._entries) for registry in REGISTRIES]
     points = [metadata.EntryPoint(name, name, GROUP) for name in modules]
+    others = metadata.entry_points
+
+    def entry_points(**params: str) -> object:
+        return points if params.get("group") == GROUP else others(**params)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(HERE)
-        patch.setattr(metadata, "entry_points", lambda group: points if group == GROUP else [])
+        patch.setattr(metadata, "entry_points", entry_points)
         patch.setattr(plugins, "_state", "new")
         try:
             yield

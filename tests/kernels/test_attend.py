@@ -39,6 +39,7 @@ def agrees(state, q, k, v, scale, tol=2e-6, **options):
     np.testing.assert_allclose(state.lse.double().numpy(), lse, rtol=tol, atol=tol)
 
 
+@pytest.mark.sample("pairs")
 @heads
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
 @pytest.mark.parametrize("t", [1, 3, 17])
@@ -51,6 +52,7 @@ def test_attend_is_softmax_attention(hq, hk, n, t, causal, softcap):
         agrees(got, q, k, v, 0.25, causal=causal, valid=valid, softcap=softcap)
 
 
+@pytest.mark.sample("pairs")
 @heads
 @pytest.mark.parametrize(("t", "n"), [(1, 1), (1, 65), (3, 64), (17, 17)])
 @pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])
@@ -121,6 +123,7 @@ def test_blocks_of_query_rows_leave_no_seam(monkeypatch, causal):
 # --- sdpa --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample("pairs")
 @heads
 @pytest.mark.parametrize(("t", "n"), [(1, 1), (1, 64), (3, 3), (3, 65), (17, 17), (17, 40)])
 @pytest.mark.parametrize("masked", [None, "a row", "a head"])
@@ -140,6 +143,7 @@ def test_sdpa_is_attend(hq, hk, t, n, masked, layout):
     assert not got.isnan().any()
 
 
+@pytest.mark.sample("pairs")
 @heads
 @pytest.mark.parametrize("n", [1, 64])
 @pytest.mark.parametrize("masked", [None, "a row", "a head"])

@@ -87,6 +87,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("names", ALONE + TOGETHER, ids=lambda names: ", ".join(names) or "plain")
 @pytest.mark.parametrize("blocks", ["at once", "row by row"])
 def test_equals_the_full_softmax(backend, names, blocks, monkeypatch):
@@ -97,6 +98,7 @@ def test_equals_the_full_softmax(backend, names, blocks, monkeypatch):
     agrees(backend.column_mass(q, k, 0.4, **given), q, k, 0.4, **given)
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize(("hq", "hk"), [(4, 4), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize(("t", "n"), SHAPES.values(), ids=SHAPES)
 def test_every_shape(backend, hq, hk, t, n):

@@ -28,6 +28,7 @@ def compile_triton(monkeypatch):
     return importlib.import_module("compile_triton")
 
 
+@pytest.mark.slow
 def test_kernels_of_every_family_fit_an_ampere_and_a_hopper_gpu(compile_triton):
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

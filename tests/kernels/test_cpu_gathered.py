@@ -74,8 +74,8 @@ def test_masks_softcap_and_bias(heads, m):
     agrees("exact", heads, n, m, 210, 3, bias=bias)
 
 
+@pytest.mark.parametrize("form", ["exact", "2 and 4 bit"])
 @given(
-    st.sampled_from(["exact", "2 and 4 bit"]),
     st.integers(1, 400),
     st.floats(0, 1),
     st.floats(0, 1),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands import channel, chosen_agree, hidden, mapped, token
+from strands import channel, chosen_agree, hidden, mapped, some_slow, token
 
 FORMS = {  # keys, values, head dimension
     "skvq": (
@@ -34,6 +34,10 @@ FORMS = {  # keys, values, head dimension
 }
 
 
+every_form = some_slow(FORMS, "skvq", "fixed, more groups than lanes")
+rotated_is_slow = some_slow(("skvq", "divided and rotated"), "skvq")
+
+
 @pytest.fixture(autouse=True)
 def _poisoned():
     """Memory that nobody has written is NaN."""
@@ -46,26 +50,26 @@ def check(form, *args, **options):
     chosen_agree((*FORMS[form], torch.float32), *args, **options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 @pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
 def test_any_choice_of_any_format(form, m, rest, first):
     for sealed in ((200, 200), (100, 163), (0, 0)):  # chosen tokens packed, some of them, none
         check(form, (4, 2, 2), 200 + rest, m, 200, first, sealed)
 
 
-@pytest.mark.parametrize("form", ["skvq", "divided and rotated"])
+@rotated_is_slow
 @pytest.mark.parametrize("heads", [(8, 2, 4), (3, 1, 1), (2, 2, 2)])
 def test_heads_choose_together_or_alone(form, heads):
     check(form, heads, 300, 111, 260, 4, (280, 270))
 
 
-@pytest.mark.parametrize("form", ["skvq", "interleaved before RoPE"])
+@some_slow(("skvq", "interleaved before RoPE"), "skvq")
 def test_keys_before_rope_are_turned_to_positions_with_gaps(form):
     check(form, (4, 2, 2), 400, 90, 350, 4, (352, 352), gaps=True)
     check(form, (4, 2, 4), 900, 300, 850, 0, (870, 870), gaps=True)
 
 
-@pytest.mark.parametrize("form", ["skvq", "rotated and divided"])
+@some_slow(("skvq", "rotated and divided"), "skvq")
 def test_masks_softcap_and_bias(form):
     total = 3 + 50 + 30
     bias = torch.randn(2, 4, total, generator=torch.Generator().manual_seed(1))
@@ -74,8 +78,8 @@ def test_masks_softcap_and_bias(form):
         check(form, (4, 2, 2), 240, 50, 210, 3, valid=valid, bias=bias)
 
 
+@every_form
 @given(
-    st.sampled_from(sorted(FORMS)),
     st.integers(1, 400),
     st.floats(0, 1),
     st.floats(0, 1),
@@ -90,7 +94,7 @@ def test_drawn_shapes(form, n, share, part, sealed, first, b, seed):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("form", ["skvq", "divided and rotated"])
+@rotated_is_slow
 def test_stretches_on_several_threads_leave_no_seam(form, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

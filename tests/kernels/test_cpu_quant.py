@@ -31,6 +31,13 @@ GUARD = 77  # what bytes hold that nobody may write
 EDGE = 3  # so many rows of them behind each head
 
 
+def every_format(test):
+    """Run a test on all bits, metadata and dtypes; by default on a sample of all pairs."""
+    for name, values in (("bits", BITS), ("meta", META), ("dtype", DTYPES)):
+        test = pytest.mark.parametrize(name, values, ids=str)(test)
+    return pytest.mark.sample("pairs")(test)
+
+
 @pytest.fixture(autouse=True)
 def _auto():
     """Kernels are chosen; memory that nobody has written is NaN."""
@@ -152,35 +159,45 @@ def agrees(x, scheme, cuts=(), real=None, stretch=None):
         assert torch.equal(got, exact)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("meta", META)
-@pytest.mark.parametrize("axis", ["channel", "token"])
-def test_every_format(bits, axis, meta):
-    for dtype, group, dim in itertools.product(DTYPES, (16, 32, 64, 128), (80, 128, 256)):
-        if axis == "channel" or dim % group == 0:
-            n = 2 * group if axis == "channel" else 9
-            agrees(draw((2, 2, n, dim), dtype), QuantSpec(bits, axis, group, META[meta]))
+PLAIN = [
+    (axis, group, dim)
+    for axis, group, dim in itertools.product(
+        ("channel", "token"), (16, 32, 64, 128), (80, 128, 256)
+    )
+    if axis == "channel" or dim % group == 0
+]
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("meta", META)
-def test_every_format_of_scattered_groups(bits, meta):
-    for dtype, dim, static in itertools.product(DTYPES, (20, 64), (False, True)):
-        clip = torch.linspace(0.8, 1.0, 5)
-        scheme = mapped(bits, META[meta], 3, dim, static=static, clip=clip)
-        agrees(draw((2, 3, 11, dim), dtype), scheme)
+@every_format
+@pytest.mark.parametrize(("axis", "group", "dim"), PLAIN)
+def test_every_format(bits, axis, meta, dtype, group, dim):
+    n = 2 * group if axis == "channel" else 9
+    agrees(draw((2, 2, n, dim), dtype), QuantSpec(bits, axis, group, META[meta]))
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("meta", META)
-def test_every_format_of_rotated_groups(bits, meta):
+@every_format
+@pytest.mark.parametrize("dim", [20, 64])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_every_format_of_scattered_groups(bits, meta, dtype, dim, static):
+    clip = torch.linspace(0.8, 1.0, 5)
+    scheme = mapped(bits, META[meta], 3, dim, static=static, clip=clip)
+    agrees(draw((2, 3, 11, dim), dtype), scheme)
+
+
+@every_format
+@pytest.mark.parametrize(
+    "size",
+    [(128, 16), (128, 32), (64, 64), (256, 256), (80, 80), (96, 96), (120, 120), (20, 20)],
+    ids=str,
+)
+def test_every_format_of_rotated_groups(bits, meta, dtype, size):
     """Groups are powers of 2, or have an odd part: of whole vectors, or of less."""
-    sizes = [(128, 16), (128, 32), (64, 64), (256, 256), (80, 80), (96, 96), (120, 120), (20, 20)]
-    for dtype, (dim, group) in itertools.product(DTYPES, sizes):
-        scheme = QuantSpec(bits, "token", group, META[meta], rotated=True)
-        agrees(draw((2, 2, 9, dim), dtype), scheme)
+    dim, group = size
+    scheme = QuantSpec(bits, "token", group, META[meta], rotated=True)
+    agrees(draw((2, 2, 9, dim), dtype), scheme)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("meta", META)
 def test_rotated_vectors_of_any_size(bits, meta):

@@ -44,6 +44,7 @@ OPERATIONS = {"attend_gathered", "kmeans", "page_bounds", "page_scores", "cluste
 OPERATIONS |= {"select_clusters", "select_pages"}
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("more", ["", "padding", "padding, alibi", "softcap"])
 def test_steps_by_kernels_are_steps_by_the_reference(name, more):
@@ -67,7 +68,9 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
     torch.testing.assert_close(*outs, rtol=0, atol=4e-6)
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize(
+    "name", ["skvq", *(pytest.param(x, marks=pytest.mark.slow) for x in COMPOSED if x != "skvq")]
+)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 90)])
 def test_recall_composes_with_any_store(name, pads):
     store, keep, protect = COMPOSED[name]

@@ -179,6 +179,7 @@ def test_noise_is_that_of_the_counters(kind):
     torch.testing.assert_close(got - got[0], want - want[0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize(("hq", "hk"), HEADS)
 @pytest.mark.parametrize("t", [1, 2, 8])
 @pytest.mark.parametrize("n", [8, 16, 127, 128, 300])

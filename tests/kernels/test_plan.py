@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from kvloom.store.lane import Lane
 
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
@@ -42,7 +41,7 @@ def bindings(monkeypatch, op=ops.attend):
 
 def packed(tokens=200, h=2, d=32, dtype=torch.float32):
     """Keys and values as KIVI stores them."""
-    lanes = Lane(KEYS, 0), Lane(VALUES, 32)
+    lanes = KVSide(KEYS, 0), KVSide(VALUES, 32)
     for lane in lanes:
         lane.take(torch.randn(1, h, tokens, d).to(dtype), 0)
     return lanes

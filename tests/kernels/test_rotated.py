@@ -48,6 +48,7 @@ def test_rotations_are_orthogonal_and_spread_a_single_channel(dim):
     assert torch.equal(rotate(x)[1:2], rotate(x[1:2]))
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 32), (80, 80), (256, 256)])
 @pytest.mark.parametrize("meta", META)

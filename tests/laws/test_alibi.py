@@ -52,6 +52,7 @@ def stored(cache):
     return [torch.cat(parts, dim=2) for parts in held] or None
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(
     ("name", "padded"),
     [(name, False) for name in BY_AGE + SINKS + BY_SCORE + RENUMBERED]
@@ -95,6 +96,7 @@ def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
         np.testing.assert_allclose(out.double().numpy()[seen], expected[seen], rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED])
 @pytest.mark.parametrize("prompt", [5, 50])
 def test_a_rejected_draft_leaves_no_trace(name, prompt):

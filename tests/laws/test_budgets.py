@@ -85,6 +85,7 @@ def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
     survivors(build(recipe, q, k, v, sizes), recipe, k, v)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", (RECIPES | BUDGETS).values(), ids=RECIPES | BUDGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 2))
@@ -104,6 +105,7 @@ def test_predicted_bytes_hold_for_a_prompt_longer_than_one_chunk_of_packing(name
     assert cache.nbytes == resolve(name).nbytes(n, Geometry(1, 2, 1, D, torch.float32))
 
 
+@pytest.mark.sample("values")
 @every_recipe
 @pytest.mark.parametrize("prompt", [1, 40, 500])
 def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recipe, prompt):

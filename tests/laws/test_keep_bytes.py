@@ -33,6 +33,7 @@ NAMES = (
 )
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [100, 103, 257])
 def test_predicted_bytes_are_measured_bytes(name, tokens):

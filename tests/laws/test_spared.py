@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
@@ -18,6 +19,7 @@ from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 
+pytestmark = by_reference  # their formats take long to compile
 TOKEN = Store(Packed(2, "token", 16), Packed(1.5, "token", 32, "fp8"))
 KIVI = Store(Packed(2, "channel", 16, residual=32), Packed(2, "token", 16))
 STORES = {"per token": (TOKEN, 6), "kivi": (KIVI, (0, 32)), "keys": (Store(TOKEN.keys), 6)}
@@ -132,6 +134,7 @@ def test_padding_is_never_spared_nor_seen(pads, seed):
             torch.testing.assert_close(together[row : row + 1], single, rtol=0, atol=3e-6)
 
 
+@pytest.mark.sample("pairs")
 @every_store
 @pytest.mark.parametrize("tokens", [3, 40, 101])
 @pytest.mark.parametrize("spare", [1, 64])

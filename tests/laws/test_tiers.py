@@ -43,6 +43,7 @@ def tokens(seed: int, n: int = PROMPT + STEPS):
     return q.cumsum(dim=2) / torch.arange(1, n + 1).sqrt()[:, None] * 2, k, v
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("index", ["clusters", "pages", "packed"])

@@ -49,6 +49,7 @@ def held(layer, tokens):
     return kept.scatter_(2, index.expand(b, h, -1), True)
 
 
+@pytest.mark.sample("values")
 @every
 @pytest.mark.parametrize(
     "recipe", ["h2o:tokens=24", "keyformer:tokens=24", "snapkv:tokens=24,window=8"]
@@ -168,6 +169,7 @@ def test_without_a_kvloom_cache_the_models_own_code_runs(name):
         assert torch.equal(model(**prompt, use_cache=False).logits, expected)
 
 
+@pytest.mark.sample("values")
 @every
 def test_detach_leaves_nothing_behind(name):
     model = zoo.build(name)

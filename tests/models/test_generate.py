@@ -9,6 +9,8 @@ import zoo
 from transformers import DynamicCache
 
 import kvloom
+from backends import by_reference
+from near import assert_near
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 KIVI = "kivi:group=16,residual=32"
@@ -79,6 +81,7 @@ def test_sampling(model):
     assert torch.equal(sample(), expected)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", ["full", KIVI, "window:tokens=40"])
 def test_assisted_decoding(model, recipe):
     """Drafts are taken back by crop: what is packed or dropped never holds a rejected token."""
@@ -114,6 +117,25 @@ def test_prompt_lookup_decoding(model):
     assert torch.equal(out[:, : greedy.shape[1]], greedy)
 
 
+def test_a_plain_turn_after_an_assisted_one_packs_again():
+    """Drafts make packing wait for `crop`; a turn without drafts must not wait."""
+    model = zoo.build("llama-gqa")
+    model.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
+    ids = zoo.batch(rows=1, tokens=90, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    turn = model.generate(
+        ids[:, :50], max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3,
+        past_key_values=cache, attention_mask=torch.ones(1, 50, dtype=torch.long),
+    )  # fmt: skip
+    assert all(layer.record_past for layer in cache.routed)
+    longer = torch.cat([turn, ids[:, 50:]], dim=1)
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    model.generate(longer, **options, past_key_values=cache, attention_mask=torch.ones_like(longer))
+    assert not any(layer.record_past for layer in cache.routed)
+    assert cache.nbytes < 0.7 * cache.full_nbytes
+
+
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", ["full", KIVI, "rtn:group=16", "streaming:tokens=40"])
 def test_a_second_prompt_on_the_same_cache(model, recipe):
     ids = zoo.batch(rows=1, tokens=90, padding=(0,))["input_ids"]
@@ -151,6 +173,7 @@ def test_inputs_embeds(model):
     assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), expected)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("recipe", ["full", KIVI, "streaming:tokens=40"])
 def test_one_prefix_many_continuations(model, recipe, duplicate):
@@ -176,6 +199,7 @@ def test_padding_changes_nothing_for_other_rows(model):
     assert torch.equal(model.generate(**together, **GREEDY)[:1], model.generate(**alone, **GREEDY))
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", ["full", "window:tokens=40", "streaming:tokens=40"])
 def test_a_padded_row_generates_what_it_generates_alone(model, recipe):
     kvloom.attach(model, recipe)
@@ -186,15 +210,27 @@ def test_a_padded_row_generates_what_it_generates_alone(model, recipe):
         assert torch.equal(out[row, pad:], alone[0])
 
 
+@pytest.mark.sample("values")
+@by_reference
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(model, dtype):
     model = model.to(dtype)
     prompt = zoo.batch()
-    with torch.no_grad():
-        expected = model(**prompt).logits.float()
-        for recipe in ("full", "kivi:bits=8,group=16,residual=32"):
-            out = model(**prompt, past_key_values=kvloom.Cache(model, recipe)).logits.float()
-            assert (out - expected)[prompt["attention_mask"].bool()].abs().max() < 0.1
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+
+    def logits(cache):
+        """Of a prompt of 50 tokens, and of 11 more by one step each."""
+        found, at = [], 0
+        with torch.no_grad():
+            for t in (50, *[1] * 11):
+                see = {"attention_mask": mask[:, : at + t], "past_key_values": cache}
+                found.append(model(input_ids=ids[:, at : at + t], **see).logits.float())
+                at += t
+        return torch.cat(found, dim=1)[mask.bool()]
+
+    expected = logits(DynamicCache(config=model.config))
+    for recipe in ("full", "kivi:bits=8,group=16,residual=32"):
+        assert_near(logits(kvloom.Cache(model, recipe)), expected, 0.03)
     kvloom.attach(model, KIVI)
     assert model.generate(**prompt, **GREEDY).shape == (3, 85)
 
@@ -239,6 +275,17 @@ def test_inference_mode_comes_and_goes(recipe):
     expected = steps([torch.no_grad] * 10)
     assert torch.equal(steps([torch.inference_mode, torch.no_grad] * 5), expected)
     assert torch.equal(steps([torch.no_grad, torch.inference_mode] * 5), expected)
+
+
+def test_crop_takes_what_goes_as_a_negative_number_and_what_stays_as_a_positive_one():
+    """The second is the form before transformers 5.17."""
+    model = zoo.build("llama-gqa")
+    cache = kvloom.Cache(model, "full")
+    with torch.no_grad():
+        model(input_ids=zoo.batch(rows=1, tokens=30)["input_ids"], past_key_values=cache)
+    for tokens, left in ((-4, 26), (21, 21), (21, 21), (40, 21), (0, 21), (-21, 0)):
+        cache.crop(tokens)
+        assert cache.get_seq_length() == left
 
 
 @pytest.mark.parametrize("name", ["gemma2", "bloom"])

@@ -94,24 +94,26 @@ def go_on(model, cache, begin: int) -> torch.Tensor:
     return torch.cat([step(model, cache, lo, hi) for lo, hi in pairwise(cuts)], 1)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_that_stops_anywhere_is_undone(llama, form):
+@pytest.mark.parametrize("tokens", [1, 18])
+def test_a_step_that_stops_anywhere_is_undone(llama, form, tokens):
     model, cache = filled(llama, form)
     want = go_on(model, copy.deepcopy(cache), SAVED)
-    for tokens in (1, 18):
-        for module in places(model):
-            with stopping(module):
-                step(model, cache, SAVED, SAVED + tokens)
-            assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
-        count = functions(model, cache, SAVED, SAVED + tokens)
-        assert count > 100
-        for number in range(tokens % 31, count, 31):
-            with pytest.raises(Stop):
-                run(model, cache, SAVED, SAVED + tokens, number)
-            assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
+    for module in places(model):
+        with stopping(module):
+            step(model, cache, SAVED, SAVED + tokens)
+        assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
+    count = functions(model, cache, SAVED, SAVED + tokens)
+    assert count > 100
+    for number in range(tokens % 31, count, 31):
+        with pytest.raises(Stop):
+            run(model, cache, SAVED, SAVED + tokens, number)
+        assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
     assert torch.equal(go_on(model, cache, SAVED), want)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
     model, calibration = llama

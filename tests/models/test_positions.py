@@ -123,6 +123,7 @@ def test_learned_positions_of_new_tokens(name):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "opt", "gpt-neox"])
 @pytest.mark.parametrize(
     "recipe",

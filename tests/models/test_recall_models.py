@@ -16,6 +16,7 @@ NAMES = ["llama-gqa", "gemma2", "gptj", "mpt", "falcon-gqa", "bloom", "opt"]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("recipe", ["clusterkv", "quest", "topk"])
 @pytest.mark.parametrize("beams", [1, 4])

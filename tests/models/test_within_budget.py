@@ -30,6 +30,7 @@ def generated(model, inputs, beams, **more):
     )
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("name", KEEPERS)
 def test_nothing_is_lost_within_the_budget(plain, name, positions):

@@ -41,6 +41,7 @@ def kept_by_head(layer: LayerCache, tokens) -> list[tuple[list[int], np.ndarray,
     ]
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("pool", ["avg", "max", "none"])
 @pytest.mark.parametrize(("window", "kernel"), [(4, 3), (8, 7), (16, 15)])

@@ -32,6 +32,7 @@ def channels(seed: int, hk: int, reorder: bool, smooth: bool) -> Channels:
     return Channels(group_of.view(hk, D), None, divisor)
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("bits", [1.5, 2, 4])
 @pytest.mark.parametrize("prompt", [1, 21])

@@ -157,3 +157,5 @@ def test_ranges_of_groups_by_hand():
     low, high = torch.tensor([[-1.0, -5.0], [0.0, -2.0]]), torch.tensor([[1.0, 2.0], [3.0, 9.0]])
     lows, highs = group_ranges(low, high, torch.tensor([[0, 1], [1, 0]]))
     assert (lows.tolist(), highs.tolist()) == ([-2, -5], [9, 3])
+    lows, highs = group_ranges(low - 10, high - 10, torch.tensor([[0, 1], [1, 0]]))
+    assert (lows.tolist(), highs.tolist()) == ([-12, -15], [-1, -7]), "a range may leave 0 out"

@@ -45,6 +45,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample("values")
 @every_recipe
 @pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("t", [1, 70])
@@ -63,6 +64,7 @@ def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
     goes_on_like(cache, same, **shape)
 
 
+@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("name", ["full", "kivi:residual=32"])
 @pytest.mark.parametrize("t", [1, 70])
 @pytest.mark.parametrize("what", ["dtype", "heads", "head dimension", "batch", "tokens"])
@@ -114,6 +116,7 @@ def test_after_a_reset_another_model_is_welcome():
 # --- numbers that are none -----------------------------------------------------------------------
 
 
+@pytest.mark.sample("pairs")
 @every_recipe
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])
@@ -264,6 +267,7 @@ def test_decoding_never_concatenates_what_is_held(monkeypatch):
     assert max(longest, default=0) <= 128  # a residual, never the cache
 
 
+@pytest.mark.sample("values")
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_have_the_queries_shape_and_dtype(recipe, dtype):

@@ -45,6 +45,7 @@ def test_appending_in_parts_is_appending_at_once(fmt, sizes, seed):
     assert len(parts) == len(whole) == sum(sizes)
 
 
+@pytest.mark.sample("pairs")
 @every_format
 @settings(max_examples=30)
 @given(st.data())
@@ -60,6 +61,7 @@ def test_any_stretch_unpacks_to_the_same_tokens(fmt, data):
     assert torch.equal(packed.view(lo, hi).tensor(), whole[:, :, lo:hi])
 
 
+@pytest.mark.sample("pairs")
 @every_format
 @pytest.mark.parametrize("tokens", [16, 48, 128])
 @pytest.mark.parametrize("dim", [32, 64])

@@ -1,0 +1,60 @@
+"""Laws and whole models run by the kernels that a user gets, and by the reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.errors import RecipeError
+from kvloom.kernels import dispatch
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
+from kvloom.store import Packed, Store
+
+
+@pytest.fixture(autouse=True, params=dispatch.CHOICES)
+def kernels(request):
+    """Run the test by this backend. By default each case runs by one of them: see `pairwise`."""
+    with dispatch.use(request.param):
+        yield
+
+
+by_reference = pytest.mark.parametrize(
+    "kernels", [pytest.param("auto", marks=pytest.mark.slow), "ref"], indirect=True
+)
+"""Runs a test by the reference by default, because its kernels take long to compile."""
+
+
+def _plain(fmt: Packed | None) -> tuple | None:
+    """The fields of a format that a kernel is compiled for."""
+    fields = ("bits", "axis", "group", "meta", "transform", "pre_rope")
+    return fmt and tuple(getattr(fmt, name) for name in fields)
+
+
+def _compiled_for(store: Store) -> tuple:
+    return _plain(store.keys), _plain(store.values)
+
+
+COMMON = {_compiled_for(resolve(f"kivi:group={g},residual=32").store) for g in (16, 32)}
+COMMON.add(_compiled_for(Store()))
+
+
+def takes_rare_kernels(item: pytest.Item) -> bool:
+    """Whether a case runs by kernels that few other tests use.
+
+    A kernel takes seconds to compile for a format, so the default run compiles those of COMMON
+    stores; with other stores it runs a law by the reference, and the tests of kernels by kernels.
+    """
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params.get("kernels") == "auto" and not all(map(_common, params.values()))
+
+
+def _common(value: object) -> bool:
+    """Whether a parameter is no store, or one of COMMON."""
+    if isinstance(value, Packed):
+        return False
+    if isinstance(value, str):
+        try:
+            value = resolve(value)
+        except RecipeError:  # another word
+            return True
+    return not isinstance(value, Recipe) or _compiled_for(value.store) in COMMON

@@ -1,0 +1,313 @@
+"""The deliberate defects of `seed_defects`: subtle, and none of them a crash.
+
+Each names the file, the text that it replaces (found exactly once), the new text, why it matters,
+and the tests that are likely to catch it, as arguments of pytest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Defect(NamedTuple):
+    """One change of one place, and what is likely to catch it."""
+
+    part: str
+    file: str
+    old: str
+    new: str
+    why: str
+    tests: tuple[str, ...]
+
+
+def _defect(part: str, file: str, old: str, new: str, why: str, *tests: str) -> Defect:
+    return Defect(part, f"src/kvloom/{file}", old, new, why, tests)
+
+
+DEFECTS = [
+    # --- keep --------------------------------------------------------------------------------
+    _defect(
+        "keep", "keep/select.py",
+        "older = scores[..., : n - recent]",
+        "older = scores[..., : n - recent - 1]",
+        "the token just before the recent window can never be a heavy hitter",
+        "tests/unit/test_choose.py", "tests/papers/test_eviction.py",
+    ),
+    _defect(
+        "keep", "keep/select.py",
+        "older.masked_fill(~valid[..., : n - recent], -torch.inf)",
+        "older.masked_fill(~valid[..., recent:], -torch.inf)",
+        "the padding mask is read from the wrong end, so real tokens go and padding stays",
+        "tests/unit/test_choose.py", "tests/laws/test_scored.py",
+    ),
+    _defect(
+        "keep", "keep/select.py",
+        "valid & (valid.cumsum(dim=-1) <= sinks)",
+        "valid & (valid.cumsum(dim=-1) < sinks)",
+        "a padded row protects one sink fewer than a row without padding",
+        "tests/unit/test_choose.py", "tests/laws/test_scored.py",
+    ),
+    _defect(
+        "keep", "keep/scorers.py",
+        "return (held if self.damping == 1 else held * self.damping) + new",
+        "return (held if self.damping == 1 else held + new * (self.damping - 1)) + new",
+        "damping scales the mass of the step instead of what a token had",
+        "tests/unit/test_scorers.py", "tests/laws/test_scored.py",
+    ),
+    _defect(
+        "keep", "keep/scorers.py",
+        "parts = mass.tensor_split([max(0, mass.shape[-1] - self.window)], dim=-1)",
+        "parts = mass.tensor_split([max(0, mass.shape[-1] - self.kernel)], dim=-1)",
+        "SnapKV's votes are pooled across the edge of its observation window",
+        "tests/papers/test_kept_tokens.py",
+    ),
+    _defect(
+        "keep", "keep/scorers.py",
+        "part = min(1.0, step.number / self.steps)",
+        "part = min(1.0, (step.number + 1) / self.steps)",
+        "Keyformer's temperature rises one step early",
+        "tests/unit/test_scorers.py", "tests/papers/test_eviction.py",
+    ),
+    _defect(
+        "keep", "keep/scorers.py",
+        "self.real[:, :, skip:]",
+        "self.real[:, :, : t - skip]",
+        "which queries of an observation window are padding is read from the oldest ones",
+        "tests/unit/test_scorers.py", "tests/laws/test_scored.py",
+    ),
+    _defect(
+        "keep", "keep/budgets.py",
+        "key=lambda i: math.floor(exact[i]) - exact[i]",
+        "key=lambda i: exact[i] - math.floor(exact[i])",
+        "what rounding leaves goes to the layers with the smallest remainders",
+        "tests/unit/test_layer_budgets.py", "tests/papers/test_kept_tokens.py",
+    ),
+    # --- store -------------------------------------------------------------------------------
+    _defect(
+        "store", "store/formats.py",
+        "due // unit * unit if prompt or due >= self.residual else 0",
+        "due // unit * unit if prompt or due > self.residual else 0",
+        "a decode step packs one token later than a prompt of the same length",
+        "tests/unit/test_packed.py", "tests/papers/test_kivi.py",
+    ),
+    _defect(
+        "store", "store/formats.py",
+        "numbers = 0 if self.transform.static else 1 if self.transform.rotate else 2",
+        "numbers = 0 if self.transform.static else 2",
+        "rotated groups are predicted to hold a zero point that they do not hold",
+        "tests/unit/test_packed.py", "tests/laws/test_budgets.py",
+    ),
+    _defect(
+        "store", "store/formats.py",
+        "most /= 1.5 if self.pre_rope else 1.0",
+        "most /= 1.0",
+        "a key that fits before RoPE may overflow its scale once it is rotated",
+        "tests/laws/test_pre_rope.py",
+    ),
+    _defect(
+        "store", "store/codec.py",
+        "return (torch.arange(heads * dim) // group).view(heads, dim)",
+        "return (torch.arange(heads * dim) // group).view(dim, heads).T",
+        "groups of a layer run along heads instead of along the channels of a head",
+        "tests/laws/test_pre_rope.py", "tests/papers/test_skvq.py",
+    ),
+    _defect(
+        "store", "store/packed.py",
+        "unit = math.lcm(per_meta, atom)",
+        "unit = per_meta",
+        "a stretch that begins inside a pack block is unpacked from the wrong codes",
+        "tests/unit/test_packed.py",
+    ),
+    _defect(
+        "store", "store/calibration.py",
+        "most = torch.maximum(low.abs(), high.abs())",
+        "most = torch.maximum(low, high).abs()",
+        "a channel of mostly negative numbers is divided by too little",
+        "tests/unit/test_calibration.py", "tests/models/test_calibrate.py",
+    ),
+    _defect(
+        "store", "store/calibration.py",
+        'return "raw_keys" if fmt.pre_rope else side',
+        "return side",
+        "keys packed before RoPE get the calibration of keys after it",
+        "tests/unit/test_calibration.py", "tests/models/test_calibrate.py",
+    ),
+    _defect(
+        "store", "store/calibration.py",
+        "highs = high.new_full((groups,), -torch.inf)",
+        "highs = high.new_full((groups,), 0.0)",
+        "the static range of a group of negative channels reaches up to 0",
+        "tests/unit/test_calibration.py", "tests/models/test_calibrate.py",
+    ),
+    # --- recall ------------------------------------------------------------------------------
+    _defect(
+        "recall", "recall/pages.py",
+        "bounds = ops.page_bounds(keys, self.page, real)",
+        "bounds = ops.page_bounds(keys, self.page, None)",
+        "padding widens the bounds of its page",
+        "tests/unit/test_pages.py", "tests/laws/test_recalled.py", "-k", "padding",
+    ),
+    _defect(
+        "recall", "recall/pages.py",
+        "scores = scores.masked_fill(~self.real, -torch.inf)",
+        "scores = scores.masked_fill(~self.real, 0.0)",
+        "the exact top k prefers padding to tokens with a negative product",
+        "tests/unit/test_pages.py", "tests/laws/test_recalled.py", "-k", "padding or topk",
+    ),
+    _defect(
+        "recall", "recall/clusters.py",
+        "begin = size.cumsum(dim=-1) - size + self.tokens",
+        "begin = size.cumsum(dim=-1) - size",
+        "clusters of a later block point to the tokens of the first one",
+        "tests/laws/test_recalled.py", "-k", "clusters",
+    ),
+    _defect(
+        "recall", "recall/clusters.py",
+        "alive = torch.arange(most, device=keys.device) < count.unsqueeze(-1)",
+        "alive = torch.arange(most, device=keys.device) <= count.unsqueeze(-1)",
+        "a row with few tokens has one cluster too many",
+        "tests/laws/test_recalled.py", "tests/papers/test_recall.py", "-k", "clusters or padding",
+    ),
+    _defect(
+        "recall", "recall/clusters.py",
+        "return self.block if waiting >= self.block else 0",
+        "return self.block if waiting > self.block else 0",
+        "a block of decoded tokens is clustered one step late",
+        "tests/papers/test_recall.py", "tests/laws/test_recalled.py",
+    ),
+    _defect(
+        "recall", "recall/offload.py",
+        "left = (at >= lo) & (at < lo + m)",
+        "left = at >= lo",
+        "tokens that a newer step has read are copied again",
+        "tests/laws/test_tiers.py",
+    ),
+    _defect(
+        "recall", "recall/offload.py",
+        "            self.blocks = [fn(x) for x in self.blocks]\n",
+        "",
+        "after a beam search moved rows, stale slots are taken off the device",
+        "tests/laws/test_tiers.py", "tests/laws/test_recalled.py",
+    ),
+    _defect(
+        "recall", "recall/offload.py",
+        'self._places(slots[which].to("cpu"), row, head // per)',
+        'self._places(slots[which].to("cpu"), row, head % self.like.shape[1])',
+        "a query head that chooses alone gets tokens of another key/value head",
+        "tests/laws/test_tiers.py",
+    ),
+    # --- kernels -----------------------------------------------------------------------------
+    _defect(
+        "kernels", "kernels/attend/reference.py",
+        "logits.masked_fill_(ahead.triu_(n - t + lo + 1), -torch.inf)",
+        "logits.masked_fill_(ahead.triu_(n - t + 1), -torch.inf)",
+        "causality ignores where a block of query rows begins",
+        "tests/kernels/test_attend.py",
+    ),
+    _defect(
+        "kernels", "kernels/score/reference.py",
+        "hidden |= ahead.tril(end - rows - window)",
+        "hidden |= ahead.tril(end - rows - window - 1)",
+        "a query sees one token more than its window",
+        "tests/kernels/test_column_mass.py",
+    ),
+    _defect(
+        "kernels", "kernels/quantize/reference.py",
+        "    codes = encode(grouped, scale, zero, bits)\n",
+        "    codes = encode(grouped, (high - low) / top(bits), low, bits)\n",
+        "codes are computed with the scale in fp32, not with the scale that is stored",
+        "tests/kernels/test_quant.py",
+    ),
+    _defect(
+        "kernels", "kernels/quantize/reference.py",
+        "high = grouped.masked_fill(pad, -torch.inf)",
+        "high = grouped.masked_fill(pad, 0.0)",
+        "padding widens the range of a group of negative numbers",
+        "tests/kernels/test_quant.py",
+    ),
+    _defect(
+        "kernels", "kernels/select/reference.py",
+        "rank = torch.searchsorted(end, place, right=True)",
+        "rank = torch.searchsorted(end, place, right=False)",
+        "the first token of a cluster is taken from the end of the cluster before",
+        "tests/kernels/test_select.py",
+    ),
+    _defect(
+        "kernels", "kernels/attend/cpu/decode_kernel.py",
+        "bound = min(nt, max(0, n - t + m % t + 1 - lo))",
+        "bound = min(nt, max(0, n - t + m // t + 1 - lo))",
+        "the compiled kernel takes a row's head for its query, so drafts see later tokens",
+        "tests/kernels/test_cpu_attend.py", "-k", "up_to_8_queries",
+    ),
+    _defect(
+        "kernels", "kernels/attend/cpu/softmax.py",
+        "weights += load_one(its + part * size + 64, 0) * lane(weight)",
+        "weights += load_one(its + part * size + 64, 0)",
+        "parts of several threads are merged without their weights",
+        "tests/kernels/test_cpu_attend.py", "-k", "threads",
+    ),
+    _defect(
+        "kernels", "kernels/score/cpu/mass.py",
+        "see = None if see is None else F.pad(see, more, value=True)",
+        "see = None if see is None else F.pad(see, more, value=False)",
+        "of fewer than 16 tokens, the compiled kernel evicts one that does not exist",
+        "tests/kernels/test_cpu_score.py", "-k", "lowest",
+    ),
+    # --- hf ----------------------------------------------------------------------------------
+    _defect(
+        "hf", "hf/rotary.py",
+        "(torch.arange(0, dims, 2).float() / dims), interleaved=True)",
+        "(torch.arange(0, dims, 2).float() / dims), interleaved=False)",
+        "GPT-J's keys are rotated in pairs of the wrong channels",
+        "tests/models/test_rotary.py",
+    ),
+    _defect(
+        "hf", "hf/cache.py",
+        "return -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)",
+        "return -tokens if tokens <= 0 else tokens",
+        "the older form of crop removes as many tokens as it should leave",
+        "tests/models/test_generate.py", "-k", "crop",
+    ),
+    _defect(
+        "hf", "hf/forward.py",
+        "gone = dropped - torch.as_tensor(padding, device=given.device)",
+        "gone = torch.as_tensor(dropped, device=given.device)",
+        "renumbered positions count the padding of a row as tokens that were dropped",
+        "tests/models/test_positions.py", "-k", "padded or padding",
+    ),
+    _defect(
+        "hf", "hf/attention.py",
+        "if attention_mask is None or attention_mask.all():",
+        "if attention_mask is None or attention_mask[:, -1].all():",
+        "a left-padded batch attends to its padding",
+        "tests/models/test_generate.py", "-k", "padded or padding",
+    ),
+    _defect(
+        "hf", "hf/attach.py",
+        "layer.record_past = bool(records)",
+        "layer.record_past = layer.record_past or bool(records)",
+        "after assisted decoding, a cache never packs or drops again",
+        "tests/models/test_generate.py", "-k", "assisted",
+    ),
+    _defect(
+        "hf", "hf/models/falcon.py",
+        "k, v = k[:, ::r], v[:, ::r]",
+        "k, v = k[:, ::r], v[:, : module.num_kv_heads]",
+        "Falcon's values are taken from the wrong heads",
+        "tests/models/test_architectures.py", "-k", "falcon",
+    ),
+    _defect(
+        "hf", "hf/models/bloom.py",
+        "position = positions(adapters.hidden(attention_mask), q.shape[0], tokens, q.device)",
+        "position = positions(None, q.shape[0], tokens, q.device)",
+        "BLOOM's ALiBi counts padding as distance",
+        "tests/models/test_adapters.py", "tests/models/test_architectures.py", "-k", "bloom",
+    ),
+    _defect(
+        "hf", "hf/save.py",
+        'return json.loads(json.dumps({**identity(model), "dtype": dtype, **more}, default=str))',
+        "return json.loads(json.dumps({**identity(model), **more}, default=str))",
+        "a cache is loaded into a model of another dtype",
+        "tests/models/test_saved_refused.py",
+    ),
+]  # fmt: skip

@@ -13,6 +13,7 @@ from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.plan import Plan
 from kvloom.store import Packed
+from kvloom.store.kv_side import KVSide
 
 KEYS = Packed(2, "channel", 32, residual=32)
 VALUES = Packed(2, "token", 32)
@@ -43,7 +44,7 @@ def packed(tokens=200, h=2, d=32, dtype=torch.float32):
     """Keys and values as KIVI stores them."""
     lanes = KVSide(KEYS, 0), KVSide(VALUES, 32)
     for lane in lanes:
-        lane.take(torch.randn(1, h, tokens, d).to(dtype), 0)
+        lane.extend(torch.randn(1, h, tokens, d).to(dtype), 0)
     return lanes
 
 
@@ -69,7 +70,7 @@ def test_a_plan_is_bound_once_while_tokens_are_packed_and_storage_grows(monkeypa
     made, lanes, attend = bindings(monkeypatch), packed(), Plan(ops.attend)
     for _ in range(70):
         grow(lanes)
-        q, (keys, values) = torch.randn(1, 4, 1, 32), (lane.whole() for lane in lanes)
+        q, (keys, values) = torch.randn(1, 4, 1, 32), (lane.kv_view() for lane in lanes)
         close(attend(q, keys, values, 0.2, causal=True), q, keys, values, causal=True)
     assert len(made) == 1
     assert ran("attend") == {("cpu", ""): 70}
@@ -78,7 +79,7 @@ def test_a_plan_is_bound_once_while_tokens_are_packed_and_storage_grows(monkeypa
 def test_a_prefix_that_was_replaced_at_the_same_length_is_read_anew(monkeypatch):
     made, attend, q = bindings(monkeypatch), Plan(ops.attend), torch.randn(1, 4, 1, 32)
     for _ in range(3):
-        keys, values = (lane.whole() for lane in packed())
+        keys, values = (lane.kv_view() for lane in packed())
         close(attend(q, keys, values, 0.2), q, keys, values)
         rows = keys._replace(packed=keys.packed._replace(scale=keys.packed.scale * 2))
         close(attend(q, rows, values, 0.2), q, rows, values)
@@ -89,7 +90,7 @@ def test_outgrown_storage_is_not_kept_alive():
     import weakref
 
     attend, lanes = Plan(ops.attend), packed()
-    keys, values = (lane.whole() for lane in lanes)
+    keys, values = (lane.kv_view() for lane in lanes)
     attend(torch.randn(1, 4, 1, 32), keys, values, 0.2)
     storage = [weakref.ref(x) for x in (keys.packed.codes, values.packed.codes, keys.tail)]
     del keys, values, lanes
@@ -97,7 +98,7 @@ def test_outgrown_storage_is_not_kept_alive():
 
 
 def test_what_a_step_returned_is_not_changed_by_the_next():
-    attend, (keys, values) = Plan(ops.attend), (lane.whole() for lane in packed())
+    attend, (keys, values) = Plan(ops.attend), (lane.kv_view() for lane in packed())
     q = torch.randn(2, 1, 4, 1, 32)
     products = []
     first = attend(q[0], keys, values, 0.2, products=products)
@@ -129,7 +130,7 @@ CASES = ["query heads", "queries", "formats", "dtype", "head dimension"]
 @pytest.mark.parametrize("what", CASES)
 def test_another_case_is_bound_anew_and_the_first_one_again(monkeypatch, what):
     made, attend, q = bindings(monkeypatch), Plan(ops.attend), torch.randn(1, 4, 1, 32)
-    first = q, *(lane.whole() for lane in packed())
+    first = q, *(lane.kv_view() for lane in packed())
     for case in (first, changed(*first)[what], first):
         close(attend(*case, 0.2), *case)
     assert len(made) == 3
@@ -147,7 +148,7 @@ def test_batch_and_threads_are_not_part_of_a_case(monkeypatch):
 
 def test_the_setting_and_a_gradient_bind_the_reference_and_say_why():
     attend, q = Plan(ops.attend), torch.randn(1, 4, 1, 32)
-    keys, values = (lane.whole() for lane in packed())
+    keys, values = (lane.kv_view() for lane in packed())
     attend(q, keys, values, 0.2)
     assert attend.bound.backend == "cpu"
     with dispatch.use("ref"):
@@ -170,7 +171,7 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
 
     broken = {"cpu": ops.attend.backends["cpu"]._replace(plan=plan)}
     attend, q = Plan(ops.attend), torch.randn(1, 4, 1, 32)
-    keys, values = (lane.whole() for lane in packed())
+    keys, values = (lane.kv_view() for lane in packed())
     attend(q, keys, values, 0.2)
     with monkeypatch.context() as patched:
         patched.setattr(ops.attend, "backends", broken)
@@ -190,7 +191,7 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_is_a_plan_of_its_own(again):
     attend, q = Plan(ops.attend), torch.randn(1, 4, 1, 32)
-    keys, values = (lane.whole() for lane in packed())
+    keys, values = (lane.kv_view() for lane in packed())
     attend(q, keys, values, 0.2)
     twin = again(attend)
     assert twin.op is ops.attend

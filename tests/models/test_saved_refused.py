@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvloom
+from kvloom.cache.state import VERSION
 from kvloom.errors import SavedCacheError, UnsupportedModel
-from kvloom.hf import state
 from kvloom.hf.metadata import identity
 from kvloom.store import files
 
@@ -61,15 +61,19 @@ def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
     for text in ("[]", "3", "null", "{}"):
         save_file({"w": torch.ones(2)}, path, {"kvloom_cache": text})
         assert "safetensors, but no saved cache" in refused(model, path)
-    about = {"kvloom_cache": json.dumps({"format": state.FORMAT})}
+    about = {"kvloom_cache": json.dumps({"format": VERSION})}
     save_file({"w": torch.ones(2)}, path, about)
     assert "is damaged: its checksum is wrong" in refused(model, path)
     files.write(path, {"w": torch.ones(2)}, about, AssertionError, checksum=True)
     assert "is damaged: its recipe is missing; prefill and save" in refused(model, path)
     path.write_bytes(whole)
     rewrite(path, format="99-0", kvloom="9.0")
-    both = f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__}) reads {state.FORMAT}"
+    both = f"format 99-0 of kvloom 9.0, and this kvloom ({kvloom.__version__}) reads {VERSION}"
     assert both in refused(model, path)
+    for former in ("2-2a60c7f1", 1):
+        path.write_bytes(whole)
+        rewrite(path, format=former)
+        assert f"has cache format {former} of kvloom" in refused(model, path)
     path.write_bytes(whole)
     rewrite(path, layers=[])
     assert "cannot be restored (ValueError: zip() argument 2 is shorter" in refused(model, path)

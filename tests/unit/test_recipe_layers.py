@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.cli.edge import split
+from kvloom.cli.options import split_recipes as split
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Outliers
 from kvloom.recall import Pages, Recall

@@ -74,8 +74,9 @@ def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
             layer.waiting = step
             _vote(layer, evictor.score_segment(segment, step, layer.seen))
             return
-    _store(layer, step, new, prompt=first)
-    index(layer)
+    _store(layer, segment, step, new, prompt=first)
+    if layer.retriever is not None:
+        index(layer)
 
 
 def evict(layer: LayerCache, scores: Tensor) -> None:
@@ -130,20 +131,23 @@ def _vote(layer: LayerCache, scores: Tensor) -> None:
         evict(layer, scores)
 
 
-def _store(layer: LayerCache, step: StepInputs, new: KV | None, prompt: bool) -> None:
+def _store(
+    layer: LayerCache, segment: Segment, step: StepInputs, new: KV | None, prompt: bool
+) -> None:
     """Add new tokens, drop the oldest where age decides, and pack what is due.
 
     prompt: nothing was packed or dropped before, so all tokens are packed as a prompt is. Outliers
     are chosen from the exact tokens of the first prompt.
     """
-    segment, outliers, exact = layer.segment, layer.outliers, new
+    outliers, exact = layer.outliers, new
     choosing = outliers is not None and not outliers.done
     if choosing and new is None and len(segment):
         exact = all_exact(segment, layer.sinks)
     if new is not None:
         new = _without_sinks(layer, step, new)
-    tokens = len(segment) + (0 if new is None else new[0].shape[2])
-    drop = layer.evictor.surplus(tokens) if isinstance(layer.evictor, AgeEvictor) else 0
+    drop = 0
+    if isinstance(layer.evictor, AgeEvictor):
+        drop = layer.evictor.surplus(len(segment) + (0 if new is None else new[0].shape[2]))
     if new is not None and new[0].shape[2]:
         segment.extend(*new, drop, step.visible)
     elif new is None:

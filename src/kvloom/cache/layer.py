@@ -100,8 +100,10 @@ class LayerCache:
         self.seen = 0
         self.read = 0  # tokens that the last step read, of each row and head
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
+        self._traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
+        self._undone: tuple[Any, list[Any]] = (None, [])  # see `_mutable`
 
     @property
     def segment(self) -> Segment:
@@ -192,10 +194,11 @@ class LayerCache:
 
     def _begin_step(self) -> None:
         """Refuse a step after a failure that could not be undone; note how to undo this one."""
-        self.check_usable()
+        if self.unusable:
+            self.check_usable()
         if self.retriever is not None:
             self.retriever.side_stream.wait()
-        self.undo = Undo(self._mutable)
+        self.undo = Undo(self._mutable())
 
     def _fail(self, error: BaseException) -> None:
         """Undo the running step; a tier that has lost tokens makes the cache unusable."""
@@ -214,7 +217,10 @@ class LayerCache:
         alibi: Alibi | None,
     ) -> tuple[StepInputs, Tensor, Tensor]:
         """Check keys and values, and return the step, padding set to 0: it may be infinite."""
-        check_shapes(self.name, self.like, k, v)
+        traits = (*k.shape, k.dtype, k.device)
+        if traits != self._traits or v.shape != k.shape or v.dtype != k.dtype:
+            check_shapes(self.name, self.like, k, v)
+            self._traits = traits
         tokens = self.seen + k.shape[2]
         scored = isinstance(self.evictor, ScoreEvictor) and not self.evictor.begun
         if scored and tokens > self.recipe.start:
@@ -244,8 +250,10 @@ class LayerCache:
         )
         products: list[Tensor] | None = [] if scores_step else None
         out = attend_parts(step.q, parts, step.scale, step.softcap, products, self.plans)
-        self.seen, self.read = self.seen + k.shape[2], sum([part.tokens for part in parts])
-        step = step._replace(q=step.q.detach(), products=products[0] if products else None)
+        self.seen += k.shape[2]
+        self.read = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
+        if products or step.q.requires_grad:
+            step = step._replace(q=step.q.detach(), products=products[0] if products else None)
         commit(self, step, None if stored else (k.detach(), v.detach()), parts)
         return out
 
@@ -355,11 +363,15 @@ class LayerCache:
         parts = (self.tokens, self.sinks, scores, self.retriever, self.outliers, self.draft)
         return [part for part in parts if part is not None]
 
-    @property
     def _mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        own = [self, *self.tokens.mutable]
+        """Return the objects that a step changes: those of the last step, if none was replaced."""
+        tokens, found = self._undone
+        if tokens is self.tokens:
+            return found
+        found = [self, *self.tokens.mutable]
         for part in (self.sinks, self.evictor, self.retriever, self.outliers):
             if part is not None:
-                own += part.mutable
-        return own
+                found += part.mutable
+        fixed = self.retriever is None and self.recipe.store.fixed_buffers
+        self._undone = (self.tokens if fixed else None, found)
+        return found

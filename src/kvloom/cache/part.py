@@ -104,8 +104,12 @@ class Part(NamedTuple):
         products: a list to which the kernel may append scale * q @ k (see `ops.attend`). plans: the
         operations as a layer has bound them (None: bind them for this call).
         """
-        keys, values = _kv_view(self.keys), _kv_view(self.values)
-        if keys is None or values is None:
+        keys, values = self.keys, self.values
+        if isinstance(keys, Tensor):
+            keys = KVView(None, keys)
+        if isinstance(values, Tensor):
+            values = KVView(None, values)
+        if not isinstance(keys, KVView) or not isinstance(values, KVView):
             ops.attend_in_parts(q, _format(self.keys), _format(self.values))
             return None
         if self.plan is not None:
@@ -163,10 +167,3 @@ def _format(x: Stored) -> Any:
 
 def _exact(x: Stored) -> Tensor:
     return x if isinstance(x, Tensor) else x.tensor()
-
-
-def _kv_view(x: Stored) -> KVView | None:
-    """Return tokens as kernels read them; None for packed tokens without their exact tail."""
-    if isinstance(x, KVView):
-        return x
-    return KVView(None, x) if isinstance(x, Tensor) else None

@@ -37,7 +37,7 @@ def past_parts(layer: LayerCache, step: StepInputs, present: int) -> list[Part]:
             sinks = sinks._replace(keys=layer.rope.rotate(sinks.exact_keys, by))
         parts.append(sinks)
         visible = layer.sinks.hide(visible)
-    if not len(tokens):
+    if parts and not len(tokens):
         return parts
     if layer.retriever is not None:
         read = layer.retriever.read(tokens, step, visible, alibi, present, layer.trace)

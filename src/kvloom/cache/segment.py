@@ -165,8 +165,9 @@ class Segment:
         """
         if self.keys.packed is None and self.values.packed is None:
             return
-        live = self.visible(visible)
-        self._find_start(visible)
+        live = None if visible is None else self.visible(visible)
+        if self.keys.needs_positions:
+            self._find_start(visible)
         self.keys.pack(live, prompt, self.positions)
         self.values.pack(live, prompt)
 
@@ -189,7 +190,7 @@ class Segment:
         if not present or begin > offloaded or gaps or not fused:
             return self._pieces(visible, present, alibi, max(begin, offloaded))
         keys, values = self.keys.kv_view(self.positions), self.values.kv_view()
-        mask = self.visible(visible)
+        mask = None if visible is None else self.visible(visible)
         bias = None if alibi is None else self.bias(alibi, offloaded, len(self))
         if keys.fmt is None and values.fmt is None:
             return [Part(keys.tail, values.tail, mask, present, bias)]

@@ -80,7 +80,7 @@ class Buffer:
         elif self.stop + t > self.data.shape[2]:
             self._make_room(t)
         self.stop += t
-        return self.storage
+        return self.data[:, :, self.start :] if self.start else self.data
 
     def replace(self, x: Tensor) -> None:
         """Hold a copy of x [B, Hk, N, D] and nothing else, without spare room."""
@@ -88,9 +88,11 @@ class Buffer:
         self.start, self.stop = 0, x.shape[2]
 
     def drop_front(self, n: int) -> None:
-        """Forget the n oldest tokens; give memory back once most of it is unused."""
+        """Forget the n oldest tokens; release memory once most of it is unused."""
         self.start += n
-        self._shrink()
+        assert self.data is not None
+        if self.data.shape[2] > 4 * (self.stop - self.start) + 64:
+            self.replace(self.view())
 
     def drop_back(self, n: int) -> None:
         """Forget the n newest tokens."""

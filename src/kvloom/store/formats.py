@@ -289,6 +289,11 @@ class Store:
         return self.keys is None and self.values is None
 
     @property
+    def fixed_buffers(self) -> bool:
+        """Whether all buffers exist before the first token; formats from outside make theirs."""
+        return all(fmt is None or isinstance(fmt, Packed) for fmt in (self.keys, self.values))
+
+    @property
     def sides(self) -> dict[str, Format]:
         """The formats of the sides that are packed, by "keys" and "values"."""
         both = {"keys": self.keys, "values": self.values}

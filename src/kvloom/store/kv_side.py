@@ -52,6 +52,10 @@ class KVSide:
         elif fmt is not None:
             self.packed = FormatTokens(fmt)
         self.recent = recent
+        self.fused = not isinstance(self.packed, FormatTokens)
+        """Whether kernels read the tokens as they are stored; other formats are unpacked first."""
+        self.needs_positions = self.packed is not None and self.packed.rope is not None
+        """Whether packing depends on the tokens' positions."""
         self.tail = Buffer(most=recent + blocks if blocks else 0)
 
     def __len__(self) -> int:
@@ -60,17 +64,12 @@ class KVSide:
     @property
     def packed_count(self) -> int:
         """Tokens in the packed prefix."""
-        return 0 if self.packed is None else len(self.packed)
+        return 0 if self.packed is None else self.packed.count
 
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
         return [self.tail] if self.packed is None else [self.tail, *self.packed.mutable]
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether packing depends on the tokens' positions."""
-        return self.packed is not None and self.packed.rope is not None
 
     @property
     def nbytes(self) -> int:
@@ -103,9 +102,9 @@ class KVSide:
         """
         if self.packed is None:
             return
-        due = self._due(len(self.tail), prompt)
+        tail, fmt, begin = self.tail, self.packed.fmt, self.packed.count
+        due = fmt.to_pack(tail.stop - tail.start, self.recent, prompt)
         if due:
-            begin = self.packed_count
             here = None if live is None else live[:, :, begin : begin + due]
             there = at(begin, begin + due) if at and self.needs_positions else None
             self.packed.append(self.tail.view(due), here, there)
@@ -146,11 +145,6 @@ class KVSide:
         assert isinstance(self.packed, PackedTokens)
         return self.packed.wrap(block, 0, n)
 
-    @property
-    def fused(self) -> bool:
-        """Whether kernels read the tokens as they are stored; other formats are unpacked first."""
-        return not isinstance(self.packed, FormatTokens)
-
     def kv_view(self, at: Positions | None = None, gaps: bool = False) -> KVView:
         """Return all tokens as kernels read them, which take packed and exact ones together.
 
@@ -159,8 +153,7 @@ class KVSide:
         assert not isinstance(self.packed, FormatTokens), "no kernel reads other formats"
         if self.packed is None:
             return KVView(None, self.tail.view())
-        count = self.packed_count
-        there = None
+        count, there = self.packed.count, None
         if at and count and self.needs_positions:
             there = at(0, count if gaps else 1)
         packed = self.packed.view(at=there) if count else None

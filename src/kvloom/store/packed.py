@@ -119,7 +119,8 @@ class PackedTokens:
             self._append(x, real, at)
         else:
             held = self._extend(x)
-            for tokens, here, there in _chunks(x, real, at):
+            chunks = ((x, real, at),) if x.shape[2] <= _CHUNK else _chunks(x, real, at)
+            for tokens, here, there in chunks:
                 turn = None
                 if self.rope is not None:
                     assert there is not None
@@ -130,8 +131,17 @@ class PackedTokens:
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
         """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
-        held = self.codes.storage, self.scale.storage, self.zero.storage
-        return self.wrap(held, lo, self.count if hi is None else hi, at)
+        assert self.codec is not None, "no tokens yet"
+        codes, scale, zero = self.codes.data, self.scale.data, self.zero.data  # from token 0 on
+        assert codes is not None
+        assert scale is not None
+        assert zero is not None
+        if self.fmt.meta == "fp8":  # held as bytes
+            return self.wrap((codes, scale, zero), lo, self.count if hi is None else hi, at)
+        return PackedView(
+            codes, scale, zero, self.fmt, lo, self.count if hi is None else hi, self.dtype,
+            self.codec, self.rope, at,
+        )  # fmt: skip
 
     def wrap(
         self, held: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None

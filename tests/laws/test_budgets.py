@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep
 from kvloom.recipe.geometry import Geometry
@@ -78,6 +79,7 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
             assert torch.equal(newest, x[:, :, -recent:])
 
 
+@by_reference
 @every_recipe
 @given(sizes, st.sampled_from([torch.float32, torch.bfloat16]), seeds)
 def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
@@ -85,6 +87,7 @@ def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
     survivors(build(recipe, q, k, v, sizes), recipe, k, v)
 
 
+@by_reference
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", (RECIPES | BUDGETS).values(), ids=RECIPES | BUDGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

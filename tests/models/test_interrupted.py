@@ -179,7 +179,7 @@ def test_nothing_is_kept_for_undoing_after_a_step(llama):
     _, cache = filled(llama, KIVI)
     for layer in cache.routed:
         assert layer.cache.undo is None
-        assert all(getattr(part, "before", None) is None for part in layer.cache.parts)
+        assert all(getattr(part, "before", None) is None for part in layer.cache._mutable())
 
 
 def test_a_second_thread_is_refused_and_changes_nothing(llama):
@@ -214,4 +214,5 @@ def test_a_second_thread_is_refused_and_changes_nothing(llama):
     step(model, other, 0, PROMPT)  # another cache of the same model may be used meanwhile
     thread.join()
     rest = [step(model, cache, lo, hi) for lo, hi in ((181, 182), (182, 194), (194, 195))]
-    assert torch.equal(torch.cat([errors[0], *rest], dim=1), want)
+    # a new thread has other settings of OpenMP, and so other sums
+    torch.testing.assert_close(torch.cat([errors[0], *rest], dim=1), want, rtol=1e-5, atol=1e-5)

@@ -38,7 +38,7 @@ def packed(bits, side="values") -> Packed:
 def misses(given: Sample, bits: float, side: str):
     """A function from factors of the groups to the error, straight from the definition."""
     q, k, v = (x.double().numpy() for x in (given.q, given.k, given.v))
-    raw = ROPE.turn(given.k, -AT).double() if side == "raw_keys" else given.k.double()
+    raw = ROPE.rotate(given.k, -AT).double() if side == "raw_keys" else given.k.double()
 
     @cache
     def back(b: int, alpha: float):
@@ -53,7 +53,7 @@ def misses(given: Sample, bits: float, side: str):
                 here = np.broadcast_to((group == GROUP_OF).numpy()[:, None], x.shape)
                 x[here] = back(b, float(alpha))[here]
             if side == "raw_keys":
-                x = ROPE.turn(torch.from_numpy(x)[None], AT)[0].numpy()
+                x = ROPE.rotate(torch.from_numpy(x)[None], AT)[0].numpy()
             pair = (k[b], x) if side == "values" else (x, v[b])
             total += naive.output_error(q[b], k[b], v[b], *pair, SCALE, given.rows.tolist(),
                                         given.exact, given.softcap)  # fmt: skip

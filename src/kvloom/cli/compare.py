@@ -24,7 +24,7 @@ def command(
     model: Model = "reference",
     recipes: Annotated[
         str | None,
-        typer.Option(help=f"{RECIPES_HELP}; default: all (see kvloom recipes)."),
+        typer.Option(help=f"{RECIPES_HELP}; default: all that name a method (see kvloom recipes)."),
     ] = None,
     context: Annotated[
         int | None,
@@ -77,11 +77,12 @@ def command(
         from .. import eval as evaluation
         from ..eval.table import line, table
         from ..eval.task import DEFAULT_CONTEXT
-        from ..recipe.resolve import RECIPES
+        from ..recipe import RECIPES, part_options
         from ..workload.models import load_config_and_tokenizer
 
         sources = text_files(files, text)
-        chosen = parse_recipes(",".join(RECIPES) if recipes is None else recipes)
+        named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
+        chosen = parse_recipes(",".join(named) if recipes is None else recipes)
         settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
         share = None if budget is None else _parse_budget(budget)
         # A wrong budget is refused before anything is loaded.

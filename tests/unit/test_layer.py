@@ -320,3 +320,26 @@ def test_gradients_do_not_tie_steps_together():
     out = attend(cache, q, k, v)
     assert out.requires_grad
     assert not cache.tokens.keys.tail.view().requires_grad
+
+
+def test_a_step_of_another_batch_is_refused_after_the_batch_changed():
+    cache = build(resolve("kivi:residual=32"), *draw(0, 40, batch=2))
+    attend(cache, *draw(1, 1, batch=2))
+    cache.map(lambda x: x[:1])
+    message = refuses(cache, CacheMisuse, lambda: attend(cache, *draw(1, 1, batch=2)))
+    assert "batch size 1 and was given 2" in message
+    attend(cache, *draw(1, 1, batch=1))
+
+
+def test_prefill_is_attention_without_its_output():
+    for name in ("kivi:residual=32", "h2o:tokens=24", "snapkv:tokens=24,window=8", "streaming"):
+        q, k, v = draw(2, 60)
+        one, other = LayerCache(resolve(name)), LayerCache(resolve(name))
+        one.attend(q, k, v, scale=SCALE)
+        assert other.prefill(q, k, v, scale=SCALE) is None
+        assert one.nbytes == other.nbytes
+        for seed in range(3):
+            step = draw(10 + seed, 1)
+            assert torch.equal(attend(one, *step), attend(other, *step))
+        with pytest.raises(CacheMisuse, match="prefill is for the first prompt"):
+            other.prefill(q, k, v, scale=SCALE)

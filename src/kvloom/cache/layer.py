@@ -336,7 +336,7 @@ class LayerCache:
             return
         if self.retriever is not None:
             self.retriever.side_stream.wait()
-        self.like = fn(self.like)
+        self.like, self._traits = fn(self.like), ()
         for part in self._parts_held:
             part.map(fn)
 

@@ -12,11 +12,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this process asked for it."""
 
 
-def run(path: str) -> None:
-    """Run a file of tests in a process that has the interpreter; skip where there is no Triton."""
+def run(path: str, cases: str = "not slow") -> None:
+    """Run the `cases` of a file in a process that has the interpreter; skip if Triton is absent."""
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", cases, path],
         env=os.environ | {"TRITON_INTERPRET": "1", "KVLOOM_KERNELS": "auto"},
         capture_output=True,
         text=True,

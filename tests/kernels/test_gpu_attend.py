@@ -35,6 +35,12 @@ def test_in_the_interpreter():
     interpreter.run(__file__)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(interpreter.INTERPRETED, reason="this is the run")
+def test_slow_cases_in_the_interpreter():
+    interpreter.run(__file__, "slow")
+
+
 def channel(bits, group=32, meta="fp16"):
     return Packed(bits, "channel", group, meta, residual=group)
 
@@ -146,6 +152,7 @@ def hidden(b, h, n, seed=0):
 
 
 @needs_interpreter
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
     ("n", "sealed"), [(141, (128, 70)), (133, (128, 133))], ids=["keys ahead", "values ahead"]

@@ -103,7 +103,7 @@ def test_a_model_without_its_weights_is_not_told_from_others(kivi, tmp_path):
     with torch.device("meta"):
         empty = type(model)(model.config)
     for ask in (lambda: kvloom.Cache.load(empty, path), lambda: identity(empty)):
-        with pytest.raises(UnsupportedModel, match=r"as model\.embed.* lies on the meta device"):
+        with pytest.raises(UnsupportedModel, match=r"as model\.embed.* is on the meta device"):
             ask()
 
 

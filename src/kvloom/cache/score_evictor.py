@@ -197,13 +197,14 @@ class ScoreEvictor:
     def settled(self, tokens: Segment, drafting: bool) -> Segment | Slots:
         """Return where the tokens lie from now on: in slots once a step evicts one token."""
         if self.keep.when == "prompt":
-            self.scores, self.done = Buffer(), True
+            self.scores.clear()
+            self.done = True
         elif self.keep.when == "step" and len(tokens) == self.room and not drafting:
             keys = tokens.exact_keys()
             index = _indices(tokens, keys).expand(*keys.shape[:3])
-            held = self.scores.view()[..., 0]
-            self.scores = Buffer()
-            return Slots(keys, tokens.exact_values(), held, index.int())
+            slots = Slots(keys, tokens.exact_values(), self.scores.view()[..., 0], index.int())
+            self.scores.clear()
+            return slots
         return tokens
 
     def in_segment(self, slots: Slots, seen: int) -> Segment:

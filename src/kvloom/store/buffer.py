@@ -99,6 +99,10 @@ class Buffer:
         self.stop -= n
         self._shrink()
 
+    def clear(self) -> None:
+        """Drop all tokens and the storage."""
+        self.data, self.start, self.stop = None, 0, 0
+
     def trim(self) -> None:
         """Release all spare room."""
         if self.data is not None and self.data.shape[2] > len(self):

@@ -8,6 +8,7 @@ import torch
 
 import naive
 from kvloom.cache.layer import LayerCache
+from kvloom.cache.slots import Slots
 from kvloom.kernels.attend import reference as ref
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
@@ -40,7 +41,7 @@ def fresh(name):
 
 def stored(cache):
     """All that a step of this cache attends to in the past, [B, Hk, N, D]."""
-    if getattr(cache, "slots", None) is not None:
+    if isinstance(cache.tokens, Slots):
         return cache.tokens.in_order()[:2]
     held = [[unpacked(lane)] for lane in (cache.tokens.keys, cache.tokens.values) if len(lane)]
     sinks = cache.sinks

@@ -249,11 +249,11 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
         (lambda: Recall(TopK(), tier=Tier()), "index='topk' reads every key"),
         (
             lambda: replace(resolve("clusterkv:tier=host"), store=resolve("skvq").store),
-            "keys: a tier holds packed tokens without a transform and packed after RoPE",
+            "keys: a tier takes tokens that are packed after RoPE and without a transform",
         ),
         (
             lambda: replace(recipe("clusters", Tier()), store=resolve("kivi").store),
-            "20 tokens are indexed at a time and 32 packed ones put into the tier at a time: "
+            "the index takes 20 tokens at a time and the tier 32 packed ones: "
             "neither is a multiple of the other; use 32 and 32, or 64",
         ),
     ],

@@ -40,7 +40,7 @@ class AgeEvictor:
         return max(0, tokens - max(0, self.budget - sinks))
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         return {"budget": self.budget}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ class Buffer:
         return {"live": self.view(), "start": self.start, "room": self.data.shape[2]}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         if state is None:
             return
         live: Tensor = state["live"]

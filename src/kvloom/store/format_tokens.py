@@ -48,7 +48,7 @@ class FormatTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
@@ -89,7 +89,7 @@ class FormatTokens:
         return FormatView(tuple(cut), self.fmt, lo, hi, self.dtype)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         for buffer in self.buffers:
             buffer.map(fn)
 
@@ -98,7 +98,7 @@ class FormatTokens:
         return {"count": self.count, "buffers": [buffer.state() for buffer in self.buffers]}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.count = state["count"]
         self.buffers = [Buffer(tight=True) for _ in state["buffers"]]
         for buffer, saved in zip(self.buffers, state["buffers"], strict=True):

@@ -73,7 +73,7 @@ class KVSide:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
 
     def extend(
@@ -160,18 +160,18 @@ class KVSide:
         return KVView(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         self.tail.map(fn)
         if self.packed is not None:
             self.packed.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         packed = None if self.packed is None else self.packed.state()
         return {"tail": self.tail.state(), "packed": packed}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.tail.load_state(state["tail"])
         if self.packed is not None:
             self.packed.load_state(state["packed"], like)

@@ -98,7 +98,7 @@ class PackedTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
     @property
@@ -172,7 +172,7 @@ class PackedTokens:
         self.count += n
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         for buffer in (self.codes, self.scale, self.zero):
             buffer.map(fn)
 
@@ -182,7 +182,7 @@ class PackedTokens:
         return {"count": self.count, **{name: x.state() for name, x in buffers.items()}}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.count = state["count"]
         for name in ("codes", "scale", "zero"):
             getattr(self, name).load_state(state[name])

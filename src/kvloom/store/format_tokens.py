@@ -1,7 +1,7 @@
 """Tokens packed in a format of another distribution, by its own `pack` and `unpack`.
 
-Decides how the tensors of such a format grow and which tokens are unpacked together; what is in the
-tensors is the format's. No kernel reads them: each step unpacks the tokens that it attends to.
+Decides how the tensors of such a format grow and which tokens are unpacked together; the format
+decides what is in them. No kernel reads them: each step unpacks the tokens that it attends to.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FormatView(NamedTuple):
 class FormatTokens:
     """The packed prefix of keys or values in any format."""
 
-    rope = None  # such a format packs keys as they are
+    rope = None  # such a format packs keys after RoPE
 
     def __init__(self, fmt: Format) -> None:
         self.fmt = fmt

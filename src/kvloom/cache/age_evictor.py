@@ -1,6 +1,6 @@
-"""Eviction by age: the oldest tokens leave, except sinks, once a layer holds more than its budget.
+"""Eviction by age: a layer over its budget drops its oldest tokens, except sinks.
 
-Decides how many tokens leave.
+Decides how many tokens it drops.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class AgeEvictor:
 
     @property
     def begun(self) -> bool:
-        """Whether the budget is fixed."""
+        """Whether the budget is set."""
         return self.budget is not None
 
     def begin(self, prompt_tokens: int) -> None:
-        """Fix the budget for a first prompt of this length."""
+        """Set the budget for a first prompt of `prompt_tokens` tokens."""
         self.budget = self.recipe.budget_tokens(prompt_tokens)
 
     def surplus(self, tokens: int) -> int:
-        """Return how many of `tokens` tokens of the segment are over the budget."""
+        """Return how many of the segment's `tokens` tokens exceed the budget."""
         sinks = self.recipe.protect.sinks
         if self.budget is None or not self.keep.drops(tokens + sinks):
             return 0
         return max(0, tokens - max(0, self.budget - sinks))
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         return {"budget": self.budget}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         self.budget = state["budget"]

@@ -1,4 +1,4 @@
-"""The layers of a cache, made from a recipe."""
+"""Build the layers of a cache from a recipe."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def build_layers(
     metadata: Sequence[LayerMetadata],
     rope: Rope | None = None,
 ) -> list[LayerCache]:
-    """Return one empty `LayerCache` per layer; those that decide together share a coordinator.
+    """Return one empty `LayerCache` per layer; layers that decide together share a coordinator.
 
-    numbers: the model's numbers of the layers that the cache holds. rope: rotates keys in layers
-    whose recipe renumbers positions.
+    numbers: the model's numbers of these layers. metadata: of each of them. rope: rotates keys in
+    layers whose recipe renumbers positions.
     """
     layers = []
     for rank, (number, share) in enumerate(zip(numbers, recipe.sharing(numbers), strict=True)):
@@ -39,7 +39,7 @@ def build_layers(
 
 
 def coordinate(layers: Sequence[LayerCache]) -> None:
-    """Let layers with one `keep` that need each other's scores decide together, first to last."""
+    """Give one coordinator to layers with the same `keep` that need each other's scores."""
     waiting = [
         layer for layer in layers if isinstance(layer.evictor, ScoreEvictor) and layer.evictor.waits
     ]

@@ -1,4 +1,4 @@
-"""Which keys and values a layer refuses, and why."""
+"""Check keys, values and crops before a layer changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
-    """Raise `CacheMisuse` if k and v do not belong together, or to a layer with keys as `like`."""
+    """Raise `CacheMisuse` if k, v [B, Hk, T, D] do not match each other, or a layer's `like`."""
     if k.shape[2] == 0:
         raise CacheMisuse(f"{name}: no tokens to attend with; give at least one")
     if k.shape != v.shape or k.dtype != v.dtype:
@@ -27,10 +27,10 @@ def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
         )
     if like is not None and (want := _traits(like)) != (got := _traits(k)):
         names = "batch size", "key/value heads", "head dimension", "dtype", "device"
-        for what, a, b in zip(names, want, got, strict=True):
-            if a != b:
+        for what, expected, received in zip(names, want, got, strict=True):
+            if expected != received:
                 raise CacheMisuse(
-                    f"{name}: this cache holds {what} {a} and was given {b}; "
+                    f"{name}: this cache holds {what} {expected} and was given {received}; "
                     "make a new cache for another model, dtype or batch"
                 )
 
@@ -47,7 +47,7 @@ def out_of_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) ->
 def check_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> None:
     """Raise `NotFinite` for numbers that the store cannot hold."""
     if k.is_cuda and k.shape[2] == 1:
-        return  # to read the answer back would stall the device at every step
+        return  # reading the result back would stall the device at every step
     if not within((k, v), max_abs):
         raise out_of_range(name, max_abs, k, v)
 
@@ -56,7 +56,7 @@ def check_crop(layer: LayerCache, tokens: int) -> None:
     """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
     if tokens >= layer.seen:
         return
-    held, evictor = layer.tokens, layer.evictor
+    stored, evictor = layer.tokens, layer.evictor
     draft = 0 if layer.draft is None else layer.draft.tokens
     scored = isinstance(evictor, ScoreEvictor)
     remedy = "call activate_past_recording() before the step that is to be undone"
@@ -69,16 +69,16 @@ def check_crop(layer: LayerCache, tokens: int) -> None:
             raise CacheMisuse(
                 f"{layer.name}: crop cannot take back the scores of removed tokens; {remedy}"
             )
-    if not isinstance(held, Segment):
+    if not isinstance(stored, Segment):
         return
-    exact = held.exact_newest
-    if tokens > exact and exact < len(held):
+    exact = stored.exact_newest
+    if tokens > exact and exact < len(stored):
         raise CacheMisuse(
             f"{layer.name}: crop of {tokens} tokens reaches into packed tokens; the newest {exact} "
             "are still exact, or call activate_past_recording() before the step"
         )
-    later = len(held) - held.kept
-    if scored and held.kept and later < tokens:
+    later = len(stored) - stored.kept
+    if scored and stored.kept and later < tokens:
         raise CacheMisuse(
             f"{layer.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
             f"dropped; the newest {later} can be removed"
@@ -86,6 +86,6 @@ def check_crop(layer: LayerCache, tokens: int) -> None:
 
 
 def _traits(x: Tensor) -> tuple:
-    """Return what all keys of a cache have in common."""
+    """Return batch size, heads, head dimension, dtype and device: the same for all keys."""
     b, h, _, d = x.shape
     return b, h, d, x.dtype, x.device

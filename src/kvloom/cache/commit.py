@@ -1,7 +1,7 @@
 """After attention: score → evict → pack → index.
 
 Decides what happens to the tokens of a step, and in which order. A draft leaves this to `crop`.
-Layers that decide together score one by one and evict when the last of them has scored.
+Layers that decide together score one by one, and evict when the last of them has scored.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ KV = tuple[Tensor, Tensor]
 
 
 def commit(layer: LayerCache, step: StepInputs, new: KV | None, parts: list[Part]) -> None:
-    """Take a step in: store its tokens, if `new` has them, and settle what is due.
+    """Store a step's tokens, then score, evict, pack and index what is due.
 
-    parts: what the step attended to.
+    new: keys and values that are not stored yet (None: `attend` stored them). parts: the tokens
+    that the step attended to.
     """
     evictor = layer.evictor
     if layer.like is None:
         assert new is not None
         layer.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])
-    exact = layer.seen <= layer.recipe.start  # the whole context stays as it is for now
+    exact = layer.seen <= layer.recipe.start  # the whole context stays exact
     if evictor is not None and not evictor.begun and not exact:
         evictor.begin(layer.seen)
     if layer.retriever is not None:
@@ -45,7 +46,7 @@ def commit(layer: LayerCache, step: StepInputs, new: KV | None, parts: list[Part
     elif isinstance(layer.tokens, Slots):
         layer.waiting = step
         _vote(layer, layer.score_evictor.score_slots(layer.tokens, step, parts[0], layer.seen))
-    elif layer.draft is not None:  # no crop came: all tokens of the draft stay
+    elif layer.draft is not None:  # no crop followed the draft, so all of its tokens stay
         _add_to_draft(layer, step, new)
         settle(layer, layer.draft.step, None)
     else:
@@ -53,7 +54,7 @@ def commit(layer: LayerCache, step: StepInputs, new: KV | None, parts: list[Part
 
 
 def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
-    """Score → evict → pack → index: the tokens of a step, or of a draft that has ended.
+    """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
     new: keys and values that are not stored yet.
     """
@@ -62,7 +63,7 @@ def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
     evictor, segment = layer.evictor, layer.segment
     if isinstance(evictor, ScoreEvictor) and not evictor.done and step.tokens:
         prompt = new is not None and layer.seen == new[0].shape[2]
-        if new is not None and prompt and not evictor.waits:  # store only what stays
+        if new is not None and prompt and not evictor.waits:  # store only the kept tokens
             kept = evictor.keep_prompt(segment, step, *new, layer.trace)
             segment.extend(*kept, 0, step.visible)
             layer.tokens = evictor.settled(segment, drafting=False)
@@ -80,7 +81,7 @@ def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
 
 
 def evict(layer: LayerCache, scores: Tensor) -> None:
-    """Evict by the scores [B, Hk, N] of the step that waits for them; pack and index."""
+    """Evict by fp32 scores [B, Hk, N] of the step in `layer.waiting`; then pack and index."""
     step, layer.waiting = layer.waiting, None
     assert step is not None
     evictor, tokens = layer.score_evictor, layer.tokens
@@ -95,7 +96,7 @@ def evict(layer: LayerCache, scores: Tensor) -> None:
 
 
 def index(layer: LayerCache) -> None:
-    """Let the retriever index, and offload, what is due."""
+    """Index the tokens that are due, and offload them where the recipe has a tier."""
     retriever = layer.retriever
     if retriever is None:
         return
@@ -107,7 +108,7 @@ def index(layer: LayerCache) -> None:
 
 
 def _add_to_draft(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
-    """Store a step's tokens exactly; keep its queries where a part will need them."""
+    """Store a step's tokens exactly; keep its queries if a part will score with them."""
     if new is not None:
         layer.segment.append(*_without_sinks(layer, step, new))
     before, evictor = layer.draft, layer.evictor
@@ -124,7 +125,7 @@ def _add_to_draft(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
 
 
 def _vote(layer: LayerCache, scores: Tensor) -> None:
-    """Evict by these scores, at once or when the other layers have scored too."""
+    """Evict by these scores: at once, or when the layers that decide together have scored."""
     if layer.score_evictor.waits and layer.coordinator is not None:
         layer.coordinator.vote(layer, scores)
     else:
@@ -134,10 +135,10 @@ def _vote(layer: LayerCache, scores: Tensor) -> None:
 def _store(
     layer: LayerCache, segment: Segment, step: StepInputs, new: KV | None, prompt: bool
 ) -> None:
-    """Add new tokens, drop the oldest where age decides, and pack what is due.
+    """Add new tokens, drop the oldest where the recipe evicts by age, and pack what is due.
 
-    prompt: nothing was packed or dropped before, so all tokens are packed as a prompt is. Outliers
-    are chosen from the exact tokens of the first prompt.
+    prompt: nothing was packed or dropped before, so tokens are packed as a prompt. Outliers are
+    chosen from the exact tokens of the first prompt.
     """
     outliers, exact = layer.outliers, new
     choosing = outliers is not None and not outliers.done
@@ -163,7 +164,7 @@ def _store(
 
 
 def _without_sinks(layer: LayerCache, step: StepInputs, new: KV) -> KV:
-    """Copy the sinks among new keys and values; return the others."""
+    """Copy the sinks among new keys and values; return the other keys and values."""
     if layer.sinks is None:
         return new
     k, v = new

@@ -1,6 +1,6 @@
 """Decisions that need the scores of several layers: one choice for all, or budgets by variance.
 
-Decides when there are enough votes, and what each layer makes of them.
+Decides when all scores are there, and by which scores each layer evicts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Coordinator:
-    """The layers of a cache that decide together, first to last; the last vote of a step decides.
+    """The layers of a cache that decide together; the last layer of a step evicts from all.
 
-    shared: the layers keep the same tokens, chosen by the sum of all scores. evict: evicts from a
-    layer by scores.
+    shared: the layers keep the same tokens, chosen by the sum of all scores. evict: a function that
+    evicts from a layer by scores.
     """
 
     def __init__(self, shared: bool, evict: Callable[[LayerCache, Tensor], None]) -> None:
@@ -27,7 +27,7 @@ class Coordinator:
         self.layers: list[LayerCache] = []
 
     def vote(self, layer: LayerCache, scores: Tensor) -> None:
-        """Take a layer's scores [B, Hk, N]; after the last layer's, let all layers evict."""
+        """Note a layer's scores, fp32 [B, Hk, N]; after the last layer's, evict from all layers."""
         evictors = [each.score_evictor for each in self.layers]
         layer.score_evictor.vote = scores
         if layer is not self.layers[-1]:

@@ -1,7 +1,7 @@
 """The newest tokens of a layer that a crop may still remove.
 
-Decides nothing: while a draft is there, the layer drops, packs and indexes nothing, and keeps the
-queries that parts of it will need once it is certain which tokens stay.
+Decides nothing. While a layer has a draft, it drops, packs and indexes nothing. It keeps the
+queries that its parts will score with once it is certain which tokens stay.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from .step import StepInputs
 
 
 class Draft:
-    """So many newest tokens, and how they attended; the queries only where a part needs them."""
+    """The number of these tokens, and their step; with queries only where a part needs them."""
 
     def __init__(self, tokens: int, step: StepInputs) -> None:
         self.tokens, self.step = tokens, step
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the queries held."""
+        """Bytes of the stored queries."""
         return self.step.q.nbytes
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`. ALiBi comes anew with the next step."""
+        """Return the state, see `cache.state`; the next step brings its own ALiBi."""
         names = ("q", "scale", "softcap", "visible")
         return {"tokens": self.tokens, **{name: getattr(self.step, name) for name in names}}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Draft:
-        """Return a draft with a state of `state`."""
+        """Return a draft with a state that `state` returned."""
         step = StepInputs(state["q"], state["scale"], state["softcap"], state["visible"])
         return cls(state["tokens"], step)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         self.step = self.step.map(fn)

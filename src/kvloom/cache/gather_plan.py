@@ -1,7 +1,7 @@
 """The tokens that a recalling step reads, as one part.
 
-Decides that recalled tokens, all later tokens and the sinks are one part, which a kernel reads
-where the tokens lie. Where no kernel can, its pieces are attended to one by one.
+Decides that recalled tokens, all later tokens and the sinks are one part, which a kernel reads in
+place. Where no kernel can read it, attention runs over its pieces one by one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gather_part(
     """Return the tokens at slots int64 [B, H, M] of keys and values, and all from `begin` on.
 
     visible: bool [B, 1 or H, M] and [B, 1 or Hk, N - begin]. bias: fp32 [B or 1, Hq, M] and
-    [B or 1, Hq, N - begin]. rest: returns the tokens from `begin` on, the last one the step's.
+    [B or 1, Hq, N - begin]. rest: returns the tokens from `begin` on; the last is the step's own.
     """
 
     def pieces() -> list[Part]:
@@ -78,10 +78,10 @@ def _joined_mask(slots: Tensor, parts: list[tuple[Tensor | None, int]]) -> Tenso
 
 
 def _joined_bias(parts: list[Tensor | None]) -> Tensor | None:
-    """Return one bias fp32 [B or 1, Hq, tokens]; all parts have one, or none has."""
-    found = [part for part in parts if part is not None]
-    if not found:
+    """Return one bias fp32 [B or 1, Hq, tokens]; None if no part has one (all have, or none)."""
+    given = [part for part in parts if part is not None]
+    if not given:
         return None
-    assert len(found) == len(parts)
-    rows = max(part.shape[0] for part in found)
-    return torch.cat([part.expand(rows, -1, -1) for part in found], dim=2)
+    assert len(given) == len(parts)
+    rows = max(part.shape[0] for part in given)
+    return torch.cat([part.expand(rows, -1, -1) for part in given], dim=2)

@@ -1,9 +1,9 @@
 """The cache of one attention layer: append → attend → commit (score → evict → pack → index).
 
 A step is always past + present: the T new queries attend to every stored token and causally to the
-T new keys, exactly as given; the states are merged; then the layer takes the new tokens in, and
+T new keys, exactly as given; the states are merged; then the layer stores the new tokens, and
 drops or packs what is due. A prompt, a decode step, a second turn, a chunk and a speculative draft
-differ in T alone. Decides the order of these; its parts decide everything else.
+differ in T alone. Decides the order of this; its parts decide everything else.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from .step import StepInputs
 from .trace import Trace
 from .undo import Undo
 
-# Up to this many new tokens are written behind the tail before attention, so that tail and present
-# are contiguous; more would make the tail of a packed store large for a moment.
+# Up to this many new tokens are appended to the tail before attention, so that tail and present
+# are contiguous. More would make the tail of a packed store large for a moment.
 _SHORT = 64
 
 
 class LayerCache:
-    """The tokens of one layer, batch rows together; head counts come from the first keys.
+    """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
     tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
     none. draft: the newest tokens while a crop may still remove them.
 
-    place: (rank, count) of this layer among those that the cache holds; sharing: among those that
-    divide one budget (default: place). rope: rotates keys where the recipe renumbers positions.
+    place: (rank, count) of this layer among those of the cache; sharing: among those that divide
+    one budget (default: place). rope: rotates keys where the recipe renumbers positions.
     metadata: what the store's formats need of this layer.
     """
 
@@ -76,7 +76,7 @@ class LayerCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         recipe, metadata, layer = self.recipe, self.metadata, self.place[0]
         keep, recents, sinks = recipe.keep, recipe.protect.recents, recipe.protect.sinks
         scored = keep is not None and not keep.by_age  # sinks stay in place: their score is inf
@@ -96,7 +96,7 @@ class LayerCache:
         self.outliers = None if rule is None else Outliers(rule, layer)
         self.draft: Draft | None = None
         self.waiting: StepInputs | None = None  # its scores wait for those of other layers
-        self.settled = False  # whether any step was settled: the first one is the prompt
+        self.settled = False  # whether a step was settled; the first one is the prompt
         self.seen = 0
         self.read = 0  # tokens that the last step read, of each row and head
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
@@ -119,12 +119,12 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return sum(part.nbytes for part in self._parts_held)
 
     @property
     def dropped(self) -> int:
-        """Tokens seen, of every row and head, that are not held any more."""
+        """Tokens seen that the layer has dropped, of every row and head."""
         if isinstance(self.evictor, ScoreEvictor):
             return self.seen - len(self.tokens)
         return self.segment.first - self.recipe.protect.sinks
@@ -142,7 +142,7 @@ class LayerCache:
         softcap: float | None = None,
         alibi: Alibi | None = None,
     ) -> Tensor:
-        """Attend q [B, Hq, T, D] to all tokens held and to k, v [B, Hk, T, D]; take k, v in.
+        """Attend q [B, Hq, T, D] to all stored tokens and to k, v [B, Hk, T, D]; store k, v.
 
         valid: bool [B, seen + T], False for padding. alibi: of seen + T tokens, where the model has
         it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
@@ -158,9 +158,10 @@ class LayerCache:
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None = None
     ) -> None:
-        """Take in a first prompt k, v [B, Hk, T, D] as `attend` does, without its attention.
+        """Store a first prompt k, v [B, Hk, T, D] as `attend` does, without its attention.
 
-        q [B, Hq, T or fewer, D]: the last queries, for recipes that score the prompt.
+        q [B, Hq, T or fewer, D]: the last queries, for recipes that score the prompt. Raises
+        `CacheMisuse` or `NotFinite`; the layer is then as it was before the call.
         """
         self._begin_step()
         try:
@@ -187,13 +188,13 @@ class LayerCache:
             self.retriever.store.forget()  # its copies on the device are changed in place
 
     def end_step(self) -> None:
-        """Release what undoing the last step would need."""
+        """Release the tensors that undoing the last step would need."""
         if self.undo is not None:
             self.undo.forget()
             self.undo = None
 
     def _begin_step(self) -> None:
-        """Refuse a step after a failure that could not be undone; note how to undo this one."""
+        """Check that the layer is usable; note how to undo this step."""
         if self.unusable:
             self.check_usable()
         if self.retriever is not None:
@@ -216,7 +217,7 @@ class LayerCache:
         softcap: float | None,
         alibi: Alibi | None,
     ) -> tuple[StepInputs, Tensor, Tensor]:
-        """Check keys and values, and return the step, padding set to 0: it may be infinite."""
+        """Check keys and values; return the step, k and v with padding set to 0 (it may be NaN)."""
         traits = (*k.shape, k.dtype, k.device)
         if traits != self._traits or v.shape != k.shape or v.dtype != k.dtype:
             check_shapes(self.name, self.like, k, v)
@@ -233,12 +234,12 @@ class LayerCache:
         if alibi is not None:
             keep = self.recipe.keep
             if keep is not None and keep.positions != "original":
-                position = alibi.position - self.dropped  # matters to models that round
+                position = alibi.position - self.dropped  # models that round depend on it
                 alibi = replace(alibi, position=position, closed_up=True)
         return StepInputs(q, scale, softcap, visible, alibi), k, v
 
     def _attend(self, step: StepInputs, k: Tensor, v: Tensor) -> Tensor:
-        """Append, attend and commit."""
+        """Append, attend and commit; returns [B, Hq, T, D]."""
         stored = self._append(k, v)
         parts = self._parts(step, k, v, stored)
         evictor = self.evictor
@@ -258,9 +259,10 @@ class LayerCache:
         return out
 
     def _append(self, k: Tensor, v: Tensor) -> bool:
-        """Store a short step's tokens before attention, so that they are read with the others.
+        """Store a short step's tokens before attention, which then reads all tokens in one part.
 
-        Returns whether they were stored; a long step's are attended to as they are given.
+        Returns whether they were stored. Attention reads a long step's tokens as they are given.
+        Raises `NotFinite`.
         """
         t, tokens = k.shape[2], self.tokens
         if isinstance(tokens, Slots) and (t > 1 or self.recording):
@@ -280,7 +282,7 @@ class LayerCache:
         return True
 
     def _parts(self, step: StepInputs, k: Tensor, v: Tensor, stored: bool) -> list[Part]:
-        """Return what the step attends to: all that is held, or recalled, and the present."""
+        """Return the parts that the step attends to: stored or recalled tokens, and its own."""
         t, past = k.shape[2], self.seen
         present = t if stored else 0
         parts = past_parts(self, step, present) if past else []
@@ -295,13 +297,16 @@ class LayerCache:
     # --- other changes ----------------------------------------------------------------------------
 
     def observe(self) -> Trace:
-        """Return what the layer decides from now on; call this before the first prompt."""
+        """Return a `Trace` of each later step's decisions; call this before the first prompt."""
         if self.trace is None:
             self.trace = Trace()
         return self.trace
 
     def crop(self, tokens: int) -> None:
-        """Remove the newest `tokens` tokens, then drop and pack what a draft held back."""
+        """Remove the newest `tokens` tokens, then drop and pack what waited for the crop.
+
+        Raises `CacheMisuse` if they cannot be removed, before anything is changed.
+        """
         check_crop(self, tokens)
         if tokens >= self.seen:
             self.reset()
@@ -327,11 +332,11 @@ class LayerCache:
             raise
 
     def logical(self) -> Tensor:
-        """Return logical indices of the tokens held, int64 [B, Hk, N]: see `reading.logical`."""
+        """Return logical indices of all stored tokens, int64 [B, Hk, N]: see `reading.logical`."""
         return logical(self)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         if self.like is None:
             return
         if self.retriever is not None:
@@ -349,7 +354,7 @@ class LayerCache:
 
     @property
     def _all_exact(self) -> bool:
-        """Whether all tokens stay, exact: then the tail is the whole store."""
+        """Whether all tokens stay, and stay exact: then the tail holds all of them."""
         if not self.recipe.store.exact:
             return False
         if isinstance(self.evictor, ScoreEvictor):
@@ -364,7 +369,7 @@ class LayerCache:
         return [part for part in parts if part is not None]
 
     def _mutable(self) -> list[Any]:
-        """Return the objects that a step changes: those of the last step, if none was replaced."""
+        """Return the objects that a step changes; cached while no part is replaced."""
         tokens, found = self._undone
         if tokens is self.tokens:
             return found

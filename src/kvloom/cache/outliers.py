@@ -1,8 +1,8 @@
 """Tokens of the first prompt that stay exact although the others are packed.
 
-The rule (`keep.Outliers`) scores the first prompt once, with its queries. The tokens that it marks
-among the packed ones are copied into a segment of their own and hidden in the packed one, so
-nothing moves and no group has gaps. Decides when the rule runs.
+The rule (`keep.Outliers`) scores the first prompt once, with its queries. The packed tokens that it
+marks are copied, exact, into a segment of their own and masked in the packed one, so that nothing
+moves and no group has gaps. Decides when the rule runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .step import StepInputs
 
 
 class Outliers:
-    """A rule, and the exact copies of the tokens that it has chosen."""
+    """A rule, and exact copies of the tokens that it chose."""
 
     def __init__(self, rule: Rule, layer: int) -> None:
         self.rule, self.layer = rule, layer
@@ -33,7 +33,7 @@ class Outliers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return self.tokens.nbytes
 
     @property
@@ -44,7 +44,7 @@ class Outliers:
     def choose(
         self, k: Tensor, v: Tensor, step: StepInputs, packed: Segment, sinks: Sinks | None
     ) -> None:
-        """Run the rule on all tokens seen, k, v [B, Hk, N, D]; `packed` has packed the oldest."""
+        """Run the rule on all tokens seen, k, v [B, Hk, N, D]; `packed` has the oldest packed."""
         self.done = True
         lo, n = packed.first, k.shape[2]
         hi = lo + packed.packed_oldest
@@ -58,9 +58,9 @@ class Outliers:
             group=self.rule.group, bias=bias,
         )  # fmt: skip
         scores = checked(self.rule.scorer, inputs)[..., lo:hi]
-        may = step.visible if sinks is None else sinks.hide(step.visible)
-        may = None if may is None else may[..., lo:hi]
-        slots = choose(scores, min(self.rule.tokens, hi - lo), 0, may)
+        visible = step.visible if sinks is None else sinks.hide(step.visible)
+        visible = None if visible is None else visible[..., lo:hi]
+        slots = choose(scores, min(self.rule.tokens, hi - lo), 0, visible)
         if slots is None:
             slots = torch.arange(hi - lo, device=k.device).expand(*scores.shape[:2], -1)
         slots = slots + lo
@@ -68,31 +68,31 @@ class Outliers:
         self.tokens.index, self.tokens.kept = slots.int(), slots.shape[-1]
 
     def parts(self, visible: Tensor | None, alibi: Alibi | None) -> list[Part]:
-        """Return the exact copies."""
+        """Return the exact copies as parts; none before the rule has run."""
         return [] if self.tokens.index is None else self.tokens.parts(visible, 0, alibi)
 
     def hide(self, visible: Tensor | None, seen: int) -> Tensor | None:
-        """Return the mask bool [B, 1 or Hk, seen] of all tokens without the exact copies."""
+        """Return a mask bool [B, 1 or Hk, seen]: `visible` without tokens with exact copies."""
         if self.tokens.index is None:
             return visible
         index = self.tokens.index.long()
         b, hk = index.shape[:2]
         if visible is None:
-            rest = torch.ones(b, hk, seen, dtype=torch.bool, device=index.device)
+            others = torch.ones(b, hk, seen, dtype=torch.bool, device=index.device)
         else:
-            rest = visible.expand(-1, hk, -1).clone()
-        return rest.scatter_(2, index, False)
+            others = visible.expand(-1, hk, -1).clone()
+        return others.scatter_(2, index, False)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         self.tokens.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         return {"tokens": self.tokens.state(), "done": self.done}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.tokens.load_state(state["tokens"], like)
         self.done = state["done"]
 
@@ -103,6 +103,6 @@ def all_exact(tokens: Segment, sinks: Sinks | None) -> tuple[Tensor, Tensor]:
     if sinks is None or sinks.keys is None or sinks.values is None or sinks.start is None:
         return k, v
     slot = torch.arange(tokens.first, device=k.device) - sinks.start[:, None]
-    front = slot.clamp_min(0)[:, None].expand(-1, k.shape[1], -1)
-    before = gather(sinks.keys, front), gather(sinks.values, front)
-    return torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
+    slots = slot.clamp_min(0)[:, None].expand(-1, k.shape[1], -1)
+    first_k, first_v = gather(sinks.keys, slots), gather(sinks.values, slots)
+    return torch.cat([first_k, k], dim=2), torch.cat([first_v, v], dim=2)

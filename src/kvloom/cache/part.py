@@ -1,7 +1,7 @@
 """Stored tokens in a form that attention reads: parts, whose states merge exactly.
 
-Decides how a part is attended to: by a kernel that reads the tokens as they are stored, by torch's
-fused attention if one exact part is all there is, else by the reference, part by part.
+Decides how a step attends to a part: by a kernel that reads the tokens as they are stored, by
+torch's fused attention if there is one exact part alone, else by the reference, part by part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..store.packed import PackedView
 
 
 class AttendPlans:
-    """Attention as one layer has bound it: to whole parts, and to gathered tokens."""
+    """The attention operations bound by one layer: over whole parts, and over gathered tokens."""
 
     def __init__(self) -> None:
         self.whole, self.gathered = Plan(ops.attend), Plan(ops.attend_gathered)
@@ -52,8 +52,8 @@ class Part(NamedTuple):
 
     The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
     visible: bool [B, 1 or Hk, N], None if no token is padding. bias: fp32 [B, Hq, N], added to the
-    logits. plan: read only these tokens, in the order named there, for one query. pieces: returns
-    the same tokens as parts that the reference can read, where it cannot read this one.
+    logits. plan: one query reads only these tokens, in the order that the plan gives. pieces:
+    returns the same tokens as parts that the reference can read, where it cannot read this one.
     """
 
     keys: Stored
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens a step reads."""
+        """Tokens that a step reads."""
         keys = self.keys
         if isinstance(keys, Tensor):
             return keys.shape[2]
@@ -102,7 +102,7 @@ class Part(NamedTuple):
         """Attend by a kernel that reads the tokens as they are stored; None if there is none.
 
         products: a list to which the kernel may append scale * q @ k (see `ops.attend`). plans: the
-        operations as a layer has bound them (None: bind them for this call).
+        operations that a layer has bound (None: bind them for this call).
         """
         keys, values = self.keys, self.values
         if isinstance(keys, Tensor):
@@ -138,8 +138,8 @@ def attend_parts(
 ) -> Tensor:
     """Attend q [B, Hq, T, D] to all parts and merge; returns [B, Hq, T, D] in q's dtype.
 
-    products: as in `Part.attend_stored`; filled only if there is a single part. plans: of the first
-    parts, which a layer attends to at every step.
+    products: as in `Part.attend_stored`; filled only if there is a single part. plans: those of the
+    first parts, as in `Part.attend_stored`.
     """
     only = parts[0]
     if len(parts) == 1 and only.causal < only.tokens:

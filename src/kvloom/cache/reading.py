@@ -1,6 +1,6 @@
-"""What a step attends to, and which tokens a layer holds.
+"""Which parts a step attends to, and which tokens a layer stores.
 
-Decides the order of the parts: outliers, sinks, then the tokens, of which a retriever reads some.
+Decides the order of the parts: outliers, sinks, then the other tokens, all or those recalled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def past_parts(layer: LayerCache, step: StepInputs, present: int) -> list[Part]:
-    """Return the tokens that a layer holds; the last `present` of them are the step's own."""
+    """Return the stored tokens that a step reads; the last `present` of them are its own."""
     visible, alibi, tokens, parts = step.visible, step.alibi, layer.tokens, []
     evictor, seen = layer.evictor, layer.seen
     if isinstance(tokens, Slots):
@@ -51,10 +51,10 @@ def past_parts(layer: LayerCache, step: StepInputs, present: int) -> list[Part]:
 
 
 def logical(layer: LayerCache) -> Tensor:
-    """Return logical indices of the tokens held, int64 [B, Hk, N], in the order they lie in.
+    """Return logical indices of all stored tokens, int64 [B, Hk, N], in the order of storage.
 
-    Sinks first, then the segment, which holds a padded row's sinks once more; slots in no order.
-    -1: a sink that a row has not reached yet. Raises `CacheMisuse` where the layer did not remember
+    Sinks first, then the segment, which stores a padded row's sinks once more; slots in no order.
+    -1: a sink that a row has not reached yet. Raises `CacheMisuse` if the layer did not record
     them.
     """
     tokens, like = layer.tokens, layer.like
@@ -64,7 +64,7 @@ def logical(layer: LayerCache) -> Tensor:
         return tokens.logical()
     if tokens.kept and tokens.index is None:
         raise CacheMisuse(
-            f"{layer.name}: the layer did not remember which tokens stayed; call observe() before "
+            f"{layer.name}: the layer did not record which tokens it kept; call observe() before "
             "the first prompt"
         )
     parts = []

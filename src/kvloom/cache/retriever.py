@@ -1,9 +1,9 @@
-"""Recall: every token stays, and a step of one token reads what an index finds.
+"""Recall: every token stays, and a step of one token reads the tokens that an index finds.
 
 A step of one token reads the protected tokens, those that the index finds, and those that are not
 indexed yet; longer steps read everything. Decides when tokens are indexed: once they have left the
 recent window and are in their final format, so that the index describes keys as they are stored.
-Where the recipe has a tier, the layer offloads them then.
+Where the recipe has a tier, the layer then offloads them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .segment import Segment
 from .step import StepInputs
 from .trace import Trace
 
-# A tier that is read whole is copied so many tokens at a time.
+# A step that reads a whole tier copies this many tokens at a time.
 _READ_AT_ONCE = 8192
 
 
 class Retriever:
-    """An index of the oldest tokens of a segment, and the offload store where these may lie."""
+    """An index of the oldest tokens of a segment, and their offload store if there is a tier."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.recall is not None
@@ -68,7 +68,7 @@ class Retriever:
         present: int,
         trace: Trace | None,
     ) -> list[Part]:
-        """Return what a step reads of a segment, its own `present` tokens among it.
+        """Return the tokens of a segment that a step reads, with its own `present` tokens.
 
         visible: as in `Segment.parts`, without the sinks.
         """
@@ -84,12 +84,12 @@ class Retriever:
             trace.recalled = slots
         masks: tuple[Tensor | None, ...] = (None, None)
         if visible is not None:
-            found = _at(tokens.visible(visible, 0, end), slots)
-            masks = found, tokens.visible(visible, end, len(tokens))
+            recalled = _at(tokens.visible(visible, 0, end), slots)
+            masks = recalled, tokens.visible(visible, end, len(tokens))
         bias: tuple[Tensor | None, ...] = (None, None)
         if alibi is not None:
-            found = alibi.bias(_at(tokens.logical(0, end, slots.device), slots))
-            bias = found, tokens.bias(alibi, end, len(tokens))
+            recalled = alibi.bias(_at(tokens.logical(0, end, slots.device), slots))
+            bias = recalled, tokens.bias(alibi, end, len(tokens))
         rest = partial(tokens.parts, visible, present, alibi, begin=end)
         if self.store is not None:
             return [Part(*self.store.read(slots), masks[0], bias=bias[0]), *rest()]
@@ -107,49 +107,49 @@ class Retriever:
         """
         if not len(tokens):
             return
-        front = self.recipe.pinned_prefix
+        pinned = self.recipe.pinned_prefix
         recent = max(self.recipe.protect.recents)
         ready = max(0, min(len(tokens) - recent, tokens.packed_oldest))
         if self.store is not None:
             ready = ready // self.store.unit * self.store.unit
-        ready = max(0, ready - front)
-        if self.finder.tokens > ready:  # a crop reached into the index
+        ready = max(0, ready - pinned)
+        if self.finder.tokens > ready:  # a crop removed indexed tokens
             self.restore(tokens)
             self.finder = self.recall.index.finder()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
-            lo = front + self.finder.tokens
+            lo = pinned + self.finder.tokens
             keys, live = _keys(tokens, lo, lo + due), tokens.visible(visible, lo, lo + due)
             if live is None:
                 live = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
-            live = live[:, :1]  # all heads have their padding at the same places
+            live = live[:, :1]  # padding is the same in all heads
             self.side_stream.run(partial(self.finder.extend, keys, live), keys, live)
         if self.store is not None and self.finder.tokens:
             self.side_stream.wait()
-            n = front + self.finder.tokens - tokens.offloaded
+            n = pinned + self.finder.tokens - tokens.offloaded
             if n:
                 self.store.append(tokens.offload(n), n, like)
 
     def restore(self, tokens: Segment) -> None:
-        """Move all offloaded tokens back into the segment and forget the index."""
+        """Move all offloaded tokens back into the segment and discard the index."""
         if self.store is None or not self.store.tokens:
             return
         tokens.restore(self.store.raw(0, self.store.tokens))
         self.store, self.finder = self.store.fresh(), self.recall.index.finder()
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         self.finder.map(fn)
         if self.store is not None:
             self.store.map(fn)
         self.visible = None if self.visible is None else fn(self.visible)
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         store = None if self.store is None else self.store.state()
         return {"finder": self.finder.state(), "store": store, "visible": self.visible}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         self.finder.load_state(state["finder"])
         if self.store is not None:
             self.store.load_state(state["store"])
@@ -157,19 +157,18 @@ class Retriever:
 
     def _find(self, tokens: Segment, q: Tensor, count: int) -> Tensor:
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
-        front, end = self.recipe.pinned_prefix, self.recipe.pinned_prefix + self.finder.tokens
-        slots = self.finder.find(
-            q[:, :, 0], count, self.recall.group, partial(_keys, tokens, front, end)
-        )
-        if not front:
+        pinned = self.recipe.pinned_prefix
+        keys = partial(_keys, tokens, pinned, pinned + self.finder.tokens)
+        slots = self.finder.find(q[:, :, 0], count, self.recall.group, keys)
+        if not pinned:
             return slots
-        always = torch.arange(front, device=slots.device).expand(*slots.shape[:2], -1)
-        return torch.cat([always, slots + front], dim=-1)
+        always = torch.arange(pinned, device=slots.device).expand(*slots.shape[:2], -1)
+        return torch.cat([always, slots + pinned], dim=-1)
 
     def _offloaded_parts(
         self, tokens: Segment, visible: Tensor | None, alibi: Alibi | None
     ) -> list[Part]:
-        """Return all offloaded tokens, some thousands at a time."""
+        """Return all offloaded tokens as parts of at most `_READ_AT_ONCE` tokens."""
         parts: list[Part] = []
         if self.store is None:
             return parts
@@ -188,8 +187,8 @@ class Retriever:
 
 def _keys(tokens: Segment, lo: int, hi: int) -> Tensor:
     """Return the keys [B, Hk, hi - lo, D] of resident tokens lo to hi of a segment."""
-    away = tokens.offloaded
-    keys = tokens.keys.view(lo - away, hi - away, tokens.positions)
+    offloaded = tokens.offloaded
+    keys = tokens.keys.view(lo - offloaded, hi - offloaded, tokens.positions)
     return keys if isinstance(keys, Tensor) else keys.tensor()
 
 
@@ -203,7 +202,7 @@ def _gather(side: KVSide, end: int, slots: Tensor, tokens: Segment) -> Tensor:
     if isinstance(x, Tensor):
         return reference.gather(x, slots)
     if not isinstance(x, PackedView) or not isinstance(x.codec, Plain) or x.rope is not None:
-        return reference.gather(x.tensor(), slots)  # unpacks all tokens to choose some
+        return reference.gather(x.tensor(), slots)  # unpacks all tokens to gather some
     return reference.gather_packed(
         x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype
     )
@@ -218,7 +217,7 @@ def _at(x: Tensor | None, slots: Tensor) -> Tensor:
 
 
 def _offload_format(fmt: Format | None) -> OffloadFormat | None:
-    """Return what an offload store needs to know of a format."""
+    """Return how an offload store reads a format; None where tokens are exact."""
     if fmt is None:
         return None
     assert isinstance(fmt, Packed), "recipes refuse a tier for other formats"

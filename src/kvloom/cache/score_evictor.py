@@ -1,8 +1,9 @@
 """Eviction by score: the running scores of a layer's tokens, and which tokens stay.
 
-Decides when tokens are scored and which of them leave. The prompt is scored from its own queries,
-and the budget's best tokens stay. Later, `when="step"` scores every step and drops down to the
-budget again (in `Slots`, where nothing moves); `when="prompt"` keeps all later tokens.
+Decides when tokens are scored and which of them are evicted. The prompt's own queries score it, and
+the tokens with the highest scores stay, within the budget. Later, `when="step"` scores every step
+and evicts down to the budget (in `Slots`, where nothing moves); `when="prompt"` keeps all later
+tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from .trace import Trace
 
 
 class ScoreEvictor:
-    """Scores of the tokens that a layer holds, fp32 [B, Hk, N], oldest first.
+    """The scores of a layer's tokens, fp32 [B, Hk, N], oldest first.
 
-    layer: number of the layer among those that the cache holds, which seeds noise. sharing: (rank,
+    layer: number of the layer among those of the cache, which seeds noise. sharing: (rank,
     count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
     renumbers positions.
     """
@@ -40,19 +41,19 @@ class ScoreEvictor:
         assert recipe.keep is not None
         self.keep, self.layer, self.sharing, self.rope = recipe.keep, layer, sharing, rope
         self.sinks = recipe.protect.sinks
-        self.sinks_first = recipe.recall is not None  # every step of a retriever reads them there
+        self.sinks_first = recipe.recall is not None  # where a retriever always reads them
         self.needs_positions = recipe.store.pre_rope
         self.scores = Buffer()
         self.heavy = self.recent = 0
-        self.steps = 0  # scored so far, the prompt included
-        self.prompt_tokens = 0  # of the first prompt; 0: none was scored
-        self.done = False  # nothing more is dropped
+        self.steps = 0  # steps scored so far, the prompt included
+        self.prompt_tokens = 0  # tokens of the first prompt; 0: none was scored
+        self.done = False  # no more tokens are evicted
         self.awaits_variances = self.keep.budget.layers in budgets.BY_VARIANCE
         self.vote: Tensor | None = None  # scores that wait for those of other layers
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the scores held."""
+        """Bytes of the scores."""
         return self.scores.nbytes
 
     @property
@@ -62,7 +63,7 @@ class ScoreEvictor:
 
     @property
     def begun(self) -> bool:
-        """Whether the budget is fixed."""
+        """Whether the budget is set."""
         return self.prompt_tokens > 0
 
     @property
@@ -72,17 +73,17 @@ class ScoreEvictor:
 
     @property
     def room(self) -> int:
-        """Tokens that the layer holds at most between steps."""
+        """The most tokens that the layer keeps between steps."""
         return self.heavy + self.recent
 
     @property
     def scores_steps(self) -> bool:
-        """Whether the attention mass of decode steps is needed."""
+        """Whether the scores need the attention mass of decode steps."""
         return not self.done and self.keep.scorer.weighs and self.keep.when != "prompt"
 
     @property
     def scores_more(self) -> bool:
-        """Whether the queries of a draft will be needed for scores."""
+        """Whether the queries of a draft will score."""
         once = self.keep.when == "prompt" and len(self.scores) > 0
         return not self.done and not once
 
@@ -90,7 +91,7 @@ class ScoreEvictor:
     def renumbers_steps(self) -> bool:
         """Whether stored keys keep their positions, and every step rotates them to new ones.
 
-        Keys that are chosen once are rotated once, when they are stored.
+        One-shot eviction rotates keys once, when they are stored.
         """
         return self.rope is not None and self.keep.when != "prompt"
 
@@ -99,20 +100,20 @@ class ScoreEvictor:
         self.keep.rooms(tokens, self.sharing[1])
 
     def begin(self, prompt_tokens: int) -> None:
-        """Fix the budget for a first prompt of this length."""
+        """Set the budget for a first prompt of `prompt_tokens` tokens."""
         self.prompt_tokens = prompt_tokens
         self.recent = self.keep.budget.window(prompt_tokens)
         if not self.awaits_variances:
             self.divide(None)
 
     def divide(self, variances: list[float] | None) -> None:
-        """Fix the number of heavy hitters; variances: of each layer's scores, if they decide."""
+        """Set the number of heavy hitters; variances: of each layer's scores, where used."""
         rank, count = self.sharing
         shares = self.keep.budget.heavy(self.prompt_tokens, count, variances)
         self.heavy, self.awaits_variances = shares[rank], False
 
     def renumbered(self, parts: list[Part], tokens: Segment | Slots, newest: int) -> list[Part]:
-        """Return the parts of a step, its keys rotated to new positions if the recipe says so."""
+        """Return the parts of a step, with keys at new positions if the recipe renumbers them."""
         if not self.renumbers_steps or not parts:
             return parts
         (part,) = parts  # an exact store has one
@@ -123,7 +124,7 @@ class ScoreEvictor:
     def keep_prompt(
         self, tokens: Segment, step: StepInputs, k: Tensor, v: Tensor, trace: Trace | None
     ) -> tuple[Tensor, Tensor]:
-        """Score a prompt k, v [B, Hk, T, D], not stored yet, and return what stays of it."""
+        """Score a prompt k, v [B, Hk, T, D], not stored yet; return the keys and values to keep."""
         t = k.shape[2]
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         bias = None if step.alibi is None else tokens.bias(step.alibi, 0, t)
@@ -136,7 +137,7 @@ class ScoreEvictor:
         return self._renumbered_once(gather(k, slots), slots, t), gather(v, slots)
 
     def score_segment(self, tokens: Segment, step: StepInputs, seen: int) -> Tensor:
-        """Return how a step's queries score all exact tokens of a segment: fp32 [B, Hk, N]."""
+        """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries."""
         keys, values = tokens.exact_keys(), tokens.exact_values()
         index = _indices(tokens, keys)
         if self.renumbers_steps:
@@ -146,7 +147,7 @@ class ScoreEvictor:
         return self.score(step, keys, values, tokens.visible(step.visible), index, seen, bias)
 
     def score_slots(self, tokens: Slots, step: StepInputs, part: Part, seen: int) -> Tensor:
-        """Return how a step's query scores all slots, which it has attended to as `part`."""
+        """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
         values = part.values
         assert isinstance(values, Tensor)
         index, keys = tokens.index, part.exact_keys
@@ -162,12 +163,12 @@ class ScoreEvictor:
         seen: int,
         bias: Tensor | None,
     ) -> Tensor:
-        """Score one step: fp32 [B, Hk, N] for k, v [B, Hk, N, D] of tokens at logical indices."""
+        """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D] at logical indices."""
         number, self.steps = self.steps, self.steps + 1
         inputs = Step(
             q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=visible,
             real=step.visible_queries, index=index, seen=seen, number=number,
-            seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # as many bits are hashed
+            seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # 32 bits are hashed
             group=self.keep.group, bias=bias, products=step.products,
         )  # fmt: skip
         return checked(self.keep.scorer, inputs)
@@ -175,7 +176,7 @@ class ScoreEvictor:
     def evict_from_segment(
         self, tokens: Segment, scores: Tensor, step: StepInputs, trace: Trace | None
     ) -> None:
-        """Add a step's scores [B, Hk, N] and drop all tokens of a segment that do not stay."""
+        """Add a step's scores [B, Hk, N] and evict from a segment down to the budget."""
         visible, n = tokens.visible(step.visible), len(tokens)
         self.add(scores, visible)
         self._note(tokens, trace)
@@ -188,14 +189,14 @@ class ScoreEvictor:
     def evict_from_slots(
         self, tokens: Slots, scores: Tensor, visible: Tensor | None, seen: int, trace: Trace | None
     ) -> None:
-        """Add a step's scores [B, Hk, C] and free the slot of the token that leaves."""
+        """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
         total = self._joined(tokens.scores, scores)
         if trace is not None:
             trace.scored = tokens.index.long(), total
         tokens.evict(total, tokens.visible(visible), seen - self.recent)
 
     def settled(self, tokens: Segment, drafting: bool) -> Segment | Slots:
-        """Return where the tokens lie from now on: in slots once a step evicts one token."""
+        """Return the storage of the tokens from now on: slots once each step evicts one token."""
         if self.keep.when == "prompt":
             self.scores.clear()
             self.done = True
@@ -218,20 +219,20 @@ class ScoreEvictor:
         return segment
 
     def add(self, scores: Tensor, visible: Tensor | None) -> None:
-        """Add a step's scores [B, Hk, N] to those of the tokens that were there before it."""
+        """Add a step's scores [B, Hk, N] to those of the tokens stored before it."""
         before = len(self.scores)
         if before == 0:
             self.scores.replace(protect_sinks(scores, self.sinks, visible).unsqueeze(-1))
             return
         new = torch.zeros_like(scores[..., before:])
-        held = torch.cat([self.scores.view()[..., 0], new], dim=-1)
-        self.scores.replace(self._joined(held, scores).unsqueeze(-1))
+        old = torch.cat([self.scores.view()[..., 0], new], dim=-1)
+        self.scores.replace(self._joined(old, scores).unsqueeze(-1))
 
     def choose(self, tokens: int, visible: Tensor | None) -> Tensor | None:
-        """Return slots [B, Hk, M] of `tokens` tokens that stay, and drop the other scores.
+        """Return the slots int64 [B, Hk, M] of `tokens` tokens that stay; drop the other scores.
 
         Slots ascend, but for a retriever sinks come first and padding next. None: all tokens stay.
-        Tokens newer than the scores stay: they came after the only prompt that is scored.
+        Tokens newer than the scores stay: they follow the only prompt that is scored.
         """
         scores = self.scores.view()[..., 0]
         n, sinks = scores.shape[-1], scores == torch.inf
@@ -259,34 +260,34 @@ class ScoreEvictor:
         self.scores.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         numbers = {name: getattr(self, name) for name in _STATE}
         return {"scores": self.scores.state(), **numbers}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         self.scores.load_state(state["scores"])
         for name in _STATE:
             setattr(self, name, state[name])
 
-    def _joined(self, held: Tensor, scores: Tensor) -> Tensor:
-        """Return scores after a step; plus infinity, which sinks have, stays."""
-        joined = self.keep.scorer.join(held, scores)
-        return torch.where(held == torch.inf, held, joined) if self.sinks else joined
+    def _joined(self, old: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores after a step; sinks keep theirs, plus infinity."""
+        joined = self.keep.scorer.join(old, scores)
+        return torch.where(old == torch.inf, old, joined) if self.sinks else joined
 
     def _renumbered_once(self, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
-        """Rotate keys k [B, Hk, M, D], chosen once from `tokens` tokens at slots, for good."""
+        """Return k [B, Hk, M, D], kept at slots of `tokens` tokens, at their final positions."""
         if self.rope is None or self.renumbers_steps:
             return k
         return renumber_once(self.rope, k, slots, tokens)
 
     def _needs_index(self, step: StepInputs, trace: Trace | None) -> bool:
-        """Return whether padding, ALiBi, RoPE, a later choice or a trace needs the indices."""
+        """Return whether padding, ALiBi, RoPE, a later eviction or a trace needs the indices."""
         masked = step.visible is not None or step.alibi is not None
         return masked or self.needs_positions or trace is not None or self.keep.when != "prompt"
 
     def _note(self, tokens: Segment, trace: Trace | None) -> None:
-        """Show a trace the logical indices and scores [B, Hk, N] among which is chosen."""
+        """Note the logical indices and scores [B, Hk, N] of the candidates in a trace."""
         if trace is not None:
             scores = self.scores.view()[..., 0].clone()
             index = tokens.logical(0, scores.shape[-1], scores.device)

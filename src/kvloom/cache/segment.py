@@ -1,8 +1,7 @@
-"""Tokens in order: a packed prefix and an exact tail, keys and values on schedules of their own.
+"""Tokens in order: a packed prefix and an exact tail, for keys and values each.
 
-Decides how the tokens of one layer are numbered: which logical index each token has (its number
-among all tokens seen, padding included); visibility, causality and positions follow from it.
-Independent of recipes.
+Decides which logical index each token of a layer has: its number among all tokens seen, padding
+included. Visibility, causality and positions follow from it. Independent of recipes.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from ..store import KVSide
 from ..store.kv_side import Block
 from .part import Part
 
-# The reference unpacks so many packed tokens at a time: bounds the exact copy that a step makes.
+# The reference unpacks this many tokens at a time, which bounds the exact copy that a step makes.
 _UNPACK = 8192
 
 
 class Segment:
     """Tokens in order, oldest first.
 
-    Token j has the logical index first + j, except for the first `kept` ones: these were chosen
-    from more, per key/value head, and `index` int32 [B, Hk, kept] holds their logical indices
+    Token j has the logical index first + j, except for the first `kept` tokens: each key/value head
+    kept these of more, and `index` int32 [B, Hk, kept] has their logical indices
     (None: no padding was among them, and no part of the layer needs the indices). The first
     `offloaded` tokens are in an offload store; all numbers of tokens include them.
     """
@@ -53,7 +52,7 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         more = (self.index, self.start)
         return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in more if x is not None)
 
@@ -64,7 +63,7 @@ class Segment:
 
     @property
     def exact_newest(self) -> int:
-        """Newest tokens whose keys and values are both exact: those that `drop_back` can drop."""
+        """The number of newest tokens with exact keys and values, which `drop_back` can drop."""
         if self.keys.packed is None and self.values.packed is None:
             return len(self)
         return len(self.keys) - max(self.keys.packed_count, self.values.packed_count)
@@ -76,19 +75,19 @@ class Segment:
 
     @property
     def packed_oldest(self) -> int:
-        """Oldest tokens whose keys and values are in their final format, offloaded ones included.
+        """The number of oldest tokens in their final format, offloaded ones included.
 
-        All tokens where nothing is ever packed.
+        All tokens if the recipe packs nothing.
         """
         sides = [side for side in (self.keys, self.values) if side.packed is not None]
         return min([len(self), *(self.offloaded + side.packed_count for side in sides)])
 
     def exact_keys(self) -> Tensor:
-        """Return the exact keys [B, Hk, N, D]: all of them where nothing is packed."""
+        """Return the exact keys [B, Hk, N, D]: those of all tokens if nothing is packed."""
         return self.keys.tail.view()
 
     def exact_values(self) -> Tensor:
-        """Return the exact values [B, Hk, N, D]: all of them where nothing is packed."""
+        """Return the exact values [B, Hk, N, D]: those of all tokens if nothing is packed."""
         return self.values.tail.view()
 
     def append(self, k: Tensor, v: Tensor, max_abs: tuple[float, ...] | None = None) -> bool:
@@ -99,7 +98,7 @@ class Segment:
         """
         keys, values, t = self.keys.tail, self.values.tail, k.shape[2]
         to_keys, to_values = keys.spare_room(t), values.spare_room(t)
-        if to_keys is None or to_values is None:  # check first: a refused step makes no room
+        if to_keys is None or to_values is None:  # check first: a refused step allocates nothing
             if max_abs is not None and not within((k, v), max_abs):
                 return False
             max_abs, to_keys, to_values = None, keys.room(k), values.room(v)
@@ -129,7 +128,7 @@ class Segment:
             side.tail.replace(gather(side.tail.view(), slots))
 
     def note_kept(self, slots: Tensor, tokens: int, index: bool) -> None:
-        """Note that slots [B, Hk, M] were chosen from `tokens` tokens, which are still here."""
+        """Note that the tokens at slots [B, Hk, M] of `tokens` tokens stay; moves no tensor."""
         if index:
             all_indices = self.logical(0, tokens, slots.device).expand(*slots.shape[:2], -1)
             self.index = all_indices.gather(2, slots).int()
@@ -153,7 +152,7 @@ class Segment:
         return [side.offload(n) for side in (self.keys, self.values)]
 
     def restore(self, blocks: Sequence[Block]) -> None:
-        """Put all offloaded tokens back in front: keys and values as `offload` returned them."""
+        """Prepend all offloaded tokens: keys and values as `offload` returned them."""
         for side, block in zip((self.keys, self.values), blocks, strict=True):
             side.restore(block, self.offloaded)
         self.offloaded = 0
@@ -179,7 +178,7 @@ class Segment:
     def parts(
         self, visible: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
     ) -> list[Part]:
-        """Return the resident tokens from `begin` on, as one part where a kernel can read it so.
+        """Return the resident tokens from `begin` on, as one part if a kernel can read them so.
 
         The last `present` tokens are the step's. visible: bool [B, 1, seen tokens] by logical
         index.
@@ -200,7 +199,7 @@ class Segment:
     def _pieces(
         self, visible: Tensor | None, present: int, alibi: Alibi | None, begin: int
     ) -> list[Part]:
-        """Return what `parts` returns, cut where packing ends and into pieces to unpack."""
+        """Return the tokens of `parts`, cut where packing ends and into pieces of `_UNPACK`."""
         n, offloaded = len(self), self.offloaded
         sides = (self.keys, self.values)
         packed = range(0, max(side.packed_count for side in sides), _UNPACK)
@@ -251,33 +250,33 @@ class Segment:
         Right for padding in front; behind padding, too high by a constant, which cancels when a
         key is rotated back and forth.
         """
-        known = self.start if self.index is None else self.index
-        device = torch.device("cpu") if known is None else known.device
+        like = self.start if self.index is None else self.index
+        device = torch.device("cpu") if like is None else like.device
         assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
         at = self.logical(lo, hi, device)
         return at if self.start is None else at - self.start[:, None, None]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         self.keys.map(fn)
         self.values.map(fn)
         self.index = None if self.index is None else fn(self.index)
         self.start = None if self.start is None else fn(self.start)
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         numbers = {name: getattr(self, name) for name in _STATE}
         return {"keys": self.keys.state(), "values": self.values.state(), **numbers}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.keys.load_state(state["keys"], like)
         self.values.load_state(state["values"], like)
         for name in _STATE:
             setattr(self, name, state[name])
 
     def _find_start(self, visible: Tensor | None) -> None:
-        """Note where each row's first token stands, once, if packing needs positions."""
+        """Find the logical index of each row's first token, once, if packing needs positions."""
         if self.start_final or not self.keys.needs_positions:
             return
         self.start_final, self.start = True, None

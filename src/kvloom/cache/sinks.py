@@ -1,6 +1,6 @@
-"""The first real tokens of every row, exact, beside a segment that holds the rest.
+"""Sinks: the first tokens of every row, exact, beside a segment with the other tokens.
 
-Decides where they lie and who sees them; how many there are is the recipe's.
+Decides where they are stored and which queries see them; the recipe decides how many there are.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .part import Part
 
 
 class Sinks:
-    """The first `count` real tokens of every row, always exact.
+    """The first `count` tokens of every row, padding not counted; always exact.
 
-    Rows of a left-padded batch begin at different logical indices (`start` [B]). The body begins
-    at index `count` in any case: what lies before it is padding or a sink. Where a row's sinks lie
-    behind it, the body holds them too, and `hide` masks them there.
+    Rows of a left-padded batch begin at different logical indices (`start` [B]). The segment
+    begins at index `count` in any case: tokens before it are padding or sinks. Where a row's sinks
+    come later, the segment stores them too, and `hide` masks them there.
     """
 
     def __init__(self, count: int) -> None:
@@ -32,14 +32,14 @@ class Sinks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         held = (self.keys, self.values, self.start)
         return sum(t.nbytes for t in held if t is not None)
 
     def extend(self, k: Tensor, v: Tensor, seen: int, visible: Tensor | None) -> int:
-        """Copy the sinks among k, v [B, Hk, T, D], whose logical indices are `seen` and on.
+        """Copy the sinks among k, v [B, Hk, T, D], whose logical indices begin at `seen`.
 
-        Returns how many tokens at the front of k, v the segment does not hold.
+        Returns how many of the first tokens of k, v the segment does not store.
         """
         b, h, t, _ = k.shape
         if self.keys is None or self.values is None:
@@ -64,7 +64,7 @@ class Sinks:
         return min(t, max(0, self.count - seen))
 
     def full(self, seen: int) -> bool:
-        """Whether the first `seen` tokens hold every row's sinks."""
+        """Return whether the first `seen` tokens include every row's sinks."""
         if self.start is None:
             return False
         return seen >= self.count + (int(self.start.max()) if self.padded else 0)
@@ -84,25 +84,28 @@ class Sinks:
         assert self.keys is not None
         assert self.values is not None
         bias = None
-        if alibi is not None:  # sinks still to come are hidden: any index does
+        if alibi is not None:  # sinks still to come are masked, so any index does
             index = self._index()[:, None]
             index = index + self.behind(first) if alibi.closed_up else index
             bias = alibi.bias(index.clamp(max=seen - 1))
         if visible is None and not self.padded and seen >= self.count:
             return Part(self.keys, self.values, None, bias=bias)
         index = self._index()
-        see = index < seen
+        live = index < seen
         if visible is not None:
-            see &= visible[:, 0].gather(1, index.clamp(max=visible.shape[-1] - 1))
-        return Part(self.keys, self.values, see[:, None, :], bias=bias)
+            live &= visible[:, 0].gather(1, index.clamp(max=visible.shape[-1] - 1))
+        return Part(self.keys, self.values, live[:, None, :], bias=bias)
 
     def behind(self, first: int) -> Tensor:
-        """How far the sinks lie behind a body that begins at index `first`: int64 [B, 1, count]."""
+        """Return how many tokens are evicted between sinks and a segment that begins at `first`.
+
+        Returns int64 [B, 1, count], the same for all sinks of a row.
+        """
         by = first - self.count - self._index()[:, :1]
         return by.clamp(min=0)[:, None, :].expand(-1, -1, self.count)
 
     def hide(self, visible: Tensor | None) -> Tensor | None:
-        """`visible` [B, 1, seen] without the sinks, for a body that holds them too."""
+        """Return `visible` [B, 1, seen] without the sinks, for a segment that stores them too."""
         if not self.padded or visible is None:
             return visible
         index = torch.arange(visible.shape[-1], device=visible.device)
@@ -110,12 +113,12 @@ class Sinks:
         return visible & ((index < begin) | (index >= begin + self.count))[:, None, :]
 
     def logical(self, seen: int) -> Tensor:
-        """Logical indices of the sinks among the first `seen` tokens, [B, count]; else -1."""
+        """Return logical indices int64 [B, count] of the sinks among `seen` tokens, others -1."""
         index = self._index()
         return index.masked_fill(index >= seen, -1)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         if self.keys is not None and self.values is not None and self.start is not None:
             self.keys, self.values = fn(self.keys), fn(self.values)
             self.start = fn(self.start)
@@ -126,16 +129,16 @@ class Sinks:
         return [self]
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         for name in _STATE:
             setattr(self, name, state[name])
 
     def _index(self) -> Tensor:
-        """Logical indices of the sinks [B, count]."""
+        """Return logical indices of the sinks, int64 [B, count]."""
         assert self.start is not None
         return self.start[:, None] + torch.arange(self.count, device=self.start.device)
 

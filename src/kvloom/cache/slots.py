@@ -1,8 +1,8 @@
-"""A fixed number of exact tokens: at every step, one token leaves and the new one takes its slot.
+"""A fixed number of exact tokens: each step evicts one token, and the next new one takes its slot.
 
-Decides where tokens lie, not which one leaves. Nothing moves and nothing is concatenated: the new
-token is written into the free slot, the step attends to all slots, and the slot of the evicted
-token is free again. Each slot has the logical index of its token.
+Decides where tokens are stored, not which one is evicted. No tensor is concatenated: the
+new token is written into the free slot, the step attends to all slots, and the slot of the
+evicted token is free again. Each slot has the logical index of its token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slots:
     """
 
     def __init__(self, keys: Tensor, values: Tensor, scores: Tensor, index: Tensor) -> None:
-        """Take over N tokens, oldest first, their scores and indices, and add one free slot."""
+        """Copy N tokens, oldest first, with their scores and indices, and add one free slot."""
         b, h, n, _ = keys.shape
         self.keys, self.values = _one_more(keys), _one_more(values)
         self.scores = _one_more(scores.unsqueeze(-1)).squeeze(-1)
@@ -39,7 +39,7 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return sum(getattr(self, name).nbytes for name in _STATE)
 
     @property
@@ -52,8 +52,8 @@ class Slots:
     ) -> bool:
         """Write one token k, v [B, Hk, 1, D] with this logical index into the free slot.
 
-        Writes nothing that counts where a number is above `max_abs`, as in `Segment.append`.
-        Returns whether the token was written.
+        The slot stays free if a number is above `max_abs`, as in `Segment.append`. Returns whether
+        the token was added.
         """
         targets = WriteTarget(self.keys, self.free), WriteTarget(self.values, self.free)
         if not ops.append((k, v), targets, max_abs):
@@ -79,21 +79,21 @@ class Slots:
         return visible.expand(-1, self.keys.shape[1], -1).gather(2, self.index.long())
 
     def logical(self) -> Tensor:
-        """Return the logical indices of the tokens held, int64 [B, Hk, C - 1], in no order."""
+        """Return the logical indices of all tokens, int64 [B, Hk, C - 1], in no order."""
         b, h, c = self.index.shape
-        taken = torch.arange(c, device=self.index.device) != self.free
-        return self.index[taken].view(b, h, c - 1).long()
+        used = torch.arange(c, device=self.index.device) != self.free
+        return self.index[used].view(b, h, c - 1).long()
 
     def evict(self, scores: Tensor, visible: Tensor | None, recent: int) -> None:
         """Free the slot with the lowest score among the tokens with an index below `recent`.
 
-        scores: fp32 [B, Hk, C] after this step. visible: bool [B, Hk, C], False slots go first.
+        scores: fp32 [B, Hk, C] after this step. visible: bool [B, Hk, C]; False is freed first.
         """
         self.scores = scores
         self.free = ops.lowest(scores, self.index, recent, visible)
 
     def in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return keys, values, scores and index of the tokens held, oldest first."""
+        """Return keys, values, scores and indices of all tokens, oldest first."""
         order = self.index.scatter(2, self.free, -1).argsort(dim=-1)[..., 1:]
         return (
             gather(self.keys, order),
@@ -103,17 +103,17 @@ class Slots:
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         for name in _STATE:
             setattr(self, name, fn(getattr(self, name)))
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         return {name: getattr(self, name) for name in _STATE}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Slots:
-        """Return slots with a state of `state`."""
+        """Return slots with a state that `state` returned."""
         slots = cls.__new__(cls)
         for name in _STATE:
             setattr(slots, name, state[name])

@@ -1,8 +1,8 @@
-"""The state of a layer as plain data and tensors: what saving a cache writes.
+"""The state of a layer as plain data and tensors, which `Cache.save` writes.
 
-Decides what of a layer is state: what its parts say. Everything else follows from the recipe and
-the model. A state is a tree of dicts and lists of tensors, numbers, strings and None. Tensors below
-a key named "host" stay in host memory.
+Decides what of a layer is state; each part returns its own. Everything else follows from the recipe
+and the model. A state is a tree of dicts and lists of tensors, numbers, strings and None. Tensors
+below a key named "host" stay in host memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .layer import LayerCache
 
 VERSION = 3
-"""Of the tree. Raise it when a key is added, removed or changes its meaning."""
+"""The version of the tree. Raise it when a key is added, removed or changes its meaning."""
 
 
 def state(layer: LayerCache) -> dict[str, Any]:
-    """Return the state of a layer, without spare room: views of the tensors held."""
+    """Return the state of a layer: views of its tensors, without spare room."""
     parts = {"sinks": layer.sinks, "evictor": layer.evictor, "retriever": layer.retriever,
              "outliers": layer.outliers, "draft": layer.draft}  # fmt: skip
     return {
@@ -37,9 +37,9 @@ def state(layer: LayerCache) -> dict[str, Any]:
 
 
 def load_state(layer: LayerCache, saved: dict[str, Any]) -> None:
-    """Give an empty layer of the same recipe and model a state of `state`; tensors become its own.
+    """Load a state that `state` returned into an empty layer of the same recipe and model.
 
-    The layer continues exactly as the saved one.
+    The layer owns the tensors then, and continues exactly as the saved one.
     """
     like = layer.like = saved["like"]
     layer.seen, layer.read = saved["seen"], saved["read"]

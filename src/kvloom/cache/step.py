@@ -1,6 +1,6 @@
 """The queries of one step and how they attend.
 
-Decides nothing: the model gives these, and every part of a layer reads them.
+Decides nothing: the model provides them, and every part of a layer reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepInputs(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """T, the queries of each row."""
+        """T, the number of queries in each row."""
         return self.q.shape[2]
 
     @property
@@ -39,11 +39,11 @@ class StepInputs(NamedTuple):
         return None if self.visible is None else self.visible[:, :, -self.tokens :]
 
     def without_queries(self) -> StepInputs:
-        """Return the step with no query: enough for parts that do not score."""
+        """Return the step without queries, for parts that do not score."""
         return self._replace(q=self.q[:, :, :0].clone(), products=None)
 
     def after(self, earlier: StepInputs | None) -> StepInputs:
-        """Return the step whose queries are those of an earlier step and then these."""
+        """Return the step with the queries of an earlier step before its own."""
         if earlier is None:
             return self
         return self._replace(q=torch.cat([earlier.q, self.q], dim=2), products=None)

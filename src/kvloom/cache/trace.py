@@ -1,4 +1,4 @@
-"""What a layer decided in its last step, for those who observe it: `LayerCache.observe`."""
+"""The decisions of a layer's last step, which `LayerCache.observe` returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class Trace:
     """Decisions of the last step.
 
-    scored: logical indices int64 and scores fp32, both [B, Hk, N], among which the evictor chose.
+    scored: logical indices int64 and scores fp32, both [B, Hk, N], of the evictor's candidates.
     recalled: slots int64 [B, H, M] of the segment that the retriever chose; None: it read all.
     """
 

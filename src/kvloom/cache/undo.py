@@ -1,8 +1,9 @@
-"""Undo a step: what the parts of a layer were when the step began.
+"""Undo a step: the attributes of a layer's parts when the step began.
 
-Decides how a layer goes back to that state after a failure. An `Undo` holds references, not copies:
-during a step a part replaces its tensors, or writes where no live token lies; it never writes over
-live tokens. A buffer that grows moves its entry along, so its old storage is freed at once.
+Decides how a layer returns to that state after a failure. An `Undo` holds references, not copies:
+during a step a part replaces its tensors, or writes where there is no live token; it never
+overwrites live tokens. A buffer that grows moves its entry too, so its old storage is freed at
+once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Undo:
             now.update(before)
 
     def forget(self) -> None:
-        """Release the tensors that only this object holds."""
+        """Release the tensors that only this object references."""
         for part, _ in self.entries:
             if type(part) is Buffer:
                 part.before = None

@@ -91,11 +91,11 @@ class Finder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return sum(getattr(self, name).nbytes for name in self.tensors) if self.tokens else 0
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         if self.tokens:
             for name in self.tensors:
                 setattr(self, name, fn(getattr(self, name)))
@@ -106,7 +106,7 @@ class Finder:
         return {"tokens": self.tokens, "tensors": {name: getattr(self, name) for name in names}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         self.tokens = state["tokens"]
         for name, x in state["tensors"].items():
             setattr(self, name, x)

@@ -201,7 +201,7 @@ class OffloadStore:
             self._compact()
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         buffers = [
             {"rows": [rows.state() for rows in buffer.rows], "widths": buffer.widths}
             for buffer in self.buffers
@@ -213,7 +213,7 @@ class OffloadStore:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         for name in _STATE:
             setattr(self, name, state[name])
         self.traffic = Traffic(*state["traffic"])

@@ -115,7 +115,7 @@ class Rows:
         return None if self.data is None else self.view()
 
     def load_state(self, state: Tensor | None) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         if state is not None:
             self.append(state)
 

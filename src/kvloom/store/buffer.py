@@ -2,7 +2,7 @@
 
 Decides capacity: a full buffer grows by a sixteenth (at least 16 tokens), so a step copies O(1)
 tokens on average and at most a sixteenth of the room is unused. Where tokens come in large blocks,
-or where their number is bounded, the buffer grows by no more than they fill. A buffer that shrinks
+or their number is bounded, the buffer grows by no more than they need. A buffer that shrinks
 releases its memory once three quarters of it (and 64 tokens) are unused.
 """
 
@@ -20,7 +20,7 @@ from ..kernels.append.reference import WriteTarget
 class Buffer:
     """Tokens along dimension 2 of a [B, Hk, capacity, D] tensor; live ones are start..stop.
 
-    tight: grow by the new tokens and no more. most: no spare room beyond so many tokens.
+    tight: grow by the new tokens alone. most: limits the capacity up to that many tokens.
     """
 
     def __init__(self, tight: bool = False, most: int = 0) -> None:
@@ -35,18 +35,18 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor held, spare room included."""
+        """Bytes of the tensor, spare room included."""
         return 0 if self.data is None else self.data.nbytes
 
     def view(self, most: int | None = None) -> Tensor:
-        """Live tokens [B, Hk, N, D], the `most` oldest of them or all: a view."""
+        """Return the live tokens [B, Hk, N, D], the `most` oldest or all of them; a view."""
         assert self.data is not None, "an empty buffer has no shape yet"
         stop = self.stop if most is None else min(self.stop, self.start + most)
         return self.data[:, :, self.start : stop]
 
     @property
     def storage(self) -> Tensor:
-        """What there is from the oldest live token on, spare room behind the newest too: a view."""
+        """The tensor from the oldest live token on, spare room included; a view."""
         assert self.data is not None, "an empty buffer has no shape yet"
         return self.data[:, :, self.start :] if self.start else self.data
 
@@ -57,7 +57,7 @@ class Buffer:
         data[:, :, at : self.stop] = x
 
     def room(self, x: Tensor) -> WriteTarget:
-        """Make room for x [B, Hk, T, D] behind the live tokens; `stop` says when it is live."""
+        """Make room for x [B, Hk, T, D] behind the live tokens; raise `stop` to make it live."""
         if self.data is None:
             self.data = x.new_empty(x.shape)
         elif self.stop + x.shape[2] > self.data.shape[2]:
@@ -71,9 +71,9 @@ class Buffer:
         return WriteTarget(self.data, self.stop)
 
     def extend(self, t: int, like: Tensor) -> Tensor:
-        """Add t tokens that nobody has written yet, shaped as in `like` [B, Hk, any, D].
+        """Add t tokens that are not written yet, shaped as in `like` [B, Hk, any, D].
 
-        Returns the storage from the oldest live token on, with the spare room behind the newest.
+        Returns the storage from the oldest live token on, with the spare room after the newest.
         """
         if self.data is None:
             self.data = like.new_empty(*like.shape[:2], t, *like.shape[3:])
@@ -83,19 +83,19 @@ class Buffer:
         return self.data[:, :, self.start :] if self.start else self.data
 
     def replace(self, x: Tensor) -> None:
-        """Hold a copy of x [B, Hk, N, D] and nothing else, without spare room."""
+        """Replace all tokens by a copy of x [B, Hk, N, D], without spare room."""
         self.data = x.detach().clone(memory_format=torch.contiguous_format)
         self.start, self.stop = 0, x.shape[2]
 
     def drop_front(self, n: int) -> None:
-        """Forget the n oldest tokens; release memory once most of it is unused."""
+        """Drop the n oldest tokens; release memory once most of it is unused."""
         self.start += n
         assert self.data is not None
         if self.data.shape[2] > 4 * (self.stop - self.start) + 64:
             self.replace(self.view())
 
     def drop_back(self, n: int) -> None:
-        """Forget the n newest tokens."""
+        """Drop the n newest tokens."""
         self.stop -= n
         self._shrink()
 
@@ -114,16 +114,16 @@ class Buffer:
             self.data = fn(self.data).contiguous()
 
     def state(self) -> dict[str, Any] | None:
-        """Return the live tokens, and where they lie in how much room: a loaded buffer grows alike.
+        """Return the live tokens, their start and the capacity: a loaded buffer grows alike.
 
-        None: nothing was ever held.
+        None: the buffer never had a token.
         """
         if self.data is None:
             return None
         return {"live": self.view(), "start": self.start, "room": self.data.shape[2]}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Take over a state of `state`."""
+        """Load a state that `state` returned."""
         if state is None:
             return
         live: Tensor = state["live"]

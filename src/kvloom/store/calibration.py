@@ -1,7 +1,7 @@
-"""What calibration found out about a model, as a file: ranges of channels, groups, clip factors.
+"""A calibration of a model, as a file: ranges of channels, groups, clip factors.
 
-Decides the file's names and checks, and what a format is told of a layer's channels. A file is
-safetensors: numbers and text, never code. How the numbers are found is `kvloom.calibrate`'s.
+Decides the file's names and checks, and which of its numbers a format gets. A file is safetensors:
+numbers and text, never code. `kvloom.calibrate` computes the numbers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ KINDS = ("keys", "raw_keys", "values")
 
 @dataclass
 class Calibration:
-    """Numbers by name, and of what they are.
+    """Tensors by name, and what they were computed from.
 
-    model: what `hf.identity` says of the model. text: SHA-256 of the text's tokens. settings: how
+    model: its `hf.metadata.identity`. text: SHA-256 of the text's tokens. settings: how
     it was calibrated. Tensors: `range.{layer}.{kind}` fp32 [2, Hk, D], minimum and maximum of each
     channel; `groups.{layer}.{kind}.{shape}` int32 [Hk, D]; `clip.{layer}.{kind}.{format}` fp32
     [groups] and `clip_layer.…` fp32 [1].
@@ -53,7 +53,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a file; raises `CalibrationError` if it is none, damaged, or of another version."""
+        """Read a file; raises `CalibrationError` if it is missing, damaged or another version's."""
         path = Path(path)
         again = "calibrate again with `kvloom calibrate`"
         if not path.is_file():
@@ -79,9 +79,9 @@ class Calibration:
         return cls(about["model"], about["text"], about["settings"], tensors, path.name)
 
     def channels(self, layer: int, side: str, fmt: Packed) -> Channels | None:
-        """What `fmt` is told of a layer's "keys" or "values"; None if it asks for nothing.
+        """Return what `fmt` needs for a layer's "keys" or "values"; None if it needs nothing.
 
-        Raises `CalibrationError` where the file does not have it.
+        Raises `CalibrationError` if the file does not have it.
         """
         transform = fmt.transform
         if transform is None or not transform.calibrated:
@@ -104,7 +104,7 @@ class Calibration:
         return Channels(group_of, clip, divisor, lows, highs)
 
     def ranges(self, layer: int, kind: str) -> tuple[Tensor, Tensor]:
-        """Minimum and maximum of each channel, fp32 [Hk, D]."""
+        """Return minimum and maximum of each channel, fp32 [Hk, D] each."""
         found = self.tensors.get(f"range.{layer}.{kind}")
         if found is None:
             what = kind.replace("_", " ")
@@ -122,32 +122,32 @@ class Calibration:
 
 
 def kind_of(side: str, fmt: Packed) -> str:
-    """Which of `KINDS` a side's format is about."""
+    """Return which of `KINDS` the format of a side packs."""
     return "raw_keys" if fmt.pre_rope else side
 
 
 def shape_of(fmt: Packed) -> str:
-    """What the groups of a format depend on."""
+    """Return a name for what the groups of a format depend on."""
     assert fmt.transform is not None
     smooth = ".smooth" if fmt.transform.smooth else ""
     return f"{fmt.transform.span}.{fmt.group}{smooth}"
 
 
 def format_of(fmt: Packed) -> str:
-    """What the clip factors of a format depend on; its metadata's dtype is not one of it."""
+    """Return a name for what clip factors depend on; the dtype of metadata is not part of it."""
     assert fmt.transform is not None
     order = "reordered" if fmt.transform.reorder else "consecutive"
     return f"{shape_of(fmt)}.{order}.{fmt.bits}"
 
 
 def largest(low: Tensor, high: Tensor) -> Tensor:
-    """The largest magnitude of each channel, 1 where it is 0."""
-    most = torch.maximum(low.abs(), high.abs())
-    return torch.where(most > 0, most, torch.ones_like(most))
+    """Return the largest magnitude of each channel, 1 where it is 0: shaped as low and high."""
+    max_abs = torch.maximum(low.abs(), high.abs())
+    return torch.where(max_abs > 0, max_abs, torch.ones_like(max_abs))
 
 
 def group_ranges(low: Tensor, high: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor]:
-    """Least low and greatest high of each group's channels [Hk, D]: [groups] each."""
+    """Return the least low and greatest high [Hk, D] of each group's channels: [groups] each."""
     groups, index = int(group_of.max()) + 1, group_of.reshape(-1)
     lows = low.new_full((groups,), torch.inf).scatter_reduce(0, index, low.reshape(-1), "amin")
     highs = high.new_full((groups,), -torch.inf).scatter_reduce(0, index, high.reshape(-1), "amax")
@@ -155,7 +155,7 @@ def group_ranges(low: Tensor, high: Tensor, group_of: Tensor) -> tuple[Tensor, T
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes and bytes."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes, in hex."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         x = tensors[name].cpu().contiguous()

@@ -1,9 +1,9 @@
-"""From tokens to codes and back, with what is known of a layer's channels.
+"""Quantize tokens to codes and back, with the calibrated numbers of a layer's channels.
 
-Decides which channels share a scale, and what is done to them before; the arithmetic is in
+Decides which channels share a scale, and how they are transformed first; the arithmetic is in
 `kernels.quantize`. SKVQ's reorder (arXiv:2405.06219, section 3.1) permutes channels so that those
-of one group lie side by side; here a channel has the number of its group instead, and nothing is
-permuted, in the cache or in the weights.
+of one group are adjacent. Here each channel has the number of its group instead, and nothing is
+permuted, neither the cache nor the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .formats import META, Packed, Transform
 
 
 class Channels(NamedTuple):
-    """What calibration says of the channels of one layer's keys or values.
+    """Calibrated numbers of the channels of one layer's keys or values.
 
     group_of: int64 [Hk, D], each channel's group (None: consecutive channels). clip: fp32 [groups]
     or [1], alpha. divisor: fp32 [Hk, D]. low, high: fp32 [groups], static ranges.
@@ -37,7 +37,7 @@ class Channels(NamedTuple):
 
 
 class LayerMetadata(NamedTuple):
-    """What formats need of a layer before its first token: calibrated channels, and the rope."""
+    """What formats need for a layer before its first token: calibrated channels, and the rope."""
 
     keys: Channels | None = None
     values: Channels | None = None
@@ -47,7 +47,7 @@ class LayerMetadata(NamedTuple):
 class Codec(Protocol):
     """One way from tokens [B, Hk, N, D] to (codes uint8, scale, zero) and back.
 
-    channelwise: what of it a kernel must be told beside the format.
+    channelwise: what a kernel needs beside the format. scheme: what a quantizing kernel needs.
     """
 
     @property
@@ -55,13 +55,13 @@ class Codec(Protocol):
 
     @property
     def scheme(self) -> QuantSpec:
-        """It, as kernels see it."""
+        """The codec as kernels read it."""
 
-    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
+    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-        """Invert `quantize`."""
+        """Return the tokens [B, Hk, N, D] of codes, in dtype."""
 
 
 class Plain:
@@ -72,13 +72,13 @@ class Plain:
         self.scheme = QuantSpec(fmt.bits, fmt.axis, self.group, META[fmt.meta])
         self.channelwise = Channelwise()
 
-    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize; real: bool [B, 1 or Hk, N], False for padding."""
+    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
         fmt = self.fmt
-        return ref.quantize(x, fmt.bits, fmt.axis, self.group, META[fmt.meta], real)
+        return ref.quantize(x, fmt.bits, fmt.axis, self.group, META[fmt.meta], live)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-        """Invert `quantize`."""
+        """Return the tokens [B, Hk, N, D] of codes, in dtype."""
         return ref.dequantize(codes, scale, zero, self.fmt.axis, self.group, dtype)
 
 
@@ -89,7 +89,7 @@ class Mapped:
         assert fmt.transform is not None
         self.fmt, self.group_of = fmt, group_of
         clip = fmt.transform.clip if channels.clip is None else channels.clip
-        assert not isinstance(clip, str), "calibration says how far to clip"
+        assert not isinstance(clip, str), "calibration gives the clip factors"
         self.clip = clip
         self.divisor = None if channels.divisor is None else channels.divisor[:, None, :]
         self.static: tuple[Tensor, Tensor] | None = None
@@ -105,8 +105,8 @@ class Mapped:
         mapped = None if self.static else group_of
         self.channelwise = Channelwise(mapped, self.static, self.divisor)
 
-    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize; a token's groups do not see other tokens, so padding needs no care."""
+    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; padding needs no mask, as tokens share no group."""
         fmt = self.fmt
         x = x.float() if self.divisor is None else x.float() / self.divisor
         if self.static is None:
@@ -115,7 +115,7 @@ class Mapped:
         return ref.encode(x, *self.static, fmt.bits), none, none
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-        """Invert `quantize`."""
+        """Return the tokens [B, Hk, N, D] of codes, in dtype."""
         if self.static is None:
             x = ref.dequantize_mapped(codes, scale, zero, self.group_of, torch.float32)
         else:
@@ -131,19 +131,22 @@ class Rotated:
         self.scheme = QuantSpec(fmt.bits, "token", self.group, META[fmt.meta], rotated=True)
         self.channelwise = Channelwise(rotated=self.group)
 
-    def quantize(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize; a token does not see other tokens, so padding needs no care."""
+    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and an empty zero; tokens share no group, so padding needs no mask."""
         fmt = self.fmt
         codes, scale = quantize_rotated(x, fmt.bits, self.group, META[fmt.meta])
         return codes, scale, scale[..., :0]
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-        """Invert `quantize`."""
+        """Return the tokens [B, Hk, N, D] of codes, in dtype."""
         return dequantize_rotated(codes, scale, self.fmt.bits, self.group, dtype)
 
 
 def codec(fmt: Packed, channels: Channels | None, like: Tensor) -> Codec:
-    """The codec of a format for tokens shaped, and on the device, like `like` [B, Hk, N, D]."""
+    """Return the codec of a format for tokens shaped as `like` [B, Hk, N, D], on its device.
+
+    Raises `CacheMisuse` for a calibrated format without channels.
+    """
     transform = fmt.transform
     if transform is None:
         return Plain(fmt, like.shape[3])
@@ -162,7 +165,7 @@ def codec(fmt: Packed, channels: Channels | None, like: Tensor) -> Codec:
 
 
 def consecutive(group: int, transform: Transform, heads: int, dim: int) -> Tensor:
-    """The groups of consecutive channels, int64 [heads, dim]."""
+    """Return the group of each channel, consecutive ones together: int64 [heads, dim]."""
     if transform.span == "layer":
         return (torch.arange(heads * dim) // group).view(heads, dim)
     each = torch.arange(dim) // group

@@ -1,9 +1,9 @@
-"""A safetensors file, written whole or not at all. What is in it is its writer's matter.
+"""Write a safetensors file whole or not at all. The caller decides what is in it.
 
 `write` fills a temporary file beside the target, `.{name}.{32 hex digits}`, and renames it. The
 writer locks the temporary file until the rename; the system releases the lock when the process
-dies. So the next writer of the same target can remove what a killed one left, and nothing else.
-safetensors' own `save_file` chooses a temporary name that nobody could recognise later.
+dies. So the next writer of the same target can remove the files of killed writers, and no others.
+The temporary names of safetensors' own `save_file` cannot be recognized later.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def intact(path: Path) -> bool:
 
 
 def _parts(tensors: dict[str, Tensor], about: dict[str, str], checksum: bool) -> Iterator[Any]:
-    """The bytes of a safetensors file: the header's length, the header, every tensor.
+    """Yield the bytes of a safetensors file: the header's length, the header, every tensor.
 
     Wide dtypes come first and the header is a multiple of 8 bytes, so every tensor is aligned.
     """
@@ -110,7 +110,7 @@ def _create(path: Path) -> BinaryIO:
         file = (path.parent / f".{path.name}.{uuid4().hex}").open("xb")
         if fcntl is None:
             return file
-        with suppress(OSError):  # a file system without locks: nobody can remove the file either
+        with suppress(OSError):  # a file system without locks: no writer removes the file either
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):
             return file

@@ -1,7 +1,7 @@
 """Tokens packed in a format of another distribution, by its own `pack` and `unpack`.
 
-Decides how the tensors of such a format grow and which tokens are unpacked together; what is in the
-tensors is the format's. No kernel reads them: each step unpacks the tokens that it attends to.
+Decides how the tensors of such a format grow and which tokens are unpacked together; the format
+decides what is in them. No kernel reads them: each step unpacks the tokens that it attends to.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FormatView(NamedTuple):
 class FormatTokens:
     """The packed prefix of keys or values in any format."""
 
-    rope = None  # such a format packs keys as they are
+    rope = None  # such a format packs keys after RoPE
 
     def __init__(self, fmt: Format) -> None:
         self.fmt = fmt
@@ -48,7 +48,7 @@ class FormatTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
@@ -89,7 +89,7 @@ class FormatTokens:
         return FormatView(tuple(cut), self.fmt, lo, hi, self.dtype)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         for buffer in self.buffers:
             buffer.map(fn)
 
@@ -98,7 +98,7 @@ class FormatTokens:
         return {"count": self.count, "buffers": [buffer.state() for buffer in self.buffers]}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.count = state["count"]
         self.buffers = [Buffer(tight=True) for _ in state["buffers"]]
         for buffer, saved in zip(self.buffers, state["buffers"], strict=True):

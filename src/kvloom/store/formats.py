@@ -1,4 +1,4 @@
-"""Formats of the store: their options, which of them are valid, and their exact size.
+"""Formats of the store: their options, the checks of these, and their exact size.
 
 The arithmetic of the built-in quantizer is in `kernels.quantize`.
 """
@@ -37,7 +37,7 @@ class Format:
     """Base class of formats; derive a frozen dataclass whose fields are the format's options.
 
     kind: the name in recipes. unit: tokens that are packed together; a class attribute or a field.
-    A format from outside defines `pack`, `unpack` and `nbytes`, for exact tokens x
+    A format of another distribution defines `pack`, `unpack` and `nbytes`, for exact tokens x
     [B, Hk, T, D] in the model's dtype, after RoPE; T is a multiple of `unit`. The built-in
     quantizer `Packed` is packed and unpacked by kvloom's kernels instead.
     """
@@ -139,10 +139,10 @@ class Packed(Format):
     bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8. axis: "channel" groups `group`
     consecutive tokens of one channel, "token" groups `group` channels of one token, consecutive
     ones unless a transform regroups them, or all of a head where `group` is 0. meta: dtype of
-    scale and zero; fp8 is e4m3, up to 448. residual: decode packs whenever there are so many exact
-    tokens; up to residual - 1 stay exact meanwhile. unit: tokens are packed in multiples of it,
+    scale and zero; fp8 is e4m3, up to 448. residual: decode packs once there are this many exact
+    tokens; up to residual - 1 stay exact until then. unit: tokens are packed in multiples of it,
     a prompt all at once (None: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed
-    as they were before RoPE, which a step applies again at their positions.
+    before RoPE, which each step applies at their positions.
     """
 
     bits: int | float
@@ -290,7 +290,7 @@ class Store:
 
     @property
     def fixed_buffers(self) -> bool:
-        """Whether all buffers exist before the first token; formats from outside make theirs."""
+        """Whether all buffers exist before the first token; other formats make theirs later."""
         return all(fmt is None or isinstance(fmt, Packed) for fmt in (self.keys, self.values))
 
     @property
@@ -301,12 +301,12 @@ class Store:
 
     @property
     def quantized(self) -> dict[str, Packed]:
-        """The sides that kvloom's own quantizer packs."""
+        """The formats of kvloom's own quantizer, by "keys" and "values"."""
         return {side: fmt for side, fmt in self.sides.items() if isinstance(fmt, Packed)}
 
     @property
     def unit(self) -> int:
-        """The smallest block of tokens that can be moved elsewhere, keys and values together."""
+        """The smallest block of tokens that can be offloaded, keys and values together."""
         return math.lcm(*(fmt.whole for fmt in self.sides.values()))
 
     @property

@@ -2,7 +2,7 @@
 
 Decides when tokens move from the tail into the packed prefix; does not compute attention.
 
-KIVI's two schedules are the two ends of one rule. Of N tokens, floor((N - recent) / residual) *
+KIVI's two schedules are special cases of one rule. Of N tokens, floor((N - recent) / residual) *
 residual are packed. Keys: recent 0, residual R (R exact tokens are gathered and packed whole).
 Values: recent R, residual 1 (a queue of R exact tokens). The rule counts from the first token, so
 it does not depend on how a prompt was cut into chunks.
@@ -34,7 +34,7 @@ Block = Tensor | Sequence[Tensor]
 class KVSide:
     """The keys, or the values, of a segment.
 
-    recent: so many newest tokens always stay exact. channels, rope: see `PackedTokens`.
+    recent: the number of newest tokens that always stay exact. channels, rope: see `PackedTokens`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class KVSide:
         rope: Rope | None = None,
     ) -> None:
         self.packed: PackedTokens | FormatTokens | None = None
-        blocks = 0  # a tail that is packed in large blocks has room for one
+        blocks = 0  # a tail that is packed in large blocks has room for one block
         if isinstance(fmt, Packed):
             self.packed = PackedTokens(fmt, channels, rope)
             blocks = fmt.residual if fmt.in_blocks else 0
@@ -73,7 +73,7 @@ class KVSide:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
 
     def extend(
@@ -81,16 +81,16 @@ class KVSide:
     ) -> None:
         """Add x [B, Hk, T, D], drop the `drop` oldest tokens, and pack what is due.
 
-        A long x never enters the tail whole. live: bool [B, 1 or Hk, N] of all tokens of this side
-        and of x, False for padding. at: their positions, needed to pack keys before RoPE.
+        The packed part of x never enters the tail. live: bool [B, 1 or Hk, N] of all tokens of this
+        side and of x, False for padding. at: returns their positions, to pack keys before RoPE.
         """
         begin = self.packed_count
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
         surplus = drop + self._due(exact.shape[2] - drop, prompt=True)
         if surplus and self.packed is not None:
-            here = None if live is None else live[:, :, begin + drop : begin + surplus]
-            there = at(begin + drop, begin + surplus) if at and self.needs_positions else None
-            self.packed.append(exact[:, :, drop:surplus], here, there)
+            nonpadding = None if live is None else live[:, :, begin + drop : begin + surplus]
+            positions = at(begin + drop, begin + surplus) if at and self.needs_positions else None
+            self.packed.append(exact[:, :, drop:surplus], nonpadding, positions)
         self.tail.replace(exact[:, :, surplus:])
 
     def pack(
@@ -105,9 +105,9 @@ class KVSide:
         tail, fmt, begin = self.tail, self.packed.fmt, self.packed.count
         due = fmt.to_pack(tail.stop - tail.start, self.recent, prompt)
         if due:
-            here = None if live is None else live[:, :, begin : begin + due]
-            there = at(begin, begin + due) if at and self.needs_positions else None
-            self.packed.append(self.tail.view(due), here, there)
+            nonpadding = None if live is None else live[:, :, begin : begin + due]
+            positions = at(begin, begin + due) if at and self.needs_positions else None
+            self.packed.append(self.tail.view(due), nonpadding, positions)
             self.tail.drop_front(due)
 
     def view(
@@ -129,7 +129,7 @@ class KVSide:
         return x[:, :, :n]
 
     def restore(self, block: Block, n: int) -> None:
-        """Put n offloaded tokens back in front, as `offload` returned them."""
+        """Prepend n offloaded tokens, as `offload` returned them."""
         if self.packed is None:
             assert isinstance(block, Tensor)
             self.tail.replace(torch.cat([block, self.tail.view()], dim=2))
@@ -146,32 +146,32 @@ class KVSide:
         return self.packed.wrap(block, 0, n)
 
     def kv_view(self, at: Positions | None = None, gaps: bool = False) -> KVView:
-        """Return all tokens as kernels read them, which take packed and exact ones together.
+        """Return all tokens, packed and exact, as one view that kernels read.
 
-        at: as in `extend`. gaps: the tokens' positions are not consecutive.
+        at: as in `extend`. gaps: whether positions are not consecutive.
         """
         assert not isinstance(self.packed, FormatTokens), "no kernel reads other formats"
         if self.packed is None:
             return KVView(None, self.tail.view())
-        count, there = self.packed.count, None
+        count, positions = self.packed.count, None
         if at and count and self.needs_positions:
-            there = at(0, count if gaps else 1)
-        packed = self.packed.view(at=there) if count else None
+            positions = at(0, count if gaps else 1)
+        packed = self.packed.view(at=positions) if count else None
         return KVView(packed, self.tail.view(), self.packed.fmt)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         self.tail.map(fn)
         if self.packed is not None:
             self.packed.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state: see `LayerCache.state`."""
+        """Return the state, see `cache.state`."""
         packed = None if self.packed is None else self.packed.state()
         return {"tail": self.tail.state(), "packed": packed}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.tail.load_state(state["tail"])
         if self.packed is not None:
             self.packed.load_state(state["packed"], like)

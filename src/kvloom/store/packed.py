@@ -1,7 +1,7 @@
 """Packed tokens: codes, scales and zeros that grow together.
 
-Decides where room is made for them, and how the reference appends codes behind codes that share
-their last byte; the arithmetic is in `kernels.quantize`, and so are kernels that write in place.
+Decides when their buffers grow, and how the reference appends codes to a byte that is not full. The
+arithmetic, and kernels that write in place, are in `kernels.quantize`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .buffer import Buffer
 from .codec import Channels, Codec, codec
 from .formats import META, Packed
 
-# Tokens quantized at once: bounds what is made on the way, fp32 copies or angles.
+# Tokens quantized at once, which bounds the temporary fp32 copies and angles.
 _CHUNK = 4096
 
 
 class PackedView(NamedTuple):
-    """A stretch of packed tokens as kernels see it: storage, token range and format."""
+    """A range of packed tokens as kernels read them: storage, token range and format."""
 
-    codes: Tensor  # uint8 [B, Hk, rows, D], and perhaps spare room behind them, as in the next two
+    codes: Tensor  # uint8 [B, Hk, rows, D], perhaps with spare room at the end, as the next two
     scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; with a transform [B, 1, N, groups]
     zero: Tensor
     fmt: Packed
@@ -39,29 +39,29 @@ class PackedView(NamedTuple):
     hi: int
     dtype: torch.dtype
     codec: Codec
-    rope: Rope | None = None  # the keys are packed as they were before it
-    at: Tensor | None = None  # and stood at these positions, int64 [B or 1, Hk or 1, hi - lo], or
-    # the first at this one and each next one further, [B or 1, 1, 1]
+    rope: Rope | None = None  # for keys that are packed before RoPE
+    at: Tensor | None = None  # positions of these keys, int64 [B or 1, Hk or 1, hi - lo], or that
+    # of the first key, where positions are consecutive, [B or 1, 1, 1]
 
     @property
     def channelwise(self) -> Channelwise:
-        """What a kernel must be told of the channels."""
+        """What a kernel needs beside the format."""
         return self.codec.channelwise
 
     def tensor(self) -> Tensor:
-        """Unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        by, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
+        """Return the unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
+        codec, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
         if at is not None and at.shape[2] == 1:
             at = at + torch.arange(self.hi - self.lo, device=at.device)
-        held, turn = PackedTensors(self.codes, self.scale, self.zero), None
-        unpack = ops.unpack.bind(held, by.scheme, self.lo, self.hi, self.dtype).run
+        packed, angles = PackedTensors(self.codes, self.scale, self.zero), None
+        unpack = ops.unpack.bind(packed, codec.scheme, self.lo, self.hi, self.dtype).run
         if unpack is not None:
             if rope is not None:
                 assert at is not None
-                turn = RopeAngles(*rope.angles(at), rope.interleaved)
-            return unpack(held, by.scheme, self.lo, self.hi, self.dtype, turn)
+                angles = RopeAngles(*rope.angles(at), rope.interleaved)
+            return unpack(packed, codec.scheme, self.lo, self.hi, self.dtype, angles)
         atom, rows = ref.ATOM[fmt.bits]
-        per_meta = by.scheme.tokens_per_scale
+        per_meta = codec.scheme.tokens_per_scale
         unit = math.lcm(per_meta, atom)
         lo = self.lo // unit * unit  # start where both bytes and groups start
         hi = -(-self.hi // per_meta) * per_meta
@@ -70,16 +70,16 @@ class PackedView(NamedTuple):
         )
         meta = slice(lo // per_meta, hi // per_meta)
         scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
-        stretch = slice(self.lo - lo, self.hi - lo)
+        wanted = slice(self.lo - lo, self.hi - lo)
         if rope is None:
-            return by.dequantize(codes, scale, zero, self.dtype)[:, :, stretch]
+            return codec.dequantize(codes, scale, zero, self.dtype)[:, :, wanted]
         assert at is not None
-        raw = by.dequantize(codes, scale, zero, torch.float32)[:, :, stretch]
+        raw = codec.dequantize(codes, scale, zero, torch.float32)[:, :, wanted]
         return rope.rotate(raw, at).to(self.dtype)
 
 
 class PackedTokens:
-    """The packed prefix of a lane."""
+    """The packed prefix of keys or values, in kvloom's own quantized format."""
 
     def __init__(
         self, fmt: Packed, channels: Channels | None = None, rope: Rope | None = None
@@ -98,7 +98,7 @@ class PackedTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of all tensors."""
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
     @property
@@ -106,37 +106,37 @@ class PackedTokens:
         """The objects that a step changes."""
         return [self, self.codes, self.scale, self.zero]
 
-    def append(self, x: Tensor, real: Tensor | None = None, at: Tensor | None = None) -> None:
+    def append(self, x: Tensor, live: Tensor | None = None, at: Tensor | None = None) -> None:
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
 
-        real: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the tokens'
-        positions, where keys are packed as they were before RoPE.
+        live: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the tokens'
+        positions, for keys that are packed before RoPE.
         """
         if self.codec is None:
             self.codec = codec(self.fmt, self.channels, x)
         pack = self.pack_plan.bind(x, self.codec.scheme)
         if pack is None:
-            self._append(x, real, at)
+            self._append(x, live, at)
         else:
-            held = self._extend(x)
-            chunks = ((x, real, at),) if x.shape[2] <= _CHUNK else _chunks(x, real, at)
-            for tokens, here, there in chunks:
-                turn = None
+            packed = self._extend(x)
+            chunks = ((x, live, at),) if x.shape[2] <= _CHUNK else _chunks(x, live, at)
+            for tokens, nonpadding, positions in chunks:
+                angles = None
                 if self.rope is not None:
-                    assert there is not None
-                    turn = RopeAngles(*self.rope.angles(-there), self.rope.interleaved)
-                pack(tokens, self.codec.scheme, held, self.count, here, turn)
+                    assert positions is not None
+                    angles = RopeAngles(*self.rope.angles(-positions), self.rope.interleaved)
+                pack(tokens, self.codec.scheme, packed, self.count, nonpadding, angles)
                 self.count += tokens.shape[2]
         self.dtype = x.dtype
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
-        """Tokens lo..hi of this prefix; at: their positions, as in `append`."""
+        """Return tokens lo..hi of this prefix; at: their positions, as in `append`."""
         assert self.codec is not None, "no tokens yet"
         codes, scale, zero = self.codes.data, self.scale.data, self.zero.data  # from token 0 on
         assert codes is not None
         assert scale is not None
         assert zero is not None
-        if self.fmt.meta == "fp8":  # held as bytes
+        if self.fmt.meta == "fp8":  # stored as bytes
             return self.wrap((codes, scale, zero), lo, self.count if hi is None else hi, at)
         return PackedView(
             codes, scale, zero, self.fmt, lo, self.count if hi is None else hi, self.dtype,
@@ -144,12 +144,12 @@ class PackedTokens:
         )  # fmt: skip
 
     def wrap(
-        self, held: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None
+        self, tensors: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None
     ) -> PackedView:
-        """Tokens lo..hi of codes, scales and zeros `held` as this prefix's are; at: `append`'s."""
+        """Return tokens lo..hi of tensors such as this prefix's; at: as in `append`."""
         assert self.codec is not None, "no tokens yet"
-        codes, scale, zero = held
-        if self.fmt.meta == "fp8":  # held as bytes
+        codes, scale, zero = tensors
+        if self.fmt.meta == "fp8":  # stored as bytes
             scale, zero = scale.view(META["fp8"]), zero.view(META["fp8"])
         return PackedView(
             codes, scale, zero, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at
@@ -158,21 +158,21 @@ class PackedTokens:
     def offload(self, n: int) -> Sequence[Tensor]:
         """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""
         ends = self._ends(n)
-        held = self.codes, self.scale, self.zero
-        given = tuple(x.view()[:, :, :end] for x, end in zip(held, ends, strict=True))
-        for x, end in zip(held, ends, strict=True):
+        buffers = self.codes, self.scale, self.zero
+        removed = tuple(x.view()[:, :, :end] for x, end in zip(buffers, ends, strict=True))
+        for x, end in zip(buffers, ends, strict=True):
             x.replace(x.view()[:, :, end:])
         self.count -= n
-        return given
+        return removed
 
-    def restore(self, given: Sequence[Tensor], n: int) -> None:
-        """Put n offloaded tokens back in front, as `offload` returned them."""
-        for x, old in zip((self.codes, self.scale, self.zero), given, strict=True):
+    def restore(self, removed: Sequence[Tensor], n: int) -> None:
+        """Prepend n offloaded tokens, as `offload` returned them."""
+        for x, old in zip((self.codes, self.scale, self.zero), removed, strict=True):
             x.replace(torch.cat([old, x.view()], dim=2))
         self.count += n
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor held, along the batch dimension."""
+        """Apply fn to every tensor, along the batch dimension."""
         for buffer in (self.codes, self.scale, self.zero):
             buffer.map(fn)
 
@@ -182,7 +182,7 @@ class PackedTokens:
         return {"count": self.count, **{name: x.state() for name, x in buffers.items()}}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Take over a state of `state`; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.count = state["count"]
         for name in ("codes", "scale", "zero"):
             getattr(self, name).load_state(state[name])
@@ -191,7 +191,7 @@ class PackedTokens:
             self.codec, self.dtype = codec(self.fmt, self.channels, like), like.dtype
 
     def _extend(self, x: Tensor) -> PackedTensors:
-        """Room for the tokens of x behind what is there, not yet written."""
+        """Make room for the tokens of x, not written yet; return the tensors from token 0 on."""
         assert self.codec is not None
         scheme, (b, h, t, d) = self.codec.scheme, x.shape
         if self._like is None:
@@ -209,33 +209,33 @@ class PackedTokens:
             self.zero.extend(t, zeros),
         )
 
-    def _append(self, x: Tensor, real: Tensor | None, at: Tensor | None) -> None:
-        """Quantize and append by the reference."""
+    def _append(self, x: Tensor, live: Tensor | None, at: Tensor | None) -> None:
+        """Quantize and append x by the reference; live, at: as in `append`."""
         assert self.codec is not None
-        found = []
-        for tokens, here, there in _chunks(x, real, at):
+        chunks = []
+        for tokens, nonpadding, positions in _chunks(x, live, at):
             if self.rope is not None:
-                assert there is not None
-                tokens = self.rope.rotate(tokens.float(), -there)
-            found.append(self.codec.quantize(tokens, here))
+                assert positions is not None
+                tokens = self.rope.rotate(tokens.float(), -positions)
+            chunks.append(self.codec.quantize(tokens, nonpadding))
         codes, scale, zero = (
-            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*found, strict=True)
+            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*chunks, strict=True)
         )
         self._append_codes(codes)
         self.scale.append(_plain(scale))
         self.zero.append(_plain(zero))
 
     def _ends(self, n: int) -> tuple[int, int, int]:
-        """How many rows of codes, scale and zero the first n tokens have."""
-        stretches = n // self.fmt.group if self.fmt.axis == "channel" else n
-        return ref.rows_for(n, self.fmt.bits), stretches, stretches
+        """Return the rows of codes, scale and zero that the first n tokens have."""
+        groups = n // self.fmt.group if self.fmt.axis == "channel" else n
+        return ref.rows_for(n, self.fmt.bits), groups, groups
 
     def _append_codes(self, codes: Tensor) -> None:
         bits = self.fmt.bits
         atom, rows = ref.ATOM[bits]
         n = codes.shape[2]
         begun = self.count % atom
-        if begun:  # the last atom is not full: pack it again together with the new codes
+        if begun:  # the last pack block is not full: pack it again with the new codes
             old = ref.unpack_codes(self.codes.view()[:, :, -rows:], bits, begun)
             self.codes.drop_back(rows)
             codes = torch.cat([old, codes], dim=2)
@@ -245,12 +245,12 @@ class PackedTokens:
 
 @cache
 def _one(fmt: Packed) -> Packed:
-    """One object for all formats that are equal: kernels are looked up by it, at every step."""
+    """Return one object for all equal formats: bindings of kernels are keyed by it."""
     return fmt
 
 
 def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """x [B, Hk, N, D] and what goes along with its tokens, [., ., N], a chunk at a time."""
+    """Yield x [B, Hk, N, D] and tensors [., ., N] along its tokens, a chunk at a time."""
     if x.shape[2] <= _CHUNK:
         yield x, *along
         return
@@ -260,5 +260,5 @@ def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 
 def _plain(meta: Tensor) -> Tensor:
-    """Scales and zeros as they are held: fp8 as bytes, which every torch can join and reorder."""
+    """Return scales or zeros as they are stored: fp8 as bytes, which every torch can join."""
     return meta.view(torch.uint8) if meta.dtype == torch.float8_e4m3fn else meta

@@ -1,7 +1,7 @@
 # Each target first creates the virtual environment .venv with the versions in constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-DEMO := kivi,kivi-4,skvq:group=32,rtn,h2o,keyformer,snapkv,minikv,streaming,window,clusterkv,quest
+DEMO := kivi-4,kivi,skvq:group=32,h2o,minikv,quest
 
 .PHONY: demo test test-slow test-oldest test-defects lint docs train clean
 

@@ -49,8 +49,8 @@ DEFECTS = [
     ),
     _defect(
         "keep", "keep/scorers.py",
-        "return (held if self.damping == 1 else held * self.damping) + new",
-        "return (held if self.damping == 1 else held + new * (self.damping - 1)) + new",
+        "return (former if self.damping == 1 else former * self.damping) + new",
+        "return (former if self.damping == 1 else former + new * (self.damping - 1)) + new",
         "damping scales the mass of the step instead of what a token had",
         "tests/unit/test_scorers.py", "tests/laws/test_scored.py",
     ),
@@ -99,8 +99,8 @@ DEFECTS = [
     ),
     _defect(
         "store", "store/formats.py",
-        "most /= 1.5 if self.pre_rope else 1.0",
-        "most /= 1.0",
+        "largest /= 1.5 if self.pre_rope else 1.0",
+        "largest /= 1.0",
         "a key that fits before RoPE may overflow its scale once it is rotated",
         "tests/laws/test_pre_rope.py",
     ),
@@ -120,8 +120,8 @@ DEFECTS = [
     ),
     _defect(
         "store", "store/calibration.py",
-        "most = torch.maximum(low.abs(), high.abs())",
-        "most = torch.maximum(low, high).abs()",
+        "max_abs = torch.maximum(low.abs(), high.abs())",
+        "max_abs = torch.maximum(low, high).abs()",
         "a channel of mostly negative numbers is divided by too little",
         "tests/unit/test_calibration.py", "tests/models/test_calibrate.py",
     ),
@@ -184,7 +184,7 @@ DEFECTS = [
     ),
     _defect(
         "recall", "recall/offload.py",
-        "            self.blocks = [fn(x) for x in self.blocks]\n",
+        "            self.read_slots = [fn(x) for x in self.read_slots]\n",
         "",
         "after a beam search moved rows, stale slots are taken off the device",
         "tests/laws/test_tiers.py", "tests/laws/test_recalled.py",
@@ -262,7 +262,7 @@ DEFECTS = [
         "tests/models/test_rotary.py",
     ),
     _defect(
-        "hf", "hf/cache.py",
+        "hf", "hf/routed.py",
         "return -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)",
         "return -tokens if tokens <= 0 else tokens",
         "the older form of crop removes as many tokens as it should leave",
@@ -283,7 +283,7 @@ DEFECTS = [
         "tests/models/test_generate.py", "-k", "padded or padding",
     ),
     _defect(
-        "hf", "hf/attach.py",
+        "hf", "hf/routing.py",
         "layer.record_past = bool(records)",
         "layer.record_past = layer.record_past or bool(records)",
         "after assisted decoding, a cache never packs or drops again",

@@ -1,7 +1,7 @@
-"""Where the tokens of an index live: host memory or a file, as rows that grow at their end.
+"""Where offloaded tokens are stored: host memory or a file, as rows that grow at their end.
 
-Host memory is pinned where the device is a GPU; a file is memory-mapped and goes with the cache.
-Decides how rows are held and what happens where they cannot be; what lies in them is `far.Far`'s.
+Host memory is pinned where the device is a GPU; a file is memory-mapped and removed with the cache.
+Decides how rows are stored and what happens where they cannot be; `offload` decides their content.
 """
 
 from __future__ import annotations

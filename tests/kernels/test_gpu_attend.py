@@ -30,6 +30,7 @@ TOL = {FP32: 4e-6, FP16: 2e-3}  # fp16: a product's factors are rounded to it
 B, HK = 2, 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(interpreter.INTERPRETED, reason="this is the run")
 def test_in_the_interpreter():
     interpreter.run(__file__)

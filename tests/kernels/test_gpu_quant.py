@@ -141,6 +141,7 @@ if interpreter.INTERPRETED:
 
 else:
 
+    @pytest.mark.slow
     def test_in_the_interpreter():
         interpreter.run(__file__)
 

@@ -1,7 +1,7 @@
 """A cache as a file, which `Cache.save` writes and `Cache.load` reads.
 
 Decides what is in a file's metadata and which files are refused; `cache.state` decides what of a
-cache is state. The file is safetensors: tensors as the cache stores them (still packed, without spare
+cache is state. The file is safetensors: tensors as the cache stores them (packed, without spare
 room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same.
 """

@@ -12,7 +12,7 @@ class MeanFinder(Finder):  # mean keys [B, Hk, pages, D]; padding counts as keys
     unit, means, tensors = 0, None, ("means",)
 
     def extend(self, keys, live):  # keys [B, Hk, T, D], live: bool [B, 1, T]
-        pages = (keys * real.unsqueeze(-1)).unflatten(2, (-1, self.unit)).mean(dim=3)
+        pages = (keys * live.unsqueeze(-1)).unflatten(2, (-1, self.unit)).mean(dim=3)
         self.means = grown(self.means, pages)
         self.tokens += keys.shape[2]
 

@@ -1,8 +1,8 @@
-"""kvloom: smaller KV caches for any Hugging Face model, with memory really freed.
+"""kvloom: smaller KV caches for Hugging Face transformers models, whose memory is freed.
 
 import kvloom
 kvloom.attach(model, "kivi-4")      # every later model.generate() uses a 4-bit cache
-cache = kvloom.Cache(model, "kivi-4")      # or one cache of your own
+cache = kvloom.Cache(model, "kivi-4")      # or a single cache
 model.generate(**inputs, past_key_values=cache)
 """
 
@@ -78,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names when they are first used: `import kvloom` itself stays light."""
+    """Import public names on first use, so that `import kvloom` stays light."""
     if name not in _WHERE:
         raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
     from importlib import import_module

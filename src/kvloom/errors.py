@@ -1,7 +1,7 @@
-"""The errors a user can meet. Each message is one sentence: expected, received, remedy.
+"""The errors that kvloom raises. Each message is one sentence: expected, received, remedy.
 
-They derive from the built-in error a caller would expect (``ValueError``, ``RuntimeError``), so
-code that knows nothing of kvloom can catch them too.
+They derive from the built-in error that a caller would expect (``ValueError``, ``RuntimeError``),
+so that code without kvloom's names can catch them too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class RecipeError(ValueError):
 
 
 class IncompatibleRecipe(ValueError):
-    """A sound recipe that does not fit this model; lists every problem at once."""
+    """A valid recipe that does not fit this model; lists every problem at once."""
 
     def __init__(self, recipe: str, problems: list[str]):
         self.problems = problems
@@ -20,7 +20,7 @@ class IncompatibleRecipe(ValueError):
 
 
 class UnsupportedModel(ValueError):
-    """A model whose attention cannot be routed to kvloom, or that cannot be told from others."""
+    """A model whose attention cannot be routed through kvloom, or that cannot be identified."""
 
 
 class CacheMisuse(RuntimeError):
@@ -28,11 +28,11 @@ class CacheMisuse(RuntimeError):
 
 
 class TierError(RuntimeError):
-    """A file or host memory that holds tokens of a cache cannot be used any more."""
+    """A file or host memory with tokens of a cache that cannot be used any more."""
 
 
 class NoKernel(ValueError):
-    """Kernels that are asked for by a name there is not, or that cannot run here."""
+    """A kernel backend that does not exist, or that cannot run here."""
 
 
 class NotFinite(ValueError):

@@ -201,7 +201,7 @@ def test_a_file_that_is_lost_ends_the_cache_and_not_the_process(tmp_path, harm, 
         files[-1].unlink()
     else:
         os.truncate(files[-1], 100)
-    with pytest.raises(TierError, match=f"has {says}, and the tokens in it"):
+    with pytest.raises(TierError, match=f"has {says}, so its tokens are lost"):
         feed(cache, *tokens(1, size))
     with pytest.raises(CacheMisuse, match=f"cannot be used any more: .*{says}"):
         feed(cache, *tokens(1, size))

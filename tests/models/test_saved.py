@@ -266,7 +266,7 @@ def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
     for layer in cache.routed:
         layer.record_past = True
     step(model, cache, 70, 73)
-    with pytest.raises(CacheMisuse, match=r"newest 3 tokens may still be taken back; call crop"):
+    with pytest.raises(CacheMisuse, match=r"newest 3 tokens may still be removed; call crop"):
         cache.save(path)
     cache.crop(-1)
     cache.save(path)
@@ -285,7 +285,7 @@ def test_copies_know_their_model_and_pickles_do_not(tmp_path):
         if lost is cache:
             del model
             gc.collect()
-        with pytest.raises(CacheMisuse, match="this one's model is gone, or was lost in a pickle"):
+        with pytest.raises(CacheMisuse, match="this one's model no longer exists, or was lost"):
             lost.save(tmp_path / "none.kv")
 
 

@@ -123,10 +123,10 @@ def test_a_format_that_was_not_calibrated_is_named(fmt, says):
 
 
 def test_a_layer_or_kind_that_is_not_there_is_named():
-    with pytest.raises(CalibrationError, match="knows nothing of the values of layer 7"):
+    with pytest.raises(CalibrationError, match="has no ranges for the values of layer 7"):
         made().channels(7, "values", REORDERED)
     before = Packed(2, "token", 16, transform=Transform(smooth=True), pre_rope=True)
-    with pytest.raises(CalibrationError, match="knows nothing of the raw keys of layer 0"):
+    with pytest.raises(CalibrationError, match="has no ranges for the raw keys of layer 0"):
         made().channels(0, "keys", before)
 
 

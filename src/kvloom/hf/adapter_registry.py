@@ -15,7 +15,10 @@ from ..registry import Registry
 
 
 class Adapter(NamedTuple):
-    """attention: the class of the model's attention modules. attend: replaces their forward."""
+    """How to route one model type.
+
+    attention: the class of its attention modules. attend: replaces their forward.
+    """
 
     attention: type
     attend: Callable[..., tuple]
@@ -32,11 +35,11 @@ ADAPTERS: Registry[Callable[[], Adapter]] = Registry(
 
 
 def register(model_type: str, attention: type) -> Callable[[Any], Any]:
-    """Make a function the attention of a model type; a decorator.
+    """Register a function as the attention of a model type; a decorator.
 
     attention: the class of the model's attention modules. The function is called with the module,
     its `RoutedLayer` and the arguments of the module's forward, whose result it returns; it attends
-    through `adapters.attend`. Raises `RecipeError` for a model type that has an adapter.
+    through `adapters.attend`. Raises `RecipeError` for a model type that has an adapter already.
     """
 
     def decorate(attend: Callable[..., tuple]) -> Callable[..., tuple]:

@@ -1,6 +1,6 @@
 """Models whose attention bypasses transformers' attention interface.
 
-Decides which modules get another forward, and when it runs: only in a step whose cache is kvloom's.
+Decides which modules get another forward, and when it runs: only in a step with a kvloom cache.
 With any other cache, or none, the model's own code runs with the model's own masks.
 """
 
@@ -23,7 +23,7 @@ from .routed import RoutedCache, RoutedLayer
 
 __all__ = ["attend", "hidden", "install", "masks", "register", "uninstall"]
 
-_MASKS = "kvloom-adapted"  # the masks of a step whose cache is kvloom's
+_MASKS = "kvloom-adapted"  # the masks of a step with a kvloom cache
 _OWN = "_kvloom_own_forward"
 
 
@@ -37,13 +37,15 @@ def install(model: PreTrainedModel) -> None:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Give every attention module its own forward back."""
+    """Restore the forward of every attention module."""
     for module in _attentions(model):
         if _OWN in vars(module):
             name, own = _name(module), getattr(module, _OWN)
             delattr(module, _OWN)
             delattr(module, name)
-            if getattr(module, name, None) != own:  # not its class's: somebody had replaced it
+            if (
+                getattr(module, name, None) != own
+            ):  # not its class's: it was replaced before `install`
                 setattr(module, name, own)
 
 
@@ -56,9 +58,9 @@ def attend(
     scale: float,
     alibi: Alibi | None = None,
 ) -> Tensor:
-    """Attend q [B, Hq, T, D] to all that the layer holds and to k, v [B, Hk, T, D].
+    """Attend q [B, Hq, T, D] to all stored tokens of the layer and to k, v [B, Hk, T, D].
 
-    mask: as `_mask` makes it. Returns [B, T, Hq * D].
+    mask: as `_mask` makes it. Returns [B, T, Hq * D]. Raises `CacheMisuse` for other masks.
     """
     attention.check_mask(layer, mask)
     k, v = layer.update(k, v)
@@ -67,7 +69,7 @@ def attend(
 
 
 def hidden(mask: Tensor) -> Tensor | None:
-    """A mask made by `_mask`, or None where it hides nothing."""
+    """Return a mask made by `_mask`, or None if it masks nothing."""
     return mask if mask.numel() else None
 
 
@@ -81,14 +83,14 @@ def _attentions(model: PreTrainedModel) -> list[Any]:
 
 
 def _name(module: torch.nn.Module) -> str:
-    """Where the module's own forward is found: accelerate's hooks move it."""
+    """Return the name of the module's own forward, which accelerate's hooks move."""
     return "_old_forward" if hasattr(module, "_old_forward") else "forward"
 
 
 def _forward(
     attend: Callable[..., tuple], module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple:
-    """Attend through kvloom if the step's cache is kvloom's."""
+    """Attend through kvloom if the step has a kvloom cache, else as the module does."""
     cache = kwargs.get("layer_past", kwargs.get("past_key_values"))
     if isinstance(cache, RoutedCache):
         return attend(module, cache.layers[module.layer_idx], *args, **kwargs)
@@ -97,7 +99,7 @@ def _forward(
 
 @contextmanager
 def masks(model: PreTrainedModel) -> Iterator[None]:
-    """Let an adapted model ask for kvloom's masks, in a step whose cache is kvloom's."""
+    """Make an adapted model build kvloom's masks, during a step with a kvloom cache."""
     if not compat.adapted(model):
         yield
         return
@@ -111,9 +113,9 @@ def masks(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor:
-    """The 2-D padding mask, or an empty one where nothing is padding: MPT has no use for None.
+    """Return the 2-D padding mask, or an empty one without padding: MPT cannot handle None.
 
-    These models are plainly causal, also where Falcon asks for a mask in any case.
+    These models are plainly causal, although Falcon always requires a mask.
     """
     mask = attention.mask(*args, **{**kwargs, "allow_is_causal_skip": True})
     return torch.empty(0, 0, dtype=torch.bool) if mask is None else mask

@@ -20,7 +20,7 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "kivi") -> Repo
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
     model: as for `Cache`; in the wrapper of `torch.compile` its steps run uncompiled. A cache that
-    the caller passes, use_cache=False and cache_implementation keep their meaning.
+    the caller passes, use_cache=False and cache_implementation work as without kvloom.
     Returns a `Report` of which layers are compressed. Raises `UnsupportedModel`, `RecipeError` or
     `IncompatibleRecipe` before anything is changed, `CacheMisuse` if a recipe is attached already.
     """
@@ -36,12 +36,15 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "kivi") -> Repo
     recipe.check(compat.geometry(model))
     load_layer_metadata(model, recipe)
     rotary.renumbering(model, recipe)
-    found = report(model, recipe)
+    result = report(model, recipe)
     route(model)
     model._kvloom.recipe, model._kvloom.new_cache = recipe, Cache
-    return found
+    return result
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Restore the model as it was before `attach` or `Cache` changed it."""
+    """Restore the model as it was before `attach` or `Cache` changed it.
+
+    Raises `CacheMisuse` if nothing is attached.
+    """
     unroute(compat.unwrap(model))

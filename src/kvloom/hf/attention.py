@@ -1,7 +1,7 @@
 """The attention and mask functions that transformers calls under the name "kvloom".
 
-Decides who computes: keys that carry a kvloom layer go to that layer, all others (no cache, a
-stock cache, the sliding layers of a mixed model) to transformers' own kernels.
+Decides what computes attention. Keys that carry a kvloom layer go to that layer. All others (no
+cache, a stock cache, the sliding layers of a mixed model) go to transformers' own kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def attention(
 
 
 def check_mask(layer: RoutedLayer, mask: Tensor | None) -> None:
-    """Refuse a mask that says more than which tokens are padding."""
+    """Raise `CacheMisuse` for a mask other than a 2-D padding mask."""
     if mask is not None and mask.dim() != 2:
         raise CacheMisuse(
             f"{layer.cache.name}: kvloom takes a 2-D padding mask [batch, tokens], got a mask of "
@@ -65,7 +65,7 @@ def _stock(
     softcap: float | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers would, with the mask this module's mask function left 2-D."""
+    """Attend as transformers would, where `mask` returned a 2-D mask."""
     t, n = query.shape[2], key.shape[2]
     if mask is not None and mask.dim() == 2:
         mask = padding_mask(mask, n)[:, None, None, :]
@@ -85,7 +85,7 @@ def _stock(
 def _softcapped(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float
 ) -> Tensor:
-    """Attention with capped logits and an optional bool mask [B, 1, T, N]: one row at a time."""
+    """Attend with capped logits and an optional bool mask [B, 1, T, N], one row at a time."""
     if mask is None:
         return ref.attend(q, k, v, scale, causal=q.shape[2] > 1, softcap=softcap).out
     rows = [
@@ -103,10 +103,10 @@ def mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The 2-D padding mask as it is (None when all ones); no 4-D mask is built.
+    """Return the 2-D padding mask (None if it is all ones); no 4-D mask is built.
 
     Sliding and chunked layers, and masks that are not plainly causal (image blocks, packed
-    sequences), get the mask transformers' sdpa takes.
+    sequences), get the mask of transformers' sdpa.
     """
     if not allow_is_causal_skip or local_size is not None:
         return sdpa_mask(
@@ -123,6 +123,6 @@ def mask(
 
 
 def register() -> None:
-    """Make "kvloom" known to transformers as an attention implementation."""
+    """Register "kvloom" with transformers as an attention implementation."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)

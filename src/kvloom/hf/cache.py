@@ -1,4 +1,4 @@
-"""`Cache`: a compressed cache, made from a model and a recipe."""
+"""`Cache`: a compressed cache for a model, built from a recipe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Cache(RoutedCache):
     """A compressed cache for `model.generate(past_key_values=cache)` and `model(...)`.
 
     model: any supported model, also inside peft's or `torch.compile`'s wrapper. Its attention goes
-    through kvloom from here on, which changes nothing for other caches (`kvloom.detach` undoes it).
+    through kvloom from then on, which changes nothing for other caches (`kvloom.detach` undoes it).
     recipe: a `Recipe`, or its name with overrides ("kivi:bits=4,group=64"). Raises
     `UnsupportedModel` or `IncompatibleRecipe` before anything is changed.
 
     A step that fails or is interrupted is undone in all layers. One thread may use a cache at a
-    time: a second one gets `CacheMisuse`.
+    time: a second one raises `CacheMisuse`.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe | str | Path = "kivi") -> None:
@@ -40,8 +40,8 @@ class Cache(RoutedCache):
         stock = compat.stock_layers(config)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         built = build_layers(self.recipe, numbers, metadata, rope)
-        ours = dict(zip(numbers, map(RoutedLayer, built), strict=True))
-        layers = [ours.get(i, layer) for i, (_, layer) in enumerate(stock)]
+        routed = dict(zip(numbers, map(RoutedLayer, built), strict=True))
+        layers = [routed.get(i, layer) for i, (_, layer) in enumerate(stock)]
         super().__init__(layers, compat.fingerprint(config))
         self.learned_positions = learned
         route(model)

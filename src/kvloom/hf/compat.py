@@ -1,4 +1,4 @@
-"""What differs between models and between versions of transformers; the only such checks.
+"""Differences between models and between versions of transformers; no other module checks them.
 
 Decides whether a model can be supported and what its layers are. Written against transformers
 5.10 to 5.23.
@@ -24,12 +24,12 @@ _REFUSED = {
 
 
 def decoder_config(model: PreTrainedModel) -> Any:
-    """The config of the text decoder, also of a multimodal model."""
+    """Return the config of the text decoder, also of a multimodal model."""
     return model.config.get_text_config(decoder=True)
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside what `torch.compile` or peft has made of it, or `model`.
+    """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
 
     Raises `UnsupportedModel` for peft's prefix tuning, which fills a cache of its own.
     """
@@ -76,12 +76,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def has_alibi(config: Any) -> bool:
-    """Whether the model has ALiBi (arXiv:2108.12409) instead of positions."""
+    """Return whether the model has ALiBi (arXiv:2108.12409) instead of positions."""
     return bool(config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False))
 
 
 def adapted(model: PreTrainedModel) -> bool:
-    """Whether the model's attention modules are patched, see `adapters`."""
+    """Return whether `adapters` routes the model's attention modules."""
     return decoder_config(model).model_type in ADAPTERS
 
 
@@ -103,18 +103,18 @@ def geometry(model: PreTrainedModel) -> Geometry:
 
 
 def fingerprint(config: Any) -> tuple:
-    """What tells one model from another: a cache is refused by a model that differs in it."""
+    """Return what identifies a model's config: a cache is refused by a model with another."""
     names = ("model_type", "name_or_path", "num_hidden_layers", "hidden_size", "vocab_size")
     return tuple(getattr(config, name, None) for name in names)
 
 
 def is_recording_mode(generation_mode: Any) -> bool:
-    """Whether generation will take tokens back (assisted decoding, prompt lookup)."""
+    """Return whether generation may crop tokens (assisted decoding, prompt lookup)."""
     return "assisted" in str(getattr(generation_mode, "value", generation_mode)).lower()
 
 
 def stock_layers(config: Any) -> list[tuple[str, Any]]:
-    """(type, fresh cache layer) that transformers itself would use for each layer.
+    """Return the (type, new cache layer) that transformers itself would use for each layer.
 
     The type is `FULL`, `SLIDING`, or the name of the class that transformers picks.
     """
@@ -126,7 +126,7 @@ def stock_layers(config: Any) -> list[tuple[str, Any]]:
 
 
 def padding_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A 2-D mask [B, n] as bool [B, tokens]: cut, or filled with False, as transformers does."""
+    """Return a 2-D mask [B, n] as bool [B, tokens]: cut or filled with False, as transformers."""
     mask = mask.bool()
     if mask.shape[-1] < tokens:
         mask = torch.nn.functional.pad(mask, (0, tokens - mask.shape[-1]))

@@ -1,8 +1,7 @@
 """The state of a cache's layers as JSON and named tensors, and back.
 
 Decides how a tree of state becomes a file's metadata and tensors: a tensor is named by its path, as
-`2.tokens.keys.packed.codes.live`. Also the state of transformers' own layers, which bound
-themselves.
+`2.tokens.keys.packed.codes.live`. Also the state of transformers' own layers.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def flat(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def nested(data: Any, path: str, tensor: Callable[[str], Tensor], device: torch.device) -> Any:
-    """Return the tree that `flat` made JSON of; tensors are copied to the device, or to the host.
+    """Return the tree that `flat` wrote as JSON; tensors are copied to the device, or to the host.
 
-    tensor: returns a tensor by name; its memory may be that of a file, which may change.
+    tensor: returns a tensor by name; its memory may be a mapped file, which may change.
     """
     if data == _TENSOR:
         host = ".host." in path
@@ -50,9 +49,9 @@ def nested(data: Any, path: str, tensor: Callable[[str], Tensor], device: torch.
 
 
 def stock_state(layer: Any) -> dict[str, Any]:
-    """Return the state of a layer of transformers; raises `SavedCacheError` for one of its kinds.
+    """Return the state of a layer of transformers; raises `SavedCacheError` for other kinds.
 
-    kvloom saves sliding windows alone: it knows what of them is state.
+    kvloom saves sliding windows alone.
     """
     if type(layer) is not DynamicSlidingWindowLayer:
         raise SavedCacheError(
@@ -63,7 +62,7 @@ def stock_state(layer: Any) -> dict[str, Any]:
 
 
 def load_stock_state(layer: Any, saved: dict[str, Any]) -> None:
-    """Give a fresh layer of transformers a state of `stock_state`."""
+    """Load a state that `stock_state` returned into a new layer of transformers."""
     if saved["is_initialized"]:
         like = saved["keys"].new_empty(0)
         layer.lazy_initialization(like, like)

@@ -1,7 +1,7 @@
 """The forward of a routed model: one call is one step of its cache, whole or not at all.
 
 Decides which cache a call uses, and that a failure or an interrupt anywhere in the call leaves that
-cache as it was. The model and its decoder both get such a forward, as either can be called.
+cache as it was. The model and its decoder both get such a forward, as callers may call either.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .routed import RoutedCache
 
 
 class RoutedForward:
-    """Stands in for the forward of `module`, which is `model` or its decoder.
+    """Replaces the forward of `module`, which is `model` or its decoder.
 
-    Does nothing where `model` is not routed, and in calls whose cache is not kvloom's.
+    Does nothing if `model` is not routed, and in calls without a kvloom cache.
     """
 
     def __init__(self, model: PreTrainedModel, module: torch.nn.Module) -> None:
         self.model, self.module = model, module
-        self.replaced = vars(module).get("forward")  # what somebody else had put there
+        self.replaced = vars(module).get("forward")  # a forward that other code had set
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -41,7 +41,7 @@ class RoutedForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, never compiled: a compiled step would not meet the cache.
+        """Run the module, never compiled: a compiled step would not see the cache.
 
         Raises `CacheMisuse` before anything has changed.
         """
@@ -62,23 +62,23 @@ class RoutedForward:
             return self.forward(*args, **kwargs)
 
     def install(self) -> None:
-        """Become the module's forward."""
+        """Replace the module's forward."""
         self.module.forward = self
 
     def uninstall(self) -> None:
-        """Put back what was there, unless somebody has replaced this since."""
-        held = vars(self.module)
-        if held.get("forward") is self:
+        """Restore the former forward, unless other code has replaced this one since."""
+        attributes = vars(self.module)
+        if attributes.get("forward") is self:
             if self.replaced is None:
                 del self.module.forward
             else:
                 self.module.forward = self.replaced
-        elif held.get("_old_forward") is self:  # accelerate has hooked the module since
+        elif attributes.get("_old_forward") is self:  # accelerate has hooked the module since
             self.module._old_forward = self.forward
 
 
 def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What to change in the arguments of a call: the cache, or the positions of new tokens."""
+    """Return the arguments of a call to change: the cache, or the positions of new tokens."""
     given = kwargs.get("input_ids", args[0] if args else None)
     cache = kwargs.get("past_key_values")
     if given is not None and given.shape[-1] == 0:
@@ -88,7 +88,7 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
         check_implementation(model)
         new = kwargs.get("inputs_embeds") if given is None else given
         if new is None:
-            return {}  # the model says what is missing
+            return {}  # the model's own error names what is missing
         cache.check_batch(new.shape[0])
         return {"position_ids": _closed_up(cache, new, kwargs)} if cache.learned_positions else {}
     routing = model._kvloom
@@ -103,7 +103,7 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
 
 
 def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:
-    """Say why a call of `given` tokens, those in the cache included, has no token to run."""
+    """Return the error of a call with `given` tokens in all, none of which is new."""
     seen = cache.get_seq_length() if isinstance(cache, RoutedCache) else 0
     if not seen:
         return CacheMisuse("the prompt is empty: give at least one token")
@@ -115,7 +115,7 @@ def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:
 
 
 def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Position ids [B or 1, T] of new tokens [B, T, …], as if those dropped had never been."""
+    """Return position ids [B or 1, T] of new tokens, as if dropped ones had never existed."""
     tokens = new.shape[1]
     given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     padding: Any = 0
@@ -127,12 +127,12 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
         seen = cache.get_seq_length()
         given = torch.arange(seen, seen + tokens, device=new.device)[None]
     dropped = cache.routed[0].cache.dropped if cache.routed else 0
-    gone = dropped - torch.as_tensor(padding, device=given.device)
-    return given - gone.clamp(min=0)
+    evicted = dropped - torch.as_tensor(padding, device=given.device)
+    return given - evicted.clamp(min=0)
 
 
 def check_implementation(model: PreTrainedModel) -> None:
-    """Raise `CacheMisuse` where somebody has changed the model's attention implementation."""
+    """Raise `CacheMisuse` if other code has changed the model's attention implementation."""
     config = model._kvloom.config
     found = attention.NAME if config is None else config._attn_implementation
     if found != attention.NAME:

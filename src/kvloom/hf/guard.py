@@ -1,6 +1,6 @@
 """One step or change of a cache at a time, and none after a failure that could not be undone.
 
-Decides who may use a cache now; what a step is and how it is undone is the cache's.
+Decides which thread may use a cache now. The cache decides what a step is and how to undo it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..errors import CacheMisuse
 
 
 class Guard:
-    """Says whether a step is running, in which thread, and why a cache cannot be used any more."""
+    """Whether a step is running, in which thread, and why a cache cannot be used any more."""
 
     def __init__(self, unusable: str = "") -> None:
         self._lock = threading.Lock()
@@ -21,7 +21,7 @@ class Guard:
         self.unusable = unusable
 
     def __reduce__(self) -> tuple:
-        """Copy and pickle without the lock: no step of the copy is running."""
+        """Copy and pickle without the lock: the copy runs no step."""
         return Guard, (self.unusable,)
 
     @property
@@ -30,7 +30,7 @@ class Guard:
         return self._thread == threading.get_ident()
 
     def check(self) -> None:
-        """Raise `CacheMisuse` where the cache cannot be used any more."""
+        """Raise `CacheMisuse` if the cache cannot be used any more."""
         if self.unusable:
             raise CacheMisuse(
                 f"this cache cannot be used any more: {self.unusable}; call cache.reset(), or make "
@@ -55,7 +55,7 @@ class Guard:
 
     @contextmanager
     def change(self, what: str) -> Iterator[None]:
-        """Run a change of all layers which, if it fails midway, leaves the cache unusable."""
+        """Run a change of all layers; if it fails midway, the cache becomes unusable."""
         with self.step():
             self.unusable = f"{what} failed midway"
             yield

@@ -1,7 +1,7 @@
-"""What the formats of a recipe need of a model: its calibration and its rotary embedding.
+"""The calibration and rotary embedding of a model, which the formats of a recipe need.
 
-Decides where a calibration is searched for, and whether it is this model's. Each file is read once
-per model, not once per cache.
+Decides where to search for a calibration, and whether it belongs to this model. Reads each file
+once per model, not once per cache.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..store.calibration import Calibration
 from . import compat, rotary
 
 BESIDE = "calibration.kvcal"
-"""The name under which a calibration is found in the folder of a model's weights.
+"""The name of a calibration in the folder of a model's weights.
 
-Not `.safetensors`, although that is the format: loaders such as vLLM's take every `*.safetensors`
-file in that folder for weights.
+Not `.safetensors`, although that is the format: loaders such as vLLM's read every `*.safetensors`
+file in that folder as weights.
 """
 _FORMER = "calibration.safetensors"
 
@@ -82,7 +82,7 @@ def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
 
 
 def undoable_rope(model: PreTrainedModel) -> Rope:
-    """The model's rotary embedding; raises `CalibrationError` if it cannot be undone."""
+    """Return the model's rotary embedding; raises `CalibrationError` if it cannot be undone."""
     try:
         found = rotary.rope(model)
     except UnsupportedModel:

@@ -23,7 +23,7 @@ class Observation(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
     Both as the model gives them, at their own positions also where the recipe renumbers. place:
-    number of the layer among those that the cache holds. cache: as the step finds it. bias: ALiBi's
+    number of the layer among those of the cache. cache: the layer, before the step. bias: ALiBi's
     of all tokens, fp32 [B, Hq, N], where the model has it.
     """
 
@@ -72,9 +72,9 @@ class ObservedLayer(RoutedLayer):
 
 
 def observe(cache: RoutedCache, on_step: Callable[[Observation], None]) -> None:
-    """Call `on_step` at every step of a fresh cache, layer by layer, and let its layers trace.
+    """Call `on_step` at every step of an empty cache, layer by layer, and trace its layers.
 
-    Raises `UnsupportedModel` where the cache holds no layer of the model.
+    Raises `UnsupportedModel` if the cache compresses no layer of the model.
     """
     if not cache.routed:
         raise UnsupportedModel(

@@ -10,7 +10,7 @@ from ..errors import CacheMisuse
 
 
 class Owner:
-    """The model that a cache is of, not kept alive by it; a pickle does not know it any more."""
+    """A weak reference to the model of a cache; a pickle loses it."""
 
     def __init__(self, model: PreTrainedModel | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
@@ -25,11 +25,11 @@ class Owner:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model; raises `CacheMisuse` if it is gone."""
+        """The model; raises `CacheMisuse` if it no longer exists."""
         model = None if self._model is None else self._model()
         if model is None:
             raise CacheMisuse(
-                "a cache is saved with what tells its model from others, and this one's model is "
-                "gone, or was lost in a pickle; save a cache while its model is there"
+                "a saved cache identifies its model, and this one's model no longer exists, or was "
+                "lost in a pickle; save a cache while its model exists"
             )
         return model

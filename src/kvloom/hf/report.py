@@ -1,4 +1,4 @@
-"""What `attach` reports: the layers compressed, their size, and what to beware of."""
+"""The report of `attach`: the compressed layers, their size, and warnings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from . import compat
 from .routed import ranges
 
 _TOKENS = 32768  # the prompt for which a report states sizes
-_SMALL = 1_000_000_000  # parameters below which 2 bit is known to do harm
+_SMALL = 1_000_000_000  # parameters below which 2 bit can cost much quality
 _SMALL_HEAD = 64
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `attach` did: printable, and plain data.
+    """The changes that `attach` made: printable, and plain data.
 
-    nbytes: bytes the compressed layers will hold after a prompt of 32,768 tokens; full_nbytes:
-    those of an exact cache. notes: sentences on what to beware of.
+    nbytes: bytes of the compressed layers after a prompt of 32,768 tokens; full_nbytes: those of
+    an exact cache. notes: sentences of advice and warning.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Report:
 
 
 def report(model: PreTrainedModel, recipe: Recipe) -> Report:
-    """Report what `recipe` does to `model`."""
+    """Return the report of `recipe` on `model`."""
     kinds = [kind for kind, _ in compat.stock_layers(compat.decoder_config(model))]
     reasons = {
         compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
@@ -78,7 +78,7 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
 
 
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
-    """What to beware of with this recipe on this model."""
+    """Return advice and warnings on this recipe with this model."""
     notes = []
     if recipe.keep is not None or recipe.recall is not None or not recipe.store.exact:
         notes.append(

@@ -1,7 +1,7 @@
-"""How a model rotates its keys, found by trying its own code.
+"""Find how a model rotates its keys, by running its own code.
 
-Decides whether a model's rotary embedding is understood: ours must turn keys from one position to
-another exactly as the model's functions do. Scaled frequencies (linear, Llama 3, YaRN), partial
+Decides whether kvloom can reproduce a rotary embedding: `Rope` must rotate keys from one position
+to another exactly as the model's functions do. Scaled frequencies (linear, Llama 3, YaRN), partial
 rotary and both pairings pass; frequencies that change with the length do not.
 """
 
@@ -24,7 +24,7 @@ _CHANGING = ("dynamic", "longrope")
 
 
 def rope(model: PreTrainedModel) -> Rope | None:
-    """The model's rotary embedding in its full-attention layers; None if it has none.
+    """Return the rotary embedding of the model's full-attention layers; None if it has none.
 
     Raises `UnsupportedModel` if it has one that cannot be undone and redone.
     """
@@ -58,10 +58,10 @@ def rope(model: PreTrainedModel) -> Rope | None:
 
 
 def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bool]:
-    """Return how tokens get other positions where the recipe renumbers them.
+    """Return how tokens get other positions if the recipe renumbers them.
 
-    The rotary embedding of the model's keys (None: nothing is rotated again), and whether new
-    tokens need smaller learned positions, since tokens before them were evicted. Raises
+    Returns the rotary embedding of the model's keys (None: no key is re-rotated), and whether new
+    tokens need smaller learned positions after an eviction. Raises
     `UnsupportedModel`, or `IncompatibleRecipe` where positions are learned and the layers would not
     agree on them.
     """
@@ -89,7 +89,7 @@ def _inv_freq(module: torch.nn.Module) -> Any:
 
 
 def _agrees(rope: Rope, module: torch.nn.Module, apply: Any, head_dim: int) -> bool:
-    """Whether `rope` turns keys from position 3 to position 40 as the model does."""
+    """Return whether `rope` rotates keys from position 3 to 40 as the model does."""
     given = inspect.signature(module.forward).parameters
     extra = {"layer_type": compat.FULL} if "layer_type" in given else {}
     raw = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0))
@@ -101,7 +101,7 @@ def _agrees(rope: Rope, module: torch.nn.Module, apply: Any, head_dim: int) -> b
         dims = cos.shape[-1]
         try:
             return apply(raw, raw, cos, sin)[1]
-        except RuntimeError:  # the model hands over the channels that rotate, and no others
+        except RuntimeError:  # the model passes only the channels that rotate
             return torch.cat([apply(*[raw[..., :dims]] * 2, cos, sin)[1], raw[..., dims:]], -1)
 
     try:

@@ -28,7 +28,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _lasting(change: _F) -> _F:
-    """Let what a method leaves in a cache be changed outside inference mode too."""
+    """Run a method outside inference mode, so that its tensors can be changed later."""
 
     @wraps(change)
     def changing(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class RoutedLayer(CacheLayerMixin):
         self.armed = False  # between `update` and the attention that must follow it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first attention step shapes the cache."""
+        """Do nothing: the first attention step sets the shapes of the cache."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -65,7 +65,7 @@ class RoutedLayer(CacheLayerMixin):
                 f"{self.cache.name}: attention did not reach kvloom after the last update; call "
                 "kvloom.detach and kvloom.attach again"
             )
-        key = _alias(key_states)  # so that the model's tensor stays bare
+        key = _alias(key_states)  # the model's own tensor gets no attribute
         key._kvloom_layer = self  # type: ignore[attr-defined]
         self.armed = True
         return key, value_states
@@ -94,22 +94,22 @@ class RoutedLayer(CacheLayerMixin):
         return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """(tokens seen + query tokens, 0): masks speak of logical indices, not of slots."""
+        """Return (tokens seen + query tokens, 0): masks are by logical index, not by slot."""
         n = query_length if isinstance(query_length, int) else len(query_length)
         return self.cache.seen + n, 0
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens seen, dropped ones included."""
+        """Return the number of tokens seen, dropped ones included."""
         return self.cache.seen
 
     def get_max_length(self) -> int:
-        """-1: no limit."""
+        """Return -1: there is no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
     def activate_past_recording(self) -> None:
-        """Drop and pack nothing until `crop` says what stays."""
+        """Drop and pack nothing until `crop` decides what stays."""
         self.cache.recording = True
 
     @property
@@ -127,11 +127,11 @@ class RoutedLayer(CacheLayerMixin):
         self.cache.crop(self.to_remove(tokens))
 
     def to_remove(self, tokens: int) -> int:
-        """Tokens that `crop(tokens)` removes; before 5.17 a positive number is what stays."""
+        """Return how many tokens `crop` removes; before 5.17 a positive number is what stays."""
         return -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.cache.reset()
         self.armed = False
 
@@ -142,7 +142,7 @@ class RoutedLayer(CacheLayerMixin):
 
     @_lasting
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams: row i becomes row beam_idx[i]."""
+        """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
         self.cache.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     @_lasting
@@ -156,8 +156,8 @@ class RoutedLayer(CacheLayerMixin):
         self.cache.map(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
-        """Refuse: tiers are a matter of the recipe."""
-        raise CacheMisuse("a kvloom cache cannot be offloaded by transformers")
+        """Raise `CacheMisuse`: the recipe decides on tiers."""
+        raise CacheMisuse("transformers cannot offload a kvloom cache; use a recipe with tier=host")
 
     prefetch = offload
 
@@ -172,17 +172,17 @@ class RoutedCache(transformers.Cache):
         self.learned_positions = False  # the model adds learned position embeddings
 
     def __bool__(self) -> bool:
-        """Always true: an empty cache is a cache."""
+        """Return True, for an empty cache too."""
         return True
 
     @property
     def routed(self) -> list[RoutedLayer]:
-        """The layers that kvloom holds."""
+        """The layers that kvloom compresses."""
         return [layer for layer in self.layers if isinstance(layer, RoutedLayer)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held, in every layer, spare room included."""
+        """Bytes of all tensors, in every layer, spare room included."""
         return sum(
             layer.cache.nbytes if isinstance(layer, RoutedLayer) else _stock_nbytes(layer)
             for layer in self.layers
@@ -190,12 +190,12 @@ class RoutedCache(transformers.Cache):
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes an exact cache of the same tokens holds, in the layers that kvloom holds."""
+        """Bytes of an exact cache of the same tokens, in the layers that kvloom compresses."""
         return sum(_full_nbytes(layer.cache) for layer in self.routed)
 
     @property
     def tokens_read(self) -> float:
-        """Tokens that the last step read in a layer, the mean of those that kvloom holds."""
+        """Tokens that the last step read in a layer: the mean of compressed layers."""
         read = [layer.cache.read for layer in self.routed]
         return sum(read) / len(read) if read else 0.0
 
@@ -208,16 +208,16 @@ class RoutedCache(transformers.Cache):
 
     @property
     def bits_per_value(self) -> float:
-        """Bits held a key or value seen, metadata and exact windows included."""
-        held = sum(layer.cache.nbytes for layer in self.routed)
+        """Bits per key or value seen, metadata and exact windows included."""
+        nbytes = sum(layer.cache.nbytes for layer in self.routed)
         values = sum(_values(layer.cache) for layer in self.routed)
-        return 8 * held / values if values else 0.0
+        return 8 * nbytes / values if values else 0.0
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one step of the model: after any failure in it, all layers are as before.
 
-        Raises `CacheMisuse` while another step runs, and where attention did not reach kvloom.
+        Raises `CacheMisuse` while another step runs, and if attention did not reach kvloom.
         """
         with self.guard.step():
             for layer in self.routed:
@@ -242,25 +242,25 @@ class RoutedCache(transformers.Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand a layer its present keys and values [B, Hk, T, D]; models call this.
+        """Pass a layer its present keys and values [B, Hk, T, D]; models call this.
 
-        Raises `CacheMisuse` where the model that calls is not routed through kvloom.
+        Raises `CacheMisuse` if the calling model is not routed through kvloom.
         """
         self._check_routed()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand a layer of linear attention its state, with the checks of `update`."""
+        """Pass a layer of linear attention its state, with the checks of `update`."""
         self._check_routed()
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand a layer of linear attention its state, with the checks of `update`."""
+        """Pass a layer of linear attention its state, with the checks of `update`."""
         self._check_routed()
         return super().update_recurrent_state(*args, **kwargs)
 
     def _check_routed(self) -> None:
-        """Refuse a step of a model that kvloom does not route."""
+        """Raise `CacheMisuse` in a step of a model that kvloom does not route."""
         if not self.guard.running and self.routed:
             raise CacheMisuse(
                 "this model's attention is not routed through kvloom, so it would not see the "
@@ -269,7 +269,7 @@ class RoutedCache(transformers.Cache):
             )
 
     def _check_reached(self) -> None:
-        """Refuse a step whose attention did not see the cache."""
+        """Raise `CacheMisuse` after a step whose attention did not reach the cache."""
         missed = tuple(i for i, layer in enumerate(self.layers) if getattr(layer, "armed", False))
         if missed:
             raise CacheMisuse(
@@ -279,7 +279,7 @@ class RoutedCache(transformers.Cache):
             )
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Refuse a model other than the one this cache was made for."""
+        """Raise `CacheMisuse` for a model with another config than that of this cache."""
         found = compat.fingerprint(compat.decoder_config(model))
         if found != self.fingerprint:
             raise CacheMisuse(
@@ -288,23 +288,26 @@ class RoutedCache(transformers.Cache):
             )
 
     def check_batch(self, rows: int) -> None:
-        """Refuse a step of another batch before layers that transformers holds have taken it in."""
-        held = next((x.cache.like for x in self.routed), None)
-        if held is not None and held.shape[0] != rows:
+        """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
+        like = next((x.cache.like for x in self.routed), None)
+        if like is not None and like.shape[0] != rows:
             raise CacheMisuse(
-                f"this cache holds batch size {held.shape[0]} and was given {rows}; make a new "
+                f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
                 "cache, or repeat its rows with batch_repeat_interleave"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove -tokens_to_remove tokens from every layer, or from none if one cannot."""
+        """Remove -tokens_to_remove tokens from every layer, or from none.
+
+        Raises `CacheMisuse` if a layer cannot remove them.
+        """
         for layer in self.routed:
             check_crop(layer.cache, layer.to_remove(tokens_to_remove))
         with self.guard.change("crop"):
             super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams: row i becomes row beam_idx[i]."""
+        """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
         with self.guard.change("reorder_cache"):
             super().reorder_cache(beam_idx)
 
@@ -319,19 +322,19 @@ class RoutedCache(transformers.Cache):
             super().batch_select_indices(indices)
 
     def reset(self) -> None:
-        """Forget everything, also why the cache could not be used any more."""
+        """Remove all tokens; a cache that a failure made unusable can be used again."""
         self.guard.unusable = ""
         with self.guard.change("reset"):
             super().reset()
 
 
 def _alias(x: Tensor) -> Tensor:
-    """Another tensor with the same numbers, and the same gradient where there is one."""
-    return x.view(x.shape) if x.requires_grad else x.detach()  # which takes a sixth of the time
+    """Return another tensor with the same storage, and the same gradient if it has one."""
+    return x.view(x.shape) if x.requires_grad else x.detach()  # detach takes a sixth of the time
 
 
 def _values(cache: LayerCache) -> int:
-    """Numbers seen by a layer's keys and values together."""
+    """Return the count of numbers in all keys and values that a layer has seen."""
     if cache.like is None:
         return 0
     b, h, _, d = cache.like.shape
@@ -343,7 +346,7 @@ def _full_nbytes(cache: LayerCache) -> int:
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) as "0-2, 5"."""
+    """Return (0, 1, 2, 5) as "0-2, 5"."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and parts[-1][1] == n - 1:
@@ -354,7 +357,7 @@ def ranges(numbers: tuple[int, ...]) -> str:
 
 
 def _stock_state(layer: Any) -> dict[str, Any]:
-    """The attributes of one of transformers' layers; states that it overwrites are copied."""
+    """Return the attributes of a layer of transformers; copies what it changes in place."""
 
     def copied(x: Any) -> Any:
         return x.clone() if isinstance(x, Tensor) else x
@@ -369,6 +372,6 @@ def _stock_state(layer: Any) -> dict[str, Any]:
 
 
 def _stock_nbytes(layer: Any) -> int:
-    held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
     # after a prompt they are views of all of it, until the next step
-    return sum(x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor))
+    return sum(x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor))

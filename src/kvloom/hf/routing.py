@@ -1,6 +1,6 @@
 """Send a model's attention through kvloom, and undo it.
 
-Decides what is changed on a model: its attention (the implementation, or for some models the
+Decides what changes on a model: its attention (the implementation, or for some models the
 modules, see `adapters`), its forward and that of its decoder (`forward`),
 `_prepare_cache_for_generation`, and use_cache where it is off. `model._kvloom` records all of it.
 """
@@ -25,7 +25,7 @@ from .routed import RoutedCache
 
 @dataclass
 class Routing:
-    """What `unroute` restores, and how fresh caches are made (None: by nobody).
+    """What `unroute` restores, and how `generate()` gets a cache (None: it gets none).
 
     config: the decoder's, which names its attention implementation; None where attention modules
     are adapted instead. new_cache: makes a cache of the attached recipe for the model.
@@ -38,7 +38,7 @@ class Routing:
     new_cache: Callable[[PreTrainedModel, Recipe], RoutedCache] | None = None
 
     def __deepcopy__(self, memo: dict) -> Routing:
-        """Copy with the model that this belongs to."""
+        """Copy together with the model that this belongs to."""
         memo[id(self)] = new = object.__new__(Routing)
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
@@ -56,10 +56,10 @@ class Routing:
 
 
 def route(model: PreTrainedModel) -> None:
-    """Send the model's attention through kvloom; caches that are not kvloom's notice nothing.
+    """Send the model's attention through kvloom; other caches work as before.
 
-    A model whose default is use_cache=False (MPT) would use no cache, not even one it is given: it
-    becomes True.
+    A model whose default is use_cache=False (MPT) would ignore even a cache that it is given, so
+    this becomes True.
     """
     if getattr(model, "_kvloom", None) is not None:
         check_implementation(model)
@@ -84,14 +84,14 @@ def route(model: PreTrainedModel) -> None:
 
 
 def unroute(model: PreTrainedModel) -> None:
-    """Restore the model as it was before `route`."""
+    """Restore the model as it was before `route`; raises `CacheMisuse` if it is not routed."""
     routing = getattr(model, "_kvloom", None)
     if routing is None:
-        raise CacheMisuse("nothing is attached to this model")
+        raise CacheMisuse("nothing is attached to this model; call kvloom.attach(model) first")
     for forward in routing.forwards:
         forward.uninstall()
-    for config, attribute, was in routing.changed:
-        setattr(config, attribute, was)
+    for config, attribute, former in routing.changed:
+        setattr(config, attribute, former)
     if compat.adapted(model):
         adapters.uninstall(model)
     del model._prepare_cache_for_generation
@@ -99,7 +99,7 @@ def unroute(model: PreTrainedModel) -> None:
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
-    """The attention implementation of every config in the model."""
+    """Return the attention implementation of every config in the model."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     text = compat.decoder_config(model)
     configs[id(text)] = text
@@ -115,7 +115,7 @@ def _prepare_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Build our cache where transformers would have built its default one."""
+    """Build a kvloom cache where transformers would build its default one."""
     routing, given = model._kvloom, model_kwargs.get("past_key_values")
     wanted = generation_config.use_cache is not False
     wanted = wanted and generation_config.cache_implementation is None

@@ -1,9 +1,9 @@
-"""A cache as a file: what `Cache.save` writes and `Cache.load` reads.
+"""A cache as a file, which `Cache.save` writes and `Cache.load` reads.
 
-Decides what a file's metadata holds and when a file is refused; `state` decides what of a cache is
-state. The file is safetensors: tensors as the cache stores them (packed stays packed; spare room is
-not written), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
-Calibrated numbers are not in it: the recipe's calibration is read again and must be the same.
+Decides what is in a file's metadata and which files are refused; `cache.state` decides what of a
+cache is state. The file is safetensors: tensors as the cache stores them (packed, without spare
+room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
+It has no calibrated numbers: the recipe's calibration is read again and must be the same.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
             unroute(model)
         if isinstance(error, _CLEAR):
             raise
-        # anything else: a file without a checksum may contain whatever damage made of it
+        # anything else: a field does not have the expected form
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise SavedCacheError(
             f"{str(path)!r} cannot be restored ({reason}); prefill and save the cache again"
@@ -85,7 +85,7 @@ def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
 
 
 def _restore(kind: type[Cache], model: PreTrainedModel, path: Path, about: dict[str, Any]) -> Cache:
-    """Make the cache that a file describes."""
+    """Return the cache that a file describes."""
     _check_model(path, about["model"], _traits(model))
     try:
         recipe = Recipe.from_dict(about["recipe"])
@@ -118,7 +118,7 @@ def _state(layer: Any) -> Any:
 
 
 def _load_state(layer: Any, saved: Any) -> None:
-    """Give a fresh layer its state."""
+    """Load a saved state into a new layer."""
     if isinstance(layer, RoutedLayer):
         load_state(layer.cache, saved)
     else:
@@ -146,26 +146,26 @@ def _about(path: Path) -> dict[str, Any]:
         raise SavedCacheError(
             f"{name} is safetensors, but no saved cache; give a file that cache.save wrote"
         )
-    found, by = about["format"], about.get("kvloom")
-    if found != VERSION:
+    version, writer = about["format"], about.get("kvloom")
+    if version != VERSION:
         raise SavedCacheError(
-            f"{name} has cache format {found} of kvloom {by}, and this "
+            f"{name} has cache format {version} of kvloom {writer}, and this "
             f"kvloom ({__version__}) reads {VERSION}; use that kvloom, or prefill and save again"
         )
     if not intact:
         raise SavedCacheError(
             f"{name} is damaged: its checksum is wrong; prefill and save the cache again"
         )
-    lacks = [part for part in ("recipe", "model", "calibration", "layers") if part not in about]
-    if lacks:
+    missing = [key for key in ("recipe", "model", "calibration", "layers") if key not in about]
+    if missing:
         raise SavedCacheError(
-            f"{name} is damaged: its {lacks[0]} is missing; prefill and save the cache again"
+            f"{name} is damaged: its {missing[0]} is missing; prefill and save the cache again"
         )
     return about
 
 
 def _check_model(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Refuse another model, or another dtype, by what differs."""
+    """Raise `SavedCacheError` for another model or dtype, with what differs."""
     differ = [name for name in own if saved.get(name) != own[name]]
     if differ:
         one, other = (
@@ -179,7 +179,7 @@ def _check_model(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None
 
 
 def _traits(model: PreTrainedModel) -> dict[str, Any]:
-    """What must be the same for what is held to mean the same, as JSON gives it back."""
+    """Return what a model must share with the saved one, as JSON returns it."""
     config = compat.decoder_config(model)
     more = {name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")}
     dtype = str(model.dtype).removeprefix("torch.")
@@ -187,11 +187,11 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _tables(layers: list[LayerMetadata]) -> str | None:
-    """SHA-256 of what calibration says of the layers' channels; None where none was asked."""
+    """Return the SHA-256 of the layers' calibrated numbers; None if there are none."""
     tables = {
         f"{i}.{side}.{field}": x
-        for i, told in enumerate(layers)
-        for side, channels in (("keys", told.keys), ("values", told.values))
+        for i, metadata in enumerate(layers)
+        for side, channels in (("keys", metadata.keys), ("values", metadata.values))
         if channels is not None
         for field, x in zip(Channels._fields, channels, strict=True)
         if x is not None
@@ -200,7 +200,7 @@ def _tables(layers: list[LayerMetadata]) -> str | None:
 
 
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where each layer attends: a model may lie on several devices."""
+    """Return the device of each layer: a model may be on several devices."""
     found = {}
     for module in model.modules():
         weight = next(module.parameters(), None)
@@ -210,14 +210,14 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 
 def _check_settled(cache: Cache) -> None:
-    """Refuse a cache in the middle of a step or a draft; wait for its side streams."""
+    """Raise `CacheMisuse` in the middle of a step or draft; wait for side streams."""
     for layer in (routed.cache for routed in cache.routed):
         layer.check_usable()
         if layer.retriever is not None:
             layer.retriever.side_stream.wait()
         if layer.draft is not None and layer.seen > layer.recipe.start:
             raise CacheMisuse(
-                f"{layer.name}: the newest {layer.draft.tokens} tokens may still be taken back; "
+                f"{layer.name}: the newest {layer.draft.tokens} tokens may still be removed; "
                 "call crop(0) before saving"
             )
     seen = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}

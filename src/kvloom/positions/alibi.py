@@ -1,9 +1,9 @@
 """ALiBi (arXiv:2108.12409): a bias on the logits, linear in the distance between query and key.
 
-Softmax does not see what is added to a whole row, so the bias of a key is the same for all
-queries: slope * (position - position of the newest token). Counted from the newest token it stays
-exact in fp32 however long the sequence, and all pieces of a step share the reference, so that
-their states merge. Decides how positions follow from logical indices; knows no model.
+A constant added to a whole row does not change softmax, so the bias of a key is the same for all
+queries: slope * (position - position of the newest token). Relative to the newest token it stays
+exact in fp32 for sequences of any length. All parts of a step share this reference, so that their
+states merge. Decides how positions follow from logical indices; independent of models.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Alibi:
-    """One step's ALiBi: slopes fp32 [Hq], and where the tokens seen so far stand.
+    """One step's ALiBi: slopes fp32 [Hq], and the positions of the tokens seen so far.
 
-    position: int64 [B, 1, seen + T], by logical index. closed_up: tokens that stay move together,
-    as if those dropped had never been; whoever asks for a bias then gives such indices.
+    position: int64 [B, 1, seen + T], by logical index. closed_up: kept tokens have consecutive
+    positions, as if evicted ones had never existed; callers of `bias` then give such indices.
     """
 
     slopes: Tensor
@@ -28,9 +28,9 @@ class Alibi:
     closed_up: bool = False
 
     def bias(self, index: Tensor) -> Tensor:
-        """What to add to the logits of the tokens with these logical indices.
+        """Return the bias fp32 [B, Hq, N] of the tokens with these logical indices.
 
-        index: int64 [B or 1, Hk or 1, N]. Returns fp32 [B, Hq, N].
+        index: int64 [B or 1, Hk or 1, N].
         """
         b, h = self.position.shape[0], index.shape[1]
         position = self.position.expand(-1, h, -1).gather(2, index.expand(b, -1, -1))
@@ -39,7 +39,7 @@ class Alibi:
         return self.times(slopes, position[:, :, None], newest).flatten(1, 2)
 
     def times(self, slopes: Tensor, position: Tensor, newest: Tensor) -> Tensor:
-        """slopes * (position - newest); a model that rounds says so here."""
+        """Return slopes * (position - newest); models that round it override this."""
         return slopes * (position - newest)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Alibi:
@@ -48,9 +48,9 @@ class Alibi:
 
 
 def positions(valid: Tensor | None, batch: int, tokens: int, device: torch.device) -> Tensor:
-    """Positions of the tokens seen, int64 [B, 1, tokens]: how many stand before each.
+    """Return positions int64 [B, 1, tokens]: the number of tokens before each, without padding.
 
-    valid: bool [B, tokens], False for padding, which does not count (None: everything counts).
+    valid: bool [B, tokens], False for padding (None: there is none).
     """
     if valid is None:
         return torch.arange(tokens, device=device).expand(batch, 1, -1)

@@ -1,4 +1,4 @@
-"""New positions for kept tokens, as if the evicted ones had never been.
+"""New positions for kept tokens, as if the evicted ones had never existed.
 
 Decides by how much each key is rotated again; `Rope` rotates.
 """

@@ -1,8 +1,8 @@
 """Rotary position embedding of keys that are already rotated: rotate them to other positions.
 
 A key at position p is its raw key rotated by p; rotations compose, so a stored key moves from p to
-p + by without being unrotated first, and by = -p gives the raw key. Decides nothing about which
-model rotates how: `hf.rotary` finds that out.
+p + by in one rotation, and by = -p gives the raw key. Decides nothing about models: `hf.rotary`
+finds how a model rotates.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Rope(NamedTuple):
     interleaved: bool = False
 
     def angles(self, by: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every pair's angle at positions `by`: fp32 [*by.shape, dims / 2]."""
-        if by.is_cpu and by.numel() == 1:  # a decode step asks in every layer
+        """Return cosine and sine of each pair's angle at `by`: fp32 [*by.shape, dims / 2] each."""
+        if by.is_cpu and by.numel() == 1:  # every layer of a decode step needs the same one
             return _angles_at(self.inv_freq, int(by), by.shape)
         return _angles(self.inv_freq, by)
 
@@ -57,5 +57,5 @@ def _angles(inv_freq: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=16)
 def _angles_at(inv_freq: Tensor, by: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """The angles at one position, given in a shape; a tensor is known by its identity."""
+    """Return the angles at one position, in a shape; tensors are cache keys by identity."""
     return _angles(inv_freq, torch.full(shape, by))

@@ -1,4 +1,4 @@
-"""Which stored tokens a step reads."""
+"""Recall: indexes that find the stored tokens a step reads, and tiers for offloaded ones."""
 
 from typing import TypeVar
 

@@ -1,9 +1,9 @@
 """Semantic clusters of keys (ClusterKV, arXiv:2412.03213, section III).
 
-The prompt's keys are clustered once, generated ones in blocks among themselves; a query takes the
-clusters whose centroids have the largest inner product with it. Departures: seeds are drawn one
-from each of as many equal stretches of the prompt as there are clusters, not from all of it, so
-that they are distinct; what is not a whole block waits.
+The prompt's keys are clustered once, generated keys in blocks among themselves. A query reads the
+clusters whose centroids have the largest inner product with it. Departures: the prompt is divided
+into as many equal ranges as there are clusters, and each range gives one seed, so that seeds are
+distinct; generated tokens wait until they fill a block.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .index import Finder, Index, grown, whole
 class Clusters(Index):
     """K-means over keys.
 
-    size: tokens a cluster of the prompt has on average. block: generated tokens that are clustered
-    together, into block_clusters. distance: one of "cosine", "l2", "inner". iterations: at most.
+    size: mean tokens in a cluster of the prompt. block: generated tokens that are clustered
+    together, into block_clusters. distance: "cosine", "l2" or "inner". iterations: at most.
     """
 
     size: int = 80
@@ -58,7 +58,7 @@ class Clusters(Index):
         return ClusterFinder(self)
 
     def due(self, held: int, waiting: int) -> int:
-        """The prompt at once, later whole blocks; a prompt within one cluster waits too."""
+        """Return all tokens of a prompt, later whole blocks; a prompt below `size` tokens waits."""
         if held == 0:
             return waiting if waiting >= self.size else 0
         return self.block if waiting >= self.block else 0
@@ -69,7 +69,7 @@ class Clusters(Index):
         return self.block
 
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
-        """Centroids, sizes, starts and life signs, and the order of tokens."""
+        """Return the bytes of centroids, sizes, starts and live flags, and of the tokens' order."""
         return tokens // self.size * (head_dim * itemsize + 4 + 4 + 1) + 4 * tokens
 
 
@@ -78,7 +78,7 @@ class ClusterFinder(Finder):
 
     centroids [B, Hk, C, D] in the keys' dtype; size, start: int32 [B, Hk, C], where a cluster's
     tokens lie in order: int32 [B, Hk, N], slots by cluster, ascending in each. alive: bool
-    [B, Hk, C], False for those that no query takes: of padding, or more than a short row has.
+    [B, Hk, C], False for clusters that no query reads: of padding, or unused in a short row.
     """
 
     centroids: Tensor
@@ -96,22 +96,22 @@ class ClusterFinder(Finder):
         """Names of the attributes that are tensors."""
         return ("centroids", "size", "start", "order", "alive")
 
-    def extend(self, keys: Tensor, real: Tensor) -> None:
+    def extend(self, keys: Tensor, live: Tensor) -> None:
         """Cluster keys [B, Hk, T, D] among themselves and add the clusters."""
         o, t = self.options, keys.shape[2]
-        padded = not bool(real.all())
-        most, per = (t // o.size, o.size) if self.tokens == 0 else (o.block_clusters, None)
-        tokens = real.sum(dim=-1)  # [B, 1]
-        count = (tokens // per if per else tokens).clamp(max=most)
+        padded = not bool(live.all())
+        clusters, per = (t // o.size, o.size) if self.tokens == 0 else (o.block_clusters, None)
+        tokens = live.sum(dim=-1)  # [B, 1]
+        count = (tokens // per if per else tokens).clamp(max=clusters)
         count = torch.where(tokens > 0, count.clamp_min(1), 0)
         generator = torch.Generator().manual_seed(o.seed)
-        start = ref.seeds(real, count, most, generator)
-        alive = torch.arange(most, device=keys.device) < count.unsqueeze(-1)  # [B, 1, C]
-        centroids, labels = ops.kmeans(keys, start, real, alive, o.distance, o.iterations)
-        size = ref.sizes(labels, most + 1)
+        start = ref.seeds(live, count, clusters, generator)
+        alive = torch.arange(clusters, device=keys.device) < count.unsqueeze(-1)  # [B, 1, C]
+        centroids, labels = ops.kmeans(keys, start, live, alive, o.distance, o.iterations)
+        size = ref.sizes(labels, clusters + 1)
         if not padded:
             size = size[..., :-1]
-        else:  # what takes no part is a cluster that nobody takes
+        else:  # padding is a cluster that no query reads
             centroids = torch.cat([centroids, torch.zeros_like(centroids[:, :, :1])], dim=2)
             alive = torch.cat([alive, torch.zeros_like(alive[..., :1])], dim=-1)
         order = labels.argsort(dim=-1, stable=True) + self.tokens
@@ -127,20 +127,20 @@ class ClusterFinder(Finder):
         self.tokens += t
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
-        """The tokens of the best clusters; of the last, the oldest that still fit."""
+        """Return the tokens of the best clusters; of the last one, the oldest that fit."""
         return self.choose(self.scores(q, group), tokens)
 
     def choose(self, scores: Tensor, tokens: int) -> Tensor:
-        """The tokens of the best clusters."""
+        """Return slots int64 [B, Hk or Hq, tokens] of the best clusters, by scores of `scores`."""
         return ops.select_clusters(scores, self.size, self.start, self.order, tokens)
 
     def parts(self) -> Tensor:
-        """The cluster of each slot, int64 [B, Hk, N]."""
-        end = (self.start + self.size).contiguous()  # clusters lie one behind the other in order
-        place = torch.arange(self.tokens, dtype=end.dtype, device=end.device)
-        cluster = torch.searchsorted(end, place.expand_as(self.order).contiguous(), right=True)
+        """Return the cluster of each slot, int64 [B, Hk, N]."""
+        end = (self.start + self.size).contiguous()  # clusters are consecutive in order
+        rank = torch.arange(self.tokens, dtype=end.dtype, device=end.device)
+        cluster = torch.searchsorted(end, rank.expand_as(self.order).contiguous(), right=True)
         return torch.empty_like(cluster).scatter_(2, self.order.long(), cluster)
 
     def scores(self, q: Tensor, group: str) -> Tensor:
-        """How the queries [B, Hq, D] rate the clusters: fp32 [B, Hk or Hq, C]."""
+        """Return the scores of the clusters for queries [B, Hq, D]: fp32 [B, Hk or Hq, C]."""
         return ops.cluster_scores(q, self.centroids, self.alive, group)

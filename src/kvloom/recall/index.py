@@ -1,8 +1,8 @@
 """Recall: the whole cache stays, and a step reads the tokens an index finds for its queries.
 
-Decides how many tokens are read and how the query heads of a group choose together; how tokens are
-found is in `clusters` and `pages`, what is done with them in the layer. A new index is an `Index`
-(its options) and a `Finder` (its state).
+Decides how many tokens are read and how the query heads of a group choose together. `clusters` and
+`pages` find tokens; `cache.retriever` reads them. A new index is an `Index` (its options) and a
+`Finder` (its state).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Index:
     """Options of an index."""
 
     kind: ClassVar[str] = ""
-    reads_keys: ClassVar[bool] = False  # every key is read to find some
+    reads_keys: ClassVar[bool] = False  # whether it reads every key to find some
 
     def finder(self) -> Finder:
         """Return an empty index."""
         raise NotImplementedError
 
     def due(self, held: int, waiting: int) -> int:
-        """Return how many of `waiting` tokens to index now, after `held` that are indexed.
+        """Return how many of `waiting` tokens to index now, where `held` are indexed already.
 
         The default: as many whole units as there are.
         """
@@ -45,43 +45,43 @@ class Index:
 
     @property
     def unit(self) -> int:
-        """So many tokens are found at a time."""
+        """The index finds tokens in multiples of this number."""
         return 1
 
     @property
     def step(self) -> int:
-        """Behind the first, tokens are taken in in multiples of it."""
+        """After the prompt, tokens are indexed in multiples of this number."""
         return self.unit
 
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
-        """Bytes of one head's index of a prompt's `tokens` tokens, keys of itemsize bytes."""
+        """Return the bytes of one head's index of a prompt, for keys of itemsize bytes."""
         raise NotImplementedError
 
 
 class Finder:
-    """An index of one layer's keys, a part of them for each key/value head.
+    """An index of one layer's keys, for each key/value head.
 
-    `tokens` counts the keys taken in; a key's slot is its place among them.
+    tokens: the number of indexed keys. A key's slot is its number among them, oldest first.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
 
-    def extend(self, keys: Tensor, real: Tensor) -> None:
-        """Take in keys [B, Hk, T, D], the next by age; real: bool [B, 1, T], False for padding."""
+    def extend(self, keys: Tensor, live: Tensor) -> None:
+        """Index the next keys [B, Hk, T, D] by age; live: bool [B, 1, T], False for padding."""
         raise NotImplementedError
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
-        """Slots to read for queries [B, Hq, D]: int64 [B, Hk, tokens], no slot twice in a row.
+        """Return the slots to read for queries [B, Hq, D]: int64 [B, Hk, tokens], distinct.
 
-        tokens: at most as many as were taken in. group: one of `GROUPS`; "each" gives [B, Hq,
-        tokens]. keys: gives the keys [B, Hk, N, D], for an index that holds none itself. Padding is
-        found last.
+        tokens: at most the number of indexed keys. group: one of `GROUPS`; "each" returns [B, Hq,
+        tokens]. keys: returns the keys [B, Hk, N, D], for an index that stores none. Padding comes
+        last.
         """
         raise NotImplementedError
 
     def parts(self) -> Tensor | None:
-        """Which cluster or page each slot is in, int64 [B, Hk, N]; None where there are none."""
+        """Return the cluster or page of each slot, int64 [B, Hk, N]; None if there are none."""
         return None
 
     @property
@@ -114,12 +114,12 @@ class Finder:
 
 @dataclass(frozen=True)
 class Recall:
-    """What finds the tokens, and how many a step reads.
+    """The index that finds tokens, and how many a step reads.
 
-    tokens: that a step reads, protected ones included; generated tokens that are not in the index
-    yet are read in addition. group: one of `GROUPS`. full_layers: so many first layers read
-    everything. Steps of several tokens (a prompt, a turn, a draft) read everything too. tier: where
-    the indexed tokens live (None: on the device).
+    tokens: read by a step, protected ones included; generated tokens that are not in the index
+    yet are read in addition. group: one of `GROUPS`. full_layers: the number of first layers that
+    read everything. Steps of several tokens (a prompt, a turn, a draft) read everything too. tier:
+    where the indexed tokens are stored (None: on the device).
     """
 
     index: Index
@@ -144,11 +144,11 @@ class Recall:
 
 
 def whole(name: str, value: object, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
+    """Raise `RecipeError` if the value is not a whole number of at least `least`."""
     if type(value) is not int or value < least:
         raise RecipeError(f"{name}={value!r} must be a whole number, {least} or more")
 
 
 def grown(old: Tensor | None, new: Tensor) -> Tensor:
-    """Old and new, one behind the other along dimension 2."""
+    """Return old and new concatenated along dimension 2."""
     return new if old is None else torch.cat([old, new], dim=2)

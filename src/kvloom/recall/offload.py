@@ -1,9 +1,8 @@
 """The oldest tokens of a layer in a tier, and which of them are resident on the device.
 
-Exact keys and values of a token lie side by side; packed ones lie as they were packed, codes and
-metadata, whole groups together. The tokens that the last steps read stay on the device, unpacked;
-a step copies only the others. Reordering a batch moves row numbers, not rows. Does not decide which
-tokens are read.
+Exact keys and values of a token are adjacent. Packed ones are stored as codes and metadata, in
+whole groups. The tokens that the last steps read stay on the device, unpacked; a step copies only
+the others. Reordering a batch moves row numbers, not rows. Does not decide which tokens are read.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class OffloadFormat(NamedTuple):
 
 
 class OffloadBuffer:
-    """Keys, values, or both side by side, in blocks: `unit` tokens of one row and head."""
+    """Keys, values, or both concatenated, in blocks: `unit` tokens of one row and head."""
 
     def __init__(self, rows: Callable[[], Rows], fmt: OffloadFormat | None, unit: int) -> None:
         self.fmt, self.unit = fmt, unit
@@ -44,7 +43,7 @@ class OffloadBuffer:
         return sum(rows.nbytes for rows in self.rows)
 
     def put(self, part: Block, blocks: int) -> None:
-        """Add whole blocks."""
+        """Append a number of whole blocks."""
         parts = [part] if isinstance(part, Tensor) else part
         self.widths = [x.shape[-1] for x in parts]
         for rows, x in zip(self.rows, parts, strict=True):
@@ -60,7 +59,7 @@ class OffloadBuffer:
         ]
 
     def fetch(self, at: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return tokens [n, D] at places int64 [n]: block * unit + token."""
+        """Return tokens [n, D] at addresses int64 [n]: block * unit + token."""
         flat = [
             rows.view().view(-1, width) for rows, width in zip(self.rows, self.widths, strict=True)
         ]
@@ -77,11 +76,11 @@ class OffloadBuffer:
 class OffloadStore:
     """Keys and values of the oldest tokens, by slot, in a tier.
 
-    formats: of keys and of values, None where they are exact. unit: tokens come in multiples of it,
-    so that a format's bytes and groups are whole.
+    formats: of keys and of values, None where they are exact. unit: the store appends tokens in
+    multiples of it, so that a format's bytes and groups are whole.
 
     On the device: `resident` [B, H, steps * M, 2 D], the tokens that the last steps read, M each;
-    `resident_index` int32 [B, H, N], where in `resident` a slot's token is, -1 for nowhere.
+    `resident_index` int32 [B, H, N], the index in `resident` of a slot's token, -1 for none.
 
     An extent is a run of tokens offloaded while the batch stayed the same. `extents` int64 [E, 3]:
     its first slot, batch rows, first block; `source` int64 [B, E]: which of these rows is b's own.
@@ -104,7 +103,7 @@ class OffloadStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in all, wherever they are."""
+        """Bytes in all, on the device and in the tier."""
         return self.device_nbytes + sum(buffer.nbytes for buffer in self.buffers)
 
     @property
@@ -116,11 +115,11 @@ class OffloadStore:
     @property
     def device_nbytes(self) -> int:
         """Bytes of the tensors on the device."""
-        held = (self.resident, self.resident_index, *self.read_slots)
-        return sum(x.nbytes for x in held if x is not None)
+        tensors = (self.resident, self.resident_index, *self.read_slots)
+        return sum(x.nbytes for x in tensors if x is not None)
 
     def forget(self) -> None:
-        """Let no token be resident on the device."""
+        """Discard the resident copies on the device."""
         self.resident: Tensor | None = None
         self.resident_index: Tensor | None = None
         self.read_slots: list[Tensor] = []  # int32 [B, H, M], of each of the last steps
@@ -129,15 +128,15 @@ class OffloadStore:
     def append(self, parts: Sequence[Block], tokens: int, like: Tensor) -> None:
         """Add keys and values of `tokens` tokens, whole units; like: an empty tensor of such keys.
 
-        Raises `TierError` where a file cannot hold them; the store is unusable then.
+        Raises `TierError` if a file cannot store them; the store is then unusable.
         """
         self.like, b = like, like.shape[0]
         if not self.buffers:
             self.buffers = self.empty_buffers(pinned=like.is_cuda)
-        here, blocks = torch.arange(b)[:, None], tokens // self.unit
-        if self.source.shape[1] == 0 or not torch.equal(self.source[:, -1:], here):
+        rows, blocks = torch.arange(b)[:, None], tokens // self.unit
+        if self.source.shape[1] == 0 or not torch.equal(self.source[:, -1:], rows):
             new = torch.tensor([[self.tokens, b, self._blocks]])
-            self.source = torch.cat([self.source.expand(b, -1), here], dim=1)
+            self.source = torch.cat([self.source.expand(b, -1), rows], dim=1)
             self.extents = torch.cat([self.extents, new])
         for buffer, part in zip(self.buffers, self._joined(parts), strict=True):
             buffer.put(part, blocks)
@@ -152,17 +151,17 @@ class OffloadStore:
         b, h, _, d = self.like.shape
         blocks = torch.arange(lo // self.unit, hi // self.unit) * self.unit
         row, head = torch.arange(b)[:, None, None], torch.arange(h)[:, None]
-        at = self._places(blocks.expand(b, h, -1), row, head) // self.unit
-        found: list[Block] = []
+        at = self._addresses(blocks.expand(b, h, -1), row, head) // self.unit
+        result: list[Block] = []
         nbytes = 0
         for buffer in self.buffers:
             got = [x.to(self.like.device, non_blocking=True) for x in buffer.get(at)]
             nbytes += sum(x.nbytes for x in got)
             joint = len(self.buffers) == 1
             halves = (x.contiguous() for x in got[0].split(d, dim=-1))
-            found += halves if joint else [got if buffer.fmt else got[0]]
+            result += halves if joint else [got if buffer.fmt else got[0]]
         self._count(0, (hi - lo) * b * h, nbytes)
-        return found
+        return result
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, H, M, D] at slots int64 [B, H, M], H a multiple of Hk."""
@@ -244,7 +243,7 @@ class OffloadStore:
 
     @property
     def _blocks(self) -> int:
-        """Blocks held."""
+        """The number of blocks."""
         if not len(self.extents):
             return 0
         assert self.like is not None
@@ -261,7 +260,7 @@ class OffloadStore:
         return [torch.cat([k, v], dim=-1)]
 
     def _compact(self) -> None:
-        """Offload all tokens again, those of the present rows alone."""
+        """Offload all tokens again, for the present rows alone."""
         assert self.like is not None
         new, counted = self.fresh(), self.traffic
         step = max(1, 8192 // self.unit) * self.unit
@@ -271,8 +270,8 @@ class OffloadStore:
         self.buffers, self.extents, self.source = new.buffers, new.extents, new.source
         self.traffic = counted
 
-    def _places(self, slots: Tensor, row: Tensor, head: Tensor) -> Tensor:
-        """Return where in the buffers tokens are, at slots of batch rows' key/value heads."""
+    def _addresses(self, slots: Tensor, row: Tensor, head: Tensor) -> Tensor:
+        """Return the addresses in the buffers of tokens at slots of rows' key/value heads."""
         assert self.like is not None
         begin, batch, block = self.extents.unbind(1)
         e = torch.searchsorted(begin.contiguous(), slots.contiguous(), right=True) - 1
@@ -284,15 +283,15 @@ class OffloadStore:
         assert self.like is not None
         per = slots.shape[1] // self.like.shape[1]  # heads that choose for each key/value head
         row, head, _ = which.nonzero().to("cpu").unbind(1)
-        at = self._places(slots[which].to("cpu"), row, head // per)
-        found = [buffer.fetch(at, self.like.dtype) for buffer in self.buffers]
-        x = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        at = self._addresses(slots[which].to("cpu"), row, head // per)
+        fetched = [buffer.fetch(at, self.like.dtype) for buffer in self.buffers]
+        x = fetched[0] if len(fetched) == 1 else torch.cat(fetched, dim=-1)
         if x.device == self.like.device:
             return x
         return x.pin_memory().to(self.like.device, non_blocking=True)
 
     def _fit(self, slots: Tensor) -> None:
-        """Make room for steps that read so many slots, and indices for new tokens."""
+        """Make room for a step that reads these slots, and indices for new tokens."""
         b, h, m = slots.shape
         if self.tier.steps == 0:
             return
@@ -308,7 +307,7 @@ class OffloadStore:
             self.resident_index = torch.cat([self.resident_index, new], dim=2)
 
     def _keep(self, slots: Tensor, x: Tensor) -> None:
-        """Make the tokens of a step resident, in the room of the oldest step's."""
+        """Make the tokens of a step resident, in place of those of the oldest step."""
         assert self.resident is not None
         assert self.resident_index is not None
         m, room = slots.shape[2], self.reads % self.tier.steps
@@ -316,14 +315,14 @@ class OffloadStore:
         if len(self.read_slots) == self.tier.steps:
             old = self.read_slots[room].long()
             at = self.resident_index.gather(2, old)
-            left = (at >= lo) & (at < lo + m)  # others were read later as well
-            self.resident_index.scatter_(2, old, at.masked_fill(left, -1))
+            replaced = (at >= lo) & (at < lo + m)  # a later step read the others too
+            self.resident_index.scatter_(2, old, at.masked_fill(replaced, -1))
             self.read_slots[room] = slots.int()
         else:
             self.read_slots.append(slots.int())
         self.resident[:, :, lo : lo + m] = x
-        here = torch.arange(lo, lo + m, device=slots.device, dtype=torch.int32)
-        self.resident_index.scatter_(2, slots, here.expand_as(slots))
+        index = torch.arange(lo, lo + m, device=slots.device, dtype=torch.int32)
+        self.resident_index.scatter_(2, slots, index.expand_as(slots))
         self.reads += 1
 
     def _count(self, hits: int, misses: int, nbytes: int) -> None:

@@ -1,8 +1,8 @@
 """Pages of consecutive tokens (Quest, arXiv:2406.10774, section 3), and the exact top k.
 
-A page is known by the least and the largest of its keys in every channel, which bound q . k for all
-of them. Departures: key/value heads choose for their group of queries (the paper's code: every
-query head); a page that is not full is always read; so many pages are read as fit the budget (the
+The index stores the least and the largest of a page's keys in every channel, which bound q . k for
+all of them. Departures: key/value heads choose for their group of queries (the paper's code: every
+query head); a page that is not full is always read; a step reads the pages that fit the budget (the
 paper's code: three at least).
 """
 
@@ -36,11 +36,11 @@ class Pages(Index):
 
     @property
     def unit(self) -> int:
-        """A page."""
+        """The tokens of a page."""
         return self.page
 
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
-        """Two bounds a page and channel."""
+        """Return the bytes of two bounds per page and channel."""
         return 2 * (tokens // self.page) * head_dim * itemsize
 
 
@@ -59,36 +59,36 @@ class PageFinder(Finder):
         """Names of the attributes that are tensors."""
         return ("low", "high")
 
-    def extend(self, keys: Tensor, real: Tensor) -> None:
+    def extend(self, keys: Tensor, live: Tensor) -> None:
         """Add the bounds of whole pages of keys [B, Hk, T, D]."""
-        bounds = ops.page_bounds(keys, self.page, real)
+        bounds = ops.page_bounds(keys, self.page, live)
         for name, new in zip(self.tensors, bounds, strict=True):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += keys.shape[2]
 
     def parts(self) -> Tensor:
-        """The page of each slot, int64 [B, Hk, N]."""
+        """Return the page of each slot, int64 [B, Hk, N]."""
         page = torch.arange(self.tokens, device=self.low.device) // self.page
         return page.expand(*self.low.shape[:2], -1)
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
-        """The tokens of the pages with the largest bounds."""
+        """Return the tokens of the pages with the largest bounds."""
         return self.choose(self.scores(q, group), tokens)
 
     def scores(self, q: Tensor, group: str) -> Tensor:
-        """The most that the queries' products [B, Hq, D] can be in the pages: [B, Hk or Hq, P]."""
+        """Return upper bounds of q . k in the pages, q [B, Hq, D]: fp32 [B, Hk or Hq, P]."""
         return ops.page_scores(q, self.low, self.high, group)
 
     def choose(self, scores: Tensor, tokens: int) -> Tensor:
-        """The tokens of the best pages."""
+        """Return slots int64 [B, Hk or Hq, tokens] of the best pages, by scores of `scores`."""
         return ops.select_pages(scores, tokens // self.page, self.page)
 
 
 @dataclass(frozen=True)
 class TopK(Index):
-    """No index: every key is read to find those with the largest q . k. The oracle of the others.
+    """No index: a step reads every key to find those with the largest q . k. An oracle.
 
-    ALiBi's bias does not enter.
+    Scores leave out ALiBi's bias.
     """
 
     kind: ClassVar[str] = "topk"
@@ -99,12 +99,12 @@ class TopK(Index):
         return TopKFinder()
 
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
-        """Which tokens are padding."""
+        """Return 0: only padding is stored."""
         return 0
 
 
 class TopKFinder(Finder):
-    """Nothing but which tokens are padding: bool [B, 1, N], where there is any."""
+    """A mask bool [B, 1, N], False for padding; None where there is no padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,15 +115,15 @@ class TopKFinder(Finder):
         """Names of the attributes that are tensors."""
         return () if self.real is None else ("real",)
 
-    def extend(self, keys: Tensor, real: Tensor) -> None:
+    def extend(self, keys: Tensor, live: Tensor) -> None:
         """Count keys [B, Hk, T, D], and note padding."""
-        if self.real is not None or not bool(real.all()):
-            known = real.new_ones(real.shape[0], 1, self.tokens) if self.real is None else self.real
-            self.real = torch.cat([known, real], dim=2)
+        if self.real is not None or not bool(live.all()):
+            old = live.new_ones(live.shape[0], 1, self.tokens) if self.real is None else self.real
+            self.real = torch.cat([old, live], dim=2)
         self.tokens += keys.shape[2]
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
-        """The tokens with the largest q . k."""
+        """Return the tokens with the largest q . k."""
         k = keys()
         scores = ref.together(ref.dots(q, k), k.shape[1], group)
         if self.real is not None:

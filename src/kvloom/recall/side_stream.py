@@ -1,4 +1,4 @@
-"""Work beside the device's other work: on a CUDA stream of its own, on a CPU at once.
+"""Run work on a CUDA stream of its own, beside the device's other work; on a CPU, at once.
 
 Decides when the device waits; independent of what is computed.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 class SideStream:
     """One CUDA stream, made when it is first needed.
 
-    Its results may be used after `wait`, and the tensors that it reads must not change before.
+    Call `wait` before you use its results or change the tensors that it reads.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class SideStream:
         return SideStream()
 
     def run(self, work: Callable[[], None], *reads: Tensor) -> None:
-        """Do the work, which reads the tensors `reads`: all on one device."""
+        """Run the function `work`, which reads the tensors `reads`, all on one device."""
         if not reads[0].is_cuda:
             work()
             return
@@ -43,7 +43,7 @@ class SideStream:
         self.done = self.stream.record_event()
 
     def wait(self) -> None:
-        """Let later work of the device wait for this work; the host does not wait."""
+        """Make the device's current stream wait for the work; the host does not wait."""
         if self.done is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(self.done)
             self.done = None

@@ -1,7 +1,8 @@
-"""Where offloaded tokens are stored: host memory or a file, as rows that grow at their end.
+"""Tiers of offloaded tokens: host memory or a file, as rows that grow at their end.
 
-Host memory is pinned where the device is a GPU; a file is memory-mapped and removed with the cache.
-Decides how rows are stored and what happens where they cannot be; `offload` decides their content.
+Host memory is pinned if the device is a GPU. A file is memory-mapped and removed with the cache.
+Decides how rows are stored, and which errors follow if they cannot be. `offload.OffloadStore`
+decides what is in them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ TIERS = {
 
 @dataclass(frozen=True)
 class Tier:
-    """A key of `TIERS`; the file's folder (None: the system's for temporary files).
+    """A tier for offloaded tokens.
 
-    steps: what so many last steps read stays on the device.
+    kind: a key of `TIERS`. folder: for the file (None: the system's for temporary files). steps:
+    the tokens that this many last steps read stay on the device.
     """
 
     kind: str = "host"
@@ -50,7 +52,7 @@ class Tier:
 
 
 class Traffic(NamedTuple):
-    """Tokens, of each row and head, found on the device and not; bytes copied to it."""
+    """Tokens per row and head found on the device, and not; bytes copied to it."""
 
     hits: int = 0
     misses: int = 0
@@ -60,22 +62,21 @@ class Traffic(NamedTuple):
 class Rows:
     """Rows [n, width] in host memory that grow at their end.
 
-    pinned: rows come from a GPU, which copies them while the host goes on; the host waits before it
-    reads.
+    pinned: a GPU copies the rows while the host continues; the host waits before it reads them.
     """
 
     def __init__(self, pinned: bool = False) -> None:
         self.pinned = pinned
         self.data: Tensor | None = None
         self.count = 0
-        self.copied: Any = None  # a CUDA event after the last copy, until somebody has waited
+        self.copied: Any = None  # a CUDA event after the last copy, until the host has waited
 
     def __deepcopy__(self, memo: dict) -> Rows:
-        """Copy the rows; those of a file into one of their own."""
-        twin = self.fresh()
+        """Copy the rows; those of a file are copied into another file."""
+        copied = self.fresh()
         if self.data is not None:
-            twin.append(self.view())
-        return twin
+            copied.append(self.view())
+        return copied
 
     @property
     def nbytes(self) -> int:
@@ -83,11 +84,11 @@ class Rows:
         return 0 if self.data is None else self.data.nbytes
 
     def fresh(self) -> Rows:
-        """Return empty rows held the same way."""
+        """Return empty rows of the same kind."""
         return Rows(self.pinned)
 
     def view(self) -> Tensor:
-        """The rows [n, width], a view."""
+        """Return the rows [n, width], a view; raises `TierError` if they cannot be read."""
         self.check()
         assert self.data is not None
         if self.copied is not None:
@@ -96,7 +97,7 @@ class Rows:
         return self.data[: self.count]
 
     def append(self, x: Tensor) -> None:
-        """Add rows [n, width] from whatever device."""
+        """Add rows [n, width] from any device; raises `TierError` if they cannot be stored."""
         self.check()
         need = self.count + x.shape[0]
         if self.data is None or need > self.data.shape[0]:
@@ -108,10 +109,10 @@ class Rows:
         self.count = need
 
     def check(self) -> None:
-        """Raise `TierError` where the rows cannot be read any more."""
+        """Raise `TierError` if the rows cannot be read any more."""
 
     def state(self) -> Tensor | None:
-        """Return the rows [n, width], a view; None: there were never any."""
+        """Return the rows [n, width], a view; None if there never were any."""
         return None if self.data is None else self.view()
 
     def load_state(self, state: Tensor | None) -> None:
@@ -138,30 +139,30 @@ class FileRows(Rows):
             where = folder or tempfile.gettempdir()
             raise TierError(
                 f"no file for the cache can be made in {where!r} ({error.strerror}); give a folder "
-                "that exists and may be written"
+                "that exists and can be written to"
             ) from error
         os.close(number)
         self.path = Path(name)
-        self._gone = weakref.finalize(self, self.path.unlink, missing_ok=True)
+        self._unlink = weakref.finalize(self, self.path.unlink, missing_ok=True)
 
     def fresh(self) -> FileRows:
         """Return empty rows in a file of their own."""
         return FileRows(self.folder)
 
     def check(self) -> None:
-        """Raise `TierError` where the file is gone or cut off: reading it would end the process."""
+        """Raise `TierError` if the file is missing or cut off: reading it would end the process."""
         size = self.path.stat().st_size if self.path.exists() else -1
         if size < self.nbytes:
             raise TierError(
-                f"{self.path} has {'vanished' if size < 0 else 'been cut off'}, and the tokens in "
-                "it with it; start with a new cache"
+                f"{self.path} has {'vanished' if size < 0 else 'been cut off'}, so its tokens are "
+                "lost; start with a new cache"
             )
 
     def _room(self, count: int, like: Tensor) -> Tensor:
         size = count * like.shape[1]
         nbytes = max(1, size * like.element_size())
         try:
-            with self.path.open("r+b") as file:  # a hole that cannot be filled would end us later
+            with self.path.open("r+b") as file:  # a hole on a full disk would end the process
                 os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
             raise TierError(

@@ -108,7 +108,10 @@ class Calibration:
         found = self.tensors.get(f"range.{layer}.{kind}")
         if found is None:
             what = kind.replace("_", " ")
-            raise CalibrationError(f"{self.name} knows nothing of the {what} of layer {layer}")
+            raise CalibrationError(
+                f"{self.name} has no ranges for the {what} of layer {layer}; calibrate again with "
+                "`kvloom calibrate`"
+            )
         low, high = found
         return low, high
 

@@ -71,6 +71,31 @@ def test_the_check_sees_what_it_should():
     assert "cache" in imported_parts(SOURCE / "hf" / "cache.py")
 
 
+def imported_files(path: Path) -> set[Path]:
+    """Return the files of kvloom that a file imports; imports for annotations alone do not count."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    package = ["kvloom", *path.relative_to(SOURCE).parts[:-1]]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *((node.module or "").split("."))]
+            for name in [module, *([*module, alias.name] for alias in node.names)]:
+                file = SOURCE.parent.joinpath(*filter(None, name)).with_suffix(".py")
+                found.add(file)
+    return {file for file in found if file.is_file()} - {path}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {path: imported_files(path) for path in SOURCE.rglob("*.py")}
+    while free := {path for path, files in graph.items() if not files}:
+        graph = {path: files - free for path, files in graph.items() if path not in free}
+    assert not graph, sorted(str(path.relative_to(SOURCE)) for path in graph)
+
+
 def loaded_by(code: str) -> set[str]:
     """Top-level packages that are loaded after `code` in a fresh interpreter."""
     show = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"

@@ -132,7 +132,7 @@ class Rotated:
         self.channelwise = Channelwise(rotated=self.group)
 
     def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, scale and an empty zero; tokens share no group, so no mask is needed."""
+        """Return codes, scale and an empty zero; tokens are independent: padding needs no mask."""
         fmt = self.fmt
         codes, scale = quantize_rotated(x, fmt.bits, self.group, META[fmt.meta])
         return codes, scale, scale[..., :0]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse, NotFinite
 from ..kernels.append.reference import within
+from .layer_parts import LayerParts
 from .score_evictor import ScoreEvictor
 from .segment import Segment
-
-if TYPE_CHECKING:
-    from .layer import LayerCache
 
 
 def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
@@ -52,7 +48,7 @@ def check_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> 
         raise out_of_range(name, max_abs, k, v)
 
 
-def check_crop(layer: LayerCache, tokens: int) -> None:
+def check_crop(layer: LayerParts, tokens: int) -> None:
     """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
     if tokens >= layer.seen:
         return

@@ -6,12 +6,11 @@ Layers that decide together score one by one, and evict when the last of them ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from .age_evictor import AgeEvictor
 from .draft import Draft
+from .layer_parts import LayerParts
 from .outliers import all_exact
 from .part import Part
 from .score_evictor import ScoreEvictor
@@ -19,14 +18,11 @@ from .segment import Segment
 from .slots import Slots
 from .step import StepInputs
 
-if TYPE_CHECKING:
-    from .layer import LayerCache
-
 KV = tuple[Tensor, Tensor]
 """New keys and values [B, Hk, T, D] that are not stored yet."""
 
 
-def commit(layer: LayerCache, step: StepInputs, new: KV | None, parts: list[Part]) -> None:
+def commit(layer: LayerParts, step: StepInputs, new: KV | None, parts: list[Part]) -> None:
     """Store a step's tokens, then score, evict, pack and index what is due.
 
     new: keys and values that are not stored yet (None: `attend` stored them). parts: the tokens
@@ -53,7 +49,7 @@ def commit(layer: LayerCache, step: StepInputs, new: KV | None, parts: list[Part
         settle(layer, step, new)
 
 
-def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
+def settle(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
     """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
     new: keys and values that are not stored yet.
@@ -80,7 +76,7 @@ def settle(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
         index(layer)
 
 
-def evict(layer: LayerCache, scores: Tensor) -> None:
+def evict(layer: LayerParts, scores: Tensor) -> None:
     """Evict by fp32 scores [B, Hk, N] of the step in `layer.waiting`; then pack and index."""
     step, layer.waiting = layer.waiting, None
     assert step is not None
@@ -95,7 +91,7 @@ def evict(layer: LayerCache, scores: Tensor) -> None:
         index(layer)
 
 
-def index(layer: LayerCache) -> None:
+def index(layer: LayerParts) -> None:
     """Index the tokens that are due, and offload them where the recipe has a tier."""
     retriever = layer.retriever
     if retriever is None:
@@ -107,7 +103,7 @@ def index(layer: LayerCache) -> None:
     retriever.grow(layer.segment, visible, layer.like)
 
 
-def _add_to_draft(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
+def _add_to_draft(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
     """Store a step's tokens exactly; keep its queries if a part will score with them."""
     if new is not None:
         layer.segment.append(*_without_sinks(layer, step, new))
@@ -124,7 +120,7 @@ def _add_to_draft(layer: LayerCache, step: StepInputs, new: KV | None) -> None:
     layer.draft = Draft(tokens, step)
 
 
-def _vote(layer: LayerCache, scores: Tensor) -> None:
+def _vote(layer: LayerParts, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     if layer.score_evictor.waits and layer.coordinator is not None:
         layer.coordinator.vote(layer, scores)
@@ -133,7 +129,7 @@ def _vote(layer: LayerCache, scores: Tensor) -> None:
 
 
 def _store(
-    layer: LayerCache, segment: Segment, step: StepInputs, new: KV | None, prompt: bool
+    layer: LayerParts, segment: Segment, step: StepInputs, new: KV | None, prompt: bool
 ) -> None:
     """Add new tokens, drop the oldest where the recipe evicts by age, and pack what is due.
 
@@ -163,7 +159,7 @@ def _store(
             outliers.choose(*exact, step, segment, layer.sinks)
 
 
-def _without_sinks(layer: LayerCache, step: StepInputs, new: KV) -> KV:
+def _without_sinks(layer: LayerParts, step: StepInputs, new: KV) -> KV:
     """Copy the sinks among new keys and values; return the other keys and values."""
     if layer.sinks is None:
         return new

@@ -5,14 +5,20 @@ Decides when all scores are there, and by which scores each layer evicts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .layer import LayerCache
+from .score_evictor import ScoreEvictor
+
+
+class Layer(Protocol):
+    """A layer that evicts by score."""
+
+    @property
+    def score_evictor(self) -> ScoreEvictor: ...  # noqa: D102
 
 
 class Coordinator:
@@ -22,11 +28,11 @@ class Coordinator:
     evicts from a layer by scores.
     """
 
-    def __init__(self, shared: bool, evict: Callable[[LayerCache, Tensor], None]) -> None:
+    def __init__(self, shared: bool, evict: Callable[[Any, Tensor], None]) -> None:
         self.shared, self.evict = shared, evict
-        self.layers: list[LayerCache] = []
+        self.layers: Sequence[Layer] = ()
 
-    def vote(self, layer: LayerCache, scores: Tensor) -> None:
+    def vote(self, layer: Layer, scores: Tensor) -> None:
         """Note a layer's scores, fp32 [B, Hk, N]; after the last layer's, evict from all layers."""
         evictors = [each.score_evictor for each in self.layers]
         layer.score_evictor.vote = scores

@@ -10,31 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse, TierError
 from ..positions.alibi import Alibi
-from ..positions.rope import Rope
-from ..recipe.spec import Recipe
-from ..store import KVSide, LayerMetadata
-from .age_evictor import AgeEvictor
 from .checks import check_crop, check_range, check_shapes, out_of_range
 from .commit import commit, index, settle
-from .coordinator import Coordinator
 from .draft import Draft
-from .outliers import Outliers
-from .part import AttendPlans, Part, attend_parts
+from .layer_parts import LayerParts
+from .part import Part, attend_parts
 from .reading import logical, past_parts
-from .retriever import Retriever
 from .score_evictor import ScoreEvictor
-from .segment import Segment
-from .sinks import Sinks
 from .slots import Slots
 from .step import StepInputs
-from .trace import Trace
 from .undo import Undo
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
@@ -42,92 +32,8 @@ from .undo import Undo
 _SHORT = 64
 
 
-class LayerCache:
-    """The tokens of one layer, for all batch rows; the first keys set the number of heads.
-
-    tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
-    none. draft: the newest tokens while a crop may still remove them.
-
-    place: (rank, count) of this layer among those of the cache; sharing: among those that divide
-    one budget (default: place). rope: rotates keys where the recipe renumbers positions.
-    metadata: what the store's formats need of this layer.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        name: str = "this layer",
-        place: tuple[int, int] = (0, 1),
-        rope: Rope | None = None,
-        metadata: LayerMetadata | None = None,
-        sharing: tuple[int, int] | None = None,
-    ) -> None:
-        self.metadata = metadata or LayerMetadata()
-        if recipe.store.pre_rope and self.metadata.rope is None:
-            raise CacheMisuse(f"{name}: keys before RoPE need the model's rotary embedding")
-        self.recipe, self.name, self.place, self.rope = recipe, name, place, rope
-        self.sharing = sharing or place
-        sides = recipe.store.keys, recipe.store.values
-        self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
-        self.coordinator: Coordinator | None = None
-        self.recording = False  # every step is a draft until `crop`
-        self.trace: Trace | None = None
-        self.plans = (AttendPlans(), AttendPlans())  # of the first two parts of a step
-        self.reset()
-
-    def reset(self) -> None:
-        """Remove all tokens."""
-        recipe, metadata, layer = self.recipe, self.metadata, self.place[0]
-        keep, recents, sinks = recipe.keep, recipe.protect.recents, recipe.protect.sinks
-        scored = keep is not None and not keep.by_age  # sinks stay in place: their score is inf
-        self.tokens: Segment | Slots = Segment(
-            KVSide(recipe.store.keys, recents[0], metadata.keys, metadata.rope),
-            KVSide(recipe.store.values, recents[1], metadata.values),
-        )
-        self.segment.first = 0 if scored else sinks
-        self.sinks = Sinks(sinks) if sinks and not scored else None
-        self.evictor: AgeEvictor | ScoreEvictor | None = None
-        if keep is not None:
-            by_score = ScoreEvictor(recipe, layer, self.sharing, self.rope) if scored else None
-            self.evictor = by_score or AgeEvictor(recipe)
-        recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
-        self.retriever = Retriever(recipe) if recalls else None
-        rule = recipe.protect.outliers
-        self.outliers = None if rule is None else Outliers(rule, layer)
-        self.draft: Draft | None = None
-        self.waiting: StepInputs | None = None  # its scores wait for those of other layers
-        self.settled = False  # whether a step was settled; the first one is the prompt
-        self.seen = 0
-        self.read = 0  # tokens that the last step read, of each row and head
-        self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
-        self._traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
-        self.unusable = ""  # why no step can follow
-        self.undo: Undo | None = None  # of the running step
-        self._undone: tuple[Any, list[Any]] = (None, [])  # see `_mutable`
-
-    @property
-    def segment(self) -> Segment:
-        """The tokens, where they are not in slots."""
-        assert isinstance(self.tokens, Segment)
-        return self.tokens
-
-    @property
-    def score_evictor(self) -> ScoreEvictor:
-        """The evictor, where it evicts by score."""
-        assert isinstance(self.evictor, ScoreEvictor)
-        return self.evictor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(part.nbytes for part in self._parts_held)
-
-    @property
-    def dropped(self) -> int:
-        """Tokens seen that the layer has dropped, of every row and head."""
-        if isinstance(self.evictor, ScoreEvictor):
-            return self.seen - len(self.tokens)
-        return self.segment.first - self.recipe.protect.sinks
+class LayerCache(LayerParts):
+    """The cache of one layer; its parts are those of `LayerParts`."""
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -199,7 +105,7 @@ class LayerCache:
             self.check_usable()
         if self.retriever is not None:
             self.retriever.side_stream.wait()
-        self.undo = Undo(self._mutable())
+        self.undo = Undo(self.mutable())
 
     def _fail(self, error: BaseException) -> None:
         """Undo the running step; a tier that has lost tokens makes the cache unusable."""
@@ -267,7 +173,7 @@ class LayerCache:
         t, tokens = k.shape[2], self.tokens
         if isinstance(tokens, Slots) and (t > 1 or self.recording):
             tokens = self.tokens = self.score_evictor.in_segment(tokens, self.seen)
-        fits = t <= _SHORT or self._all_exact
+        fits = t <= _SHORT or self.all_exact
         if not self.seen or not fits or not (self.sinks is None or self.sinks.full(self.seen)):
             check_range(self.name, self.max_abs, k, v)
             return False
@@ -295,12 +201,6 @@ class LayerCache:
         return [*parts, Part(k, v, step.visible_queries, causal=t, bias=bias)]
 
     # --- other changes ----------------------------------------------------------------------------
-
-    def observe(self) -> Trace:
-        """Return a `Trace` of each later step's decisions; call this before the first prompt."""
-        if self.trace is None:
-            self.trace = Trace()
-        return self.trace
 
     def crop(self, tokens: int) -> None:
         """Remove the newest `tokens` tokens, then drop and pack what waited for the crop.
@@ -342,7 +242,7 @@ class LayerCache:
         if self.retriever is not None:
             self.retriever.side_stream.wait()
         self.like, self._traits = fn(self.like), ()
-        for part in self._parts_held:
+        for part in self.parts_held:
             part.map(fn)
 
     # --- checks -----------------------------------------------------------------------------------
@@ -351,32 +251,3 @@ class LayerCache:
         """Raise `CacheMisuse` after a failure that could not be undone."""
         if self.unusable:
             raise CacheMisuse(f"{self.name}: this cache cannot be used any more: {self.unusable}")
-
-    @property
-    def _all_exact(self) -> bool:
-        """Whether all tokens stay, and stay exact: then the tail holds all of them."""
-        if not self.recipe.store.exact:
-            return False
-        if isinstance(self.evictor, ScoreEvictor):
-            return not self.evictor.done
-        return self.evictor is None
-
-    @property
-    def _parts_held(self) -> list[Any]:
-        """The parts with tensors."""
-        scores = self.evictor if isinstance(self.evictor, ScoreEvictor) else None
-        parts = (self.tokens, self.sinks, scores, self.retriever, self.outliers, self.draft)
-        return [part for part in parts if part is not None]
-
-    def _mutable(self) -> list[Any]:
-        """Return the objects that a step changes; cached while no part is replaced."""
-        tokens, found = self._undone
-        if tokens is self.tokens:
-            return found
-        found = [self, *self.tokens.mutable]
-        for part in (self.sinks, self.evictor, self.retriever, self.outliers):
-            if part is not None:
-                found += part.mutable
-        fixed = self.retriever is None and self.recipe.store.fixed_buffers
-        self._undone = (self.tokens if fixed else None, found)
-        return found

@@ -5,23 +5,19 @@ Decides the order of the parts: outliers, sinks, then the other tokens, all or t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
 from .gather_plan import prepend_sinks
+from .layer_parts import LayerParts
 from .part import Part
 from .score_evictor import ScoreEvictor
 from .slots import Slots
 from .step import StepInputs
 
-if TYPE_CHECKING:
-    from .layer import LayerCache
 
-
-def past_parts(layer: LayerCache, step: StepInputs, present: int) -> list[Part]:
+def past_parts(layer: LayerParts, step: StepInputs, present: int) -> list[Part]:
     """Return the stored tokens that a step reads; the last `present` of them are its own."""
     visible, alibi, tokens, parts = step.visible, step.alibi, layer.tokens, []
     evictor, seen = layer.evictor, layer.seen
@@ -50,7 +46,7 @@ def past_parts(layer: LayerCache, step: StepInputs, present: int) -> list[Part]:
     return parts
 
 
-def logical(layer: LayerCache) -> Tensor:
+def logical(layer: LayerParts) -> Tensor:
     """Return logical indices of all stored tokens, int64 [B, Hk, N], in the order of storage.
 
     Sinks first, then the segment, which stores a padded row's sinks once more; slots in no order.

@@ -7,19 +7,17 @@ below a key named "host" stay in host memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .draft import Draft
+from .layer_parts import LayerParts
 from .slots import Slots
-
-if TYPE_CHECKING:
-    from .layer import LayerCache
 
 VERSION = 3
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
 
 
-def state(layer: LayerCache) -> dict[str, Any]:
+def state(layer: LayerParts) -> dict[str, Any]:
     """Return the state of a layer: views of its tensors, without spare room."""
     parts = {"sinks": layer.sinks, "evictor": layer.evictor, "retriever": layer.retriever,
              "outliers": layer.outliers, "draft": layer.draft}  # fmt: skip
@@ -36,7 +34,7 @@ def state(layer: LayerCache) -> dict[str, Any]:
     }
 
 
-def load_state(layer: LayerCache, saved: dict[str, Any]) -> None:
+def load_state(layer: LayerParts, saved: dict[str, Any]) -> None:
     """Load a state that `state` returned into an empty layer of the same recipe and model.
 
     The layer owns the tensors then, and continues exactly as the saved one.

@@ -64,4 +64,6 @@ class Cache(RoutedCache):
         another model, dtype, calibration or format, before anything is changed; `UnsupportedModel`
         for a model that cannot be identified.
         """
-        return save.load(cls, compat.unwrap(model), path)
+        loaded = save.load(cls, compat.unwrap(model), path)
+        assert isinstance(loaded, cls)
+        return loaded

@@ -21,8 +21,10 @@ from ..cache.layer import LayerCache
 from ..errors import CacheMisuse
 from ..positions.alibi import Alibi
 from ..recall import Traffic
+from ..recipe.spec import Recipe
 from . import compat
 from .guard import Guard
+from .owner import Owner
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -164,6 +166,9 @@ class RoutedLayer(CacheLayerMixin):
 
 class RoutedCache(transformers.Cache):
     """A cache whose layers of full attention are kvloom's; `Cache` makes it from a recipe."""
+
+    recipe: Recipe
+    owner: Owner
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
         super().__init__(layers=layers)

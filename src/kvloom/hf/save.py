@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,17 +36,14 @@ from ..store.codec import Channels
 from . import compat
 from .flat import flat, load_stock_state, nested, stock_state
 from .metadata import identity, load_layer_metadata
-from .routed import RoutedLayer
+from .routed import RoutedCache, RoutedLayer
 from .routing import unroute
-
-if TYPE_CHECKING:
-    from .cache import Cache
 
 _KEY = "kvloom_cache"
 _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
 
 
-def save(cache: Cache, path: str | Path) -> None:
+def save(cache: RoutedCache, path: str | Path) -> None:
     """Write `path`, whole or not at all; see `Cache.save`."""
     _check_settled(cache)
     try:
@@ -64,7 +62,9 @@ def save(cache: Cache, path: str | Path) -> None:
     files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
 
 
-def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
+def load(
+    kind: Callable[[PreTrainedModel, Recipe], RoutedCache], model: PreTrainedModel, path: str | Path
+) -> RoutedCache:
     """Read `path` as a `kind`; see `Cache.load`."""
     compat.refuse_unsupported(model)
     path = Path(path)
@@ -84,7 +84,12 @@ def load(kind: type[Cache], model: PreTrainedModel, path: str | Path) -> Cache:
         ) from error
 
 
-def _restore(kind: type[Cache], model: PreTrainedModel, path: Path, about: dict[str, Any]) -> Cache:
+def _restore(
+    kind: Callable[[PreTrainedModel, Recipe], RoutedCache],
+    model: PreTrainedModel,
+    path: Path,
+    about: dict[str, Any],
+) -> RoutedCache:
     """Return the cache that a file describes."""
     _check_model(path, about["model"], _traits(model))
     try:
@@ -209,7 +214,7 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     return {i: device for i, device in found.items() if device.type != "meta"}
 
 
-def _check_settled(cache: Cache) -> None:
+def _check_settled(cache: RoutedCache) -> None:
     """Raise `CacheMisuse` in the middle of a step or draft; wait for side streams."""
     for layer in (routed.cache for routed in cache.routed):
         layer.check_usable()

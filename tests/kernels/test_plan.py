@@ -53,7 +53,7 @@ def grow(lanes, h=2, d=32):
     for lane in lanes:
         x = torch.randn(1, h, 1, d)
         lane.tail.append(x.to(lane.tail.view().dtype))
-        lane.seal()
+        lane.pack()
 
 
 def ran(operation):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NoKernel
+from ..registry import load_plugins
 from . import triton_runtime
 
 CHOICES = ("auto", "ref")
@@ -142,6 +143,7 @@ class Op(Generic[P, R]):
         return Bound(None, "ref", why, (self.name, "ref", why))
 
     def _choose(self, like: Tensor, *args: Any, **options: Any) -> Bound:
+        load_plugins()  # which may register backends
         own, why = candidate(like)
         others = [
             name
@@ -247,6 +249,8 @@ def compile_seconds() -> float:
 
 
 def _valid(backend: str) -> str:
+    if backend not in (*CHOICES, "gpu"):
+        load_plugins()
     names = (*CHOICES, "gpu", *_registered)
     if backend not in names:
         raise NoKernel(f"unknown kernel backend {backend!r}; choose one of {', '.join(names)}")

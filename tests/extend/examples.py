@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.hf.adapter_registry import ADAPTERS
 from kvloom.keep import SCORERS
 from kvloom.recall import INDEXES
 from kvloom.recipe import RECIPES
@@ -18,7 +19,7 @@ from kvloom.store import FORMATS
 
 HERE = Path(__file__).parent
 EXAMPLES = sorted(path.stem for path in HERE.glob("my_*.py"))
-REGISTRIES = (SCORERS, INDEXES, FORMATS, RECIPES)
+REGISTRIES = (SCORERS, INDEXES, FORMATS, RECIPES, ADAPTERS)
 
 
 @contextmanager

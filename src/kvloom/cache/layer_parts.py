@@ -90,7 +90,7 @@ class LayerParts:
         self._traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
-        self._undone: tuple[Any, list[Any]] = (None, [])  # see `_mutable`
+        self._undone: tuple[Any, list[Any]] = (None, [])  # see `mutable`
 
     @property
     def segment(self) -> Segment:

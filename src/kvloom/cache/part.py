@@ -114,14 +114,18 @@ class Part(NamedTuple):
             return None
         if self.plan is not None:
             slots, begin, first = self.plan
-            gathered = AttendPlans().gathered if plans is None else plans.gathered
-            run = gathered.bind(q, keys, values, slots)
+            if plans is None:
+                run = ops.attend_gathered.bind(q, keys, values, slots).run
+            else:
+                run = plans.gathered.bind(q, keys, values, slots)
             return run and run(
                 q, keys, values, slots, begin, scale,
                 first=first, valid=self.visible, softcap=softcap, bias=self.bias,
             )  # fmt: skip
-        whole = AttendPlans().whole if plans is None else plans.whole
-        run = whole.bind(q, keys, values)
+        if plans is None:
+            run = ops.attend.bind(q, keys, values).run
+        else:
+            run = plans.whole.bind(q, keys, values)
         return run and run(
             q, keys, values, scale, causal=self.causal > 0, valid=self.visible, softcap=softcap,
             bias=self.bias, products=products,

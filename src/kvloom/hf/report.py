@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from ..recipe.geometry import Geometry
+from ..recipe.layers import listed
 from ..recipe.spec import Recipe
 from . import compat
-from .routed import ranges
 
 _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bit can cost much quality
@@ -37,11 +37,11 @@ class Report:
         total = len(self.compressed) + len(self.skipped)
         lines = [
             f"kvloom: {self.recipe.name} on {self.model}: {len(self.compressed)} of {total} layers "
-            f"compressed ({ranges(self.compressed)})"
+            f"compressed ({listed(self.compressed)})"
         ]
         for reason in dict.fromkeys(self.skipped.values()):
             which = tuple(i for i, r in self.skipped.items() if r == reason)
-            lines.append(f"  not compressed: layers {ranges(which)}: {reason}")
+            lines.append(f"  not compressed: layers {listed(which)}: {reason}")
         if self.compressed:
             lines.append(
                 f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "

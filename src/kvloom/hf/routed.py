@@ -21,6 +21,7 @@ from ..cache.layer import LayerCache
 from ..errors import CacheMisuse
 from ..positions.alibi import Alibi
 from ..recall import Traffic
+from ..recipe.layers import listed
 from ..recipe.spec import Recipe
 from . import compat
 from .guard import Guard
@@ -278,7 +279,7 @@ class RoutedCache(transformers.Cache):
         missed = tuple(i for i, layer in enumerate(self.layers) if getattr(layer, "armed", False))
         if missed:
             raise CacheMisuse(
-                f"the attention of layers {ranges(missed)} did not reach kvloom, so this step's "
+                f"the attention of layers {listed(missed)} did not reach kvloom, so this step's "
                 "answer would be wrong: the model's attention was replaced; call kvloom.detach and "
                 "kvloom.attach again"
             )
@@ -348,17 +349,6 @@ def _values(cache: LayerCache) -> int:
 
 def _full_nbytes(cache: LayerCache) -> int:
     return 0 if cache.like is None else _values(cache) * cache.like.element_size()
-
-
-def ranges(numbers: tuple[int, ...]) -> str:
-    """Return (0, 1, 2, 5) as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and parts[-1][1] == n - 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"
 
 
 def _stock_state(layer: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ class Step:
 
     q: Tensor
     k: Tensor
-    v: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
+    v: Tensor
     scale: float
     softcap: float | None
     valid: Tensor | None

@@ -148,10 +148,7 @@ def attend_in_parts(q: Tensor, keys: Any, values: Any) -> None:
     """
     name, why = dispatch.candidate(q)
     problems = {"cpu": attend_cpu.problems, "gpu": attend_triton.problems}.get(name)
-    foreign = [fmt.kind for fmt in (keys, values) if fmt is not None and not hasattr(fmt, "axis")]
-    if foreign:
-        why = [f"no kernel reads format {foreign[0]!r}"]
-    elif not why and problems is not None:
+    if not why and problems is not None:
         why = problems(q.shape[2], q, keys, values)
     why = why or ["the packed tokens are in several pieces"]
     dispatch.ran["attend", "ref", "; ".join(why)] += 1

@@ -90,9 +90,7 @@ class Buffer:
     def drop_front(self, n: int) -> None:
         """Drop the n oldest tokens; release memory once most of it is unused."""
         self.start += n
-        assert self.data is not None
-        if self.data.shape[2] > 4 * (self.stop - self.start) + 64:
-            self.replace(self.view())
+        self._shrink()
 
     def drop_back(self, n: int) -> None:
         """Drop the n newest tokens."""
@@ -150,5 +148,5 @@ class Buffer:
 
     def _shrink(self) -> None:
         assert self.data is not None
-        if self.data.shape[2] > 4 * len(self) + 64:
+        if self.data.shape[2] > 4 * (self.stop - self.start) + 64:
             self.replace(self.view())

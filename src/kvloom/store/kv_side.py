@@ -86,7 +86,9 @@ class KVSide:
         """
         begin = self.packed_count
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
-        surplus = drop + self._due(exact.shape[2] - drop, prompt=True)
+        surplus = drop
+        if self.packed is not None:
+            surplus += self.packed.fmt.to_pack(exact.shape[2] - drop, self.recent)
         if surplus and self.packed is not None:
             nonpadding = None if live is None else live[:, :, begin + drop : begin + surplus]
             positions = at(begin + drop, begin + surplus) if at and self.needs_positions else None
@@ -175,9 +177,3 @@ class KVSide:
         self.tail.load_state(state["tail"])
         if self.packed is not None:
             self.packed.load_state(state["packed"], like)
-
-    def _due(self, tokens: int, prompt: bool) -> int:
-        """Return how many of `tokens` exact tokens are to be packed."""
-        if self.packed is None:
-            return 0
-        return self.packed.fmt.to_pack(tokens, self.recent, prompt)

@@ -55,7 +55,7 @@ def problems(page: Path) -> list[str]:
 
 
 def built(page: Path) -> str:
-    """Return the HTML of a page of docs/, or "" where there is none."""
+    """Return the HTML of a page of docs/, or "" if that page does not exist."""
     if DOCS not in page.parents:
         return ""
     html = (SITE / page.relative_to(DOCS)).with_suffix(".html")

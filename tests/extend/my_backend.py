@@ -9,7 +9,7 @@ from kvloom.kernels.dispatch import Backend
 def page_bounds(x, page, real):
     """Return the least and largest key of each page: 2 x [B, Hk, N / page, D] of x [B, Hk, N, D].
 
-    real: bool [B, 1, N], False for padding; None: there is none.
+    real: bool [B, 1, N], False for padding; None: no padding.
     """
     pages = x.unflatten(2, (-1, page))
     if real is None:

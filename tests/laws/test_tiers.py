@@ -150,7 +150,7 @@ def test_beams_move_no_rows_of_a_tier(kind, index):
     many[0].map(lambda x: x[:1])
     assert (
         many[0].retriever.store.nbytes <= many[1].retriever.store.nbytes
-    )  # what nobody follows any more is gone
+    )  # rows outside the batch are released
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])

@@ -64,7 +64,7 @@ def _with(first: Part, pieces: Callable[[], list[Part]]) -> list[Part]:
 
 
 def _joined_mask(slots: Tensor, parts: list[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Return one mask bool [B, H, tokens] of masks [B, 1, Hk or H, n]; None if there is none."""
+    """Join masks [B, 1, Hk or H, n] to one, bool [B, H, tokens]; None if no part has a mask."""
     if all(mask is None for mask, _ in parts):
         return None
     b, h, _ = slots.shape

@@ -99,7 +99,7 @@ class Part(NamedTuple):
         products: list[Tensor] | None = None,
         plans: AttendPlans | None = None,
     ) -> reference.State | None:
-        """Attend by a kernel that reads the tokens as they are stored; None if there is none.
+        """Attend by a kernel that reads the tokens as they are stored; None if no kernel can.
 
         products: a list to which the kernel may append scale * q @ k (see `ops.attend`). plans: the
         operations that a layer has bound (None: bind them for this call).

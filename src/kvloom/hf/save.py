@@ -192,7 +192,7 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _tables(layers: list[LayerMetadata]) -> str | None:
-    """Return the SHA-256 of the layers' calibrated numbers; None if there are none."""
+    """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
     tables = {
         f"{i}.{side}.{field}": x
         for i, metadata in enumerate(layers)

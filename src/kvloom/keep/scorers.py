@@ -30,7 +30,7 @@ class Step:
 
     q: [B, Hq, T, D], rotated as the model rotates them; they are the last T of the N tokens.
     k, v: [B, Hk, N, D]. All three have the model's dtype.
-    scale, softcap: of the logits; softcap None: there is none.
+    scale, softcap: of the logits; softcap None: logits are not capped.
     valid, real: bool [B, 1 or Hk, N] and [B, 1, T], False for padding; None: there is no padding.
     index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
     seen: the length of the sequence so far. number: counts decode steps, 0 for the prompt.

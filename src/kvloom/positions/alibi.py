@@ -50,7 +50,7 @@ class Alibi:
 def positions(valid: Tensor | None, batch: int, tokens: int, device: torch.device) -> Tensor:
     """Return positions int64 [B, 1, tokens]: the number of tokens before each, without padding.
 
-    valid: bool [B, tokens], False for padding (None: there is none).
+    valid: bool [B, tokens], False for padding (None: no padding).
     """
     if valid is None:
         return torch.arange(tokens, device=device).expand(batch, 1, -1)

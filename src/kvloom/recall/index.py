@@ -81,7 +81,7 @@ class Finder:
         raise NotImplementedError
 
     def parts(self) -> Tensor | None:
-        """Return the cluster or page of each slot, int64 [B, Hk, N]; None if there are none."""
+        """Return the cluster or page of each slot, int64 [B, Hk, N]; None if the index has none."""
         return None
 
     @property

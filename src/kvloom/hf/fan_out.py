@@ -1,0 +1,154 @@
+"""One forward pass of a prompt that fills the caches of many recipes.
+
+A first prompt attends to itself exactly, so its queries, keys and values do not depend on the
+recipe. One cache, the leader, takes part in the forward pass; the others, its followers, store what
+each layer attends with. Each cache is then as if it had read the prompt alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import CacheMisuse
+from ..positions.alibi import Alibi
+from . import compat
+from .cache import Cache
+from .routed import RoutedCache, RoutedLayer, lasting
+
+
+class Follower:
+    """A cache that stores a prompt without attending to it.
+
+    seconds: what storing took, in all layers. error: why the cache is still empty; None if it holds
+    the prompt. apart: whether it cannot follow, and reads the prompt by a forward pass of its own.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self.apart = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the layers that remain need not be stored."""
+        return self.apart or self.error is not None
+
+
+def prefill_together(
+    model: PreTrainedModel,
+    leader: Cache,
+    followers: Sequence[Follower],
+    clock: Callable[[], float] = time.perf_counter,
+    **inputs: Any,
+) -> Tensor:
+    """Fill the leader and the followers with one prompt; return the last logits [B, V].
+
+    leader: a cache without tokens, as every follower's. clock: returns seconds. inputs: arguments
+    of the model, such as input_ids [B, T] and attention_mask.
+
+    An error of one follower, such as `NotFinite`, does not stop the others: see `Follower.error`.
+    Any other failure leaves all caches empty. Raises `CacheMisuse` for a cache with tokens.
+    """
+    if any(cache.get_seq_length() for cache in (leader, *(f.cache for f in followers))):
+        raise CacheMisuse("a cache holds tokens already; prefill_together fills new caches")
+    model = compat.unwrap(model)
+    layers = [
+        _FanOutLayer(layer, [(f, f.cache.layers[i]) for f in followers], clock)
+        if isinstance(layer, RoutedLayer)
+        else layer
+        for i, layer in enumerate(leader.layers)
+    ]
+    fan_out = RoutedCache(layers, leader.fingerprint)
+    fan_out.learned_positions = leader.learned_positions
+    try:
+        with ExitStack() as running:
+            for cache in (leader, *(f.cache for f in followers)):
+                running.enter_context(cache.guard.step())
+            logits = _last_logits(model, fan_out, inputs)
+            for follower in followers:
+                _finish_step(leader, follower)
+    except BaseException:
+        for cache in (leader, *(f.cache for f in followers)):
+            cache.reset()
+        raise
+    for follower in followers:
+        if follower.error is not None or follower.apart:
+            follower.cache.reset()
+        if follower.apart:
+            begin = clock()
+            try:
+                _last_logits(model, follower.cache, inputs)
+            except Exception as error:
+                follower.error = error
+            follower.seconds = clock() - begin
+    return logits
+
+
+class _FanOutLayer(RoutedLayer):
+    """The leader's layer; passes what it attends with to the same layer of the followers."""
+
+    def __init__(
+        self,
+        leader: RoutedLayer,
+        followers: Sequence[tuple[Follower, RoutedLayer]],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(leader.cache)
+        self.followers, self.clock = followers, clock
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        softcap: float | None,
+        alibi: Alibi | None = None,
+    ) -> Tensor:
+        """Attend in the leader; store the prompt in the followers."""
+        out = super().attend(q, k, v, scale, mask, softcap, alibi)
+        valid = None if mask is None else mask.to(q.device)
+        for follower, layer in self.followers:
+            if follower.ended:
+                continue
+            keep = layer.cache.recipe.keep
+            if alibi is not None and keep is not None and keep.positions != "original":
+                follower.apart = True  # such positions are rounded differently in some models
+                continue
+            begin = self.clock()
+            try:
+                lasting(layer.cache.prefill)(
+                    q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi
+                )
+            except Exception as error:
+                follower.error = error
+            follower.seconds += self.clock() - begin
+        return out
+
+
+def _finish_step(leader: Cache, follower: Follower) -> None:
+    """End the step in every layer; copy the layers that kvloom does not compress."""
+    for i, layer in enumerate(follower.cache.layers):
+        if isinstance(layer, RoutedLayer):
+            layer.cache.end_step()
+        elif not follower.ended:
+            follower.cache.layers[i] = copy.deepcopy(leader.layers[i])
+
+
+def _last_logits(model: PreTrainedModel, cache: RoutedCache, inputs: dict[str, Any]) -> Tensor:
+    """Run the model; compute the logits of the last position only, where it has that option."""
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        inputs = {**inputs, "logits_to_keep": 1}
+    with torch.no_grad():
+        return model(past_key_values=cache, use_cache=True, **inputs).logits[:, -1]

@@ -1,0 +1,101 @@
+"""One forward pass that fills many caches: each is then as if it had read the prompt alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from test_saved import CALIBRATED, FORMS, IDS, PROMPT, go_on, llama, same, step
+
+import kvloom
+from kvloom.errors import CacheMisuse, NotFinite
+from kvloom.hf.fan_out import Follower, prefill_together
+
+__all__ = ["llama"]
+KIVI = "kivi:group=16,residual=32"
+
+
+def prompt(tokens: int, rows: int = 3) -> dict:
+    return {name: x[:rows, :tokens] for name, x in IDS.items()}
+
+
+def test_every_recipe_goes_on_as_if_it_had_read_the_prompt_alone(llama):
+    model, calibration = llama
+    forms = [f"{x},calibration={calibration}" if x in CALIBRATED else x for x in FORMS]
+    leader, followers = kvloom.Cache(model, "full"), []
+    followers = [Follower(kvloom.Cache(model, form)) for form in forms]
+    logits = prefill_together(model, leader, followers, **prompt(PROMPT))
+    for form, follower in zip(["full", *forms], [Follower(leader), *followers], strict=True):
+        apart = kvloom.Cache(model, form)
+        assert torch.equal(step(model, apart, 0, PROMPT)[:, -1], logits), form
+        assert follower.error is None
+        for cache in (apart, follower.cache):
+            for at in range(PROMPT, 180):
+                step(model, cache, at, at + 1)
+        assert same(go_on(model, follower.cache), go_on(model, apart)), form
+
+
+@pytest.mark.parametrize("name", sorted(zoo.CONFIGS))
+def test_every_model(name):
+    model = zoo.build(name)
+    forms = [KIVI, "snapkv:tokens=20,window=8", "streaming:tokens=24,positions=renumbered"]
+    if name in ("gpt2", "opt"):
+        forms[-1] = "streaming:tokens=24"
+    leader = kvloom.Cache(model, "full")
+    followers = [Follower(kvloom.Cache(model, form)) for form in forms]
+    prefill_together(model, leader, followers, **prompt(70))
+    for form, follower in zip(forms, followers, strict=True):
+        apart = kvloom.Cache(model, form)
+        step(model, apart, 0, 70)
+        for at in range(70, 75):
+            one = step(model, follower.cache, at, at + 1)
+            assert torch.equal(one, step(model, apart, at, at + 1)), form
+        assert follower.cache.nbytes == apart.nbytes
+
+
+def test_positions_that_some_alibi_models_round_are_read_apart():
+    model = zoo.build("bloom")
+    cache = kvloom.Cache(model, "h2o:tokens=20,positions=renumbered")
+    follower = Follower(cache)
+    prefill_together(model, kvloom.Cache(model, "full"), [follower], **prompt(70))
+    assert follower.apart
+    assert follower.error is None
+    assert cache.get_seq_length() == 70
+
+
+def test_an_error_of_one_recipe_does_not_stop_the_others():
+    model = zoo.build("llama-gqa")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1e8)  # too large for fp16 scales
+    good, bad = Follower(kvloom.Cache(model, "h2o:tokens=20")), Follower(kvloom.Cache(model, KIVI))
+    leader = kvloom.Cache(model, "full")
+    prefill_together(model, leader, [bad, good], **prompt(70))
+    assert isinstance(bad.error, NotFinite)
+    assert bad.cache.get_seq_length() == bad.cache.nbytes == 0
+    assert good.error is None
+    assert leader.get_seq_length() == good.cache.get_seq_length() == 70
+
+
+def test_a_failure_of_the_model_leaves_every_cache_empty(monkeypatch):
+    model = zoo.build("llama-gqa")
+    leader, follower = kvloom.Cache(model, "full"), Follower(kvloom.Cache(model, KIVI))
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.model.layers[2].mlp, "forward", fail)
+    with pytest.raises(KeyboardInterrupt):
+        prefill_together(model, leader, [follower], **prompt(70))
+    assert leader.nbytes == follower.cache.nbytes == 0
+    monkeypatch.undo()
+    prefill_together(model, leader, [follower], **prompt(70))
+    assert follower.cache.get_seq_length() == 70
+
+
+def test_a_cache_that_holds_tokens_is_refused():
+    model = zoo.build("llama-gqa")
+    used = kvloom.Cache(model, KIVI)
+    step(model, used, 0, 70)
+    with pytest.raises(CacheMisuse, match="holds tokens already"):
+        prefill_together(model, kvloom.Cache(model, "full"), [Follower(used)], **prompt(70))
+    assert used.get_seq_length() == 70

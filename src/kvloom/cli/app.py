@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import analyse, bench, calibrate, compare, generate, inspect, recipes
+from . import analyse, bench, calibrate, compare, eval, generate, inspect, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command("calibrate")(calibrate.command)
 app.command("compare")(compare.command)
+app.command("eval")(eval.command)
 app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
 app.command("recipes")(recipes.command)

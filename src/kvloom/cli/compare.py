@@ -84,15 +84,15 @@ def command(
         named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
         chosen = parse_recipes(",".join(named) if recipes is None else recipes)
         settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
-        share = None if budget is None else _parse_budget(budget)
+        share = None if budget is None else parse_budget(budget)
         # A wrong budget is refused before anything is loaded.
-        _with_budget(chosen, share, context or DEFAULT_CONTEXT)
+        with_budget(chosen, share, context or DEFAULT_CONTEXT)
         check_outputs(json, plot=plot)
         content = read_text(sources)
         silence_transformers()
         config, tokenizer = load_config_and_tokenizer(model, dtype)
         task = evaluation.prepare(config, tokenizer, content, settings)
-        chosen = evaluation.with_full(_with_budget(chosen, share, task.context))
+        chosen = evaluation.with_full(with_budget(chosen, share, task.context))
         with show_progress() as progress:
             loaded = load_model(model, dtype, progress)
             name = model_name(model)
@@ -117,7 +117,7 @@ def command(
         finish(early_end, missing, failed)
 
 
-def _with_budget(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
+def with_budget(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
     """Return the recipes with a budget for a context of so many tokens; None changes nothing."""
     from ..errors import RecipeError
 
@@ -132,7 +132,7 @@ def _with_budget(recipes: list[Recipe], share: int | float | None, context: int)
     return changed
 
 
-def _parse_budget(option: str) -> int | float:
+def parse_budget(option: str) -> int | float:
     """Return a whole number of tokens, or a fraction."""
     from ..errors import InputError
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..recipe.geometry import Geometry
 from ..report.machine import machine
+from ..workload.smollm2 import weights_sha256
 from .task import Task
 
 
@@ -24,4 +26,16 @@ def environment(
         "questions": task.questions,
         "ask": task.ask,
         "seed": seed,
+    }
+
+
+def model_facts(model: PreTrainedModel, name: str, geometry: Geometry) -> dict[str, Any]:
+    """Return what identifies a model in results: its name, a hash of its weights, and its shape."""
+    return {
+        "name": name,
+        "weights": weights_sha256(model),
+        "layers": geometry.layers,
+        "heads": geometry.q_heads,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
     }

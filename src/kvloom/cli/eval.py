@@ -1,0 +1,159 @@
+"""`kvloom eval`: tasks on many recipes, written sample by sample into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
+from .options import RECIPES_HELP, Dtype, Model, Text, parse_recipes
+from .progress import show_progress
+from .user_errors import user_errors
+
+if TYPE_CHECKING:
+    from ..recipe.geometry import Geometry
+    from ..recipe.spec import Recipe
+
+
+def command(
+    tasks: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TASK...",
+            help='perplexity, free, niah; niah takes variants: "niah:single+passkey".',
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the results; a second run goes on in it.")
+    ],
+    text: Text = None,
+    model: Model = "reference",
+    recipes: Annotated[str, typer.Option(help=RECIPES_HELP)] = "full,kivi-4,kivi,h2o,snapkv",
+    context: Annotated[
+        str, typer.Option(help='Tokens of a context; several lengths: "1024,2048".')
+    ] = "2048",
+    samples: Annotated[
+        int, typer.Option(min=1, help="Samples of each length (niah: of each cell of the grid).")
+    ] = 4,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to predict (perplexity) or to generate (free).")
+    ] = 128,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Contexts, or questions on one context, in one batch.")
+    ] = 4,
+    ask: Annotated[
+        str,
+        typer.Option(
+            help="Ask niah's question after the context is compressed (after), or at the end of "
+            "what is compressed (inside)."
+        ),
+    ] = "after",
+    bytes: Annotated[
+        str | None,
+        typer.Option(
+            help='Shares of the exact cache\'s bytes, such as "0.25" or "0.25,0.125": every recipe '
+            "that evicts gets the budget at which its cache takes that share."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Tokens, or a fraction of the context, as for compare.")
+    ] = None,
+    dtype: Dtype = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Seed for texts and needles.")] = 0,
+) -> None:
+    """Measure recipes on tasks: quality on true bytes, sample by sample.
+
+    A context is read once for all recipes. Finished samples are written at once: after Ctrl-C, run
+    the same command again to go on. kvloom report DIR shows the results.
+    """
+    with user_errors():
+        from ..errors import InputError
+        from ..eval.environment import model_facts
+        from ..eval.evaluate import evaluate, units
+        from ..eval.result_files import ResultFolder
+        from ..eval.sample import Source
+        from ..eval.tasks import task_named
+        from ..hf import compat
+        from ..report.machine import machine
+        from ..workload.models import check_positions, load_config_and_tokenizer
+
+        chosen_tasks = [task_named(name) for name in tasks]
+        if ask not in ("after", "inside"):
+            raise InputError(f"--ask {ask!r} is unknown; use after or inside")
+        lengths = _numbers(context, int, "--context")
+        shares = [] if bytes is None else _numbers(bytes, float, "--bytes")
+        if shares and budget is not None:
+            raise InputError("--bytes and --budget both set the budget; give one of them")
+        sources = text_files(None, text)
+        chosen = parse_recipes(recipes)
+        content = read_text(sources)
+        silence_transformers()
+        config, tokenizer = load_config_and_tokenizer(model, dtype)
+        check_positions(config, max(lengths), max_new_tokens + 1)
+        source = Source.of(
+            tokenizer, content, lengths=lengths, samples=samples, new_tokens=max_new_tokens,
+            batch=batch, seed=seed, ask=ask,
+        )  # fmt: skip
+        plan = [(task, task.batches(source)) for task in chosen_tasks]
+        with show_progress() as progress:
+            loaded = load_model(model, dtype, progress)
+            geometry = compat.geometry(loaded)
+            measured = _with_bytes(chosen, shares, budget, lengths, geometry)
+            settings = {
+                "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
+                "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
+                "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
+                "text": text_name(sources),
+            }  # fmt: skip
+            run = {
+                "environment": machine(loaded),
+                "model": model_facts(loaded, model_name(model), geometry),
+                "settings": settings,
+            }
+            folder = ResultFolder.open(out, run)
+            on_step = progress.counter(units(plan, measured))
+            evaluate(loaded, source, measured, plan, folder, on_step)
+        typer.echo(f"results: {out}; kvloom report {out} shows them as a page")
+
+
+def _with_bytes(
+    recipes: list[Recipe],
+    shares: list[Any],
+    budget: str | None,
+    lengths: list[Any],
+    geometry: Geometry,
+) -> list[Recipe]:
+    """Return `full` and the recipes, each once for every share, with distinct names."""
+    from ..errors import InputError
+    from ..eval.compare import with_full
+    from ..eval.share import at_share
+    from .compare import parse_budget, with_budget
+
+    if shares and len(lengths) > 1:
+        raise InputError("--bytes needs one --context: a budget in tokens belongs to one length")
+    if budget is not None:
+        recipes = with_budget(recipes, parse_budget(budget), max(lengths))
+    if shares:
+        recipes = [at_share(r, share, lengths[0], geometry) for share in shares for r in recipes]
+    found = with_full(recipes)
+    names = [recipe.name for recipe in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"two different recipes have the name {name!r}; rename one of them")
+    return found
+
+
+def _numbers(option: str, kind: type, name: str) -> list[Any]:
+    """Return the numbers of a list such as "1024,2048"; each must be positive."""
+    from ..errors import InputError
+
+    try:
+        found = [kind(part) for part in option.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0 or (kind is float and max(found) > 1):
+        what = "whole numbers above 0" if kind is int else "shares between 0 and 1"
+        raise InputError(f"{name} {option!r} is no list of {what}")
+    return found

@@ -1,0 +1,166 @@
+"""Run tasks for many recipes: one forward pass compresses a context for all of them.
+
+Finished samples are written at once; a run that is repeated measures what is missing. `full` is
+measured first on every batch, because the others are compared with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..hf import compat
+from ..recipe.spec import Recipe
+from ..report.errors import one_line, user_message
+from ..workload.attachment import attachment_restored
+from ..workload.prefill import Prefilled, prefill_groups
+from .result_files import ResultFolder
+from .sample import Batch, Outcome, Run, Source, Task
+
+_log = logging.getLogger(__name__)
+Progress = Callable[[str, int], None]
+Plan = Sequence[tuple[Task, Sequence[Batch]]]
+"""Tasks with their samples."""
+
+
+def evaluate(
+    model: PreTrainedModel,
+    source: Source,
+    recipes: Sequence[Recipe],
+    plan: Plan,
+    folder: ResultFolder,
+    progress: Progress | None = None,
+) -> None:
+    """Measure every recipe on every sample that the folder lacks.
+
+    plan: what to measure. recipes: `full` first, each with another name. progress: called with the
+    current work and the finished (sample, recipe) pairs since the last call. The model is left as
+    it was. A recipe that fails on a batch gets lines with the reason; the others continue.
+    """
+    compat.refuse_unsupported(model)
+    report = progress or (lambda what, units: None)
+    written = {(line["task"], line["sample"]) for line in folder.lines("prompts")}
+    with attachment_restored(model), torch.inference_mode():
+        for task, batches in plan:
+            done = {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
+            for batch in batches:
+                prompts = [
+                    _prompt(task, s) for s in batch.samples if (task.name, s.name) not in written
+                ]
+                folder.append("prompts", prompts)
+                missing = [
+                    recipe
+                    for recipe in recipes
+                    if any((s.name, recipe.name) not in done for s in batch.samples)
+                ]
+                report("", len(batch.samples) * (len(recipes) - len(missing)))
+                for recipe, lines in _measured(
+                    model, source, task, batch, recipes[0], missing, report
+                ):
+                    if recipe in missing:
+                        new = [x for x in lines if (x["sample"], recipe.name) not in done]
+                        folder.append(task.name, new)
+                        report("", len(batch.samples))
+
+
+def units(plan: Plan, recipes: Sequence[Recipe]) -> int:
+    """Return how many (sample, recipe) pairs `evaluate` measures or finds finished."""
+    return len(recipes) * sum(len(b.samples) for _, batches in plan for b in batches)
+
+
+def _measured(
+    model: PreTrainedModel,
+    source: Source,
+    task: Task,
+    batch: Batch,
+    full: Recipe,
+    missing: Sequence[Recipe],
+    report: Progress,
+) -> Iterator[tuple[Recipe, list[dict[str, Any]]]]:
+    """Yield the lines of `full` and of each missing recipe on a batch."""
+    if not missing:
+        return
+    others = [recipe for recipe in missing if recipe != full]
+    where = f"{task.name} {batch.samples[0].name}"
+    report(f"{where}: reading the context", 0)
+    exact: Any = None
+    for filled in prefill_groups(model, [full, *others], batch.ids):
+        report(f"{where}: {filled.recipe.name}", 0)
+        if filled.cache is not None and filled.error is None:
+            try:
+                run = Run(model, source, filled.cache, batch, exact)
+                outcomes, found = task.measure(run)
+                exact = found if filled.recipe == full else exact
+                yield filled.recipe, _lines(task, batch, filled, outcomes, model)
+                continue
+            except Exception as error:
+                if filled.recipe == full:
+                    raise
+                if user_message(error) is None:
+                    _log.exception("recipe %r failed", filled.recipe.name)
+                filled.error = error
+        assert filled.error is not None
+        if filled.recipe == full:
+            raise filled.error
+        problem = one_line(filled.error)
+        yield (
+            filled.recipe,
+            [_key(task, s.name, filled.recipe, problem=problem) for s in batch.samples],
+        )
+
+
+def _lines(
+    task: Task,
+    batch: Batch,
+    filled: Prefilled,
+    outcomes: Sequence[Outcome],
+    model: PreTrainedModel,
+) -> list[dict[str, Any]]:
+    """Return the lines of a recipe's outcomes; bytes and seconds are those of one context."""
+    contexts = len(batch.ids)
+    assert filled.cache is not None
+    tokens = filled.cache.get_seq_length()
+    exact = tokens * compat.geometry(model).token_nbytes()
+    return [
+        _key(
+            task, sample.name, filled.recipe,
+            scores={name: _finite(x) for name, x in outcome.scores.items()},
+            kv_bytes=filled.cache.nbytes // contexts,
+            exact_bytes=exact,
+            answer=outcome.answer,
+            tokens=outcome.tokens,
+            curves={name: [_finite(x, 5) for x in xs] for name, xs in outcome.curves.items()},
+            seconds={
+                "prefill": filled.seconds / contexts,
+                "decode": outcome.decode_s,
+                "steps": outcome.steps,
+            },
+        )
+        for sample, outcome in zip(batch.samples, outcomes, strict=True)
+    ]  # fmt: skip
+
+
+def _key(task: Task, sample: str, recipe: Recipe, **fields: Any) -> dict[str, Any]:
+    return {"task": task.name, "sample": sample, "recipe": recipe.name, **fields}
+
+
+def _prompt(task: Task, sample: Any) -> dict[str, Any]:
+    return {
+        "task": task.name,
+        "sample": sample.name,
+        "context": sample.context,
+        "question": sample.question,
+        "reference": sample.reference,
+        **sample.fields,
+    }
+
+
+def _finite(value: float, digits: int | None = None) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else float(f"{value:.{digits}g}")

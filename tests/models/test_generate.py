@@ -277,6 +277,22 @@ def test_inference_mode_comes_and_goes(recipe):
     assert torch.equal(steps([torch.no_grad, torch.inference_mode] * 5), expected)
 
 
+def test_a_copy_made_in_inference_mode_can_be_used_outside():
+    model, ids = zoo.build("llama-gqa"), zoo.batch(1, 90)["input_ids"]
+
+    def last_logits(copied_in):
+        cache = kvloom.Cache(model, KIVI)
+        with torch.no_grad():
+            model(ids[:, :70], past_key_values=cache)
+        with copied_in():
+            cache = copy.deepcopy(cache)
+        with torch.no_grad():
+            return [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(70, 90)]
+
+    for one, other in zip(*map(last_logits, (torch.inference_mode, torch.no_grad)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_crop_takes_what_goes_as_a_negative_number_and_what_stays_as_a_positive_one():
     """The second is the form before transformers 5.17."""
     model = zoo.build("llama-gqa")

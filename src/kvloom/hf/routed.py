@@ -5,6 +5,7 @@ Decides how the calls of transformers map onto `LayerCache`; computes nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -180,6 +181,13 @@ class RoutedCache(transformers.Cache):
     def __bool__(self) -> bool:
         """Return True, for an empty cache too."""
         return True
+
+    @lasting
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the cache, in inference mode too: the copy's tensors can be changed later."""
+        memo[id(self)] = new = object.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     @property
     def routed(self) -> list[RoutedLayer]:

@@ -45,7 +45,7 @@ def load_config_and_tokenizer(name: str = REFERENCE, dtype: str = "auto") -> tup
     _torch_dtype(dtype)
     if name == REFERENCE:
         return AutoConfig.from_pretrained(WEIGHTS), reference_tokenizer()
-    folder = _located(name)
+    folder = located(name)
     with _loading(name):
         config = AutoConfig.from_pretrained(folder)
         if config.is_encoder_decoder:
@@ -61,7 +61,7 @@ def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
     if name == REFERENCE:
         model = reference_model(torch_dtype)
     else:
-        folder = _located(name)
+        folder = located(name)
         with _loading(name):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype or "auto")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -101,7 +101,7 @@ def _loading(name: str) -> Iterator[None]:
         raise InputError(f"model {name!r} cannot be loaded: {reason}") from error
 
 
-def _located(name: str) -> str:
+def located(name: str) -> str:
     """Return a model's folder or hub id; raise `InputError` if it does not exist.
 
     Asks the hub once: loading would repeat its requests for a minute.

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := kivi-4,kivi,skvq:group=32,h2o,minikv,quest
 
-.PHONY: demo test test-slow test-oldest test-defects lint docs train clean
+.PHONY: demo test test-slow test-oldest test-defects lint docs evidence evidence-quick train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
@@ -33,6 +33,13 @@ lint: .venv/ready
 docs: .venv-docs/ready
 	.venv-docs/bin/zensical build --strict --clean
 	.venv-docs/bin/python docs/check_links.py
+
+# The published comparison of recipes; evidence-quick checks a part of it.
+evidence: .venv/ready
+	$(BIN)/python benchmarks/evidence.py
+
+evidence-quick: .venv/ready
+	$(BIN)/python benchmarks/evidence.py --quick
 
 train: .venv/ready
 	PYTHONPATH=tools $(BIN)/python -m reference_model.train

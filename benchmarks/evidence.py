@@ -1,0 +1,167 @@
+"""The published evidence: recipes at equal bytes on SmolLM2 and on the reference model.
+
+Each run below measures all recipes on tasks that need no data from outside, by the code of
+`kvloom eval`. Recipes that evict are measured at each share of the exact cache's bytes. A run that
+was interrupted goes on. The samples of a run are in a folder of its own, which `kvloom report`
+shows; means with 95% intervals go to results/<machine>/evidence_<run>.json.
+
+    python benchmarks/evidence.py            # every run; many hours on two cores
+    python benchmarks/evidence.py --runs smollm2-2k --tasks perplexity
+    python benchmarks/evidence.py --quick    # are the published figures found again?
+
+--quick measures `QUICK` on the same samples, and fails if a figure lies outside its published
+interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from kvloom.eval.summary import summarize
+
+import record
+from kvloom.cli.options import split_recipes
+from kvloom.errors import RecipeError
+from kvloom.eval.compare import with_full
+from kvloom.eval.environment import model_facts
+from kvloom.eval.evaluate import evaluate
+from kvloom.eval.result_files import ResultFolder
+from kvloom.eval.sample import Source
+from kvloom.eval.share import at_share
+from kvloom.eval.tasks import task_named
+from kvloom.hf import compat
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
+from kvloom.report.machine import machine
+from kvloom.workload.models import load
+from kvloom.workload.text import library_text
+
+HERE = Path(__file__).parent
+SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
+EVICTING = (
+    "h2o,keyformer,snapkv,pyramidkv,streaming,minikv,minikv-snap,"
+    "snapkv+kivi-4.toml,snapkv+turbo-4.toml"
+)
+OTHERS = (
+    "kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
+    "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
+    "skvq:group=32,quest,clusterkv,clusterkv-2bit"
+)
+TASKS = {
+    "perplexity": {"samples": 8, "new_tokens": 128},
+    "free": {"samples": 4, "new_tokens": 256},
+    "niah:single+multikey+passkey": {"samples": 2, "new_tokens": 1},
+    "multiturn": {"samples": 4, "new_tokens": 1},
+}
+RUNS = {
+    "smollm2-2k": ("smollm2", 2048),
+    "smollm2-4k": ("smollm2", 4096),
+    "reference-2k": ("reference", 2048),
+}
+QUICK = "smollm2-2k", ("perplexity", "niah:single+multikey+passkey"), "kivi-4,kivi,snapkv,minikv"
+QUICK_SHARES = (1 / 5,)
+
+
+def recipes(names: str, shares: tuple[float, ...], context: int, geometry: object) -> list[Recipe]:
+    """Return `full` and the recipes; those that evict once for each share of bytes they fit."""
+    found = []
+    for spec in split_recipes(names):
+        recipe = resolve(HERE / "recipes" / spec if spec.endswith(".toml") else spec)
+        for share in shares:
+            try:
+                found.append(at_share(recipe, share, context, geometry))
+            except RecipeError as error:
+                print(f"not measured: {error}", file=sys.stderr)
+    return with_full(found)
+
+
+def measure(
+    run: str, tasks: list[str], names: str, shares: tuple[float, ...], folder: Path
+) -> dict[str, list[dict]]:
+    """Measure the tasks of a run; return the figures of each, and print progress."""
+    name, context = RUNS[run]
+    model, tokenizer = load(name)
+    geometry = compat.geometry(model)
+    chosen = recipes(names, shares, context, geometry)
+    settings = {"tasks": TASKS, "context": [context], "seed": 0}
+    facts = {"environment": machine(model), "model": model_facts(model, name, geometry)}
+    opened = ResultFolder.open(folder / run, {**facts, "settings": settings})
+    lines = []
+    for spec in tasks:
+        source = Source.of(
+            tokenizer, library_text(), lengths=[context], batch=4, seed=0, **TASKS[spec]
+        )
+        task = task_named(spec)
+        seen = ""
+
+        def progress(what: str, units: int) -> None:
+            nonlocal seen
+            if what and what != seen:
+                seen = what
+                print(f"{run} {what}", file=sys.stderr, flush=True)
+
+        evaluate(model, source, chosen, [(task, task.batches(source))], opened, progress)
+        wanted = {recipe.name for recipe in chosen}
+        lines += [line for line in opened.lines(task.name) if line["recipe"] in wanted]
+    return [asdict(figures) for figures in summarize(lines)]
+
+
+def published(run: str) -> list[dict]:
+    """Return the published figures of a run; the newest file of any machine."""
+    files = sorted(record.RESULTS.glob(f"*/evidence_{run}.json"), key=lambda f: f.stat().st_mtime)
+    if not files:
+        sys.exit(f"no figures of {run} are published yet: run without --quick")
+    return json.loads(files[-1].read_text())["figures"]
+
+
+def outside(found: list[dict], before: list[dict]) -> list[str]:
+    """Return a sentence for each score that is outside its published 95% interval."""
+    intervals = {(f["task"], f["recipe"]): f["scores"] for f in before}
+    said = []
+    for figures in found:
+        key = figures["task"], figures["recipe"]
+        if key not in intervals:
+            said.append(f"{key[1]} on {key[0]}: not published")
+            continue
+        for score, now in figures["scores"].items():
+            was = intervals[key][score]
+            low, high = was["low"], was["high"]
+            if low is None or not low - 1e-9 <= now["mean"] <= high + 1e-9:
+                said.append(
+                    f"{key[1]} on {key[0]}: {score} {now['mean']:.4g} not in {low} … {high}"
+                )
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", default=",".join(RUNS))
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--recipes", default=f"{OTHERS},{EVICTING}")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--folder", type=Path, default=HERE / "results" / "evidence")
+    options = parser.parse_args()
+    if options.quick:
+        run, tasks, names = QUICK
+        figures = measure(run, list(tasks), names, QUICK_SHARES, options.folder / "quick")
+        wrong = outside(figures, published(run))
+        print("\n".join(wrong) or f"{len(figures)} rows of {run}: every figure in its interval")
+        sys.exit(bool(wrong))
+    for run in options.runs.split(","):
+        figures = measure(run, options.tasks.split(","), options.recipes, SHARES, options.folder)
+        record.write(
+            f"evidence_{run}",
+            {
+                "environment": record.environment(threads=torch.get_num_threads()),
+                "figures": figures,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

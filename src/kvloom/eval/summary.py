@@ -1,0 +1,181 @@
+"""Figures of a recipe on a task: means over samples, 95% intervals, bytes, speed, Pareto fronts.
+
+Decides how results of single samples become one figure. The lines are those of
+docs/reference/result-files.md; who reads or writes them is not decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+EXACT = "full"  # the recipe that keeps every token in the model's dtype
+RESAMPLES = 2000
+_SEED = 0
+_LOWER_IS_BETTER = {"nll", "perplexity", "kl_mean", "kl_median", "kl_p999", "repetition"}
+_MAIN = {"perplexity": "perplexity", "free": "diverged_at"}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean, the bounds of its 95% interval (None: unknown), and the samples that have a value."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    samples: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one recipe on one task.
+
+    samples: with scores. problems: samples without; problem: the reason of the first. kv_bytes,
+    exact_bytes: means over samples. share: kv_bytes / exact_bytes. scores: name → interval;
+    `perplexity`, exp of the mean `nll`, is added. over_full: name → interval of the difference from
+    `full` on the same samples; without `perplexity`. prefill_s: seconds of a prompt.
+    decode_tokens_s: tokens per second in decoding. A figure that no sample has is None.
+    """
+
+    task: str
+    recipe: str
+    samples: int = 0
+    problems: int = 0
+    problem: str | None = None
+    share: float | None = None
+    kv_bytes: float | None = None
+    exact_bytes: float | None = None
+    scores: dict[str, Interval] = field(default_factory=dict)
+    over_full: dict[str, Interval] = field(default_factory=dict)
+    prefill_s: float | None = None
+    decode_tokens_s: float | None = None
+
+
+def higher_is_better(score: str) -> bool:
+    """Return whether a larger value of this score is better."""
+    return score not in _LOWER_IS_BETTER
+
+
+def main_score(task: str, scores: Sequence[str]) -> str:
+    """Return the score that stands for the task: its usual one, else the first of `scores`."""
+    usual = _MAIN.get(task, "correct")
+    return usual if usual in scores else scores[0]
+
+
+def bootstrap(values: Sequence[float]) -> Interval:
+    """Return the mean of the finite values, and its 95% percentile bootstrap interval.
+
+    The same values always give the same interval: the seed is fixed. One value has no interval.
+    """
+    finite = np.asarray([value for value in values if math.isfinite(value)], dtype=float)
+    if not len(finite):
+        raise ValueError("expected at least one finite value to average, received none")
+    mean = float(finite.mean())
+    if len(finite) == 1:
+        return Interval(mean, None, None, 1)
+    low, high = np.quantile(_weights(len(finite)) @ finite, [0.025, 0.975])
+    return Interval(mean, float(low), float(high), len(finite))
+
+
+@cache
+def _weights(samples: int) -> np.ndarray:
+    """Return the share of each sample in each resample, [RESAMPLES, samples]."""
+    counts = np.random.default_rng(_SEED).multinomial(
+        samples, np.full(samples, 1 / samples), size=RESAMPLES
+    )
+    return counts / samples
+
+
+def summarize(lines: Iterable[Mapping[str, Any]]) -> list[Figures]:
+    """Return the figures of each task and recipe, in the order of their first lines."""
+    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for line in lines:  # a later line of the same sample replaces an earlier one
+        groups.setdefault((line["task"], line["recipe"]), {})[line["sample"]] = line
+    return [
+        _figures(task, recipe, by_sample, groups.get((task, EXACT), {}))
+        for (task, recipe), by_sample in groups.items()
+    ]
+
+
+def _figures(
+    task: str,
+    recipe: str,
+    by_sample: Mapping[str, Mapping[str, Any]],
+    exact: Mapping[str, Mapping[str, Any]],
+) -> Figures:
+    done = {name: line for name, line in by_sample.items() if not line.get("problem")}
+    problems = [line["problem"] for line in by_sample.values() if line.get("problem")]
+    if not done:
+        return Figures(task, recipe, 0, len(problems), problems[0])
+    kv_bytes = fmean(line["kv_bytes"] for line in done.values())
+    exact_bytes = fmean(line["exact_bytes"] for line in done.values())
+    scores, over_full = {}, {}
+    for score in dict.fromkeys(name for line in done.values() for name in line["scores"]):
+        values = _values(done, score)
+        if not values:
+            continue
+        scores[score] = bootstrap(list(values.values()))
+        other = _values(exact, score)
+        pairs = [value - other[name] for name, value in values.items() if name in other]
+        if pairs and recipe != EXACT:
+            over_full[score] = bootstrap(pairs)
+    if "nll" in scores:
+        scores = {"perplexity": _exp(scores["nll"]), **scores}
+    seconds = [line.get("seconds") or {} for line in done.values()]
+    prefills = [_total(each["prefill"]) for each in seconds if "prefill" in each]
+    decode = sum(each.get("decode") or 0 for each in seconds)
+    steps = sum(each.get("steps") or 0 for each in seconds)
+    return Figures(
+        task, recipe, len(done), len(problems), problems[0] if problems else None,
+        kv_bytes / exact_bytes if exact_bytes else None, kv_bytes, exact_bytes, scores, over_full,
+        fmean(prefills) if prefills else None, steps / decode if steps and decode else None,
+    )  # fmt: skip
+
+
+def _values(lines: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, float]:
+    """Return the finite values of a score by sample."""
+    found = {name: (line.get("scores") or {}).get(score) for name, line in lines.items()}
+    return {name: x for name, x in found.items() if x is not None and math.isfinite(x)}
+
+
+def _exp(interval: Interval) -> Interval:
+    """Return the exponential of an interval, at most the largest float."""
+    ends = [
+        None if end is None else math.exp(min(end, 700.0))
+        for end in (interval.mean, interval.low, interval.high)
+    ]
+    return Interval(ends[0] or 0.0, ends[1], ends[2], interval.samples)
+
+
+def _total(seconds: Any) -> float:
+    """Return the sum of the parts of a time: a number, or numbers by part."""
+    if isinstance(seconds, Mapping):
+        return float(sum(seconds.values()))
+    return float(sum(seconds)) if isinstance(seconds, Sequence) else float(seconds)
+
+
+def pareto(points: Sequence[tuple[float | None, float | None]], higher: bool) -> list[int]:
+    """Return the indices of the points on the Pareto front, by rising share.
+
+    points: share of the exact bytes, and score; None: no figure. A point is on the front if no
+    other one has at most its share and at least its score, with one of the two strictly better.
+    """
+    sign = 1.0 if higher else -1.0
+    order = sorted(
+        (share, -sign * score, i)
+        for i, (share, score) in enumerate(points)
+        if share is not None and score is not None
+    )
+    front: list[int] = []
+    best: tuple[float, float] | None = None  # the share and the negated score of the last point
+    for share, cost, i in order:
+        if best is None or cost < best[1] or (share, cost) == best:
+            front.append(i)
+            best = share, cost
+    return front

@@ -185,8 +185,8 @@ class RoutedCache(transformers.Cache):
     @lasting
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the cache, in inference mode too: the copy's tensors can be changed later."""
-        memo[id(self)] = new = object.__new__(type(self))
-        vars(new).update(copy.deepcopy(vars(self), memo))
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
     @property

@@ -9,6 +9,7 @@ import typer
 
 from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
 from .options import RECIPES_HELP, Dtype, Model, Text, parse_recipes
+from .outputs import print_rich
 from .progress import show_progress
 from .user_errors import user_errors
 
@@ -73,6 +74,7 @@ def command(
         from ..eval.environment import model_facts
         from ..eval.evaluate import evaluate, units
         from ..eval.result_files import ResultFolder
+        from ..eval.results_table import results_table
         from ..eval.sample import Source
         from ..eval.tasks import task_named
         from ..hf import compat
@@ -115,7 +117,8 @@ def command(
             folder = ResultFolder.open(out, run)
             on_step = progress.counter(units(plan, measured))
             evaluate(loaded, source, measured, plan, folder, on_step)
-        typer.echo(f"results: {out}; kvloom report {out} shows them as a page")
+        print_rich(results_table(line for task in chosen_tasks for line in folder.lines(task.name)))
+        typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
 
 
 def _with_bytes(

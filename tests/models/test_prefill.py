@@ -90,6 +90,8 @@ def test_the_caches_of_a_group_are_bounded(monkeypatch):
     ]
     monkeypatch.setattr(prefill, "available_bytes", lambda device: 0)
     assert prefill.groups(model, [KIVI, H2O], 3, 200) == [[KIVI], [H2O]]
+    small = resolve("pyramidkv:fraction=0.02,window=1")  # a prompt of 200 tokens is too short
+    assert prefill.groups(model, [KIVI, small], 3, 200) == [[KIVI], [small]]
 
 
 def test_available_memory(monkeypatch, tmp_path):

@@ -144,7 +144,7 @@ def test_progress_adds_up_when_recipes_fail(model, tokenizer, task, monkeypatch)
         return whole(model, tokenizer, contexts, *rest)
 
     monkeypatch.setattr(measure, "_measure", fails)
-    specs = ["kivi:group=64", "pyramidkv:tokens=2,window=1", "random", "rtn"]
+    specs = ["kivi:group=64", "pyramidkv:fraction=0.02,window=1", "random", "rtn"]
     done = []
     rows = work.compare(
         model, tokenizer, specs, task, lambda what, units: done.append((what, units))
@@ -246,8 +246,11 @@ def test_a_failed_forward_pass_leaves_the_rows_of_other_groups(
 
 
 def test_a_recipe_that_cannot_store_the_prompt_leaves_the_others(model, tokenizer, task):
-    bad, good = work.compare(model, tokenizer, ["pyramidkv:tokens=2,window=1", "rtn"], task)[1:]
-    assert bad.failed, bad.problem
+    bad, good = work.compare(model, tokenizer, ["pyramidkv:fraction=0.02,window=1", "rtn"], task)[
+        1:
+    ]
+    assert bad.failed
+    assert "without a heavy hitter; use a larger budget" in bad.problem
     assert good.problem is None
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..errors import IncompatibleRecipe, RecipeError
 from ..hf import compat
 from ..hf.cache import Cache
 from ..hf.fan_out import Follower, prefill_together
+from ..recipe.geometry import Geometry
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import clock
@@ -96,8 +98,7 @@ def groups(
     found: list[list[Recipe]] = []
     total = 0
     for recipe in recipes:
-        none = recipe == exact or recipe.problems(geometry)
-        nbytes = 0 if none else recipe.nbytes(tokens, geometry, rows)
+        nbytes = 0 if recipe == exact else _predicted(recipe, geometry, rows, tokens)
         if not found or total + nbytes > most:
             found.append([])
             total = 0
@@ -114,6 +115,15 @@ def available_bytes(device: torch.device) -> int | None:
     lines = facts.read_text().splitlines() if facts.exists() else []
     found = (line.split() for line in lines if line.startswith("MemAvailable:"))
     return next((int(kib) << 10 for _, kib, *_ in found), None)
+
+
+def _predicted(recipe: Recipe, geometry: Geometry, rows: int, tokens: int) -> int:
+    """Return the bytes of a recipe's caches; 0 if it does not fit the model or the prompts."""
+    try:
+        recipe.check(geometry)
+        return recipe.nbytes(tokens, geometry, rows)
+    except (IncompatibleRecipe, RecipeError):  # `prefill` returns the reason
+        return 0
 
 
 def _new(model: PreTrainedModel, recipe: Recipe) -> Prefilled:

@@ -174,10 +174,10 @@ def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, fini
 def test_a_recipe_that_fails_leaves_the_others(here, monkeypatch, caplog, error, said):
     whole = measure._measure
 
-    def fails(model, tokenizer, recipe, *rest):
-        if recipe.name == "rtn":
+    def fails(model, tokenizer, contexts, *rest):
+        if contexts.recipe.name == "rtn":
             raise error
-        return whole(model, tokenizer, recipe, *rest)
+        return whole(model, tokenizer, contexts, *rest)
 
     monkeypatch.setattr(measure, "_measure", fails)
     found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-",

@@ -2,6 +2,10 @@
 
 import json
 import math
+import weakref
+from dataclasses import replace
+from importlib import import_module
+from itertools import count
 
 import numpy as np
 import pytest
@@ -24,14 +28,16 @@ from transformers import (
 import kvloom
 from kvloom import eval as work
 from kvloom.errors import InputError
-from kvloom.eval import Row, Settings, needles, with_full
+from kvloom.eval import Row, Settings, contexts, needles, with_full
 from kvloom.eval.table import table
 from kvloom.recipe.resolve import resolve
 from kvloom.reference import tasks
 from kvloom.report.plots import line_style
-from kvloom.workload import text
+from kvloom.workload import clock, prefill, text
+from kvloom.workload.forward import forward
 from reference_model.tokenizer import train_tokenizer
 
+measure = import_module("kvloom.eval.measure")  # kvloom.eval.measure is its function
 WORDS = " ".join(tasks.WORDS)
 TEXT = "".join(f"line {i}: {tasks.WORDS[i * 7 % 90]} is at {i * 7919}.\n" for i in range(600))
 
@@ -128,6 +134,27 @@ def test_progress_adds_up(model, tokenizer, task):
     assert all(what.startswith("full: ") for what, _ in done)
 
 
+def test_progress_adds_up_when_recipes_fail(model, tokenizer, task, monkeypatch):
+    """One recipe does not fit, one fails as it stores a prompt, one as it decodes."""
+    whole = measure._measure
+
+    def fails(model, tokenizer, contexts, *rest):
+        if contexts.recipe.name == "random":
+            raise KeyError
+        return whole(model, tokenizer, contexts, *rest)
+
+    monkeypatch.setattr(measure, "_measure", fails)
+    specs = ["kivi:group=64", "pyramidkv:fraction=0.02,window=1", "random", "rtn"]
+    done = []
+    rows = work.compare(
+        model, tokenizer, specs, task, lambda what, units: done.append((what, units))
+    )
+    assert [row.problem is None for row in rows] == [True, False, False, False, True]
+    assert sum(units for _, units in done) == 5 * task.units
+    whats = {what for what, _ in done}
+    assert {"5 recipes: reading context 1 of 2", "rtn: decoding", "random: no figures"} <= whats
+
+
 def test_nan_in_the_model_is_reported(tokenizer, model, task):
     broken = LlamaForCausalLM(model.config).eval()
     torch.nn.init.constant_(broken.model.layers[1].self_attn.k_proj.weight, math.nan)
@@ -135,7 +162,145 @@ def test_nan_in_the_model_is_reported(tokenizer, model, task):
         work.compare(broken, tokenizer, ["kivi"], task)
 
 
+# one forward pass for many recipes
+
+
+def alone(model, tokenizer, recipe, task):
+    """The figures of a recipe whose caches read every prompt in a forward pass of their own."""
+    span = range(task.context, task.context + task.new_tokens)
+    cache, logits = kvloom.Cache(model, recipe), []
+    forward(model, task.text[:, : task.context], cache)
+    logits = [forward(model, task.text[:, i : i + 1], cache) for i in span]
+    losses = [F.cross_entropy(x, task.text[:, i + 1]) for x, i in zip(logits, span, strict=True)]
+    correct = [
+        needles.count_correct(model, tokenizer, recipe, hay, len(task.text), task.ask)
+        for hay in task.haystacks
+    ]
+    greedy = torch.stack(logits, 1).argmax(-1)
+    read = cache.tokens_read if recipe.recall else None
+    exact = pytest.approx(math.exp(torch.stack(losses).mean()), rel=1e-6)
+    return (
+        greedy, exact, sum(correct) / task.questions, cache.nbytes, cache.bits_per_value, read
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ask", needles.ASK)
+def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
+    specs = ["kivi:residual=32", "rtn", "h2o:tokens=40", "snapkv:tokens=40", "streaming:tokens=40",
+             "minikv", "quest:tokens=48,page=4,recent=8", "clusterkv", "turbo"]  # fmt: skip
+    task = replace(task, ask=ask)
+    rows = work.compare(model, tokenizer, specs, task)
+    with torch.inference_mode():
+        want = [alone(model, tokenizer, resolve(spec), task) for spec in ("full", *specs)]
+    for row, (greedy, *figures) in zip(rows, want, strict=True):
+        found = row.perplexity, row.needle, row.kv_bytes, row.bits_per_value, row.tokens_read
+        assert list(found) == figures, row.recipe
+        assert row.agreement == (greedy == want[0][0]).float().mean().item()
+    assert len({row.perplexity for row in rows}) > 6
+    kvloom.detach(model)
+
+
+def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, monkeypatch):
+    """With little memory, every recipe has a group of its own; `full` is measured once."""
+    specs = ["kivi:residual=32", "h2o:tokens=40", "snapkv:tokens=40"]
+    together = work.compare(model, tokenizer, specs, task)
+    whole, alive, passes = contexts.prefill, weakref.WeakSet(), []
+
+    def counting(model, recipes, ids):
+        passes.append(([recipe.name for recipe in recipes], len(alive)))
+        logits, found = whole(model, recipes, ids)
+        alive.update(x.cache for x in found)
+        return logits, found
+
+    monkeypatch.setattr(contexts, "prefill", counting)
+    monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
+    apart = work.compare(model, tokenizer, specs, task)
+    assert len(task.prompts) == 2
+    groups = [["full"], *([spec] for spec in specs)]
+    assert passes == [(group, held) for group in groups for held in (0, len(group))]
+    without_times = {"prefill_s": 0, "decode_tokens_s": 0}
+    assert [replace(row, **without_times) for row in apart] == [
+        replace(row, **without_times) for row in together
+    ]
+
+
+def test_a_failed_forward_pass_leaves_the_rows_of_other_groups(
+    model, tokenizer, task, monkeypatch, caplog
+):
+    whole = contexts.prefill
+
+    def fails(model, recipes, ids):
+        if "rtn" in [recipe.name for recipe in recipes]:
+            raise KeyError("a bug")
+        return whole(model, recipes, ids)
+
+    monkeypatch.setattr(contexts, "prefill", fails)
+    with pytest.raises(KeyError):  # that of `full` too
+        work.compare(model, tokenizer, ["rtn", "window"], task)
+    monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
+    full, rtn, window = work.compare(model, tokenizer, ["rtn", "window"], task)
+    assert (rtn.problem, rtn.failed) == ("KeyError: 'a bug'", True)
+    assert full.problem is window.problem is None
+    assert "recipe 'rtn' failed" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_recipe_that_cannot_store_the_prompt_leaves_the_others(model, tokenizer, task):
+    bad, good = work.compare(model, tokenizer, ["pyramidkv:fraction=0.02,window=1", "rtn"], task)[
+        1:
+    ]
+    assert bad.failed
+    assert "without a heavy hitter; use a larger budget" in bad.problem
+    assert good.problem is None
+
+
+def test_warm_up_steps_of_decoding_are_not_timed(model, tokenizer, task, monkeypatch):
+    ticks = count()
+    monkeypatch.setattr(clock, "seconds", lambda device: next(ticks))
+    full, kivi = work.compare(model, tokenizer, ["kivi:residual=32"], task)
+    # every step is one tick; so is storing in each of 2 layers, beside a pass of 1 + 2 ticks
+    assert full.decode_tokens_s == kivi.decode_tokens_s == task.text.shape[0]
+    assert (full.prefill_s, kivi.prefill_s) == (3, 5)
+
+
 # needles
+
+
+def test_decoding_ends_when_every_answer_is_right_or_wrong(model, tokenizer, monkeypatch):
+    ids = text.tokenize(tokenizer, TEXT)
+    (hay,) = needles.haystacks(tokenizer, ids, [1], context=300, questions=1)
+    question = hay.questions[0]
+    with torch.inference_mode():
+        cache = kvloom.Cache(model, "full")
+        new, said = torch.tensor([hay.context_ids + question.ids]), []
+        for _ in range(9):
+            new = forward(model, new, cache).argmax(-1, keepdim=True)
+            said.append(new)
+        whole = tokenizer.decode(torch.cat(said, dim=1)[0]).lstrip()
+        steps = []
+
+        def counted(*args):
+            steps.append(args)
+            return forward(*args)
+
+        monkeypatch.setattr(needles, "forward", counted)
+        for answer, most in ((whole, 9), ("~" + whole, 3), (whole[:-1] + "~", 9)):
+            steps.clear()
+            one = needles.Haystack(
+                hay.context_ids, [replace(question, answer=answer, answer_tokens=9)]
+            )
+            correct = needles.count_correct(model, tokenizer, resolve("full"), one, 1)
+            assert correct == (answer == whole)
+            assert 1 < len(steps) <= 1 + most  # the context, then token by token
+    kvloom.detach(model)
+
+
+@pytest.mark.parametrize(
+    ("said", "undecided"),
+    [("", True), ("12", True), ("123", False), ("1234", False), ("13", False), ("13\ufffd", True)],
+)
+def test_an_answer_is_decided_by_its_first_wrong_character(said, undecided):
+    assert needles._undecided(said, "123") == undecided
 
 
 def test_needle_sentences_are_those_of_training():

@@ -5,9 +5,9 @@
     task = prepare(model, tokenizer, text, Settings(context=1024))
     rows = compare(model, tokenizer, ["full", "kivi:bits=4"], task)
 
-`task` decides what is measured, `needles` hides facts and asks questions about them, `measure`
-measures one recipe, `compare` a list of them; `rows`, `table` and `plot` show the result. Nothing
-here knows how a cache works.
+`task` decides what is measured, and `needles` hides facts and asks questions about them. `contexts`
+fills the caches of several recipes with the prompts, `measure` measures one recipe, and `compare` a
+list of them. `rows`, `table` and `plot` show the result. Nothing here knows how a cache works.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..workload.attachment import attachment_restored
 from ..workload.forward import Progress
+from ..workload.prefill import groups
+from .contexts import read_contexts
 from .measure import measure
 from .rows import Row
 from .task import Task
@@ -40,14 +42,22 @@ def iter_rows(
     task: Task,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows that `compare` returns, each as soon as its recipe is measured."""
+    """Yield the rows that `compare` returns, each as soon as its recipe is measured.
+
+    One forward pass per prompt fills the caches of a group of recipes; see `workload.prefill`. Then
+    the recipes of the group are measured one by one.
+    """
     compat.refuse_unsupported(model)
-    exact, *others = with_full(recipes)
+    on_step = progress or (lambda what, units: None)
+    rows = sum(prompt.shape[0] for prompt in task.prompts)
+    full = None
     with attachment_restored(model):
-        full = measure(model, tokenizer, exact, task, None, progress)
-        yield full.row
-        for recipe in others:
-            yield measure(model, tokenizer, recipe, task, full, progress).row
+        for group in groups(model, with_full(recipes), rows, task.context):
+            contexts = read_contexts(model, group, task, on_step)
+            while contexts:
+                found = measure(model, tokenizer, contexts.pop(0), task, full, on_step)
+                full = full or found
+                yield found.row
 
 
 def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:

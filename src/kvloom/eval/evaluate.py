@@ -18,7 +18,7 @@ from ..hf import compat
 from ..recipe.spec import Recipe
 from ..report.errors import one_line, user_message
 from ..workload.attachment import attachment_restored
-from ..workload.prefill import Prefilled, prefill_groups
+from ..workload.prefill import Prefilled, groups, prefill
 from .result_files import ResultFolder
 from .sample import Batch, Outcome, Run, Source, Task
 
@@ -87,31 +87,42 @@ def _measured(
         return
     others = [recipe for recipe in missing if recipe != full]
     where = f"{task.name} {batch.samples[0].name}"
-    report(f"{where}: reading the context", 0)
     exact: Any = None
-    for filled in prefill_groups(model, [full, *others], batch.ids):
-        report(f"{where}: {filled.recipe.name}", 0)
-        if filled.cache is not None and filled.error is None:
-            try:
-                run = Run(model, source, filled.cache, batch, exact)
-                outcomes, found = task.measure(run)
-                exact = found if filled.recipe == full else exact
-                yield filled.recipe, _lines(task, batch, filled, outcomes, model)
-                continue
-            except Exception as error:
-                if filled.recipe == full:
-                    raise
-                if user_message(error) is None:
-                    _log.exception("recipe %r failed", filled.recipe.name)
-                filled.error = error
-        assert filled.error is not None
-        if filled.recipe == full:
-            raise filled.error
-        problem = one_line(filled.error)
-        yield (
-            filled.recipe,
-            [_key(task, s.name, filled.recipe, problem=problem) for s in batch.samples],
-        )
+    for group in groups(model, [full, *others], *batch.ids.shape):
+        report(f"{where}: reading the context", 0)
+        _, filled = prefill(model, group, batch.ids.to(model.device))
+        while filled:
+            one = filled.pop(0)  # its cache is freed once it is measured
+            report(f"{where}: {one.recipe.name}", 0)
+            if one.recipe == full:
+                if one.error is not None:
+                    raise one.error
+                lines, exact = _measured_by(model, source, task, batch, one, None)
+            else:
+                try:
+                    if one.error is not None:
+                        raise one.error
+                    lines, _ = _measured_by(model, source, task, batch, one, exact)
+                except Exception as error:
+                    if user_message(error) is None:
+                        _log.exception("recipe %r failed", one.recipe.name)
+                    problem = one_line(error)
+                    lines = [_key(task, s.name, one.recipe, problem=problem) for s in batch.samples]
+            yield one.recipe, lines
+
+
+def _measured_by(
+    model: PreTrainedModel,
+    source: Source,
+    task: Task,
+    batch: Batch,
+    filled: Prefilled,
+    exact: Any,
+) -> tuple[list[dict[str, Any]], Any]:
+    """Return the lines of one recipe on a batch, and what others are compared with."""
+    assert filled.cache is not None
+    outcomes, found = task.measure(Run(model, source, filled.cache, batch, exact))
+    return _lines(task, batch, filled, outcomes, model), found
 
 
 def _lines(

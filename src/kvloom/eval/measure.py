@@ -6,7 +6,6 @@ recipe `full` on the same task.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import IncompatibleRecipe
-from ..hf.cache import Cache
 from ..recall import Traffic
-from ..recipe.spec import Recipe
-from ..report.errors import one_line, user_message
 from ..workload import clock
 from ..workload.forward import Progress, forward
+from .contexts import Contexts, no_figures
 from .needles import count_correct
 from .rows import Row
 from .task import Task
 
-WARM_UP_STEPS = 4
-_log = logging.getLogger(__name__)
+WARM_UP_STEPS = 4  # steps of decoding that are not timed
 
 
 @dataclass(frozen=True)
@@ -42,76 +37,68 @@ class Measurement:
 def measure(
     model: PreTrainedModel,
     tokenizer: Any,
-    recipe: Recipe,
+    contexts: Contexts,
     task: Task,
-    full: Measurement | None = None,
-    progress: Progress | None = None,
+    full: Measurement | None,
+    on_step: Progress,
 ) -> Measurement:
-    """Measure a recipe; `full` is the measurement of the exact cache, None for that one itself.
+    """Measure a recipe whose caches hold the prompts of the task, and drop these caches.
 
-    The contexts of all rows are prefilled together. Then their continuations are decoded token by
-    token, so that every scored prediction reads the compressed cache, and every step packs or
-    evicts what is due. Both are timed without the computation of scores, after a warm-up on the
-    same contexts. Bytes and bits are those at the end of the continuation.
+    full: the measurement of the exact cache, None for that one itself. on_step: called with
+    `task.units_after` units.
 
-    A recipe that does not fit the model, or raises an error, gets a row with the reason; the
+    The continuations of all rows of text are decoded token by token, so that every scored
+    prediction reads the compressed cache, and every step packs or evicts what is due. Decoding is
+    timed without the computation of scores, and without its first `WARM_UP_STEPS` steps. Bytes and
+    bits are those at the end of the continuation.
+
+    A recipe without caches gets a row with the reason, and so does one that raises an error; the
     traceback of a defect is logged.
     """
-    units_left = task.units
+    recipe, units_left = contexts.recipe, task.units_after
 
-    def on_step(what: str, units: int) -> None:
+    def count(what: str, units: int) -> None:
         nonlocal units_left
         units_left -= units
-        if progress is not None:
-            progress(what, units)
+        on_step(what, units)
 
-    try:
-        with torch.inference_mode():
-            return _measure(model, tokenizer, recipe, task, full, on_step)
-    except Exception as error:
-        if full is None:
-            raise
-        on_step(f"{recipe.name}: no figures", units_left)
-        if isinstance(error, IncompatibleRecipe):
-            return Measurement(Row(recipe.name, problem="; ".join(error.problems)))
-        if user_message(error) is None:
-            _log.exception("recipe %r failed", recipe.name)
-        return Measurement(Row(recipe.name, problem=one_line(error), failed=True))
+    row = contexts.problem
+    if row is None:
+        try:
+            with torch.inference_mode():
+                return _measure(model, tokenizer, contexts, task, full, count)
+        except Exception as error:
+            if full is None:
+                raise
+            row = no_figures(recipe, error)
+    on_step(f"{recipe.name}: no figures", units_left)
+    return Measurement(row)
 
 
 def _measure(
     model: PreTrainedModel,
     tokenizer: Any,
-    recipe: Recipe,
+    contexts: Contexts,
     task: Task,
     full: Measurement | None,
     on_step: Progress,
 ) -> Measurement:
-    name, device = recipe.name, model.device
-    text = task.text.to(device)
+    recipe, device = contexts.recipe, model.device
+    name, text = recipe.name, task.text.to(device)
     context, batch = task.context, text.shape[0]
 
-    on_step(f"{name}: warming up", 0)
-    cache = Cache(model, recipe)
-    forward(model, text[:, :context], cache)
-    for i in range(context, context + min(WARM_UP_STEPS, task.new_tokens)):
-        forward(model, text[:, i : i + 1], cache)
-    on_step(f"{name}: reading the context", 1)
-    del cache
-
-    cache = Cache(model, recipe)
-    begin = clock.seconds(device)
-    forward(model, text[:, :context], cache)
-    prefill_s = clock.seconds(device) - begin
-    on_step(f"{name}: decoding", 1)
-
+    on_step(f"{name}: decoding", 0)
+    cache, contexts.text = contexts.text, None
+    assert cache is not None
     decode_s, losses, greedy = 0.0, [], []
     traffic_before = cache.traffic
-    for i in range(context, context + task.new_tokens):
+    for step in range(task.new_tokens):
+        i = context + step
         begin = clock.seconds(device)
         logits = forward(model, text[:, i : i + 1], cache)  # [B, V]
         best = logits.argmax(-1)
-        decode_s += clock.seconds(device) - begin
+        if step >= WARM_UP_STEPS:
+            decode_s += clock.seconds(device) - begin
         losses.append(F.cross_entropy(logits.float(), text[:, i + 1], reduction="none"))
         greedy.append(best)
         on_step(f"{name}: decoding", 1)
@@ -124,7 +111,8 @@ def _measure(
     on_step(f"{name}: answering needle questions", 0)
     correct = 0
     for haystack in task.haystacks:
-        correct += count_correct(model, tokenizer, recipe, haystack, batch, task.ask)
+        prefilled = contexts.haystacks.pop(0) if task.reads_haystacks else None
+        correct += count_correct(model, tokenizer, recipe, haystack, batch, task.ask, prefilled)
         on_step(f"{name}: answering needle questions", len(haystack.questions))
 
     exact = Measurement(Row(name, kv_bytes=kv_bytes), next_tokens) if full is None else full
@@ -136,8 +124,8 @@ def _measure(
         bits_per_value=bits,
         kv_bytes=kv_bytes,
         times_smaller=exact.row.kv_bytes / kv_bytes,
-        prefill_s=prefill_s,
-        decode_tokens_s=batch * task.new_tokens / decode_s,
+        prefill_s=contexts.prefill_s,
+        decode_tokens_s=batch * (task.new_tokens - WARM_UP_STEPS) / decode_s,
         perplexity=_exp(torch.stack(losses).mean().item()),
         agreement=(next_tokens == exact.greedy).float().mean().item(),
         needle=correct / task.questions if task.questions else None,

@@ -107,22 +107,37 @@ def count_correct(
                 for column in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
                     forward(model, column, cache)
                 ids = [row[-1:] for row in ids]
-            texts = _decode(model, tokenizer, cache, ids, max(q.answer_tokens for q in together))
-            for text, question in zip(texts, together, strict=True):
-                correct += text.lstrip().startswith(question.answer)
+            correct += _answer(model, tokenizer, cache, ids, together)
     return correct
 
 
-def _decode(
-    model: PreTrainedModel, tokenizer: Any, cache: Cache, ids: list[list[int]], tokens: int
-) -> list[str]:
-    """Return the text of the next `tokens` greedy tokens after each row of ids."""
+def _answer(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    cache: Cache,
+    ids: list[list[int]],
+    questions: list[Question],
+) -> int:
+    """Decode greedily after each row of ids; return how many questions are answered correctly.
+
+    Ends as soon as every answer is right or wrong, whatever follows.
+    """
     new = torch.tensor(ids, device=model.device)
-    found = []
-    for _ in range(tokens):
+    found, texts = [], [""] * len(questions)
+    for _ in range(max(q.answer_tokens for q in questions)):
         new = forward(model, new, cache).argmax(-1, keepdim=True)  # [questions, 1]
         found.append(new)
-    return tokenizer.batch_decode(torch.cat(found, dim=1))
+        decoded = tokenizer.batch_decode(torch.cat(found, dim=1))
+        texts = [text.lstrip() for text in decoded]
+        if not any(_undecided(text, q.answer) for text, q in zip(texts, questions, strict=True)):
+            break
+    return sum(text.startswith(q.answer) for text, q in zip(texts, questions, strict=True))
+
+
+def _undecided(text: str, answer: str) -> bool:
+    """Return whether more tokens decide if the text starts with the answer."""
+    unfinished = text.endswith("\N{REPLACEMENT CHARACTER}")  # a character of several tokens
+    return unfinished or (answer.startswith(text) and text != answer)
 
 
 def _haystack(

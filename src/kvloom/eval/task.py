@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -77,9 +78,31 @@ class Task:
         return sum(len(h.questions) for h in self.haystacks)
 
     @property
+    def reads_haystacks(self) -> bool:
+        """Whether caches hold the haystacks before any question is asked."""
+        return self.ask == "after" and bool(self.haystacks)
+
+    @property
+    def prompts(self) -> list[Tensor]:
+        """The prompts that caches hold before anything is decoded, int64 [rows, context] each.
+
+        The rows of text come last: only they are timed, and the prompts before them warm up. These
+        are the haystacks or, if caches do not hold haystacks, one row of text.
+        """
+        text = self.text[:, : self.context]
+        if self.reads_haystacks:
+            return [*(torch.tensor([h.context_ids]) for h in self.haystacks), text]
+        return [text[:1], text]
+
+    @property
     def units(self) -> int:
-        """Units of progress of one recipe."""
-        return 2 + self.new_tokens + self.questions
+        """Units of progress of one recipe: one per prompt, and those of `units_after`."""
+        return len(self.prompts) + self.units_after
+
+    @property
+    def units_after(self) -> int:
+        """Units of progress of one recipe after its prompts: one per token, and per question."""
+        return self.new_tokens + self.questions
 
 
 def prepare(

@@ -1,49 +1,134 @@
-"""The caches of several recipes, filled with one context by one forward pass."""
+"""Prefill once, measure many: one forward pass of a prompt fills the caches of several recipes.
+
+Decides which recipes share a pass, so that their caches fit into memory together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..errors import IncompatibleRecipe, RecipeError
+from ..hf import compat
 from ..hf.cache import Cache
 from ..hf.fan_out import Follower, prefill_together
+from ..recipe.geometry import Geometry
+from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import clock
+
+GROUP_SIZE = 4  # the caches of a group have at most the bytes of so many exact caches
+MEMORY_SHARE = 0.5  # and this share of the memory that is available
 
 
 @dataclass
 class Prefilled:
-    """A recipe's cache after a context."""
+    """A cache that holds a prompt, or the error that left the recipe without one.
+
+    seconds: what the prompt took: the forward pass, and storing it in this cache.
+    """
 
     recipe: Recipe
-    cache: Cache | None
-    seconds: float
+    cache: Cache | None = None
+    seconds: float = 0.0
     error: Exception | None = None
 
 
-def prefill_groups(
+def prefill(
     model: PreTrainedModel, recipes: Sequence[Recipe], ids: Tensor
-) -> Iterator[Prefilled]:
-    """Yield each recipe's cache, the exact one first."""
-    leader = Cache(model, recipes[0])
-    found: list[tuple[Recipe, Follower | Exception]] = []
-    followers: list[Follower] = []
-    for recipe in recipes[1:]:
-        try:
-            follower = Follower(Cache(model, recipe))
-            followers.append(follower)
-            found.append((recipe, follower))
-        except Exception as error:
-            found.append((recipe, error))
-    begin = clock.seconds(model.device)
-    prefill_together(model, leader, followers, clock.seconds, input_ids=ids.to(model.device))
-    seconds = clock.seconds(model.device) - begin - sum(f.seconds for f in followers)
-    yield Prefilled(recipes[0], leader, seconds)
-    for recipe, f in found:
-        if isinstance(f, Exception):
-            yield Prefilled(recipe, None, 0.0, f)
-        else:
-            yield Prefilled(recipe, f.cache, seconds + f.seconds, f.error)
+) -> tuple[Tensor, list[Prefilled]]:
+    """Fill a new cache of every recipe with the prompt `ids`, int64 [B, T].
+
+    recipes: without repetitions. Returns the logits of the last position [B, V], and a `Prefilled`
+    for each recipe, in order. Each cache is as if it had read the prompt alone. The forward pass
+    attends in an exact cache: that of the recipe `full` if it is one of the recipes, else one that
+    is dropped afterwards.
+
+    An error of one recipe, such as `IncompatibleRecipe` or `NotFinite`, does not stop the others.
+    Raises the error of the forward pass itself.
+    """
+
+    def now() -> float:
+        return clock.seconds(model.device)
+
+    exact = resolve("full")
+    leader = Cache(model, exact)
+    found = [
+        Prefilled(recipe, leader) if recipe == exact else _new(model, recipe) for recipe in recipes
+    ]
+    followers = {
+        i: Follower(x.cache)
+        for i, x in enumerate(found)
+        if x.cache is not None and x.cache is not leader
+    }
+    begin = now()
+    logits = prefill_together(model, leader, list(followers.values()), now, input_ids=ids)
+    shared = now() - begin - sum(follower.seconds for follower in followers.values())
+    for i, x in enumerate(found):
+        if x.cache is leader:
+            x.seconds = shared
+        elif i in followers:
+            follower = followers[i]
+            x.seconds = follower.seconds + (0.0 if follower.apart else shared)
+            if follower.error is not None:
+                x.cache, x.error = None, follower.error
+    return logits, found
+
+
+def groups(
+    model: PreTrainedModel, recipes: Sequence[Recipe], rows: int, tokens: int
+) -> list[list[Recipe]]:
+    """Divide recipes, in order, into groups whose caches fit into memory at the same time.
+
+    rows, tokens: the size of all prompts that the caches of one recipe hold, in layers of full
+    attention. A group's predicted bytes are at most `GROUP_SIZE` times those of exact caches, and
+    at most half of the memory available now; a larger recipe has a group of its own. The exact
+    caches that every forward pass needs are not counted.
+    """
+    geometry, exact = compat.geometry(compat.unwrap(model)), resolve("full")
+    most: float = GROUP_SIZE * exact.nbytes(tokens, geometry, rows)
+    available = available_bytes(model.device)
+    if available is not None:
+        most = min(most, MEMORY_SHARE * available)
+    found: list[list[Recipe]] = []
+    total = 0
+    for recipe in recipes:
+        nbytes = 0 if recipe == exact else _predicted(recipe, geometry, rows, tokens)
+        if not found or total + nbytes > most:
+            found.append([])
+            total = 0
+        found[-1].append(recipe)
+        total += nbytes
+    return found
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a GPU, or of the machine; None if the system does not report it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    facts = Path("/proc/meminfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    found = (line.split() for line in lines if line.startswith("MemAvailable:"))
+    return next((int(kib) << 10 for _, kib, *_ in found), None)
+
+
+def _predicted(recipe: Recipe, geometry: Geometry, rows: int, tokens: int) -> int:
+    """Return the bytes of a recipe's caches; 0 if it does not fit the model or the prompts."""
+    try:
+        recipe.check(geometry)
+        return recipe.nbytes(tokens, geometry, rows)
+    except (IncompatibleRecipe, RecipeError):  # `prefill` returns the reason
+        return 0
+
+
+def _new(model: PreTrainedModel, recipe: Recipe) -> Prefilled:
+    """Return an empty cache of a recipe, or why it cannot be made."""
+    try:
+        return Prefilled(recipe, Cache(model, recipe))
+    except Exception as error:
+        return Prefilled(recipe, error=error)

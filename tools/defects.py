@@ -233,7 +233,7 @@ DEFECTS = [
         "tests/kernels/test_select.py",
     ),
     _defect(
-        "kernels", "kernels/attend/cpu/decode_kernel.py",
+        "kernels", "kernels/attend/cpu/softmax.py",
         "bound = min(nt, max(0, n - t + m % t + 1 - lo))",
         "bound = min(nt, max(0, n - t + m // t + 1 - lo))",
         "the compiled kernel takes a row's head for its query, so drafts see later tokens",

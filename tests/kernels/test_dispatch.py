@@ -233,7 +233,7 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from kvloom.kernels.attend.cpu import decode_kernel as fused
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    variant = fused.Variant(16, 1, fused.DequantSpec())
+    variant = fused.Variant(16, 1, 0)
     made = fused.kernel.__wrapped__(variant)
     assert isinstance(made, team.Kernel)
     q, k, v = drawn(1, 1, 1, 9, 16)

@@ -107,7 +107,7 @@ attend = Op(
     cpu=Backend(
         attend_cpu.attend,
         _attend_problems(attend_cpu),
-        lambda q, keys, values, *_, **__: attend_cpu.load(q, keys, values),
+        lambda q, keys, values, *_, **__: attend_cpu.Decode(q, keys, values),
         "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
         "bf16; packed in any format of the store but rotated 8 bit, keys before RoPE that are "
         "divided or rotated, and more than 128 groups a token; padding, softcap, bias, causal",
@@ -128,7 +128,7 @@ attend_gathered = Op(
     cpu=Backend(
         gathered_cpu.attend,
         _attend_problems(gathered_cpu),
-        lambda q, keys, values, slots, *_, **__: gathered_cpu.load(q, keys, values, slots),
+        lambda q, keys, values, slots, *_, **__: gathered_cpu.Gathered(q, keys, values, slots),
         "one query a step; otherwise as `attend`, and keys before RoPE at positions with gaps",
         lambda q, keys, values, slots, *_, **__: gathered_cpu.Gathered(q, keys, values, slots),
     ),

@@ -19,7 +19,6 @@ from ...quantize.rotated import levels, matrix
 from ..kv_view import Channelwise, KVView, PackedPrefix
 from .rope_tables import tables
 
-NUMBERS_PER_THREAD = 1 << 15  # of keys and values
 ABSENT = (0, 0, 0)  # a `MATRIX` that is not given
 
 PREFIX = Block(  # packed tokens
@@ -38,60 +37,43 @@ SIDE = Block(  # keys or values: a packed prefix and an exact tail
     tail=TOKENS,  # [B, Hk, N - packed, D]
 )
 
-DECODE = Arguments(
-    batch=int,
-    kv_heads=int,
-    rows=int,  # query rows per key/value head: group * queries
-    queries=int,
-    tokens=int,
-    causal=int,
-    splits=int,  # tasks per key/value head
-    scale=float,
-    softcap=float,  # 0: none
-    q=int,  # fp32 [B, Hq, T, D]
-    q_packed=int,  # the same in the space of packed keys
-    out=int,  # result: fp32 [B, Hk, sets, rows, D]
-    lse=int,  # result: fp32 [B, Hq, T]
-    states=int,  # one state per task
-    bias=MATRIX,  # fp32 [B, Hq, N padded], address 0: none
-    valid=MATRIX,  # bool [B, Hk, N padded], address 0: none
-    keys=SIDE,
-    near=int,  # rope_tables, for keys packed before RoPE
-    far=int,
-    position=int,  # int64 [B], of each row's first token
-    values=SIDE,
-    logits=int,  # result: fp32 [B, Hq, T, N padded], scale * q @ k; 0: not wanted
-    logits_row=int,
-)
+_STEP: dict[str, Any] = {  # what both kernels take
+    "batch": int,
+    "heads": int,  # heads that see the same tokens: of keys and values, or those that choose
+    "rows": int,  # query rows per such head
+    "queries": int,
+    "tokens": int,  # tokens read in all
+    "causal": int,
+    "splits": int,  # tasks per head
+    "scale": float,
+    "softcap": float,  # 0: none
+    "q": int,  # fp32 [B, Hq, T, D]
+    "q_packed": int,  # the same in the space of packed keys
+    "out": int,  # result: fp32 [B, heads, sets, rows, D]
+    "lse": int,  # result: fp32 [B, Hq, T]
+    "states": int,  # one state per task
+    "bias": MATRIX,  # fp32 [B, Hq, N padded], address 0: none
+    "valid": MATRIX,  # bool [B, heads, N padded], address 0: none
+    "keys": SIDE,
+    "near": int,  # rope_tables, for keys packed before RoPE
+    "far": int,
+    "positions": MATRIX,  # int64 [B, Hk, packed], or of the first token
+    "position_per_token": int,  # 0: tokens follow the first one without gaps
+    "values": SIDE,
+    "logits": int,  # result: fp32 [B, Hq, T, N padded], scale * q @ k; 0: not wanted
+    "logits_row": int,
+}
+DECODE = Arguments(**_STEP)
 
-GATHERED = Arguments(
-    batch=int,
-    heads=int,  # heads that choose tokens
-    rows=int,  # query rows per such head
-    share=int,  # such heads per key/value head
+GATHERED = Arguments(  # not behind `_STEP`: Numba would take its record for one of DECODE's
+    share=int,  # heads that choose per key/value head
     first_tokens=int,  # tokens of `first`
     slots_count=int,
     begin=int,  # all tokens from this one on are read, behind the chosen ones
-    tokens=int,  # tokens read in all
-    splits=int,
-    scale=float,
-    softcap=float,
-    q=int,
-    q_packed=int,
-    out=int,
-    lse=int,
-    states=int,
-    bias=MATRIX,
-    valid=MATRIX,
     slots=MATRIX,  # int64 [B, heads, slots_count]
     first_keys=TOKENS,
     first_values=TOKENS,
-    keys=SIDE,
-    near=int,
-    far=int,
-    positions=MATRIX,  # int64 [B, Hk, packed], or of the first token
-    position_per_token=int,  # 0: tokens follow the first one without gaps
-    values=SIDE,
+    **_STEP,
 )
 
 
@@ -156,16 +138,15 @@ def rope_of(keys: KVView) -> tuple[tuple[int, bool], Any]:
     return rotated, keys.fmt
 
 
-def contiguous_positions(
-    packed: PackedPrefix, rope: Rope, b: int, d: int
-) -> tuple[tuple[int, int, int], tuple[Tensor, ...]]:
-    """Return addresses of rope tables and of each row's first position, and the tensors."""
+def positions(
+    packed: PackedPrefix, rope: Rope, d: int
+) -> tuple[tuple[int, int, tuple[int, ...], int], tuple[Tensor, ...]]:
+    """Return rope tables, packed positions and whether each token has its own; and the tensors."""
     assert packed.at is not None
-    assert packed.at.shape[1:] == (1, 1), "positions must not have gaps"
-    first = packed.at if packed.at.numel() == 1 else packed.at.max()
-    at = packed.at.expand(b, 1, 1).contiguous()
-    near, far = tables(rope, d, int(first) + packed.hi)
-    return (near.data_ptr(), far.data_ptr(), at.data_ptr()), (near, far, at)
+    at, per_token = packed.at.contiguous(), packed.at.shape[2] > 1
+    last = at if at.numel() == 1 else at.max()
+    near, far = tables(rope, d, int(last) + (1 if per_token else packed.hi))
+    return (near.data_ptr(), far.data_ptr(), strides(at, 2), int(per_token)), (near, far, at)
 
 
 def to_packed_space(q: Tensor, how: Channelwise) -> Tensor:

@@ -90,21 +90,27 @@ def own_space(fmt: Any) -> bool:
 
 @cache
 def kernel(
-    d: int, heads: int, rows: int, dtype: torch.dtype, rope: tuple[int, bool], *formats: Any
+    d: int,
+    heads: int,
+    rows: int,
+    dtype: torch.dtype,
+    rope: tuple[int, bool],
+    gathered: bool,
+    *formats: Any,
 ) -> tuple[Any, int]:
     """Return the kernel for a case and the tokens of its tiles; compiles it on first use.
 
-    rope: rotary channels of keys packed before RoPE, and whether pairs are interleaved.
+    rope: rotary channels of keys packed before RoPE, and whether pairs are interleaved. gathered:
+    return the kernel that reads chosen tokens.
     """
     with dispatch.loading():
-        from .decode_kernel import Variant
-        from .decode_kernel import kernel as compiled
-        from .dequant import DequantSpec
+        from . import decode_kernel, gathered_kernel
+        from .dequant import Variant
     each = partial(of_both, formats)
     variant = Variant(
         d,
         min(4, 1 << (rows - 1).bit_length()),
-        DequantSpec(exact=DTYPES[dtype]),
+        DTYPES[dtype],
         dequant_spec(formats[0], d, heads, rope),
         dequant_spec(formats[1], d, heads),
         each(number_format, 0),
@@ -112,7 +118,9 @@ def kernel(
         each(lambda fmt: fmt.transform is None or fmt.transform.span == "layer", True),
         each(own_space, False),
     )
-    return compiled(variant), variant.tile
+    if gathered:
+        return gathered_kernel.kernel(variant), gathered_kernel.TILE
+    return decode_kernel.kernel(variant), variant.tile
 
 
 def dequant_spec(fmt: Any, d: int, heads: int, rope: tuple[int, bool] = (0, False)) -> Any:

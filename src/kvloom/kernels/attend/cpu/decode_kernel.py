@@ -9,9 +9,8 @@ unpacked tokens; tolerance: 2e-6 absolute in fp32.
 
 from __future__ import annotations
 
-import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -23,32 +22,12 @@ from ...quantize import byte_layout
 from ...simd import SIZE, fma, load, load_any, load_one, mul, splat, store, store_one
 from . import dequant, head_view, lookup, microkernel, rope_tables, softmax
 from .arguments import DECODE
-from .dequant import CHANNEL, MAP, NONE, RUN, TABLE, DequantSpec
+from .dequant import CHANNEL, MAP, NONE, RUN, TABLE, DequantSpec, Variant
 from .head_view import head_view as view_of_head
 from .lookup import by_table, place, tabled
 from .microkernel import rotate_queries, scores, values
 from .rope_tables import BEFORE, FAR
-from .softmax import affine, clear, finish_task, merge, start_task, tile_scales, weigh
-
-
-class Variant(NamedTuple):
-    """What a kernel is compiled for: constants in its code."""
-
-    d: int
-    w: int  # query rows at once
-    exact: DequantSpec  # of the tails
-    keys: DequantSpec = DequantSpec()  # of the packed prefixes
-    values: DequantSpec = DequantSpec()
-    meta: tuple[int, int] = (0, 0)  # number formats of scale and zero
-    span: tuple[int, int] = (0, 0)  # per channel: tokens that share S and Z, 0: all
-    flat: tuple[bool, bool] = (True, True)  # for MAP: whether a head reads all of a token's groups
-    apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
-
-    @property
-    def tile(self) -> int:
-        """Tokens of a tile, at least 128: pack blocks and groups end with it."""
-        unit = math.lcm(16, self.keys.atom[0], self.values.atom[0], *filter(None, self.span))
-        return unit * -(-128 // unit)
+from .softmax import affine, clear, finish_task, start_task, tile_scales, weigh
 
 
 @njit(inline="always")
@@ -73,7 +52,8 @@ def fold_scales(q, w, d, scale, zero, meta, size, factor, minus, folded, begin):
 def kernel(variant: Variant) -> Any:
     """Compile the kernel of a variant; see `decode.attend` for the call."""
     d, w, tile = variant.d, variant.w, variant.tile
-    k, v, exact = by_table(variant.keys), by_table(variant.values), variant.exact.as_int
+    k, v = by_table(variant.keys), by_table(variant.values)
+    exact = DequantSpec(exact=variant.exact).as_int
     k_bits, v_bits = k.twice_bits, v.twice_bits
     (k_atom, k_height), (v_atom, v_height) = k.atom, v.atom
     k_meta, v_meta = variant.meta
@@ -112,12 +92,10 @@ def kernel(variant: Variant) -> Any:
         if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
             return
         a = read_arguments(job, layout)
-        hk, rows, t, n, splits = a.kv_heads, a.rows, a.queries, a.tokens, a.splits
-        scale, softcap = np.float32(a.scale), np.float32(a.softcap)
+        hk, rows, n, splits = a.heads, a.rows, a.tokens, a.splits
         padded = -(-rows // w) * w
         tiles = -(-n // tile)
         tasks = a.batch * hk * splits
-        state_bytes = 4 * (sets * rows * d + 32 * rows)
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(k_offset))
         room = padded * ((sets + 2) * d + 32) + w * (3 * d + 32) + w * (s_row // 4)
         scratch = np.empty(room + 2 * (meta_gap // 4) + 2 * d + 512 + 16, np.float32)
@@ -140,11 +118,7 @@ def kernel(variant: Variant) -> Any:
                 break
             head, part = task // splits, task % splits
             b, h = head // hk, head % hk
-            skip = 4 * head * rows * d
-            start_task(
-                a.q + skip, a.q_packed + skip, scale, rows, padded, sets, d, k_apart, acc, qs, qps,
-                tops,
-            )  # fmt: skip
+            start_task(a, head, padded, sets, d, k_apart, acc, qs, qps, tops)
             k_codes, k_row, k_packed, k_scale, k_zero, k_meta_row, k_groups, k_tail, k_tail_row = (
                 view_of_head(a.keys, b, h, k_first)
             )
@@ -157,7 +131,7 @@ def kernel(variant: Variant) -> Any:
             if v_table and v_packed > 0:
                 place(v_groups, v_placed, d, v_spec)
                 v_groups = v_placed
-            position = load_int(a.position, b) if k_rope else 0
+            position = load_int(at(a.positions, b, 0), 0) if k_rope else 0
             last = min(n, (part + 1) * tiles // splits * tile)
             for lo in range(part * tiles // splits * tile, last, tile):
                 nt = min(tile, n - lo)
@@ -248,30 +222,7 @@ def kernel(variant: Variant) -> Any:
                             qm, begin, base + j * k_tail_row, k_tail_row, s + 4 * j, s_row, meta,
                             meta_gap, 0, 0, d, w, 1, exact,
                         )  # fmt: skip
-                    # --- the running softmax
-                    for i in range(w):
-                        m = m0 + i
-                        row = s + i * s_row
-                        if m >= rows:
-                            for j in range(0, nt, 16):
-                                store(row + 4 * j, zero16)
-                            continue
-                        bound = nt
-                        if a.causal:
-                            bound = min(nt, max(0, n - t + m % t + 1 - lo))
-                        if a.logits != 0:
-                            to = a.logits + (head * rows + m) * a.logits_row + 4 * lo
-                            for j in range(0, nt, 16):
-                                store(to + 4 * j, load(row + 4 * j))
-                        bias, valid = 0, 0
-                        if a.bias.address != 0:
-                            bias = at(a.bias, b, (h * rows + m) // t) + 4 * lo
-                        if a.valid.address != 0:
-                            valid = at(a.valid, b, h) + lo
-                        weigh(
-                            row, nt, bound, softcap, bias, valid, tops + 128 * m, acc + 4 * m * d,
-                            4 * padded * d, sets, d,
-                        )  # fmt: skip
+                    weigh(a, b, h, lo, nt, m0, w, s, s_row, tops, acc, 4 * padded * d, sets, d)
                     # --- packed values, then exact ones
                     to = acc + 4 * ((sets - 1) * padded + m0) * d
                     tile_scales(
@@ -318,12 +269,7 @@ def kernel(variant: Variant) -> Any:
                         s + 4 * vn, s_row, v_tail + (lo + vn - v_packed) * v_tail_row, v_tail_row,
                         nt - vn, acc + 4 * m0 * d, meta, meta_gap, 0, d, w, exact,
                     )  # fmt: skip
-            finish_task(acc, tops, rows, padded, sets, d, a.states + task * state_bytes)
-            if count(job + counters + 8 * head) + 1 == splits:  # the head's last task merges
-                merge(
-                    a.states + head * splits * state_bytes, splits, rows, sets, d,
-                    a.out + 4 * head * sets * rows * d, a.lse + 4 * head * rows,
-                )  # fmt: skip
+            finish_task(a, job + counters, task, acc, tops, padded, sets, d)
         scratch[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     return Kernel(attend, f"attend {variant}")

@@ -11,7 +11,7 @@ between scores and values. Reference: `reference.attend_gathered`; tolerance: 2e
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -23,29 +23,16 @@ from ...quantize import byte_layout
 from ...simd import SIZE, load_any, prefetch, splat, store
 from . import dequant, head_view, microkernel, rope_tables, softmax, unpack_token
 from .arguments import GATHERED
-from .dequant import CHANNEL, MAP, DequantSpec
+from .dequant import CHANNEL, MAP, DequantSpec, Variant
 from .head_view import head_view as view_of_head
 from .microkernel import scores, values
 from .rope_tables import BEFORE, FAR
-from .softmax import finish_task, merge, start_task, weigh
+from .softmax import finish_task, start_task, weigh
 from .unpack_token import out_of_block, unpack
 
 TILE = 128  # tokens of a running softmax
 BLOCK = 32  # tokens that are unpacked at once
 AHEAD = 16  # tokens between a prefetch and the read
-
-
-class Variant(NamedTuple):
-    """What a kernel is compiled for: constants in its code."""
-
-    d: int
-    w: int  # query rows at once
-    exact: int  # number format of exact tokens
-    keys: DequantSpec = DequantSpec()  # of packed tokens
-    values: DequantSpec = DequantSpec()
-    meta: tuple[int, int] = (0, 0)  # number formats of scale and zero
-    span: tuple[int, int] = (1, 1)  # tokens that share S and Z
-    apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
 
 
 @njit(inline="always")
@@ -94,7 +81,7 @@ def kernel(variant: Variant) -> Any:
     k_bits, v_bits, k_rope = k.twice_bits, v.twice_bits, k.rope_dims
     (k_atom, k_height), (v_atom, v_height) = k.atom, v.atom
     k_meta, v_meta = variant.meta
-    k_span, v_span = variant.span
+    k_span, v_span = (x or 1 for x in variant.span)
     k_first, v_first = (
         SIZE[meta] * (spec.by == MAP) for spec, meta in zip((k, v), variant.meta, strict=True)
     )
@@ -121,11 +108,9 @@ def kernel(variant: Variant) -> Any:
         a = read_arguments(job, layout)
         heads, rows, n, splits = a.heads, a.rows, a.tokens, a.splits
         n_first, n_slots, begin = a.first_tokens, a.slots_count, a.begin
-        scale, softcap = np.float32(a.scale), np.float32(a.softcap)
         padded = -(-rows // w) * w
         tiles = -(-n // TILE)
         tasks = a.batch * heads * splits
-        state_bytes = 4 * (sets * rows * d + 32 * rows)
         zero16 = splat(np.float32(0.0))
         room = padded * ((sets + 2) * d + 32 + s_row // 4) + BLOCK * d + 16 * w + 256 + 16
         scratch = np.empty(room, np.float32)
@@ -146,11 +131,7 @@ def kernel(variant: Variant) -> Any:
             head, part = task // splits, task % splits
             b, g = head // heads, head % heads
             h = g // a.share
-            skip = 4 * head * rows * d
-            start_task(
-                a.q + skip, a.q_packed + skip, scale, rows, padded, sets, d, k_apart, acc, qs, qps,
-                tops,
-            )  # fmt: skip
+            start_task(a, head, padded, sets, d, k_apart, acc, qs, qps, tops)
             slots = at(a.slots, b, g)
             first_keys, first_values = at(a.first_keys, b, h), at(a.first_values, b, h)
             keys = view_of_head(a.keys, b, h, k_first)
@@ -207,22 +188,7 @@ def kernel(variant: Variant) -> Any:
                                 d, w, at_once, plain,
                             )  # fmt: skip
                     j0 += many
-                # --- the running softmax
-                for m in range(padded):
-                    row = s + m * s_row
-                    if m >= rows:
-                        for j in range(0, nt, 16):
-                            store(row + 4 * j, zero16)
-                        continue
-                    bias, valid = 0, 0
-                    if a.bias.address != 0:
-                        bias = at(a.bias, b, g * rows + m) + 4 * lo
-                    if a.valid.address != 0:
-                        valid = at(a.valid, b, g) + lo
-                    weigh(
-                        row, nt, nt, softcap, bias, valid, tops + 128 * m, acc + 4 * m * d,
-                        4 * padded * d, sets, d,
-                    )  # fmt: skip
+                weigh(a, b, g, lo, nt, 0, padded, s, s_row, tops, acc, 4 * padded * d, sets, d)
                 # --- values, of tokens whose sums are in the same space
                 j0 = 0
                 while j0 < nt:
@@ -254,12 +220,7 @@ def kernel(variant: Variant) -> Any:
                             0, 0, 0, d, w, plain,
                         )  # fmt: skip
                     j0 += many
-            finish_task(acc, tops, rows, padded, sets, d, a.states + task * state_bytes)
-            if count(job + counters + 8 * head) + 1 == splits:  # the head's last task merges
-                merge(
-                    a.states + head * splits * state_bytes, splits, rows, sets, d,
-                    a.out + 4 * head * sets * rows * d, a.lse + 4 * head * rows,
-                )  # fmt: skip
+            finish_task(a, job + counters, task, acc, tops, padded, sets, d)
         scratch[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     return Kernel(attend, f"gathered {variant}")

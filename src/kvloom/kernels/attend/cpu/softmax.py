@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from ...cpu_runtime import at, count
 from ...simd import (
     add,
     div,
@@ -91,55 +92,91 @@ def tile_scales(  # type: ignore[no-untyped-def]
 
 
 @njit
-def start_task(q, q_packed, scale, rows, padded, sets, d, apart, acc, qs, qps, tops):  # type: ignore[no-untyped-def]
+def start_task(a, head, padded, sets, d, apart, acc, qs, qps, tops):  # type: ignore[no-untyped-def]
     """Clear sums and maxima, and write queries times scale, zeros behind the last row.
 
-    apart: whether packed keys have queries of their own, qps.
+    a: the kernel's arguments. apart: whether packed keys have queries of their own, qps.
     """
-    zero16 = splat(np.float32(0.0))
+    zero16, scale = splat(np.float32(0.0)), splat(np.float32(a.scale))
+    numbers = a.rows * d
+    skip = 4 * head * numbers
     for i in range(0, sets * padded * d, 16):
         store(acc + 4 * i, zero16)
     for i in range(0, padded * d, 16):
-        inside = i < rows * d
-        store(qs + 4 * i, mul(load(q + 4 * i), splat(scale)) if inside else zero16)
+        inside = i < numbers
+        store(qs + 4 * i, mul(load(a.q + skip + 4 * i), scale) if inside else zero16)
         if apart:
-            store(qps + 4 * i, mul(load(q_packed + 4 * i), splat(scale)) if inside else zero16)
+            store(qps + 4 * i, mul(load(a.q_packed + skip + 4 * i), scale) if inside else zero16)
     for m in range(padded):
         store_one(tops + 128 * m, np.float32(-np.inf))
         store_one(tops + 128 * m + 64, np.float32(0.0))
 
 
 @njit
-def weigh(s, n, bound, softcap, bias, valid, top, acc, set_bytes, sets, d):  # type: ignore[no-untyped-def]
-    """Turn a row's logits of a tile into weights, and rescale its earlier sums to the new maximum.
+def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, sets, d):  # type: ignore[no-untyped-def]
+    """Turn logits of a tile into weights, and rescale earlier sums to the new maxima.
 
-    top: address of the row's maximum, with its sum of weights 64 bytes behind. acc: the row's sums
-    of the first set; the other follows after set_bytes. The others as in `soften`.
+    a: the kernel's arguments. s: logits of `count` rows, from number first_row of head h on; nt
+    tokens from number lo. Logits are written to the caller's first, if it wants them. tops: each
+    row's maximum, with its sum of weights 64 bytes behind. acc: the sums of all rows, of the first
+    set; those of the other follow after set_bytes.
     """
-    best = load_one(top, 0)
-    new, more = soften(s, n, bound, softcap, bias, valid, best)
-    if new > best:
-        shrink = exp(splat(best - new))
-        for i in range(sets):
-            for c in range(0, d, 16):
-                at = acc + i * set_bytes + 4 * c
-                store(at, mul(load(at), shrink))
-        more += load_one(top + 64, 0) * lane(shrink)
-    else:
-        more += load_one(top + 64, 0)
-    store_one(top, new)
-    store_one(top + 64, more)
+    rows, t, n = a.rows, a.queries, a.tokens
+    for i in range(count):
+        m, row = first_row + i, s + i * s_row
+        if m >= rows:
+            for j in range(0, nt, 16):
+                store(row + 4 * j, splat(np.float32(0.0)))
+            continue
+        bound = nt
+        if a.causal:
+            bound = min(nt, max(0, n - t + m % t + 1 - lo))
+        if a.logits != 0:
+            to = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * lo
+            for j in range(0, nt, 16):
+                store(to + 4 * j, load(row + 4 * j))
+        bias, valid = 0, 0
+        if a.bias.address != 0:
+            bias = at(a.bias, b, (h * rows + m) // t) + 4 * lo
+        if a.valid.address != 0:
+            valid = at(a.valid, b, h) + lo
+        top = tops + 128 * m
+        best = load_one(top, 0)
+        new, more = soften(row, nt, bound, np.float32(a.softcap), bias, valid, best)
+        if new > best:
+            shrink = exp(splat(best - new))
+            for k in range(sets):
+                for c in range(0, d, 16):
+                    x = acc + k * set_bytes + 4 * (m * d + c)
+                    store(x, mul(load(x), shrink))
+            more += load_one(top + 64, 0) * lane(shrink)
+        else:
+            more += load_one(top + 64, 0)
+        store_one(top, new)
+        store_one(top + 64, more)
 
 
 @njit
-def finish_task(acc, tops, rows, padded, sets, d, state):  # type: ignore[no-untyped-def]
-    """Write a task's state: sums not yet divided, maxima and sums of weights."""
+def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[no-untyped-def]
+    """Write a task's state: sums not yet divided, maxima and sums of weights.
+
+    a: the kernel's arguments. finished: address of the number of finished tasks of each head. The
+    last task of a head merges the states of all.
+    """
+    rows, splits, head = a.rows, a.splits, task // a.splits
+    size = 4 * (sets * rows * d + 32 * rows)
+    state = a.states + task * size
     for its_set in range(sets):
         for i in range(0, rows * d, 16):
             to = state + 4 * (its_set * rows * d + i)
             store(to, load(acc + 4 * (its_set * padded * d + i)))
     for i in range(0, rows * 32, 16):
         store(state + 4 * (sets * rows * d + i), load(tops + 4 * i))
+    if count(finished + 8 * head) + 1 == splits:
+        merge(
+            a.states + head * splits * size, splits, rows, sets, d,
+            a.out + 4 * head * sets * rows * d, a.lse + 4 * head * rows,
+        )  # fmt: skip
 
 
 @njit
@@ -192,11 +229,11 @@ def merge(parts, splits, rows, sets, d, out, lse):  # type: ignore[no-untyped-de
                 weights += load_one(its + part * size + 64, 0) * lane(weight)
                 for i in range(sets):
                     for c in range(0, d, 16):
-                        at = 4 * ((i * rows + m) * d + c)
-                        x = load(parts + part * size + at)
-                        store(out + at, fma(x, weight, load(out + at)))
+                        here = 4 * ((i * rows + m) * d + c)
+                        x = load(parts + part * size + here)
+                        store(out + here, fma(x, weight, load(out + here)))
             for i in range(sets):
                 for c in range(0, d, 16):
-                    at = out + 4 * ((i * rows + m) * d + c)
-                    store(at, div(load(at), splat(weights)))
+                    here = out + 4 * ((i * rows + m) * d + c)
+                    store(here, div(load(here), splat(weights)))
         store_one(lse + 4 * m, top + np.log(weights))

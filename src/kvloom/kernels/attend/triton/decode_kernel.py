@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...quantize.triton.pack_kernel import as_float
+
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
 
 
@@ -39,18 +41,6 @@ def _spread(x, TIMES: tl.constexpr):
 
 
 @triton.jit
-def _float(x):
-    """Metadata in fp32; bytes are e4m3: sign, 4 bits of exponent, 3 of mantissa."""
-    if x.dtype == tl.uint8:  # by hand: not all GPUs know it
-        byte = x.to(tl.int32)
-        normal = (((byte & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        small = (byte & 7).to(tl.float32) * 0.001953125
-        size = tl.where((byte & 120) == 0, small, normal)
-        x = tl.where(byte >= 128, -size, size)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def _meta(
     at, step, group_of, base, first, stop, n, ok, o_d,
     KIND: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
@@ -59,26 +49,26 @@ def _meta(
     """Scales or zeros of the tokens n [BN] in fp32: [BN, DP], or what broadcasts to it."""
     if KIND == CHANNEL:
         if APART:
-            x = _float(_rows(at, step, n // GROUP, ok, o_d, D, DP))
+            x = as_float(_rows(at, step, n // GROUP, ok, o_d, D, DP))
         elif GROUP >= BN:
-            x = _float(tl.load(at + base // GROUP * step + o_d, mask=o_d < D, other=0))[None, :]
+            x = as_float(tl.load(at + base // GROUP * step + o_d, mask=o_d < D, other=0))[None, :]
         else:
             o_g = base + GROUP * tl.arange(0, BN // GROUP)
             some = (o_g + GROUP > first) & (o_g < stop)
-            x = _float(_rows(at, step, o_g // GROUP, some, o_d, D, DP))
+            x = as_float(_rows(at, step, o_g // GROUP, some, o_d, D, DP))
             x = tl.reshape(_spread(x, GROUP), [BN, DP])
     elif KIND == STATIC:
-        x = _float(tl.load(at + o_d, mask=o_d < D, other=0))[None, :]
+        x = as_float(tl.load(at + o_d, mask=o_d < D, other=0))[None, :]
     elif KIND == MAPPED:
         mask = ok[:, None] & (o_d[None, :] < D)
-        x = _float(
+        x = as_float(
             tl.load(at + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0)
         )
     elif GROUP == D:
-        x = _float(tl.load(at + n.to(tl.int64) * step, mask=ok, other=0))[:, None]
+        x = as_float(tl.load(at + n.to(tl.int64) * step, mask=ok, other=0))[:, None]
     else:
         o_g = tl.arange(0, DP // GROUP)
-        x = _float(_rows(at, step, n, ok, o_g, D // GROUP, DP // GROUP))
+        x = as_float(_rows(at, step, n, ok, o_g, D // GROUP, DP // GROUP))
         many = tl.broadcast_to(x[:, :, None], [BN, DP // GROUP, GROUP])
         x = tl.reshape(many, [BN, DP])
     return x
@@ -308,29 +298,19 @@ def _split(
     if MIXED > 0:
         lo, hi = _tiles_of(i - split0, split1, tiles1)
         end = tl.maximum(k_sealed, v_sealed)
+        K_MIXED: tl.constexpr = K_BITS if MIXED == 1 else 0
+        V_MIXED: tl.constexpr = V_BITS if MIXED == 2 else 0
+        its_q = q
         if MIXED == 1:
-            top, total, acc = _walk(
-                top, total, acc, rotated, both, end, lo, hi, n, t, scale,
-                softcap,
-                k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn,
-                k_sealed,
-                v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn,
-                v_sealed,
-                valid, bias, slots, o_m, o_d, heads,
-                K_BITS, K_KIND, K_GROUP, K_ROT, K_DIV, 0, 0, 0, False, False,
-                D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, False,
-            )  # fmt: skip
-        else:
-            top, total, acc = _walk(
-                top, total, acc, q, both, end, lo, hi, n, t, scale, softcap,
-                k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn,
-                k_sealed,
-                v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn,
-                v_sealed,
-                valid, bias, slots, o_m, o_d, heads,
-                0, 0, 0, False, False, V_BITS, V_KIND, V_GROUP, V_ROT, V_DIV,
-                D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, False,
-            )  # fmt: skip
+            its_q = rotated
+        top, total, acc = _walk(
+            top, total, acc, its_q, both, end, lo, hi, n, t, scale, softcap,
+            k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
+            v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
+            valid, bias, slots, o_m, o_d, heads,
+            K_MIXED, K_KIND, K_GROUP, K_ROT, K_DIV, V_MIXED, V_KIND, V_GROUP, V_ROT, V_DIV,
+            D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, False,
+        )  # fmt: skip
     if (K_BITS > 0 or V_BITS > 0) and not SLOTS:
         lo, hi = _tiles_of(i - split0 - split1, split2, tiles2)
         end = tl.maximum(begin, tl.maximum(k_sealed, v_sealed))

@@ -9,73 +9,69 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from ...simd import BF16, FP8, FP16, FP32, I32, I64, VF, WIDTH, Lanes, at, fused, made, read, same
+from ...simd import (
+    BF16,
+    FP8,
+    FP16,
+    FP32,
+    I32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    Lanes,
+    div,
+    each,
+    fma,
+    larger,
+    made,
+    read,
+    same,
+    smaller,
+    splat,
+    sub,
+)
 from ..byte_layout import ATOM
 
 I8 = ir.IntType(8)
+_BYTES = ir.VectorType(I8, WIDTH)
 _SIGN = -(1 << 31)
-# per format: dropped mantissa bits, the least normal number, a number whose last bit is worth the
-# least subnormal number, the difference of exponent biases, kept mantissa bits
+# per format: the least normal number, a number whose last bit is worth the least subnormal number
+# and its bits, the difference of exponent biases, kept mantissa bits, the bits of infinity or 0
 _NARROW = {
-    FP16: (13, 2.0**-14, 2.0**-1, 112, 10),
-    BF16: (16, 0.0, 0.0, 0, 7),
-    FP8: (20, 2.0**-6, 2.0**14, 120, 3),
+    FP16: (2.0**-14, 2.0**-1, 0x3F000000, 112, 10, 0x7C00),
+    FP8: (2.0**-6, 2.0**14, 0x46800000, 120, 3, 0),
 }
 
 
-def _vectors(width: int) -> tuple[Any, Any, Any]:
-    return tuple(ir.VectorType(kind, width) for kind in (VF.element, I32, I8))
-
-
-def _rounded(b: Any, x: Any, kind: int) -> Any:
-    """Round x to a format, ties to even, as fp32; fp8 only within its range."""
+def _narrowed(b: Any, x: Any, kind: int) -> Any:
+    """Round x to a format, ties to even, and return its bits; fp8 only within its range."""
     if kind == FP32:
         return x
-    floats, ints, _ = _vectors(x.type.count)
-    drop, least, whole, _, _ = _NARROW[kind]
+    floats, ints = (ir.VectorType(lane, x.type.count) for lane in (VF.element, I32))
+    width = 8 if kind == FP8 else 16
+    drop = {FP16: 13, BF16: 16, FP8: 20}[kind]
     bits = b.bitcast(x, ints)
+    size, sign = b.and_(bits, same(~_SIGN, ints)), b.and_(bits, same(_SIGN, ints))
     odd = b.and_(b.lshr(bits, same(drop, ints)), same(1, ints))
-    near = b.add(bits, b.add(odd, same((1 << (drop - 1)) - 1, ints)))
-    near = b.and_(near, same(-(1 << drop), ints))
-    if kind == BF16:
-        return b.bitcast(near, floats)
-    size = b.bitcast(b.and_(bits, same(~_SIGN, ints)), floats)
-    sign = b.and_(bits, same(_SIGN, ints))
-    small = b.fsub(b.fadd(size, same(whole, floats)), same(whole, floats))
-    near = b.select(
-        b.fcmp_ordered("<", size, same(least, floats)), b.or_(b.bitcast(small, ints), sign), near
-    )
-    if kind == FP16:  # 65536 has no place in it
-        beyond = b.icmp_signed(">=", b.and_(near, same(~_SIGN, ints)), same(0x47800000, ints))
-        near = b.select(beyond, b.or_(sign, same(0x7F800000, ints)), near)
-    return b.bitcast(near, floats)
-
-
-def _stored(b: Any, x: Any, kind: int) -> Any:
-    """Return the bits of x, which the format holds exactly."""
-    if kind == FP32:
-        return x
-    floats, ints, _ = _vectors(x.type.count)
-    drop, least, whole, bias, keep = _NARROW[kind]
-    short = ir.VectorType(ir.IntType(8 if kind == FP8 else 16), x.type.count)
-    bits = b.bitcast(x, ints)
-    if kind == BF16:
-        return b.trunc(b.lshr(bits, same(16, ints)), short)
-    size = b.and_(bits, same(~_SIGN, ints))
-    up, top = (16, 0x8000) if kind == FP16 else (24, 0x80)
-    sign = b.and_(b.lshr(bits, same(up, ints)), same(top, ints))
-    found = b.sub(b.lshr(size, same(drop, ints)), same(bias << keep, ints))
-    as_float = b.bitcast(size, floats)
-    small = b.fptosi(b.fmul(as_float, same(2.0**23 / whole, floats)), ints)
-    found = b.select(b.fcmp_ordered("<", as_float, same(least, floats)), small, found)
-    if kind == FP16:
-        endless = b.icmp_signed(">=", size, same(0x7F800000, ints))
-        found = b.select(endless, same(0x7C00, ints), found)
-    return b.trunc(b.or_(found, sign), short)
+    near = b.lshr(b.add(size, b.add(odd, same((1 << (drop - 1)) - 1, ints))), same(drop, ints))
+    if kind != BF16:
+        least, whole, whole_bits, bias, keep, endless = _NARROW[kind]
+        magnitude = b.bitcast(size, floats)
+        small = b.bitcast(b.fadd(magnitude, same(whole, floats)), ints)
+        small = b.sub(small, same(whole_bits, ints))
+        near = b.sub(near, same(bias << keep, ints))
+        near = b.select(b.fcmp_ordered("<", magnitude, same(least, floats)), small, near)
+        if endless:
+            beyond = b.icmp_signed(">", near, same(endless, ints))
+            near = b.select(beyond, same(endless, ints), near)
+    near = b.or_(near, b.lshr(sign, same(32 - width, ints)))
+    return b.trunc(near, ir.VectorType(ir.IntType(width), x.type.count))
 
 
 def _wide(b: Any, x: Any) -> Any:
@@ -89,66 +85,40 @@ def put_vector(b: Any, address: Any, x: Any) -> None:
     b.store(x, b.inttoptr(address, x.type.as_pointer()), align=1)
 
 
-def _reduced(b: Any, x: Any, sign: str) -> Any:
-    while x.type.count > 1:
-        half = x.type.count // 2
-        kind = ir.VectorType(I32, half)
-        none = ir.Constant(x.type, ir.Undefined)
-        parts = [
-            b.shuffle_vector(x, none, ir.Constant(kind, list(range(lo, lo + half))))
-            for lo in (0, half)
-        ]
-        x = b.select(b.fcmp_ordered(sign, *parts), *parts)
-    return b.extract_element(x, ir.Constant(I32, 0))
-
-
-@intrinsic
-def min_lane(ctx: Any, x: Any) -> Any:
-    """The smallest lane; no NaN among them."""
-    return made(types.float32(Lanes), lambda b, x: _reduced(b, x, "<"))
-
-
-@intrinsic
-def max_lane(ctx: Any, x: Any) -> Any:
-    """The largest lane; no NaN among them."""
-    return made(types.float32(Lanes), lambda b, x: _reduced(b, x, ">"))
-
-
 @intrinsic
 def gather(ctx: Any, base: Any, slots: Any) -> Any:
     """The fp32 numbers of an array at sixteen slots, int32."""
-
-    def emit(b: Any, base: Any, slots: Any) -> Any:
-        found = ir.Constant(VF, ir.Undefined)
-        for i in range(WIDTH):
-            slot = b.zext(read(b, at(b, slots, 4 * i), I32), I64)
-            one = read(b, b.add(base, b.shl(slot, ir.Constant(I64, 2))), VF.element)
-            found = b.insert_element(found, one, ir.Constant(I32, i))
-        return found
-
-    return made(Lanes(types.int64, types.int64), emit)
+    return made(
+        Lanes(types.int64, types.int64), lambda b, base, slots: each(b, base, read(b, slots, VI))
+    )
 
 
 @intrinsic
-def clamp_scale(ctx: Any, scale: Any) -> Any:
+def above(ctx: Any, x: Any, end: Any, yes: Any, no: Any) -> Any:
+    """`yes` where x > end, else `no`."""
+    return made(
+        Lanes(Lanes, Lanes, Lanes, Lanes),
+        lambda b, x, end, yes, no: b.select(b.fcmp_ordered(">", x, end), yes, no),
+    )
+
+
+@njit
+def clamp_scale(scale):  # type: ignore[no-untyped-def]
     """Clamp a scale so that fp8 rounds it neither to 0 nor beyond its largest number."""
+    clamped = smaller(larger(scale, splat(np.float32(2.0**-9))), splat(np.float32(448.0)))
+    return above(scale, splat(np.float32(0.0)), clamped, scale)
 
-    def emit(b: Any, x: Any) -> Any:
-        for sign, end in ((">", 2.0**-9), ("<", 448.0)):
-            x = b.select(
-                b.or_(b.fcmp_ordered(sign, x, same(end)), b.fcmp_ordered("<=", x, same(0.0))),
-                x,
-                same(end),
-            )
-        return x
 
-    return made(Lanes(Lanes), emit)
+@njit
+def nonzero(x):  # type: ignore[no-untyped-def]
+    """x, and infinity where it is 0 (or less)."""
+    return above(x, splat(np.float32(0.0)), x, splat(np.float32(np.inf)))
 
 
 def _put_as(b: Any, address: Any, x: Any, kind: Any) -> None:
     for fmt in (FP32, FP16, BF16, FP8):
         with b.if_then(b.icmp_signed("==", kind, ir.Constant(I64, fmt))):
-            put_vector(b, address, _stored(b, _rounded(b, x, fmt), fmt))
+            put_vector(b, address, _narrowed(b, x, fmt))
 
 
 @intrinsic
@@ -167,32 +137,39 @@ def put_one(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
 
 
 @intrinsic
-def encode(ctx: Any, x: Any, zero: Any, step: Any, top: Any, to: Any) -> Any:
-    """Store sixteen codes, a byte each: (x - zero) / step, to the nearest, ties to even, 0..top.
+def put_codes(ctx: Any, address: Any, codes: Any) -> Any:
+    """Store sixteen codes, whole numbers or any that round to them, a byte each.
 
-    An infinite step makes code 0. 2^23 plus a number rounds it to a whole one.
+    2^23 plus a number rounds it to a whole one, ties to even.
     """
 
-    def emit(b: Any, x: Any, zero: Any, step: Any, top: Any, to: Any) -> None:
-        code = b.fdiv(b.fsub(x, zero), step)
-        code = b.select(b.fcmp_ordered(">", code, same(0.0)), code, same(0.0))
-        code = b.select(b.fcmp_ordered("<", code, top), code, top)
-        _, ints, bytes_ = _vectors(WIDTH)
-        put_vector(b, to, b.trunc(b.bitcast(b.fadd(code, same(2.0**23)), ints), bytes_))
+    def emit(b: Any, address: Any, codes: Any) -> None:
+        whole = b.bitcast(b.fadd(codes, same(2.0**23)), VI)
+        put_vector(b, address, b.trunc(whole, _BYTES))
 
-    return made(types.void(Lanes, Lanes, Lanes, Lanes, types.int64), emit)
+    return made(types.void(types.int64, Lanes), emit)
 
 
 @intrinsic
-def decode(ctx: Any, codes: Any, zero: Any, step: Any) -> Any:
+def get_codes(ctx: Any, address: Any) -> Any:
+    """Load sixteen codes, a byte each, as fp32."""
+    return made(Lanes(types.int64), lambda b, a: b.sitofp(b.zext(read(b, a, _BYTES, 1), VI), VF))
+
+
+@njit
+def encode(x, zero, step, top, to):  # type: ignore[no-untyped-def]
+    """Store sixteen codes, a byte each: (x - zero) / step, to the nearest, ties to even, 0..top.
+
+    An infinite step makes code 0.
+    """
+    code = larger(div(sub(x, zero), step), splat(np.float32(0.0)))
+    put_codes(to, smaller(code, top))
+
+
+@njit
+def decode(codes, zero, step):  # type: ignore[no-untyped-def]
     """Sixteen codes, a byte each, times step plus zero, rounded once."""
-
-    def emit(b: Any, codes: Any, zero: Any, step: Any) -> Any:
-        _, ints, bytes_ = _vectors(WIDTH)
-        code = b.sitofp(b.zext(read(b, codes, bytes_, 1), ints), VF)
-        return fused(b, code, step, zero)
-
-    return made(Lanes(types.int64, Lanes, Lanes), emit)
+    return fma(get_codes(codes), step, zero)
 
 
 def _joined(b: Any, parts: list[Any], bits: int) -> Any:
@@ -269,19 +246,3 @@ def split(ctx: Any, rows: Any, stride: Any, to: Any, gap: Any, bits: Any, width:
     """Invert `join`: byte rows of a pack block to the codes of its tokens."""
     emit = _between(_split, 1, width.literal_value)
     return made(types.void(*[types.int64] * 5, width), emit)
-
-
-@intrinsic
-def nonzero(ctx: Any, x: Any) -> Any:
-    """x, and infinity where it is 0 (or less)."""
-    return made(
-        Lanes(Lanes),
-        lambda b, x: b.select(b.fcmp_ordered(">", x, same(0.0)), x, same(float("inf"))),
-    )
-
-
-@intrinsic
-def clear(ctx: Any, address: Any) -> Any:
-    """Store sixteen bytes of 0."""
-    kind = ir.VectorType(I8, WIDTH)
-    return made(types.void(types.int64), lambda b, a: put_vector(b, a, same(0, kind)))

@@ -19,12 +19,12 @@ import numpy as np
 from ... import cpu_runtime, simd
 from ...cpu_runtime import Kernel, at, count, sources
 from ...cpu_runtime import arguments as read_arguments
-from ...simd import div, load, store
+from ...simd import div, load, splat, store
 from .. import byte_layout
 from . import codes as codes_ops
 from . import rotation, tiles
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
-from .codes import clear
+from .codes import put_codes
 from .rotation import keep_scales, restore_row, rotate_row, round_row, units
 from .tiles import (
     decode_row,
@@ -151,8 +151,8 @@ def kernels() -> tuple[Kernel, Kernel]:
                 to = unpacked + (begun + t) * cols
                 if sharing == ROTATED:
                     round_row(
-                        x + t * x_row, d, group, rotate.levels, rotate.level_ends, bits, low + skip,
-                        to,
+                        x + t * x_row, d, group, rotate.levels, rotate.level_ends, bits,
+                        low + skip, to,
                     )  # fmt: skip
                 else:
                     encode_row(
@@ -163,7 +163,7 @@ def kernels() -> tuple[Kernel, Kernel]:
                 keep_scales(high, low, m * groups, meta, scale + lo * groups * size_of(meta))
             atoms = -(-(begun + m) // atom)
             for i in range((begun + m) * cols, atoms * atom * cols, 16):
-                clear(unpacked + i)
+                put_codes(unpacked + i, splat(np.float32(0.0)))
             for block in range(atoms):
                 for i in range(joint):
                     to = codes + i * a.codes.head + block * spec.atom_rows * a.codes.row

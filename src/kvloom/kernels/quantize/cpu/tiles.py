@@ -15,6 +15,7 @@ from ...simd import (
     add,
     div,
     larger,
+    largest,
     load,
     load_any,
     load_byte,
@@ -34,8 +35,6 @@ from .codes import (
     encode,
     gather,
     join,
-    max_lane,
-    min_lane,
     nonzero,
     put,
     put_one,
@@ -146,8 +145,8 @@ def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
         for c in range(g * group + 16, (g + 1) * group, 16):
             one = load(x + 4 * c)
             lo, hi = smaller(one, lo), larger(one, hi)
-        store_one(low + 4 * g, min_lane(lo))
-        store_one(high + 4 * g, max_lane(hi))
+        store_one(low + 4 * g, -largest(mul(lo, splat(np.float32(-1.0)))))
+        store_one(high + 4 * g, largest(hi))
 
 
 @njit
@@ -164,8 +163,9 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
         for i in range(begin + 16, end, 16):
             one = gather(x, slots + 4 * i)
             lo, hi = smaller(one, lo), larger(one, hi)
-        store_one(low + 4 * g, min_lane(lo) * load_one(clip + 4 * g, 0))
-        store_one(high + 4 * g, max_lane(hi) * load_one(clip + 4 * g, 0))
+        least = -largest(mul(lo, splat(np.float32(-1.0))))
+        store_one(low + 4 * g, least * load_one(clip + 4 * g, 0))
+        store_one(high + 4 * g, largest(hi) * load_one(clip + 4 * g, 0))
         begin = end
 
 

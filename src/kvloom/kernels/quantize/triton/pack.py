@@ -50,7 +50,7 @@ def pack(
     codes, scale, zero, steps, m_steps = _storage(out, spec)
     table = _table(spec, h, d, x.device)
     begun, channel = begin % ATOM[bits][0] > 0, spec.axis == "channel"
-    form: dict[str, Any] = {"BITS2": int(2 * bits), "TOP": top(bits), "META": _META[spec.meta]}
+    form: dict[str, Any] = {"BITS2": int(2 * bits), "TOP": top(bits)}
     fused = spec.group_of is None and (not channel or spec.group % ATOM[bits][0] == 0)
     if spec.group_of is None:
         real_steps, given = (0, 0), codes
@@ -63,7 +63,7 @@ def pack(
         cuda.launch(
             by.pack, grid, x,
             x, given, codes, scale, zero, begin, n, h, *x.stride(), *real_steps, *steps, *m_steps,
-            d, scale.shape[3], **form, **tile, CHANNEL=channel,
+            d, scale.shape[3], **form, META=_META[spec.meta], **tile, CHANNEL=channel,
             G=tile["DB"] if spec.group == d else spec.group,
             REAL=real is not None and channel, BEGUN=begun, CODES=fused, contract=False,
         )  # fmt: skip
@@ -78,11 +78,11 @@ def pack(
         )  # fmt: skip
     if not fused:
         tile, grid = _tile(x, bits, begin)
-        scale, zero, m_steps, meta = _given(spec, scale, zero, m_steps, table)
+        scale, zero, m_steps = _given(spec, scale, zero, m_steps, table)
         cuda.launch(
             by.pack_given, grid, x,
             x, codes, scale, zero, table.columns, table.divisor, begin, n, h, *x.stride(),
-            *steps, *m_steps, d, **{**form, "META": meta}, **tile, PER=spec.tokens_per_scale,
+            *steps, *m_steps, d, **form, **tile, PER=spec.tokens_per_scale,
             BEGUN=begun, DIVISOR=spec.divisor is not None, contract=False,
         )  # fmt: skip
 
@@ -109,12 +109,12 @@ def unpack(
         spec,
     )
     table = _table(spec, h, d, out.device)
-    scale, zero, m_steps, meta = _given(spec, scale, zero, m_steps, table)
+    scale, zero, m_steps = _given(spec, scale, zero, m_steps, table)
     tile, grid = _tile(out, spec.bits, lo)
     cuda.launch(
         kernels().unpack, grid, out,
         codes, scale, zero, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps, d,
-        BITS2=int(2 * spec.bits), META=meta, PER=spec.tokens_per_scale, **tile,
+        BITS2=int(2 * spec.bits), PER=spec.tokens_per_scale, **tile,
         DIVISOR=spec.divisor is not None, contract=False,
     )  # fmt: skip
     return out
@@ -155,11 +155,11 @@ def _table(spec: QuantSpec, heads: int, d: int, device: torch.device) -> _Table:
 
 def _given(
     spec: QuantSpec, scale: Tensor, zero: Tensor, steps: tuple[int, ...], table: _Table
-) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
-    """Return the metadata that kernels read, stored or static, their strides and number format."""
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return the metadata that kernels read, stored or static, and their strides."""
     if table.static is None:
-        return scale, zero, steps, _META[spec.meta]
-    return *table.static, (0, table.static[0].shape[1], 0), 0
+        return scale, zero, steps
+    return *table.static, (0, table.static[0].shape[1], 0)
 
 
 def _storage(

@@ -58,16 +58,15 @@ def as_stored(x, META: tl.constexpr):
 
 
 @triton.jit
-def as_float(x, META: tl.constexpr):
-    """What `as_stored` made, fp32."""
-    if META == 3:
+def as_float(x):
+    """What `as_stored` made, fp32; bytes are e4m3, by hand: not all GPUs know it."""
+    if x.dtype == tl.uint8:
         byte = x.to(tl.int32)
         normal = (((byte & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         small = (byte & 7).to(tl.float32) * 0.001953125
         size = tl.where((byte & 120) == 0, small, normal)
-        return tl.where(byte > 127, -size, size)
-    else:
-        return x.to(tl.float32)
+        x = tl.where(byte > 127, -size, size)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -197,7 +196,7 @@ def pack(
 def pack_given(
     x, codes, scale, zero, columns, divisor, begin, n, heads,
     x_row, x_head, x_token, x_channel, c_row, c_head, c_byte, m_row, m_head, m_line, D,
-    BITS2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, PER: tl.constexpr,
+    BITS2: tl.constexpr, TOP: tl.constexpr, PER: tl.constexpr,
     ATOM: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
     BEGUN: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
@@ -223,8 +222,8 @@ def pack_given(
     column = tl.load(columns + head * D + channel, mask=inside, other=0)
     where = row * m_row + head * m_head
     where += ((begin + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
-    step = as_float(tl.load(scale + where, mask=mask, other=0), META)
-    least = as_float(tl.load(zero + where, mask=mask, other=0), META)
+    step = as_float(tl.load(scale + where, mask=mask, other=0))
+    least = as_float(tl.load(zero + where, mask=mask, other=0))
     code = tl.where(mask, encode(number, step, least, TOP), 0)
     join(
         code, codes + row * c_row + head * c_head, atom, (begin + n - 1) // ATOM, c_byte,
@@ -271,7 +270,7 @@ def ranges(
 def unpack(
     codes, scale, zero, columns, divisor, out, lo, hi, heads, c_row, c_head, c_byte,
     m_row, m_head, m_line, D,
-    BITS2: tl.constexpr, META: tl.constexpr, PER: tl.constexpr, ATOM: tl.constexpr,
+    BITS2: tl.constexpr, PER: tl.constexpr, ATOM: tl.constexpr,
     A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as `pack`'s, from lo's atom on."""
@@ -305,8 +304,8 @@ def unpack(
     column = tl.load(columns + head * D + channel, mask=inside, other=0)
     where = row * m_row + head * m_head
     where += (token // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
-    step = as_float(tl.load(scale + where, mask=mask, other=0), META)
-    least = as_float(tl.load(zero + where, mask=mask, other=0), META)
+    step = as_float(tl.load(scale + where, mask=mask, other=0))
+    least = as_float(tl.load(zero + where, mask=mask, other=0))
     number = tl.fma(code.to(tl.float32), step, least)
     if DIVISOR:
         number *= tl.load(divisor + head * D + channel, mask=inside, other=1.0)[None, None, :]

@@ -1,0 +1,114 @@
+"""Attention of one layer by a compiled kernel: what is kept between its steps, and a step's call.
+
+`decode` and `gathered` decide which tokens a step reads. Importing this does not import Numba;
+making a `LayerAttention` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...arguments import Arguments, padded, strides
+from ..kv_view import KVView
+from ..reference import State
+from . import coverage
+from .arguments import (
+    ABSENT,
+    GATHERED,
+    SidePacker,
+    from_packed_space,
+    positions,
+    rope_of,
+    to_packed_space,
+)
+
+_NUMBERS_PER_THREAD = 1 << 15  # of keys and values
+
+
+class LayerAttention:
+    """A kernel, its workspace and the packed arguments of a layer's keys and values.
+
+    Bound to the heads, queries, dtype, device and formats of the arguments it is made from; batch,
+    tokens and options may differ at every step. heads: how many see the same tokens each. layout:
+    the arguments of the kernel, which name it.
+    """
+
+    def __init__(
+        self, q: Tensor, keys: KVView, values: KVView, heads: int, layout: Arguments
+    ) -> None:
+        _, hq, t, d = q.shape
+        self.heads, self.kv_heads, self.rows = heads, keys.tail.shape[1], hq // heads * t
+        rope, key_format = rope_of(keys)
+        self.kernel, self.tile = coverage.kernel(
+            d, self.kv_heads, self.rows, keys.tail.dtype, rope, layout is GATHERED, key_format,
+            values.fmt,
+        )  # fmt: skip
+        self.layout = layout
+        self.keys, self.values = SidePacker(keys.fmt), SidePacker(values.fmt)
+        self.own_queries = keys.packed is not None and coverage.own_space(keys.fmt)
+        self.sets = 1 + (values.fmt is not None and coverage.own_space(values.fmt))
+        self.states = q.new_empty(0)
+
+    def run(
+        self,
+        q: Tensor,
+        keys: KVView,
+        values: KVView,
+        n: int,
+        scale: float,
+        valid: Tensor | None,
+        softcap: float | None,
+        bias: Tensor | None,
+        products: list[Tensor] | None,
+        **numbers: Any,
+    ) -> State:
+        """Attend q [B, Hq, T, D] to n tokens; numbers: the arguments that only the caller knows."""
+        b, hq, t, d = q.shape
+        h, hk, rows, sets, packed = self.heads, self.kv_heads, self.rows, self.sets, keys.packed
+        queries = q.float().contiguous()
+        lse = queries.new_empty((b, hq, t))
+        if not n or not b:
+            return State(torch.zeros_like(queries), lse.fill_(-torch.inf))
+        threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _NUMBERS_PER_THREAD)
+        splits = 1 if threads == 1 else min(-(-n // self.tile), -(-4 * threads // (b * h)))
+        packed_queries = queries
+        if packed is not None and self.own_queries:
+            packed_queries = to_packed_space(queries, packed.channelwise)
+        if sets == 1:
+            out = torch.empty_like(queries)
+        else:
+            out = queries.new_empty((b, hk, h // hk, sets, rows, d))
+        room = b * h * splits * rows * (sets * d + 32)
+        if self.states.numel() < room:
+            self.states = queries.new_empty(room)
+        if valid is not None:
+            valid = padded(valid).expand(b, h, -1)
+        if bias is not None:
+            bias = padded(bias.float()).expand(b, hq, -1)
+        logits, width = None, -(-n // 16) * 16
+        if products is not None:
+            logits = queries.new_empty((b, hq, t, width))
+            products.append(logits)
+        near, far, per_token = 0, 0, 0
+        at: tuple[int, ...] = ABSENT
+        if packed is not None and packed.rope is not None:
+            (near, far, at, per_token), _alive = positions(packed, packed.rope, d)
+        job = self.layout.pack(
+            batch=b, heads=h, rows=rows, queries=t, tokens=n, splits=splits, scale=scale,
+            softcap=softcap or 0.0, q=queries.data_ptr(), q_packed=packed_queries.data_ptr(),
+            out=out.data_ptr(), lse=lse.data_ptr(), states=self.states.data_ptr(),
+            bias=ABSENT if bias is None else strides(bias, 2),
+            valid=ABSENT if valid is None else strides(valid, 2),
+            keys=self.keys.pack(packed, keys.tail), near=near, far=far, positions=at,
+            position_per_token=per_token, values=self.values.pack(values.packed, values.tail),
+            logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width, **numbers,
+        )  # fmt: skip
+        self.kernel.run(job, b * h, threads)
+        if sets == 1:
+            return State(out, lse)
+        if values.packed is None:
+            return State(out[..., 0, :, :].reshape(b, hq, t, d), lse)
+        return State(from_packed_space(out, values.packed.channelwise).view(b, hq, t, d), lse)

@@ -19,7 +19,8 @@ from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.store import Packed
 from kvloom.store.formats import Transform
 from kvloom.store.packed import PackedTokens
-from strands import agrees, channel, draw, hidden, mapped, some_slow, strand, token
+from pairwise import some_slow
+from strands import agrees, channel, draw, hidden, mapped, strand, token
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -40,7 +41,9 @@ FORMS = {  # keys, values, head dimension, dtype of the exact tokens
     "exact fp16": (None, None, 80, FP16),
     "exact bf16": (None, None, 128, BF16),
 }
-every_form = some_slow(FORMS, "kivi", "4 bit", "3 bit", "mixed", "keys only", "exact bf16")
+every_form = some_slow(
+    "form", list(FORMS), "kivi", "4 bit", "3 bit", "mixed", "keys only", "exact bf16"
+)
 HEADS = [(4, 4, 1), (4, 2, 1), (4, 1, 1), (6, 2, 2), (4, 1, 2), (2, 2, 3), (5, 1, 1)]  # Hq, Hk, T
 
 

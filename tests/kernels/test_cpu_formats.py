@@ -11,7 +11,8 @@ from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Store
-from strands import agrees, channel, draw, hidden, known, mapped, rope, some_slow, token
+from pairwise import some_slow
+from strands import agrees, channel, draw, hidden, known, mapped, rope, token
 
 SKVQ = (
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
@@ -43,7 +44,9 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow(FORMS, "1 and 1.5 bit", "skvq", "turbo", "interleaved before RoPE")
+every_form = some_slow(
+    "form", list(FORMS), "1 and 1.5 bit", "skvq", "turbo", "interleaved before RoPE"
+)
 
 
 @pytest.fixture(autouse=True)

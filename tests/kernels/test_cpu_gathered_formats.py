@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strands import channel, chosen_agree, hidden, mapped, some_slow, token
+from pairwise import some_slow
+from strands import channel, chosen_agree, hidden, mapped, token
 
 FORMS = {  # keys, values, head dimension
     "skvq": (
@@ -34,8 +35,8 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow(FORMS, "skvq", "fixed, more groups than lanes")
-rotated_is_slow = some_slow(("skvq", "divided and rotated"), "skvq")
+every_form = some_slow("form", list(FORMS), "skvq", "fixed, more groups than lanes")
+rotated_is_slow = some_slow("form", ("skvq", "divided and rotated"), "skvq")
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +64,13 @@ def test_heads_choose_together_or_alone(form, heads):
     check(form, heads, 300, 111, 260, 4, (280, 270))
 
 
-@some_slow(("skvq", "interleaved before RoPE"), "skvq")
+@some_slow("form", ("skvq", "interleaved before RoPE"), "skvq")
 def test_keys_before_rope_are_turned_to_positions_with_gaps(form):
     check(form, (4, 2, 2), 400, 90, 350, 4, (352, 352), gaps=True)
     check(form, (4, 2, 4), 900, 300, 850, 0, (870, 870), gaps=True)
 
 
-@some_slow(("skvq", "rotated and divided"), "skvq")
+@some_slow("form", ("skvq", "rotated and divided"), "skvq")
 def test_masks_softcap_and_bias(form):
     total = 3 + 50 + 30
     bias = torch.randn(2, 4, total, generator=torch.Generator().manual_seed(1))

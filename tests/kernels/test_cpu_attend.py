@@ -55,6 +55,7 @@ def _poisoned():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.sample("values")
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 127, 128, 129, 500])
 def test_any_number_of_tokens(form, n):
@@ -62,6 +63,7 @@ def test_any_number_of_tokens(form, n):
         agrees(FORMS[form], 4, 2, 1, n, sealed)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(("hq", "hk", "t"), HEADS)
 @pytest.mark.parametrize("form", ["kivi", pytest.param("exact bf16", marks=pytest.mark.slow)])
 def test_any_grouping_of_heads_and_up_to_8_queries(form, hq, hk, t):
@@ -69,6 +71,7 @@ def test_any_grouping_of_heads_and_up_to_8_queries(form, hq, hk, t):
         agrees(FORMS[form], hq, hk, t, n, (n - t, n - t), causal=causal)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", ["kivi", pytest.param("mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [1, 40, 300])
 @pytest.mark.parametrize("t", [1, 2])

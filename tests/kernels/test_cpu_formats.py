@@ -62,6 +62,7 @@ def check(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
     agrees((keys, values, d, torch.float32), hq, hk, t, n, sealed, b, seed, **options)
 
 
+@pytest.mark.sample("values")
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 64, 127, 129, 500])
 def test_any_number_of_tokens(form, n):
@@ -75,6 +76,7 @@ def test_any_grouping_of_heads_and_several_queries(hq, hk, t):
         check("skvq", hq, hk, t, n, (n - t, n - t), causal=True)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", ["skvq", "turbo"])
 @pytest.mark.parametrize("n", [1, 300])
 def test_masks_softcap_and_bias(form, n):

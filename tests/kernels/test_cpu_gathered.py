@@ -46,6 +46,7 @@ def agrees(form, *args, **options):
     return chosen_agree((*FORMS[form][:2], D, FORMS[form][2]), *args, **options)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
 def test_any_choice_of_any_format(form, m, rest, first):
@@ -59,6 +60,7 @@ def test_heads_choose_together_or_alone(heads):
     agrees("exact", heads, 300, 111, 260, 4)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("heads", [(4, 2, 2), (4, 2, 4)])
 @pytest.mark.parametrize("m", [1, 30, 200])
 def test_masks_softcap_and_bias(heads, m):

@@ -51,6 +51,7 @@ def check(form, *args, **options):
     chosen_agree((*FORMS[form], torch.float32), *args, **options)
 
 
+@pytest.mark.sample("values")
 @every_form
 @pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
 def test_any_choice_of_any_format(form, m, rest, first):
@@ -58,6 +59,7 @@ def test_any_choice_of_any_format(form, m, rest, first):
         check(form, (4, 2, 2), 200 + rest, m, 200, first, sealed)
 
 
+@pytest.mark.sample("values")
 @rotated_is_slow
 @pytest.mark.parametrize("heads", [(8, 2, 4), (3, 1, 1), (2, 2, 2)])
 def test_heads_choose_together_or_alone(form, heads):

@@ -203,7 +203,7 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
 NO_PACKED = [name for name in RECIPES if "packed" not in name]
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", NO_PACKED)
 @pytest.mark.parametrize("tokens", [3, 30, 110])
 @pytest.mark.parametrize("pad", [0, 20])
@@ -321,6 +321,7 @@ def test_alibi_counts_from_each_tokens_own_place():
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("size", [1, 8, 50])
 @pytest.mark.parametrize("n", [1, 2, 7, 49])
 def test_fewer_tokens_than_clusters(size, n):

@@ -153,6 +153,7 @@ def test_beams_move_no_rows_of_a_tier(kind, index):
     )  # rows outside the batch are released
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("n", [3, 50, 300])
 @pytest.mark.parametrize("index", ["clusters", "packed"])
@@ -189,6 +190,7 @@ def test_what_is_no_folder_is_refused_at_once(tmp_path):
         layer(recipe("clusters", Tier("file", str(tmp_path / "file"))))
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(("harm", "says"), [("unlink", "vanished"), ("cut", "been cut off")])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("index", ["clusters", "packed"])

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 import zoo
-from test_saved import FORMS, IDS, PROMPT, SAVED, llama, step
+from test_saved import IDS, PROMPT, SAVED, core_forms, llama, step
 from torch.overrides import TorchFunctionMode
 
 import kvloom
@@ -95,7 +95,7 @@ def go_on(model, cache, begin: int) -> torch.Tensor:
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 @pytest.mark.parametrize("tokens", [1, 18])
 def test_a_step_that_stops_anywhere_is_undone(llama, form, tokens):
     model, cache = filled(llama, form)
@@ -114,7 +114,7 @@ def test_a_step_that_stops_anywhere_is_undone(llama, form, tokens):
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
     model, calibration = llama
     if resolve(form).store.calibrated:

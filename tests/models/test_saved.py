@@ -19,6 +19,7 @@ from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store.calibration import Calibration
+from pairwise import some_slow
 
 # Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.
 SMALL = {
@@ -61,6 +62,18 @@ FORMS = [
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",
 ]
+CORE = [
+    form
+    for form in FORMS
+    if form.startswith(
+        ("full", "kivi:", "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier", "quest", "h2o:s",
+         "clusterkv-2bit:tokens=140,size=8,sinks=4,full_layers=1,tier", "keyformer:tokens=40",
+         "minikv-pyramid", "skvq:group=16,window=8,sinks=2,heavy", "streaming",
+         "window:tokens=40,l", "snapkv:tokens=40,window=8,p")
+    )
+]  # fmt: skip
+"""Forms with every part of a cache between them."""
+core_forms = some_slow("form", FORMS, *CORE)
 CALIBRATED = [form for form in FORMS if resolve(form).store.calibrated]
 KIVI = "kivi:group=16,residual=32"
 IDS = zoo.batch(3, 220, (0, 17, 60))
@@ -292,7 +305,7 @@ def test_copies_know_their_model_and_pickles_do_not(tmp_path):
 TRANSIENT = ("undo", "_undone", "_traits", "_like", "before", "dtype")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 def test_every_attribute_of_a_layers_parts_comes_back(llama, form, tmp_path):
     """A part that gets a new attribute and forgets it in `state` fails here."""
     model, calibration = llama

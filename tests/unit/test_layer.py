@@ -62,7 +62,7 @@ def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
     goes_on_like(cache, same, **shape)
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["full", "kivi:residual=32"])
 @pytest.mark.parametrize("t", [1, 70])
 @pytest.mark.parametrize("what", ["dtype", "heads", "head dimension", "batch", "tokens"])
@@ -80,6 +80,7 @@ def test_values_are_checked_as_keys_are(name, t, what):
     goes_on_like(cache, same, batch=2, hk=2)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["full", "kivi:residual=32", "streaming:tokens=20"])
 @pytest.mark.parametrize("t", [1, 70])
 def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):

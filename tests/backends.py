@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from kvloom.errors import RecipeError
@@ -53,8 +55,14 @@ def _common(value: object) -> bool:
     if isinstance(value, Packed):
         return False
     if isinstance(value, str):
-        try:
-            value = resolve(value)
-        except RecipeError:  # another word
-            return True
+        return _common_word(value)
     return not isinstance(value, Recipe) or _compiled_for(value.store) in COMMON
+
+
+@cache
+def _common_word(word: str) -> bool:
+    """Whether a word is no recipe, or one with a COMMON store."""
+    try:
+        return _common(resolve(word))
+    except RecipeError:
+        return True

@@ -44,9 +44,7 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow(
-    "form", list(FORMS), "1 and 1.5 bit", "skvq", "turbo", "interleaved before RoPE"
-)
+every_form = some_slow("form", list(FORMS), "skvq", "turbo", "interleaved before RoPE")
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +68,13 @@ def test_any_number_of_tokens(form, n):
         check(form, 4, 2, 1, n, sealed)
 
 
-@pytest.mark.parametrize(("hq", "hk", "t"), [(4, 4, 1), (5, 1, 1), (2, 1, 3)])
+@pytest.mark.parametrize(  # by default, a kernel for two rows, which other tests compile too
+    ("hq", "hk", "t"),
+    [
+        (2, 2, 2),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((4, 4, 1), (5, 1, 1), (2, 1, 3))),
+    ],
+)
 def test_any_grouping_of_heads_and_several_queries(hq, hk, t):
     for n in (t, 64, 333):
         check("skvq", hq, hk, t, n, (n - t, n - t), causal=True)

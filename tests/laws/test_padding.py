@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
@@ -63,6 +64,7 @@ def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, se
     torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
+@by_reference
 @pytest.mark.parametrize("recording", [False, True])
 @given(pads, cuts)
 def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):

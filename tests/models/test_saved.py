@@ -51,8 +51,7 @@ SMALL = {
     "recall": "index=clusters,tokens=40,size=8,sinks=4,recent=8,full_layers=1",
     "store": "group=16,bits=3",
 }
-FORMS = [
-    *(f"{name}:{options}" for name, options in SMALL.items()),
+SPECIAL = [
     "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,group=each",
     "clusterkv-2bit:tokens=140,size=8,sinks=4,full_layers=1,tier=file",
     "h2o:shared=true,layers=variance",
@@ -62,18 +61,17 @@ FORMS = [
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",
 ]
-CORE = [
-    form
-    for form in FORMS
-    if form.startswith(
-        ("full", "kivi:", "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier", "quest", "h2o:s",
-         "clusterkv-2bit:tokens=140,size=8,sinks=4,full_layers=1,tier", "keyformer:tokens=40",
-         "minikv-pyramid", "skvq:group=16,window=8,sinks=2,heavy", "streaming",
-         "window:tokens=40,l", "snapkv:tokens=40,window=8,p")
-    )
-]  # fmt: skip
-"""Forms with every part of a cache between them."""
-core_forms = some_slow("form", FORMS, *CORE)
+FORMS = [*(f"{name}:{options}" for name, options in SMALL.items()), *SPECIAL]
+core_forms = some_slow(
+    "form",
+    FORMS,
+    *SPECIAL,
+    *(
+        f"{name}:{SMALL[name]}"
+        for name in ("full", "kivi", "minikv", "quest", "streaming", "turbo")
+    ),
+)
+"""Every form with `-m slow`; by default, forms with every part of a cache between them."""
 CALIBRATED = [form for form in FORMS if resolve(form).store.calibrated]
 KIVI = "kivi:group=16,residual=32"
 IDS = zoo.batch(3, 220, (0, 17, 60))

@@ -36,18 +36,20 @@ def _compiled_for(store: Store) -> tuple:
     return _plain(store.keys), _plain(store.values)
 
 
-COMMON = {_compiled_for(resolve(f"kivi:group={g},residual=32").store) for g in (16, 32)}
-COMMON.add(_compiled_for(Store()))
+COMMON = {_compiled_for(resolve("kivi:group=32,residual=32").store), _compiled_for(Store())}
 
 
 def takes_rare_kernels(item: pytest.Item) -> bool:
     """Whether a case runs by kernels that few other tests use.
 
     A kernel takes seconds to compile for a format, so the default run compiles those of COMMON
-    stores; with other stores it runs a law by the reference, and the tests of kernels by kernels.
+    stores; with other stores, and with parameters marked `rare`, it runs a law by the reference, and
+    the tests of kernels by kernels.
     """
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return params.get("kernels") == "auto" and not all(map(_common, params.values()))
+    if params.get("kernels") != "auto":
+        return False
+    return item.get_closest_marker("rare") is not None or not all(map(_common, params.values()))
 
 
 def _common(value: object) -> bool:

@@ -159,7 +159,10 @@ def test_a_step_reads_its_budget_and_what_is_not_indexed_yet(recipe):
         assert behind >= max(protect.recents)
 
 
-@pytest.mark.parametrize("name", ["clusters", "clusters, window", "clusters, packed"])
+@pytest.mark.parametrize(
+    "name",
+    ["clusters", "clusters, window", pytest.param("clusters, packed", marks=pytest.mark.rare)],
+)
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=2), st.integers(0, 99))
 def test_the_clusters_hold_every_token_once(name, pads, seed):
     cache, n = fresh(RECIPES[name]), PROMPT + len(STEPS)

@@ -43,7 +43,7 @@ def takes_rare_kernels(item: pytest.Item) -> bool:
     """Whether a case runs by kernels that few other tests use.
 
     A kernel takes seconds to compile for a format, so the default run compiles those of COMMON
-    stores; with other stores, and with parameters marked `rare`, it runs a law by the reference, and
+    stores. It runs a law by the reference with other stores and with parameters marked `rare`, and
     the tests of kernels by kernels.
     """
     params = item.callspec.params if hasattr(item, "callspec") else {}

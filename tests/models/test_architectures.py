@@ -23,7 +23,7 @@ def model(request):
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("beams", [1, 4])
 def test_full_gives_the_tokens_of_plain_transformers(model, beams):
-    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams}
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
     expected = model.generate(**zoo.batch(), **options)
     kvloom.attach(model, "full")
     assert torch.equal(model.generate(**zoo.batch(), **options), expected)

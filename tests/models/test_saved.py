@@ -140,7 +140,7 @@ def test_every_recipe_is_here():
     assert SMALL.keys() == RECIPES.keys()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(llama, form, tmp_path):
     model, calibration = llama
     if form in CALIBRATED:

@@ -36,6 +36,8 @@ def _compiled_for(store: Store) -> tuple:
     return _plain(store.keys), _plain(store.values)
 
 
+ONE_ROW = ("llama-mha", "gpt2", "opt", "gpt-neox", "gptj", "mpt", "falcon-alibi", "bloom")
+"""Models whose query heads share no keys: a kernel that reads a row at a time serves them alone."""
 COMMON = {_compiled_for(resolve("kivi:group=32,residual=32").store), _compiled_for(Store())}
 
 
@@ -43,8 +45,8 @@ def takes_rare_kernels(item: pytest.Item) -> bool:
     """Whether a case runs by kernels that few other tests use.
 
     A kernel takes seconds to compile for a format, so the default run compiles those of COMMON
-    stores. It runs a law by the reference with other stores and with parameters marked `rare`, and
-    the tests of kernels by kernels.
+    stores. With other stores, the models of ONE_ROW and parameters marked `rare`, it runs a law or
+    a model by the reference, and the tests of kernels by kernels.
     """
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if params.get("kernels") != "auto":
@@ -63,7 +65,9 @@ def _common(value: object) -> bool:
 
 @cache
 def _common_word(word: str) -> bool:
-    """Whether a word is no recipe, or one with a COMMON store."""
+    """Whether a word is neither one of ONE_ROW nor a recipe whose store is not COMMON."""
+    if word in ONE_ROW:
+        return False
     try:
         return _common(resolve(word))
     except RecipeError:

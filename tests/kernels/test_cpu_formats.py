@@ -44,7 +44,7 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow("form", list(FORMS), "skvq", "turbo", "interleaved before RoPE")
+every_form = some_slow("form", list(FORMS), "skvq", "turbo")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from steps import draw, feed
 
-PROMPT, STEPS = 120, 70
+PROMPT, STEPS = 120, 40
 B, HQ, HK, D = 2, 4, 2, 32
 PACKED = pytest.param("packed", marks=pytest.mark.rare)
 

@@ -8,13 +8,16 @@ DEMO := kivi-4,kivi,skvq:group=32,h2o,minikv,quest
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
 
+# Each process gets neighbouring tests, which need the same compiled kernels.
+PYTEST := python -m pytest -n auto --dist worksteal
+
 # A sample of every test: all pairs, or all values, of the parameters of wide grids.
 test: .venv/ready
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/$(PYTEST)
 
 # The cases outside the samples, formats that take long to compile, and more random examples.
 test-slow: .venv/ready
-	$(BIN)/python -m pytest -n auto -m slow
+	$(BIN)/$(PYTEST) -m slow
 
 # Whether the tests catch deliberate defects.
 test-defects: .venv/ready
@@ -22,7 +25,7 @@ test-defects: .venv/ready
 
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready
-	.venv-oldest/bin/python -m pytest -n auto tests/models
+	.venv-oldest/bin/$(PYTEST) tests/models
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from kvloom.errors import RecipeError
@@ -34,18 +36,22 @@ def _compiled_for(store: Store) -> tuple:
     return _plain(store.keys), _plain(store.values)
 
 
-COMMON = {_compiled_for(resolve(f"kivi:group={g},residual=32").store) for g in (16, 32)}
-COMMON.add(_compiled_for(Store()))
+ONE_ROW = ("llama-mha", "gpt2", "opt", "gpt-neox", "gptj", "mpt", "falcon-alibi", "bloom")
+"""Models whose query heads share no keys: a kernel that reads a row at a time serves them alone."""
+COMMON = {_compiled_for(resolve("kivi:group=32,residual=32").store), _compiled_for(Store())}
 
 
 def takes_rare_kernels(item: pytest.Item) -> bool:
     """Whether a case runs by kernels that few other tests use.
 
     A kernel takes seconds to compile for a format, so the default run compiles those of COMMON
-    stores; with other stores it runs a law by the reference, and the tests of kernels by kernels.
+    stores. With other stores, the models of ONE_ROW and parameters marked `rare`, it runs a law or
+    a model by the reference, and the tests of kernels by kernels.
     """
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return params.get("kernels") == "auto" and not all(map(_common, params.values()))
+    if params.get("kernels") != "auto":
+        return False
+    return item.get_closest_marker("rare") is not None or not all(map(_common, params.values()))
 
 
 def _common(value: object) -> bool:
@@ -53,8 +59,16 @@ def _common(value: object) -> bool:
     if isinstance(value, Packed):
         return False
     if isinstance(value, str):
-        try:
-            value = resolve(value)
-        except RecipeError:  # another word
-            return True
+        return _common_word(value)
     return not isinstance(value, Recipe) or _compiled_for(value.store) in COMMON
+
+
+@cache
+def _common_word(word: str) -> bool:
+    """Whether a word is neither one of ONE_ROW nor a recipe whose store is not COMMON."""
+    if word in ONE_ROW:
+        return False
+    try:
+        return _common(resolve(word))
+    except RecipeError:
+        return True

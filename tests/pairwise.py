@@ -22,11 +22,29 @@ import itertools
 import random
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+import pytest
+
 BACKEND = "kernels"
 ONE_BACKEND = "one backend for each case"
 STRENGTH = {"values": 1, ONE_BACKEND: 1, "pairs": 2}
 
 Case = Mapping[str, Hashable]
+
+
+def some_slow(
+    axis: str, values: Mapping[str, object] | Sequence[str], *default: str, indirect: bool = False
+):
+    """Parametrize a test by named values; those whose names are not in `default` are slow.
+
+    values: {name: value}, or the names alone. indirect: `axis` is a fixture that gets the value.
+    Used where a sample should not choose: the default run takes the values that have the most
+    features between them.
+    """
+    named = values if isinstance(values, Mapping) else {name: name for name in values}
+    assert set(default) <= set(named)
+    slow = {name: () if name in default else pytest.mark.slow for name in named}
+    params = [pytest.param(value, id=name, marks=slow[name]) for name, value in named.items()]
+    return pytest.mark.parametrize(axis, params, indirect=indirect)
 
 
 def cover(cases: Sequence[Case], strength: int = 2) -> list[int]:

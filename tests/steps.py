@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store, Transform
 from kvloom.store.buffer import Buffer
 from kvloom.store.kv_side import KVSide
+from pairwise import some_slow
 
 D = 32  # head dimension of the laws: groups 16 and 32 divide it
 SCALE = D**-0.5
@@ -63,6 +65,22 @@ RECIPES: dict[str, Recipe] = {
         Packed(2, "channel", 32, residual=32), Packed(2, "token", 32), sinks=3, recent=(0, 32)
     ),
 }
+
+CORE = (
+    "full",
+    "kivi:group=32,residual=32",
+    "rtn:bits=3,residual=5",
+    "window:tokens=20",
+    "streaming:tokens=24,sinks=4",
+    "swapped axes",
+    "fp8, layer",
+    "sinks, packed",
+)
+"""Recipes with every part of a layer between them: the others differ in bits, group or metadata."""
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+core_recipes = some_slow("recipe", RECIPES, *CORE)
+"""Every recipe with `-m slow`; those of CORE by default."""
 
 
 def draw(seed: int, tokens: int, batch: int = 1, hq: int = 2, hk: int = 1, dim: int = D):

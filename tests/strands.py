@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 import naive
@@ -21,18 +20,6 @@ from kvloom.store.packed import PackedTokens
 
 FP32 = torch.float32
 TOL = 2e-6  # the reference's
-
-
-def some_slow(forms, *default):
-    """Parametrize `form` by the names of forms; those that are not named here are slow.
-
-    A kernel takes seconds to compile for a form, so the default run compiles the forms that have
-    the most features between them.
-    """
-    assert set(default) <= set(forms)
-    slow = pytest.mark.slow
-    params = [pytest.param(name, marks=() if name in default else slow) for name in forms]
-    return pytest.mark.parametrize("form", params)
 
 
 def channel(bits, group, meta="fp16", pre_rope=False):

@@ -142,7 +142,7 @@ DEFECTS = [
     # --- recall ------------------------------------------------------------------------------
     _defect(
         "recall", "recall/pages.py",
-        "bounds = ops.page_bounds(keys, self.page, real)",
+        "bounds = ops.page_bounds(keys, self.page, live)",
         "bounds = ops.page_bounds(keys, self.page, None)",
         "padding widens the bounds of its page",
         "tests/unit/test_pages.py", "tests/laws/test_recalled.py", "-k", "padding",
@@ -163,8 +163,8 @@ DEFECTS = [
     ),
     _defect(
         "recall", "recall/clusters.py",
-        "alive = torch.arange(most, device=keys.device) < count.unsqueeze(-1)",
-        "alive = torch.arange(most, device=keys.device) <= count.unsqueeze(-1)",
+        "alive = torch.arange(clusters, device=keys.device) < count.unsqueeze(-1)",
+        "alive = torch.arange(clusters, device=keys.device) <= count.unsqueeze(-1)",
         "a row with few tokens has one cluster too many",
         "tests/laws/test_recalled.py", "tests/papers/test_recall.py", "-k", "clusters or padding",
     ),
@@ -177,8 +177,8 @@ DEFECTS = [
     ),
     _defect(
         "recall", "recall/offload.py",
-        "left = (at >= lo) & (at < lo + m)",
-        "left = at >= lo",
+        "replaced = (at >= lo) & (at < lo + m)",
+        "replaced = at >= lo",
         "tokens that a newer step has read are copied again",
         "tests/laws/test_tiers.py",
     ),
@@ -191,8 +191,8 @@ DEFECTS = [
     ),
     _defect(
         "recall", "recall/offload.py",
-        'self._places(slots[which].to("cpu"), row, head // per)',
-        'self._places(slots[which].to("cpu"), row, head % self.like.shape[1])',
+        'self._addresses(slots[which].to("cpu"), row, head // per)',
+        'self._addresses(slots[which].to("cpu"), row, head % self.like.shape[1])',
         "a query head that chooses alone gets tokens of another key/value head",
         "tests/laws/test_tiers.py",
     ),
@@ -270,8 +270,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/forward.py",
-        "gone = dropped - torch.as_tensor(padding, device=given.device)",
-        "gone = torch.as_tensor(dropped, device=given.device)",
+        "evicted = dropped - torch.as_tensor(padding, device=given.device)",
+        "evicted = torch.as_tensor(dropped, device=given.device)",
         "renumbered positions count the padding of a row as tokens that were dropped",
         "tests/models/test_positions.py", "-k", "padded or padding",
     ),

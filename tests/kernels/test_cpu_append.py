@@ -57,6 +57,7 @@ def test_every_head_may_have_a_place_of_its_own(t, dtype):
         assert torch.equal(got[1].data[:, :, 2 : 2 + t], new[1])
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("append", [cpu.append, ref.append], ids=["cpu", "ref"])
@@ -70,6 +71,7 @@ def test_numbers_that_may_not_be_held_are_found_wherever_they_are(append, side, 
             assert append(new, rooms(new[0], 9, (2, 5)), None), "nobody looks"
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("most", [10.0, 448.0, 1.5 * 448, 65504.0, 32752.0, 131008.0, 0.1, 1e17])
 def test_the_largest_number_that_may_be_held_may_be(dtype, most):

@@ -19,13 +19,16 @@ from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.store import Packed
 from kvloom.store.formats import Transform
 from kvloom.store.packed import PackedTokens
-from strands import agrees, channel, draw, hidden, mapped, some_slow, strand, token
+from pairwise import some_slow
+from strands import agrees, channel, draw, hidden, mapped, strand, token
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-KIVI = (channel(2, 32), token(2, 32), 128, FP32)
+SMALL = (channel(2, 32), token(2, 32), 32, FP32)  # the laws compile it too
+KIVI = (*SMALL[:2], 128, FP32)
 FORMS = {  # keys, values, head dimension, dtype of the exact tokens
+    "small": SMALL,
     "kivi": KIVI,
     "4 bit": (channel(4, 64, "bf16"), token(4, 64, "bf16"), 64, BF16),
     "3 bit": (channel(3, 16, "fp32"), token(3, 16, "fp32"), 80, FP16),
@@ -40,7 +43,7 @@ FORMS = {  # keys, values, head dimension, dtype of the exact tokens
     "exact fp16": (None, None, 80, FP16),
     "exact bf16": (None, None, 128, BF16),
 }
-every_form = some_slow(FORMS, "kivi", "4 bit", "3 bit", "mixed", "keys only", "exact bf16")
+every_form = some_slow("form", list(FORMS), "small", "mixed")
 HEADS = [(4, 4, 1), (4, 2, 1), (4, 1, 1), (6, 2, 2), (4, 1, 2), (2, 2, 3), (5, 1, 1)]  # Hq, Hk, T
 
 
@@ -52,6 +55,7 @@ def _poisoned():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.sample("values")
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 127, 128, 129, 500])
 def test_any_number_of_tokens(form, n):
@@ -59,14 +63,16 @@ def test_any_number_of_tokens(form, n):
         agrees(FORMS[form], 4, 2, 1, n, sealed)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(("hq", "hk", "t"), HEADS)
-@pytest.mark.parametrize("form", ["kivi", pytest.param("exact bf16", marks=pytest.mark.slow)])
+@some_slow("form", ("small", "kivi", "exact bf16"), "small")
 def test_any_grouping_of_heads_and_up_to_8_queries(form, hq, hk, t):
     for n, causal in itertools.product((t, 64, 333), (False, True)):
         agrees(FORMS[form], hq, hk, t, n, (n - t, n - t), causal=causal)
 
 
-@pytest.mark.parametrize("form", ["kivi", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.sample("values")
+@some_slow("form", ("small", "kivi", "mixed"), "small")
 @pytest.mark.parametrize("n", [1, 40, 300])
 @pytest.mark.parametrize("t", [1, 2])
 def test_masks_softcap_and_bias(form, n, t):
@@ -88,7 +94,7 @@ def test_masks_softcap_and_bias(form, n, t):
 )
 def test_drawn_shapes(form, heads, n, sealed, b, seed):
     hq, hk, t = heads
-    if form != "kivi":  # one form more for each number of rows is too many
+    if form not in ("small", "kivi"):  # one form more for each number of rows is too many
         hq, hk, t = 4, 2, 1
     agrees(FORMS[form], hq, hk, t, n, sealed, b, seed, causal=n >= t)
 
@@ -99,14 +105,14 @@ def test_stretches_on_several_threads_leave_no_seam(threads):
     torch.set_num_threads(threads)
     try:
         for b, hq, hk in ((1, 1, 1), (1, 4, 1), (2, 4, 2)):
-            agrees(KIVI, hq, hk, 1, 5000, (4992, 4872), b)
-        agrees(KIVI, 1, 1, 1, 5000, (4992, 4872), 1, valid=hidden(1, 1, 5000))
+            agrees(SMALL, hq, hk, 1, 20_000, (19_968, 19_848), b)
+        agrees(SMALL, 1, 1, 1, 20_000, (19_968, 19_848), 1, valid=hidden(1, 1, 20_000))
     finally:
         torch.set_num_threads(before)
 
 
 def test_memory_layout_does_not_matter():
-    q, k, v = (draw((2, 4, n, 128), i) for i, n in enumerate((1, 200, 200)))
+    q, k, v = (draw((2, 4, n, 32), i) for i, n in enumerate((1, 200, 200)))
     want = ref.attend(q, k, v, 0.1)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
@@ -116,9 +122,9 @@ def test_memory_layout_does_not_matter():
 
 
 def test_codes_that_do_not_lie_in_order_are_read_in_order():
-    keys, k = strand(KIVI[0], 128, 200, 2, 2, 128, FP32, 1)
-    values, v = strand(KIVI[1], 130, 200, 2, 2, 128, FP32, 2)
-    q = draw((2, 4, 1, 128), 0)
+    keys, k = strand(SMALL[0], 128, 200, 2, 2, 32, FP32, 1)
+    values, v = strand(SMALL[1], 130, 200, 2, 2, 32, FP32, 2)
+    q = draw((2, 4, 1, 32), 0)
 
     def flipped(x):
         return x.transpose(2, 3).contiguous().transpose(2, 3)
@@ -133,7 +139,7 @@ def test_codes_that_do_not_lie_in_order_are_read_in_order():
 
 
 def test_huge_logits_neither_overflow_nor_lose_the_winner():
-    q, k, v = (draw((2, 4, n, 128), i) for i, n in enumerate((1, 300, 300)))
+    q, k, v = (draw((2, 4, n, 32), i) for i, n in enumerate((1, 300, 300)))
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
     got = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.5)
     want = ref.attend(q, k, v, 0.5)
@@ -143,7 +149,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 
 
 def test_hidden_tokens_may_hold_anything_finite():
-    q, k, v = (draw((2, 4, n, 128), i).contiguous() for i, n in enumerate((1, 300, 300)))
+    q, k, v = (draw((2, 4, n, 32), i).contiguous() for i, n in enumerate((1, 300, 300)))
     valid = hidden(2, 1, 300)
     want = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.1, valid=valid)
     at = ~valid[..., None]
@@ -153,18 +159,17 @@ def test_hidden_tokens_may_hold_anything_finite():
     assert torch.equal(got.lse, want.lse)
 
 
-@pytest.mark.parametrize(
-    "meta", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("fp16", "bf16", "fp32")), "fp8"]
-)
+@pytest.mark.slow  # a kernel for each
+@pytest.mark.parametrize("meta", ["fp16", "bf16", "fp32", "fp8"])
 def test_a_constant_group_and_subnormal_scales_come_back(meta):
-    x = torch.zeros(1, 1, 64, 128)
+    x = torch.zeros(1, 1, 64, 32)
     x[:, :, :32] = 7.0
     x[:, :, 32:, ::2] = 1e-6  # a scale that fp16 holds as a subnormal number
     view = PackedTokens(channel(2, 32, meta))
     view.append(x)
     keys = cpu.KVView(view.view(), x[:, :, :0], view.fmt)
-    q = draw((1, 1, 1, 128), 3)
-    v = draw((1, 1, 64, 128), 4)
+    q = draw((1, 1, 1, 32), 3)
+    v = draw((1, 1, 64, 32), 4)
     got = cpu.attend(q, keys, cpu.KVView(None, v), 1.0)
     want = ref.attend(q, keys.tensor(), v, 1.0)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)

@@ -11,7 +11,8 @@ from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Store
-from strands import agrees, channel, draw, hidden, known, mapped, rope, some_slow, token
+from pairwise import some_slow
+from strands import agrees, channel, draw, hidden, known, mapped, rope, token
 
 SKVQ = (
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
@@ -43,7 +44,7 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow(FORMS, "1 and 1.5 bit", "skvq", "turbo", "interleaved before RoPE")
+every_form = some_slow("form", list(FORMS), "skvq", "turbo")
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,7 @@ def check(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
     agrees((keys, values, d, torch.float32), hq, hk, t, n, sealed, b, seed, **options)
 
 
+@pytest.mark.sample("values")
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 64, 127, 129, 500])
 def test_any_number_of_tokens(form, n):
@@ -66,12 +68,19 @@ def test_any_number_of_tokens(form, n):
         check(form, 4, 2, 1, n, sealed)
 
 
-@pytest.mark.parametrize(("hq", "hk", "t"), [(4, 4, 1), (5, 1, 1), (2, 1, 3)])
+@pytest.mark.parametrize(  # by default, a kernel for two rows, which other tests compile too
+    ("hq", "hk", "t"),
+    [
+        (2, 2, 2),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((4, 4, 1), (5, 1, 1), (2, 1, 3))),
+    ],
+)
 def test_any_grouping_of_heads_and_several_queries(hq, hk, t):
     for n in (t, 64, 333):
         check("skvq", hq, hk, t, n, (n - t, n - t), causal=True)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", ["skvq", "turbo"])
 @pytest.mark.parametrize("n", [1, 300])
 def test_masks_softcap_and_bias(form, n):

@@ -12,6 +12,7 @@ from kvloom.positions.rope import Rope
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Packed, Store, Transform
 from kvloom.store.packed import PackedTokens
+from pairwise import some_slow
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +42,10 @@ CACHES = {
         protect=Protect(2, 7),
     ),
 }
-BY_DEFAULT = ("kivi:group=32,residual=32", "skvq's")  # attention takes long to compile for others
 KNOWN = LayerMetadata(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow)
-             for name in CACHES]
-)  # fmt: skip
+@some_slow("name", list(CACHES), "kivi:group=32,residual=32")  # attention takes long to compile
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(name, padded):
     recipe = CACHES[name]

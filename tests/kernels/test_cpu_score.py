@@ -88,6 +88,7 @@ def agrees(q, k, scale=0.3, **options):
 
 
 # A micro-tile is 12 or 6 rows and 32 or 16 keys, a block up to 48 rows, a tile 256 keys.
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("t", [1, 11, 12, 13, 48, 49])
 @pytest.mark.parametrize("n", [49, 255, 256, 257, 530])
 def test_ragged_blocks_and_tiles(t, n):
@@ -217,6 +218,7 @@ def test_a_step_on_several_threads_leaves_no_seam():
         torch.set_num_threads(before)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 200])
 @pytest.mark.parametrize("hidden", [0.0, 0.2, 1.0])
 def test_the_lowest_of_what_may_go(n, hidden):
@@ -312,6 +314,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_a_cache_keeps_the_same_tokens_by_kernels_and_by_the_reference(recipe, padded):

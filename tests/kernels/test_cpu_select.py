@@ -179,6 +179,7 @@ def test_scores_need_not_lie_in_order():
     assert torch.equal(cpu.select_pages(scores, 9, 4), ref.select_pages(scores.contiguous(), 9, 4))
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("page", [1, 5, 16])
 def test_bounds_of_pages_are_keys(dtype, page):

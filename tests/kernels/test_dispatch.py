@@ -19,6 +19,7 @@ from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
+from pairwise import some_slow
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +261,7 @@ def test_numba_waits_for_the_first_step_that_needs_it():
         "from kvloom.recipe.resolve import resolve\n"
         "cache = LayerCache(resolve('full'))\n"
         "for t in (9, 2):\n"
-        "    x = torch.randn(1, 1, t, 16)\n"
+        "    x = torch.randn(1, 1, t, 32)\n"
         "    print('numba' in sys.modules)\n"
         "    with torch.no_grad(): cache.attend(x, x, x, scale=1.0)\n"
         "print('numba' in sys.modules)"
@@ -281,7 +282,8 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("recipe", WHOLE.values(), ids=WHOLE)
+@pytest.mark.sample("values")
+@some_slow("recipe", WHOLE, "full", "sinks", "streaming")
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_a_cache_attends_alike_by_kernels_and_by_the_reference(recipe, padded):
     sizes = [50, *[1] * 40, 3, 20, 1, 1]

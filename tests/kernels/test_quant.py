@@ -81,6 +81,7 @@ def test_quantize_is_the_formula(bits, axis, group, dim, meta, dtype):
     check_against_naive(drawn(axis, group, dim, dtype), bits, axis, group, meta)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_error_is_at_most_half_a_step_with_exact_metadata(bits, axis):
@@ -92,7 +93,7 @@ def test_error_is_at_most_half_a_step_with_exact_metadata(bits, axis):
     assert ((x - back).abs() <= step / 2 + 2**-22).all()
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("meta", META)
 @pytest.mark.parametrize(
@@ -118,6 +119,7 @@ def test_extremes_of_fp16_stay_finite_and_within_bounds(axis, meta, values):
         assert np.isfinite(back).all()
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("bits", BITS)
 def test_a_constant_group_comes_back_as_its_zero(axis, bits):
@@ -128,6 +130,7 @@ def test_a_constant_group_comes_back_as_its_zero(axis, bits):
     assert torch.equal(ref.dequantize(codes, scale, zero, axis, 16, x.dtype), x)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("pads", [(0, 5), (16, 31), (3, 48)])
 def test_padding_does_not_widen_a_groups_range(bits, pads):
@@ -210,7 +213,7 @@ def test_packing_whole_atoms_apart_is_packing_them_together(bits, lengths, seed)
     assert torch.equal(torch.cat(apart, dim=2), ref.pack_codes(codes, bits))
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("meta", META)

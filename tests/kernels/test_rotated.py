@@ -48,7 +48,7 @@ def test_rotations_are_orthogonal_and_spread_a_single_channel(dim):
     assert torch.equal(rotate(x)[1:2], rotate(x[1:2]))
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 32), (80, 80), (256, 256)])
 @pytest.mark.parametrize("meta", META)
@@ -87,6 +87,7 @@ def test_codes_are_the_nearest_levels():
     assert torch.equal(codes.long(), nearest)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("meta", META)
 @pytest.mark.parametrize("bits", BITS)
 def test_zero_vectors_and_tiny_ones_stay_finite(meta, bits):
@@ -99,6 +100,7 @@ def test_zero_vectors_and_tiny_ones_stay_finite(meta, bits):
     assert back.abs().max() < 0.02
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("meta", META)
 def test_the_largest_numbers_let_in_do_not_overflow_the_scale(bits, meta):

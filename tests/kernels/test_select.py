@@ -126,6 +126,7 @@ def test_padding_widens_no_bound_and_an_empty_page_is_last():
     assert not scores.isnan().any()
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", sorted(quant.ATOM))
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("r", [1, 2])

@@ -13,9 +13,8 @@ from kvloom.keep import Budget, Keep
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from steps import RECIPES, D, build, draw, feed, named_buffers
+from steps import RECIPES, D, build, core_recipes, draw, feed, named_buffers
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 BUDGETS = {
     "window": resolve("window:tokens=20"),
     "streaming": resolve("streaming:tokens=24,sinks=4"),
@@ -80,7 +79,7 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
 
 
 @by_reference
-@every_recipe
+@core_recipes
 @given(sizes, st.sampled_from([torch.float32, torch.bfloat16]), seeds)
 def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
     q, k, v = (x.to(dtype) for x in draw(seed, sum(sizes)))
@@ -109,7 +108,7 @@ def test_predicted_bytes_hold_for_a_prompt_longer_than_one_chunk_of_packing(name
 
 
 @pytest.mark.sample("values")
-@every_recipe
+@core_recipes
 @pytest.mark.parametrize("prompt", [1, 40, 500])
 def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recipe, prompt):
     steps = 100
@@ -127,7 +126,7 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
         assert exact <= cache.nbytes <= exact + spare
 
 
-@every_recipe
+@core_recipes
 def test_reset_gives_everything_back(recipe):
     cache = build(recipe, *draw(0, 100))
     cache.reset()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvloom.cache.layer import LayerCache
-from steps import RECIPES, SOME, SOME_TOKENS, assert_same_state, build, draw, feed, state
+from steps import SOME, SOME_TOKENS, assert_same_state, build, core_recipes, draw, feed, state
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 seeds = st.integers(0, 999)
 
 
@@ -28,7 +26,7 @@ def drafted(
     return cache
 
 
-@every_recipe
+@core_recipes
 @given(st.integers(5, 150), st.integers(1, 40), st.integers(0, 40), st.booleans(), seeds)
 def test_crop_undoes_a_draft(recipe, prompt, draft, rejected, one_by_one, seed):
     assume(rejected <= draft)
@@ -43,7 +41,7 @@ def test_crop_undoes_a_draft(recipe, prompt, draft, rejected, one_by_one, seed):
     assert_same_state(state(cropped), state(never))
 
 
-@every_recipe
+@core_recipes
 @given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 40), st.integers(0, 60), seeds)
 def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad, seed):
     rejected, pad = min(rejected, draft), min(pad, prompt - 1)
@@ -57,7 +55,7 @@ def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
-@every_recipe
+@core_recipes
 @given(st.integers(40, 90), st.integers(30, 40), st.integers(0, 29), st.integers(1, 39), seeds)
 def test_rows_may_move_within_a_draft(recipe, prompt, draft, rejected, pad, seed):
     n, order = prompt + draft - rejected, [1, 0, 1]
@@ -73,7 +71,7 @@ def test_rows_may_move_within_a_draft(recipe, prompt, draft, rejected, pad, seed
     assert_same_state(state(moved), state(built))
 
 
-@every_recipe
+@core_recipes
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=10), seeds)
 def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
     drafts = [(draft, min(rejected, draft)) for draft, rejected in drafts]
@@ -94,7 +92,7 @@ def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
     assert_same_state(state(cache), state(build(recipe, *(x[:, :, kept] for x in (q, k, v)))))
 
 
-@every_recipe
+@core_recipes
 @given(st.integers(1, 4), st.integers(1, 8), seeds)
 def test_crop_undoes_a_draft_after_the_shortest_prompts(recipe, prompt, draft, seed):
     q, k, v = draw(seed, prompt + draft)
@@ -106,7 +104,7 @@ def test_crop_undoes_a_draft_after_the_shortest_prompts(recipe, prompt, draft, s
     assert_same_state(state(cropped), state(never))
 
 
-@every_recipe
+@core_recipes
 @given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 60), seeds)
 def test_while_recording_nothing_is_lost(recipe, prompt, draft, pad, seed):
     """A step in a draft attends to the draft's own tokens exactly, however many there are."""
@@ -124,7 +122,7 @@ def test_while_recording_nothing_is_lost(recipe, prompt, draft, pad, seed):
     torch.testing.assert_close(at_once, by_one, rtol=0, atol=2e-6)
 
 
-@every_recipe
+@core_recipes
 @given(st.integers(1, 120), st.integers(0, 3), seeds)
 def test_cropping_everything_is_a_new_cache(recipe, n, more, seed):
     q, k, v = draw(seed, n)

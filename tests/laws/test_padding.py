@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from steps import RECIPES, SOME, SOME_TOKENS, draw, feed
+from steps import RECIPES, SOME, SOME_TOKENS, core_recipes, draw, feed
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 PROMPT = 75
 ANSWER = SOME  # the steps after the prompt
 TOKENS = PROMPT + SOME_TOKENS
@@ -47,7 +47,7 @@ def litter(qkv, valid, size: float, seed: int):
     return [torch.where(at, x, size * torch.randn(x.shape, generator=g).clamp(-1, 1)) for x in qkv]
 
 
-@every_recipe
+@core_recipes
 @given(pads, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
 def test_content_of_padding_is_irrelevant(recipe, pads, size, seed):
     qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
@@ -55,7 +55,7 @@ def test_content_of_padding_is_irrelevant(recipe, pads, size, seed):
     assert torch.equal(got, want)
 
 
-@every_recipe
+@core_recipes
 @given(pads, cuts, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
 def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, seed):
     qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
@@ -64,6 +64,7 @@ def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, se
     torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
+@by_reference
 @pytest.mark.parametrize("recording", [False, True])
 @given(pads, cuts)
 def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
@@ -84,7 +85,7 @@ def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
                 torch.testing.assert_close(scale[row, :, g], spread / 3)
 
 
-@every_recipe
+@core_recipes
 @given(pads, cuts, st.integers(0, 999))
 def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, seed):
     """What is stored is the same: the steps after the prompt cannot tell."""
@@ -93,7 +94,7 @@ def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, see
     torch.testing.assert_close(chunks, at_once, rtol=0, atol=2e-6)
 
 
-@every_recipe
+@core_recipes
 @given(pads, st.integers(0, 999))
 def test_other_rows_padding_changes_nothing(recipe, pads, seed):
     qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
@@ -103,7 +104,7 @@ def test_other_rows_padding_changes_nothing(recipe, pads, seed):
         torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=2e-6)
 
 
-@every_recipe
+@core_recipes
 @given(st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.integers(0, 999))
 def test_a_row_without_padding_does_not_notice_the_batch(recipe, pads, seed):
     qkv, valid = draw(seed, TOKENS, batch=3), padded([0, *pads])
@@ -133,7 +134,7 @@ def test_huge_padding_is_no_trouble_where_nothing_is_packed(name):
 
 
 @pytest.mark.sample("values")
-@every_recipe
+@core_recipes
 @pytest.mark.parametrize("turn", [1, 3, 30])
 @given(st.data(), st.integers(0, 999))
 def test_padding_between_turns_is_irrelevant_too(recipe, turn, data, seed):

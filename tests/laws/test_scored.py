@@ -34,7 +34,7 @@ def fresh(name, *qkv, sizes=None, valid=None):
     return cache
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @every
 @pytest.mark.parametrize("rejected", [0, 2, 5])
 @pytest.mark.parametrize("prompt", [5, 50])

@@ -12,21 +12,21 @@ import naive
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 from steps import (
-    RECIPES,
     SCALE,
     SOME,
     SOME_TOKENS,
     D,
     assert_same_state,
     build,
+    core_recipes,
     draw,
+    every_recipe,
     feed,
     rows,
     state,
     unpacked,
 )
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 seeds = st.integers(0, 999)
 # steps of one token, of a few, and of more than are written behind the tail before attention
 sizes = st.lists(st.one_of(st.just(1), st.integers(1, 9), st.integers(60, 100)), max_size=6).map(
@@ -46,7 +46,7 @@ def test_any_split_of_the_tokens_gives_the_same_cache(recipe, sizes, seed):
 
 
 @pytest.mark.sample("values")
-@every_recipe
+@core_recipes
 @pytest.mark.parametrize("n", [1, 33, 130])
 def test_one_token_at_a_time_gives_the_same_cache(recipe, n):
     q, k, v = draw(0, n)
@@ -54,7 +54,7 @@ def test_one_token_at_a_time_gives_the_same_cache(recipe, n):
     assert_same_state(state(by_one), state(at_once))
 
 
-@every_recipe
+@core_recipes
 @given(sizes, st.integers(1, 70), st.sampled_from([None, 2.0]), seeds)
 def test_a_step_attends_to_what_is_stored_and_to_itself_exactly(recipe, sizes, t, softcap, seed):
     q, k, v = draw(seed, sum(sizes), batch=2, hq=4, hk=2)
@@ -101,7 +101,7 @@ def test_full_is_attention_over_everything(sizes, seed, heads, softcap, pads):
     assert torch.equal(cache.tokens.keys.tail.view()[0, :, pads[0] :], k[0, :, pads[0] :])
 
 
-@every_recipe
+@core_recipes
 @given(sizes, seeds)
 def test_rows_of_a_batch_do_not_see_each_other(recipe, sizes, seed):
     q, k, v = draw(seed, sum(sizes), batch=3)
@@ -114,7 +114,7 @@ def test_rows_of_a_batch_do_not_see_each_other(recipe, sizes, seed):
         assert_same_state(rows(state(together), [i]), state(alone))
 
 
-@every_recipe
+@core_recipes
 @given(sizes, st.permutations(range(3)), st.integers(0, 2), seeds)
 def test_reordering_rows_is_building_with_reordered_rows(recipe, sizes, order, twice, seed):
     order = torch.tensor([*order[:2], order[twice]])  # beams may be repeated
@@ -128,7 +128,7 @@ def test_reordering_rows_is_building_with_reordered_rows(recipe, sizes, order, t
     assert_same_state(state(moved), state(built))
 
 
-@every_recipe
+@core_recipes
 @given(st.permutations(range(3)), st.lists(st.integers(0, 69), min_size=3, max_size=3), seeds)
 def test_rows_of_different_padding_move_with_their_masks(recipe, order, pads, seed):
     valid = torch.arange(90 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
@@ -142,7 +142,7 @@ def test_rows_of_different_padding_move_with_their_masks(recipe, order, pads, se
     assert torch.equal(*outputs)
 
 
-@every_recipe
+@core_recipes
 def test_rows_can_be_multiplied_and_selected(recipe):
     q, k, v = draw(0, 90, batch=2)
     cache = build(recipe, q, k, v, [70, 20])

@@ -54,7 +54,7 @@ def heads(seed: int, tokens: int, batch: int = 2):
     return draw(seed, tokens, batch=batch, hq=4, hk=2)
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @every
 @pytest.mark.parametrize("sizes", [[PROMPT, *STEPS], [100, 20, 7, *STEPS[7:]]])
 @pytest.mark.parametrize("pads", [[0, 0], [80, 3]])
@@ -83,6 +83,7 @@ def test_nothing_that_stayed_is_lost(recipe):
     assert_same_state(state(cache), state(want))
 
 
+@pytest.mark.sample("values")
 @every
 @pytest.mark.parametrize("pads", [None, [90, 10], [0, 118]])
 def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, pads):
@@ -140,6 +141,7 @@ def test_the_index_follows_the_beams(recipe):
     assert_follows_beams(lambda: fresh(recipe), PROMPT)
 
 
+@pytest.mark.sample("values")
 @every
 @pytest.mark.parametrize("rejected", [0, 3, 5])
 def test_a_rejected_draft_leaves_no_trace(recipe, rejected):

@@ -19,8 +19,9 @@ from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from steps import draw, feed
 
-PROMPT, STEPS = 120, 70
+PROMPT, STEPS = 120, 40
 B, HQ, HK, D = 2, 4, 2, 32
+PACKED = pytest.param("packed", marks=pytest.mark.rare)
 
 
 def recipe(index: str = "clusters", tier: Tier | None = None, group: str = "mean") -> Recipe:
@@ -46,7 +47,7 @@ def tokens(seed: int, n: int = PROMPT + STEPS):
 @pytest.mark.sample("pairs")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("index", ["clusters", "pages", "packed"])
+@pytest.mark.parametrize("index", ["clusters", "pages", PACKED])
 @pytest.mark.parametrize("group", ["mean", "each"])
 def test_a_tier_changes_no_answer_and_copies_what_did_not_lie_ready(kind, steps, index, group):
     cache, plain = (
@@ -88,7 +89,7 @@ def test_what_lies_on_the_device_does_not_grow_with_the_context():
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])
-@pytest.mark.parametrize("index", ["clusters", "packed"])
+@pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_a_copy_of_a_cache_goes_its_own_way(kind, index):
     cache = layer(recipe(index, Tier(kind)))
     feed(cache, *tokens(0), [PROMPT, *[1] * STEPS])
@@ -106,7 +107,7 @@ def shared(batch: int, n: int, seed: int):
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])
-@pytest.mark.parametrize("index", ["clusters", "packed"])
+@pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_beams_move_no_rows_of_a_tier(kind, index):
     """Reordered, grown, extended, shrunk: the answers of a plain cache, and who copies what."""
     cache, plain = layer(recipe(index, Tier(kind))), layer(recipe(index))
@@ -153,9 +154,10 @@ def test_beams_move_no_rows_of_a_tier(kind, index):
     )  # rows outside the batch are released
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("n", [3, 50, 300])
-@pytest.mark.parametrize("index", ["clusters", "packed"])
+@pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_predicted_bytes_are_measured_bytes(kind, n, index):
     made = recipe(index, Tier(kind))
     cache = layer(made)
@@ -189,9 +191,10 @@ def test_what_is_no_folder_is_refused_at_once(tmp_path):
         layer(recipe("clusters", Tier("file", str(tmp_path / "file"))))
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(("harm", "says"), [("unlink", "vanished"), ("cut", "been cut off")])
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("index", ["clusters", "packed"])
+@pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_a_file_that_is_lost_ends_the_cache_and_not_the_process(tmp_path, harm, says, size, index):
     cache = layer(recipe(index, Tier("file", str(tmp_path))))
     feed(cache, *tokens(0))

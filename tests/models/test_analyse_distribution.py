@@ -11,10 +11,13 @@ import torch
 from typer.testing import CliRunner
 from zoo import build
 
+from backends import by_reference
 from kvloom.analyse.distribution import Distribution, measure
 from kvloom.cli.app import app
 from kvloom.errors import UnsupportedModel
 from kvloom.recipe.resolve import resolve
+
+pytestmark = by_reference  # none of this depends on kernels
 
 IDS = torch.randint(3, 199, (1, 48), generator=torch.Generator().manual_seed(0))
 

@@ -12,12 +12,15 @@ from zoo import build
 
 import kvloom
 import naive
+from backends import by_reference
 from kvloom.analyse import error, error_table
 from kvloom.errors import IncompatibleRecipe
 from kvloom.eval import load
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.recorder import record
 from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
+
+pytestmark = by_reference  # none of this depends on kernels
 
 IDS = torch.randint(3, 199, (2, 48), generator=torch.Generator().manual_seed(0))
 

@@ -9,6 +9,10 @@ from transformers.models.falcon import modeling_falcon
 
 import kvloom
 from backends import by_reference
+from pairwise import some_slow
+
+# With and without RoPE, sliding layers, grouped heads and an adapter.
+OF_EACH_KIND = ("llama-gqa", "gemma2", "gpt2", "gptj", "falcon-gqa", "bloom")
 
 
 @pytest.fixture(params=list(zoo.CONFIGS))
@@ -19,7 +23,7 @@ def model(request):
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("beams", [1, 4])
 def test_full_gives_the_tokens_of_plain_transformers(model, beams):
-    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams}
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
     expected = model.generate(**zoo.batch(), **options)
     kvloom.attach(model, "full")
     assert torch.equal(model.generate(**zoo.batch(), **options), expected)
@@ -87,6 +91,7 @@ def test_dropping_equals_hiding_in_a_full_cache(model, recipe, sinks, monkeypatc
 
 
 @by_reference
+@some_slow("model", list(zoo.CONFIGS), *OF_EACH_KIND, indirect=True)
 def test_fewer_bits_stray_further_from_the_full_cache(model):
     ids = zoo.batch(rows=1, tokens=150, padding=(0,))["input_ids"]
     full = decode(model, kvloom.Cache(model, "full"), ids)

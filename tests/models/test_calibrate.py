@@ -10,12 +10,15 @@ import torch
 from zoo import batch, build
 
 import kvloom
+from backends import by_reference
 from kvloom.calibrate import Settings, calibrate, cut_contexts
 from kvloom.calibrate.ranges import _share_added
 from kvloom.errors import CalibrationError, IncompatibleRecipe, NotFinite
 from kvloom.hf import rotary
 from kvloom.recipe.resolve import resolve
 from kvloom.store.calibration import Calibration
+
+pytestmark = by_reference  # none of this depends on kernels
 
 SETTINGS = Settings(
     contexts=6, context=64, settled=0.0, sample_contexts=2, sample_tokens=64, queries=8, recent=8

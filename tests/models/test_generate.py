@@ -16,7 +16,15 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False}
 KIVI = "kivi:group=16,residual=32"
 
 
-@pytest.fixture(params=["llama-gqa", *zoo.ADAPTED])
+SLOW = ("gptj", "mpt", "falcon-mqa", "falcon-alibi")  # others have what these have
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in ("llama-gqa", *zoo.ADAPTED)
+    ]
+)
 def model(request):
     return zoo.build(request.param)
 

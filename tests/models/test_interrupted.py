@@ -10,12 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 import zoo
-from test_saved import FORMS, IDS, PROMPT, SAVED, llama, step
+from test_saved import IDS, PROMPT, SAVED, core_forms, llama, step
 from torch.overrides import TorchFunctionMode
 
 import kvloom
 from kvloom.errors import CacheMisuse
 from kvloom.recipe.resolve import resolve
+from pairwise import some_slow
 
 __all__ = ["llama"]
 NEVER = 1 << 40
@@ -95,7 +96,7 @@ def go_on(model, cache, begin: int) -> torch.Tensor:
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 @pytest.mark.parametrize("tokens", [1, 18])
 def test_a_step_that_stops_anywhere_is_undone(llama, form, tokens):
     model, cache = filled(llama, form)
@@ -114,7 +115,7 @@ def test_a_step_that_stops_anywhere_is_undone(llama, form, tokens):
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
     model, calibration = llama
     if resolve(form).store.calibrated:
@@ -128,7 +129,11 @@ def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
     assert torch.equal(step(model, cache, 0, PROMPT), want)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "opt", "bloom", "falcon-gqa", "gptj"])
+@some_slow(
+    "name",
+    ("gemma2", "gemma3", "gpt2", "opt", "bloom", "falcon-gqa", "gptj"),
+    "gemma3", "gpt2", "bloom",
+)  # fmt: skip
 def test_layers_of_other_models_are_undone_too(name):
     model = zoo.build(name)
     implementation = model.config._attn_implementation

@@ -8,11 +8,14 @@ import transformers as tf
 import zoo
 
 import kvloom
+from backends import by_reference
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
 from kvloom.hf.report import report
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
+
+pytestmark = by_reference  # none of this depends on kernels
 
 KIVI = "kivi:group=16,residual=32"
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 import zoo
 
+from backends import by_reference
 from kvloom.errors import UnsupportedModel
 from kvloom.hf.rotary import rope
+
+pytestmark = by_reference  # none of this depends on kernels
 
 SCALED = {
     "linear": {"factor": 4.0},

@@ -19,6 +19,7 @@ from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store.calibration import Calibration
+from pairwise import some_slow
 
 # Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.
 SMALL = {
@@ -50,8 +51,7 @@ SMALL = {
     "recall": "index=clusters,tokens=40,size=8,sinks=4,recent=8,full_layers=1",
     "store": "group=16,bits=3",
 }
-FORMS = [
-    *(f"{name}:{options}" for name, options in SMALL.items()),
+SPECIAL = [
     "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,group=each",
     "clusterkv-2bit:tokens=140,size=8,sinks=4,full_layers=1,tier=file",
     "h2o:shared=true,layers=variance",
@@ -61,6 +61,17 @@ FORMS = [
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",
 ]
+FORMS = [*(f"{name}:{options}" for name, options in SMALL.items()), *SPECIAL]
+core_forms = some_slow(
+    "form",
+    FORMS,
+    *SPECIAL,
+    *(
+        f"{name}:{SMALL[name]}"
+        for name in ("full", "kivi", "minikv", "quest", "streaming", "turbo")
+    ),
+)
+"""Every form with `-m slow`; by default, forms with every part of a cache between them."""
 CALIBRATED = [form for form in FORMS if resolve(form).store.calibrated]
 KIVI = "kivi:group=16,residual=32"
 IDS = zoo.batch(3, 220, (0, 17, 60))
@@ -129,7 +140,7 @@ def test_every_recipe_is_here():
     assert SMALL.keys() == RECIPES.keys()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(llama, form, tmp_path):
     model, calibration = llama
     if form in CALIBRATED:
@@ -292,7 +303,7 @@ def test_copies_know_their_model_and_pickles_do_not(tmp_path):
 TRANSIENT = ("undo", "_undone", "_traits", "_like", "before", "dtype")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@core_forms
 def test_every_attribute_of_a_layers_parts_comes_back(llama, form, tmp_path):
     """A part that gets a new attribute and forgets it in `state` fails here."""
     model, calibration = llama

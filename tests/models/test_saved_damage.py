@@ -9,8 +9,11 @@ import torch
 import zoo
 
 import kvloom
+from backends import by_reference
 from kvloom.errors import SavedCacheError
 from kvloom.store import files
+
+pytestmark = by_reference  # none of this depends on kernels
 
 KIVI = "kivi:group=16,residual=32"
 RECIPES = [

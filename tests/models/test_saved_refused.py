@@ -13,10 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvloom
+from backends import by_reference
 from kvloom.cache.state import VERSION
 from kvloom.errors import SavedCacheError, UnsupportedModel
 from kvloom.hf.metadata import identity
 from kvloom.store import files
+
+pytestmark = by_reference  # none of this depends on kernels
 
 
 @pytest.fixture

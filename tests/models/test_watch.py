@@ -6,10 +6,13 @@ import pytest
 import torch
 import zoo
 
+from backends import by_reference
 from kvloom.analyse.attention_figures import weight_blocks
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
 from kvloom.kernels.score import reference as ref
+
+pytestmark = by_reference  # none of this depends on kernels
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "llama-gqa", "gpt2"])

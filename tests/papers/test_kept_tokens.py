@@ -68,6 +68,7 @@ def test_minikv_snap_keeps_what_snapkv_keeps(tokens, heads):
         assert kept == rules.snapkv(q, k, SCALE, int(tokens * 0.5) - 16, 16, pool="avg")
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("layers", [2, 6, 32])
 @pytest.mark.parametrize("window", [8, 32])
 def test_pyramidkv_divides_its_budget_as_kvcache_factory(layers, window):
@@ -85,6 +86,7 @@ def test_pyramidkv_divides_its_budget_as_kvcache_factory(layers, window):
             assert sum(got) == budget * layers
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tokens", [90, 140, 170])
 def test_pyramidkv_keeps_snapkvs_tokens_in_every_layer(tokens, heads):
@@ -102,6 +104,7 @@ def test_pyramidkv_keeps_snapkvs_tokens_in_every_layer(tokens, heads):
     assert held - index == recipe.nbytes(tokens, Geometry(layers, *heads, D, torch.float32), 2)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
     ("options", "shares"),

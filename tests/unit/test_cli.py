@@ -40,6 +40,12 @@ def run(*args, **kwargs):
 # compare
 
 
+@pytest.fixture(scope="module")
+def by_default(here):
+    """What `compare --json -` prints of the recipes that it takes by default."""
+    return run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-")
+
+
 def test_compare_prints_a_table_and_writes_files(here):
     found = run(
         "compare", here / "text.txt", "--model", here / "model", *SMALL,
@@ -59,9 +65,8 @@ def test_compare_prints_a_table_and_writes_files(here):
     assert (here / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_to_stdout_is_nothing_else(here):
-    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-")
-    data = json.loads(found.stdout)
+def test_json_to_stdout_is_nothing_else(by_default):
+    data = json.loads(by_default.stdout)
     methods = [name for name in RECIPES if not part_options(name)]
     assert [row["recipe"] for row in data["rows"]] == methods
     assert data["environment"]["context"] == 120
@@ -119,12 +124,11 @@ def test_the_same_seed_gives_the_same_quality(here):
     assert first["perplexity"] != other["perplexity"]
 
 
-def test_a_recipe_of_the_default_list_that_does_not_fit_is_no_failure(here):
-    found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-")
-    rows = json.loads(found.stdout)["rows"]
+def test_a_recipe_of_the_default_list_that_does_not_fit_is_no_failure(by_default):
+    rows = json.loads(by_default.stdout)["rows"]
     assert any(row["problem"] for row in rows)
     assert not any(row["failed"] for row in rows)
-    assert found.exit_code == 0
+    assert by_default.exit_code == 0
 
 
 def test_finished_rows_go_to_stderr_and_the_table_to_stdout(here):

@@ -9,9 +9,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, NotFinite
 from kvloom.recipe.resolve import resolve
 from kvloom.store.buffer import Buffer
-from steps import RECIPES, SCALE, assert_same_state, build, draw, feed, state
-
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+from steps import RECIPES, SCALE, assert_same_state, build, core_recipes, draw, feed, state
 
 
 def attend(cache: LayerCache, q, k, v, **options):
@@ -46,7 +44,7 @@ OTHERS = {
 
 
 @pytest.mark.sample("values")
-@every_recipe
+@core_recipes
 @pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("t", [1, 70])
 def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
@@ -64,7 +62,7 @@ def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
     goes_on_like(cache, same, **shape)
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["full", "kivi:residual=32"])
 @pytest.mark.parametrize("t", [1, 70])
 @pytest.mark.parametrize("what", ["dtype", "heads", "head dimension", "batch", "tokens"])
@@ -82,6 +80,7 @@ def test_values_are_checked_as_keys_are(name, t, what):
     goes_on_like(cache, same, batch=2, hk=2)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["full", "kivi:residual=32", "streaming:tokens=20"])
 @pytest.mark.parametrize("t", [1, 70])
 def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
@@ -98,7 +97,7 @@ def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
     goes_on_like(cache, same)
 
 
-@every_recipe
+@core_recipes
 def test_no_tokens_are_refused(recipe):
     for cache in (LayerCache(recipe), build(recipe, *draw(0, 40))):
         message = refuses(cache, CacheMisuse, lambda c=cache: attend(c, *draw(0, 0)))
@@ -117,7 +116,7 @@ def test_after_a_reset_another_model_is_welcome():
 
 
 @pytest.mark.sample("pairs")
-@every_recipe
+@core_recipes
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("t", [1, 9, 70])
@@ -227,7 +226,7 @@ def test_recording_allows_to_crop_what_was_recorded_and_no_more(name, after):
 # --- steps ---------------------------------------------------------------------------------------
 
 
-@every_recipe
+@core_recipes
 def test_decoding_reallocates_rarely(recipe, monkeypatch):
     counts = {"moves": 0}
     make_room, replace = Buffer._make_room, Buffer.replace
@@ -268,7 +267,7 @@ def test_decoding_never_concatenates_what_is_held(monkeypatch):
 
 
 @pytest.mark.sample("values")
-@every_recipe
+@core_recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_have_the_queries_shape_and_dtype(recipe, dtype):
     cache = LayerCache(recipe)
@@ -280,7 +279,7 @@ def test_outputs_have_the_queries_shape_and_dtype(recipe, dtype):
         assert torch.isfinite(out).all()
 
 
-@every_recipe
+@core_recipes
 def test_inputs_are_neither_changed_nor_held(recipe):
     tokens = draw(0, 90, batch=2)
     copies = [x.clone() for x in tokens]
@@ -294,7 +293,7 @@ def test_inputs_are_neither_changed_nor_held(recipe):
     assert_same_state(state(cache), before)
 
 
-@every_recipe
+@core_recipes
 def test_a_padding_mask_of_ones_is_no_mask(recipe):
     q, k, v = draw(0, 90, batch=2)
     ones = torch.ones(2, 90, dtype=torch.bool)
@@ -304,7 +303,7 @@ def test_a_padding_mask_of_ones_is_no_mask(recipe):
     torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
 
-@every_recipe
+@core_recipes
 def test_heads_of_strange_layout_are_taken(recipe):
     q, k, v = draw(0, 90, batch=2, hq=4, hk=2)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]

@@ -17,15 +17,18 @@ from kvloom.errors import InputError
 from kvloom.kernels import dispatch
 from kvloom.report import plots
 from kvloom.workload import models
+from pairwise import cover
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
 READ = ["compare", "compare --text", "analyse attention", "analyse attention --text",
         "analyse error", "analyse error --text", "analyse distribution",
         "analyse distribution --text", "inspect", "inspect --text",
         "calibrate model --out c.kvcal --text"]  # fmt: skip
-ONE = ["analyse attention", "analyse distribution", "generate hi", "inspect hi", "recipes"]
-SEVERAL = ["compare", "analyse error", "calibrate model --out c.kvcal", "bench decode",
-           "bench generate"]  # fmt: skip
+ONE = ["analyse attention --recipe", "analyse distribution --recipe", "generate hi --recipe",
+       "inspect hi --recipe", "recipes"]  # fmt: skip
+SEVERAL = ["compare --recipes", "analyse error --recipes",
+           "calibrate model --out c.kvcal --recipes", "bench decode --recipes",
+           "bench generate --recipes"]  # fmt: skip
 JSON = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect hi",
         "bench decode", "bench generate"]  # fmt: skip
 PLOT = ["compare", "analyse attention", "analyse distribution", "bench prefill"]
@@ -40,40 +43,65 @@ MODELS = [
     ("untyped", "model 'untyped' cannot be loaded: "),
     ("cut", "model 'cut' cannot be loaded: "),
 ]
+
+
+def grid(verbs, *mistakes):
+    """Every verb with every mistake (words, what is said); the sample has every value of both."""
+    cases = [(verb, words, said) for verb in verbs for words, said in mistakes]
+    kept = cover([{"verb": verb, "words": words} for verb, words, _ in cases], strength=1)
+    return [
+        pytest.param(f"{verb} {words}", said, marks=() if i in kept else pytest.mark.slow)
+        for i, (verb, words, said) in enumerate(cases)
+    ]
+
+
 COMMON = [
-    *((f"{v} none.txt", "there is no file 'none.txt'") for v in READ),
-    *((f"{v} empty.txt", "'empty.txt' is empty; give a file with text") for v in READ),
-    *((f"{v} bytes.bin", "'bytes.bin' is not UTF-8 text; convert it first") for v in READ),
-    *((f"{v} no-model", "'no-model' is a folder; give text files") for v in READ),
-    *((f"{v} {'kivy' if v == 'recipes' else '--recipe kivy'}", "mean 'kivi'?") for v in ONE),
-    *((f"{v} --recipes full,kivy", "did you mean 'kivi'?") for v in SEVERAL),
-    *((f"{v} {'' if v == 'recipes' else '--recipe '}{file}", said)
-      for v in ONE for file, said in RECIPE_FILES),
-    *((f"{v} --recipes full,{file}", said) for v in SEVERAL for file, said in RECIPE_FILES),
-    *((f"{v} --recipes ,", "--recipes names no recipe; choose from full, ") for v in SEVERAL),
-    *((f"{v} --json nowhere/a.json", "give a file in a folder that exists") for v in JSON),
-    *((f"{v} --json no-model", "give a file in a folder that exists") for v in JSON),
-    *((f"{v} --plot nowhere/a.png", "give a file in a folder that exists") for v in PLOT),
-    *((f"{v} --plot a.xyz", "must end in one of .png") for v in PLOT),
-    *((f"{v} --model {name}", said) for v in LOAD for name, said in MODELS),
-    *((f"{v} --dtype fp8", "dtype='fp8' is unknown; use one of auto") for v in LOAD),
-    *((f"bench {v} --context 64 {option}", said) for v in ("decode", "generate")
-      for option, said in [
-          ("--context 0", "--context '0' is not a list of token counts, 1 or more"),
-          ("--context=-5", "--context '-5' is not a list"),
-          ("--context 8k", "--context '8k' is not a list"),
-          ("--context ,", "--context ',' is not a list"),
-          ("--threads 0", "--threads 0 must be 1 or more"),
-          ("--repeats=-1", "--repeats -1 must be 1 or more"),
-          ("--batch 0", "batch=0 must be 1 or more"),
-          ("--heads 8/3", "8 query heads cannot share 3 key/value heads"),
-          ("--heads 8/x", "--heads '8/x' is not query heads/key-value heads"),
-          ("--heads 8/0", "kv_heads=0 must be 1 or more"),
-          ("--head-dim 0", "head_dim=0 must be 1 or more"),
-          ("--head-dim 7", "head_dim=7 is odd, and RoPE rotates pairs of channels; use 8"),
-          ("--dtype int8", "--dtype 'int8' is unknown; use one of bfloat16, float16, float32"),
-      ]),
-]  # fmt: skip
+    *grid(
+        READ,
+        ("none.txt", "there is no file 'none.txt'"),
+        ("empty.txt", "'empty.txt' is empty; give a file with text"),
+        ("bytes.bin", "'bytes.bin' is not UTF-8 text; convert it first"),
+        ("no-model", "'no-model' is a folder; give text files"),
+    ),
+    *grid(ONE, ("kivy", "mean 'kivi'?"), *RECIPE_FILES),
+    *grid(
+        SEVERAL,
+        ("full,kivy", "did you mean 'kivi'?"),
+        (",", "--recipes names no recipe; choose from full, "),
+        *((f"full,{file}", said) for file, said in RECIPE_FILES),
+    ),
+    *grid(
+        JSON,
+        ("--json nowhere/a.json", "give a file in a folder that exists"),
+        ("--json no-model", "give a file in a folder that exists"),
+    ),
+    *grid(
+        PLOT,
+        ("--plot nowhere/a.png", "give a file in a folder that exists"),
+        ("--plot a.xyz", "must end in one of .png"),
+    ),
+    *grid(
+        LOAD,
+        *((f"--model {name}", said) for name, said in MODELS),
+        ("--dtype fp8", "dtype='fp8' is unknown; use one of auto"),
+    ),
+    *grid(
+        ("bench decode --context 64", "bench generate --context 64"),
+        ("--context 0", "--context '0' is not a list of token counts, 1 or more"),
+        ("--context=-5", "--context '-5' is not a list"),
+        ("--context 8k", "--context '8k' is not a list"),
+        ("--context ,", "--context ',' is not a list"),
+        ("--threads 0", "--threads 0 must be 1 or more"),
+        ("--repeats=-1", "--repeats -1 must be 1 or more"),
+        ("--batch 0", "batch=0 must be 1 or more"),
+        ("--heads 8/3", "8 query heads cannot share 3 key/value heads"),
+        ("--heads 8/x", "--heads '8/x' is not query heads/key-value heads"),
+        ("--heads 8/0", "kv_heads=0 must be 1 or more"),
+        ("--head-dim 0", "head_dim=0 must be 1 or more"),
+        ("--head-dim 7", "head_dim=7 is odd, and RoPE rotates pairs of channels; use 8"),
+        ("--dtype int8", "--dtype 'int8' is unknown; use one of bfloat16, float16, float32"),
+    ),
+]
 OWN = [
     ("compare short.txt --model model", "tokens, and the context and the new tokens need"),
     ("compare --recipes kivi,bits=4", "no recipe named 'bits=4'"),

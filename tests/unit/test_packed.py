@@ -61,7 +61,7 @@ def test_any_stretch_unpacks_to_the_same_tokens(fmt, data):
     assert torch.equal(packed.view(lo, hi).tensor(), whole[:, :, lo:hi])
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @every_format
 @pytest.mark.parametrize("tokens", [16, 48, 128])
 @pytest.mark.parametrize("dim", [32, 64])

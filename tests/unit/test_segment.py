@@ -43,6 +43,7 @@ def length(x) -> int:
     return x.shape[2] if isinstance(x, torch.Tensor) else x.hi - x.lo
 
 
+@pytest.mark.sample("values")
 @every_pair
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 101])
 def test_pieces_cover_every_token_once_and_in_one_form(keys, values, n):
@@ -73,6 +74,7 @@ def test_attending_to_the_pieces_is_attending_to_the_tokens(keys, values, n, t):
         torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
 
 
+@pytest.mark.sample("values")
 @every_pair
 @pytest.mark.parametrize("stretch", [8, 20, 48])
 def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, monkeypatch):
@@ -146,6 +148,7 @@ def test_sinks_without_padding_are_the_first_tokens(sizes):
     assert torch.equal(sinks.values, -x[:, :, :4])
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("sizes", [[12], [1] * 12, [5, 7], [2, 3, 4, 3]])
 @pytest.mark.parametrize("pads", [[0, 2, 5], [7, 0, 0], [3, 3, 3]])
 def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):

@@ -53,7 +53,7 @@ OTHERS = (
     "skvq:group=32,quest,clusterkv,clusterkv-2bit"
 )
 TASKS = {
-    "perplexity": {"samples": 8, "new_tokens": 128},
+    "perplexity": {"samples": 4, "new_tokens": 128},
     "free": {"samples": 4, "new_tokens": 256},
     "niah:single+multikey+passkey": {"samples": 2, "new_tokens": 1},
     "multiturn": {"samples": 4, "new_tokens": 1},

@@ -22,7 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from kvloom.eval.summary import summarize
 
 import record
 from kvloom.cli.options import split_recipes
@@ -33,6 +32,7 @@ from kvloom.eval.evaluate import evaluate
 from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Source
 from kvloom.eval.share import at_share
+from kvloom.eval.summary import summarize
 from kvloom.eval.tasks import task_named
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve

@@ -18,7 +18,8 @@ class Undo:
     """The attributes of some objects at one moment."""
 
     def __init__(self, parts: Iterable[Any]) -> None:
-        self.entries = [(part, vars(part).copy()) for part in parts]
+        parts = list(parts)
+        self.entries = list(zip(parts, map(dict.copy, map(vars, parts)), strict=True))
         for part, before in self.entries:
             if type(part) is Buffer:
                 part.before = before

@@ -19,7 +19,7 @@ class Undo:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         parts = list(parts)
-        self.entries = list(zip(parts, map(dict.copy, map(vars, parts)), strict=True))
+        self.entries = list(zip(parts, map(dict, map(vars, parts)), strict=True))
         for part, before in self.entries:
             if type(part) is Buffer:
                 part.before = before

@@ -131,12 +131,9 @@ def test_hover_and_focus_show_the_figures(one):
     name = recipe_name("kivi", 1 / 8)
     row = row_of(task_of(one, "perplexity"), name)
     one.choose("size", "0.125")
-    one.browser.execute_async_script(
-        "arguments[0].scrollIntoView({block: 'center'}); setTimeout(arguments[1], 200)",
-        one.find("#pareto"),
-    )
     assert not one.find("#tip").is_displayed()
     ActionChains(one.browser).move_to_element(points(one)[name]).perform()
+    wait(lambda: one.find("#tip").is_displayed())
     shown = one.find("#tip").text
     mean, low, high, _ = row["scores"]["perplexity"]
     assert f"{mean:.3f} [{low:.3f}, {high:.3f}]" in shown
@@ -390,7 +387,7 @@ def test_paper_shows_the_charts_and_no_controls(one):
     try:
         assert not one.find("#controls").is_displayed()
         assert one.find("#pareto svg").is_displayed()
-        assert one.find("#pareto svg").get_dom_attribute("viewBox") == "0 0 640 400"
+        assert one.find("#pareto svg").get_dom_attribute("viewBox") == "0 0 960 400"
         assert one.find("#table table").is_displayed()
         pdf = one.browser.execute_cdp_cmd("Page.printToPDF", {})["data"]
         assert len(pdf) > 20_000

@@ -125,7 +125,7 @@ function facts(pairs) {
 }
 /* The width of a panel's chart; on paper, that of a page. */
 let printing = false;
-const inner = e => printing ? 640 : Math.max(300, e.clientWidth - 30);
+const inner = e => printing ? (state.runs.size > 1 ? 470 : 960) : Math.max(300, e.clientWidth - 30);
 function panel(run, ...more) {
   const e = make("div", undefined, "panel");
   const h = make("h3", run.name);

@@ -5,7 +5,15 @@ function showTip(title, pairs, at) {
   const tip = $("tip");
   tip.replaceChildren(make("b", title), facts(pairs));
   tip.hidden = false;
-  const box = at.getBoundingClientRect(), size = tip.getBoundingClientRect();
+  pointed = at;
+  placeTip();
+}
+let pointed = null;
+/* Beside its point; scrolling moves both, and a focus may scroll. */
+function placeTip() {
+  const tip = $("tip");
+  if (tip.hidden) return;
+  const box = pointed.getBoundingClientRect(), size = tip.getBoundingClientRect();
   const left = box.right + 12 + size.width > innerWidth ? box.left - size.width - 12 : box.right + 12;
   tip.style.left = `${Math.max(6, Math.min(left, innerWidth - size.width - 6))}px`;
   tip.style.top = `${Math.max(6, Math.min(box.top - 8, innerHeight - size.height - 6))}px`;

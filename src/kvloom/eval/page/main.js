@@ -93,7 +93,7 @@ addEventListener("resize", () => {
 for (const [event, now] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(event, () => { printing = now; charts(); });
 }
-addEventListener("scroll", hideTip, {passive: true});
+addEventListener("scroll", placeTip, {passive: true});
 let theme = "";
 try { theme = localStorage.getItem("kvloom-theme") || ""; } catch { /* see above */ }
 $("theme").value = document.documentElement.dataset.theme = theme;

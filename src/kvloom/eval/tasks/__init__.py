@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ...errors import InputError
 from ..sample import Task
 from .free import Free
+from .multiturn import Multiturn
 from .niah import Niah
 from .perplexity import Perplexity
 
@@ -14,6 +15,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "perplexity": Perplexity,
     "free": Free,
     "niah": Niah,
+    "multiturn": Multiturn,
 }
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from ...errors import InputError
 
-
 Fields = Mapping[str, type[str | list]]
 """Names of fields, with their types."""
 

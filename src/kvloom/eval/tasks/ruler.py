@@ -120,7 +120,7 @@ class Ruler:
     def batches(self, source: Source) -> list[Batch]:
         """Return one context for each sample, of at most the lengths of the source."""
         words = source.text.split()
-        vocabulary = sorted({w for w in words if re.fullmatch("[a-z]{3,12}", w)})
+        vocabulary = sorted(set(re.findall(r"\b[a-z]{3,12}\b", source.text)))
         return [
             _batch(Material(source, words, vocabulary, length), name, number)
             for length in source.lengths

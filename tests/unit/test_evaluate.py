@@ -25,7 +25,7 @@ RUN = {"environment": {"kvloom": __version__}, "model": {}, "settings": {}}
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny.llama(max_position_embeddings=2048)
+    return tiny.llama(max_position_embeddings=2048, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_bytes_are_those_of_the_cache(lines, model, plan):
     for name in NAMES[:3]:
         line = lines["niah", "multikey/420/0/0", name]
         assert line["kv_bytes"] == read(model, name, batch_of(plan, "niah")).nbytes
-        assert line["exact_bytes"] == 420 * 3 * 2 * 2 * 16 * 4  # layers, k and v, heads, dim, fp32
+        assert line["exact_bytes"] == 420 * 2 * 2 * 2 * 16 * 4  # layers, k and v, heads, dim, fp32
 
 
 def test_perplexity_equals_a_plain_loop(lines, model, plan):
@@ -137,9 +137,9 @@ def test_free_running_text_equals_a_plain_loop(lines, model, plan, source):
 @pytest.mark.parametrize("task", ["niah", "multiturn"])
 def test_answers_equal_a_plain_loop(lines, model, plan, source, task):
     batch = batch_of(plan, task)
-    for recipe in (NAMES[0], NAMES[1], NAMES[4]):
+    for recipe in (NAMES[1], NAMES[4]):
         cache, last = read(model, recipe, batch), []
-        for sample in batch.samples[:6]:
+        for sample in batch.samples[: 6 if task == "multiturn" else 2]:
             document, asked = sample.data if task == "multiturn" else ([], sample.data)
             if task == "niah":
                 cache = read(model, recipe, batch)
@@ -197,7 +197,7 @@ def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
     args = ["perplexity", "niah:multikey", "--context", "420", "--out", tmp_path / "out"]
     found = run(here, *args)
     assert found.exit_code == 0, found.output
-    assert f"results: {tmp_path / 'out'}" in found.stdout
+    assert f"results: {tmp_path / 'out'}" in found.output
     files = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
     assert set(files) == {"run.json", "prompts.jsonl", "perplexity.jsonl", "niah.jsonl"}
     settings = json.loads(files["run.json"])["settings"]

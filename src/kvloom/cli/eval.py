@@ -23,23 +23,39 @@ def command(
         list[str],
         typer.Argument(
             metavar="TASK...",
-            help='perplexity, free, niah; niah takes variants: "niah:single+passkey".',
+            help="perplexity, free, niah, ruler, longbench, summarize, multiturn; parts of a task "
+            'follow a colon: "niah:single+passkey", "ruler:vt+cwe", "longbench:trec+lcc".',
         ),
     ],
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the results; a second run goes on in it.")
     ],
     text: Text = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="JSON lines of longbench (a file or folder) or summarize (a file).",
+        ),
+    ] = None,
     model: Model = "reference",
     recipes: Annotated[str, typer.Option(help=RECIPES_HELP)] = "full,kivi-4,kivi,h2o,snapkv",
     context: Annotated[
         str, typer.Option(help='Tokens of a context; several lengths: "1024,2048".')
     ] = "2048",
     samples: Annotated[
-        int, typer.Option(min=1, help="Samples of each length (niah: of each cell of the grid).")
+        int,
+        typer.Option(
+            min=1,
+            help="Samples of each length (niah: of each cell of the grid; ruler, longbench: of "
+            "each part).",
+        ),
     ] = 4,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to predict (perplexity) or to generate (free).")
+        int,
+        typer.Option(
+            min=1, help="Tokens to predict (perplexity) or to generate (free, summarize)."
+        ),
     ] = 128,
     batch: Annotated[
         int, typer.Option(min=1, help="Contexts, or questions on one context, in one batch.")
@@ -47,7 +63,7 @@ def command(
     ask: Annotated[
         str,
         typer.Option(
-            help="Ask niah's question after the context is compressed (after), or at the end of "
+            help="Ask the question after the context is compressed (after), or at the end of "
             "what is compressed (inside)."
         ),
     ] = "after",
@@ -73,13 +89,14 @@ def command(
         from ..errors import InputError
         from ..eval.environment import model_facts
         from ..eval.evaluate import evaluate, units
+        from ..eval.plan import make_plan
         from ..eval.result_files import ResultFolder
         from ..eval.results_table import results_table
         from ..eval.sample import Source
         from ..eval.tasks import task_named
         from ..hf import compat
         from ..report.machine import machine
-        from ..workload.models import check_positions, load_config_and_tokenizer
+        from ..workload.models import load_config_and_tokenizer, max_positions
 
         chosen_tasks = [task_named(name) for name in tasks]
         if ask not in ("after", "inside"):
@@ -93,12 +110,11 @@ def command(
         content = read_text(sources)
         silence_transformers()
         config, tokenizer = load_config_and_tokenizer(model, dtype)
-        check_positions(config, max(lengths), max_new_tokens + 1)
         source = Source.of(
             tokenizer, content, lengths=lengths, samples=samples, new_tokens=max_new_tokens,
-            batch=batch, seed=seed, ask=ask,
+            batch=batch, seed=seed, ask=ask, data=None if data is None else str(data),
         )  # fmt: skip
-        plan = [(task, task.batches(source)) for task in chosen_tasks]
+        plan = make_plan(chosen_tasks, source, max_positions(config))
         with show_progress() as progress:
             loaded = load_model(model, dtype, progress)
             geometry = compat.geometry(loaded)
@@ -107,7 +123,7 @@ def command(
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
                 "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
                 "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
-                "text": text_name(sources),
+                "text": text_name(sources), "data": None if data is None else data.name,
             }  # fmt: skip
             run = {
                 "environment": machine(loaded),
@@ -153,7 +169,7 @@ def _numbers(option: str, kind: type, name: str) -> list[Any]:
     from ..errors import InputError
 
     try:
-        found = [kind(part) for part in option.split(",")]
+        found = list(dict.fromkeys(kind(part) for part in option.split(",")))
     except ValueError:
         found = []
     if not found or min(found) <= 0 or (kind is float and max(found) > 1):

@@ -80,9 +80,11 @@ def answers(
 ) -> list[Answer]:
     """Answer each question on a copy of the cache, which has read one context.
 
-    questions: their ids. tokens: how many to generate for each. Questions of one length are
-    answered together, `batch` at once; none attends to another.
+    questions: their ids. tokens: how many to generate for each. An answer ends before the model's
+    end-of-text token. Questions of one length are answered together, `batch` at once; none attends
+    to another.
     """
+    stop = stop_ids(model)
     found: dict[int, Answer] = {}
     order = sorted(range(len(questions)), key=lambda i: len(questions[i]))
     for _, same in groupby(order, key=lambda i: len(questions[i])):
@@ -94,25 +96,42 @@ def answers(
                 own.batch_repeat_interleave(len(together))
             ids = torch.tensor([questions[i] for i in together], device=model.device)
             most = max(tokens[i] for i in together)
-            rows, seconds = greedy(model, own, ids, most)
+            rows, seconds = greedy(model, own, ids, most, stop)
             for i, row in zip(together, rows.tolist(), strict=True):
-                found[i] = Answer(row[: tokens[i]], seconds / len(together), most)
+                end = next((at for at, token in enumerate(row) if token in stop), len(row))
+                answer = row[: min(end, tokens[i])]
+                found[i] = Answer(answer, seconds / len(together), len(row))
     return [found[i] for i in range(len(questions))]
 
 
-def greedy(model: PreTrainedModel, cache: Cache, ids: Tensor, tokens: int) -> tuple[Tensor, float]:
-    """Append ids [B, Q]; return the next `tokens` greedy tokens [B, tokens], and the seconds.
+def stop_ids(model: PreTrainedModel) -> list[int]:
+    """Return the tokens after which the model's generation ends."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
-    A recipe with recall reads the ids one by one: a step of several tokens would read the whole
-    cache, and the index would not be tested.
+
+def greedy(
+    model: PreTrainedModel, cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()
+) -> tuple[Tensor, float]:
+    """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens, and the seconds.
+
+    Ends early when every row has a token of `stop`; the last token is not appended. A recipe with
+    recall reads the ids one by one: a step of several tokens would read the whole cache, and the
+    index would not be tested.
     """
     begin = clock.seconds(model.device)
-    if cache.recipe.recall is not None:
+    overrides = (one.parts.get("recall") for one in cache.recipe.layers)
+    if any(recall is not None for recall in (cache.recipe.recall, *overrides)):
         for column in ids.split(1, dim=1)[:-1]:
             forward(model, column, cache)
         ids = ids[:, -1:]
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     found = []
     for _ in range(tokens):
         ids = forward(model, ids, cache).argmax(-1, keepdim=True)
         found.append(ids)
+        ended |= torch.isin(ids[:, 0], stopping)
+        if stop and ended.all():
+            break
     return torch.cat(found, dim=1).cpu(), clock.seconds(model.device) - begin

@@ -6,6 +6,7 @@ measured first on every batch, because the others are compared with it.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +15,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..errors import InputError
 from ..hf import compat
 from ..recipe.spec import Recipe
 from ..report.errors import one_line, user_message
 from ..workload.attachment import attachment_restored
 from ..workload.prefill import Prefilled, groups, prefill
+from .plan import Plan
 from .result_files import ResultFolder
-from .sample import Batch, Outcome, Run, Source, Task
+from .sample import Batch, Outcome, Run, Sample, Source, Task
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[str, int], None]
-Plan = Sequence[tuple[Task, Sequence[Batch]]]
-"""Tasks with their samples."""
 
 
 def evaluate(
@@ -40,11 +41,12 @@ def evaluate(
 
     plan: what to measure. recipes: `full` first, each with another name. progress: called with the
     current work and the finished (sample, recipe) pairs since the last call. The model is left as
-    it was. A recipe that fails on a batch gets lines with the reason; the others continue.
+    it was. A recipe that fails on a batch gets lines with the reason; the others continue. Raises
+    `InputError` if the folder has another text for a sample.
     """
     compat.refuse_unsupported(model)
     report = progress or (lambda what, units: None)
-    written = {(line["task"], line["sample"]) for line in folder.lines("prompts")}
+    written = _written(plan, folder)
     with attachment_restored(model), torch.inference_mode():
         for task, batches in plan:
             done = {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
@@ -160,7 +162,21 @@ def _key(task: Task, sample: str, recipe: Recipe, **fields: Any) -> dict[str, An
     return {"task": task.name, "sample": sample, "recipe": recipe.name, **fields}
 
 
-def _prompt(task: Task, sample: Any) -> dict[str, Any]:
+def _written(plan: Plan, folder: ResultFolder) -> set[tuple[str, str]]:
+    """Return the task and name of the samples in the folder; each must be the same as ours."""
+    found = {(line["task"], line["sample"]): line for line in folder.lines("prompts")}
+    for task, batches in plan:
+        for sample in (s for batch in batches for s in batch.samples):
+            before = found.get((task.name, sample.name))
+            if before is not None and before != json.loads(json.dumps(_prompt(task, sample))):
+                raise InputError(
+                    f"{str(folder.path)!r} has another text for the sample {sample.name} of "
+                    f"{task.name}; give the same --text and --data, or another --out"
+                )
+    return set(found)
+
+
+def _prompt(task: Task, sample: Sample) -> dict[str, Any]:
     return {
         "task": task.name,
         "sample": sample.name,

@@ -33,13 +33,15 @@ class ResultFolder:
         file = folder.path / "run.json"
         if file.exists():
             before = read_run(folder.path)
-            for part in ("model", "settings"):
-                for name, now in json.loads(json.dumps(run[part])).items():
-                    if before[part].get(name) != now:
+            for part, names in (("environment", ["kvloom"]), ("model", None), ("settings", None)):
+                ours = json.loads(json.dumps(run[part]))
+                theirs = before.get(part, {})
+                for name in names or ours:
+                    if theirs.get(name) != ours.get(name):
                         raise InputError(
                             f"{str(path)!r} holds results with {part} {name} "
-                            f"{before[part].get(name)!r}, and this run has {now!r}; give another "
-                            "--out, or the same options"
+                            f"{theirs.get(name)!r}, and this run has {ours.get(name)!r}; give "
+                            "another --out, or the same options"
                         )
             return folder
         try:
@@ -57,7 +59,7 @@ class ResultFolder:
         content = file.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
-            _write(file, whole.decode())
+            os.truncate(file, len(whole))
         return parse_lines(file, whole.decode())
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
@@ -72,7 +74,8 @@ class ResultFolder:
             with file.open("ab") as opened:
                 opened.write(data)
         except OSError as error:
-            os.truncate(file, before)
+            if file.exists():
+                os.truncate(file, before)
             raise InputError(
                 f"cannot write to {str(file)!r}: {error.strerror}; the finished samples are kept: "
                 "free some space and run the same command again"
@@ -99,7 +102,8 @@ def read_run(path: Path) -> dict[str, Any]:
 def parse_lines(file: Path, content: str) -> list[dict[str, Any]]:
     """Return the objects of a .jsonl file; raises `InputError` that names a damaged line."""
     found = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    lines = content.removesuffix("\n").split("\n") if content else []
+    for number, line in enumerate(lines, start=1):
         try:
             found.append(json.loads(line))
         except ValueError as error:

@@ -60,7 +60,7 @@ class Source:
 
     text_ids: int64 [tokens], the text around what is asked. lengths: of contexts, in tokens.
     samples: how many of each kind. new_tokens: of a continuation. batch: contexts in one pass. ask:
-    "after" or "inside". data: a file or folder of the user, for tasks that need one.
+    "after" or "inside". data: a file or folder of the user, for tasks that take one.
     """
 
     tokenizer: Any
@@ -105,12 +105,19 @@ class Run:
 
 
 class Task(Protocol):
-    """A task: how samples are made, and what is measured on them."""
+    """A task: how samples are made, and what is measured on them.
+
+    data: what the user's file or folder must contain; "" for a task that takes none.
+    """
 
     name: str
+    data: str
 
     def batches(self, source: Source) -> list[Batch]:
         """Return the samples, the same for the same source."""
 
     def measure(self, run: Run) -> tuple[list[Outcome], Any]:
         """Return the outcome of every sample, and what other recipes are compared with."""
+
+    def positions(self, batch: Batch) -> int:
+        """Return how many positions the samples of a batch need after their contexts."""

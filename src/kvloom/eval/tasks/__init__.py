@@ -7,14 +7,23 @@ from collections.abc import Callable
 from ...errors import InputError
 from ..sample import Task
 from .free import Free
+from .longbench import LongBench
+from .multiturn import Multiturn
 from .niah import Niah
 from .perplexity import Perplexity
+from .ruler import Ruler
+from .summarize import Summarize
 
 TASKS: dict[str, Callable[[], Task]] = {
     "perplexity": Perplexity,
     "free": Free,
     "niah": Niah,
+    "ruler": Ruler,
+    "longbench": LongBench,
+    "summarize": Summarize,
+    "multiturn": Multiturn,
 }
+WITH_PARTS = ("niah", "ruler", "longbench")
 
 
 def task_named(name: str) -> Task:
@@ -24,7 +33,6 @@ def task_named(name: str) -> Task:
         raise InputError(f"there is no task {bare!r}; there are {', '.join(TASKS)}")
     if not parts:
         return TASKS[bare]()
-    try:
-        return TASKS[bare](parts.split("+"))  # type: ignore[call-arg]
-    except TypeError:
-        raise InputError(f"the task {bare!r} has no variants; give {bare!r} alone") from None
+    if bare not in WITH_PARTS:
+        raise InputError(f"the task {bare!r} has no variants; give {bare!r} alone")
+    return TASKS[bare](parts.split("+"))  # type: ignore[call-arg]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InputError
@@ -27,7 +26,7 @@ def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Fram
     if chat and not has:
         raise InputError(
             "the tokenizer has no chat template, and this task is for instruction-tuned models; "
-            "use such a model, or the tasks perplexity, free and niah"
+            "use such a model, or the tasks perplexity, free, niah, ruler and multiturn"
         )
     if not has or chat is False:
         return Frame(list(first), "")
@@ -41,9 +40,3 @@ def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Fram
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text without special tokens."""
     return tokenizer.encode(text, add_special_tokens=False) if text else []
-
-
-def share_found(answer: str, expected: Sequence[str]) -> float:
-    """Return which share of the expected strings the answer contains, whatever their case."""
-    low = answer.lower()
-    return sum(text.lower() in low for text in expected) / len(expected)

@@ -31,11 +31,11 @@ class Exact(NamedTuple):
 class Free:
     """Tokens until the first difference from `full`, divergence by position, and repetition."""
 
-    name = "free"
+    name, data = "free", ""
 
     def batches(self, source: Source) -> list[Batch]:
         """Return rows of text; only the first token after the context is given."""
-        return text_batches(source, "")
+        return text_batches(source)
 
     def measure(self, run: Run) -> tuple[list[Outcome], Exact]:
         """Generate greedily, and compare with the exact cache."""
@@ -74,6 +74,10 @@ class Free:
                 )
             )
         return outcomes, exact
+
+    def positions(self, batch: Batch) -> int:
+        """Return the positions of the generated text; its last token takes none."""
+        return len(batch.samples[0].data) - 1
 
 
 def repetition(tokens: list[int]) -> float:

@@ -1,6 +1,6 @@
 """A haystack: real text with facts at chosen depths, of an exact number of tokens.
 
-The text is divided at line ends; a fact goes between two lines. Decides positions only.
+A fact goes between two lines, or into a long line. Decides positions only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import numpy as np
 
 from ...errors import InputError
 from ..sample import Source
+
+NEAR = 64  # tokens: a line end further away than that is not used
 
 
 def hide(
@@ -23,7 +25,8 @@ def hide(
     """Return `tokens` ids of real text that contain the facts; the text starts at random.
 
     facts: ids of each. depths: 0 to 1, the share of the text before each fact, which is moved to
-    the next line end. Raises `InputError` if the facts do not fit, or the text is too short.
+    the next line end if one is near. Raises `InputError` if the facts do not fit, or the text is
+    too short.
     """
     room = tokens - sum(map(len, facts))
     if room < 0 or len(source.text_ids) < room:
@@ -37,8 +40,10 @@ def hide(
     found: list[int] = []
     done = 0
     for at, fact in sorted(zip(depths, facts, strict=True), key=lambda x: x[0]):
-        to = int(np.searchsorted(ends, at * room))
-        cut = max(done, int(ends[to]) if to < len(ends) else room)
+        wanted = round(at * room)
+        to = int(np.searchsorted(ends, wanted))
+        end = int(ends[to]) if to < len(ends) else room
+        cut = max(done, end if end - wanted <= NEAR else wanted)
         found += [*text[done:cut].tolist(), *fact]
         done = cut
     return [*found, *text[done:].tolist()]

@@ -20,26 +20,19 @@ import torch
 
 from ...errors import InputError
 from ...reference.tasks import WORDS
-from ..decoding import answers
 from ..sample import Batch, Outcome, Run, Sample, Source
-from .chat import encode, frame, share_found
+from .asking import Asked, Prompt, answer_all, answer_positions, correct, prompt
+from .chat import encode, frame
 from .haystack import hide
 
 DEPTHS = tuple(np.linspace(0, 1, 10).round(3).tolist())
 VARIANTS = ("single", "multikey", "multivalue", "multiquery", "passkey")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A question's ids, the expected strings, and how many tokens an answer may have."""
-
-    ids: list[int]
-    expected: list[str]
-    tokens: int
-
-
 class Niah:
     """Facts found, by length and depth."""
+
+    data = ""
 
     def __init__(self, variants: Sequence[str] = ("single", "multikey", "passkey")) -> None:
         unknown = [name for name in variants if name not in VARIANTS]
@@ -59,24 +52,11 @@ class Niah:
 
     def measure(self, run: Run) -> tuple[list[Outcome], None]:
         """Answer all questions about one context."""
-        asked = [sample.data for sample in run.batch.samples]
-        found = answers(
-            run.model, run.cache, [a.ids for a in asked], [a.tokens for a in asked],
-            run.source.batch,
-        )  # fmt: skip
-        outcomes = []
-        for a, answer in zip(asked, found, strict=True):
-            text = run.source.decode(answer.ids)
-            outcomes.append(
-                Outcome(
-                    scores={"correct": share_found(text, a.expected)},
-                    answer=text,
-                    tokens=run.source.pieces(answer.ids),
-                    decode_s=answer.seconds,
-                    steps=answer.steps,
-                )
-            )
-        return outcomes, None
+        return answer_all(run, correct), None
+
+    def positions(self, batch: Batch) -> int:
+        """Return the positions of the longest question and its answer."""
+        return answer_positions(batch)
 
 
 @dataclass(frozen=True)
@@ -89,8 +69,8 @@ def _contexts(source: Source, variant: str, length: int, number: int) -> Iterato
     """Yield contexts: one for each depth, or one with facts at all depths."""
     rng = np.random.default_rng([source.seed, length, VARIANTS.index(variant), number])
     if variant == "multikey":
-        keys, values = _keys(rng, len(DEPTHS)), [_number(rng) for _ in DEPTHS]
-        facts = [_Fact(_plain(k, v), d) for k, v, d in zip(keys, values, DEPTHS, strict=True)]
+        keys, values = draw_keys(rng, len(DEPTHS)), [draw_number(rng) for _ in DEPTHS]
+        facts = [_Fact(plain_fact(k, v), d) for k, v, d in zip(keys, values, DEPTHS, strict=True)]
         questions = [
             (f"\nQuestion: The magic number for {k} is", [v], d)
             for k, v, d in zip(keys, values, DEPTHS, strict=True)
@@ -109,25 +89,25 @@ def _one(
 ) -> tuple[str, list[_Fact], str, list[str]]:
     """Return the introduction, the facts, the question and the expected strings of one context."""
     if variant == "passkey":
-        key = _number(rng)
+        key = draw_number(rng)
         intro = (
             "There is an important info hidden inside a lot of irrelevant text. Find it and "
             "memorize them. I will quiz you about the important information there.\n"
         )
         text = f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
         return intro, [_Fact(text, depth)], "\nWhat is the pass key? The pass key is", [key]
-    keys = _keys(rng, 4)
+    keys = draw_keys(rng, 4)
     if variant == "single":
-        value = _number(rng)
-        fact = _Fact(_plain(keys[0], value), depth)
+        value = draw_number(rng)
+        fact = _Fact(plain_fact(keys[0], value), depth)
         return "", [fact], f"\nQuestion: The magic number for {keys[0]} is", [value]
-    values = [_number(rng) for _ in range(4)]
+    values = [draw_number(rng) for _ in range(4)]
     depths = [depth, *rng.random(3)]
     if variant == "multivalue":
-        facts = [_Fact(_plain(keys[0], v), d) for v, d in zip(values, depths, strict=True)]
+        facts = [_Fact(plain_fact(keys[0], v), d) for v, d in zip(values, depths, strict=True)]
         question = f"\nQuestion: The four magic numbers for {keys[0]} are"
     else:
-        facts = [_Fact(_plain(k, v), d) for k, v, d in zip(keys, values, depths, strict=True)]
+        facts = [_Fact(plain_fact(k, v), d) for k, v, d in zip(keys, values, depths, strict=True)]
         question = f"\nQuestion: The magic numbers for {', '.join(keys[:3])} and {keys[3]} are"
     return "", facts, question, values
 
@@ -146,22 +126,20 @@ def _batch(
     tokenizer = source.tokenizer
     around = frame(tokenizer, source.first, chat=None if variant == "passkey" else False)
     before = [*around.before, *encode(tokenizer, intro)]
-    inside = source.ask == "inside"
-    if inside and len(questions) > 1:
+    if source.ask == "inside" and len(questions) > 1:
         raise InputError("niah: the variant multikey asks ten questions; use it with --ask after")
-    head: list[int] = []
+    prompts: list[Prompt] = []
     tails = []
     for text, expected, _ in questions:
-        ids = _question_ids(tokenizer, text, around.after, expected[0])
-        if inside:
-            head, ids = ids[:-1], ids[-1:]
+        ids = question_ids(tokenizer, text, around.after, expected[0])
+        prompts.append(prompt(source, before, ids))
         longest = max(len(encode(tokenizer, f" {value}")) for value in expected)
-        tails.append(Asked(ids, expected, len(expected) * (longest + 3) + 2))
+        tails.append(Asked(prompts[-1].question, expected, len(expected) * (longest + 3) + 2))
     hay = hide(
         source, rng, [encode(tokenizer, f.text) for f in facts], [f.depth for f in facts],
-        length - len(before) - len(head),
+        prompts[0].room(length),
     )  # fmt: skip
-    ids = [*before, *hay, *head]
+    ids = prompts[0].context(hay)
     context = source.decode(ids)
     samples = [
         Sample(
@@ -177,7 +155,7 @@ def _batch(
     return Batch(torch.tensor([ids]), samples)
 
 
-def _question_ids(tokenizer: Any, text: str, after: str, answer: str) -> list[int]:
+def question_ids(tokenizer: Any, text: str, after: str, answer: str) -> list[int]:
     """Return a question's ids; a chat template's turn goes between the question and its answer.
 
     They end where the ids of two different answers start to differ, so that the space before an
@@ -192,13 +170,16 @@ def _question_ids(tokenizer: Any, text: str, after: str, answer: str) -> list[in
     return whole[:cut]
 
 
-def _plain(key: str, value: str) -> str:
+def plain_fact(key: str, value: str) -> str:
+    """Return the sentence that states a number, on a line of its own."""
     return f"\nThe magic number for {key} is {value}.\n"
 
 
-def _keys(rng: np.random.Generator, count: int) -> list[str]:
+def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
+    """Return `count` different words."""
     return [WORDS[i] for i in rng.choice(len(WORDS), count, replace=False)]
 
 
-def _number(rng: np.random.Generator) -> str:
+def draw_number(rng: np.random.Generator) -> str:
+    """Return a number with 7 digits."""
     return str(rng.integers(1_000_000, 10_000_000))

@@ -16,11 +16,11 @@ from ..sample import Batch, Outcome, Run, Sample, Source
 class Perplexity:
     """Perplexity, KL divergence and agreement on a continuation of `new_tokens` tokens."""
 
-    name = "perplexity"
+    name, data = "perplexity", ""
 
     def batches(self, source: Source) -> list[Batch]:
         """Return rows of text; the part behind the context is the continuation."""
-        return text_batches(source, "")
+        return text_batches(source)
 
     def measure(self, run: Run) -> tuple[list[Outcome], Tensor]:
         """Score each continuation; returns the log-probabilities for the others."""
@@ -49,8 +49,12 @@ class Perplexity:
         ]
         return outcomes, exact
 
+    def positions(self, batch: Batch) -> int:
+        """Return the positions of the continuation; its last token takes none."""
+        return len(batch.samples[0].data) - 1
 
-def text_batches(source: Source, kind: str) -> list[Batch]:
+
+def text_batches(source: Source) -> list[Batch]:
     """Return rows of text of each length, in batches; a sample's data are its ids after that."""
     found = []
     for length in source.lengths:
@@ -63,7 +67,7 @@ def text_batches(source: Source, kind: str) -> list[Batch]:
                     f"{length}/{at + i}",
                     source.decode(row[:length]),
                     reference=source.decode(row[length + 1 :]),
-                    fields={"length": length, **({"variant": kind} if kind else {})},
+                    fields={"length": length},
                     data=row[length:],
                 )
                 for i, row in enumerate(part)

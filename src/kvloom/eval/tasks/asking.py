@@ -1,0 +1,86 @@
+"""Prompts that ask: what is compressed, what follows it, and how the answers are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..decoding import answers
+from ..sample import Batch, Outcome, Run, Sample, Source
+from .chat import Frame, encode
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question's ids, the expected strings, and how many tokens an answer may have."""
+
+    ids: list[int]
+    expected: list[str]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids around a text: compressed before and behind it, and the question, which follows."""
+
+    before: list[int]
+    behind: list[int]
+    question: list[int]
+
+    def room(self, length: int) -> int:
+        """Return how many ids the text may have in a context of `length` ids."""
+        return length - len(self.before) - len(self.behind)
+
+    def context(self, text: list[int]) -> list[int]:
+        """Return the ids that are compressed."""
+        return [*self.before, *text, *self.behind]
+
+
+def prompt(source: Source, before: list[int], question: list[int]) -> Prompt:
+    """Return where a question stands: with ask="inside", all but its last id is compressed."""
+    if source.ask == "inside":
+        return Prompt(before, question[:-1], question[-1:])
+    return Prompt(before, [], question)
+
+
+def prompt_in(source: Source, around: Frame, tail: str, prefix: str = "") -> Prompt:
+    """Return a prompt in a chat template; prefix: the first words of the answer."""
+    tail_ids = encode(source.tokenizer, tail + around.after + prefix)
+    return prompt(source, around.before, tail_ids)
+
+
+def answer_all(run: Run, score: Callable[[str, Sample], dict[str, float]]) -> list[Outcome]:
+    """Answer the questions about one context; the data of each sample are `Asked`."""
+    asked = [sample.data for sample in run.batch.samples]
+    found = answers(
+        run.model, run.cache, [a.ids for a in asked], [a.tokens for a in asked], run.source.batch
+    )
+    outcomes = []
+    for sample, answer in zip(run.batch.samples, found, strict=True):
+        text = run.source.decode(answer.ids)
+        outcomes.append(
+            Outcome(
+                scores=score(text, sample),
+                answer=text,
+                tokens=run.source.pieces(answer.ids),
+                decode_s=answer.seconds,
+                steps=answer.steps,
+            )
+        )
+    return outcomes
+
+
+def answer_positions(batch: Batch) -> int:
+    """Return the most positions that a question and its answer take; the last token takes none."""
+    return max(len(s.data.ids) + s.data.tokens - 1 for s in batch.samples)
+
+
+def correct(text: str, sample: Sample) -> dict[str, float]:
+    """Score an answer by the share of expected strings in it, whatever their case."""
+    return {"correct": share_found(text, sample.data.expected)}
+
+
+def share_found(answer: str, expected: list[str]) -> float:
+    """Return which share of the expected strings the answer contains, whatever their case."""
+    low = answer.lower()
+    return sum(text.lower() in low for text in expected) / len(expected)

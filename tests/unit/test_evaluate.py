@@ -1,6 +1,7 @@
 """`kvloom eval`: scores equal those of a plain loop, and one failure does not stop the others."""
 
 import json
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -13,9 +14,10 @@ from kvloom.cli.app import app
 from kvloom.eval.decoding import answers, greedy
 from kvloom.eval.plan import make_plan
 from kvloom.eval.result_files import ResultFolder
-from kvloom.eval.sample import Source
+from kvloom.eval.sample import Run, Source
 from kvloom.eval.tasks import task_named
 from kvloom.recipe.resolve import resolve
+from kvloom.workload.forward import forward
 
 evaluate, units = (getattr(import_module("kvloom.eval.evaluate"), n) for n in ("evaluate", "units"))
 NAMES = ["full", "window:tokens=16", "kivi:group=16,residual=16", "kivi:group=64",
@@ -159,7 +161,7 @@ def test_answers_equal_a_plain_loop(lines, model, plan, source, task):
             last = found[-1:] if task == "multiturn" else []
             line = lines[task, sample.name, recipe]
             assert line["answer"] == source.decode(found)
-            assert line["seconds"]["steps"] == len(found)
+            assert line["tokens"] == source.pieces(found)
 
 
 def test_a_recipe_that_fails_says_why_and_the_others_continue(lines):
@@ -169,19 +171,20 @@ def test_a_recipe_that_fails_says_why_and_the_others_continue(lines):
     assert "scores" not in lines["niah", "multikey/420/0/0", "kivi:group=64"]
 
 
-def test_an_answer_ends_before_the_end_of_text(model, plan, monkeypatch):
+def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch):
     batch = batch_of(plan, "niah")
     cache, asked = read(model, "full", batch), [s.data for s in batch.samples]
     ids, tokens = [a.ids for a in asked], [a.tokens for a in asked]
+    alone = Run(model, source, cache, batch, None, partial(forward, model))
     with torch.inference_mode():
-        before = answers(model, cache, ids, tokens, 4)
-        end = before[0].ids[3]
+        before = answers(alone, ids, tokens)
+        end = before[0][3]
         monkeypatch.setattr(model.generation_config, "eos_token_id", [end, 10**6])
-        after = answers(model, cache, ids, tokens, 4)
-        rows, _ = greedy(model, cache, torch.tensor([ids[0]]), tokens[0], [end])
+        after = answers(alone, ids, tokens)
+        rows = greedy(alone.forward, cache, torch.tensor([ids[0]]), tokens[0], [end])
     for a, b in zip(before, after, strict=True):
-        assert b.ids == a.ids[: a.ids.index(end) if end in a.ids else len(a.ids)]
-    assert rows[0].tolist() == before[0].ids[: before[0].ids.index(end) + 1]
+        assert b == a[: a.index(end) if end in a else len(a)]
+    assert rows[0].tolist() == before[0][: before[0].index(end) + 1]
 
 
 # the command

@@ -13,48 +13,58 @@ from transformers import PreTrainedModel
 
 from ..hf.cache import Cache
 from ..workload import clock
+from ..workload.crew import Forward
 from ..workload.forward import forward
+from .sample import Run
+
+SPEED_STEPS = 6  # timed, after WARM_UP_STEPS that are not
+WARM_UP_STEPS = 2
 
 
 class Decoded(NamedTuple):
-    """Log-probabilities fp32 [B, N, V] of N steps, the greedy tokens [B, N], and seconds."""
+    """Log-probabilities fp32 [B, N, V] of N steps, and the greedy tokens [B, N]."""
 
     logp: Tensor
     greedy: Tensor
-    seconds: float
 
 
 def decode(
-    model: PreTrainedModel,
-    cache: Cache,
-    first: Tensor,
-    steps: int,
-    given: Tensor | None = None,
+    step: Forward, cache: Cache, first: Tensor, steps: int, given: Tensor | None = None
 ) -> Decoded:
     """Run `steps` steps from tokens first [B]; then feed `given` [B, steps], or what is likeliest.
 
-    The seconds are those of the model alone.
+    step: runs the model.
     """
-    seconds, each, greedy = 0.0, [], []
+    each, greedy = [], []
     new = first[:, None]
     for i in range(steps):
-        begin = clock.seconds(model.device)
-        logits = forward(model, new, cache)  # [B, V]
+        logits = step(new, cache)  # [B, V]
         best = logits.argmax(-1)
-        seconds += clock.seconds(model.device) - begin
         each.append(torch.log_softmax(logits.float(), dim=-1).cpu())
         greedy.append(best)
         new = (best if given is None else given[:, i])[:, None]
-    return Decoded(torch.stack(each, dim=1), torch.stack(greedy, dim=1).cpu(), seconds)
+    return Decoded(torch.stack(each, dim=1), torch.stack(greedy, dim=1).cpu())
 
 
-def exact_logp(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
+def decode_seconds(model: PreTrainedModel, cache: Cache) -> float:
+    """Return the seconds of one decode step of this cache alone; it is unchanged."""
+    own = copy.deepcopy(cache)
+    rows = cache.routed[0].cache.like if cache.routed else None
+    new = torch.zeros(1 if rows is None else len(rows), 1, dtype=torch.long, device=model.device)
+    for _ in range(WARM_UP_STEPS):
+        forward(model, new, own)
+    begin = clock.seconds(model.device)
+    for _ in range(SPEED_STEPS):
+        forward(model, new, own)
+    return (clock.seconds(model.device) - begin) / SPEED_STEPS
+
+
+def exact_logp(step: Forward, cache: Cache, ids: Tensor) -> Tensor:
     """Append ids [B, N] to an exact cache; return log-probabilities fp32 [B, N, V] after each.
 
     All ids are one step: an exact cache attends to them as if they came one by one.
     """
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return torch.log_softmax(out.logits.float(), dim=-1).cpu()
+    return torch.log_softmax(step(ids, cache, every=True).float(), dim=-1).cpu()
 
 
 def divergence(exact: Tensor, other: Tensor) -> Tensor:
@@ -63,44 +73,30 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.stack([(p.exp() * (p - q)).sum(-1) for p, q in rows], dim=1).clamp(min=0)
 
 
-class Answer(NamedTuple):
-    """Greedy tokens of an answer, and its share of the seconds and steps of decoding."""
-
-    ids: list[int]
-    seconds: float
-    steps: int
-
-
-def answers(
-    model: PreTrainedModel,
-    cache: Cache,
-    questions: Sequence[list[int]],
-    tokens: Sequence[int],
-    batch: int,
-) -> list[Answer]:
-    """Answer each question on a copy of the cache, which has read one context.
+def answers(run: Run, questions: Sequence[list[int]], tokens: Sequence[int]) -> list[list[int]]:
+    """Return the ids of an answer to each question, on a copy of a cache that read one context.
 
     questions: their ids. tokens: how many to generate for each. An answer ends before the model's
-    end-of-text token. Questions of one length are answered together, `batch` at once; none attends
-    to another.
+    end-of-text token. Questions of one length are answered together, as many as the source's batch;
+    none attends to another.
     """
-    stop = stop_ids(model)
-    found: dict[int, Answer] = {}
+    stop, batch = stop_ids(run.model), run.source.batch
+    found: dict[int, list[int]] = {}
     order = sorted(range(len(questions)), key=lambda i: len(questions[i]))
     for _, same in groupby(order, key=lambda i: len(questions[i])):
         group = list(same)
         for at in range(0, len(group), batch):
             together = group[at : at + batch]
-            own = copy.deepcopy(cache)
+            own = copy.deepcopy(run.cache)
             if len(together) > 1:
                 own.batch_repeat_interleave(len(together))
-            ids = torch.tensor([questions[i] for i in together], device=model.device)
+            ids = torch.tensor([questions[i] for i in together], device=run.model.device)
             most = max(tokens[i] for i in together)
-            rows, seconds = greedy(model, own, ids, most, stop)
-            for i, row in zip(together, rows.tolist(), strict=True):
+            for i, row in zip(
+                together, greedy(run.forward, own, ids, most, stop).tolist(), strict=True
+            ):
                 end = next((at for at, token in enumerate(row) if token in stop), len(row))
-                answer = row[: min(end, tokens[i])]
-                found[i] = Answer(answer, seconds / len(together), len(row))
+                found[i] = row[: min(end, tokens[i])]
     return [found[i] for i in range(len(questions))]
 
 
@@ -111,27 +107,26 @@ def stop_ids(model: PreTrainedModel) -> list[int]:
 
 
 def greedy(
-    model: PreTrainedModel, cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()
-) -> tuple[Tensor, float]:
-    """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens, and the seconds.
+    step: Forward, cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()
+) -> Tensor:
+    """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens.
 
     Ends early when every row has a token of `stop`; the last token is not appended. A recipe with
     recall reads the ids one by one: a step of several tokens would read the whole cache, and the
     index would not be tested.
     """
-    begin = clock.seconds(model.device)
     overrides = (one.parts.get("recall") for one in cache.recipe.layers)
     if any(recall is not None for recall in (cache.recipe.recall, *overrides)):
         for column in ids.split(1, dim=1)[:-1]:
-            forward(model, column, cache)
+            step(column, cache)
         ids = ids[:, -1:]
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     found = []
     for _ in range(tokens):
-        ids = forward(model, ids, cache).argmax(-1, keepdim=True)
+        ids = step(ids, cache).argmax(-1, keepdim=True)
         found.append(ids)
         ended |= torch.isin(ids[:, 0], stopping)
         if stop and ended.all():
             break
-    return torch.cat(found, dim=1).cpu(), clock.seconds(model.device) - begin
+    return torch.cat(found, dim=1).cpu()

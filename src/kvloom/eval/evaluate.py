@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from ..hf import compat
 from ..recipe.spec import Recipe
 from ..report.errors import one_line, user_message
 from ..workload.attachment import attachment_restored
+from ..workload.crew import Crew, Forward
 from ..workload.prefill import Prefilled, groups, prefill
+from .decoding import decode_seconds
 from .plan import Plan
 from .result_files import ResultFolder
 from .sample import Batch, Outcome, Run, Sample, Source, Task
 
+TOGETHER = 8  # recipes whose forward passes are one batch
 _log = logging.getLogger(__name__)
 Progress = Callable[[str, int], None]
 
@@ -62,7 +66,7 @@ def evaluate(
                 ]
                 report("", len(batch.samples) * (len(recipes) - len(missing)))
                 for recipe, lines in _measured(
-                    model, source, task, batch, recipes[0], missing, report
+                    model, source, task, batch, recipes[0], missing, report, batch is batches[0]
                 ):
                     if recipe in missing:
                         new = [x for x in lines if (x["sample"], recipe.name) not in done]
@@ -83,8 +87,12 @@ def _measured(
     full: Recipe,
     missing: Sequence[Recipe],
     report: Progress,
+    timed: bool,
 ) -> Iterator[tuple[Recipe, list[dict[str, Any]]]]:
-    """Yield the lines of `full` and of each missing recipe on a batch."""
+    """Yield the lines of `full` and of each missing recipe on a batch.
+
+    timed: whether a decode step of each recipe is timed, alone.
+    """
     if not missing:
         return
     others = [recipe for recipe in missing if recipe != full]
@@ -94,37 +102,49 @@ def _measured(
         report(f"{where}: reading the context", 0)
         _, filled = prefill(model, group, batch.ids.to(model.device))
         while filled:
-            one = filled.pop(0)  # its cache is freed once it is measured
-            report(f"{where}: {one.recipe.name}", 0)
-            if one.recipe == full:
-                if one.error is not None:
-                    raise one.error
-                lines, exact = _measured_by(model, source, task, batch, one, None)
+            some = [filled.pop(0)]
+            if some[0].recipe == full:
+                if some[0].error is not None:
+                    raise some[0].error
             else:
-                try:
-                    if one.error is not None:
-                        raise one.error
-                    lines, _ = _measured_by(model, source, task, batch, one, exact)
-                except Exception as error:
-                    if user_message(error) is None:
-                        _log.exception("recipe %r failed", one.recipe.name)
-                    problem = one_line(error)
-                    lines = [_key(task, s.name, one.recipe, problem=problem) for s in batch.samples]
-            yield one.recipe, lines
+                some += [filled.pop(0) for _ in range(min(TOGETHER - 1, len(filled)))]
+            report(f"{where}: {', '.join(one.recipe.name for one in some)}", 0)
+            speeds = [decode_seconds(model, x.cache) if timed and x.cache else None for x in some]
+            found = _measure_together(model, source, task, batch, some, exact)
+            for one, speed, result in zip(some, speeds, found, strict=True):
+                if not isinstance(result, Exception):
+                    outcomes, reference = result
+                    exact = reference if one.recipe == full else exact
+                    yield one.recipe, _lines(task, batch, one, outcomes, model, speed)
+                    continue
+                if one.recipe == full:
+                    raise result
+                if user_message(result) is None:
+                    _log.error("recipe %r failed", one.recipe.name, exc_info=result)
+                problem = one_line(result)
+                yield (
+                    one.recipe,
+                    [_key(task, s.name, one.recipe, problem=problem) for s in batch.samples],
+                )
 
 
-def _measured_by(
+def _measure_together(
     model: PreTrainedModel,
     source: Source,
     task: Task,
     batch: Batch,
-    filled: Prefilled,
+    filled: Sequence[Prefilled],
     exact: Any,
-) -> tuple[list[dict[str, Any]], Any]:
-    """Return the lines of one recipe on a batch, and what others are compared with."""
-    assert filled.cache is not None
-    outcomes, found = task.measure(Run(model, source, filled.cache, batch, exact))
-    return _lines(task, batch, filled, outcomes, model), found
+) -> list[tuple[list[Outcome], Any] | Exception]:
+    """Return what the task measures for each recipe, or why it has no figures."""
+
+    def measure(one: Prefilled, forward: Forward) -> tuple[list[Outcome], Any]:
+        if one.error is not None:
+            raise one.error
+        assert one.cache is not None
+        return task.measure(Run(model, source, one.cache, batch, exact, forward))
+
+    return Crew(model, [partial(measure, one) for one in filled]).run()
 
 
 def _lines(
@@ -133,6 +153,7 @@ def _lines(
     filled: Prefilled,
     outcomes: Sequence[Outcome],
     model: PreTrainedModel,
+    speed: float | None,
 ) -> list[dict[str, Any]]:
     """Return the lines of a recipe's outcomes; bytes and seconds are those of one context."""
     contexts = len(batch.ids)
@@ -150,8 +171,7 @@ def _lines(
             curves={name: [_finite(x, 5) for x in xs] for name, xs in outcome.curves.items()},
             seconds={
                 "prefill": filled.seconds / contexts,
-                "decode": outcome.decode_s,
-                "steps": outcome.steps,
+                **({} if speed is None else {"decode": speed / contexts, "steps": 1}),
             },
         )
         for sample, outcome in zip(batch.samples, outcomes, strict=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.cache import Cache
+from ..workload.crew import Forward
 from ..workload.text import leading_ids, tokenize
 
 
@@ -50,8 +51,6 @@ class Outcome:
     answer: str = ""
     tokens: list[str] = field(default_factory=list)
     curves: dict[str, list[float]] = field(default_factory=dict)
-    decode_s: float = 0.0
-    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ class Source:
 class Run:
     """One recipe on one batch: its cache, which has read the contexts, and how to go on.
 
-    exact: what the task's `measure` returned for `full`; None for `full` itself.
+    exact: what the task's `measure` returned for `full`; None for `full` itself. forward: runs the
+    model on this cache, or on a copy of it, perhaps together with other recipes.
     """
 
     model: PreTrainedModel
@@ -102,6 +102,7 @@ class Run:
     cache: Cache
     batch: Batch
     exact: Any
+    forward: Forward
 
 
 class Task(Protocol):

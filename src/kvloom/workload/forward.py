@@ -10,17 +10,18 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..hf.cache import Cache
-
 Progress = Callable[[str, int], None]
 """Called with the current work, and the units of work finished since the last call."""
 
 
-def forward(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
-    """Append ids [B, T] to the cache; return the logits of the last position, [B, V]."""
-    last_only = _last_logits_option(type(model).forward)
+def forward(model: PreTrainedModel, ids: Tensor, cache: Any, every: bool = False) -> Tensor:
+    """Append ids [B, T] to a kvloom cache; return the logits of the last position, [B, V].
+
+    every: return the logits of all T positions, [B, T, V].
+    """
+    last_only = {} if every else _last_logits_option(type(model).forward)
     out = model(input_ids=ids, past_key_values=cache, use_cache=True, **last_only)
-    return out.logits[:, -1]
+    return out.logits if every else out.logits[:, -1]
 
 
 @lru_cache

@@ -52,19 +52,15 @@ def prompt_in(source: Source, around: Frame, tail: str, prefix: str = "") -> Pro
 def answer_all(run: Run, score: Callable[[str, Sample], dict[str, float]]) -> list[Outcome]:
     """Answer the questions about one context; the data of each sample are `Asked`."""
     asked = [sample.data for sample in run.batch.samples]
-    found = answers(
-        run.model, run.cache, [a.ids for a in asked], [a.tokens for a in asked], run.source.batch
-    )
+    found = answers(run, [a.ids for a in asked], [a.tokens for a in asked])
     outcomes = []
     for sample, answer in zip(run.batch.samples, found, strict=True):
-        text = run.source.decode(answer.ids)
+        text = run.source.decode(answer)
         outcomes.append(
             Outcome(
                 scores=score(text, sample),
                 answer=text,
-                tokens=run.source.pieces(answer.ids),
-                decode_s=answer.seconds,
-                steps=answer.steps,
+                tokens=run.source.pieces(answer),
             )
         )
     return outcomes

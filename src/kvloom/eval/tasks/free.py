@@ -43,15 +43,14 @@ class Free:
         before = copy.deepcopy(run.cache) if run.exact is None else run.exact.cache
         own = None if run.exact is None else copy.deepcopy(before)
         new = torch.stack([sample.data[0] for sample in run.batch.samples]).to(model.device)
-        tokens, kl, seconds = [], [], 0.0
+        tokens, kl = [], []
         for at in range(0, n, CHUNK):
-            found = decode(model, run.cache, new, min(CHUNK, n - at))
+            found = decode(run.forward, run.cache, new, min(CHUNK, n - at))
             if own is not None:
                 fed = torch.cat([new.cpu()[:, None], found.greedy[:, :-1]], dim=1)
-                exact_found = exact_logp(model, own, fed.to(model.device))
+                exact_found = exact_logp(run.forward, own, fed.to(model.device))
                 kl.append(divergence(exact_found, found.logp))
             tokens.append(found.greedy)
-            seconds += found.seconds
             new = found.greedy[:, -1].to(model.device)
         written = torch.cat(tokens, dim=1)
         exact = Exact(before, written) if run.exact is None else run.exact
@@ -69,8 +68,6 @@ class Free:
                     answer=run.source.decode(row),
                     tokens=run.source.pieces(row),
                     curves={"kl": curve[i].tolist()},
-                    decode_s=seconds / len(written),
-                    steps=n,
                 )
             )
         return outcomes, exact

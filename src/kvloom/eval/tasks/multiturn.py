@@ -12,8 +12,6 @@ import numpy as np
 import torch
 
 from ...errors import InputError
-from ...workload import clock
-from ...workload.forward import forward
 from ..decoding import greedy
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, share_found
@@ -42,18 +40,15 @@ class Multiturn:
 
     def measure(self, run: Run) -> tuple[list[Outcome], None]:
         """Ask turn by turn; the last token of an answer is read with the next turn."""
-        model, outcomes = run.model, []
+        device, outcomes = run.model.device, []
         last: list[int] = []
         for sample in run.batch.samples:
             document, asked = sample.data
-            seconds = 0.0
             if document:
-                begin = clock.seconds(model.device)
-                forward(model, torch.tensor([[*last, *document]], device=model.device), run.cache)
-                seconds, last = clock.seconds(model.device) - begin, []
-            ids = torch.tensor([[*last, *asked.ids]], device=model.device)
-            rows, more = greedy(model, run.cache, ids, asked.tokens)
-            answer = rows[0].tolist()
+                run.forward(torch.tensor([[*last, *document]], device=device), run.cache)
+                last = []
+            ids = torch.tensor([[*last, *asked.ids]], device=device)
+            answer = greedy(run.forward, run.cache, ids, asked.tokens)[0].tolist()
             last = answer[-1:]
             text = run.source.decode(answer)
             outcomes.append(
@@ -61,8 +56,6 @@ class Multiturn:
                     scores={"correct": share_found(text, asked.expected)},
                     answer=text,
                     tokens=run.source.pieces(answer),
-                    decode_s=seconds + more,
-                    steps=len(answer),
                 )
             )
         return outcomes, None

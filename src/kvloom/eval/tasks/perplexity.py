@@ -26,7 +26,7 @@ class Perplexity:
         """Score each continuation; returns the log-probabilities for the others."""
         rows = torch.stack([sample.data for sample in run.batch.samples]).to(run.model.device)
         count = rows.shape[1] - 1
-        found = decode(run.model, run.cache, rows[:, 0], count, given=rows[:, 1:])
+        found = decode(run.forward, run.cache, rows[:, 0], count, given=rows[:, 1:])
         exact = found.logp if run.exact is None else run.exact
         nll = -found.logp.gather(2, rows[:, 1:, None].cpu())[..., 0]  # [B, N]
         kl = divergence(exact, found.logp)
@@ -42,8 +42,6 @@ class Perplexity:
                 },
                 tokens=run.source.pieces(found.greedy[i]),
                 curves={"kl": kl[i].tolist(), "nll": nll[i].tolist()},
-                decode_s=found.seconds / len(rows),
-                steps=count,
             )
             for i in range(len(rows))
         ]

@@ -1,0 +1,158 @@
+"""Several caches step in one forward pass, as if each had stepped alone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import zoo
+from test_fan_out import prompt
+
+import kvloom
+from backends import by_reference
+from kvloom.errors import CacheMisuse
+from kvloom.hf.together import Together, can_step_together
+from kvloom.workload.crew import Crew
+from kvloom.workload.forward import forward
+from near import assert_near
+
+pytestmark = by_reference
+FORMS = (
+    "full", "kivi:group=16,residual=32", "h2o:tokens=20", "snapkv:tokens=20,window=8",
+    "streaming:tokens=24,positions=renumbered", "quest:tokens=24,page=4,sinks=4,recent=8",
+)  # fmt: skip
+
+
+def filled(model, rows: int = 2) -> list:
+    caches = []
+    ids = prompt(70, 3)["input_ids"][-rows:]
+    for form in FORMS:
+        caches.append(kvloom.Cache(model, form))
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=caches[-1])
+    return caches
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gpt-neox"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_each_cache_steps_as_if_alone(name, tokens):
+    model = zoo.build(name)
+    caches = filled(model)
+    alone = copy.deepcopy(caches)
+    for step in range(4):
+        ids = torch.randint(3, 199, (2 * len(caches), tokens), generator=torch.manual_seed(step))
+        with torch.no_grad():
+            out = forward(model, ids, Together(model, caches), every=True)
+            rows = zip(ids.split(2), alone, strict=True)
+            each = [forward(model, x, cache, every=True) for x, cache in rows]
+        assert_near(out, torch.cat(each), 1e-5)
+    assert [c.nbytes for c in caches] == [c.nbytes for c in alone]
+    assert [c.get_seq_length() for c in caches] == [70 + 4 * tokens] * len(caches)
+
+
+def test_a_failure_in_one_cache_leaves_all_as_they_were():
+    model = zoo.build("llama-gqa")
+    caches = filled(model, 1)
+    before = [c.get_seq_length() for c in caches]
+    caches[3].routed[1].cache.unusable = "a test broke it"
+    ids = torch.randint(3, 199, (len(caches), 1))
+    with torch.no_grad(), pytest.raises(CacheMisuse, match="a test broke it"):
+        forward(model, ids, Together(model, caches))
+    assert [c.get_seq_length() for c in caches] == before
+    caches[3].routed[1].cache.unusable = ""
+    with torch.no_grad():
+        forward(model, ids, Together(model, caches))
+    assert [c.get_seq_length() for c in caches] == [n + 1 for n in before]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gemma3", "mistral-sliding"])
+def test_models_that_need_more_than_the_caches_are_refused(name):
+    model = zoo.build(name)
+    form = (
+        "streaming:tokens=24,positions=renumbered" if name in ("gpt2", "opt") else "h2o:tokens=20"
+    )
+    caches = [kvloom.Cache(model, x) for x in ("full", form)]
+    for cache in caches:
+        with torch.no_grad():
+            model(**prompt(40, 1), past_key_values=cache)
+    assert not can_step_together(model, caches)
+    with pytest.raises(CacheMisuse, match="step each of them alone"):
+        Together(model, caches)
+
+
+def test_caches_of_other_lengths_are_refused():
+    model = zoo.build("llama-gqa")
+    caches = [kvloom.Cache(model, "full") for _ in range(2)]
+    for tokens, cache in zip((40, 41), caches, strict=True):
+        with torch.no_grad():
+            model(**prompt(tokens, 1), past_key_values=cache)
+    assert not can_step_together(model, caches)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_a_crew_gives_what_each_member_gives_alone(name):
+    """Members make other numbers of steps, and steps of other sizes."""
+    model = zoo.build(name)
+    first = prompt(40, 1)["input_ids"]
+    forms = FORMS if name == "llama-gqa" else FORMS[:3]
+
+    def work(i, form):
+        def measure(step):
+            cache = kvloom.Cache(model, form)
+            logits = [step(first, cache)]
+            logits += [step(first[:, k : k + 1 + k % 2], cache) for k in range(4 + i)]
+            return torch.cat(logits)
+
+        return measure
+
+    members = [work(i, form) for i, form in enumerate(forms)]
+    found = Crew(model, members).run()
+    with torch.inference_mode():
+        for member, logits in zip(members, found, strict=True):
+            assert_near(logits, member(lambda ids, cache: forward(model, ids, cache)), 1e-5)
+
+
+def test_a_member_that_fails_does_not_stop_the_others():
+    model = zoo.build("llama-gqa")
+    first = prompt(40, 1)["input_ids"]
+
+    def good(step):
+        cache = kvloom.Cache(model, "full")
+        step(first, cache)
+        return step(first[:, :1], cache).shape
+
+    def broken(step):
+        cache = kvloom.Cache(model, "full")
+        step(first, cache)
+        cache.routed[0].cache.unusable = "a test broke it"
+        return step(first[:, :1], cache)
+
+    def wrong(step):
+        raise ValueError("a mistake of its own")
+
+    shape, one, other = Crew(model, [good, broken, wrong]).run()
+    assert shape == (1, 199)
+    assert isinstance(one, CacheMisuse)
+    assert isinstance(other, ValueError)
+
+
+def test_an_interrupt_ends_every_member(monkeypatch):
+    model = zoo.build("llama-gqa")
+    first = prompt(40, 1)["input_ids"]
+
+    def member(step):
+        cache = kvloom.Cache(model, "full")
+        while True:
+            step(first[:, :1], cache)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvloom.workload.crew.forward", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Crew(model, [member, member]).run()
+    assert threading.active_count() == 1 or not any(
+        t.name.startswith("Thread-") and "member" in t.name for t in threading.enumerate()
+    )

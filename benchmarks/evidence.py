@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -72,6 +72,7 @@ def recipes(names: str, shares: tuple[float, ...], context: int, geometry: objec
     found = []
     for spec in split_recipes(names):
         recipe = resolve(HERE / "recipes" / spec if spec.endswith(".toml") else spec)
+        recipe = replace(recipe, name=spec.removesuffix(".toml"))
         for share in shares:
             try:
                 found.append(at_share(recipe, share, context, geometry))

@@ -8,6 +8,7 @@ import zoo
 from test_saved import CALIBRATED, FORMS, IDS, PROMPT, llama, step
 
 import kvloom
+from backends import by_reference
 from kvloom.errors import CacheMisuse, NotFinite
 from kvloom.hf.fan_out import Follower, prefill_together
 
@@ -20,6 +21,7 @@ def prompt(tokens: int, rows: int = 3) -> dict:
     return {name: x[:rows, :tokens] for name, x in IDS.items()}
 
 
+@by_reference
 def test_every_recipe_goes_on_as_if_it_had_read_the_prompt_alone(llama):
     model, calibration = llama
     forms = [f"{x},calibration={calibration}" if x in CALIBRATED else x for x in FORMS]

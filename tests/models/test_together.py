@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import kvloom
 from backends import by_reference
 from kvloom.errors import CacheMisuse
 from kvloom.hf.together import Together, can_step_together
-from kvloom.workload.crew import Crew
+from kvloom.workload.crew import Ask, run_alone, run_together
 from kvloom.workload.forward import forward
 from near import assert_near
 
@@ -92,67 +91,53 @@ def test_caches_of_other_lengths_are_refused():
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_a_crew_gives_what_each_member_gives_alone(name):
-    """Members make other numbers of steps, and steps of other sizes."""
+def test_measurements_give_what_each_gives_alone(name):
+    """They make other numbers of steps, and steps of other sizes."""
     model = zoo.build(name)
     first = prompt(40, 1)["input_ids"]
     forms = FORMS if name == "llama-gqa" else FORMS[:3]
 
-    def work(i, form):
-        def measure(step):
-            cache = kvloom.Cache(model, form)
-            logits = [step(first, cache)]
-            logits += [step(first[:, k : k + 1 + k % 2], cache) for k in range(4 + i)]
-            return torch.cat(logits)
+    def measure(i, form):
+        cache = kvloom.Cache(model, form)
+        logits = [(yield Ask(first, cache, every=True))[0]]
+        for k in range(4 + i):
+            logits.append((yield Ask(first[:, k : k + 1 + k % 2], cache)))
+        return torch.cat(logits)
 
-        return measure
-
-    members = [work(i, form) for i, form in enumerate(forms)]
-    found = Crew(model, members).run()
     with torch.inference_mode():
-        for member, logits in zip(members, found, strict=True):
-            assert_near(logits, member(lambda ids, cache: forward(model, ids, cache)), 1e-5)
+        found = run_together(model, [measure(i, form) for i, form in enumerate(forms)])
+        for i, form in enumerate(forms):
+            assert_near(found[i], run_alone(model, measure(i, form)), 1e-5)
 
 
-def test_a_member_that_fails_does_not_stop_the_others():
+def test_a_measurement_that_fails_does_not_stop_the_others():
     model = zoo.build("llama-gqa")
     first = prompt(40, 1)["input_ids"]
 
-    def good(step):
+    def good():
         cache = kvloom.Cache(model, "full")
-        step(first, cache)
-        return step(first[:, :1], cache).shape
+        yield Ask(first, cache)
+        return (yield Ask(first[:, :1], cache)).shape
 
-    def broken(step):
+    def broken(caught):
         cache = kvloom.Cache(model, "full")
-        step(first, cache)
+        yield Ask(first, cache)
         cache.routed[0].cache.unusable = "a test broke it"
-        return step(first[:, :1], cache)
+        try:
+            return (yield Ask(first[:, :1], cache))
+        except CacheMisuse as error:
+            caught.append(error)
+            raise
 
-    def wrong(step):
+    def wrong():
+        yield Ask(first, kvloom.Cache(model, "full"))
         raise ValueError("a mistake of its own")
 
-    shape, one, other = Crew(model, [good, broken, wrong]).run()
+    caught = []
+    with torch.inference_mode():
+        shape, one, other = run_together(model, [good(), broken(caught), wrong()])
     assert shape == (1, 199)
-    assert isinstance(one, CacheMisuse)
+    assert caught == [one]
     assert isinstance(other, ValueError)
-
-
-def test_an_interrupt_ends_every_member(monkeypatch):
-    model = zoo.build("llama-gqa")
-    first = prompt(40, 1)["input_ids"]
-
-    def member(step):
-        cache = kvloom.Cache(model, "full")
-        while True:
-            step(first[:, :1], cache)
-
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvloom.workload.crew.forward", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        Crew(model, [member, member]).run()
-    assert threading.active_count() == 1 or not any(
-        t.name.startswith("Thread-") and "member" in t.name for t in threading.enumerate()
-    )
+    with pytest.raises(ValueError, match="a mistake of its own"):
+        run_alone(model, wrong())

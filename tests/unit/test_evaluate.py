@@ -1,7 +1,6 @@
 """`kvloom eval`: scores equal those of a plain loop, and one failure does not stop the others."""
 
 import json
-from functools import partial
 from importlib import import_module
 
 import pytest
@@ -17,7 +16,7 @@ from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Run, Source
 from kvloom.eval.tasks import task_named
 from kvloom.recipe.resolve import resolve
-from kvloom.workload.forward import forward
+from kvloom.workload.crew import run_alone
 
 evaluate, units = (getattr(import_module("kvloom.eval.evaluate"), n) for n in ("evaluate", "units"))
 NAMES = ["full", "window:tokens=16", "kivi:group=16,residual=16", "kivi:group=64",
@@ -175,13 +174,13 @@ def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch)
     batch = batch_of(plan, "niah")
     cache, asked = read(model, "full", batch), [s.data for s in batch.samples]
     ids, tokens = [a.ids for a in asked], [a.tokens for a in asked]
-    alone = Run(model, source, cache, batch, None, partial(forward, model))
+    run = Run(model, source, cache, batch, None)
     with torch.inference_mode():
-        before = answers(alone, ids, tokens)
+        before = run_alone(model, answers(run, ids, tokens))
         end = before[0][3]
         monkeypatch.setattr(model.generation_config, "eos_token_id", [end, 10**6])
-        after = answers(alone, ids, tokens)
-        rows = greedy(alone.forward, cache, torch.tensor([ids[0]]), tokens[0], [end])
+        after = run_alone(model, answers(run, ids, tokens))
+        rows = run_alone(model, greedy(cache, torch.tensor([ids[0]]), tokens[0], [end]))
     for a, b in zip(before, after, strict=True):
         assert b == a[: a.index(end) if end in a else len(a)]
     assert rows[0].tolist() == before[0][: before[0].index(end) + 1]

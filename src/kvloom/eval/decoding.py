@@ -1,4 +1,7 @@
-"""Steps on a cache that has read a context: scored, free-running, and answers to questions."""
+"""Steps on a cache that has read a context: scored, free-running, and answers to questions.
+
+The generators ask for forward passes, which `workload.crew` runs for several recipes at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..hf.cache import Cache
 from ..workload import clock
-from ..workload.crew import Forward
+from ..workload.crew import Ask, Work
 from ..workload.forward import forward
 from .sample import Run
 
@@ -28,17 +31,12 @@ class Decoded(NamedTuple):
     greedy: Tensor
 
 
-def decode(
-    step: Forward, cache: Cache, first: Tensor, steps: int, given: Tensor | None = None
-) -> Decoded:
-    """Run `steps` steps from tokens first [B]; then feed `given` [B, steps], or what is likeliest.
-
-    step: runs the model.
-    """
+def decode(cache: Cache, first: Tensor, steps: int, given: Tensor | None = None) -> Work[Decoded]:
+    """Run `steps` steps from tokens first [B]; then feed `given` [B, steps], or the likeliest."""
     each, greedy = [], []
     new = first[:, None]
     for i in range(steps):
-        logits = step(new, cache)  # [B, V]
+        logits = yield Ask(new, cache)  # [B, V]
         best = logits.argmax(-1)
         each.append(torch.log_softmax(logits.float(), dim=-1).cpu())
         greedy.append(best)
@@ -59,12 +57,13 @@ def decode_seconds(model: PreTrainedModel, cache: Cache) -> float:
     return (clock.seconds(model.device) - begin) / SPEED_STEPS
 
 
-def exact_logp(step: Forward, cache: Cache, ids: Tensor) -> Tensor:
+def exact_logp(cache: Cache, ids: Tensor) -> Work[Tensor]:
     """Append ids [B, N] to an exact cache; return log-probabilities fp32 [B, N, V] after each.
 
     All ids are one step: an exact cache attends to them as if they came one by one.
     """
-    return torch.log_softmax(step(ids, cache, every=True).float(), dim=-1).cpu()
+    logits = yield Ask(ids, cache, every=True)
+    return torch.log_softmax(logits.float(), dim=-1).cpu()
 
 
 def divergence(exact: Tensor, other: Tensor) -> Tensor:
@@ -73,7 +72,9 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.stack([(p.exp() * (p - q)).sum(-1) for p, q in rows], dim=1).clamp(min=0)
 
 
-def answers(run: Run, questions: Sequence[list[int]], tokens: Sequence[int]) -> list[list[int]]:
+def answers(
+    run: Run, questions: Sequence[list[int]], tokens: Sequence[int]
+) -> Work[list[list[int]]]:
     """Return the ids of an answer to each question, on a copy of a cache that read one context.
 
     questions: their ids. tokens: how many to generate for each. An answer ends before the model's
@@ -92,9 +93,8 @@ def answers(run: Run, questions: Sequence[list[int]], tokens: Sequence[int]) -> 
                 own.batch_repeat_interleave(len(together))
             ids = torch.tensor([questions[i] for i in together], device=run.model.device)
             most = max(tokens[i] for i in together)
-            for i, row in zip(
-                together, greedy(run.forward, own, ids, most, stop).tolist(), strict=True
-            ):
+            rows = yield from greedy(own, ids, most, stop)
+            for i, row in zip(together, rows.tolist(), strict=True):
                 end = next((at for at, token in enumerate(row) if token in stop), len(row))
                 found[i] = row[: min(end, tokens[i])]
     return [found[i] for i in range(len(questions))]
@@ -106,9 +106,7 @@ def stop_ids(model: PreTrainedModel) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def greedy(
-    step: Forward, cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()
-) -> Tensor:
+def greedy(cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()) -> Work[Tensor]:
     """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens.
 
     Ends early when every row has a token of `stop`; the last token is not appended. A recipe with
@@ -118,13 +116,14 @@ def greedy(
     overrides = (one.parts.get("recall") for one in cache.recipe.layers)
     if any(recall is not None for recall in (cache.recipe.recall, *overrides)):
         for column in ids.split(1, dim=1)[:-1]:
-            step(column, cache)
+            yield Ask(column, cache)
         ids = ids[:, -1:]
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     found = []
     for _ in range(tokens):
-        ids = step(ids, cache).argmax(-1, keepdim=True)
+        logits = yield Ask(ids, cache)
+        ids = logits.argmax(-1, keepdim=True)
         found.append(ids)
         ended |= torch.isin(ids[:, 0], stopping)
         if stop and ended.all():

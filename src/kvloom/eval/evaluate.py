@@ -10,7 +10,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..hf import compat
 from ..recipe.spec import Recipe
 from ..report.errors import one_line, user_message
 from ..workload.attachment import attachment_restored
-from ..workload.crew import Crew, Forward
+from ..workload.crew import Work, run_together
 from ..workload.prefill import Prefilled, groups, prefill
 from .decoding import decode_seconds
 from .plan import Plan
@@ -138,13 +137,13 @@ def _measure_together(
 ) -> list[tuple[list[Outcome], Any] | Exception]:
     """Return what the task measures for each recipe, or why it has no figures."""
 
-    def measure(one: Prefilled, forward: Forward) -> tuple[list[Outcome], Any]:
+    def measure(one: Prefilled) -> Work[tuple[list[Outcome], Any]]:
         if one.error is not None:
             raise one.error
         assert one.cache is not None
-        return task.measure(Run(model, source, one.cache, batch, exact, forward))
+        return (yield from task.measure(Run(model, source, one.cache, batch, exact)))
 
-    return Crew(model, [partial(measure, one) for one in filled]).run()
+    return run_together(model, [measure(one) for one in filled])
 
 
 def _lines(

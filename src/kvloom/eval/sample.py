@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.cache import Cache
-from ..workload.crew import Forward
+from ..workload.crew import Work
 from ..workload.text import leading_ids, tokenize
 
 
@@ -93,8 +93,7 @@ class Source:
 class Run:
     """One recipe on one batch: its cache, which has read the contexts, and how to go on.
 
-    exact: what the task's `measure` returned for `full`; None for `full` itself. forward: runs the
-    model on this cache, or on a copy of it, perhaps together with other recipes.
+    exact: what the task's `measure` returned for `full`; None for `full` itself.
     """
 
     model: PreTrainedModel
@@ -102,7 +101,6 @@ class Run:
     cache: Cache
     batch: Batch
     exact: Any
-    forward: Forward
 
 
 class Task(Protocol):
@@ -117,7 +115,7 @@ class Task(Protocol):
     def batches(self, source: Source) -> list[Batch]:
         """Return the samples, the same for the same source."""
 
-    def measure(self, run: Run) -> tuple[list[Outcome], Any]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], Any]]:
         """Return the outcome of every sample, and what other recipes are compared with."""
 
     def positions(self, batch: Batch) -> int:

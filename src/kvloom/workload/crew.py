@@ -1,18 +1,14 @@
 """Run the same measurement for several caches at once, their forward passes as one batch.
 
-Each measurement is an ordinary function that calls `forward`; it runs in a thread of its own and
-waits there. Once every thread waits, the forward passes of equal size run together, in the caller's
-thread. So the grouping, and with it every result, does not depend on timing. Decides which passes
-run together.
+A measurement is a generator: it yields an `Ask` where it needs a forward pass, and is sent the
+logits. The passes that all measurements ask for next run together where their sizes agree. Decides
+which passes run together.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,130 +21,83 @@ from .forward import forward
 Result = TypeVar("Result")
 
 
-class Forward(Protocol):
-    """Appends ids [B, T] to a cache; see `workload.forward`."""
-
-    def __call__(self, ids: Tensor, cache: Cache, every: bool = False) -> Tensor: ...  # noqa: D102
-
-
-@dataclass
-class _Request:
-    """A forward pass that a thread waits for."""
+class Ask(NamedTuple):
+    """A forward pass: append ids [B, T] to a cache; arguments as for `workload.forward`."""
 
     ids: Tensor
     cache: Cache
-    every: bool
-    logits: Tensor | None = None
-    error: BaseException | None = None
-    answered: threading.Event = field(default_factory=threading.Event)
+    every: bool = False
 
 
-class Crew(Generic[Result]):
-    """Measurements that run at once.
+Work = Generator[Ask, Tensor, Result]
+"""A measurement that yields `Ask`, is sent logits, and returns a result."""
 
-    work: one function for each, called with its `Forward`.
+
+def run_together(model: PreTrainedModel, works: Sequence[Work[Result]]) -> list[Result | Exception]:
+    """Return what each measurement returned, or the exception it raised.
+
+    An exception of a forward pass is raised where its measurement asked for it.
     """
+    results: list[Any] = [None] * len(works)
+    asks: dict[int, Ask] = {}
 
-    def __init__(self, model: PreTrainedModel, work: Sequence[Callable[[Forward], Result]]) -> None:
-        self.model, self.work = model, work
-        self._waiting: list[_Request | None] = [None] * len(work)
-        self._ended = [False] * len(work)
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._unanswered: list[_Request] = []
-
-    def run(self) -> list[Result | Exception]:
-        """Return what each function returned, or the exception it raised."""
-        results: list[Result | Exception] = [RuntimeError("not measured")] * len(self.work)
-
-        def member(i: int) -> None:
-            try:
-                with torch.inference_mode():
-                    results[i] = self.work[i](partial(self._ask, i))
-            except Exception as error:
-                results[i] = error
-            finally:
-                with self._changed:
-                    self._ended[i] = True
-                    self._changed.notify_all()
-
-        threads = [threading.Thread(target=member, args=(i,)) for i in range(len(self.work))]
-        for thread in threads:
-            thread.start()
+    def resume(i: int, answer: Tensor | Exception | None) -> None:
+        """Go on with measurement i until it asks again or ends."""
         try:
-            while requests := self._requests():
-                for same in _by_size(requests):
-                    self._answer(same)
-        finally:
-            self._stop()
-            for thread in threads:
-                thread.join()
-        return results
-
-    def _ask(self, i: int, ids: Tensor, cache: Cache, every: bool = False) -> Tensor:
-        """Wait in thread i for a forward pass."""
-        request = _Request(ids, cache, every)
-        with self._changed:
-            if self._stopped:
-                raise RuntimeError("the measurement was interrupted")
-            self._waiting[i] = request
-            self._changed.notify_all()
-        request.answered.wait()
-        if request.error is not None:
-            raise request.error
-        assert request.logits is not None
-        return request.logits
-
-    def _requests(self) -> list[_Request]:
-        """Wait until every thread waits or has ended; return and remove what they wait for."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: all(
-                    one is not None or ended
-                    for one, ended in zip(self._waiting, self._ended, strict=True)
-                )
-            )
-            self._unanswered = [one for one in self._waiting if one is not None]
-            self._waiting = [None] * len(self.work)
-            return self._unanswered
-
-    def _answer(self, requests: Sequence[_Request]) -> None:
-        """Run the forward passes together, or one by one where that is not possible."""
-        caches = [request.cache for request in requests]
-        if len(requests) > 1 and can_step_together(self.model, caches):
-            ids = torch.cat([request.ids for request in requests])
-            try:
-                together = Together(self.model, caches)
-                logits = forward(self.model, ids, together, requests[0].every)
-            except Exception:  # one of them failed: find out which, each in its own step
-                pass
+            if isinstance(answer, Exception):
+                asks[i] = works[i].throw(answer)
             else:
-                parts = logits.split([len(request.ids) for request in requests])
-                for request, part in zip(requests, parts, strict=True):
-                    request.logits = part
-                    request.answered.set()
-                return
-        for request in requests:
-            try:
-                request.logits = forward(self.model, request.ids, request.cache, request.every)
-            except Exception as error:
-                request.error = error
-            request.answered.set()
+                asks[i] = works[i].send(answer)  # type: ignore[arg-type]  # None starts it
+        except StopIteration as end:
+            results[i] = end.value
+        except Exception as error:
+            results[i] = error
 
-    def _stop(self) -> None:
-        """Let every waiting thread end with an error, after an interrupt."""
-        with self._changed:
-            self._stopped = True
-            for request in [*self._unanswered, *self._waiting]:
-                if request is not None and not request.answered.is_set():
-                    request.error = RuntimeError("the measurement was interrupted")
-                    request.answered.set()
+    for i in range(len(works)):
+        resume(i, None)
+    while asks:
+        asked = dict(asks)
+        asks.clear()
+        for numbers in _by_size(asked):
+            answers = _answers(model, [asked[i] for i in numbers])
+            for i, answer in zip(numbers, answers, strict=True):
+                resume(i, answer)
+    return results
 
 
-def _by_size(requests: Sequence[_Request]) -> list[list[_Request]]:
-    """Divide requests by their new tokens, wanted logits, and the tokens their caches have seen."""
-    found: dict[tuple[int, bool, int], list[_Request]] = {}
-    for request in requests:
-        key = request.ids.shape[1], request.every, request.cache.get_seq_length()
-        found.setdefault(key, []).append(request)
-    return list(found.values())
+def run_alone(model: PreTrainedModel, work: Work[Result]) -> Result:
+    """Return what one measurement returned; raise what it raised."""
+    (result,) = run_together(model, [work])
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _answers(model: PreTrainedModel, asks: Sequence[Ask]) -> list[Tensor | Exception]:
+    """Return the logits of passes of equal size: together, or one by one where that fails."""
+    caches = [ask.cache for ask in asks]
+    if len(asks) > 1 and can_step_together(model, caches):
+        ids = torch.cat([ask.ids for ask in asks])
+        try:
+            logits = forward(model, ids, Together(model, caches), asks[0].every)
+        except Exception:  # of one of them: find out which, each in a pass of its own
+            pass
+        else:
+            return list(logits.split([len(ask.ids) for ask in asks]))
+    return [_answer(model, ask) for ask in asks]
+
+
+def _answer(model: PreTrainedModel, ask: Ask) -> Tensor | Exception:
+    try:
+        return forward(model, *ask)
+    except Exception as error:
+        return error
+
+
+def _by_size(asks: dict[int, Ask]) -> Iterator[list[int]]:
+    """Divide asks by their new tokens, wanted logits, and the tokens that their caches have."""
+    found: dict[tuple[int, bool, int], list[int]] = {}
+    for i, ask in asks.items():
+        key = ask.ids.shape[1], ask.every, ask.cache.get_seq_length()
+        found.setdefault(key, []).append(i)
+    yield from found.values()

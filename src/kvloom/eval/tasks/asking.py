@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...workload.crew import Work
 from ..decoding import answers
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .chat import Frame, encode
@@ -49,10 +50,10 @@ def prompt_in(source: Source, around: Frame, tail: str, prefix: str = "") -> Pro
     return prompt(source, around.before, tail_ids)
 
 
-def answer_all(run: Run, score: Callable[[str, Sample], dict[str, float]]) -> list[Outcome]:
+def answer_all(run: Run, score: Callable[[str, Sample], dict[str, float]]) -> Work[list[Outcome]]:
     """Answer the questions about one context; the data of each sample are `Asked`."""
     asked = [sample.data for sample in run.batch.samples]
-    found = answers(run, [a.ids for a in asked], [a.tokens for a in asked])
+    found = yield from answers(run, [a.ids for a in asked], [a.tokens for a in asked])
     outcomes = []
     for sample, answer in zip(run.batch.samples, found, strict=True):
         text = run.source.decode(answer)

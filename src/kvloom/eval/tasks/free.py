@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...hf.cache import Cache
+from ...workload.crew import Work
 from ..decoding import decode, divergence, exact_logp
 from ..sample import Batch, Outcome, Run, Source
 from .perplexity import text_batches
@@ -37,7 +38,7 @@ class Free:
         """Return rows of text; only the first token after the context is given."""
         return text_batches(source)
 
-    def measure(self, run: Run) -> tuple[list[Outcome], Exact]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], Exact]]:
         """Generate greedily, and compare with the exact cache."""
         model, n = run.model, run.source.new_tokens
         before = copy.deepcopy(run.cache) if run.exact is None else run.exact.cache
@@ -45,10 +46,10 @@ class Free:
         new = torch.stack([sample.data[0] for sample in run.batch.samples]).to(model.device)
         tokens, kl = [], []
         for at in range(0, n, CHUNK):
-            found = decode(run.forward, run.cache, new, min(CHUNK, n - at))
+            found = yield from decode(run.cache, new, min(CHUNK, n - at))
             if own is not None:
                 fed = torch.cat([new.cpu()[:, None], found.greedy[:, :-1]], dim=1)
-                exact_found = exact_logp(run.forward, own, fed.to(model.device))
+                exact_found = yield from exact_logp(own, fed.to(model.device))
                 kl.append(divergence(exact_found, found.logp))
             tokens.append(found.greedy)
             new = found.greedy[:, -1].to(model.device)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InputError
+from ...workload.crew import Work
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, answer_all, answer_positions
 from .chat import encode, frame
@@ -68,9 +69,9 @@ class LongBench:
             for record in chosen(records, source.samples, source.seed)
         ]
 
-    def measure(self, run: Run) -> tuple[list[Outcome], None]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
         """Answer the question about one context."""
-        return answer_all(run, _score), None
+        return (yield from answer_all(run, _score)), None
 
     def positions(self, batch: Batch) -> int:
         """Return the positions of the question and its answer."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...errors import InputError
+from ...workload.crew import Ask, Work
 from ..decoding import greedy
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, share_found
@@ -38,17 +39,17 @@ class Multiturn:
             for count in range(source.samples)
         ]
 
-    def measure(self, run: Run) -> tuple[list[Outcome], None]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
         """Ask turn by turn; the last token of an answer is read with the next turn."""
         device, outcomes = run.model.device, []
         last: list[int] = []
         for sample in run.batch.samples:
             document, asked = sample.data
             if document:
-                run.forward(torch.tensor([[*last, *document]], device=device), run.cache)
+                yield Ask(torch.tensor([[*last, *document]], device=device), run.cache)
                 last = []
             ids = torch.tensor([[*last, *asked.ids]], device=device)
-            answer = greedy(run.forward, run.cache, ids, asked.tokens)[0].tolist()
+            answer = (yield from greedy(run.cache, ids, asked.tokens))[0].tolist()
             last = answer[-1:]
             text = run.source.decode(answer)
             outcomes.append(

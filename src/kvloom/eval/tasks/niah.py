@@ -20,6 +20,7 @@ import torch
 
 from ...errors import InputError
 from ...reference.tasks import WORDS
+from ...workload.crew import Work
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, Prompt, answer_all, answer_positions, correct, prompt
 from .chat import encode, frame
@@ -50,9 +51,9 @@ class Niah:
             for batch in _contexts(source, variant, length, number)
         ]
 
-    def measure(self, run: Run) -> tuple[list[Outcome], None]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
         """Answer all questions about one context."""
-        return answer_all(run, correct), None
+        return (yield from answer_all(run, correct)), None
 
     def positions(self, batch: Batch) -> int:
         """Return the positions of the longest question and its answer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...workload.crew import Work
 from ...workload.text import cut_rows
 from ..decoding import decode, divergence
 from ..sample import Batch, Outcome, Run, Sample, Source
@@ -22,11 +23,11 @@ class Perplexity:
         """Return rows of text; the part behind the context is the continuation."""
         return text_batches(source)
 
-    def measure(self, run: Run) -> tuple[list[Outcome], Tensor]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], Tensor]]:
         """Score each continuation; returns the log-probabilities for the others."""
         rows = torch.stack([sample.data for sample in run.batch.samples]).to(run.model.device)
         count = rows.shape[1] - 1
-        found = decode(run.forward, run.cache, rows[:, 0], count, given=rows[:, 1:])
+        found = yield from decode(run.cache, rows[:, 0], count, given=rows[:, 1:])
         exact = found.logp if run.exact is None else run.exact
         nll = -found.logp.gather(2, rows[:, 1:, None].cpu())[..., 0]  # [B, N]
         kl = divergence(exact, found.logp)

@@ -29,6 +29,7 @@ import torch
 
 from ...errors import InputError
 from ...reference.tasks import WORDS
+from ...workload.crew import Work
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, answer_all, answer_positions, correct, prompt_in
 from .chat import encode, frame
@@ -128,9 +129,9 @@ class Ruler:
             for number in range(source.samples)
         ]
 
-    def measure(self, run: Run) -> tuple[list[Outcome], None]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
         """Answer the question about one context."""
-        return answer_all(run, correct), None
+        return (yield from answer_all(run, correct)), None
 
     def positions(self, batch: Batch) -> int:
         """Return the positions of the question and its answer."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import InputError
+from ...workload.crew import Work
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, answer_all, answer_positions, prompt_in
 from .chat import encode, frame
@@ -60,7 +61,7 @@ class Summarize:
                 found.append(Batch(torch.tensor([ids]), [sample]))
         return found
 
-    def measure(self, run: Run) -> tuple[list[Outcome], None]:
+    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
         """Write the summary of one text."""
         scorer = package("rouge_score.rouge_scorer").RougeScorer(ROUGE, use_stemmer=True)
 
@@ -68,7 +69,7 @@ class Summarize:
             found = scorer.score(sample.reference, text)
             return {name: found[name].fmeasure for name in ROUGE}
 
-        return answer_all(run, score), None
+        return (yield from answer_all(run, score)), None
 
     def positions(self, batch: Batch) -> int:
         """Return the positions of the end of the prompt and the summary."""

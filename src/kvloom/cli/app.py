@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import analyse, bench, calibrate, compare, eval, generate, inspect, recipes
+from . import analyse, bench, calibrate, compare, eval, generate, inspect, papers, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -29,6 +29,7 @@ app.command("compare")(compare.command)
 app.command("eval")(eval.command)
 app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
+app.command("papers")(papers.command)
 app.command("recipes")(recipes.command)
 app.add_typer(analyse.app, name="analyse")
 app.add_typer(bench.app, name="bench")

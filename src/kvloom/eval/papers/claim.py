@@ -34,11 +34,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a test found: our figures, whether the rule holds, and the numbers that decide it."""
+    """What a test found: our figures, whether the rule holds, and the numbers that decide it.
+
+    cause: why the rule does not hold, where the test itself finds that out.
+    """
 
     ours: Figures
     holds: bool
     evidence: str
+    cause: str = ""
 
 
 class NotTestable(Exception):
@@ -95,7 +99,9 @@ def check(claim: Claim, lab: Lab) -> Verdict:
         return Verdict(claim, FAILED, reason=one_line(error))
     if found.holds:
         return Verdict(claim, REPRODUCED, found.ours, found.evidence)
-    return Verdict(claim, NOT_REPRODUCED, found.ours, found.evidence, _cause(claim, lab))
+    return Verdict(
+        claim, NOT_REPRODUCED, found.ours, found.evidence, found.cause or _cause(claim, lab)
+    )
 
 
 def _cause(claim: Claim, lab: Lab) -> str:

@@ -61,7 +61,7 @@ class Quality:
 
     nll: nats per token [samples]. kl: KL divergence from the exact cache in nats per token
     [samples]. agreement: share of positions with the same greedy token. bytes_share: bytes of the
-    cache after the context over those of an exact one. full_nll: of the exact cache [samples].
+    cache after the sample over those of an exact one. full_nll: of the exact cache [samples].
     """
 
     nll: np.ndarray

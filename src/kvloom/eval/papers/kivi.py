@@ -7,14 +7,23 @@ from ...recipe.spec import Protect, Recipe
 from ...store import Packed, Store
 from .claim import Claim, Figures, Finding
 from .interval import difference
-from .judge import KEEPS, both, kept, ordered, quality_figures, require_retrieval, shares
+from .judge import (
+    KEEPS,
+    LEAST_FOUND,
+    both,
+    kept,
+    ordered,
+    quality_figures,
+    require_retrieval,
+    shares,
+)
 from .lab import Lab, named
 
 GROUP = 32
 TASKS = ("CoQA", "TruthfulQA", "GSM8K")
 NO_SINK = (
-    "the reference model has no attention sink: its first token receives 0.7% of the attention, "
-    "and the norm of its value is 0.86 of the median (SmolLM2-135M: 21% and 0.36). A sink's small "
+    "the reference model has hardly a sink: its first token receives 0.7% of the attention, and "
+    "the norm of its value is 0.86 of the median (SmolLM2-135M: 21% and 0.36). A sink's small "
     "value is lost where it shares a scale with other tokens: on SmolLM2-135M the output error of "
     "values per channel is 1.8 times that per token, most of it from the group of the first token"
 )
@@ -146,12 +155,18 @@ def _residual(lab: Lab) -> Finding:
 
 
 def _passkey(lab: Lab) -> Finding:
-    found = lab.needles(["kivi-4", "kivi"], "passkey")
+    variant = "passkey"
+    found = lab.needles(["kivi-4", "kivi"], variant)
+    if found["full"].mean() < LEAST_FOUND:
+        variant = "multikey"
+        found = lab.needles(["kivi-4", "kivi"], variant)
     require_retrieval(found)
     least = float(found["full"].mean()) - 0.05
     ours = {name: float(found[name].mean()) for name in ("kivi-4", "kivi")}
     evidence = "; ".join(f"{name}: {x:.0%}" for name, x in ours.items())
-    return Finding(shares(found), min(ours.values()) >= least, f"{evidence} (least {least:.0%})")
+    return Finding(
+        shares(found), min(ours.values()) >= least, f"{variant}: {evidence} (least {least:.0%})"
+    )
 
 
 CLAIMS = (
@@ -214,7 +229,7 @@ CLAIMS = (
         _table3("KIVI-4", "KIVI-2"),
         "perplexity at most 5% above full",
         _kivi_keeps,
-        "4 bit holds, 2 bit does not: a layer of the reference model has two key/value heads of 64. "
+        "4 bit holds, 2 bit does not: the reference model has two key/value heads of 64 a layer. "
         "The paper finds the same for Falcon-7B, with one head: 4 bit is needed there",
     ),
     Claim(
@@ -253,7 +268,7 @@ CLAIMS = (
         "Figure 4 (Llama-3-8B-Instruct, Mistral-7B-Instruct-v0.2; heatmaps without numbers)",
         None,
         "KIVI-4 and KIVI-2 find at most 5 points fewer pass keys than full (template of appendix "
-        "B)",
+        "B); if full finds less than half of these, the same for needles in kvloom's own words",
         _passkey,
     ),
     Claim(

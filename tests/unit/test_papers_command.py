@@ -18,7 +18,7 @@ from kvloom.eval.papers import Claim, Figures, Finding, NotTestable, check, clus
 from kvloom.eval.papers.claim import FAILED, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED
 from kvloom.eval.papers.interval import difference, smaller
 from kvloom.eval.papers.judge import AS_GOOD, kept, monotone, ordered
-from kvloom.eval.papers.lab import Lab, Quality, Size
+from kvloom.eval.papers.lab import Lab, Quality, Size, named
 
 OURS = Figures(("score",), {"a": (1.0,), "b": ("OOM",)})
 RNG = np.random.default_rng(1)
@@ -297,6 +297,19 @@ def test_quality_is_measured_once_and_full_is_exact(lab, monkeypatch):
     again = lab.quality(["window:tokens=24"])["window:tokens=24"]
     assert module.calls == 0
     assert np.array_equal(again.kl, first.kl)
+
+
+def test_two_recipes_of_one_name_are_measured_apart(lab):
+    one, two = (lab.quality([named(f"window:tokens={n}", "same")])["same"] for n in (20, 80))
+    again = lab.quality([named("window:tokens=20", "same")])["same"]
+    assert one.bytes_share < two.bytes_share
+    assert np.array_equal(one.kl, again.kl)
+
+
+def test_contexts_fit_the_model(lab, monkeypatch):
+    assert (lab.context, lab.long_context) == (96, 256)
+    monkeypatch.setattr(lab.model.config, "max_position_embeddings", 150)
+    assert (lab.context, lab.long_context) == (86, 86)
 
 
 def test_a_recipe_without_figures_names_itself(lab):

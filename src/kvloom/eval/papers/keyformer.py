@@ -29,7 +29,7 @@ def _table3(*names: str) -> Figures:
 
 
 def _at_60(lab: Lab) -> dict[str, Quality]:
-    tokens = int(0.6 * lab.size.context)
+    tokens = int(0.6 * lab.context)
     return lab.quality(
         [
             named(f"window:tokens={tokens}", "Window"),

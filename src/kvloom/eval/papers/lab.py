@@ -10,6 +10,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Size:
     steps: int
 
 
+POSITIONS_AFTER = 64  # positions after a context that a question and its answer may need
 QUICK = Size(1024, 8, 64, 2, 4096, 8)
 DEFAULT = Size(2048, 16, 128, 4, 8192, 16)
 
@@ -109,6 +111,7 @@ class Lab:
             tokenizer, text, lengths=[size.context], samples=1, new_tokens=1, batch=8, seed=seed
         )
         self._folders: dict[str, ResultFolder] = {}
+        self._measured: dict[str, Recipe] = {}
         self._recall: dict[int, Rates] = {}
 
     def close(self) -> None:
@@ -128,10 +131,10 @@ class Lab:
     ) -> dict[str, Quality]:
         """Return the quality of `full` and of the recipes, by name.
 
-        context, samples: other than the lab's. Raises `NotTestable` if the model's positions do not
-        suffice, and `InputError` for a recipe that has no figures.
+        context, samples: other than the lab's. Raises `InputError` for a recipe that has no
+        figures.
         """
-        context, samples = context or self.size.context, samples or self.size.samples
+        context, samples = context or self.context, samples or self.size.samples
         found = self._measure(
             Perplexity(), recipes, context, samples, min(samples, 8), self.size.new_tokens
         )
@@ -156,7 +159,7 @@ class Lab:
     ) -> dict[str, np.ndarray]:
         """Return which questions were answered correctly, 0 or 1 [questions], by recipe name."""
         found = self._measure(
-            Niah([variant]), recipes, context or self.size.context, self.size.needles, 10, 1
+            Niah([variant]), recipes, context or self.context, self.size.needles, 10, 1
         )
         return {
             name: np.array([line["scores"]["correct"] for line in lines])
@@ -167,7 +170,7 @@ class Lab:
         """Return the relative errors of the recipes' formats, the mean over layers, by name."""
         if self.format_errors is None:
             raise NotTestable("the lab has no measurement of format errors")
-        found = self.format_errors(self.model, self.texts(2, self.size.context), recipes)
+        found = self.format_errors(self.model, self.texts(2, self.context), recipes)
         means: dict[str, dict[str, float]] = {}
         for name, layers in found.items():
             by: dict[str, list[float]] = defaultdict(list)
@@ -181,8 +184,8 @@ class Lab:
         """Return the attention figures of each layer, as `kvloom analyse attention` does."""
         if self.attention is None:
             raise NotTestable("the lab has no measurement of attention")
-        ids = self.texts(1, self.size.context + 1)
-        layers: Sequence[Any] = self.attention(self.model, ids, context=self.size.context)
+        ids = self.texts(1, self.context + 1)
+        layers: Sequence[Any] = self.attention(self.model, ids, context=self.context)
         return layers
 
     def recall(self) -> Rates:
@@ -201,17 +204,31 @@ class Lab:
         return hit_rate(self.model, recipe, ids, self.long_context)
 
     @property
+    def context(self) -> int:
+        """Tokens of a context, as many as the model has positions for."""
+        return self._fitting(self.size.context)
+
+    @property
     def long_context(self) -> int:
         """Tokens of the long context, as many as the model has positions for."""
-        return self._fitting(self.size.long_context, self.size.new_tokens + 1)
+        return self._fitting(self.size.long_context)
 
     def texts(self, rows: int, tokens: int) -> Tensor:
         """Return rows of text, int64 [rows, tokens]."""
         return cut_rows(self._source.text_ids, self._source.first, rows, tokens, self.seed)
 
-    def _fitting(self, context: int, after: int) -> int:
-        available = max_positions(self.model)
+    def _fitting(self, context: int) -> int:
+        available, after = max_positions(self.model), max(self.size.new_tokens + 1, POSITIONS_AFTER)
         return context if available is None else min(context, available - after)
+
+    def _distinct(self, recipe: Recipe) -> Recipe:
+        """Return the recipe under a name that no other recipe was measured with."""
+        for number in count(1):
+            name = recipe.name if number == 1 else f"{recipe.name} ({number})"
+            renamed = replace(recipe, name=name)
+            if self._measured.setdefault(name, renamed) == renamed:
+                return renamed
+        raise AssertionError
 
     def _measure(
         self,
@@ -223,7 +240,8 @@ class Lab:
         new_tokens: int,
     ) -> dict[str, list[dict[str, Any]]]:
         """Return the finished lines of a task by recipe name, in the order of samples."""
-        chosen = with_full(recipes)
+        shown = with_full(recipes)
+        chosen = [self._distinct(recipe) for recipe in shown]
         source = Source(
             self.tokenizer, self.text, self._source.text_ids, self._source.first,
             lengths=[context], samples=samples, new_tokens=new_tokens, batch=batch, seed=self.seed,
@@ -240,7 +258,10 @@ class Lab:
         ]
         if problems:
             raise InputError(f"{problems[0]['recipe']}: {problems[0]['problem']}")
-        return {r.name: [lines[r.name, name] for name in order] for r in chosen}
+        return {
+            asked.name: [lines[r.name, name] for name in order]
+            for asked, r in zip(shown, chosen, strict=True)
+        }
 
     def _folder(self, name: str) -> ResultFolder:
         if name not in self._folders:

@@ -53,7 +53,7 @@ def _h2o(bits: int | None, axes: str = "TT") -> Recipe:
 
 def _same_bytes(lab: Lab) -> dict[str, Quality]:
     """Measure MiniKV, and H2O and SnapKV at the budget that takes MiniKV's bytes."""
-    context, geometry = lab.size.context, lab.geometry
+    context, geometry = lab.context, lab.geometry
     share = resolve("minikv").nbytes(context, geometry) / (context * geometry.token_nbytes())
     rivals = [
         replace(at_share(resolve(name), share, context, geometry), name=shown)

@@ -49,10 +49,9 @@ def recall_rates(
     """
     found: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in INDEXES}
     finders: dict[tuple[str, int], Any] = {}
-    first = min(FULL_LAYERS, 0 if model.config.num_hidden_layers <= FULL_LAYERS else FULL_LAYERS)
 
     def on_step(look: Observation) -> None:
-        if look.q.shape[2] > 1 or look.place < first:
+        if look.q.shape[2] > 1 or look.place < full_layers:
             return
         keys = look.keys[:, :, SINKS:context]
         live = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
@@ -73,6 +72,7 @@ def recall_rates(
 
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, "full")
+        full_layers = FULL_LAYERS if len(cache.routed) > FULL_LAYERS else 0
         observe(cache, on_step)
         progress("recall rates: reading the context", 0)
         forward(model, text[:, :context].to(model.device), cache)

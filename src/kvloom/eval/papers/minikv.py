@@ -200,8 +200,8 @@ CLAIMS = (
         "pyramid better than each other policy",
         _pyramid,
         "the top layer of the reference model has by far the largest variance of attention mass "
-        "(128 against 4 to 15 in the others), so its choice of tokens matters most. A pyramid gives "
-        "that layer the smallest budget, and Var-prop the largest",
+        "(128 against 4 to 15 in the others), so its choice of tokens matters most. A pyramid "
+        "gives that layer the smallest budget, and Var-prop the largest",
     ),
     Claim(
         "INT2 per token",

@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import analyse, bench, calibrate, compare, eval, generate, inspect, recipes, report
+from . import (
+    analyse,
+    bench,
+    calibrate,
+    compare,
+    eval,
+    generate,
+    inspect,
+    papers,
+    recipes,
+    report,
+)  # fmt: skip
 
 app = typer.Typer(
     name="kvloom",
@@ -29,6 +40,7 @@ app.command("compare")(compare.command)
 app.command("eval")(eval.command)
 app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
+app.command("papers")(papers.command)
 app.command("recipes")(recipes.command)
 app.command("report")(report.command)
 app.add_typer(analyse.app, name="analyse")

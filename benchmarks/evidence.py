@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from kvloom.eval.share import at_share
 from kvloom.eval.summary import summarize
 from kvloom.eval.tasks import task_named
 from kvloom.hf import compat
+from kvloom.hf.metadata import BESIDE
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.report.machine import machine
@@ -50,7 +52,7 @@ EVICTING = (
 OTHERS = (
     "kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
-    "skvq:group=32,quest,clusterkv,clusterkv-2bit"
+    "skvq,quest,clusterkv,clusterkv-2bit"
 )
 TASKS = {
     "perplexity": {"samples": 4, "new_tokens": 128},
@@ -58,6 +60,7 @@ TASKS = {
     "niah:single+multikey+passkey": {"samples": 2, "new_tokens": 1},
     "multiturn": {"samples": 4, "new_tokens": 1},
 }
+SMALLER_GROUPS = {"reference": {"skvq": "skvq:group=32"}}  # the model's calibration has these
 RUNS = {
     "smollm2-2k": ("smollm2", 2048),
     "smollm2-4k": ("smollm2", 4096),
@@ -65,6 +68,14 @@ RUNS = {
 }
 QUICK = "smollm2-2k", ("perplexity", "niah:single+multikey+passkey"), "kivi-4,kivi,snapkv,minikv"
 QUICK_SHARES = (1 / 5,)
+
+
+def calibrate(model: object, name: str) -> None:
+    """Calibrate a model that has no calibration beside its weights; takes minutes."""
+    path = Path(model.config._name_or_path) / BESIDE
+    if not path.exists():
+        command = [sys.executable, "-m", "kvloom", "calibrate", name, "--out", str(path)]
+        subprocess.run(command, check=True)
 
 
 def recipes(names: str, shares: tuple[float, ...], context: int, geometry: object) -> list[Recipe]:
@@ -87,6 +98,9 @@ def measure(
     """Measure the tasks of a run; return the figures of each, and print progress."""
     name, context = RUNS[run]
     model, tokenizer = load(name)
+    calibrate(model, name)
+    for usual, special in SMALLER_GROUPS.get(name, {}).items():
+        names = ",".join(special if x == usual else x for x in split_recipes(names))
     geometry = compat.geometry(model)
     chosen = recipes(names, shares, context, geometry)
     settings = {"tasks": TASKS, "context": [context], "seed": 0}

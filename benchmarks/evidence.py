@@ -126,6 +126,21 @@ def measure(
     return [asdict(figures) for figures in summarize(lines)]
 
 
+def table(figures: list[dict]) -> str:
+    """Return the perplexity task as a Markdown table, by bytes."""
+    rows = [f for f in figures if f["task"] == "perplexity" and f["scores"]]
+    full = next(f["scores"]["perplexity"]["mean"] for f in rows if f["recipe"] == "full")
+    lines = ["| Recipe | Bytes | Perplexity | KL, mean | Agreement |", "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda f: -f["share"]):
+        s = row["scores"]
+        kl = s["kl_mean"]
+        lines.append(
+            f"| `{row['recipe']}` | {row['share']:.1%} | {s['perplexity']['mean'] / full:.3f}× | "
+            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}] | {s['agreement']['mean']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def published(run: str) -> list[dict]:
     """Return the published figures of a run; the newest file of any machine."""
     files = sorted(record.RESULTS.glob(f"*/evidence_{run}.json"), key=lambda f: f.stat().st_mtime)
@@ -169,6 +184,7 @@ def main() -> None:
         sys.exit(bool(wrong))
     for run in options.runs.split(","):
         figures = measure(run, options.tasks.split(","), options.recipes, SHARES, options.folder)
+        print(table(figures))
         record.write(
             f"evidence_{run}",
             {

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--recipes", default=f"{OTHERS},{EVICTING}")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--folder", type=Path, default=HERE / "results" / "evidence")
+    parser.add_argument("--folder", type=Path, default=HERE / "out")
     options = parser.parse_args()
     if options.quick:
         run, tasks, names = QUICK

@@ -42,6 +42,22 @@ def content(folder):
     return found
 
 
+def assert_same(found, want):
+    """Equal but for rounding: recipes that are measured alone, not together, round differently."""
+    assert type(found) is type(want)
+    if isinstance(want, float):
+        assert found == pytest.approx(want, rel=1e-4, abs=1e-5)
+    elif isinstance(want, dict):
+        assert found.keys() == want.keys()
+        for name in want:
+            assert_same(found[name], want[name])
+    elif isinstance(want, list):
+        for one, other in zip(found, want, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == want
+
+
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
@@ -67,7 +83,7 @@ def test_an_interrupted_run_goes_on(model, tmp_path, whole, after):
         run_tasks(model, tmp_path, progress=interrupt)
     assert (tmp_path / "free.jsonl").exists() is (after == 9)
     run_tasks(model, tmp_path)
-    assert content(tmp_path) == whole
+    assert_same(content(tmp_path), whole)
 
 
 @pytest.mark.parametrize(("name", "keep"), [("prompts", -20), ("perplexity", -20), ("free", 5)])
@@ -76,7 +92,7 @@ def test_a_damaged_last_line_is_removed_and_measured_again(model, tmp_path, whol
     file = tmp_path / f"{name}.jsonl"
     file.write_bytes(file.read_bytes()[:keep])
     run_tasks(model, tmp_path)
-    assert content(tmp_path) == whole
+    assert_same(content(tmp_path), whole)
 
 
 def test_a_finished_run_measures_nothing(model, tmp_path, monkeypatch):
@@ -155,7 +171,7 @@ def test_a_full_disk_loses_nothing(model, tmp_path, monkeypatch, whole, first):
             run_tasks(model, tmp_path)
     assert folder.lines("perplexity") == ([] if first else whole["perplexity"][:2])
     run_tasks(model, tmp_path)
-    assert content(tmp_path) == whole
+    assert_same(content(tmp_path), whole)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):

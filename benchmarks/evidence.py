@@ -66,7 +66,7 @@ RUNS = {
     "smollm2-4k": ("smollm2", 4096),
     "reference-2k": ("reference", 2048),
 }
-QUICK = "smollm2-2k", ("perplexity", "niah:single+multikey+passkey"), "kivi-4,kivi,snapkv,minikv"
+QUICK = "smollm2-2k", ("perplexity",), "kivi-4,kivi,snapkv,minikv"
 QUICK_SHARES = (1 / 5,)
 
 

@@ -1,9 +1,9 @@
 """The published evidence: recipes at equal bytes on SmolLM2 and on the reference model.
 
 Each run below measures all recipes on tasks that need no data from outside, by the code of
-`kvloom eval`. Recipes that evict are measured at each share of the exact cache's bytes. A run that
-was interrupted goes on. The samples of a run are in a folder of its own, which `kvloom report`
-shows; means with 95% intervals go to results/<machine>/evidence_<run>.json.
+`kvloom eval`. Recipes that evict are measured at each share of the exact cache's bytes. An
+interrupted run can be resumed. The samples of a run are in a folder of its own, which
+`kvloom report` shows; means with 95% intervals go to results/<machine>/evidence_<run>.json.
 
     python benchmarks/evidence.py            # every run; many hours on two cores
     python benchmarks/evidence.py --runs smollm2-2k --tasks perplexity

@@ -30,6 +30,7 @@ from kvloom import Cache
 from kvloom.cache.layer import LayerCache
 from kvloom.eval import Settings, load, prepare
 from kvloom.eval.needles import count_correct
+from kvloom.eval.papers.recalling import mask_of
 from kvloom.hf.compat import geometry
 from kvloom.hf.observe import Observation, observe
 from kvloom.recall import Clusters, Index, Pages, TopK
@@ -99,12 +100,6 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
         | {"build_s": cluster_s[name]}
         for name, by in found.items()
     }
-
-
-def mask_of(slots: Tensor, tokens: int) -> Tensor:
-    """Return which tokens are among slots [B, H, M], bool [B, H, tokens]."""
-    empty = torch.zeros(*slots.shape[:2], tokens, dtype=torch.bool)
-    return empty.scatter_(2, slots, True)
 
 
 def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:

@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import tiny
+from alone import run_alone
 from kvloom import Cache, __version__
 from kvloom.cli.app import app
 from kvloom.eval.decoding import answers, greedy
@@ -16,7 +17,6 @@ from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Run, Source
 from kvloom.eval.tasks import task_named
 from kvloom.recipe.resolve import resolve
-from kvloom.workload.crew import run_alone
 
 evaluate, units = (getattr(import_module("kvloom.eval.evaluate"), n) for n in ("evaluate", "units"))
 NAMES = ["full", "window:tokens=16", "kivi:group=16,residual=16", "kivi:group=64",
@@ -168,6 +168,26 @@ def test_a_recipe_that_fails_says_why_and_the_others_continue(lines):
     assert set(problems) == {"kivi:group=64"}
     assert "group" in problems["kivi:group=64"]
     assert "scores" not in lines["niah", "multikey/420/0/0", "kivi:group=64"]
+
+
+def test_a_recipe_whose_step_cannot_be_timed_says_why_too(
+    model, plan, source, tmp_path, monkeypatch
+):
+    module = import_module("kvloom.eval.evaluate")
+    whole = module.decode_seconds
+
+    def fails(model, cache, rows):
+        if cache.recipe.name == NAMES[1]:
+            raise MemoryError
+        return whole(model, cache, rows)
+
+    monkeypatch.setattr(module, "decode_seconds", fails)
+    folder = ResultFolder.open(tmp_path, {"environment": {}, "model": {}, "settings": {}})
+    recipes = [resolve(name) for name in NAMES[:3]]
+    evaluate(model, source, recipes, [plan[0]], folder)
+    found = {line["recipe"]: line.get("problem", "") for line in folder.lines(plan[0][0].name)}
+    assert list(map(bool, found.values())) == [False, True, False]
+    assert "not enough memory" in found[NAMES[1]]
 
 
 def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from html_elements import parse
 from kvloom.cli.app import app
 from kvloom.inspect import page, token_texts, trace_recipe
 from tiny import TEXT
@@ -26,27 +26,6 @@ def test_token_texts_are_the_text(tokenizer, text):
     found = token_texts(tokenizer, ids)
     assert len(found) == len(ids)
     assert "".join(found) == tokenizer.decode(ids)
-
-
-class Elements(HTMLParser):
-    """Start tags with their attributes, and the text in script elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.tags, self.scripts = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, text):
-        if self.tags and self.tags[-1][0] == "script":
-            self.scripts.append(text)
-
-
-def parse(html):
-    parser = Elements()
-    parser.feed(html)
-    return parser
 
 
 @pytest.fixture(scope="module")

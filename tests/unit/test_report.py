@@ -8,11 +8,11 @@ import json
 import math
 import re
 import shutil
-from html.parser import HTMLParser
 
 import pytest
 from typer.testing import CliRunner
 
+from html_elements import parse
 from kvloom.cli.app import app
 from kvloom.errors import InputError
 from kvloom.eval.page import is_kvpress, page, page_data, read_kvpress, read_run
@@ -54,30 +54,12 @@ def samples_of(chunks, task):
     ]
 
 
-class Elements(HTMLParser):
-    """Start tags with their attributes, and the text in script elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.tags, self.scripts = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, text):
-        if self.tags and self.tags[-1][0] == "script":
-            self.scripts[-1] += text
-
-
 # the page
 
 
 def test_the_page_contains_the_data_and_nothing_else_runs(made):
     summary, chunks, html = made
-    found = Elements()
-    found.feed(html)
+    found = parse(html)
     scripts = [attrs for tag, attrs in found.tags if tag == "script"]
     packed = [{"type": "text/plain", "id": f"chunk{i}"} for i in range(len(chunks))]
     assert scripts == [{"type": "application/json", "id": "data"}, *packed, {}]
@@ -91,15 +73,13 @@ def test_no_text_can_end_its_script(tmp_path):
     head["model"]["name"] = head["settings"]["text"] = HOSTILE
     (folder / "run.json").write_text(json.dumps(head))
     summary, chunks = page_data([read_run(folder)])
-    found = Elements()
-    found.feed(page(summary, chunks))
+    found = parse(page(summary, chunks))
     assert len([tag for tag, _ in found.tags if tag == "script"]) == 2 + len(chunks)
     assert json.loads(found.scripts[0])["runs"][0]["model"]["name"] == HOSTILE
 
 
 def test_the_page_loads_nothing(made):
-    found = Elements()
-    found.feed(made[2])
+    found = parse(made[2])
     assert not {"link", "img", "iframe", "base", "object", "embed"} & {tag for tag, _ in found.tags}
     sources = [
         a for _, attrs in found.tags for a in attrs.items() if a[0] in ("src", "href", "srcset")

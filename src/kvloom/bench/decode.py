@@ -16,9 +16,10 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..recipe.resolve import resolve
+from ..report.errors import logged_line
 from . import filled_caches, transformers_caches
 from .shapes import LayerShape, short_name
-from .timing import Candidate, problem
+from .timing import Candidate
 
 BASELINES = ("SDPA fp32", "SDPA bf16", "DynamicCache")
 
@@ -82,7 +83,7 @@ def _recipe(name: str, shape: LayerShape, context: int) -> Candidate:
         with torch.inference_mode():
             filled_caches.fill(cache, q, k, v)
     except Exception as error:
-        return Candidate(name, problem=problem(error))
+        return Candidate(name, problem=logged_line(error, "a candidate"))
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
     return Candidate(
         name,

@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..hf.cache import Cache
 from ..recipe.resolve import resolve
+from ..report.errors import logged_line
 from . import filled_caches, transformers_caches
 from .shapes import ModelShape
-from .timing import Candidate, problem
+from .timing import Candidate
 
 BASELINES = ("DynamicCache",)
 _EXTRA_POSITIONS = 4096  # after the longest context, for the decode steps
@@ -68,7 +69,7 @@ def candidates(
             with torch.no_grad():  # in inference mode, the model's steps could not write to it
                 ours = filled_caches.filled_cache(routed, resolve(name), shape, context)
         except Exception as error:
-            found.append(Candidate(name, problem=problem(error)))
+            found.append(Candidate(name, problem=logged_line(error, "a candidate")))
             continue
         found.append(_candidate(name, routed, ids, ours, weights, *_byte_counts(ours)))
     return found

@@ -13,11 +13,12 @@ import torch
 
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
+from ..report.errors import logged_line
 from ..store import KVSide
 from . import filled_caches
 from .prefill import random_prompt, sdpa
 from .shapes import LayerShape
-from .timing import Candidate, problem
+from .timing import Candidate
 
 BASELINES = ("the prompt's attention",)
 
@@ -31,7 +32,7 @@ def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[
         try:
             store = _EmptyStore(recipe, shape)
         except Exception as error:
-            found.append(Candidate(name, problem=problem(error)))
+            found.append(Candidate(name, problem=logged_line(error, "a candidate")))
             continue
         if recipe.store.exact:
             found.append(Candidate(name, problem="it packs nothing"))

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..cache.layer import LayerCache
 from ..recipe.resolve import resolve
+from ..report.errors import logged_line
 from . import filled_caches
 from .shapes import DTYPES, LayerShape, short_name
-from .timing import Candidate, problem
+from .timing import Candidate
 
 BASELINES = tuple(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values())
 """Only the one in the dtype of the shape is measured."""
@@ -31,7 +32,7 @@ def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[
         try:
             layer = _EmptyLayer(name, shape)
         except Exception as error:
-            found.append(Candidate(name, problem=problem(error)))
+            found.append(Candidate(name, problem=logged_line(error, "a candidate")))
             continue
         attend, store = partial(layer.attend, q, k, v), partial(layer.store, q, k, v)
         found += [

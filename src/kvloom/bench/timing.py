@@ -6,17 +6,14 @@ rounds that are not counted.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..kernels import dispatch
-from ..report.errors import one_line, user_message
+from ..report.errors import logged_line
 from ..workload import clock
-
-_log = logging.getLogger(__name__)
 
 WARM_UP = 3
 """Rounds that are not counted."""
@@ -72,7 +69,7 @@ def time_candidates(
                 try:
                     ms, fallbacks = _time(candidate)
                 except Exception as error:
-                    candidate.call, candidate.problem = None, problem(error)
+                    candidate.call, candidate.problem = None, logged_line(error, "a candidate")
                     times[candidate.name] = Times()
                     continue
                 if i >= warm_up:
@@ -84,13 +81,6 @@ def time_candidates(
             if on_step:
                 on_step("", 1)
     return times
-
-
-def problem(error: Exception) -> str:
-    """Return in one line why a candidate has no times; log the traceback of a defect."""
-    if user_message(error) is None:
-        _log.error("a candidate failed", exc_info=error)
-    return one_line(error)
 
 
 def rounds(repeats: int) -> int:

@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
-from .options import RECIPES_HELP, Dtype, Files, Json, Model, Text, parse_recipes
+from .options import (
+    RECIPES_HELP,
+    Dtype,
+    Files,
+    Json,
+    Model,
+    Text,
+    parse_budget,
+    parse_recipes,
+    with_budget,
+)  # fmt: skip
 from .outputs import check_outputs, show_results
 from .partial_results import collect_rows, finish
 from .progress import show_progress
 from .user_errors import user_errors
 
 if TYPE_CHECKING:
-    from ..recipe.spec import Recipe
+    pass
 
 
 def command(
@@ -115,30 +125,3 @@ def command(
             show_results(evaluation.to_json(rows, environment), json, table(rows, environment))
         failed = [r.recipe for r in rows if r.failed or (r.problem and recipes is not None)]
         finish(early_end, missing, failed)
-
-
-def with_budget(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
-    """Return the recipes with a budget for a context of so many tokens; None changes nothing."""
-    from ..errors import RecipeError
-
-    if share is None:
-        return recipes
-    changed = []
-    for recipe in recipes:
-        try:
-            changed.append(recipe.with_budget(share, context))
-        except RecipeError as error:
-            raise RecipeError(f"--budget {share} with {recipe.name}: {error}") from error
-    return changed
-
-
-def parse_budget(option: str) -> int | float:
-    """Return a whole number of tokens, or a fraction."""
-    from ..errors import InputError
-
-    try:
-        return float(option) if "." in option else int(option)
-    except ValueError:
-        raise InputError(
-            f"--budget {option!r} is neither whole tokens (512) nor a fraction (0.25)"
-        ) from None

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
-from .options import RECIPES_HELP, Dtype, Model, Text, parse_recipes
+from .options import (
+    RECIPES_HELP,
+    Dtype,
+    Model,
+    Text,
+    parse_budget,
+    parse_recipes,
+    with_budget,
+)  # fmt: skip
 from .outputs import print_rich
 from .progress import show_progress
 from .user_errors import user_errors
@@ -28,7 +36,7 @@ def command(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of the results; a second run goes on in it.")
+        Path, typer.Option(metavar="DIR", help="Folder of the results; a second run resumes in it.")
     ],
     text: Text = None,
     data: Annotated[
@@ -83,7 +91,7 @@ def command(
     """Measure recipes on tasks: quality on true bytes, sample by sample.
 
     A context is read once for all recipes. Finished samples are written at once: after Ctrl-C, run
-    the same command again to go on. kvloom report DIR shows the results.
+    the same command again to resume. kvloom report DIR shows the results.
     """
     with user_errors():
         from ..errors import InputError
@@ -148,7 +156,6 @@ def _with_bytes(
     from ..errors import InputError
     from ..eval.compare import with_full
     from ..eval.share import at_share
-    from .compare import parse_budget, with_budget
 
     if shares and len(lengths) > 1:
         raise InputError("--bytes needs one --context: a budget in tokens belongs to one length")

@@ -61,3 +61,30 @@ def split_recipes(option: str) -> list[str]:
         elif item:
             specs.append(item)
     return specs
+
+
+def with_budget(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
+    """Return the recipes with a budget for a context of so many tokens; None changes nothing."""
+    from ..errors import RecipeError
+
+    if share is None:
+        return recipes
+    changed = []
+    for recipe in recipes:
+        try:
+            changed.append(recipe.with_budget(share, context))
+        except RecipeError as error:
+            raise RecipeError(f"--budget {share} with {recipe.name}: {error}") from error
+    return changed
+
+
+def parse_budget(option: str) -> int | float:
+    """Return a whole number of tokens, or a fraction."""
+    from ..errors import InputError
+
+    try:
+        return float(option) if "." in option else int(option)
+    except ValueError:
+        raise InputError(
+            f"--budget {option!r} is neither whole tokens (512) nor a fraction (0.25)"
+        ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,13 +12,11 @@ from ..errors import IncompatibleRecipe
 from ..hf.cache import Cache
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from ..report.errors import one_line, user_message
+from ..report.errors import logged_line
 from ..workload.forward import Progress
 from ..workload.prefill import Prefilled, prefill
 from .rows import Row
 from .task import Task
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -75,9 +72,7 @@ def no_figures(recipe: Recipe, error: Exception) -> Row:
     """Return the row of a recipe that failed, or does not fit the model; log a defect."""
     if isinstance(error, IncompatibleRecipe):
         return Row(recipe.name, problem="; ".join(error.problems))
-    if user_message(error) is None:
-        _log.error("recipe %r failed", recipe.name, exc_info=error)
-    return Row(recipe.name, problem=one_line(error), failed=True)
+    return Row(recipe.name, problem=logged_line(error, f"recipe {recipe.name!r}"), failed=True)
 
 
 def _prefill(

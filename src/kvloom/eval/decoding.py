@@ -6,7 +6,7 @@ The generators ask for forward passes, which `workload.crew` runs for several re
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -44,11 +44,10 @@ def decode(cache: Cache, first: Tensor, steps: int, given: Tensor | None = None)
     return Decoded(torch.stack(each, dim=1), torch.stack(greedy, dim=1).cpu())
 
 
-def decode_seconds(model: PreTrainedModel, cache: Cache) -> float:
-    """Return the seconds of one decode step of this cache alone; it is unchanged."""
+def decode_seconds(model: PreTrainedModel, cache: Cache, rows: int) -> float:
+    """Return the seconds of one decode step of this cache of `rows` rows; it is unchanged."""
     own = copy.deepcopy(cache)
-    rows = cache.routed[0].cache.like if cache.routed else None
-    new = torch.zeros(1 if rows is None else len(rows), 1, dtype=torch.long, device=model.device)
+    new = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
     for _ in range(WARM_UP_STEPS):
         forward(model, new, own)
     begin = clock.seconds(model.device)
@@ -81,23 +80,33 @@ def answers(
     end-of-text token. Questions of one length are answered together, as many as the source's batch;
     none attends to another.
     """
-    stop, batch = stop_ids(run.model), run.source.batch
+    stop, device = stop_ids(run.model), run.model.device
     found: dict[int, list[int]] = {}
-    order = sorted(range(len(questions)), key=lambda i: len(questions[i]))
-    for _, same in groupby(order, key=lambda i: len(questions[i])):
+    for together in equal_lengths(list(map(len, questions)), run.source.batch):
+        ids = torch.tensor([questions[i] for i in together], device=device)
+        most = max(tokens[i] for i in together)
+        rows = yield from greedy(repeated(run.cache, len(together)), ids, most, stop)
+        for i, row in zip(together, rows.tolist(), strict=True):
+            end = next((at for at, token in enumerate(row) if token in stop), len(row))
+            found[i] = row[: min(end, tokens[i])]
+    return [found[i] for i in range(len(questions))]
+
+
+def equal_lengths(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
+    """Yield the numbers of items that have the same length, at most `batch` together."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for _, same in groupby(order, key=lengths.__getitem__):
         group = list(same)
         for at in range(0, len(group), batch):
-            together = group[at : at + batch]
-            own = copy.deepcopy(run.cache)
-            if len(together) > 1:
-                own.batch_repeat_interleave(len(together))
-            ids = torch.tensor([questions[i] for i in together], device=run.model.device)
-            most = max(tokens[i] for i in together)
-            rows = yield from greedy(own, ids, most, stop)
-            for i, row in zip(together, rows.tolist(), strict=True):
-                end = next((at for at, token in enumerate(row) if token in stop), len(row))
-                found[i] = row[: min(end, tokens[i])]
-    return [found[i] for i in range(len(questions))]
+            yield group[at : at + batch]
+
+
+def repeated(cache: Cache, rows: int) -> Cache:
+    """Return a copy of a cache, which holds one row, with this row `rows` times."""
+    own = copy.deepcopy(cache)
+    if rows > 1:
+        own.batch_repeat_interleave(rows)
+    return own
 
 
 def stop_ids(model: PreTrainedModel) -> list[int]:
@@ -113,8 +122,7 @@ def greedy(cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()) -> 
     recall reads the ids one by one: a step of several tokens would read the whole cache, and the
     index would not be tested.
     """
-    overrides = (one.parts.get("recall") for one in cache.recipe.layers)
-    if any(recall is not None for recall in (cache.recipe.recall, *overrides)):
+    if cache.recipe.recalls:
         for column in ids.split(1, dim=1)[:-1]:
             yield Ask(column, cache)
         ids = ids[:, -1:]

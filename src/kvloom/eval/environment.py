@@ -7,8 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..recipe.geometry import Geometry
-from ..report.machine import machine
-from ..workload.smollm2 import weights_sha256
+from ..report.machine import machine, weights_sha256
 from .task import Task
 
 

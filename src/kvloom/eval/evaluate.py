@@ -7,9 +7,8 @@ measured first on every batch, because the others are compared with it.
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from transformers import PreTrainedModel
 from ..errors import InputError
 from ..hf import compat
 from ..recipe.spec import Recipe
-from ..report.errors import one_line, user_message
+from ..report.errors import logged_line
 from ..workload.attachment import attachment_restored
 from ..workload.crew import Work, run_together
+from ..workload.forward import Progress
 from ..workload.prefill import Prefilled, groups, prefill
 from .decoding import decode_seconds
 from .plan import Plan
@@ -28,8 +28,6 @@ from .result_files import ResultFolder
 from .sample import Batch, Outcome, Run, Sample, Source, Task
 
 TOGETHER = 8  # recipes whose forward passes are one batch
-_log = logging.getLogger(__name__)
-Progress = Callable[[str, int], None]
 
 
 def evaluate(
@@ -101,49 +99,38 @@ def _measured(
         report(f"{where}: reading the context", 0)
         _, filled = prefill(model, group, batch.ids.to(model.device))
         while filled:
-            some = [filled.pop(0)]
-            if some[0].recipe == full:
-                if some[0].error is not None:
-                    raise some[0].error
-            else:
-                some += [filled.pop(0) for _ in range(min(TOGETHER - 1, len(filled)))]
+            count = 1 if filled[0].recipe == full else TOGETHER
+            some, filled = filled[:count], filled[count:]
             report(f"{where}: {', '.join(one.recipe.name for one in some)}", 0)
-            speeds = [decode_seconds(model, x.cache) if timed and x.cache else None for x in some]
-            found = _measure_together(model, source, task, batch, some, exact)
-            for one, speed, result in zip(some, speeds, found, strict=True):
+            works = [_measure(model, source, task, batch, one, exact, timed) for one in some]
+            for one, result in zip(some, run_together(model, works), strict=True):
                 if not isinstance(result, Exception):
-                    outcomes, reference = result
+                    lines, reference = result
                     exact = reference if one.recipe == full else exact
-                    yield one.recipe, _lines(task, batch, one, outcomes, model, speed)
-                    continue
-                if one.recipe == full:
+                elif one.recipe == full:
                     raise result
-                if user_message(result) is None:
-                    _log.error("recipe %r failed", one.recipe.name, exc_info=result)
-                problem = one_line(result)
-                yield (
-                    one.recipe,
-                    [_key(task, s.name, one.recipe, problem=problem) for s in batch.samples],
-                )
+                else:
+                    problem = logged_line(result, f"recipe {one.recipe.name!r}")
+                    lines = [_key(task, s.name, one.recipe, problem=problem) for s in batch.samples]
+                yield one.recipe, lines
 
 
-def _measure_together(
+def _measure(
     model: PreTrainedModel,
     source: Source,
     task: Task,
     batch: Batch,
-    filled: Sequence[Prefilled],
+    filled: Prefilled,
     exact: Any,
-) -> list[tuple[list[Outcome], Any] | Exception]:
-    """Return what the task measures for each recipe, or why it has no figures."""
-
-    def measure(one: Prefilled) -> Work[tuple[list[Outcome], Any]]:
-        if one.error is not None:
-            raise one.error
-        assert one.cache is not None
-        return (yield from task.measure(Run(model, source, one.cache, batch, exact)))
-
-    return run_together(model, [measure(one) for one in filled])
+    timed: bool,
+) -> Work[tuple[list[dict[str, Any]], Any]]:
+    """Return the lines of one recipe on a batch, and what others are compared with."""
+    if filled.error is not None:
+        raise filled.error
+    assert filled.cache is not None
+    speed = decode_seconds(model, filled.cache, len(batch.ids)) if timed else None
+    outcomes, found = yield from task.measure(Run(model, source, filled.cache, batch, exact))
+    return _lines(task, batch, filled, outcomes, model, speed), found
 
 
 def _lines(

@@ -7,9 +7,7 @@ facts, and their words and sentences.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from ..hf.cache import Cache
 from ..recipe.spec import Recipe
 from ..reference import tasks
 from ..workload.forward import forward
+from .decoding import equal_lengths, repeated
 
 NEEDLES_PER_CONTEXT = 8  # with one question each
 ASK = {
@@ -92,22 +91,17 @@ def count_correct(
         prefilled = Cache(model, recipe)
         forward(model, torch.tensor([context], device=model.device), prefilled)
     correct = 0
-    by_length = sorted(haystack.questions, key=lambda q: len(q.ids))
-    for _, same in groupby(by_length, key=lambda q: len(q.ids)):
-        group = list(same)
-        for at in range(0, len(group), batch):
-            together = group[at : at + batch]
-            if prefilled is None:
-                cache, ids = Cache(model, recipe), [context + q.ids for q in together]
-            else:
-                cache, ids = copy.deepcopy(prefilled), [q.ids for q in together]
-                if len(together) > 1:
-                    cache.batch_repeat_interleave(len(together))
-            if prefilled is not None and recipe.recall is not None:
-                for column in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
-                    forward(model, column, cache)
-                ids = [row[-1:] for row in ids]
-            correct += _answer(model, tokenizer, cache, ids, together)
+    for numbers in equal_lengths([len(q.ids) for q in haystack.questions], batch):
+        together = [haystack.questions[i] for i in numbers]
+        if prefilled is None:
+            cache, ids = Cache(model, recipe), [context + q.ids for q in together]
+        else:
+            cache, ids = repeated(prefilled, len(together)), [q.ids for q in together]
+        if prefilled is not None and recipe.recalls:
+            for column in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
+                forward(model, column, cache)
+            ids = [row[-1:] for row in ids]
+        correct += _answer(model, tokenizer, cache, ids, together)
     return correct
 
 
@@ -143,7 +137,8 @@ def _undecided(text: str, answer: str) -> bool:
 def _haystack(
     encode: tasks.Encoder, rng: np.random.Generator, context: int, count: int
 ) -> Haystack:
-    needles = [_needle(encode.tokenizer, key, _number(rng)) for key in encode.keys(rng, count)]
+    keys = encode.keys(rng, count)
+    needles = [_needle(encode.tokenizer, key, draw_number(rng)) for key in keys]
     try:
         ids, _ = tasks.hide(encode, rng, [fact for fact, _ in needles], context, rng.random(count))
     except ValueError as error:
@@ -154,24 +149,30 @@ def _haystack(
     return Haystack(ids, [question for _, question in needles])
 
 
-def _number(rng: np.random.Generator) -> str:
+def draw_number(rng: np.random.Generator) -> str:
+    """Return a random number with `ANSWER_DIGITS` digits."""
     low = 10 ** (tasks.ANSWER_DIGITS - 1)
     return str(rng.integers(low, 10 * low))
 
 
-def _needle(tokenizer: Any, key: str, number: str) -> tuple[tasks.Fact, Question]:
-    """Return the fact that states a number, and the question about it, encoded by a tokenizer.
+def split_at_answer(tokenizer: Any, text: str, answer: str) -> tuple[list[int], list[int]]:
+    """Return the ids of a question's text, and those of its answer after a space.
 
-    The question ends where the ids of continuations with two different numbers start to differ, so
-    that the answer's first id may include the space before it, as in the text.
+    The question ends where the ids of two different answers start to differ, so that the space
+    before an answer belongs to the question for some tokenizers, and to the answer for others.
     """
-
-    def ids(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    sentence = f"The magic number for {key} is "
-    whole = ids(f"\nQuestion: {sentence}{number}")
-    other = ids(f"\nQuestion: {sentence}{'98'[number[0] == '9']}{number[1:]}")
+    different = f"{'98'[answer[0] == '9']}{answer[1:]}"
+    whole, other = (
+        tokenizer.encode(f"{text} {end}", add_special_tokens=False) for end in (answer, different)
+    )
     cut = next(i for i, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b)
-    fact = tasks.Fact(ids(f"\n{sentence}{number}.\n"), 0, whole[cut:], whole[:cut], key)
-    return fact, Question(whole[:cut], number, len(whole) - cut)
+    return whole[:cut], whole[cut:]
+
+
+def _needle(tokenizer: Any, key: str, number: str) -> tuple[tasks.Fact, Question]:
+    """Return the fact that states a number, and the question about it, encoded by a tokenizer."""
+    sentence = f"The magic number for {key} is"
+    question, answer = split_at_answer(tokenizer, f"\nQuestion: {sentence}", number)
+    ids = tokenizer.encode(f"\n{sentence} {number}.\n", add_special_tokens=False)
+    fact = tasks.Fact(ids, 0, answer, question, key)
+    return fact, Question(question, number, len(answer))

@@ -1,4 +1,4 @@
-"""The folder of results of `kvloom eval`: what is finished stays, and a later run goes on.
+"""The folder of results of `kvloom eval`: finished samples are kept, and a later run resumes.
 
 The format is docs/reference/result-files.md. Every line is written whole, so that an interrupted
 run leaves at most one damaged last line, which the next run removes.

@@ -14,7 +14,7 @@ class Row:
     """The figures of one recipe; all None if `problem` says why there are none.
 
     bits_per_value: bits in memory for each key or value read, with metadata, exact windows and
-    spare room, in the layers that kvloom compresses (None if there are none). kv_bytes: bytes
+    spare room, in the layers that kvloom compresses (None without such layers). kv_bytes: bytes
     of the cache's tensors in all layers, whole batch. times_smaller: kv_bytes of `full` over
     its own. prefill_s: seconds for the contexts of the whole batch: the forward pass, which
     several recipes may share, and storing the contexts in this recipe's cache. decode_tokens_s:

@@ -91,7 +91,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe on one batch: its cache, which has read the contexts, and how to go on.
+    """One recipe on one batch: its cache, which has read the contexts.
 
     exact: what the task's `measure` returned for `full`; None for `full` itself.
     """

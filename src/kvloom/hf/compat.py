@@ -6,6 +6,9 @@ Decides whether a model can be supported and what its layers are. Written agains
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -131,3 +134,13 @@ def padding_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
     if mask.shape[-1] < tokens:
         mask = torch.nn.functional.pad(mask, (0, tokens - mask.shape[-1]))
     return mask[:, :tokens]
+
+
+@lru_cache
+def last_logits_option(forward: Callable[..., Any]) -> dict[str, int]:
+    """Return the keyword argument that computes the last logits only, where the model has it.
+
+    The logits of a whole prompt may take more memory than its cache.
+    """
+    supported = "logits_to_keep" in inspect.signature(forward).parameters
+    return {"logits_to_keep": 1} if supported else {}

@@ -8,7 +8,6 @@ each layer attends with. Each cache is then as if it had read the prompt alone.
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -147,8 +146,6 @@ def _finish_step(leader: Cache, follower: Follower) -> None:
 
 
 def _last_logits(model: PreTrainedModel, cache: RoutedCache, inputs: dict[str, Any]) -> Tensor:
-    """Run the model; compute the logits of the last position only, where it has that option."""
-    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
-        inputs = {**inputs, "logits_to_keep": 1}
+    last_only = compat.last_logits_option(type(model).forward)
     with torch.no_grad():
-        return model(past_key_values=cache, use_cache=True, **inputs).logits[:, -1]
+        return model(past_key_values=cache, use_cache=True, **inputs, **last_only).logits[:, -1]

@@ -205,6 +205,11 @@ class Recipe:
         return (self.store, *overridden)
 
     @property
+    def recalls(self) -> bool:
+        """Whether a step of some layer reads a choice of its tokens."""
+        return any(one.recall is not None for one in (self, *map(self._overridden, self.layers)))
+
+    @property
     def budgeted(self) -> bool:
         """Whether it has a budget: of tokens that a step recalls, or else of tokens kept."""
         plain = [self, *map(self._overridden, self.layers)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 from .. import errors
 
+_log = logging.getLogger(__name__)
 _USER_ERRORS: tuple[type[Exception], ...] = (
     *(e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)),
 )
@@ -31,3 +33,10 @@ def one_line(error: Exception) -> str:
     """Return any error as one line."""
     lines = str(error).strip().splitlines()
     return user_message(error) or f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def logged_line(error: Exception, what: str) -> str:
+    """Return any error as one line; log the traceback of a defect, which `what` had."""
+    if user_message(error) is None:
+        _log.error("%s failed", what, exc_info=error)
+    return one_line(error)

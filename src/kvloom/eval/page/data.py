@@ -216,7 +216,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number with five significant digits; None if it is none, or not finite."""
+    """Return a number with five significant digits; None for None, NaN or infinity."""
     if value is None or not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.5g}")

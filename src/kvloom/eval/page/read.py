@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ..result_files import FORMAT
 from ..summary import Figures, summarize
 
-FORMAT = 1
 _NUMBERS = ("kv_bytes", "exact_bytes")
 
 

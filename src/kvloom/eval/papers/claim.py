@@ -6,17 +6,15 @@ rule holds. What cannot be tested here states why instead.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...report.errors import one_line, user_message
+from ...report.errors import logged_line
 
 if TYPE_CHECKING:
     from .lab import Lab
 
-_log = logging.getLogger(__name__)
 
 REPRODUCED = "reproduced"
 NOT_REPRODUCED = "not reproduced"
@@ -94,9 +92,7 @@ def check(claim: Claim, lab: Lab) -> Verdict:
     except NotTestable as error:
         return Verdict(claim, NOT_TESTABLE, reason=str(error))
     except Exception as error:
-        if user_message(error) is None:
-            _log.exception("claim %r failed", claim.name)
-        return Verdict(claim, FAILED, reason=one_line(error))
+        return Verdict(claim, FAILED, reason=logged_line(error, f"claim {claim.name!r}"))
     if found.holds:
         return Verdict(claim, REPRODUCED, found.ours, found.evidence)
     return Verdict(

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-RESAMPLES = 4000
-PERCENT = 95
+from ..summary import bootstrap
 
 
 class Interval(NamedTuple):
@@ -24,13 +23,13 @@ class Interval(NamedTuple):
 def difference(a: np.ndarray, b: np.ndarray) -> Interval:
     """Return the mean of a - b [samples] and its 95% interval; samples are paired.
 
-    The samples are drawn again with replacement; the same numbers are drawn in every run.
+    One sample has the interval of its own value.
     """
     paired = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
-    draws = np.random.default_rng(0).integers(0, len(paired), (RESAMPLES, len(paired)))
-    means = paired[draws].mean(axis=1)
-    low, high = np.percentile(means, [(100 - PERCENT) / 2, (100 + PERCENT) / 2])
-    return Interval(float(paired.mean()), float(low), float(high))
+    found = bootstrap(paired.tolist())
+    if found.low is None or found.high is None:
+        return Interval(found.mean, found.mean, found.mean)
+    return Interval(found.mean, found.low, found.high)
 
 
 def smaller(a: np.ndarray, b: np.ndarray) -> bool:

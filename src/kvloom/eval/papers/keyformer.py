@@ -229,8 +229,9 @@ CLAIMS = (
                 "Keyformer": (76.0, 40.6, 64.1, 79.2),
             },
         ),
-        reason="these tasks need a model that can solve them; with one: lm_eval --model kvloom "
-        "--model_args pretrained=MODEL,recipe=keyformer --tasks copa,openbookqa,winogrande,piqa",
+        reason="these tasks need a model that can solve them; with one: python -m "
+        "kvloom.eval.lm_eval --model kvloom --model_args pretrained=MODEL,recipe=keyformer --tasks "
+        "copa,openbookqa,winogrande,piqa",
     ),
     Claim(
         "throughput",

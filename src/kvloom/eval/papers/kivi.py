@@ -283,7 +283,8 @@ CLAIMS = (
                 "KIVI-2": (63.05, 33.95, 12.74),
             },
         ),
-        reason="these tasks need a model that can solve them; with one: lm_eval --model kvloom "
+        reason="these tasks need a model that can solve them; with one: python -m "
+        "kvloom.eval.lm_eval --model kvloom "
         "--model_args pretrained=MODEL,recipe=kivi --tasks coqa,truthfulqa_gen,gsm8k",
     ),
     Claim(

@@ -29,6 +29,7 @@ from ..compare import with_full
 from ..evaluate import Progress, evaluate, units
 from ..result_files import ResultFolder
 from ..sample import Source, Task
+from ..task import QUESTION_POSITIONS
 from ..tasks.niah import Niah
 from ..tasks.perplexity import Perplexity
 from .claim import NotTestable
@@ -52,7 +53,6 @@ class Size:
     steps: int
 
 
-POSITIONS_AFTER = 64  # positions after a context that a question and its answer may need
 QUICK = Size(1024, 8, 64, 2, 4096, 8)
 DEFAULT = Size(2048, 16, 128, 4, 8192, 16)
 
@@ -113,6 +113,7 @@ class Lab:
         self._folders: dict[str, ResultFolder] = {}
         self._measured: dict[str, Recipe] = {}
         self._recall: dict[int, Rates] = {}
+        self._errors: dict[tuple[Recipe, ...], dict[str, dict[str, float]]] = {}
 
     def close(self) -> None:
         """Remove the measurements."""
@@ -170,6 +171,13 @@ class Lab:
         """Return the relative errors of the recipes' formats, the mean over layers, by name."""
         if self.format_errors is None:
             raise NotTestable("the lab has no measurement of format errors")
+        key = tuple(recipes)
+        if key not in self._errors:
+            self._errors[key] = self._mean_errors(recipes)
+        return self._errors[key]
+
+    def _mean_errors(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
+        assert self.format_errors is not None
         found = self.format_errors(self.model, self.texts(2, self.context), recipes)
         means: dict[str, dict[str, float]] = {}
         for name, layers in found.items():
@@ -218,7 +226,10 @@ class Lab:
         return cut_rows(self._source.text_ids, self._source.first, rows, tokens, self.seed)
 
     def _fitting(self, context: int) -> int:
-        available, after = max_positions(self.model), max(self.size.new_tokens + 1, POSITIONS_AFTER)
+        available, after = (
+            max_positions(self.model),
+            max(self.size.new_tokens + 1, QUESTION_POSITIONS),
+        )
         return context if available is None else min(context, available - after)
 
     def _distinct(self, recipe: Recipe) -> Recipe:

@@ -65,7 +65,7 @@ def recall_rates(
                 finder.extend(keys[:, :, :due], live[:, :, :due])
         for budget in budgets(context):
             count = budget - SINKS
-            true = _mask(oracle.find(q, count, "each", lambda: keys), keys.shape[2])
+            true = mask_of(oracle.find(q, count, "each", lambda: keys), keys.shape[2])
             for name in INDEXES:
                 got = finders[name, look.place].find(q, count, "each", lambda: keys)
                 found[name][budget].append(true.gather(2, got.long()).float().mean().item())
@@ -105,7 +105,7 @@ def hit_rate(model: PreTrainedModel, recipe: str, text: Tensor, context: int) ->
     return hits / (hits + misses)
 
 
-def _mask(slots: Tensor, tokens: int) -> Tensor:
+def mask_of(slots: Tensor, tokens: int) -> Tensor:
     """Return which tokens are among slots [B, H, M], bool [B, H, tokens]."""
     empty = torch.zeros(*slots.shape[:2], tokens, dtype=torch.bool, device=slots.device)
     return empty.scatter_(2, slots.long(), True)

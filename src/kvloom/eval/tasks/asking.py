@@ -38,7 +38,7 @@ class Prompt:
 
 
 def prompt(source: Source, before: list[int], question: list[int]) -> Prompt:
-    """Return where a question stands: with ask="inside", all but its last id is compressed."""
+    """Return what a question follows: with ask="inside", all but its last id is compressed."""
     if source.ask == "inside":
         return Prompt(before, question[:-1], question[-1:])
     return Prompt(before, [], question)

@@ -1,4 +1,4 @@
-"""Where a text and a question about it stand in a prompt, for chat models and for others."""
+"""The ids around a text and a question about it, for chat models and for others."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Fields = Mapping[str, type[str | list]]
 
 
 class Record(NamedTuple):
-    """One object, and where it stands."""
+    """One object, with its file and line."""
 
     file: Path
     line: int

@@ -17,7 +17,7 @@ from .longbench_metrics import (
 )
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
-"""Few-shot and code data sets: their prompts stand outside of a chat template."""
+"""Few-shot and code data sets: no chat template goes around their prompts."""
 FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 """Data sets of which only the first line of an answer counts."""
 

@@ -1,6 +1,6 @@
 """Several questions on one compressed context, then a second document and questions about it.
 
-The cache goes on from turn to turn: it keeps every question and every answer, so that what a recipe
+One cache serves all turns: it keeps every question and every answer, so that what a recipe
 evicts or distorts in one turn is missing in the next. Facts and questions are those of `niah`,
 without a chat template. The second document has half the length of the first and is appended in one
 step; a recipe with recall reads the questions token by token.
@@ -14,11 +14,12 @@ import torch
 from ...errors import InputError
 from ...workload.crew import Ask, Work
 from ..decoding import greedy
+from ..needles import draw_number
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, share_found
 from .chat import encode
 from .haystack import hide
-from .niah import draw_keys, draw_number, plain_fact, question_ids
+from .niah import draw_keys, plain_fact, question_ids
 
 TURNS = 4  # questions about each of the two documents
 DEPTHS = tuple(((np.arange(TURNS) + 0.5) / TURNS).tolist())

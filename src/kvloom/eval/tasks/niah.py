@@ -21,6 +21,7 @@ import torch
 from ...errors import InputError
 from ...reference.tasks import WORDS
 from ...workload.crew import Work
+from ..needles import draw_number, split_at_answer
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, Prompt, answer_all, answer_positions, correct, prompt
 from .chat import encode, frame
@@ -157,18 +158,11 @@ def _batch(
 
 
 def question_ids(tokenizer: Any, text: str, after: str, answer: str) -> list[int]:
-    """Return a question's ids; a chat template's turn goes between the question and its answer.
-
-    They end where the ids of two different answers start to differ, so that the space before an
-    answer belongs to the question for some tokenizers, and to the answer for others.
-    """
+    """Return a question's ids; a chat template's turn goes between the question and its answer."""
     if after:
         asked, mark, prefix = text.partition("? ")
         text = asked + mark.strip() + after + prefix
-    whole = encode(tokenizer, f"{text} {answer}")
-    other = encode(tokenizer, f"{text} {'98'[answer[0] == '9']}{answer[1:]}")
-    cut = next(i for i, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b)
-    return whole[:cut]
+    return split_at_answer(tokenizer, text, answer)[0]
 
 
 def plain_fact(key: str, value: str) -> str:
@@ -179,8 +173,3 @@ def plain_fact(key: str, value: str) -> str:
 def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
     """Return `count` different words."""
     return [WORDS[i] for i in rng.choice(len(WORDS), count, replace=False)]
-
-
-def draw_number(rng: np.random.Generator) -> str:
-    """Return a number with 7 digits."""
-    return str(rng.integers(1_000_000, 10_000_000))

@@ -30,6 +30,7 @@ import torch
 from ...errors import InputError
 from ...reference.tasks import WORDS
 from ...workload.crew import Work
+from ..needles import draw_number
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, answer_all, answer_positions, correct, prompt_in
 from .chat import encode, frame
@@ -247,7 +248,7 @@ def singular(template: str) -> str:
 def draw(rng: np.random.Generator, kind: str) -> str:
     """Return a random key or value: one of words, numbers or uuids."""
     if kind == "numbers":
-        return str(rng.integers(1_000_000, 10_000_000))
+        return draw_number(rng)
     if kind == "uuids":
         return str(uuid.UUID(bytes=rng.bytes(16), version=4))
     return "-".join(WORDS[i] for i in rng.choice(len(WORDS), 2, replace=False))

@@ -6,7 +6,7 @@ interrupted run can be resumed. The samples of a run are in a folder of its own,
 `kvloom report` shows; means with 95% intervals go to results/<machine>/evidence_<run>.json.
 
     python benchmarks/evidence.py            # every run; many hours on two cores
-    python benchmarks/evidence.py --runs smollm2-2k --tasks perplexity
+    python benchmarks/evidence.py --runs smollm2-2k --tasks perplexity --recipes kivi,quest
     python benchmarks/evidence.py --quick    # are the published figures found again?
 
 --quick measures `QUICK` on the same samples, and fails if a figure lies outside its published
@@ -19,7 +19,8 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,11 +55,28 @@ OTHERS = (
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
     "skvq,quest,clusterkv,clusterkv-2bit"
 )
+FEW = (
+    "kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq,quest,clusterkv,clusterkv-2bit,"
+    "h2o,keyformer,snapkv,streaming,minikv,snapkv+kivi-4.toml"
+)
+FEW_SHARES = 1 / 5, 1 / 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a task is measured: of all recipes, or of `FEW` where a sample takes minutes."""
+
+    samples: int
+    new_tokens: int = 1
+    few: bool = False
+
+
 TASKS = {
-    "perplexity": {"samples": 4, "new_tokens": 128},
-    "free": {"samples": 4, "new_tokens": 256},
-    "niah:single+multikey+passkey": {"samples": 2, "new_tokens": 1},
-    "multiturn": {"samples": 4, "new_tokens": 1},
+    "perplexity": Part(4, 128),
+    "niah:single+multikey+passkey": Part(1),
+    "free": Part(2, 256, few=True),
+    "ruler": Part(1, few=True),
+    "multiturn": Part(1, few=True),
 }
 SMALLER_GROUPS = {"reference": {"skvq": "skvq:group=32"}}  # the model's calibration has these
 RUNS = {
@@ -79,51 +97,78 @@ def calibrate(model: object, name: str) -> None:
 
 
 def recipes(names: str, shares: tuple[float, ...], context: int, geometry: object) -> list[Recipe]:
-    """Return `full` and the recipes; those that evict once for each share of bytes they fit."""
+    """Return `full` and the recipes; those that evict once for each share that evicts tokens."""
     found = []
     for spec in split_recipes(names):
         recipe = resolve(HERE / "recipes" / spec if spec.endswith(".toml") else spec)
         recipe = replace(recipe, name=spec.removesuffix(".toml"))
         for share in shares:
             try:
-                found.append(at_share(recipe, share, context, geometry))
+                sized = at_share(recipe, share, context, geometry)
             except RecipeError as error:
                 print(f"not measured: {error}", file=sys.stderr)
+                continue
+            if sized is not recipe and sized.keep.budget.tokens >= context:
+                print(f"not measured: {sized.name} evicts nothing", file=sys.stderr)
+            elif sized not in found:
+                found.append(sized)
     return with_full(found)
 
 
 def measure(
-    run: str, tasks: list[str], names: str, shares: tuple[float, ...], folder: Path
-) -> dict[str, list[dict]]:
-    """Measure the tasks of a run; return the figures of each, and print progress."""
+    run: str, tasks: list[str], names: str | None, shares: tuple[float, ...] | None, folder: Path
+) -> list[dict]:
+    """Measure the tasks of a run and print progress; return the figures of all finished tasks.
+
+    Without names or shares, those of the task.
+    """
     name, context = RUNS[run]
     model, tokenizer = load(name)
     calibrate(model, name)
-    for usual, special in SMALLER_GROUPS.get(name, {}).items():
-        names = ",".join(special if x == usual else x for x in split_recipes(names))
     geometry = compat.geometry(model)
-    chosen = recipes(names, shares, context, geometry)
-    settings = {"tasks": TASKS, "context": [context], "seed": 0}
+    settings = {"context": [context], "seed": 0}
     facts = {"environment": machine(model), "model": model_facts(model, name, geometry)}
     opened = ResultFolder.open(folder / run, {**facts, "settings": settings})
-    lines = []
     for spec in tasks:
+        part = TASKS[spec]
+        chosen = recipes(
+            for_model(names or (FEW if part.few else f"{OTHERS},{EVICTING}"), name),
+            shares or (FEW_SHARES if part.few else SHARES),
+            context,
+            geometry,
+        )
         source = Source.of(
-            tokenizer, library_text(), lengths=[context], batch=4, seed=0, **TASKS[spec]
+            tokenizer,
+            library_text(),
+            lengths=[context],
+            batch=4,
+            seed=0,
+            samples=part.samples,
+            new_tokens=part.new_tokens,
         )
         task = task_named(spec)
-        seen = ""
-
-        def progress(what: str, units: int) -> None:
-            nonlocal seen
-            if what and what != seen:
-                seen = what
-                print(f"{run} {what}", file=sys.stderr, flush=True)
-
-        evaluate(model, source, chosen, [(task, task.batches(source))], opened, progress)
-        wanted = {recipe.name for recipe in chosen}
-        lines += [line for line in opened.lines(task.name) if line["recipe"] in wanted]
+        evaluate(model, source, chosen, [(task, task.batches(source))], opened, printer(run))
+    lines = [line for spec in TASKS for line in opened.lines(task_named(spec).name)]
     return [asdict(figures) for figures in summarize(lines)]
+
+
+def for_model(names: str, model: str) -> str:
+    """Return the recipes with the groups of the model's calibration."""
+    special = SMALLER_GROUPS.get(model, {})
+    return ",".join(special.get(x, x) for x in split_recipes(names))
+
+
+def printer(run: str) -> Callable[[str, int], None]:
+    """Return a function that prints each step of a run once."""
+    seen = ""
+
+    def progress(what: str, units: int) -> None:
+        nonlocal seen
+        if what and what != seen:
+            seen = what
+            print(f"{run} {what}", file=sys.stderr, flush=True)
+
+    return progress
 
 
 def table(figures: list[dict]) -> str:
@@ -172,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--recipes", default=f"{OTHERS},{EVICTING}")
+    parser.add_argument("--recipes", help="instead of the recipes of each task")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--folder", type=Path, default=HERE / "out")
     options = parser.parse_args()
@@ -183,7 +228,7 @@ def main() -> None:
         print("\n".join(wrong) or f"{len(figures)} rows of {run}: every figure in its interval")
         sys.exit(bool(wrong))
     for run in options.runs.split(","):
-        figures = measure(run, options.tasks.split(","), options.recipes, SHARES, options.folder)
+        figures = measure(run, options.tasks.split(","), options.recipes, None, options.folder)
         print(table(figures))
         record.write(
             f"evidence_{run}",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
+from kvloom.kernels.quantize.byte_layout import unpack_codes
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
@@ -122,9 +123,17 @@ def build(recipe: Recipe, q, k, v, sizes=None, valid=None) -> LayerCache:
 
 
 def state(cache: LayerCache) -> dict[str, Tensor | int]:
-    """All that a cache holds, by name; empty tensors left out."""
+    """All that a cache holds, by name; empty tensors left out.
+
+    Codes are unpacked: bits of a last byte that hold no token are arbitrary.
+    """
     held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.tokens.first}
     buffers = {name: b.view() for name, b in named_buffers(cache.tokens).items() if len(b)}
+    for name, lane in (("keys", cache.tokens.keys), ("values", cache.tokens.values)):
+        if lane.packed_count:
+            codes, bits = buffers[f"{name}.codes"], lane.packed.fmt.bits
+            held[f"{name}.rows"] = codes.shape[2]
+            buffers[f"{name}.codes"] = unpack_codes(codes, bits, lane.packed_count)
     if cache.sinks is not None and cache.sinks.keys is not None:
         buffers |= {f"sinks.{n}": getattr(cache.sinks, n) for n in ("keys", "values", "start")}
     return held | buffers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvloom.cache.layer import LayerCache
+from kvloom.errors import NotFinite
 from steps import SOME, SOME_TOKENS, assert_same_state, build, core_recipes, draw, feed, state
 
 seeds = st.integers(0, 999)
@@ -105,21 +107,51 @@ def test_crop_undoes_a_draft_after_the_shortest_prompts(recipe, prompt, draft, s
 
 
 @core_recipes
-@given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 60), seeds)
-def test_while_recording_nothing_is_lost(recipe, prompt, draft, pad, seed):
-    """A step in a draft attends to the draft's own tokens exactly, however many there are."""
-    pad = min(pad, prompt - 1)
-    q, k, v = draw(seed, prompt + draft + 1)
-    valid = (torch.arange(prompt + draft + 1) >= pad)[None] if pad else None
-    one, many = LayerCache(recipe), LayerCache(recipe)
-    for cache in (one, many):
+@given(
+    st.integers(1, 100),
+    st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    st.integers(0, 60),
+    st.booleans(),
+    seeds,
+)
+def test_a_draft_attends_as_without_speculation(recipe, prompt, drafts, pad, certain, seed):
+    """What is dropped and packed between two tokens of a draft is what would be without it."""
+    pad, n = min(pad, prompt - 1), prompt + sum(drafts)
+    qkv = draw(seed, n)
+    valid = (torch.arange(n) >= pad)[None] if pad else None
+    drafted, alone = LayerCache(recipe), LayerCache(recipe)
+    expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), valid)
+    if certain:  # generate() passes the prompt and the first draft in one step
+        drafted.recording, drafted.certain = True, prompt
+        sizes = [prompt + drafts[0], *drafts[1:]]
+        got = feed(drafted, *qkv, sizes, valid)
+    else:
         see = None if valid is None else valid[:, :prompt]
-        feed(cache, *(x[:, :, :prompt] for x in (q, k, v)), valid=see)
-        cache.recording = True
-    rest = [x[:, :, prompt:] for x in (q, k, v)]
-    at_once = feed(one, *rest, valid=valid)
-    by_one = feed(many, *rest, [1] * (draft + 1), valid=valid)
-    torch.testing.assert_close(at_once, by_one, rtol=0, atol=2e-6)
+        first = feed(drafted, *(x[:, :, :prompt] for x in qkv), None, see)
+        drafted.recording = True
+        rest = feed(drafted, *(x[:, :, prompt:] for x in qkv), drafts, valid)
+        got = torch.cat([first, rest], dim=2)
+    torch.testing.assert_close(got[:, :, pad:], expected[:, :, pad:], rtol=0, atol=2e-6)
+    drafted.crop(0)
+    assert drafted.verification is None
+    assert_same_state(state(drafted), state(alone))
+
+
+@core_recipes
+@given(st.integers(20, 60), st.integers(1, 20), seeds)
+def test_a_step_that_fails_in_a_draft_changes_nothing(recipe, prompt, draft, seed):
+    q, k, v = draw(seed, prompt + draft + 4)
+    cache, other = (build(recipe, *(x[:, :, :prompt] for x in (q, k, v))) for _ in range(2))
+    for one in (cache, other):
+        one.recording = True
+        feed(one, *(x[:, :, prompt : prompt + draft] for x in (q, k, v)))
+    bad = k[:, :, -4:].clone()
+    bad[:, :, 2] = torch.nan
+    with pytest.raises(NotFinite):
+        feed(cache, q[:, :, -4:], bad, v[:, :, -4:])
+    for one in (cache, other):
+        one.crop(draft // 2)
+    assert_same_state(state(cache), state(other))
 
 
 @core_recipes

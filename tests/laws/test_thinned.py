@@ -150,11 +150,12 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
     for cache in (drafted, never):
         feed(cache, *(x[:, :, :PROMPT] for x in qkv))
     drafted.recording = True
-    feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
+    got = feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
     drafted.crop(rejected)
     drafted.recording = False
     if kept > PROMPT:
-        feed(never, *(x[:, :, PROMPT:kept] for x in qkv))
+        want = feed(never, *(x[:, :, PROMPT:kept] for x in qkv), [1] * (kept - PROMPT))
+        torch.testing.assert_close(got[:, :, : kept - PROMPT], want, rtol=0, atol=2e-6)
     new = heads(6, 30)
     outputs = [feed(cache, *new, [1] * 30) for cache in (drafted, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)

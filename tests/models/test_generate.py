@@ -92,7 +92,7 @@ def test_sampling(model):
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", ["full", KIVI, "window:tokens=40"])
 def test_assisted_decoding(model, recipe):
-    """Drafts are taken back by crop: what is packed or dropped never holds a rejected token."""
+    """Drafts change no token, whatever is packed or dropped between two tokens of a draft."""
     prompt = zoo.batch(rows=1, padding=(0,))
     assistant = zoo.build("llama-gqa", seed=0)
     with torch.no_grad():
@@ -107,10 +107,8 @@ def test_assisted_decoding(model, recipe):
     )  # fmt: skip
     assert out.shape == plain.shape
     assert cache.get_seq_length() == out.shape[1] - 1
-    if recipe == "full":
-        assert torch.equal(out, plain)
-    else:
-        assert cache.nbytes < cache.full_nbytes
+    assert torch.equal(out, plain)
+    assert recipe == "full" or cache.nbytes < cache.full_nbytes
 
 
 def test_prompt_lookup_decoding(model):

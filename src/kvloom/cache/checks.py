@@ -52,6 +52,14 @@ def check_crop(layer: LayerParts, tokens: int) -> None:
     """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
     if tokens >= layer.seen:
         return
+    verification = layer.verification
+    if verification is not None and tokens > verification.tokens:
+        raise CacheMisuse(
+            f"{layer.name}: crop of {tokens} tokens reaches before the draft; crop its "
+            f"{verification.tokens} tokens first"
+        )
+    if verification is not None:
+        return
     stored, evictor = layer.tokens, layer.evictor
     draft = 0 if layer.draft is None else layer.draft.tokens
     scored = isinstance(evictor, ScoreEvictor)

@@ -1,4 +1,4 @@
-"""The newest tokens of a layer that a crop may still remove.
+"""The newest tokens of a layer whose commit waits: for a crop, or for the recipe's `start`.
 
 Decides nothing. While a layer has a draft, it drops, packs and indexes nothing. It keeps the
 queries that its parts will score with once it is certain which tokens stay.

@@ -26,6 +26,7 @@ from .score_evictor import ScoreEvictor
 from .slots import Slots
 from .step import StepInputs
 from .undo import Undo
+from .verification import AttendInputs, attend_draft, remove_newest, restore, verifies
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
 # are contiguous. More would make the tail of a packed store large for a moment.
@@ -55,8 +56,12 @@ class LayerCache(LayerParts):
         exception, an interrupt included, the layer is as it was before the call.
         """
         self._begin_step()
+        given = AttendInputs(q, k, v, scale, valid, softcap, alibi)
         try:
-            return self._attend(*self._inputs(q, k, v, scale, valid, softcap, alibi))
+            if self.recording and verifies(self):
+                return attend_draft(self, given, self._attend_step)
+            self.verification = None
+            return self._attend_step(given)
         except BaseException as error:
             self._fail(error)
             raise
@@ -153,8 +158,9 @@ class LayerCache(LayerParts):
                 alibi = replace(alibi, position=position, closed_up=True)
         return StepInputs(q, scale, softcap, visible, alibi), k, v
 
-    def _attend(self, step: StepInputs, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_step(self, given: AttendInputs) -> Tensor:
         """Append, attend and commit; returns [B, Hq, T, D]."""
+        step, k, v = self._inputs(*given)
         stored = self._append(k, v)
         parts = self._parts(step, k, v, stored)
         evictor = self.evictor
@@ -221,11 +227,14 @@ class LayerCache(LayerParts):
             self.reset()
             return
         try:
+            if self.retriever is not None:
+                self.retriever.side_stream.wait()
+            if self.verification is not None:
+                remove_newest(self, tokens, self._attend_step)
+                return
             retriever, draft = self.retriever, self.draft
-            if retriever is not None:
-                retriever.side_stream.wait()
-                if tokens > len(self.segment) - self.segment.offloaded:
-                    retriever.restore(self.segment)
+            if retriever is not None and tokens > len(self.segment.keys):
+                retriever.restore(self.segment)
             self.seen -= tokens
             if tokens and len(self.tokens):
                 self.segment.drop_back(min(tokens, len(self.tokens)))
@@ -250,9 +259,12 @@ class LayerCache(LayerParts):
             return
         if self.retriever is not None:
             self.retriever.side_stream.wait()
+        draft = None if self.verification is None else restore(self)
         self.like, self._traits = fn(self.like), ()
         for part in self.parts_held:
             part.map(fn)
+        for step in () if draft is None else draft.steps:
+            attend_draft(self, step.map(fn), self._attend_step)
 
     # --- checks -----------------------------------------------------------------------------------
 

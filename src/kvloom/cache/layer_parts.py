@@ -5,7 +5,7 @@ Decides which parts a recipe needs. `LayerCache`, `commit` and `reading` use the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from .slots import Slots
 from .step import StepInputs
 from .trace import Trace
 from .undo import Undo
+
+if TYPE_CHECKING:
+    from .verification import Verification
 
 
 class LayerParts:
@@ -57,7 +60,7 @@ class LayerParts:
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
         self.coordinator: Coordinator | None = None
-        self.recording = False  # every step is a draft until `crop`
+        self.recording = False  # a crop may remove the tokens of each step
         self.trace: Trace | None = None
         self.plans = (AttendPlans(), AttendPlans())  # of the first two parts of a step
         self.reset()
@@ -82,6 +85,8 @@ class LayerParts:
         rule = recipe.protect.outliers
         self.outliers = None if rule is None else Outliers(rule, layer)
         self.draft: Draft | None = None
+        self.verification: Verification | None = None
+        self.certain = 0  # tokens, those of the next step included, that no crop will remove
         self.waiting: StepInputs | None = None  # its scores wait for those of other layers
         self.settled = False  # whether a step was settled; the first one is the prompt
         self.seen = 0
@@ -107,7 +112,8 @@ class LayerParts:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(part.nbytes for part in self.parts_held)
+        draft = 0 if self.verification is None else self.verification.nbytes
+        return draft + sum(part.nbytes for part in self.parts_held)
 
     @property
     def dropped(self) -> int:
@@ -121,6 +127,15 @@ class LayerParts:
         if self.trace is None:
             self.trace = Trace()
         return self.trace
+
+    @property
+    def removable(self) -> int:
+        """The newest tokens that a crop may still remove because a draft is not settled."""
+        if self.verification is not None:
+            return self.verification.tokens
+        if self.draft is None or self.seen <= self.recipe.start:
+            return 0
+        return self.draft.tokens
 
     @property
     def all_exact(self) -> bool:

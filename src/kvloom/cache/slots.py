@@ -47,6 +47,10 @@ class Slots:
         """The objects that a step changes."""
         return [self]
 
+    def copy(self) -> Slots:
+        """Return slots with copies of all tensors."""
+        return self.from_state({name: getattr(self, name).clone() for name in _STATE})
+
     def append(
         self, k: Tensor, v: Tensor, logical: int, max_abs: tuple[float, ...] | None = None
     ) -> bool:

@@ -90,7 +90,12 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
         if new is None:
             return {}  # the model's own error names what is missing
         cache.check_batch(new.shape[0])
-        return {"position_ids": _closed_up(cache, new, kwargs)} if cache.learned_positions else {}
+        changes = _without_cached(cache, {**kwargs, "input_ids": given})
+        if changes:
+            kwargs, new = {**kwargs, **changes}, changes["input_ids"]
+        if cache.learned_positions:
+            changes["position_ids"] = _closed_up(cache, new, kwargs)
+        return changes
     routing = model._kvloom
     if routing.new_cache is None or model.training or cache is not None:
         return {}
@@ -112,6 +117,28 @@ def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:
         "takes the whole sequence, the tokens in the cache and the new ones: "
         "generate(torch.cat([old_ids, new_ids], dim=-1), past_key_values=cache)"
     )
+
+
+def _without_cached(cache: RoutedCache, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return inputs without the tokens that the cache holds, where a draft comes with all of them.
+
+    transformers passes the whole sequence in the first step of assisted decoding, even if the cache
+    holds most of it.
+    """
+    ids, seen = kwargs.get("input_ids"), cache.get_seq_length()
+    certain = cache.routed[0].cache.certain if cache.routed else 0
+    if ids is None or not 0 < seen < certain <= ids.shape[-1]:
+        return {}
+    tokens = ids.shape[-1]
+    mask, position = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    whole = mask is not None and mask.dim() == 2 and mask.shape[-1] == tokens
+    if position is not None and position.shape[-1] == tokens:
+        whole = whole or int(position[..., 0].max()) == 0
+    if not whole:
+        return {}
+    along = ("input_ids", "position_ids", "token_type_ids", "cache_position")
+    given = {name: kwargs[name] for name in along if kwargs.get(name) is not None}
+    return {name: x[..., seen:] for name, x in given.items() if x.shape[-1] == tokens}
 
 
 def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -220,9 +220,9 @@ def _check_settled(cache: RoutedCache) -> None:
         layer.check_usable()
         if layer.retriever is not None:
             layer.retriever.side_stream.wait()
-        if layer.draft is not None and layer.seen > layer.recipe.start:
+        if layer.removable:
             raise CacheMisuse(
-                f"{layer.name}: the newest {layer.draft.tokens} tokens may still be removed; "
+                f"{layer.name}: the newest {layer.removable} tokens may still be removed; "
                 "call crop(0) before saving"
             )
     seen = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}

@@ -1,0 +1,267 @@
+"""Bytes of a model's weights, and which of them a decode step reads.
+
+Decides how quantized weights are counted: by the tensors that their checkpoint has for a matrix.
+Refuses, by name, quantizations whose layout is not described here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import UnsupportedModel
+from ..hf import compat
+from .ranges import Range
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes and parameters of a model's weights.
+
+    nbytes: all weights. read, parameters: bytes that every decode step reads, and parameters that
+    it multiplies with. expert_read, expert_parameters: those of all routed experts in all layers,
+    of which a token uses `used` of `experts`. quantized: the method; None for plain weights.
+    """
+
+    nbytes: int
+    read: int
+    parameters: int
+    expert_read: int = 0
+    expert_parameters: int = 0
+    experts: int = 0
+    used: int = 0
+    quantized: str | None = None
+
+    def read_nbytes(self, batch: int) -> Range:
+        """Return the bytes of weights that a decode step of `batch` rows reads.
+
+        Which experts rows share is not known: all the same (low), none twice (high), or chosen at
+        random (best).
+        """
+        if not self.experts:
+            return Range.exactly(self.read)
+        each = self.expert_read / self.experts
+        chance = 1 - (1 - self.used / self.experts) ** batch
+        distinct = Range(self.used, self.experts * chance, min(self.experts, batch * self.used))
+        return Range.exactly(self.read) + distinct.scaled(each)
+
+    def flops(self, batch: int) -> float:
+        """Return the floating-point operations of a decode step's products with weights."""
+        share = self.used / self.experts if self.experts else 0.0
+        return 2 * batch * (self.parameters + share * self.expert_parameters)
+
+
+def count_weights(model: PreTrainedModel) -> Weights:
+    """Return the weights of a model on the meta device. Raises `UnsupportedModel`."""
+    method, nbytes_of = _layout(model)
+    matrices = _quantized_matrices(model) if nbytes_of else {}
+    decoder = model.get_decoder() or model
+    read = {id(p) for p in decoder.parameters()}
+    output = model.get_output_embeddings()
+    kept = set() if output is None else {id(p) for p in output.parameters()}
+    for module in decoder.modules():
+        if isinstance(module, nn.Embedding):  # a step reads one row of it for a token
+            read -= {id(p) for p in module.parameters()} - kept
+    read |= kept
+    total = step = parameters = expert_step = expert_parameters = 0
+    for name, weight in model.named_parameters():
+        nbytes = weight.numel() * weight.element_size()
+        if nbytes_of and name in matrices:
+            nbytes = nbytes_of(*matrices[name])
+        total += nbytes
+        if id(weight) not in read:
+            continue
+        if ".experts." in name:
+            expert_step += nbytes
+            expert_parameters += weight.numel()
+        else:
+            step += nbytes
+            parameters += weight.numel() if weight.dim() > 1 else 0
+    if not expert_step:
+        return Weights(total, step, parameters, quantized=method)
+    if method is not None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be planned: how {method} stores experts is not known "
+            "here; plan the model without its quantization_config"
+        )
+    experts, used = _routing(model)
+    return Weights(total, step, parameters, expert_step, expert_parameters, experts, used)
+
+
+def _routing(model: PreTrainedModel) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many a token uses."""
+    config = compat.decoder_config(model)
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((n for name in names if (n := getattr(config, name, None))), None)
+    used = next(
+        (n for n in ("num_experts_per_tok", "moe_topk", "moe_k") if getattr(config, n, None)), None
+    )
+    if experts is None or used is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be planned: its config does not state how many experts "
+            "a token uses in a way that kvloom reads"
+        )
+    return experts, getattr(config, used)
+
+
+# quantized weights
+
+
+def _layout(model: PreTrainedModel) -> tuple[str | None, Callable[[int, int], int] | None]:
+    """Return the method of quantization, and its bytes of a matrix with (rows out, columns in)."""
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None:
+        return None, None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(settings.get("quant_method", "unknown"))
+    method = str(getattr(settings.get("quant_method"), "value", method))
+    if method == "bitsandbytes":
+        method += "-4bit" if settings.get("load_in_4bit") else "-8bit"
+    problem = None
+    if method not in _LAYOUTS:
+        problem = f"weights quantized by {method} are not counted yet"
+    elif compat.decoder_config(model) is not model.config:
+        problem = f"which matrices of a multimodal model {method} quantizes is not known here"
+    else:
+        problem = _LAYOUTS[method].problem(settings)
+    if problem:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be planned: {problem}; supported are "
+            f"{', '.join(_LAYOUTS)} in their usual layouts"
+        )
+    return method, _LAYOUTS[method](settings).nbytes
+
+
+def _quantized_matrices(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return (rows out, columns in) of the matrices that are quantized, by parameter name."""
+    settings = model.config.quantization_config
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    skipped = list(
+        settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
+    )
+    output = model.get_output_embeddings()
+    found = {}
+    for name, module in model.named_modules():
+        if module is output or any(_names(skip, name) for skip in skipped):
+            continue
+        if isinstance(module, nn.Linear):
+            found[f"{name}.weight"] = (module.out_features, module.in_features)
+        elif isinstance(module, Conv1D):
+            found[f"{name}.weight"] = (module.nf, module.nx)
+    return found
+
+
+def _names(skip: str, module: str) -> bool:
+    """Return whether a setting such as "lm_head" or "layers.0.mlp" names a module."""
+    return f".{skip}." in f".{module}."
+
+
+class _BitsAndBytes4:
+    """4-bit codes; a scale for each 64 values, and with double quantization in 8 bit."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.double = bool(settings.get("bnb_4bit_use_double_quant"))
+
+    @staticmethod
+    def problem(settings: dict[str, Any]) -> str | None:
+        return None
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        blocks = ceil(rows * columns / 64)
+        scales = 4 * blocks
+        if self.double:  # one fp32 scale for 256 scales, their 256 levels, and their mean
+            scales = blocks + 4 * ceil(blocks / 256) + 4 * 256 + 4
+        return ceil(rows * columns / 2) + scales + 4 * 16  # and the 16 levels
+
+
+class _BitsAndBytes8:
+    """8-bit codes and an fp32 scale for each row."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        pass
+
+    @staticmethod
+    def problem(settings: dict[str, Any]) -> str | None:
+        return None
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        return rows * columns + 4 * rows
+
+
+class _Gptq:
+    """Codes in int32, packed zeros and fp16 scales of groups of columns, and each column's group."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.bits, self.group = settings["bits"], settings.get("group_size", 128)
+
+    @staticmethod
+    def problem(settings: dict[str, Any]) -> str | None:
+        if settings.get("bits") not in (2, 4, 8):
+            return f"GPTQ with bits={settings.get('bits')} has a layout that is not described here"
+        if settings.get("modules_in_block_to_quantize"):
+            return "GPTQ with modules_in_block_to_quantize is not counted yet"
+        if settings.get("lm_head"):
+            return "GPTQ of the lm_head is not counted yet"
+        return None
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        groups = ceil(columns / (columns if self.group == -1 else self.group))
+        return (
+            rows * columns * self.bits // 8
+            + groups * rows * self.bits // 8
+            + 2 * groups * rows
+            + 4 * columns
+        )
+
+
+class _Awq:
+    """Codes and zeros in int32 and fp16 scales of groups of columns (the GEMM layout)."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.bits, self.group = settings.get("bits", 4), settings.get("group_size", 128)
+
+    @staticmethod
+    def problem(settings: dict[str, Any]) -> str | None:
+        if str(settings.get("version", "gemm")).lower() != "gemm" or settings.get("bits", 4) != 4:
+            return "AWQ in another version than gemm, or not in 4 bits, is not counted yet"
+        return None
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        groups = ceil(columns / (columns if self.group == -1 else self.group))
+        return rows * columns * self.bits // 8 + groups * rows * self.bits // 8 + 2 * groups * rows
+
+
+class _Fp8:
+    """fp8 values and an fp32 scale for each block of the matrix (DeepSeek's layout)."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.block = settings["weight_block_size"]
+
+    @staticmethod
+    def problem(settings: dict[str, Any]) -> str | None:
+        block = settings.get("weight_block_size")
+        if not isinstance(block, (list, tuple)) or len(block) != 2:
+            return "fp8 without weight_block_size is not counted yet"
+        if settings.get("scale_fmt", "float") not in (None, "float"):
+            return f"fp8 with scale_fmt={settings['scale_fmt']!r} is not counted yet"
+        if settings.get("activation_scheme", "dynamic") != "dynamic":
+            return "fp8 with a static activation_scheme is not counted yet"
+        return None
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        return rows * columns + 4 * ceil(rows / self.block[0]) * ceil(columns / self.block[1])
+
+
+_LAYOUTS: dict[str, Any] = {
+    "bitsandbytes-4bit": _BitsAndBytes4,
+    "bitsandbytes-8bit": _BitsAndBytes8,
+    "gptq": _Gptq,
+    "awq": _Awq,
+    "fp8": _Fp8,
+}

@@ -14,5 +14,6 @@ from __future__ import annotations
 
 from .answer import Plan, Row, plan
 from .hardware import Hardware
+from .model import read_model
 
-__all__ = ["Hardware", "Plan", "Row", "plan"]
+__all__ = ["Hardware", "Plan", "Row", "plan", "read_model"]

@@ -19,7 +19,8 @@ from ..workload.forward import Progress
 from . import measure, stored
 from .cache_bytes import CacheBytes
 from .fits import largest
-from .hardware import Hardware, read_file
+from .hardware import Hardware
+from .hardware_file import read_file
 from .model import ModelFacts, read_model
 from .presets import PRESETS
 from .ranges import Range
@@ -338,11 +339,13 @@ def _warnings(question: _Question, rows: Sequence[Row]) -> list[str]:
         row.recipe for row in rows
         if facts.positions and (row.longest_context or 0) > facts.positions
     ]  # fmt: skip
-    if beyond and question.context <= facts.positions:
+    if beyond and question.context <= (facts.positions or 0):
         found.append(
             f"Memory suffices for longer contexts than the {facts.positions:,} positions of "
             f"{facts.name}; it was not trained for them."
         )
+    if not facts.dtype_stated:
+        found.append(f"The config of {facts.name} states no dtype; float32 is counted.")
     if facts.working is None:
         found.append(
             f"The activations of a prompt cannot be traced for {facts.architecture}: limits count "

@@ -64,8 +64,11 @@ class CacheBytes:
 
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
         numbers = model.geometry.numbers
-        places = zip(numbers, recipe.sharing(numbers), strict=True)
-        found = Counter((recipe.for_layer(number, numbers), *place) for number, place in places)
+        found: Counter[tuple[Recipe, int, int]] = Counter()
+        for number, place in zip(numbers, recipe.sharing(numbers), strict=True):
+            plain = recipe.for_layer(number, numbers)
+            rank, count = place if _unequal(plain) else (0, 1)
+            found[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in found.items()]
         self.geometry, self.windows = model.geometry, Counter(model.windows)
         g = model.geometry
@@ -98,3 +101,10 @@ class CacheBytes:
             nbytes = kind.nbytes(tokens, self.geometry)
             total += kind.layers * (max(nbytes, tokens * self.exact) if kind.waits else nbytes)
         return batch * total
+
+
+def _unequal(recipe: Recipe) -> bool:
+    """Return whether a budget gives the layers that share it different numbers of tokens."""
+    if recipe.keep is None or recipe.keep.by_age:
+        return False
+    return recipe.keep.budget.layers not in ("uniform", *BY_VARIANCE)

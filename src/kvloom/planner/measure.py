@@ -15,14 +15,15 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .. import __version__
-from ..cache.layer import LayerCache
 from ..errors import InputError
 from ..hf.cache import Cache
 from ..recipe.geometry import Geometry
@@ -123,7 +124,7 @@ def linear_curve(dtype: torch.dtype) -> dict[int, float]:
     found = {}
     for batch in _BATCHES:
         x = torch.randn(batch, 1, _MATRIX).to(dtype)
-        seconds = _median(lambda x=x: [F.linear(x, w) for w in matrices])
+        seconds = _median(partial(_multiply, x, matrices))
         found[batch] = seconds / (count * first.nbytes)
     return found
 
@@ -190,6 +191,11 @@ def _median(call: Callable[[], object], seconds: float = _SECONDS) -> float:
     return statistics.median(times)
 
 
+def _multiply(x: Tensor, matrices: Sequence[Tensor]) -> None:
+    for matrix in matrices:
+        F.linear(x, matrix)
+
+
 def _small_step(layers: int, dtype: torch.dtype) -> float:
     """Return the seconds of a decode step of a small Llama on an exact cache of 64 tokens."""
     config = LlamaConfig(
@@ -214,11 +220,12 @@ def _layer_seconds(recipe: Recipe, shape: LayerShape, tokens: int) -> tuple[floa
     layers = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
 
-    def step(layer: LayerCache) -> None:
-        layer.attend(q, k, v, scale=shape.head_dim**-0.5)
-        layer.roll_back()
+    def step() -> None:
+        for layer in layers:
+            layer.attend(q, k, v, scale=shape.head_dim**-0.5)
+            layer.roll_back()
 
-    seconds = _median(lambda: [step(layer) for layer in layers]) / count
+    seconds = _median(step) / count
     first.attend(q, k, v, scale=shape.head_dim**-0.5)
     return seconds, filled_caches.read_nbytes(first)
 

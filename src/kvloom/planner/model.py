@@ -31,6 +31,7 @@ class ModelFacts:
     geometry: the layers that kvloom caches. windows: of each layer with a sliding window, the
     tokens that transformers stores. working: bytes of activations per token of a prompt, at the
     widest place of a forward pass; None where they cannot be traced. layers: all decoder layers.
+    dtype_stated: whether the config states the dtype of the weights; if not, float32 is counted.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ModelFacts:
     working: int | None
     layers: int
     positions: int | None
+    dtype_stated: bool
 
 
 def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
@@ -53,6 +55,7 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     """
     config = model if isinstance(model, PreTrainedConfig) else _read_config(str(model))
     name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
+    stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
     built = _build(config, name)
     compat.refuse_unsupported(built)
     text = compat.decoder_config(built)
@@ -68,6 +71,7 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
         working_bytes(built),
         len(stock),
         max_positions(built),
+        stated,
     )
 
 

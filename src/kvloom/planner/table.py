@@ -15,12 +15,12 @@ from .units import show_bytes, show_ms, show_rate
 
 def table(plan: Plan) -> Group:
     """Return a table of the recipes, and notes that explain it; rich can print it."""
-    columns = ["KV\ncache", "with\nweights", "peak in\nthe prompt"]
+    columns = ["KV\ncache", "peak in\nthe prompt"]
     if plan.memory is not None:
         columns += ["fits", "longest\ncontext", "largest\nbatch"]
     timed = any(row.step_ms for row in plan.rows)
     if timed:
-        columns += ["ms a\nstep", "tok/s", "tok/s,\nlow to high", "longest\npart"]
+        columns += ["ms a\nstep", "tok/s", "tok/s,\nlow to high", "limited\nby"]
     if plan.target is not None:
         columns.append(f"longest at\n{plan.target:g} tok/s")
     built = FigureTable(_title(plan), "", columns)
@@ -64,9 +64,8 @@ def _sections(plan: Plan) -> list[tuple[str, Sequence[Row]]]:
 def _cells(plan: Plan, row: Row, timed: bool) -> list[str]:
     if row.problem or row.kv_bytes is None:
         return ["–"]
-    weights = plan.model.weights.nbytes
     peak = "–" if row.peak_bytes is None else show_bytes(row.peak_bytes)
-    cells = [show_bytes(row.kv_bytes), show_bytes(weights + row.kv_bytes), peak]
+    cells = [show_bytes(row.kv_bytes), peak]
     if plan.memory is not None:
         cells += ["yes" if row.fits else "no", _count(row.longest_context)]
         cells.append(_count(row.largest_batch))
@@ -104,9 +103,9 @@ def _caption(plan: Plan, timed: bool) -> list[str]:
         )
     if timed and plan.hardware is not None:
         found.append(
-            "Tok/s: of all rows of the batch together, in decoding. Longest part: what takes most "
-            "of a step (reading weights, reading the KV cache, arithmetic, or the overhead of "
-            "Python)."
+            "A step decodes one token of each row. Tok/s: all rows together. Limited by: what "
+            "takes most of a step (reading weights, reading the KV cache, arithmetic, or the "
+            "overhead of Python)."
         )
         found += plan.hardware.notes()
     elif plan.hardware is None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModel
 from ..hf import compat
+from .layouts import LAYOUTS
 from .ranges import Range
 
 
@@ -77,6 +76,11 @@ def count_weights(model: PreTrainedModel) -> Weights:
         total += nbytes
         if id(weight) not in read:
             continue
+        if weight.dim() > 2 and ".experts." not in name:
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot be planned: it is not known here which part of "
+                f"{name!r} a token reads"
+            )
         if ".experts." in name:
             expert_step += nbytes
             expert_parameters += weight.numel()
@@ -124,18 +128,18 @@ def _layout(model: PreTrainedModel) -> tuple[str | None, Callable[[int, int], in
     if method == "bitsandbytes":
         method += "-4bit" if settings.get("load_in_4bit") else "-8bit"
     problem = None
-    if method not in _LAYOUTS:
+    if method not in LAYOUTS:
         problem = f"weights quantized by {method} are not counted yet"
     elif compat.decoder_config(model) is not model.config:
         problem = f"which matrices of a multimodal model {method} quantizes is not known here"
     else:
-        problem = _LAYOUTS[method].problem(settings)
+        problem = LAYOUTS[method].problem(settings)
     if problem:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be planned: {problem}; supported are "
-            f"{', '.join(_LAYOUTS)} in their usual layouts"
+            f"{', '.join(LAYOUTS)} in their usual layouts"
         )
-    return method, _LAYOUTS[method](settings).nbytes
+    return method, LAYOUTS[method](settings).nbytes
 
 
 def _quantized_matrices(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -160,108 +164,3 @@ def _quantized_matrices(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 def _names(skip: str, module: str) -> bool:
     """Return whether a setting such as "lm_head" or "layers.0.mlp" names a module."""
     return f".{skip}." in f".{module}."
-
-
-class _BitsAndBytes4:
-    """4-bit codes; a scale for each 64 values, and with double quantization in 8 bit."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.double = bool(settings.get("bnb_4bit_use_double_quant"))
-
-    @staticmethod
-    def problem(settings: dict[str, Any]) -> str | None:
-        return None
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        blocks = ceil(rows * columns / 64)
-        scales = 4 * blocks
-        if self.double:  # one fp32 scale for 256 scales, their 256 levels, and their mean
-            scales = blocks + 4 * ceil(blocks / 256) + 4 * 256 + 4
-        return ceil(rows * columns / 2) + scales + 4 * 16  # and the 16 levels
-
-
-class _BitsAndBytes8:
-    """8-bit codes and an fp32 scale for each row."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        pass
-
-    @staticmethod
-    def problem(settings: dict[str, Any]) -> str | None:
-        return None
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        return rows * columns + 4 * rows
-
-
-class _Gptq:
-    """Codes in int32, packed zeros and fp16 scales of groups of columns, and each column's group."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.bits, self.group = settings["bits"], settings.get("group_size", 128)
-
-    @staticmethod
-    def problem(settings: dict[str, Any]) -> str | None:
-        if settings.get("bits") not in (2, 4, 8):
-            return f"GPTQ with bits={settings.get('bits')} has a layout that is not described here"
-        if settings.get("modules_in_block_to_quantize"):
-            return "GPTQ with modules_in_block_to_quantize is not counted yet"
-        if settings.get("lm_head"):
-            return "GPTQ of the lm_head is not counted yet"
-        return None
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        groups = ceil(columns / (columns if self.group == -1 else self.group))
-        return (
-            rows * columns * self.bits // 8
-            + groups * rows * self.bits // 8
-            + 2 * groups * rows
-            + 4 * columns
-        )
-
-
-class _Awq:
-    """Codes and zeros in int32 and fp16 scales of groups of columns (the GEMM layout)."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.bits, self.group = settings.get("bits", 4), settings.get("group_size", 128)
-
-    @staticmethod
-    def problem(settings: dict[str, Any]) -> str | None:
-        if str(settings.get("version", "gemm")).lower() != "gemm" or settings.get("bits", 4) != 4:
-            return "AWQ in another version than gemm, or not in 4 bits, is not counted yet"
-        return None
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        groups = ceil(columns / (columns if self.group == -1 else self.group))
-        return rows * columns * self.bits // 8 + groups * rows * self.bits // 8 + 2 * groups * rows
-
-
-class _Fp8:
-    """fp8 values and an fp32 scale for each block of the matrix (DeepSeek's layout)."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.block = settings["weight_block_size"]
-
-    @staticmethod
-    def problem(settings: dict[str, Any]) -> str | None:
-        block = settings.get("weight_block_size")
-        if not isinstance(block, (list, tuple)) or len(block) != 2:
-            return "fp8 without weight_block_size is not counted yet"
-        if settings.get("scale_fmt", "float") not in (None, "float"):
-            return f"fp8 with scale_fmt={settings['scale_fmt']!r} is not counted yet"
-        if settings.get("activation_scheme", "dynamic") != "dynamic":
-            return "fp8 with a static activation_scheme is not counted yet"
-        return None
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        return rows * columns + 4 * ceil(rows / self.block[0]) * ceil(columns / self.block[1])
-
-
-_LAYOUTS: dict[str, Any] = {
-    "bitsandbytes-4bit": _BitsAndBytes4,
-    "bitsandbytes-8bit": _BitsAndBytes8,
-    "gptq": _Gptq,
-    "awq": _Awq,
-    "fp8": _Fp8,
-}

@@ -1,0 +1,169 @@
+"""Planned beside measured: bytes of the cache, and times of a decode step.
+
+A Llama with random weights (`SHAPE`) decodes on caches that are filled without a prompt. Each
+recipe is measured at each context and batch; `kvloom.planner` predicts the same from measurements
+of single layers. Times are CPU seconds of one thread, medians, so that other load on the machine
+counts as little as possible; with one thread on an idle machine they are wall times.
+
+The work is done in pieces, which are kept in benchmarks/out/plan.json: the same command continues.
+
+    python benchmarks/plan.py                 # all pieces, about ten minutes
+    python benchmarks/plan.py --seconds 45    # stop after the piece that passes 45 seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from transformers import LlamaConfig
+
+import record
+from kvloom.bench.generate import random_model
+from kvloom.kernels.dispatch import compile_seconds
+from kvloom.planner import measure
+from kvloom.planner.cache_bytes import CacheBytes
+from kvloom.planner.model import ModelFacts, read_model
+from kvloom.planner.step import step_work
+from kvloom.planner.this import Machine
+from kvloom.recipe.resolve import resolve
+from kvloom.workload import clock, filled_caches
+from kvloom.workload.shapes import ModelShape
+
+OUT = Path(__file__).parent / "out" / "plan.json"
+RECIPES = ("full", "kivi-4", "kivi", "h2o", "snapkv", "quest")
+CONTEXTS = 2048, 8192, 32768
+BATCHES = 1, 4, 8
+SHAPE = ModelShape(16, 4, 64, 1, torch.bfloat16, 8, 1024, 4096, 8192)
+STEPS = 7
+MARK = 0.2
+
+
+def cpu_seconds(device: object = None) -> float:
+    """Return the CPU seconds of this process without the compilation of kernels."""
+    return time.process_time() - compile_seconds()
+
+
+def facts(model: object) -> ModelFacts:
+    """Return what the planner reads of the model's config."""
+    config = LlamaConfig(**model.config.to_dict())
+    return read_model(config)
+
+
+def measured(model: object, name: str, context: int, batch: int) -> dict:
+    """Return the bytes of a cache and the milliseconds of a decode step on it."""
+    shape = replace(SHAPE, batch=batch)
+    with torch.no_grad():
+        cache = filled_caches.filled_cache(model, resolve(name), shape, context)
+        nbytes = cache.nbytes
+        ids = torch.ones(batch, 1, dtype=torch.long)
+        times = []
+        for _ in range(STEPS + 2):
+            begin = cpu_seconds()
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            times.append(1e3 * (cpu_seconds() - begin))
+    return {"bytes": nbytes, "ms": statistics.median(times[2:])}
+
+
+def pieces() -> list[tuple]:
+    """Return what is measured, in order: a recipe's layers, then its steps."""
+    found: list[tuple] = []
+    for name in RECIPES:
+        found.append(("layer", name))
+        found += [("step", name, context, batch) for context in CONTEXTS for batch in BATCHES]
+    return found
+
+
+def machine_with(machine: Machine | None, model: ModelFacts, name: str) -> Machine:
+    """Return the measurements of the machine with those of a recipe's layers."""
+    work = step_work(model, CacheBytes(resolve(name), model), CONTEXTS[0], 1)
+    return measure.complete(machine, [work], model.geometry, lambda what, done: None)
+
+
+def rows(model: ModelFacts, machine: Machine, done: dict) -> list[dict]:
+    """Return planned and measured figures of each recipe, context and batch."""
+    found = []
+    for name in RECIPES:
+        cache = CacheBytes(resolve(name), model)
+        for context in CONTEXTS:
+            for batch in BATCHES:
+                real = done[json.dumps(["step", name, context, batch])]
+                time_ = machine.step(step_work(model, cache, context, batch), model.geometry)
+                planned = 1e3 * time_.total.best
+                found.append(
+                    {
+                        "recipe": name,
+                        "context": context,
+                        "batch": batch,
+                        "planned_bytes": cache.nbytes(context, batch),
+                        "measured_bytes": real["bytes"],
+                        "planned_ms": planned,
+                        "measured_ms": real["ms"],
+                        "error": planned / real["ms"] - 1,
+                        "limit": time_.limit,
+                    }
+                )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = random_model(SHAPE, max(CONTEXTS))
+    planned = facts(model)
+    state = json.loads(OUT.read_text()) if OUT.exists() else {"machine": None, "done": {}}
+    machine = Machine.from_dict(state["machine"]) if state["machine"] else None
+    done, begin = state["done"], time.monotonic()
+    for piece in pieces():
+        key = json.dumps(piece)
+        if key in done:
+            continue
+        if time.monotonic() - begin > options.seconds:
+            print(f"{len(done)} of {len(pieces())} pieces; run the same command to continue")
+            return
+        with patch.object(clock, "seconds", cpu_seconds):
+            if piece[0] == "layer":
+                machine = machine_with(machine, planned, piece[1])
+                done[key] = True
+            else:
+                done[key] = measured(model, *piece[1:])
+        print(key, done[key], flush=True)
+        OUT.parent.mkdir(exist_ok=True)
+        OUT.write_text(json.dumps({"machine": machine.to_dict(), "done": done}))
+    found = rows(planned, machine, done)
+    for row in found:
+        print(
+            f"{row['recipe']:>8} {row['context']:>6} x {row['batch']}: planned "
+            f"{row['planned_ms']:7.1f} ms, measured {row['measured_ms']:7.1f}, "
+            f"{row['error']:+5.0%}, {row['limit']}"
+        )
+    errors = [abs(row["error"]) for row in found]
+    summary = {
+        "bytes_equal": all(row["planned_bytes"] == row["measured_bytes"] for row in found),
+        "within_mark": sum(error <= MARK for error in errors),
+        "rows": len(found),
+        "median_error": statistics.median(errors),
+        "largest_error": max(errors),
+    }
+    print(summary)
+    record.write(
+        "plan",
+        {
+            "environment": record.environment(shape=str(SHAPE), dtype="bfloat16", clock="cpu"),
+            "summary": summary,
+            "machine": machine.to_dict(),
+            "rows": found,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

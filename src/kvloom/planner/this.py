@@ -157,8 +157,14 @@ def layer_key(layer: LayerWork, g: Geometry) -> str:
     data.pop("name"), data.pop("start", None)
     if keep := data.get("keep"):
         keep.pop("budget", None), keep.pop("seed", None), keep.pop("limit", None)
-    exact = layer.kind.recipe == replace(Recipe(), name=layer.kind.recipe.name)
-    return f"{shape} {{}}" if exact else f"{shape} {json.dumps(data, sort_keys=True)}"
+    text = "{}" if _exact(layer.kind.recipe) else json.dumps(data, sort_keys=True)
+    return f"{shape} {text}"
+
+
+def _exact(recipe: Recipe) -> bool:
+    """Return whether a layer with this plain recipe does what one with `full` does."""
+    parts = recipe.keep, recipe.recall, recipe.protect.outliers
+    return recipe.store.exact and parts == (None, None, None) and not recipe.protect.sinks
 
 
 def unmeasured(machine: Machine, works: Iterable[StepWork], g: Geometry) -> dict[str, LayerWork]:

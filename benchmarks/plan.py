@@ -3,11 +3,12 @@
 A Llama with random weights (`SHAPE`) decodes on caches that are filled without a prompt. Each
 recipe is measured at each context and batch; `kvloom.planner` predicts the same from measurements
 of single layers. Times are CPU seconds of one thread, medians, so that other load on the machine
-counts as little as possible; with one thread on an idle machine they are wall times.
+counts as little as possible; with one thread on an idle machine they are wall times. Other load
+changes even these within minutes, so the machine is measured again before each group of steps.
 
 The work is done in pieces, which are kept in benchmarks/out/plan.json: the same command continues.
 
-    python benchmarks/plan.py                 # all pieces, about ten minutes
+    python benchmarks/plan.py                 # all pieces, some minutes
     python benchmarks/plan.py --seconds 45    # stop after the piece that passes 45 seconds
 """
 
@@ -31,7 +32,6 @@ from kvloom.planner import measure
 from kvloom.planner.cache_bytes import CacheBytes
 from kvloom.planner.model import ModelFacts, read_model
 from kvloom.planner.step import step_work
-from kvloom.planner.this import Machine
 from kvloom.recipe.resolve import resolve
 from kvloom.workload import clock, filled_caches
 from kvloom.workload.shapes import ModelShape
@@ -71,44 +71,29 @@ def measured(model: object, name: str, context: int, batch: int) -> dict:
     return {"bytes": nbytes, "ms": statistics.median(times[2:])}
 
 
-def pieces() -> list[tuple]:
-    """Return what is measured, in order: a recipe's layers, then its steps."""
-    found: list[tuple] = []
-    for name in RECIPES:
-        found.append(("layer", name))
-        found += [("step", name, context, batch) for context in CONTEXTS for batch in BATCHES]
-    return found
-
-
-def machine_with(machine: Machine | None, model: ModelFacts, name: str) -> Machine:
-    """Return the measurements of the machine with those of a recipe's layers."""
-    work = step_work(model, CacheBytes(resolve(name), model), CONTEXTS[0], 1)
-    return measure.complete(machine, [work], model.geometry, lambda what, done: None)
-
-
-def rows(model: ModelFacts, machine: Machine, done: dict) -> list[dict]:
-    """Return planned and measured figures of each recipe, context and batch."""
+def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[dict]:
+    """Measure the machine, then steps of a recipe at each batch; return both beside each other."""
+    cache = CacheBytes(resolve(name), planned)
+    works = {batch: step_work(planned, cache, context, batch) for batch in BATCHES}
+    machine = measure.complete(None, list(works.values()), planned.geometry, lambda *_: None)
     found = []
-    for name in RECIPES:
-        cache = CacheBytes(resolve(name), model)
-        for context in CONTEXTS:
-            for batch in BATCHES:
-                real = done[json.dumps(["step", name, context, batch])]
-                time_ = machine.step(step_work(model, cache, context, batch), model.geometry)
-                planned = 1e3 * time_.total.best
-                found.append(
-                    {
-                        "recipe": name,
-                        "context": context,
-                        "batch": batch,
-                        "planned_bytes": cache.nbytes(context, batch),
-                        "measured_bytes": real["bytes"],
-                        "planned_ms": planned,
-                        "measured_ms": real["ms"],
-                        "error": planned / real["ms"] - 1,
-                        "limit": time_.limit,
-                    }
-                )
+    for batch, work in works.items():
+        real = measured(model, name, context, batch)
+        time_ = machine.step(work, planned.geometry)
+        ms = 1e3 * time_.total.best
+        found.append(
+            {
+                "recipe": name,
+                "context": context,
+                "batch": batch,
+                "planned_bytes": cache.nbytes(context, batch),
+                "measured_bytes": real["bytes"],
+                "planned_ms": ms,
+                "measured_ms": real["ms"],
+                "error": ms / real["ms"] - 1,
+                "limit": time_.limit,
+            }
+        )
     return found
 
 
@@ -119,32 +104,27 @@ def main() -> None:
     torch.set_num_threads(1)
     model = random_model(SHAPE, max(CONTEXTS))
     planned = facts(model)
-    state = json.loads(OUT.read_text()) if OUT.exists() else {"machine": None, "done": {}}
-    machine = Machine.from_dict(state["machine"]) if state["machine"] else None
-    done, begin = state["done"], time.monotonic()
-    for piece in pieces():
-        key = json.dumps(piece)
+    done = json.loads(OUT.read_text()) if OUT.exists() else {}
+    begin = time.monotonic()
+    wanted = [(name, context) for name in RECIPES for context in CONTEXTS]
+    for name, context in wanted:
+        key = f"{name} {context}"
         if key in done:
             continue
         if time.monotonic() - begin > options.seconds:
-            print(f"{len(done)} of {len(pieces())} pieces; run the same command to continue")
+            print(f"{len(done)} of {len(wanted)} pieces; run the same command to continue")
             return
         with patch.object(clock, "seconds", cpu_seconds):
-            if piece[0] == "layer":
-                machine = machine_with(machine, planned, piece[1])
-                done[key] = True
-            else:
-                done[key] = measured(model, *piece[1:])
-        print(key, done[key], flush=True)
+            done[key] = piece(model, planned, name, context)
+        for row in done[key]:
+            print(
+                f"{name:>8} {context:>6} x {row['batch']}: planned {row['planned_ms']:7.1f} ms, "
+                f"measured {row['measured_ms']:7.1f}, {row['error']:+5.0%}, {row['limit']}",
+                flush=True,
+            )
         OUT.parent.mkdir(exist_ok=True)
-        OUT.write_text(json.dumps({"machine": machine.to_dict(), "done": done}))
-    found = rows(planned, machine, done)
-    for row in found:
-        print(
-            f"{row['recipe']:>8} {row['context']:>6} x {row['batch']}: planned "
-            f"{row['planned_ms']:7.1f} ms, measured {row['measured_ms']:7.1f}, "
-            f"{row['error']:+5.0%}, {row['limit']}"
-        )
+        OUT.write_text(json.dumps(done))
+    found = [row for name, context in wanted for row in done[f"{name} {context}"]]
     errors = [abs(row["error"]) for row in found]
     summary = {
         "bytes_equal": all(row["planned_bytes"] == row["measured_bytes"] for row in found),
@@ -159,7 +139,6 @@ def main() -> None:
         {
             "environment": record.environment(shape=str(SHAPE), dtype="bfloat16", clock="cpu"),
             "summary": summary,
-            "machine": machine.to_dict(),
             "rows": found,
         },
     )

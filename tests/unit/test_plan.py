@@ -231,6 +231,12 @@ def test_the_longest_context_and_the_largest_batch_fit_and_one_more_does_not(spe
         at = plan(llama, [spec], **{**asked, **one}).rows[0]
         beyond = plan(llama, [spec], **{**asked, name: limit + 1}).rows[0]
         assert (at.fits, beyond.fits) == (True, False)
+    at, beyond = (
+        plan(llama, [spec], **{**asked, "context": row.longest_in_chunks + more}).rows[0]
+        for more in (0, 1)
+    )
+    assert row.longest_in_chunks > row.longest_context
+    assert (at.fits_in_chunks, beyond.fits_in_chunks) == (True, False)
 
 
 def test_the_largest_number_is_found_beyond_a_gap():

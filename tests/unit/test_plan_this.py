@@ -54,7 +54,7 @@ def test_a_plan_measures_the_machine_once_and_stores_it(quick, config, monkeypat
 
     found = plan(config, RECIPES, context=500, hardware="this", on_step=on_step)
     kinds = len(found.hardware.layers)
-    assert kinds == len(RECIPES)  # quest's first two layers read all tokens, as those of full
+    assert kinds == 1 + len(RECIPES)  # quest's first two layers read all, with sinks apart
     assert units == [3 + kinds] == [sum(reported)]
     assert all(row.step_ms.low < row.step_ms.best < row.step_ms.high for row in found.rows)
     assert stored.load() == found.hardware

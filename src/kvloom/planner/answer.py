@@ -49,13 +49,14 @@ class Point:
 class Row:
     """The plan of one recipe.
 
-    kv_bytes: the cache at this context and batch. peak_bytes: the largest memory during the prompt,
-    weights included. fits: whether memory suffices. longest_context: at this batch. largest_batch:
-    at this context. step_ms, tokens_s: low, best and high. parts_ms: best, by part. limit: the
-    longest part. reaches: whether the best estimate reaches the target, and memory suffices;
-    longest_at_target: the longest context at which this is so. None: not known, or not asked.
-    problem: why there are no figures; no_times: why there are no times. curve: bytes and speed at
-    contexts of 1,024 tokens and their doubles.
+    kv_bytes: the cache at this context and batch. peak_bytes: the largest memory during a prompt in
+    one step, weights included. fits: whether memory suffices for that. longest_context: at this
+    batch. largest_batch: at this context. fits_in_chunks, longest_in_chunks: the same for weights
+    and cache alone, for a prompt that is read in small chunks. step_ms, tokens_s: low, best, high.
+    parts_ms: best, by part. limit: the longest part. reaches: whether the best estimate reaches the
+    target, and memory holds weights and cache; longest_at_target: the longest context at which this
+    is so. None: not known, or not asked. problem: why there are no figures; no_times: why there are
+    no times. curve: bytes and speed at contexts of 1,024 tokens and their doubles.
     """
 
     recipe: str
@@ -64,6 +65,8 @@ class Row:
     fits: bool | None = None
     longest_context: int | None = None
     largest_batch: int | None = None
+    fits_in_chunks: bool | None = None
+    longest_in_chunks: int | None = None
     step_ms: Range | None = None
     tokens_s: Range | None = None
     parts_ms: dict[str, float] | None = None
@@ -243,8 +246,14 @@ class _Question:
         }
         if self.memory is not None:
             found["fits"] = self.fits(cache, self.context, self.batch)
-            found["longest_context"] = self.longest(cache, lambda n: True)
+            found["longest_context"] = largest(
+                lambda n: self.fits(cache, n, self.batch), beyond=cache.sawtooth
+            )
             found["largest_batch"] = largest(lambda b: self.fits(cache, self.context, b))
+            found["fits_in_chunks"] = self.held(cache, self.context)
+            found["longest_in_chunks"] = largest(
+                lambda n: self.held(cache, n), beyond=cache.sawtooth
+            )
         if self.hardware is not None:
             found |= self.times(cache)
         return Row(name, **found, curve=tuple(self.curve(cache, "no_times" not in found)))
@@ -286,11 +295,14 @@ class _Question:
             return False
         return peak <= self.memory
 
-    def longest(self, cache: CacheBytes, allowed: Callable[[int], bool]) -> int:
-        def fits(tokens: int) -> bool:
-            return allowed(tokens) and (self.memory is None or self.fits(cache, tokens, self.batch))
-
-        return largest(fits, beyond=cache.sawtooth)
+    def held(self, cache: CacheBytes, tokens: int) -> bool:
+        """Return whether memory holds weights and cache."""
+        assert self.memory is not None
+        try:
+            nbytes = cache.nbytes(tokens, self.batch)
+        except RecipeError:
+            return False
+        return self.facts.weights.nbytes + nbytes <= self.memory
 
     def times(self, cache: CacheBytes) -> dict[str, Any]:
         work = step_work(self.facts, cache, self.context, self.batch)
@@ -311,14 +323,15 @@ class _Question:
             target = self.target
 
             def allowed(tokens: int) -> bool:
+                if self.memory is not None and not self.held(cache, tokens):
+                    return False
                 try:
                     return self.rates(cache, tokens).best >= target
                 except RecipeError:
                     return False
 
-            found["longest_at_target"] = self.longest(cache, allowed)
-            fits = self.memory is None or self.fits(cache, self.context, self.batch)
-            found["reaches"] = fits and allowed(self.context)
+            found["longest_at_target"] = largest(allowed, beyond=cache.sawtooth)
+            found["reaches"] = allowed(self.context)
         return found
 
     def step(self, work: StepWork) -> StepTime:
@@ -337,7 +350,7 @@ def _warnings(question: _Question, rows: Sequence[Row]) -> list[str]:
         )
     beyond = [
         row.recipe for row in rows
-        if facts.positions and (row.longest_context or 0) > facts.positions
+        if facts.positions and (row.longest_in_chunks or 0) > facts.positions
     ]  # fmt: skip
     if beyond and question.context <= (facts.positions or 0):
         found.append(
@@ -363,7 +376,7 @@ def _target_warnings(question: _Question, rows: Sequence[Row]) -> list[str]:
     timed = [row for row in rows if row.tokens_s]
     if not timed or any(row.reaches for row in timed):
         return []
-    fitting = [row for row in timed if row.fits is not False] or timed
+    fitting = [row for row in timed if row.fits_in_chunks is not False] or timed
     nearest = max(fitting, key=lambda row: row.tokens_s.best if row.tokens_s else 0.0)
     assert nearest.tokens_s is not None
     rate = show_rate(nearest.tokens_s.best)

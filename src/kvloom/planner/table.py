@@ -10,17 +10,18 @@ from rich.text import Text
 from ..report.table import FigureTable
 from .answer import Plan, Row
 from .fits import UNLIMITED
-from .units import show_bytes, show_ms, show_rate
+from .units import show_bytes, show_rate
 
 
 def table(plan: Plan) -> Group:
     """Return a table of the recipes, and notes that explain it; rich can print it."""
-    columns = ["KV\ncache", "peak in\nthe prompt"]
+    unit, name = _unit(plan)
+    columns = [f"KV,\n{name}", f"peak,\n{name}"]
     if plan.memory is not None:
-        columns += ["fits", "longest\ncontext", "largest\nbatch"]
+        columns += ["fits", "longest\ncontext", "longest,\nchunked", "largest\nbatch"]
     timed = any(row.step_ms for row in plan.rows)
     if timed:
-        columns += ["ms a\nstep", "tok/s", "tok/s,\nlow to high", "limited\nby"]
+        columns += ["tok/s", "tok/s,\nlow to high", "limited\nby"]
     if plan.target is not None:
         columns.append(f"longest at\n{plan.target:g} tok/s")
     built = FigureTable(_title(plan), "", columns)
@@ -28,7 +29,7 @@ def table(plan: Plan) -> Group:
         if heading:
             built.section(heading)
         for row in rows:
-            built.add(row.recipe, *_cells(plan, row, timed))
+            built.add(row.recipe, *_cells(plan, row, timed, unit))
     problems = [f"{row.recipe}: {row.problem}" for row in plan.rows if row.problem]
     notes = [Text(text, "yellow") for text in (*problems, *plan.warnings)]
     return Group(built, *notes, Text(" ".join(_caption(plan, timed)), "dim"))
@@ -48,6 +49,12 @@ def _title(plan: Plan) -> str:
     return text
 
 
+def _unit(plan: Plan) -> tuple[int, str]:
+    """Return the bytes and the name of the unit of all sizes in the table."""
+    most = max((row.peak_bytes or row.kv_bytes or 0 for row in plan.rows), default=0)
+    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+
+
 def _sections(plan: Plan) -> list[tuple[str, Sequence[Row]]]:
     """Return rows by heading: those that reach the target first."""
     if plan.target is None:
@@ -56,29 +63,28 @@ def _sections(plan: Plan) -> list[tuple[str, Sequence[Row]]]:
     others = [row for row in plan.rows if not row.reaches]
     sections = [
         (f"reach {plan.target:g} tok/s", reaching),
-        (f"do not reach {plan.target:g} tok/s, or do not fit", others),
+        (f"do not reach {plan.target:g}, or do not fit", others),
     ]
     return [(heading, rows) for heading, rows in sections if rows]
 
 
-def _cells(plan: Plan, row: Row, timed: bool) -> list[str]:
+def _cells(plan: Plan, row: Row, timed: bool, unit: int) -> list[str]:
     if row.problem or row.kv_bytes is None:
         return ["–"]
-    peak = "–" if row.peak_bytes is None else show_bytes(row.peak_bytes)
-    cells = [show_bytes(row.kv_bytes), peak]
+    peak = "–" if row.peak_bytes is None else f"{row.peak_bytes / unit:,.2f}"
+    cells = [f"{row.kv_bytes / unit:,.2f}", peak]
     if plan.memory is not None:
-        cells += ["yes" if row.fits else "no", _count(row.longest_context)]
-        cells.append(_count(row.largest_batch))
+        cells.append("yes" if row.fits else "chunked" if row.fits_in_chunks else "no")
+        cells += map(_count, (row.longest_context, row.longest_in_chunks, row.largest_batch))
     if timed and row.step_ms and row.tokens_s:
         rates = row.tokens_s
         cells += [
-            show_ms(row.step_ms.best),
             show_rate(rates.best),
             f"{show_rate(rates.low)} to {show_rate(rates.high)}",
             row.limit or "",
         ]
     elif timed:
-        cells += ["–"] * 4
+        cells += ["–"] * 3
     if plan.target is not None:
         cells.append(_count(row.longest_at_target))
     return cells
@@ -93,19 +99,19 @@ def _count(number: int | None) -> str:
 def _caption(plan: Plan, timed: bool) -> list[str]:
     """Return sentences that explain the columns."""
     found = [
-        "KV cache: bytes of keys and values with all metadata, exact. Peak in the prompt: weights, "
-        "cache and the activations of a prompt that is read in one step."
+        "KV: the cache with all its metadata, exact. Peak: weights, cache and activations while a "
+        "prompt is read in one step."
     ]
     if plan.memory is not None:
         found.append(
-            f"Fits: the peak is at most the memory. Longest context: at batch {plan.batch}. "
-            f"Largest batch: at {plan.context:,} tokens."
+            "Fits: the peak is within the memory; chunked: only weights and cache are, so read the "
+            f"prompt in small chunks. Longest context: at batch {plan.batch}. Largest batch: at "
+            f"{plan.context:,} tokens."
         )
     if timed and plan.hardware is not None:
         found.append(
-            "A step decodes one token of each row. Tok/s: all rows together. Limited by: what "
-            "takes most of a step (reading weights, reading the KV cache, arithmetic, or the "
-            "overhead of Python)."
+            "Tok/s: in decoding, all rows together. Limited by: what takes most of a step "
+            "(reading weights, reading the KV cache, arithmetic, or the overhead of Python)."
         )
         found += plan.hardware.notes()
     elif plan.hardware is None:

@@ -53,11 +53,6 @@ def show_bytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def show_ms(ms: float) -> str:
-    """Return milliseconds with three digits."""
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
-
-
 def show_rate(tokens_s: float) -> str:
     """Return tokens per second with three digits, or fewer above 1,000."""
     return f"{tokens_s:,.0f}" if tokens_s >= 100 else f"{tokens_s:.1f}"

@@ -2,9 +2,9 @@
 
 A Llama with random weights (`SHAPE`) decodes on caches that are filled without a prompt. Each
 recipe is measured at each context and batch; `kvloom.planner` predicts the same from measurements
-of single layers. Times are CPU seconds of one thread, medians, so that other load on the machine
-counts as little as possible; with one thread on an idle machine they are wall times. Other load
-changes even these within minutes, so the machine is measured again before each group of steps.
+of single layers. Times are CPU seconds of one thread, and the least of several calls, on both
+sides, so that other load on the machine counts as little as possible. Other load changes even these
+within minutes, so the machine is measured again before each group of steps.
 
 The work is done in pieces, which are kept in benchmarks/out/plan.json: the same command continues.
 
@@ -18,6 +18,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -33,7 +34,7 @@ from kvloom.planner.cache_bytes import CacheBytes
 from kvloom.planner.model import ModelFacts, read_model
 from kvloom.planner.step import step_work
 from kvloom.recipe.resolve import resolve
-from kvloom.workload import clock, filled_caches
+from kvloom.workload import filled_caches
 from kvloom.workload.shapes import ModelShape
 
 OUT = Path(__file__).parent / "out" / "plan.json"
@@ -41,13 +42,24 @@ RECIPES = ("full", "kivi-4", "kivi", "h2o", "snapkv", "quest")
 CONTEXTS = 2048, 8192, 32768
 BATCHES = 1, 4, 8
 SHAPE = ModelShape(16, 4, 64, 1, torch.bfloat16, 8, 1024, 4096, 8192)
-STEPS = 7
+STEPS = 12
 MARK = 0.2
 
 
 def cpu_seconds(device: object = None) -> float:
     """Return the CPU seconds of this process without the compilation of kernels."""
     return time.process_time() - compile_seconds()
+
+
+def least(call: Callable[[], object], seconds: float = 0.25) -> float:
+    """Return the least CPU seconds of a call, repeated for so many seconds; two calls warm up."""
+    call(), call()
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < seconds:
+        begin = cpu_seconds()
+        call()
+        times.append(cpu_seconds() - begin)
+    return min(times)
 
 
 def facts(model: object) -> ModelFacts:
@@ -68,7 +80,7 @@ def measured(model: object, name: str, context: int, batch: int) -> dict:
             begin = cpu_seconds()
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             times.append(1e3 * (cpu_seconds() - begin))
-    return {"bytes": nbytes, "ms": statistics.median(times[2:])}
+    return {"bytes": nbytes, "ms": min(times[2:])}
 
 
 def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[dict]:
@@ -114,7 +126,7 @@ def main() -> None:
         if time.monotonic() - begin > options.seconds:
             print(f"{len(done)} of {len(wanted)} pieces; run the same command to continue")
             return
-        with patch.object(clock, "seconds", cpu_seconds):
+        with patch.object(measure, "_median", least):
             done[key] = piece(model, planned, name, context)
         for row in done[key]:
             print(

@@ -32,8 +32,9 @@ def quick(monkeypatch, tmp_path):
     """Measurements of a few milliseconds, stored in a temporary folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {
-        "_BATCHES": (1, 4), "_POINTS": ((200, 1), (200, 2), (600, 1)), "_MATRIX": 32,
-        "_WEIGHTS": 1 << 14, "_CACHES": 1, "_SECONDS": 0.0, "_REPEATS": 2,
+        "_BATCHES": (1, 4), "_POINTS": ((200, 1), (200, 2), (600, 1)),
+        "_MATRICES": ((32, 32), (32, 16)), "_WEIGHTS": 1 << 14, "_CACHES": 1, "_SECONDS": 0.0,
+        "_REPEATS": 2,
     }.items():  # fmt: skip
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(measure.bandwidth, "read_bandwidth_gb_s", lambda: 10.0)

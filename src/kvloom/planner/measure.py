@@ -39,7 +39,15 @@ from .this import LayerRate, Machine, measured_recipe, short_name, unmeasured
 
 _BATCHES = (1, 2, 4, 8, 16)  # of products with weights
 _POINTS = ((512, 1), (512, 4), (8192, 1), (8192, 4))  # tokens and rows of a layer's step
-_MATRIX = 2048  # rows and columns
+_MATRICES = (
+    (1280, 1280),
+    (320, 1280),
+    (320, 1280),
+    (1280, 1280),
+    (3456, 1280),
+    (3456, 1280),
+    (1280, 3456),
+)  # of a layer: rows and columns
 _WEIGHTS = 1 << 27  # bytes of all matrices
 _CACHES = 1 << 26  # bytes of the caches of all layers, at least
 _MOST_LAYERS = 16
@@ -118,14 +126,14 @@ def total_memory() -> int:
 
 def linear_curve(dtype: torch.dtype) -> dict[int, float]:
     """Return the seconds per byte of weights in products with 1 to 16 rows."""
-    count = max(2, _WEIGHTS // (_MATRIX * _MATRIX * dtype.itemsize))
-    first = torch.randn(_MATRIX, _MATRIX).to(dtype)
-    matrices = [first.clone() for _ in range(count)]
+    layer = [torch.randn(size).to(dtype) for size in _MATRICES]
+    layers = max(1, _WEIGHTS // sum(x.nbytes for x in layer))
+    matrices = [*layer, *(x.clone() for _ in range(layers - 1) for x in layer)]
     found = {}
     for batch in _BATCHES:
-        x = torch.randn(batch, 1, _MATRIX).to(dtype)
-        seconds = _median(partial(_multiply, x, matrices))
-        found[batch] = seconds / (count * first.nbytes)
+        inputs = {n: torch.randn(batch, 1, n).to(dtype) for _, n in _MATRICES}
+        seconds = _median(partial(_multiply, inputs, matrices))
+        found[batch] = seconds / sum(x.nbytes for x in matrices)
     return found
 
 
@@ -191,9 +199,9 @@ def _median(call: Callable[[], object], seconds: float = _SECONDS) -> float:
     return statistics.median(times)
 
 
-def _multiply(x: Tensor, matrices: Sequence[Tensor]) -> None:
+def _multiply(inputs: dict[int, Tensor], matrices: Sequence[Tensor]) -> None:
     for matrix in matrices:
-        F.linear(x, matrix)
+        F.linear(inputs[matrix.shape[1]], matrix)
 
 
 def _small_step(layers: int, dtype: torch.dtype) -> float:

@@ -88,8 +88,8 @@ class Machine:
     def notes(self) -> list[str]:
         """Return what a reader of its times has to know."""
         return [
-            "Times are predicted from short measurements of this machine, within 20% where the "
-            "guide compares them with measured steps."
+            "Times are predicted from short measurements of this machine. In the guide's comparison, "
+            "45 of 54 predictions are within 20% of the measured step."
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def command(
     """Plan: bytes, the longest context, the largest batch and the decode speed of recipes.
 
     The command reads only the model's config. Bytes are exact. Times are estimates with low and
-    high bounds; "this" measures the machine in less than a minute and stores the result.
+    high bounds; "this" measures the machine once and stores the result.
 
     The exit status is 1 if a recipe that you named does not fit the model, or if nothing reaches
     the target.
@@ -97,7 +97,7 @@ def _measuring(progress: Progress) -> Callable[[int], Callable[[str, int], None]
     """Return the function that announces measurements, and returns what reports them."""
 
     def begin(units: int) -> Callable[[str, int], None]:
-        progress.line("kvloom: measuring this machine once; keep it idle for up to a minute")
+        progress.line("kvloom: measuring this machine once; keep it idle meanwhile")
         return progress.counter(units)
 
     return begin

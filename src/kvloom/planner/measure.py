@@ -1,4 +1,4 @@
-"""Measure this machine in less than a minute: what `this.Machine` needs to predict a decode step.
+"""Measure this machine once: what `this.Machine` needs to predict a decode step.
 
 Decides what is timed: reads of memory, products with weights at several batches, decode steps of
 two small Llamas (their difference is the overhead of a layer), and one layer's decode step for

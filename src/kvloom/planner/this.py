@@ -88,8 +88,8 @@ class Machine:
     def notes(self) -> list[str]:
         """Return what a reader of its times has to know."""
         return [
-            "Times are predicted from short measurements of this machine. In the guide's comparison, "
-            "45 of 54 predictions are within 20% of the measured step."
+            "Times are predicted from short measurements of this machine. In the comparison of the "
+            "guide, 45 of 54 predictions are within 20% of the measured step."
         ]
 
     def to_dict(self) -> dict[str, Any]:

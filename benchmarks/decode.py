@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 
 import record
-from kvloom.bench.bandwidth import read_bandwidth_gb_s
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.recipe.resolve import resolve
 from kvloom.store import LayerMetadata
 from kvloom.store.codec import Channels
+from kvloom.workload.bandwidth import read_bandwidth_gb_s
 
 D = 128
 RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4", "turbo", "skvq", "skvq-k2v1.5")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .hf.cache import Cache
     from .hf.report import Report
     from .keep import Budget, Keep, Outliers, register_score
+    from .planner import plan
     from .recall import Clusters, Pages, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .reference import reference_model, reference_tokenizer
@@ -29,6 +30,7 @@ _WHERE = {
     "register_adapter": "hf.adapters:register",
     "Report": "hf.report",
     "Cache": "hf.cache",
+    "plan": "planner",
     "LayerOverride": "recipe",
     "Recipe": "recipe",
     "register_recipe": "recipe",
@@ -67,6 +69,7 @@ __all__ = [
     "Transform",
     "attach",
     "detach",
+    "plan",
     "reference_model",
     "reference_tokenizer",
     "register_adapter",

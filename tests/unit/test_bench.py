@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from kvloom.bench import (
     LayerShape,
     Row,
-    bandwidth,
-    filled_caches,
     rows,
     timing,
     transformers_caches,
@@ -24,7 +22,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.cli.app import app
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
-from kvloom.workload import clock
+from kvloom.workload import bandwidth, clock, filled_caches
 
 LAYER = ["--heads", "4/2", "--head-dim", "32", "--repeats", "2"]
 MODEL = [

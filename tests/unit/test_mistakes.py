@@ -8,7 +8,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from kvloom.bench import ModelShape, bandwidth, filled_caches, timing
+from kvloom.bench import ModelShape, timing
 from kvloom.cli.app import app
 from kvloom.cli.inputs import read_stdin
 from kvloom.cli.outputs import write_file
@@ -16,7 +16,7 @@ from kvloom.cli.user_errors import user_errors
 from kvloom.errors import InputError
 from kvloom.kernels import dispatch
 from kvloom.report import plots
-from kvloom.workload import models
+from kvloom.workload import bandwidth, filled_caches, models
 from pairwise import cover
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.

@@ -6,14 +6,14 @@
     print(rows.make_rows(candidates, times, decode.BASELINES, shape="", context=8192, batch=1))
 
 `decode` measures one layer's attention to a long context, `prefill` to a prompt, `pack` the
-quantization of a prompt alone, `generate` whole decode steps of a model. `filled_caches` and
-`transformers_caches` fill caches without computing a prompt. `timing` times all candidates
-alternately. `rows`, `table` and `plot` show the result.
+quantization of a prompt alone, `generate` whole decode steps of a model.
+`workload.filled_caches` and `transformers_caches` fill caches without computing a prompt. `timing`
+times all candidates alternately. `rows`, `table` and `plot` show the result.
 """
 
 from __future__ import annotations
 
+from ..workload.shapes import LayerShape, ModelShape
 from .rows import Row
-from .shapes import LayerShape, ModelShape
 
 __all__ = ["LayerShape", "ModelShape", "Row"]

@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..recipe.resolve import resolve
 from ..report.errors import logged_line
-from . import filled_caches, transformers_caches
-from .shapes import LayerShape, short_name
+from ..workload import filled_caches
+from ..workload.shapes import LayerShape, short_name
+from . import transformers_caches
 from .timing import Candidate
 
 BASELINES = ("SDPA fp32", "SDPA bf16", "DynamicCache")

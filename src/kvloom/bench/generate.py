@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ..hf.cache import Cache
 from ..recipe.resolve import resolve
 from ..report.errors import logged_line
-from . import filled_caches, transformers_caches
-from .shapes import ModelShape
+from ..workload import filled_caches
+from ..workload.shapes import ModelShape
+from . import transformers_caches
 from .timing import Candidate
 
 BASELINES = ("DynamicCache",)

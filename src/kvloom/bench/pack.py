@@ -15,9 +15,9 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..report.errors import logged_line
 from ..store import KVSide
-from . import filled_caches
+from ..workload import filled_caches
+from ..workload.shapes import LayerShape
 from .prefill import random_prompt, sdpa
-from .shapes import LayerShape
 from .timing import Candidate
 
 BASELINES = ("the prompt's attention",)

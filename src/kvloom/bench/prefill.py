@@ -16,8 +16,8 @@ from torch import Tensor
 from ..cache.layer import LayerCache
 from ..recipe.resolve import resolve
 from ..report.errors import logged_line
-from . import filled_caches
-from .shapes import DTYPES, LayerShape, short_name
+from ..workload import filled_caches
+from ..workload.shapes import DTYPES, LayerShape, short_name
 from .timing import Candidate
 
 BASELINES = tuple(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values())

@@ -19,6 +19,7 @@ from . import (
     generate,
     inspect,
     papers,
+    plan,
     recipes,
     report,
 )  # fmt: skip
@@ -41,6 +42,7 @@ app.command("eval")(eval.command)
 app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
 app.command("papers")(papers.command)
+app.command("plan")(plan.command)
 app.command("recipes")(recipes.command)
 app.command("report")(report.command)
 app.add_typer(analyse.app, name="analyse")

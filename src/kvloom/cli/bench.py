@@ -177,10 +177,11 @@ def _run(
     """
     import torch
 
-    from ..bench import bandwidth, rows, table, timing, transformers_caches
     from ..bench import plot as plots
+    from ..bench import rows, table, timing, transformers_caches
     from ..kernels.dispatch import compile_seconds
     from ..report.machine import machine
+    from ..workload import bandwidth
 
     contexts = parse_contexts(context)
     names = list(dict.fromkeys(recipe.name for recipe in parse_recipes(recipes)))

@@ -32,8 +32,8 @@ def parse_contexts(option: str) -> list[int]:
 
 def parse_dtype(option: str) -> torch.dtype:
     """Read "bfloat16", "float16" or "float32"."""
-    from ..bench.shapes import DTYPES
     from ..errors import InputError
+    from ..workload.shapes import DTYPES
 
     if option not in DTYPES:
         raise InputError(f"--dtype {option!r} is unknown; use one of {', '.join(DTYPES)}")

@@ -1,1 +1,1 @@
-"""The inputs of commands: models, texts, one timed forward pass, and what layers attend with."""
+"""The inputs of commands: models, texts, one timed forward pass, caches filled without a prompt."""

@@ -1,0 +1,102 @@
+"""Hardware by its data sheet, and the roofline of a decode step on it.
+
+A part of a step takes the longer of reading its bytes and of its arithmetic. No hardware reaches
+the rates of its data sheet, so each rate is multiplied by a share that others have measured: low,
+best and high. Python launches the work meanwhile: a step takes the longer of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .ranges import Range
+from .step import StepTime, StepWork
+
+SOURCES = {
+    "weights": "Llama-2-7B on an A100 with 2,039 GB/s (gpt-fast, README): 1,397 GB/s in 16 bit "
+    "(best) and 863 GB/s in 4 bit (low); high: as for KV",
+    "kv": "other libraries' kernels: FlashAttention-3 in fp8 at batch 1 and 64k 24% (low), "
+    "FlashInfer in fp8 60-75% (best: their middle), FlashMLA in bf16 90% (high) of the bandwidth",
+    "arithmetic": "FlashAttention-2 35% (low) and FlashAttention-3 75% (best) of an H100's fp16 "
+    "rate (arXiv:2407.08608), and all of it (high)",
+    "overhead": "Python of a layer: transformers 109 us, and kvloom 53 us (best) to 364 us (high) "
+    "on the CPUs of benchmarks/results; low: none, as in a captured graph",
+}
+"""Where the shares and the overhead of presets come from."""
+_WEIGHTS = Range(0.42, 0.69, 0.90)
+_KV = Range(0.24, 0.68, 0.90)
+_ARITHMETIC = Range(0.35, 0.75, 1.0)
+_OVERHEAD = Range(0.0, 162e-6, 473e-6)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine by its data sheet.
+
+    memory: bytes. bandwidth: bytes per second. flops: dense 16-bit operations per second with
+    matrices. weights, kv, arithmetic: shares of these rates that a step reaches. overhead: seconds
+    of Python per layer. sources: where the numbers come from, by name.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: float
+    sources: dict[str, str] = field(default_factory=dict)
+    weights: Range = _WEIGHTS
+    kv: Range = _KV
+    arithmetic: Range = _ARITHMETIC
+    overhead: Range = _OVERHEAD
+
+    def problem(self, work: StepWork) -> str | None:
+        """Return why a step's time cannot be estimated; None if it can."""
+        tiers = {layer.kind.recipe.recall.tier for layer in work.layers
+                 if layer.kind is not None and layer.kind.recipe.recall is not None}  # fmt: skip
+        if tiers - {None}:
+            return "its tokens move over the bus from another memory, which is not estimated"
+        return None
+
+    def step(self, work: StepWork) -> StepTime:
+        """Return the seconds of a decode step."""
+        weights = self._read(work.weights, self.weights)
+        kv = self._read(Range.exactly(work.kv_nbytes), self.kv)
+        peak = self.arithmetic.scaled(self.flops)
+        arithmetic = peak.over(work.weight_flops).above(weights)
+        arithmetic += peak.over(work.attention_flops).above(kv)
+        device = weights + kv + arithmetic
+        return StepTime(
+            weights, kv, arithmetic, self.overhead.scaled(work.layer_count).above(device)
+        )
+
+    def _read(self, nbytes: Range, share: Range) -> Range:
+        """Return the seconds of reading bytes at a share of the bandwidth."""
+        rate = share.scaled(self.bandwidth)
+        return Range(nbytes.low / rate.high, nbytes.best / rate.best, nbytes.high / rate.low)
+
+    def describe(self) -> str:
+        """Return the name and the rates in one line."""
+        return (
+            f"{self.name} ({self.memory / 1e9:,.0f} GB, {self.bandwidth / 1e9:,.0f} GB/s, "
+            f"{self.flops / 1e12:,.0f} TFLOP/s)"
+        )
+
+    def notes(self) -> list[str]:
+        """Return what a reader of its times has to know."""
+        return [
+            "Times are estimates from a data sheet and other libraries' kernels. kvloom's kernels "
+            "have not been measured on a GPU yet."
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, with the source of every number."""
+        ranges = {name: vars(getattr(self, name)) for name in ("weights", "kv", "arithmetic")}
+        return {
+            "name": self.name,
+            "memory": self.memory,
+            "bandwidth": self.bandwidth,
+            "flops": self.flops,
+            "shares": ranges,
+            "overhead_s": vars(self.overhead),
+            "sources": self.sources,
+        }

@@ -22,8 +22,11 @@ FP32 = torch.float32
 TOL = 2e-6  # the reference's
 
 
-def channel(bits, group, meta="fp16", pre_rope=False):
-    return Packed(bits, "channel", group, meta, residual=group, pre_rope=pre_rope)
+def channel(bits, group, meta="fp16", pre_rope=False, **fields):
+    transform = Transform(**fields) if fields else None
+    return Packed(
+        bits, "channel", group, meta, residual=group, transform=transform, pre_rope=pre_rope
+    )
 
 
 def token(bits, group, meta="fp16"):

@@ -57,6 +57,7 @@ SPECIAL = [
     "h2o:shared=true,layers=variance",
     "h2o:tokens=40,limit=120,positions=renumbered",
     "keyformer:tokens=40,positions=renumbered",
+    "kivi:group=16,residual=32,rotate=true",
     "skvq:group=16,window=8,sinks=2,heavy=4",
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",

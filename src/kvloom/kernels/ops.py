@@ -96,7 +96,8 @@ def _attend_problems(module: Any) -> Any:
 
 _ATTEND_GPU = (
     "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, bf16; "
-    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, not before RoPE, "
+    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform but hadamard, not "
+    "before RoPE, "
     "metadata fp32, fp16, bf16, fp8; padding, softcap, bias, causal; chosen tokens"
 )
 
@@ -170,7 +171,7 @@ pack = Op(
         pack_cpu.pack,
         lambda x, spec, *_, **__: pack_cpu.problems(spec, x.device, x.dtype),
         lambda *_, **__: pack_cpu.compiled(),
-        f"{_FORMATS}; rotated groups",
+        f"{_FORMATS}; rotated groups and heads",
         lambda x, spec, *_, **__: pack_cpu.Packer(x, spec),
     ),
     gpu=Backend(
@@ -205,7 +206,7 @@ unpack = Op(
         pack_cpu.unpack,
         _unpack_problems(pack_cpu),
         lambda *_, **__: pack_cpu.compiled(),
-        f"{_FORMATS}; rotated groups",
+        f"{_FORMATS}; rotated groups and heads",
     ),
     gpu=Backend(
         pack_triton.unpack,

@@ -100,7 +100,9 @@ class Transform:
     "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
     static: a group's range is that of calibration, so no scale and zero are stored. rotate: groups
     are rotated at random and rounded to the levels of a normal distribution, with a scale and no
-    zero (see `kernels.quantize.rotated`); no other transform combines with it.
+    zero (see `kernels.quantize.rotated`). hadamard: each head is rotated in the same way, and then
+    quantized by range as without a transform, per channel or per token. No other transform
+    combines with rotate or hadamard.
     """
 
     span: str = "head"
@@ -109,9 +111,10 @@ class Transform:
     smooth: bool = False
     static: bool = False
     rotate: bool = False
+    hadamard: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "reorder", "smooth", "static", "rotate")
+        check_fields(self, "reorder", "smooth", "static", "rotate", "hadamard")
         _choice("span", self.span, SPANS)
         if isinstance(self.clip, str):
             _choice("clip", self.clip, CLIPS)
@@ -123,8 +126,12 @@ class Transform:
         if self.static and self.clip != 1.0:
             raise RecipeError(f"clip={self.clip!r} clips a token's own range; static=True has none")
         others = (self.span, self.reorder, self.clip, self.smooth, self.static)
-        if self.rotate and others != ("head", False, 1.0, False, False):
-            raise RecipeError("rotate=True stands alone: leave the other fields of Transform out")
+        for name in ("rotate", "hadamard"):
+            alone = others == ("head", False, 1.0, False, False) and self.rotate != self.hadamard
+            if getattr(self, name) and not alone:
+                raise RecipeError(
+                    f"{name}=True stands alone: leave the other fields of Transform out"
+                )
 
     @property
     def calibrated(self) -> bool:
@@ -183,8 +190,11 @@ class Packed(Format):
                 f"unit={self.unit} is not a multiple of group={self.group}: per channel, whole "
                 f"groups of tokens are packed; use {self.group}"
             )
-        if self.axis == "channel" and self.transform is not None:
-            raise RecipeError('a transform regroups the channels of a token; use axis="token"')
+        if self.axis == "channel" and self.transform is not None and not self.transform.hadamard:
+            raise RecipeError(
+                'a transform regroups the channels of a token; use axis="token", or '
+                "Transform(hadamard=True), which takes both axes"
+            )
 
     @property
     def calibrated(self) -> bool:
@@ -201,6 +211,8 @@ class Packed(Format):
         # a scale may be up to twice that over the highest code; ranges are taken in fp32
         largest = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
         largest /= 1.5 if self.pre_rope else 1.0  # rotating a pair adds up to a factor of sqrt(2)
+        if self.transform is not None and self.transform.hadamard and self.meta != "fp8":
+            largest /= 32  # rotating a head of up to 512 channels; fp8 stores its largest instead
         return min(largest, torch.finfo(torch.float32).max / 2)
 
     @property

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .byte_layout import ATOM, pack_codes, rows_for, stored_scale, top, unpack_codes
-from .rotated import dequantize_rotated, quantize_rotated
+from .rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
 from .spec import PackedTensors, QuantSpec, RopeAngles
 
 
@@ -91,6 +91,8 @@ def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, T
     if spec.rotated:
         codes, scale = quantize_rotated(x, spec.bits, spec.group, spec.meta)
         return codes, scale, scale[..., :0]
+    if spec.hadamard:
+        x = rotate(x)
     if spec.divisor is not None:
         x = x / spec.divisor[:, None, :]
     if spec.static is not None:
@@ -111,6 +113,8 @@ def _inverse(codes: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Ten
         x = dequantize_mapped(codes, scale, zero, spec.group_of, torch.float32)
     else:
         x = dequantize(codes, scale, zero, spec.axis, spec.group, torch.float32)
+    if spec.hadamard:
+        x = unrotate(x)
     return x if spec.divisor is None else x * spec.divisor[:, None, :]
 
 

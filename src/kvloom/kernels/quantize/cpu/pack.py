@@ -173,18 +173,16 @@ def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
         encode = (step.data_ptr(), zero.data_ptr())
         decode = (scale.data_ptr(), zero.data_ptr())
     rotation: tuple[int, ...] = (0,) * ROTATION.numbers
-    if spec.rotated:
-        signs, mix = rotated.parts(spec.group)
-        levels = rotated.levels(spec.bits)
-        more = {
-            "signs": _padded_rows(signs[None], 0),
-            "mix": mix.contiguous(),
-            "levels": levels,
-            "level_ends": rotated.ends(levels),
-        }
+    if spec.rotated or spec.hadamard:
+        together = spec.group if spec.rotated else d
+        signs, mix = rotated.parts(together)
+        more = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
+        if spec.rotated:
+            levels = rotated.levels(spec.bits)
+            more |= {"levels": levels, "level_ends": rotated.ends(levels)}
         tables |= more
-        where = {name: x.data_ptr() for name, x in more.items()}
-        rotation = ROTATION.pack(size=spec.group // len(mix), **where)
+        where = {name: address(more.get(name)) for name in ROTATION.names if name != "size"}
+        rotation = ROTATION.pack(size=together // len(mix), **where)
     numbers = SPEC.pack(
         tile=tile,
         sharing=sharing,

@@ -25,7 +25,15 @@ from . import codes as codes_ops
 from . import rotation, tiles
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
 from .codes import put_codes
-from .rotation import keep_scales, restore_row, rotate_row, round_row, units
+from .rotation import (
+    keep_scales,
+    restore_row,
+    rotate_group,
+    rotate_row,
+    round_row,
+    units,
+    unrotate_group,
+)
 from .tiles import (
     decode_row,
     encode_row,
@@ -71,7 +79,7 @@ def kernels() -> tuple[Kernel, Kernel]:
         spare = high + 4 * metas
         unpacked = spare + 4 * cols  # codes, a byte each
         in_place = number == 0 and a.x.channel == 4 and d == d_padded and joint == 1
-        in_place = in_place and tables.divisor + rope.cos == 0 and sharing != ROTATED
+        in_place = in_place and tables.divisor + rope.cos + rotate.size == 0
         while True:
             task = count(job)
             if task >= tasks:
@@ -94,6 +102,8 @@ def kernels() -> tuple[Kernel, Kernel]:
                             angle += (lo - a.begin + t) * 4 * rope.half
                             cos, sin = rope.cos + angle, rope.sin + angle
                             rope_row(to, cos, sin, rope.half, rope.interleaved != 0)
+                        if rotate.size != 0 and sharing != ROTATED:
+                            rotate_group(to, d, rotate.size, rotate.signs, rotate.mix, spare)
                         fill(to, d)
                         if tables.divisor != 0:
                             for c in range(0, d_padded, 16):
@@ -244,6 +254,8 @@ def kernels() -> tuple[Kernel, Kernel]:
                         unpacked + (begun + t) * cols, cols, sharing, group, tables.group_of,
                         zeros + skip, scales + skip, tables.divisor, wide,
                     )  # fmt: skip
+                    if rotate.size != 0:
+                        unrotate_group(wide, d, rotate.size, rotate.signs, rotate.mix, spare)
                 for i in range(joint):
                     if rope.cos != 0:
                         angle = b * rope.batch + (h + i) * rope.head

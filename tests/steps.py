@@ -61,6 +61,12 @@ RECIPES: dict[str, Recipe] = {
         Packed(1.5, "token", 16, "fp8", transform=Transform(rotate=True)),
         recent=4,
     ),
+    "boosted": _store(
+        Packed(2, "channel", 32, residual=32, boost=16),
+        Packed(2, "token", 16),
+        sinks=3,
+        recent=(0, 9),
+    ),
     "rotated heads": _store(
         Packed(2, "channel", 16, residual=32, transform=Transform(hadamard=True)),
         Packed(4, "token", 16, transform=Transform(hadamard=True)),
@@ -80,6 +86,7 @@ CORE = (
     "streaming:tokens=24,sinks=4",
     "swapped axes",
     "fp8, layer",
+    "boosted",
     "rotated heads",
     "sinks, packed",
 )

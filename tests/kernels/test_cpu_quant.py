@@ -100,6 +100,8 @@ def quantized(x, scheme, real=None):
         return codes, scale, scale[..., :0]
     if scheme.hadamard:
         x = rotate(x.float())
+    if scheme.boost:
+        return ref.boosted(x, scheme.group, scheme.boost, scheme.meta, real)
     if scheme.group_of is None:
         return ref.quantize(x, scheme.bits, scheme.axis, scheme.group, scheme.meta, real)
     x = x.float() if scheme.divisor is None else x.float() / scheme.divisor[:, None]
@@ -116,6 +118,8 @@ def restored(codes, scale, zero, scheme, dtype):
     if scheme.hadamard:
         plain = replace(scheme, hadamard=False)
         return unrotate(restored(codes, scale, zero, plain, torch.float32)).to(dtype)
+    if scheme.boost:
+        return ref.unboosted(codes, scale, zero, scheme.group, scheme.boost).to(dtype)
     if scheme.group_of is None:
         return ref.dequantize(codes, scale, zero, scheme.axis, scheme.group, dtype)
     if scheme.static is None:
@@ -276,7 +280,9 @@ def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data
     elif kind != "none":
         heads = h if kind == "each head's" else 1
         real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
-    scheme = QuantSpec(bits, "channel", group, meta, hadamard=data.draw(st.booleans()))
+    how = data.draw(st.sampled_from([{}, {"hadamard": True}, {"boost": 8}, {"boost": 32}]))
+    bits = 2 if "boost" in how else bits
+    scheme = QuantSpec(bits, "channel", group, meta, **how if how.get("boost", 0) < d else {})
     agrees(x, scheme, ends[:-1], real, (lo, hi))
 
 

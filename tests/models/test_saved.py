@@ -29,6 +29,7 @@ SMALL = {
     "dilated": "tokens=40",
     "h2o": "",
     "keyformer": "",
+    "kitty": "boost=8,group=16,residual=32,sinks=3",
     "kivi": "group=16,residual=32",
     "kivi-4": "group=16,residual=32,meta=fp8",
     "minikv": "residual=32",
@@ -69,7 +70,7 @@ core_forms = some_slow(
     *SPECIAL,
     *(
         f"{name}:{SMALL[name]}"
-        for name in ("full", "kivi", "minikv", "quest", "streaming", "turbo")
+        for name in ("full", "kitty", "kivi", "minikv", "quest", "streaming", "turbo")
     ),
 )
 """Every form with `-m slow`; by default, forms with every part of a cache between them."""

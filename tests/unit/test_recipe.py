@@ -42,6 +42,9 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
         ({"residual": 64, "group": 128}, "residual=64 is not a multiple of group=128", "use 128"),
         ({"residual": 64, "unit": 48}, "unit=48 does not divide residual=64", "a unit that does"),
         ({"residual": 64, "unit": 16}, "unit=16 is not a multiple of group=32", "use 32"),
+        ({"boost": 12}, "boost=12", "0, 8, 16, 32, 64"),
+        ({"boost": 16, "bits": 4}, "boost=16", "use bits=2"),
+        ({"boost": 16, "transform": Transform(hadamard=True)}, "boost=16", "one of them out"),
     ],
 )
 def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):

@@ -83,6 +83,22 @@ class Plain:
         return ref.dequantize(codes, scale, zero, self.fmt.axis, self.group, dtype)
 
 
+class Boosted(Plain):
+    """The same with two more bits for some channels; codes have columns for these behind D."""
+
+    def __init__(self, fmt: Packed, head_dim: int) -> None:
+        super().__init__(fmt, head_dim)
+        self.scheme = replace(self.scheme, boost=fmt.boost)
+
+    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
+        return ref.boosted(x, self.group, self.fmt.boost, META[self.fmt.meta], live)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tokens [B, Hk, N, D] of codes, in dtype."""
+        return ref.unboosted(codes, scale, zero, self.group, self.fmt.boost).to(dtype)
+
+
 class Hadamard(Plain):
     """The same of heads that are rotated first; scales and zeros are those of rotated channels."""
 
@@ -167,7 +183,7 @@ def codec(fmt: Packed, channels: Channels | None, like: Tensor) -> Codec:
     """
     transform = fmt.transform
     if transform is None:
-        return Plain(fmt, like.shape[3])
+        return (Boosted if fmt.boost else Plain)(fmt, like.shape[3])
     if transform.rotate:
         return Rotated(fmt, like.shape[3])
     if transform.hadamard:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..kernels.quantize import boosted
 from ..kernels.quantize import reference as ref
 from ..registry import Registry
 from ..registry.fields import check_fields
@@ -28,6 +29,7 @@ META = {
 }
 GROUPS = (16, 32, 64, 128)
 AXES = ("channel", "token")
+BOOSTS = (0, 8, 16, 32, 64)
 SPANS = ("head", "layer")
 CLIPS = ("group", "layer")
 
@@ -149,7 +151,8 @@ class Packed(Format):
     scale and zero; fp8 is e4m3, up to 448. residual: decode packs once there are this many exact
     tokens; up to residual - 1 stay exact until then. unit: tokens are packed in multiples of it,
     a prompt all at once (None: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed
-    before RoPE, which each step applies at their positions.
+    before RoPE, which each step applies at their positions. boost: of each group of tokens, so many
+    channels of a head, those with the largest range, have 4 bits (keys at 2 bit per channel).
     """
 
     bits: int | float
@@ -160,6 +163,7 @@ class Packed(Format):
     unit: int | None = None  # type: ignore[assignment]
     transform: Transform | None = None
     pre_rope: bool = False
+    boost: int = 0
     kind: ClassVar[str] = "packed"
 
     def __post_init__(self) -> None:
@@ -189,6 +193,17 @@ class Packed(Format):
             raise RecipeError(
                 f"unit={self.unit} is not a multiple of group={self.group}: per channel, whole "
                 f"groups of tokens are packed; use {self.group}"
+            )
+        _choice("boost", self.boost, BOOSTS)
+        if self.boost and (self.bits != boosted.BITS or self.axis != "channel"):
+            raise RecipeError(
+                f"boost={self.boost} gives channels of 2 bit two more; use bits=2 and "
+                'axis="channel", or leave boost out'
+            )
+        if self.boost and self.transform is not None:
+            raise RecipeError(
+                f"boost={self.boost} finds channels that stand out, and a transform removes them; "
+                "leave one of them out"
             )
         if self.axis == "channel" and self.transform is not None and not self.transform.hadamard:
             raise RecipeError(
@@ -236,18 +251,22 @@ class Packed(Format):
     def bits_a_value(self, head_dim: int = 0) -> float:
         """Return the effective bits of a packed value: codes + 2 * metadata bits / group.
 
-        head_dim: the channels of a head; needed where the group is a whole head (group=0).
+        head_dim: the channels of a head; needed where the group is a whole head (group=0), and
+        with boost.
         """
         if not self.group and not head_dim:
             raise RecipeError("group=0 is one head: give bits_a_value its head_dim")
         atom, rows = ref.ATOM[self.bits]
-        return 8 * rows / atom + 8 * self._group_nbytes / (self.group or head_dim)
+        if self.boost and not head_dim:
+            raise RecipeError("boost counts channels of a head: give bits_a_value its head_dim")
+        wider = 1 + self.boost / head_dim if self.boost else 1
+        return 8 * rows / atom * wider + 8 * self._group_nbytes / (self.group or head_dim)
 
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
         """Return the bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
         blocks = tokens // self.group if self.axis == "channel" else tokens
         meta = blocks * self.groups(heads, head_dim) * self._group_nbytes
-        return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
+        return ref.rows_for(tokens, self.bits) * (head_dim + self.boost) * heads + meta
 
     @property
     def whole(self) -> int:
@@ -257,6 +276,12 @@ class Packed(Format):
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Return why this format does not fit a layer, one sentence each; empty if it does."""
+        if self.boost >= head_dim:
+            fits = [str(n) for n in BOOSTS if n < head_dim]
+            return [
+                f"boost={self.boost} leaves no channel of head_dim={head_dim} at 2 bit; use "
+                f"{' or '.join(fits)}"
+            ]
         if self.axis == "channel" or not self.group:
             return []
         whole, what = head_dim, "head_dim"
@@ -294,6 +319,8 @@ class Store:
         check_fields(self, "keys", "values", "calibration")
         if isinstance(self.values, Packed) and self.values.pre_rope:
             raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
+        if isinstance(self.values, Packed) and self.values.boost:
+            raise RecipeError("values have no channels that stand out; use boost for keys alone")
 
     @property
     def exact(self) -> bool:

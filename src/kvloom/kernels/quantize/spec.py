@@ -32,7 +32,8 @@ class QuantSpec:
     heads of a token. With group_of: clip, alpha, one for all or one per group; and divisor,
     fp32 [Hk, D], by which channels are divided first. static: scale and zero fp32 [1, Hk, 1, D],
     the same for all tokens and not stored. rotated: see `rotated`. hadamard: whole heads are
-    rotated first, as in `rotated`, and their ranges are those of the rotated channels.
+    rotated first, as in `rotated`, and their ranges are those of the rotated channels. boost: so
+    many channels of each group of tokens have two more bits (see `boosted`).
     """
 
     bits: float
@@ -45,6 +46,7 @@ class QuantSpec:
     static: tuple[Tensor, Tensor] | None = None
     rotated: bool = False
     hadamard: bool = False
+    boost: int = 0
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
     """Tables that backends made of it, with memory addresses; a copy starts empty."""
 
@@ -62,7 +64,7 @@ class QuantSpec:
         found: Hashable = self.prepared.get("kind")
         if found is None:
             refused = tuple(unknown_spec(self))
-            how = self.rotated, self.hadamard
+            how = self.rotated, self.hadamard, self.boost
             found = self.prepared["kind"] = (self.bits, self.axis, self.meta, how, refused)
         return found
 
@@ -78,7 +80,7 @@ class QuantSpec:
 class PackedTensors(NamedTuple):
     """Storage of packed tokens, token 0 first.
 
-    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
+    codes: uint8 [B, Hk, rows, D + boost]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
     all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
     """
 

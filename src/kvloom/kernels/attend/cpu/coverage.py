@@ -20,7 +20,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `simd` nu
 META = ("fp32", "fp16", "bf16", "fp8")
 _GROUPS = 128  # per token, that kernels look up by channel
 WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
-_HOW = {"bits", "axis", "group", "meta", "transform", "pre_rope"}
+_HOW = {"bits", "axis", "group", "meta", "transform", "pre_rope", "boost"}
 _TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate", "hadamard"}
 
 
@@ -66,6 +66,10 @@ def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
         found.append("8 bit have more levels than registers hold")
     if fmt.pre_rope and own_space(fmt):
         found.append("it does not read keys before RoPE that were divided or rotated")
+    if fmt.boost % 16:
+        found.append(f"boost={fmt.boost} is not a multiple of 16")
+    if fmt.pre_rope and fmt.boost:
+        found.append("it does not read keys before RoPE of which channels have more bits")
     return found
 
 
@@ -122,6 +126,7 @@ def kernel(
         each(lambda fmt: fmt.group if fmt.axis == "channel" else 0, 0),
         each(lambda fmt: fmt.transform is None or fmt.transform.span == "layer", True),
         each(own_space, False),
+        0 if formats[0] is None else formats[0].boost,
     )
     if gathered:
         return gathered_kernel.kernel(variant), gathered_kernel.TILE

@@ -101,7 +101,8 @@ def unpack(
     rope: RopeAngles | None = None,
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
-    b, h, _, d = packed.codes.shape
+    b, h, _, columns = packed.codes.shape
+    d = columns - spec.boost
     x = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not x.numel():
         return x
@@ -193,6 +194,7 @@ def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
         atom=atom,
         atom_rows=atom_rows,
         meta=_METAS[spec.meta],
+        boost=spec.boost,
     )
     return _Prepared(
         joint_heads, numbers, addresses, encode, decode, rotation, tuple(tables.values())

@@ -30,6 +30,8 @@ def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[
         found.append("it has no kernel for rotated groups")
     if isinstance(spec, QuantSpec) and spec.hadamard:
         found.append("it has no kernel for rotated heads")
+    if isinstance(spec, QuantSpec) and spec.boost:
+        found.append("it has no kernel for channels with two more bits")
     return found
 
 

@@ -31,7 +31,7 @@ _CHUNK = 4096
 class PackedView(NamedTuple):
     """A range of packed tokens as kernels read them: storage, token range and format."""
 
-    codes: Tensor  # uint8 [B, Hk, rows, D + boost], perhaps with spare room at the end, as the next two
+    codes: Tensor  # uint8 [B, Hk, rows, D + boost]; spare room at the end, as the next two
     scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; with a transform [B, 1, N, groups]
     zero: Tensor
     fmt: Packed

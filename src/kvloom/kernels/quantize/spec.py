@@ -80,8 +80,9 @@ class QuantSpec:
 class PackedTensors(NamedTuple):
     """Storage of packed tokens, token 0 first.
 
-    codes: uint8 [B, Hk, rows, D + boost]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
-    all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
+    codes: uint8 [B, Hk, rows, D + boost]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with
+    groups of all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no
+    zeros.
     """
 
     codes: Tensor

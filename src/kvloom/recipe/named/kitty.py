@@ -1,12 +1,10 @@
-"""Kitty: accurate and efficient 2-bit KV cache quantization with dynamic channel-wise precision
-boost (arXiv:2511.18643).
+"""Kitty: 2-bit KV cache quantization with dynamic channel-wise precision boost (arXiv:2511.18643).
 
-Keys are quantized per channel as by KIVI, but in each group of tokens of a head the `boost` channels
-that matter most have 4 bits and all others 2. Values have 2 bits per token. The first tokens stay
-exact.
+Keys are quantized per channel as by KIVI, but `boost` channels of each group of tokens of a head
+have 4 bits and all others 2. Values have 2 bits per token. The first tokens stay exact.
 
-Departures: the channels with the largest range are boosted, as their error is largest; the rest as
-in `kivi`: keys gather until `residual` of them are exact, and the newest `residual` values are exact.
+Departures: the channels with the largest range are boosted, as their error is the largest. Keys
+gather until `residual` of them are exact; the newest `residual` values are exact, as in `kivi`.
 With `rotate`, values are rotated and rounded as by `turbo`, which the paper does not do.
 """
 

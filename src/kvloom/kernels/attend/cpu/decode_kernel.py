@@ -189,8 +189,8 @@ def kernel(variant: Variant) -> Any:
                                 else:
                                     its = folded
                                     fold_scales(
-                                        qp, w, d, boost, k_scale + here, k_zero + here, k_meta, k_size,
-                                        k_factor, minus, folded, begin,
+                                        qp, w, d, boost, k_scale + here, k_zero + here, k_meta,
+                                        k_size, k_factor, minus, folded, begin,
                                     )  # fmt: skip
                             skip = (lo + g) % k_atom  # tokens of the first block before the group
                             base = k_codes + (lo + g) // k_atom * k_height * k_row

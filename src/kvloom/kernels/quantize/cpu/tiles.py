@@ -173,7 +173,8 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
 def metadata(low, high, n, top, tops, meta, scale, zero):  # type: ignore[no-untyped-def]
     """Store scale and zero of n groups, and leave them in fp32: zeros in low, scales in high.
 
-    top: by what a range is divided; tops: by what each one is, fp32, or 0. A scale of 0 is left as infinity: whatever is divided by it has code 0.
+    top: by what a range is divided; tops: by what each one is, fp32, or 0.
+    A scale of 0 is left as infinity: whatever is divided by it has code 0.
     """
     for i in range(0, n, 16):
         lo = add(load(low + 4 * i), splat(np.float32(0.0)))  # -0 to 0

@@ -20,8 +20,10 @@ from ...cpu_runtime import Kernel, at, count, load_int, sources
 from ...cpu_runtime import arguments as read_arguments
 from ...quantize import byte_layout
 from ...simd import SIZE, fma, larger, load, load_any, load_one, mul, splat, store, store_one
+from . import boost as boost_ops
 from . import dequant, head_view, lookup, microkernel, rope_tables, softmax
 from .arguments import DECODE
+from .boost import fold_low_bits
 from .dequant import CHANNEL, MAP, NONE, RUN, TABLE, DequantSpec, Variant
 from .head_view import head_view as view_of_head
 from .lookup import by_table, place, tabled
@@ -52,21 +54,7 @@ def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, 
             const = fma(x, load_any(zero + c * size, meta), const)
         store(begin + 64 * i, const)
     if boost:
-        to = folded + 4 * d
-        for c in range(d):
-            if load_one(scale + c * size, meta) < np.float32(0.0):
-                for i in range(w):
-                    x = load_one(folded + i * row + 4 * c, 0)
-                    store_one(to + i * row, x * np.float32(0.25))
-                to += 4
-        for j in range((to - folded) // 4, d + boost):
-            for i in range(w):
-                store_one(folded + i * row + 4 * j, np.float32(0.0))
-        for i in range(w):
-            const = load(begin + 64 * i)
-            for c in range(d, d + boost, 16):
-                const = fma(load(folded + i * row + 4 * c), minus, const)
-            store(begin + 64 * i, const)
+        fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin)
 
 
 @cache
@@ -107,8 +95,8 @@ def kernel(variant: Variant) -> Any:
     layout = DECODE.dtype
     counters = 8 + layout.itemsize  # finished tasks of each head
     emitters = sources(
-        byte_layout, cpu_runtime, dequant, head_view, lookup, microkernel, rope_tables, simd,
-        softmax,
+        boost_ops, byte_layout, cpu_runtime, dequant, head_view, lookup, microkernel, rope_tables,
+        simd, softmax,
     )  # fmt: skip
 
     def attend(job):  # type: ignore[no-untyped-def]

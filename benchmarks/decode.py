@@ -30,7 +30,10 @@ from kvloom.store.codec import Channels
 from kvloom.workload.bandwidth import read_bandwidth_gb_s
 
 D = 128
-RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4", "turbo", "skvq", "skvq-k2v1.5")
+RECIPES = (
+    "full", "kivi", "kivi:rotate=true", "kitty", "kivi:bits=4", "rtn:bits=4", "turbo", "skvq",
+    "skvq-k2v1.5",
+)  # fmt: skip
 
 
 def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:

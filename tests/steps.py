@@ -62,6 +62,18 @@ RECIPES: dict[str, Recipe] = {
         Packed(1.5, "token", 16, "fp8", transform=Transform(rotate=True)),
         recent=4,
     ),
+    "boosted": _store(
+        Packed(2, "channel", 32, residual=32, boost=16),
+        Packed(2, "token", 16),
+        sinks=3,
+        recent=(0, 9),
+    ),
+    "rotated heads": _store(
+        Packed(2, "channel", 16, residual=32, transform=Transform(hadamard=True)),
+        Packed(4, "token", 16, transform=Transform(hadamard=True)),
+        sinks=2,
+        recent=(0, 9),
+    ),
     "sinks, packed": _store(
         Packed(2, "channel", 32, residual=32), Packed(2, "token", 32), sinks=3, recent=(0, 32)
     ),
@@ -75,6 +87,8 @@ CORE = (
     "streaming:tokens=24,sinks=4",
     "swapped axes",
     "fp8, layer",
+    "boosted",
+    "rotated heads",
     "sinks, packed",
 )
 """Recipes with every part of a layer between them: the others differ in bits, group or metadata."""

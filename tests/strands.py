@@ -22,8 +22,9 @@ FP32 = torch.float32
 TOL = 2e-6  # the reference's
 
 
-def channel(bits, group, meta="fp16", pre_rope=False):
-    return Packed(bits, "channel", group, meta, residual=group, pre_rope=pre_rope)
+def channel(bits, group, meta="fp16", pre_rope=False, boost=0, **fields):
+    transform = Transform(**fields) if fields else None
+    return Packed(bits, "channel", group, meta, group, None, transform, pre_rope, boost)
 
 
 def token(bits, group, meta="fp16"):

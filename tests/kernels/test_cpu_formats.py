@@ -35,6 +35,8 @@ FORMS = {  # keys, values, head dimension
         32,
     ),
     "turbo": (mapped(3, 0, rotate=True), mapped(1.5, 16, "fp8", rotate=True), 48),
+    "rotated heads": (channel(2, 32, hadamard=True), mapped(3, 16, hadamard=True), 48),
+    "boosted": (channel(2, 32, boost=16), mapped(2, 0, rotate=True), 48),
     "more groups than a table holds, before RoPE": (
         mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True),
         mapped(2, 16, span="layer"),
@@ -44,7 +46,7 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow("form", list(FORMS), "skvq", "turbo")
+every_form = some_slow("form", list(FORMS), "skvq", "turbo", "rotated heads", "boosted")
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ FORMS = {  # keys, values, head dimension
         mapped(8, 16, reorder=True, smooth=True),
         80,
     ),
+    "rotated heads": (channel(4, 16, hadamard=True), mapped(2, 0, hadamard=True), 80),
     "fixed, more groups than lanes": (
         mapped(4, 16, span="layer", reorder=True, static=True, smooth=True),
         mapped(2, 16, span="layer", reorder=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.cpu import pack as cpu
-from kvloom.kernels.quantize.rotated import dequantize_rotated, quantize_rotated, rotate
+from kvloom.kernels.quantize.rotated import (
+    dequantize_rotated,
+    quantize_rotated,
+    rotate,
+    unrotate,
+)
 from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.positions.rope import Rope
@@ -93,6 +98,10 @@ def quantized(x, scheme, real=None):
     if scheme.rotated:
         codes, scale = quantize_rotated(x, scheme.bits, scheme.group, scheme.meta)
         return codes, scale, scale[..., :0]
+    if scheme.hadamard:
+        x = rotate(x.float())
+    if scheme.boost:
+        return ref.boosted(x, scheme.group, scheme.boost, scheme.meta, real)
     if scheme.group_of is None:
         return ref.quantize(x, scheme.bits, scheme.axis, scheme.group, scheme.meta, real)
     x = x.float() if scheme.divisor is None else x.float() / scheme.divisor[:, None]
@@ -106,6 +115,11 @@ def restored(codes, scale, zero, scheme, dtype):
     """Tokens by the reference."""
     if scheme.rotated:
         return dequantize_rotated(codes, scale, scheme.bits, scheme.group, dtype)
+    if scheme.hadamard:
+        plain = replace(scheme, hadamard=False)
+        return unrotate(restored(codes, scale, zero, plain, torch.float32)).to(dtype)
+    if scheme.boost:
+        return ref.unboosted(codes, scale, zero, scheme.group, scheme.boost).to(dtype)
     if scheme.group_of is None:
         return ref.dequantize(codes, scale, zero, scheme.axis, scheme.group, dtype)
     if scheme.static is None:
@@ -199,6 +213,17 @@ def test_every_format_of_rotated_groups(bits, meta, dtype, size):
 
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [128, 96, 80, 20])
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_rotated_heads_are_quantized_by_range(bits, dtype, dim, axis):
+    group = 16 if axis == "channel" else dim
+    scheme = QuantSpec(bits, axis, group, torch.float16, hadamard=True)
+    agrees(draw((2, 2, 48, dim), dtype), scheme)
+
+
+@pytest.mark.sample("values")
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("meta", META)
 def test_rotated_vectors_of_any_size(bits, meta):
     """None, of which fp32 has no square, rounded to no scale, and the largest that are let in."""
@@ -225,7 +250,7 @@ def test_tokens_of_any_length_cut_anywhere(form, shape, layout, cuts, data):
     n = data.draw(st.integers(cuts[-1] if cuts else 0, 90))
     lo = data.draw(st.integers(0, n))
     hi = data.draw(st.integers(lo, n))
-    kind = data.draw(st.sampled_from(["plain", "mapped", "rotated"]))
+    kind = data.draw(st.sampled_from(["plain", "mapped", "rotated", "hadamard"]))
     if kind == "mapped":
         groups = data.draw(st.integers(1, min(7, h * d)))
         static, smooth = data.draw(st.booleans()), data.draw(st.booleans())
@@ -233,7 +258,8 @@ def test_tokens_of_any_length_cut_anywhere(form, shape, layout, cuts, data):
         scheme = mapped(bits, meta, h, d, groups, n, static, smooth, clip)
     else:
         group = data.draw(st.sampled_from([g for g in (16, 32, 64, d) if d % g == 0]))
-        scheme = QuantSpec(bits, "token", group, meta, rotated=kind == "rotated")
+        how = {} if kind == "plain" else {kind: True}
+        scheme = QuantSpec(bits, "token", group, meta, **how)
     agrees(draw((b, h, n, d), dtype, n, layout), scheme, cuts, stretch=(lo, hi))
 
 
@@ -254,7 +280,10 @@ def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data
     elif kind != "none":
         heads = h if kind == "each head's" else 1
         real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
-    agrees(x, QuantSpec(bits, "channel", group, meta), ends[:-1], real, (lo, hi))
+    how = data.draw(st.sampled_from([{}, {"hadamard": True}, {"boost": 8}, {"boost": 32}]))
+    bits = 2 if "boost" in how else bits
+    scheme = QuantSpec(bits, "channel", group, meta, **how if how.get("boost", 0) < d else {})
+    agrees(x, scheme, ends[:-1], real, (lo, hi))
 
 
 @settings(max_examples=80)

@@ -16,13 +16,22 @@ from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import Packed, Store
+from kvloom.store import Packed, Store, Transform
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 
 pytestmark = by_reference  # their formats take long to compile
 TOKEN = Store(Packed(2, "token", 16), Packed(1.5, "token", 32, "fp8"))
 KIVI = Store(Packed(2, "channel", 16, residual=32), Packed(2, "token", 16))
-STORES = {"per token": (TOKEN, 6), "kivi": (KIVI, (0, 32)), "keys": (Store(TOKEN.keys), 6)}
+KITTY = Store(
+    Packed(2, "channel", 16, residual=32, boost=8),
+    Packed(2, "token", 16, transform=Transform(hadamard=True)),
+)
+STORES = {
+    "per token": (TOKEN, 6),
+    "kivi": (KIVI, (0, 32)),
+    "keys": (Store(TOKEN.keys), 6),
+    "boosted keys, rotated values": (KITTY, (0, 32)),
+}
 every_store = pytest.mark.parametrize(("store", "recent"), STORES.values(), ids=STORES)
 seeds = st.integers(0, 99)
 

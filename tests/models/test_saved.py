@@ -29,6 +29,7 @@ SMALL = {
     "dilated": "tokens=40",
     "h2o": "",
     "keyformer": "",
+    "kitty": "boost=8,group=16,residual=32,sinks=3",
     "kivi": "group=16,residual=32",
     "kivi-4": "group=16,residual=32,meta=fp8",
     "minikv": "residual=32",
@@ -57,6 +58,7 @@ SPECIAL = [
     "h2o:shared=true,layers=variance",
     "h2o:tokens=40,limit=120,positions=renumbered",
     "keyformer:tokens=40,positions=renumbered",
+    "kivi:group=16,residual=32,rotate=true",
     "skvq:group=16,window=8,sinks=2,heavy=4",
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",
@@ -68,7 +70,7 @@ core_forms = some_slow(
     *SPECIAL,
     *(
         f"{name}:{SMALL[name]}"
-        for name in ("full", "kivi", "minikv", "quest", "streaming", "turbo")
+        for name in ("full", "kitty", "kivi", "minikv", "quest", "streaming", "turbo")
     ),
 )
 """Every form with `-m slow`; by default, forms with every part of a cache between them."""

@@ -149,7 +149,13 @@ def test_numbers_too_large_for_the_metadata_are_refused_with_the_remedy():
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("kivi:meta=fp8", 448), ("rtn:meta=fp8,bits=1", 224), ("rtn:meta=fp16,bits=1", 32752)],
+    [
+        ("kivi:meta=fp8", 448),
+        ("rtn:meta=fp8,bits=1", 224),
+        ("rtn:meta=fp16,bits=1", 32752),
+        ("kivi:rotate=true", 2047),
+        ("rtn:rotate=true,meta=fp8", 448),
+    ],
 )
 def test_what_the_metadata_can_hold_depends_on_its_dtype_and_the_highest_code(name, limit):
     x = torch.full((1, 1, 40, 32), float(limit))

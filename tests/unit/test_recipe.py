@@ -42,6 +42,9 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
         ({"residual": 64, "group": 128}, "residual=64 is not a multiple of group=128", "use 128"),
         ({"residual": 64, "unit": 48}, "unit=48 does not divide residual=64", "a unit that does"),
         ({"residual": 64, "unit": 16}, "unit=16 is not a multiple of group=32", "use 32"),
+        ({"boost": 12}, "boost=12", "0, 8, 16, 32, 64"),
+        ({"boost": 16, "bits": 4}, "boost=16", "use bits=2"),
+        ({"boost": 16, "transform": Transform(hadamard=True)}, "boost=16", "one of them out"),
     ],
 )
 def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
@@ -61,6 +64,8 @@ def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
         ({"clip": "head"}, "clip='head' is not one of group, layer"),
         ({"static": True, "clip": 0.9}, "clip=0.9 clips a token's own range; static=True has none"),
         ({"rotate": True, "smooth": True}, "rotate=True stands alone"),
+        ({"hadamard": True, "clip": 0.9}, "hadamard=True stands alone"),
+        ({"hadamard": True, "rotate": True}, "rotate=True stands alone"),
     ],
 )
 def test_a_bad_transform_is_refused(fields, says):
@@ -77,6 +82,7 @@ def test_a_bad_transform_is_refused(fields, says):
         (lambda: Packed(2, "token", unit=1.5), "unit=1.5 must be a whole number or None"),
         (lambda: Store(keys=2), "keys=2 must be a Format or None"),
         (lambda: Transform(smooth=1), "smooth=1 must be True or False"),
+        (lambda: Transform(hadamard=1), "hadamard=1 must be True or False"),
         (lambda: Transform(clip=None), "clip=None must be above 0"),
         (lambda: Protect(outliers=64), "outliers=64 must be an Outliers or None"),
         (lambda: Budget(5, recent="1"), "recent='1' must be a number"),

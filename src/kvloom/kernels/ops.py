@@ -96,7 +96,8 @@ def _attend_problems(module: Any) -> Any:
 
 _ATTEND_GPU = (
     "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, bf16; "
-    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, not before RoPE, "
+    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform but hadamard, no "
+    "boost, not before RoPE, "
     "metadata fp32, fp16, bf16, fp8; padding, softcap, bias, causal; chosen tokens"
 )
 
@@ -110,7 +111,8 @@ attend = Op(
         lambda q, keys, values, *_, **__: attend_cpu.Decode(q, keys, values),
         "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
         "bf16; packed in any format of the store but rotated 8 bit, keys before RoPE that are "
-        "divided or rotated, and more than 128 groups a token; padding, softcap, bias, causal",
+        "divided, rotated or boosted, a boost of 8, and more than 128 groups a token; padding, "
+        "softcap, bias, causal",
         lambda q, keys, values, *_, **__: attend_cpu.Decode(q, keys, values),
     ),
     gpu=Backend(
@@ -129,7 +131,8 @@ attend_gathered = Op(
         gathered_cpu.attend,
         _attend_problems(gathered_cpu),
         lambda q, keys, values, slots, *_, **__: gathered_cpu.Gathered(q, keys, values, slots),
-        "one query a step; otherwise as `attend`, and keys before RoPE at positions with gaps",
+        "one query a step; otherwise as `attend` but no boost, and keys before RoPE at positions "
+        "with gaps",
         lambda q, keys, values, slots, *_, **__: gathered_cpu.Gathered(q, keys, values, slots),
     ),
     gpu=Backend(
@@ -170,7 +173,7 @@ pack = Op(
         pack_cpu.pack,
         lambda x, spec, *_, **__: pack_cpu.problems(spec, x.device, x.dtype),
         lambda *_, **__: pack_cpu.compiled(),
-        f"{_FORMATS}; rotated groups",
+        f"{_FORMATS}; rotated groups and heads",
         lambda x, spec, *_, **__: pack_cpu.Packer(x, spec),
     ),
     gpu=Backend(
@@ -205,7 +208,7 @@ unpack = Op(
         pack_cpu.unpack,
         _unpack_problems(pack_cpu),
         lambda *_, **__: pack_cpu.compiled(),
-        f"{_FORMATS}; rotated groups",
+        f"{_FORMATS}; rotated groups and heads",
     ),
     gpu=Backend(
         pack_triton.unpack,

@@ -8,6 +8,7 @@ permuted, neither the cache nor the weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..errors import CacheMisuse
 from ..kernels.attend.kv_view import Channelwise
 from ..kernels.quantize import reference as ref
-from ..kernels.quantize.rotated import dequantize_rotated, quantize_rotated
+from ..kernels.quantize.rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
 from ..kernels.quantize.spec import QuantSpec
 from ..positions.rope import Rope
 from .formats import META, Packed, Transform
@@ -80,6 +81,39 @@ class Plain:
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tokens [B, Hk, N, D] of codes, in dtype."""
         return ref.dequantize(codes, scale, zero, self.fmt.axis, self.group, dtype)
+
+
+class Boosted(Plain):
+    """The same with two more bits for some channels; codes have columns for these behind D."""
+
+    def __init__(self, fmt: Packed, head_dim: int) -> None:
+        super().__init__(fmt, head_dim)
+        self.scheme = replace(self.scheme, boost=fmt.boost)
+
+    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
+        return ref.boosted(x, self.group, self.fmt.boost, META[self.fmt.meta], live)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tokens [B, Hk, N, D] of codes, in dtype."""
+        return ref.unboosted(codes, scale, zero, self.group, self.fmt.boost).to(dtype)
+
+
+class Hadamard(Plain):
+    """The same of heads that are rotated first; scales and zeros are those of rotated channels."""
+
+    def __init__(self, fmt: Packed, head_dim: int) -> None:
+        super().__init__(fmt, head_dim)
+        self.scheme = replace(self.scheme, hadamard=True)
+        self.channelwise = Channelwise(rotated=head_dim)
+
+    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
+        return super().quantize(rotate(x.float()), live)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tokens [B, Hk, N, D] of codes, in dtype."""
+        return unrotate(super().dequantize(codes, scale, zero, torch.float32)).to(dtype)
 
 
 class Mapped:
@@ -149,9 +183,11 @@ def codec(fmt: Packed, channels: Channels | None, like: Tensor) -> Codec:
     """
     transform = fmt.transform
     if transform is None:
-        return Plain(fmt, like.shape[3])
+        return (Boosted if fmt.boost else Plain)(fmt, like.shape[3])
     if transform.rotate:
         return Rotated(fmt, like.shape[3])
+    if transform.hadamard:
+        return Hadamard(fmt, like.shape[3])
     if channels is None:
         if transform.calibrated:
             raise CacheMisuse("a calibrated format needs the calibration of its layer")

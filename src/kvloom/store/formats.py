@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..kernels.quantize import boosted
 from ..kernels.quantize import reference as ref
 from ..registry import Registry
 from ..registry.fields import check_fields
@@ -28,6 +29,7 @@ META = {
 }
 GROUPS = (16, 32, 64, 128)
 AXES = ("channel", "token")
+BOOSTS = (0, 8, 16, 32, 64)
 SPANS = ("head", "layer")
 CLIPS = ("group", "layer")
 
@@ -100,7 +102,9 @@ class Transform:
     "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
     static: a group's range is that of calibration, so no scale and zero are stored. rotate: groups
     are rotated at random and rounded to the levels of a normal distribution, with a scale and no
-    zero (see `kernels.quantize.rotated`); no other transform combines with it.
+    zero (see `kernels.quantize.rotated`). hadamard: each head is rotated in the same way, and then
+    quantized by range as without a transform, per channel or per token. No other transform
+    combines with rotate or hadamard.
     """
 
     span: str = "head"
@@ -109,9 +113,10 @@ class Transform:
     smooth: bool = False
     static: bool = False
     rotate: bool = False
+    hadamard: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "reorder", "smooth", "static", "rotate")
+        check_fields(self, "reorder", "smooth", "static", "rotate", "hadamard")
         _choice("span", self.span, SPANS)
         if isinstance(self.clip, str):
             _choice("clip", self.clip, CLIPS)
@@ -123,8 +128,12 @@ class Transform:
         if self.static and self.clip != 1.0:
             raise RecipeError(f"clip={self.clip!r} clips a token's own range; static=True has none")
         others = (self.span, self.reorder, self.clip, self.smooth, self.static)
-        if self.rotate and others != ("head", False, 1.0, False, False):
-            raise RecipeError("rotate=True stands alone: leave the other fields of Transform out")
+        for name in ("rotate", "hadamard"):
+            alone = others == ("head", False, 1.0, False, False) and self.rotate != self.hadamard
+            if getattr(self, name) and not alone:
+                raise RecipeError(
+                    f"{name}=True stands alone: leave the other fields of Transform out"
+                )
 
     @property
     def calibrated(self) -> bool:
@@ -142,7 +151,8 @@ class Packed(Format):
     scale and zero; fp8 is e4m3, up to 448. residual: decode packs once there are this many exact
     tokens; up to residual - 1 stay exact until then. unit: tokens are packed in multiples of it,
     a prompt all at once (None: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed
-    before RoPE, which each step applies at their positions.
+    before RoPE, which each step applies at their positions. boost: of each group of tokens, so many
+    channels of a head, those with the largest range, have 4 bits (keys at 2 bit per channel).
     """
 
     bits: int | float
@@ -153,6 +163,7 @@ class Packed(Format):
     unit: int | None = None  # type: ignore[assignment]
     transform: Transform | None = None
     pre_rope: bool = False
+    boost: int = 0
     kind: ClassVar[str] = "packed"
 
     def __post_init__(self) -> None:
@@ -183,8 +194,22 @@ class Packed(Format):
                 f"unit={self.unit} is not a multiple of group={self.group}: per channel, whole "
                 f"groups of tokens are packed; use {self.group}"
             )
-        if self.axis == "channel" and self.transform is not None:
-            raise RecipeError('a transform regroups the channels of a token; use axis="token"')
+        _choice("boost", self.boost, BOOSTS)
+        if self.boost and (self.bits != boosted.BITS or self.axis != "channel"):
+            raise RecipeError(
+                f"boost={self.boost} gives channels of 2 bit two more; use bits=2 and "
+                'axis="channel", or leave boost out'
+            )
+        if self.boost and self.transform is not None:
+            raise RecipeError(
+                f"boost={self.boost} finds channels that stand out, and a transform removes them; "
+                "leave one of them out"
+            )
+        if self.axis == "channel" and self.transform is not None and not self.transform.hadamard:
+            raise RecipeError(
+                'a transform regroups the channels of a token; use axis="token", or '
+                "Transform(hadamard=True), which takes both axes"
+            )
 
     @property
     def calibrated(self) -> bool:
@@ -201,6 +226,8 @@ class Packed(Format):
         # a scale may be up to twice that over the highest code; ranges are taken in fp32
         largest = torch.finfo(META[self.meta]).max * min(1.0, ref.top(self.bits) / 2)
         largest /= 1.5 if self.pre_rope else 1.0  # rotating a pair adds up to a factor of sqrt(2)
+        if self.transform is not None and self.transform.hadamard and self.meta != "fp8":
+            largest /= 32  # rotating a head of up to 512 channels; fp8 stores its largest instead
         return min(largest, torch.finfo(torch.float32).max / 2)
 
     @property
@@ -224,18 +251,22 @@ class Packed(Format):
     def bits_a_value(self, head_dim: int = 0) -> float:
         """Return the effective bits of a packed value: codes + 2 * metadata bits / group.
 
-        head_dim: the channels of a head; needed where the group is a whole head (group=0).
+        head_dim: the channels of a head; needed where the group is a whole head (group=0), and
+        with boost.
         """
         if not self.group and not head_dim:
             raise RecipeError("group=0 is one head: give bits_a_value its head_dim")
         atom, rows = ref.ATOM[self.bits]
-        return 8 * rows / atom + 8 * self._group_nbytes / (self.group or head_dim)
+        if self.boost and not head_dim:
+            raise RecipeError("boost counts channels of a head: give bits_a_value its head_dim")
+        wider = 1 + self.boost / head_dim if self.boost else 1
+        return 8 * rows / atom * wider + 8 * self._group_nbytes / (self.group or head_dim)
 
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
         """Return the bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
         blocks = tokens // self.group if self.axis == "channel" else tokens
         meta = blocks * self.groups(heads, head_dim) * self._group_nbytes
-        return ref.rows_for(tokens, self.bits) * head_dim * heads + meta
+        return ref.rows_for(tokens, self.bits) * (head_dim + self.boost) * heads + meta
 
     @property
     def whole(self) -> int:
@@ -245,6 +276,12 @@ class Packed(Format):
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Return why this format does not fit a layer, one sentence each; empty if it does."""
+        if self.boost >= head_dim:
+            fits = [str(n) for n in BOOSTS if n < head_dim]
+            return [
+                f"boost={self.boost} leaves no channel of head_dim={head_dim} at 2 bit; use "
+                f"{' or '.join(fits)}"
+            ]
         if self.axis == "channel" or not self.group:
             return []
         whole, what = head_dim, "head_dim"
@@ -282,6 +319,8 @@ class Store:
         check_fields(self, "keys", "values", "calibration")
         if isinstance(self.values, Packed) and self.values.pre_rope:
             raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
+        if isinstance(self.values, Packed) and self.values.boost:
+            raise RecipeError("values have no channels that stand out; use boost for keys alone")
 
     @property
     def exact(self) -> bool:

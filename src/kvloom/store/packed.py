@@ -31,7 +31,7 @@ _CHUNK = 4096
 class PackedView(NamedTuple):
     """A range of packed tokens as kernels read them: storage, token range and format."""
 
-    codes: Tensor  # uint8 [B, Hk, rows, D], perhaps with spare room at the end, as the next two
+    codes: Tensor  # uint8 [B, Hk, rows, D + boost]; spare room at the end, as the next two
     scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; with a transform [B, 1, N, groups]
     zero: Tensor
     fmt: Packed
@@ -199,7 +199,9 @@ class PackedTokens:
             meta = torch.uint8 if scheme.meta == torch.float8_e4m3fn else scheme.meta
             scales = x.new_empty(b, rows, 0, numbers, dtype=meta)
             zeros = scales[..., :0] if scheme.rotated else scales
-            self._like = PackedTensors(x.new_empty(b, h, 0, d, dtype=torch.uint8), scales, zeros)
+            self._like = PackedTensors(
+                x.new_empty(b, h, 0, d + scheme.boost, dtype=torch.uint8), scales, zeros
+            )
         codes, scales, zeros = self._like
         more = ref.rows_for(self.count + t, scheme.bits) - ref.rows_for(self.count, scheme.bits)
         t //= scheme.tokens_per_scale

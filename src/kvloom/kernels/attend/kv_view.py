@@ -22,7 +22,7 @@ class Channelwise:
     group_of: int64 [Hk, D], the group of each channel among a token's scales (None: runs of
     consecutive channels). fixed: scale and zero fp32 [1, Hk, 1, D] of all tokens, which store none.
     divisor: fp32 [Hk, 1, D], by which a channel was divided before it was packed. rotated: so many
-    consecutive channels were rotated together, and codes are levels (see `quantize.rotated`).
+    consecutive channels were rotated together (see `quantize.rotated`).
     """
 
     group_of: Tensor | None = None

@@ -19,8 +19,9 @@ import math
 import torch
 from torch import Tensor
 
+from .boosted import dequantize_boosted, quantize_boosted
 from .byte_layout import ATOM, pack_codes, rows_for, stored_scale, top, unpack_codes
-from .rotated import dequantize_rotated, quantize_rotated
+from .rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
 from .spec import PackedTensors, QuantSpec, RopeAngles
 
 
@@ -91,11 +92,15 @@ def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, T
     if spec.rotated:
         codes, scale = quantize_rotated(x, spec.bits, spec.group, spec.meta)
         return codes, scale, scale[..., :0]
+    if spec.hadamard:
+        x = rotate(x)
     if spec.divisor is not None:
         x = x / spec.divisor[:, None, :]
     if spec.static is not None:
         none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=spec.meta)
         return encode(x, *spec.static, spec.bits), none, none
+    if spec.boost:
+        return boosted(x, spec.group, spec.boost, spec.meta, real)
     if spec.group_of is not None:
         return quantize_mapped(x, spec.bits, spec.group_of, spec.meta, spec.clip)
     return quantize(x, spec.bits, spec.axis, spec.group, spec.meta, real)
@@ -105,12 +110,16 @@ def _inverse(codes: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Ten
     """Invert `_by_spec`: fp32 [B, Hk, N, D]."""
     if spec.rotated:
         return dequantize_rotated(codes, scale, spec.bits, spec.group, torch.float32)
-    if spec.static is not None:
+    if spec.boost:
+        x = unboosted(codes, scale, zero, spec.group, spec.boost)
+    elif spec.static is not None:
         x = torch.addcmul(spec.static[1], codes.float(), spec.static[0])
     elif spec.group_of is not None:
         x = dequantize_mapped(codes, scale, zero, spec.group_of, torch.float32)
     else:
         x = dequantize(codes, scale, zero, spec.axis, spec.group, torch.float32)
+    if spec.hadamard:
+        x = unrotate(x)
     return x if spec.divisor is None else x * spec.divisor[:, None, :]
 
 
@@ -143,6 +152,27 @@ def dequantize(
     grouped, dim = _grouped(codes.float(), axis, group)
     x = torch.addcmul(zero.float().unsqueeze(dim), grouped, scale.float().unsqueeze(dim))
     return x.reshape(codes.shape).to(dtype)
+
+
+def boosted(
+    x: Tensor, group: int, boost: int, meta: torch.dtype, real: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize x [B, Hk, N, D] per channel at 2 bit, `boost` channels of each group at 4.
+
+    Returns (codes uint8 [B, Hk, N, D + boost], scale, zero [B, Hk, N/G, D]). real: as in
+    `quantize`.
+    """
+    grouped, dim = _grouped(x.float(), "channel", group)
+    low, high = _range(grouped, dim, real)
+    codes, scale, zero = quantize_boosted(low, high, grouped, boost, meta)
+    return codes.flatten(2, 3), scale.squeeze(dim), zero.squeeze(dim)
+
+
+def unboosted(codes: Tensor, scale: Tensor, zero: Tensor, group: int, boost: int) -> Tensor:
+    """Invert `boosted`: fp32 [B, Hk, N, D]."""
+    grouped, dim = _grouped(codes, "channel", group)
+    x = dequantize_boosted(grouped, scale.unsqueeze(dim), zero.unsqueeze(dim), boost)
+    return x.flatten(2, 3)
 
 
 def quantize_mapped(

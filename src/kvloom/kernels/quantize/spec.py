@@ -31,7 +31,9 @@ class QuantSpec:
     channels of one token. group_of: int64 [Hk, D], replaces these groups by any channels of all
     heads of a token. With group_of: clip, alpha, one for all or one per group; and divisor,
     fp32 [Hk, D], by which channels are divided first. static: scale and zero fp32 [1, Hk, 1, D],
-    the same for all tokens and not stored. rotated: see `rotated`.
+    the same for all tokens and not stored. rotated: see `rotated`. hadamard: whole heads are
+    rotated first, as in `rotated`, and their ranges are those of the rotated channels. boost: so
+    many channels of each group of tokens have two more bits (see `boosted`).
     """
 
     bits: float
@@ -43,6 +45,8 @@ class QuantSpec:
     divisor: Tensor | None = None
     static: tuple[Tensor, Tensor] | None = None
     rotated: bool = False
+    hadamard: bool = False
+    boost: int = 0
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
     """Tables that backends made of it, with memory addresses; a copy starts empty."""
 
@@ -60,7 +64,8 @@ class QuantSpec:
         found: Hashable = self.prepared.get("kind")
         if found is None:
             refused = tuple(unknown_spec(self))
-            found = self.prepared["kind"] = (self.bits, self.axis, self.meta, self.rotated, refused)
+            how = self.rotated, self.hadamard, self.boost
+            found = self.prepared["kind"] = (self.bits, self.axis, self.meta, how, refused)
         return found
 
     def scales(self, heads: int, d: int) -> tuple[int, int]:
@@ -75,8 +80,9 @@ class QuantSpec:
 class PackedTensors(NamedTuple):
     """Storage of packed tokens, token 0 first.
 
-    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
-    all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
+    codes: uint8 [B, Hk, rows, D + boost]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with
+    groups of all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no
+    zeros.
     """
 
     codes: Tensor

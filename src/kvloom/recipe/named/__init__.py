@@ -14,6 +14,7 @@ from . import general  # whose functions have the names of modules
 from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .general import PARTS
+from .kitty import kitty
 from .kivi import kivi, kivi_4
 from .minikv import minikv, minikv_pyramid, minikv_snap
 from .recall import clusterkv, clusterkv_2bit, quest, topk
@@ -37,6 +38,7 @@ RECIPES: Registry[Build] = Registry(
         "dilated": dilated,
         "h2o": h2o,
         "keyformer": keyformer,
+        "kitty": kitty,
         "kivi": kivi,
         "kivi-4": kivi_4,
         "minikv": minikv,

@@ -7,27 +7,37 @@ sees exact keys.
 
 Departures: scales are guarded for constant groups (the official code divides by zero); codes are
 computed with the stored, rounded scale and zero; keys and values are never repeated for
-grouped-query attention; padding does not enter a group's range.
+grouped-query attention; padding does not enter a group's range. With `rotate`, keys and values are
+quantized after the rotation of `turbo`, which the paper does not do.
 """
 
 from __future__ import annotations
 
-from ...store import Packed, Store
+from ...store import Packed, Store, Transform
 from ..spec import Protect, Recipe
 
 
-def kivi(bits: int | float = 2, group: int = 32, residual: int = 128, meta: str = "fp16") -> Recipe:
+def kivi(
+    bits: int | float = 2,
+    group: int = 32,
+    residual: int = 128,
+    meta: str = "fp16",
+    rotate: bool = False,
+) -> Recipe:
     """KIVI (arXiv:2402.02750): keys per channel, values per token, 2 bit."""
+    transform = Transform(hadamard=True) if rotate else None
     return Recipe(
         store=Store(
-            keys=Packed(bits, "channel", group, meta, residual=residual),
-            values=Packed(bits, "token", group, meta),
+            keys=Packed(bits, "channel", group, meta, residual=residual, transform=transform),
+            values=Packed(bits, "token", group, meta, transform=transform),
         ),
         protect=Protect(recent=(0, residual)),
         name="kivi",
     )
 
 
-def kivi_4(group: int = 32, residual: int = 128, meta: str = "fp16") -> Recipe:
+def kivi_4(
+    group: int = 32, residual: int = 128, meta: str = "fp16", rotate: bool = False
+) -> Recipe:
     """KIVI at 4 bit."""
-    return kivi(4, group, residual, meta)
+    return kivi(4, group, residual, meta, rotate)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from ...store import Packed, Store
+from ...store import Packed, Store, Transform
 from ..spec import Protect, Recipe
 
 
-def rtn(bits: int | float = 2, group: int = 32, residual: int = 0, meta: str = "fp16") -> Recipe:
+def rtn(
+    bits: int | float = 2,
+    group: int = 32,
+    residual: int = 0,
+    meta: str = "fp16",
+    rotate: bool = False,
+) -> Recipe:
     """Round-to-nearest per token, keys and values alike, nothing exact: the baseline."""
-    fmt = Packed(bits, "token", group, meta)
+    fmt = Packed(bits, "token", group, meta, transform=Transform(hadamard=True) if rotate else None)
     return Recipe(store=Store(fmt, fmt), protect=Protect(recent=residual), name="rtn")

@@ -107,7 +107,7 @@ class SidePacker:
         how, table, first, table_head = packed.channelwise, None, None, 0
         stored = packed.codes, packed.scale, packed.zero
         if how.rotated:
-            table = _levels(self.fmt.bits)
+            table = _levels(self.fmt.bits) if self.fmt.transform.rotate else None
         elif how.group_of is not None:
             by = how.by_layer if self.fmt.transform.span == "layer" else how.by_head
             table, first, table_head = *by, 4 * d

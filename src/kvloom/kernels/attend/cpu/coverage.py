@@ -20,8 +20,8 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `simd` nu
 META = ("fp32", "fp16", "bf16", "fp8")
 _GROUPS = 128  # per token, that kernels look up by channel
 WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
-_HOW = {"bits", "axis", "group", "meta", "transform", "pre_rope"}
-_TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate"}
+_HOW = {"bits", "axis", "group", "meta", "transform", "pre_rope", "boost"}
+_TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate", "hadamard"}
 
 
 @cache
@@ -56,7 +56,7 @@ def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
         found.append(f"bits={fmt.bits} is none of {', '.join(map(str, ATOM))}")
     if fmt.meta not in META:
         found.append(f"meta={fmt.meta} is none of {', '.join(META)}")
-    if transform is None or transform.rotate:
+    if _in_runs(transform):
         group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
         if group % 16 or whole % group:
             found.append(f"group={group} is not a multiple of 16 that divides {whole}")
@@ -66,6 +66,10 @@ def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
         found.append("8 bit have more levels than registers hold")
     if fmt.pre_rope and own_space(fmt):
         found.append("it does not read keys before RoPE that were divided or rotated")
+    if fmt.boost % 16:
+        found.append(f"boost={fmt.boost} is not a multiple of 16")
+    if fmt.pre_rope and fmt.boost:
+        found.append("it does not read keys before RoPE of which channels have more bits")
     return found
 
 
@@ -84,8 +88,13 @@ def own_space(fmt: Any) -> bool:
     """
     transform = fmt.transform
     return transform is not None and (
-        transform.rotate or (transform.smooth and not transform.static)
+        transform.rotate or transform.hadamard or (transform.smooth and not transform.static)
     )
+
+
+def _in_runs(transform: Any) -> bool:
+    """Return whether groups are consecutive channels of a head, or tokens of a channel."""
+    return transform is None or transform.rotate or transform.hadamard
 
 
 @cache
@@ -117,6 +126,7 @@ def kernel(
         each(lambda fmt: fmt.group if fmt.axis == "channel" else 0, 0),
         each(lambda fmt: fmt.transform is None or fmt.transform.span == "layer", True),
         each(own_space, False),
+        0 if formats[0] is None else formats[0].boost,
     )
     if gathered:
         return gathered_kernel.kernel(variant), gathered_kernel.TILE
@@ -133,8 +143,8 @@ def dequant_spec(fmt: Any, d: int, heads: int, rope: tuple[int, bool] = (0, Fals
     transform, width = fmt.transform, across(fmt, d, heads)
     if fmt.axis == "channel" or (transform is not None and transform.static):
         return spec._replace(by=CHANNEL)
-    if transform is None or transform.rotate:
-        levels = int(transform is not None)
+    if _in_runs(transform):
+        levels = int(transform is not None and transform.rotate)
         return spec._replace(by=RUN, group=fmt.group or d, across=width, levels=levels)
     return spec._replace(by=MAP, across=width)
 

@@ -19,9 +19,11 @@ from ... import cpu_runtime, simd
 from ...cpu_runtime import Kernel, at, count, load_int, sources
 from ...cpu_runtime import arguments as read_arguments
 from ...quantize import byte_layout
-from ...simd import SIZE, fma, load, load_any, load_one, mul, splat, store, store_one
+from ...simd import SIZE, fma, larger, load, load_any, load_one, mul, splat, store, store_one
+from . import boost as boost_ops
 from . import dequant, head_view, lookup, microkernel, rope_tables, softmax
 from .arguments import DECODE
+from .boost import fold_low_bits
 from .dequant import CHANNEL, MAP, NONE, RUN, TABLE, DequantSpec, Variant
 from .head_view import head_view as view_of_head
 from .lookup import by_table, place, tabled
@@ -31,21 +33,28 @@ from .softmax import affine, clear, finish_task, start_task, tile_scales, weigh
 
 
 @njit(inline="always")
-def fold_scales(q, w, d, scale, zero, meta, size, factor, minus, folded, begin):  # type: ignore[no-untyped-def]
+def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, begin):  # type: ignore[no-untyped-def]
     """Multiply w queries by the S of a group of channels, and write what their sums begin with.
 
     q . (x * S + Z) = (q * S) . x + q . Z, with Z = zero - S: `minus` times the rounded q * S makes
-    the 1 of x cancel.
+    the 1 of x cancel. boost: columns of low bits behind the d channels, see `quantize.boosted`.
+    folded: fp32 [w, d + boost].
     """
+    row = 4 * (d + boost)
     for i in range(w):
         const = splat(np.float32(0.0))
         for c in range(0, d, 16):
             x = load(q + 4 * (i * d + c))
-            x_big = mul(x, mul(load_any(scale + c * size, meta), splat(np.float32(factor))))
-            store(folded + 4 * (i * d + c), x_big)
+            scale16 = load_any(scale + c * size, meta)
+            if boost:
+                scale16 = larger(scale16, mul(scale16, splat(np.float32(-1.0))))
+            x_big = mul(x, mul(scale16, splat(np.float32(factor))))
+            store(folded + i * row + 4 * c, x_big)
             const = fma(x_big, minus, const)
             const = fma(x, load_any(zero + c * size, meta), const)
         store(begin + 64 * i, const)
+    if boost:
+        fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin)
 
 
 @cache
@@ -65,6 +74,8 @@ def kernel(variant: Variant) -> Any:
     k_levels, v_levels, k_rope = k.levels, v.levels, k.rope_dims
     k_channel, v_channel = k.by == CHANNEL, v.by == CHANNEL
     k_fold = k_channel and not k_rope  # S is multiplied into the query
+    boost = variant.boost
+    k_columns = d + boost  # of a byte row of keys
     # per token: scales of a tile are adjacent (joint), or those of a head among others (strewn)
     k_table, v_table = k.by == TABLE, v.by == TABLE
     k_map, v_map = k.by == MAP or k_table, v.by == MAP or v_table
@@ -84,8 +95,8 @@ def kernel(variant: Variant) -> Any:
     layout = DECODE.dtype
     counters = 8 + layout.itemsize  # finished tasks of each head
     emitters = sources(
-        byte_layout, cpu_runtime, dequant, head_view, lookup, microkernel, rope_tables, simd,
-        softmax,
+        boost_ops, byte_layout, cpu_runtime, dequant, head_view, lookup, microkernel, rope_tables,
+        simd, softmax,
     )  # fmt: skip
 
     def attend(job):  # type: ignore[no-untyped-def]
@@ -97,15 +108,16 @@ def kernel(variant: Variant) -> Any:
         tiles = -(-n // tile)
         tasks = a.batch * hk * splits
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(k_offset))
-        room = padded * ((sets + 2) * d + 32) + w * (3 * d + 32) + w * (s_row // 4)
+        room = padded * ((sets + 2) * d + 32) + w * (3 * d + boost + 32) + w * (s_row // 4)
         scratch = np.empty(room + 2 * (meta_gap // 4) + 2 * d + 512 + 16, np.float32)
         acc = (scratch.ctypes.data + 63) // 64 * 64
         qs = acc + 4 * sets * padded * d  # queries times scale
         qps = qs + 4 * padded * d  # the same for packed keys, if those differ
         tops = qps + 4 * padded * d  # [padded] running maximum and sum, 16 floats apart
         folded = tops + 4 * padded * 32
-        far, rotated = folded + 4 * w * d, folded + 8 * w * d
-        begin = folded + 12 * w * d  # what sums of products begin with
+        far = folded + 4 * w * k_columns
+        rotated = far + 4 * w * d
+        begin = rotated + 4 * w * d  # what sums of products begin with
         rest = begin + 4 * w * 16  # weights of the tokens of a partial pack block
         s = rest + 4 * w * 16
         meta = s + w * s_row
@@ -165,8 +177,8 @@ def kernel(variant: Variant) -> Any:
                                 else:
                                     its = folded
                                     fold_scales(
-                                        qp, w, d, k_scale + here, k_zero + here, k_meta, k_size,
-                                        k_factor, minus, folded, begin,
+                                        qp, w, d, boost, k_scale + here, k_zero + here, k_meta,
+                                        k_size, k_factor, minus, folded, begin,
                                     )  # fmt: skip
                             skip = (lo + g) % k_atom  # tokens of the first block before the group
                             base = k_codes + (lo + g) // k_atom * k_height * k_row
@@ -193,14 +205,14 @@ def kernel(variant: Variant) -> Any:
                                         its, begin, base + i * k_height * k_row, k_row,
                                         to + 4 * i * k_atom, s_row, here + (i - a0) * step,
                                         meta_gap, k_groups, a.near + (i - a0) * k_atom * rope_row,
-                                        d, w, k_block, k_spec,
+                                        k_columns, w, k_block, k_spec,
                                     )  # fmt: skip
                                 for i in range(even, stop):
                                     scores(
                                         its, begin, base + i * k_height * k_row, k_row,
                                         to + 4 * i * k_atom, s_row, here + (i - a0) * step,
                                         meta_gap, k_groups, a.near + (i - a0) * k_atom * rope_row,
-                                        d, w, 1, k_spec,
+                                        k_columns, w, 1, k_spec,
                                     )  # fmt: skip
                             for i in range(w):
                                 for j in range(skip):

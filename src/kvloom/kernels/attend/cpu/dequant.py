@@ -106,6 +106,7 @@ class Variant(NamedTuple):
     span: tuple[int, int] = (0, 0)  # tokens that share S and Z, 0: per token, or all if static
     flat: tuple[bool, bool] = (True, True)  # for MAP: whether a head reads all of a token's groups
     apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
+    boost: int = 0  # channels of a group of keys that have two more bits
 
     @property
     def tile(self) -> int:

@@ -26,6 +26,8 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     found = list(coverage.problems(like.shape[-1], like.shape[1], like.dtype, keys, values))
     if like.device.type != "cpu":
         found.append(f"the tensors are on {like.device.type}")
+    if keys is not None and not found and keys.boost:
+        found.append(f"keys: boost={keys.boost} is not read token by token")
     if tokens != 1:
         found.append(f"{tokens} queries a step are not one")
     return found

@@ -19,6 +19,7 @@ SPEC = Block(
     atom=int,  # tokens of a pack block
     atom_rows=int,  # its byte rows
     meta=int,  # number format of scales and zeros
+    boost=int,  # channels of a group of tokens that have two more bits
 )
 
 TABLES = Block(  # addresses of a spec's tables, or 0

@@ -101,7 +101,8 @@ def unpack(
     rope: RopeAngles | None = None,
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
-    b, h, _, d = packed.codes.shape
+    b, h, _, columns = packed.codes.shape
+    d = columns - spec.boost
     x = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not x.numel():
         return x
@@ -173,18 +174,16 @@ def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
         encode = (step.data_ptr(), zero.data_ptr())
         decode = (scale.data_ptr(), zero.data_ptr())
     rotation: tuple[int, ...] = (0,) * ROTATION.numbers
-    if spec.rotated:
-        signs, mix = rotated.parts(spec.group)
-        levels = rotated.levels(spec.bits)
-        more = {
-            "signs": _padded_rows(signs[None], 0),
-            "mix": mix.contiguous(),
-            "levels": levels,
-            "level_ends": rotated.ends(levels),
-        }
+    if spec.rotated or spec.hadamard:
+        together = spec.group if spec.rotated else d
+        signs, mix = rotated.parts(together)
+        more = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
+        if spec.rotated:
+            levels = rotated.levels(spec.bits)
+            more |= {"levels": levels, "level_ends": rotated.ends(levels)}
         tables |= more
-        where = {name: x.data_ptr() for name, x in more.items()}
-        rotation = ROTATION.pack(size=spec.group // len(mix), **where)
+        where = {name: address(more.get(name)) for name in ROTATION.names if name != "size"}
+        rotation = ROTATION.pack(size=together // len(mix), **where)
     numbers = SPEC.pack(
         tile=tile,
         sharing=sharing,
@@ -195,6 +194,7 @@ def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
         atom=atom,
         atom_rows=atom_rows,
         meta=_METAS[spec.meta],
+        boost=spec.boost,
     )
     return _Prepared(
         joint_heads, numbers, addresses, encode, decode, rotation, tuple(tables.values())

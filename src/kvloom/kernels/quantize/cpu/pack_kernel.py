@@ -21,11 +21,21 @@ from ...cpu_runtime import Kernel, at, count, sources
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import div, load, splat, store
 from .. import byte_layout
+from . import boost as boost_ops
 from . import codes as codes_ops
 from . import rotation, tiles
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
+from .boost import choose, join_codes, sign_scales, split_codes, unsign_scales
 from .codes import put_codes
-from .rotation import keep_scales, restore_row, rotate_row, round_row, units
+from .rotation import (
+    keep_scales,
+    restore_row,
+    rotate_group,
+    rotate_row,
+    round_row,
+    units,
+    unrotate_group,
+)
 from .tiles import (
     decode_row,
     encode_row,
@@ -46,7 +56,9 @@ from .tiles import (
 @cache
 def kernels() -> tuple[Kernel, Kernel]:
     """Compile the kernels that pack and unpack; see `pack` for their calls."""
-    emitters = sources(rotation, simd, codes_ops, byte_layout, cpu_runtime, tiles)
+    emitters = sources(
+        rotation, simd, codes_ops, boost_ops, byte_layout, cpu_runtime, tiles
+    )  # fmt: skip
     layout = PACK.dtype
 
     def pack(job):  # type: ignore[no-untyped-def]
@@ -56,22 +68,26 @@ def kernels() -> tuple[Kernel, Kernel]:
         spec, tables, rope, rotate = a.spec, a.tables, a.rope, a.rotation
         joint, d, n, number = a.joint_heads, a.head_dim, a.tokens, a.number
         sharing, group, groups, meta = spec.sharing, spec.group, spec.groups, spec.meta
-        atom, bits, tile = spec.atom, spec.twice_bits, spec.tile
+        atom, bits, tile, boost = spec.atom, spec.twice_bits, spec.tile, spec.boost
         d_padded = -(-d // 16) * 16
         cols = joint * d_padded
+        gap = cols + boost  # codes of a token
         rows = min(tile, n)
         first, last = a.begin // tile, -(-(a.begin + n) // tile)
         tasks = a.batch * (a.heads // joint) * (last - first)
         ranges = 1 if sharing == STATIC else rows // group if sharing == CHANNEL else rows
         metas = (ranges * groups + 31) // 16 * 16
-        scratch = np.empty((rows + 1) * cols + 2 * metas + (rows + 16) * cols // 4 + 16, np.float32)
+        room = (rows + 1) * cols + 4 * metas + (rows + 16) * gap // 4 + 16
+        scratch = np.empty(room, np.float32)
         wide = (scratch.ctypes.data + 63) // 64 * 64
         low = wide + 4 * rows * cols
         high = low + 4 * metas
-        spare = high + 4 * metas
+        tops = high + 4 * metas  # of boosted formats: the highest codes, and where channels are
+        places = tops + 4 * metas
+        spare = places + 4 * metas
         unpacked = spare + 4 * cols  # codes, a byte each
         in_place = number == 0 and a.x.channel == 4 and d == d_padded and joint == 1
-        in_place = in_place and tables.divisor + rope.cos == 0 and sharing != ROTATED
+        in_place = in_place and tables.divisor + rope.cos + rotate.size == 0
         while True:
             task = count(job)
             if task >= tasks:
@@ -94,6 +110,8 @@ def kernels() -> tuple[Kernel, Kernel]:
                             angle += (lo - a.begin + t) * 4 * rope.half
                             cos, sin = rope.cos + angle, rope.sin + angle
                             rope_row(to, cos, sin, rope.half, rope.interleaved != 0)
+                        if rotate.size != 0 and sharing != ROTATED:
+                            rotate_group(to, d, rotate.size, rotate.signs, rotate.mix, spare)
                         fill(to, d)
                         if tables.divisor != 0:
                             for c in range(0, d_padded, 16):
@@ -113,7 +131,18 @@ def kernels() -> tuple[Kernel, Kernel]:
                         x + t * x_row, x_row, group, d_padded, here, low + skip, high + skip
                     )
                     to = (lo + t) // group * d * size_of(meta)
-                    metadata(low + skip, high + skip, d, spec.top, meta, scale + to, zero + to)
+                    highest = 0
+                    if boost:
+                        highest = tops + skip
+                        choose(low + skip, high + skip, d, boost, highest)
+                    metadata(
+                        low + skip, high + skip, d, spec.top, highest, meta, scale + to, zero + to
+                    )
+                    if boost:
+                        sign_scales(
+                            high + skip, size_of(meta), meta, d, boost, highest, places + skip,
+                            scale + to,
+                        )  # fmt: skip
             elif sharing == STATIC:
                 scales, zeros = a.static_scale, a.static_zero
             elif sharing == ROTATED:  # norms first: scales follow from the codes
@@ -134,21 +163,21 @@ def kernels() -> tuple[Kernel, Kernel]:
                             low + skip, high + skip,
                         )  # fmt: skip
                 to = lo * groups * size_of(meta)
-                metadata(low, high, m * groups, spec.top, meta, scale + to, zero + to)
+                metadata(low, high, m * groups, spec.top, 0, meta, scale + to, zero + to)
             # --- codes, behind those that the first pack block holds already
             begun = lo % atom
             codes += lo // atom * spec.atom_rows * a.codes.row
             if begun:
                 for i in range(joint):
                     here = codes + i * a.codes.head
-                    split_atom(here, a.codes.row, d, bits, unpacked + i * d_padded, cols)
+                    split_atom(here, a.codes.row, d, bits, unpacked + i * d_padded, gap)
             for t in range(m):
                 skip = 0
                 if sharing == CHANNEL:
                     skip = 4 * (t // group * d_padded)
                 elif sharing != STATIC:
                     skip = 4 * t * groups
-                to = unpacked + (begun + t) * cols
+                to = unpacked + (begun + t) * gap
                 if sharing == ROTATED:
                     round_row(
                         x + t * x_row, d, group, rotate.levels, rotate.level_ends, bits,
@@ -157,20 +186,22 @@ def kernels() -> tuple[Kernel, Kernel]:
                 else:
                     encode_row(
                         x + t * x_row, cols, sharing, group, tables.group_of, zeros + skip,
-                        scales + skip, spec.top, to,
+                        scales + skip, spec.top, tops + skip if boost else 0, to,
                     )  # fmt: skip
+                    if boost:
+                        split_codes(to, to + d_padded, boost, places + skip)
             if sharing == ROTATED:
                 keep_scales(high, low, m * groups, meta, scale + lo * groups * size_of(meta))
             atoms = -(-(begun + m) // atom)
-            for i in range((begun + m) * cols, atoms * atom * cols, 16):
+            for i in range((begun + m) * gap, atoms * atom * gap, 16):
                 put_codes(unpacked + i, splat(np.float32(0.0)))
             for block in range(atoms):
                 for i in range(joint):
                     to = codes + i * a.codes.head + block * spec.atom_rows * a.codes.row
-                    join_atom(
-                        unpacked + block * atom * cols + i * d_padded, cols, d, bits, to,
-                        a.codes.row,
-                    )  # fmt: skip
+                    here = unpacked + block * atom * gap + i * d_padded
+                    join_atom(here, gap, d, bits, to, a.codes.row)
+                    if boost:
+                        join_atom(here + d_padded, gap, boost, bits, to + d, a.codes.row)
         scratch[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     def unpack(job):  # type: ignore[no-untyped-def]
@@ -180,18 +211,20 @@ def kernels() -> tuple[Kernel, Kernel]:
         spec, tables, rope, rotate = a.spec, a.tables, a.rope, a.rotation
         joint, d, n = a.joint_heads, a.head_dim, a.tokens
         sharing, group, groups, meta = spec.sharing, spec.group, spec.groups, spec.meta
-        atom, bits, tile = spec.atom, spec.twice_bits, spec.tile
+        atom, bits, tile, boost = spec.atom, spec.twice_bits, spec.tile, spec.boost
         d_padded = -(-d // 16) * 16
         cols = joint * d_padded
+        gap = cols + boost
         first, last = a.begin // tile, -(-(a.begin + n) // tile)
         tasks = a.batch * (a.heads // joint) * (last - first)
         ranges = 1 if sharing == STATIC else tile // group + 1 if sharing == CHANNEL else tile
         metas = (ranges * groups + 31) // 16 * 16
-        scratch = np.empty(2 * cols + 2 * metas + (tile + 16) * cols // 4 + 16, np.float32)
+        scratch = np.empty(2 * cols + 3 * metas + (tile + 16) * gap // 4 + 16, np.float32)
         wide = (scratch.ctypes.data + 63) // 64 * 64
         low = wide + 4 * cols
         high = low + 4 * metas
-        spare = high + 4 * metas
+        places = high + 4 * metas
+        spare = places + 4 * metas
         unpacked = spare + 4 * cols
         while True:
             task = count(job)
@@ -212,6 +245,8 @@ def kernels() -> tuple[Kernel, Kernel]:
                     here *= size_of(meta)
                     widen(zero + here, size_of(meta), meta, d, low + skip)
                     widen(scale + here, size_of(meta), meta, d, high + skip)
+                    if boost:
+                        unsign_scales(high + skip, d, boost, places + skip)
             elif sharing == STATIC:
                 scales, zeros = a.static_scale, a.static_zero
             else:
@@ -225,8 +260,10 @@ def kernels() -> tuple[Kernel, Kernel]:
             for block in range(-(-(begun + hi - lo) // atom)):
                 for i in range(joint):
                     here = codes + i * a.codes.head + block * spec.atom_rows * a.codes.row
-                    to = unpacked + block * atom * cols + i * d_padded
-                    split_atom(here, a.codes.row, d, bits, to, cols)
+                    to = unpacked + block * atom * gap + i * d_padded
+                    split_atom(here, a.codes.row, d, bits, to, gap)
+                    if boost:
+                        split_atom(here + d, a.codes.row, boost, bits, to + d_padded, gap)
             # --- numbers
             for t in range(hi - lo):
                 skip = 0
@@ -236,14 +273,19 @@ def kernels() -> tuple[Kernel, Kernel]:
                     skip = 4 * t * groups
                 if sharing == ROTATED:
                     restore_row(
-                        unpacked + (begun + t) * cols, d, group, rotate.size, rotate.signs,
+                        unpacked + (begun + t) * gap, d, group, rotate.size, rotate.signs,
                         rotate.mix, rotate.levels, bits, spare, scales + skip, wide,
                     )  # fmt: skip
                 else:
+                    if boost:
+                        here = unpacked + (begun + t) * gap
+                        join_codes(here, here + d_padded, boost, places + skip)
                     decode_row(
-                        unpacked + (begun + t) * cols, cols, sharing, group, tables.group_of,
+                        unpacked + (begun + t) * gap, cols, sharing, group, tables.group_of,
                         zeros + skip, scales + skip, tables.divisor, wide,
                     )  # fmt: skip
+                    if rotate.size != 0:
+                        unrotate_group(wide, d, rotate.size, rotate.signs, rotate.mix, spare)
                 for i in range(joint):
                     if rope.cos != 0:
                         angle = b * rope.batch + (h + i) * rope.head

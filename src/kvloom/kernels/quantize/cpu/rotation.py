@@ -240,18 +240,31 @@ def squared(x, n):  # type: ignore[no-untyped-def]
 
 
 @njit
+def rotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-def]
+    """Rotate n numbers, in place; arguments as in `rotate_row`."""
+    hadamard(x, n, size, signs, 0)
+    if n > size:
+        mixed(x, n // size, size, mix, 4 * (n // size), 4, spare)
+
+
+@njit
+def unrotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-def]
+    """Invert `rotate_group`."""
+    if n > size:
+        mixed(x, n // size, size, mix, 4, 4 * (n // size), spare)
+    hadamard(x, n, size, 0, signs)
+
+
+@njit
 def rotate_row(x, d, group, size, signs, mix, spare, squares):  # type: ignore[no-untyped-def]
     """Rotate a row of d numbers by groups, in place, and leave what squares of each sum up to.
 
     size: the power of 2 that divides a group; signs: fp32, of a group; mix: of what else divides
     it, fp32 [rows, rows].
     """
-    rows = group // size
     for g in range(d // group):
         at_group = x + 4 * g * group
-        hadamard(at_group, group, size, signs, 0)
-        if rows > 1:
-            mixed(at_group, rows, size, mix, 4 * rows, 4, spare)
+        rotate_group(at_group, group, size, signs, mix, spare)
         store_one(squares + 4 * g, squared(at_group, group))
 
 
@@ -298,11 +311,8 @@ def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
 @njit
 def restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, to):  # type: ignore[no-untyped-def]
     """Invert the rounding and the rotation: d numbers from their codes and scales."""
-    rows = group // size
     for g in range(d // group):
         at_group, by = to + 4 * g * group, splat(load_one(scale + 4 * g, 0))
         for c in range(0, group, 16):
             leveled(codes + g * group + c, levels, bits, by, at_group + 4 * c)
-        if rows > 1:
-            mixed(at_group, rows, size, mix, 4, 4 * rows, spare)
-        hadamard(at_group, group, size, 0, signs)
+        unrotate_group(at_group, group, size, signs, mix, spare)

@@ -170,14 +170,16 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
 
 
 @njit
-def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-def]
+def metadata(low, high, n, top, tops, meta, scale, zero):  # type: ignore[no-untyped-def]
     """Store scale and zero of n groups, and leave them in fp32: zeros in low, scales in high.
 
+    top: by what a range is divided; tops: by what each one is, fp32, or 0.
     A scale of 0 is left as infinity: whatever is divided by it has code 0.
     """
     for i in range(0, n, 16):
         lo = add(load(low + 4 * i), splat(np.float32(0.0)))  # -0 to 0
-        step = div(sub(load(high + 4 * i), lo), splat(np.float32(top)))
+        by = splat(np.float32(top)) if tops == 0 else load(tops + 4 * i)
+        step = div(sub(load(high + 4 * i), lo), by)
         step = add(step, splat(np.float32(0.0)))
         if meta == 3:
             step = clamp_scale(step)
@@ -213,8 +215,11 @@ def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
 
 
 @njit
-def encode_row(x, dp, sharing, group, group_of, zero, scale, top, codes):  # type: ignore[no-untyped-def]
-    """Encode a row of numbers, given zeros and scales of its groups or of its channels."""
+def encode_row(x, dp, sharing, group, group_of, zero, scale, top, tops, codes):  # type: ignore[no-untyped-def]
+    """Encode a row of numbers, given zeros and scales of its groups or of its channels.
+
+    tops: the highest code of each channel, fp32, or 0: top of all.
+    """
     top_code = splat(np.float32(top))
     if sharing == TOKEN:
         for c in range(0, dp, 16):
@@ -228,7 +233,8 @@ def encode_row(x, dp, sharing, group, group_of, zero, scale, top, codes):  # typ
     else:
         for c in range(0, dp, 16):
             z, s = load(zero + 4 * c), load(scale + 4 * c)
-            encode(load(x + 4 * c), z, s, top_code, codes + c)
+            highest = top_code if tops == 0 else load(tops + 4 * c)
+            encode(load(x + 4 * c), z, s, highest, codes + c)
 
 
 @njit

@@ -28,6 +28,10 @@ def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[
         found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
     if isinstance(spec, QuantSpec) and spec.rotated:
         found.append("it has no kernel for rotated groups")
+    if isinstance(spec, QuantSpec) and spec.hadamard:
+        found.append("it has no kernel for rotated heads")
+    if isinstance(spec, QuantSpec) and spec.boost:
+        found.append("it has no kernel for channels with two more bits")
     return found
 
 

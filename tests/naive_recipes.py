@@ -105,3 +105,30 @@ def minikv(q, k, scale, heavy_share, recent_share):
             weights = np.exp(k[: row + 1] @ head[row] * scale)
             mass[: row + 1] += weights / weights.sum()
     return best(mass[: n - recent], heavy) + list(range(n - recent, n))
+
+
+def kvzip(q, k, scale, sinks, chunk):
+    """KVzip's scores of one chunk: queries q [R, T, D] that repeat it, and keys k [P + T, D].
+
+    chunk: (first, end) of the repeated tokens among the P of the prompt. A query attends to the
+    first `sinks` tokens where they precede the chunk, to the chunk and to the repetition so far.
+    """
+    rows = q.shape[1]
+    prompt, (lo, hi) = len(k) - rows, chunk
+    largest = np.zeros(hi - lo)
+    for row in range(rows):
+        seen = [*range(min(sinks, lo)), *range(lo, hi), *range(prompt, prompt + row + 1)]
+        at = seen.index(lo)
+        for head in q:
+            weights = np.exp(k[seen] @ head[row] * scale)
+            largest = np.maximum(largest, (weights / weights.sum())[at : at + hi - lo])
+    return largest
+
+
+def kept(scores, budget, sinks, recent):
+    """Tokens that a head keeps of one score each: the sinks, the newest, and the best others."""
+    n = len(scores)
+    if budget >= n:
+        return list(range(n))
+    ranked = [np.inf if i < sinks else score for i, score in enumerate(scores)]
+    return best(ranked[: n - recent], budget - recent) + list(range(n - recent, n))

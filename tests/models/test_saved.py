@@ -31,6 +31,7 @@ SMALL = {
     "keyformer": "",
     "kivi": "group=16,residual=32",
     "kivi-4": "group=16,residual=32,meta=fp8",
+    "kvzip": "tokens=40,recent=8,chunk=50",
     "minikv": "residual=32",
     "minikv-pyramid": "residual=32",
     "minikv-snap": "window=8,residual=32",

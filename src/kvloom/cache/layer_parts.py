@@ -105,6 +105,12 @@ class LayerParts:
         return self.evictor
 
     @property
+    def scores_repetition(self) -> bool:
+        """Whether the model must repeat the first prompt, which scores its tokens."""
+        evictor = self.evictor
+        return isinstance(evictor, ScoreEvictor) and evictor.repeats and not evictor.done
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(part.nbytes for part in self.parts_held)

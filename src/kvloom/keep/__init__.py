@@ -2,6 +2,8 @@
 
 from .outliers import Outliers
 from .policy import POSITIONS, Budget, Keep
+from .reconstruction import Reconstruction
+from .scorer import Scorer, Step
 from .scorers import (
     SCORERS,
     Dilated,
@@ -10,8 +12,6 @@ from .scorers import (
     Observation,
     Random,
     Recent,
-    Scorer,
-    Step,
     checked,
     register_score,
 )
@@ -29,6 +29,7 @@ __all__ = [
     "Outliers",
     "Random",
     "Recent",
+    "Reconstruction",
     "Scorer",
     "Step",
     "checked",

@@ -15,6 +15,7 @@ from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
 from .general import PARTS
 from .kivi import kivi, kivi_4
+from .kvzip import kvzip
 from .minikv import minikv, minikv_pyramid, minikv_snap
 from .recall import clusterkv, clusterkv_2bit, quest, topk
 from .rptq import rptq
@@ -39,6 +40,7 @@ RECIPES: Registry[Build] = Registry(
         "keyformer": keyformer,
         "kivi": kivi,
         "kivi-4": kivi_4,
+        "kvzip": kvzip,
         "minikv": minikv,
         "minikv-pyramid": minikv_pyramid,
         "minikv-snap": minikv_snap,

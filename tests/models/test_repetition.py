@@ -71,11 +71,9 @@ def test_the_tokens_that_repeating_needs_most_stay(name, instruction, chunk):
                 for h, head in enumerate(layer):
                     mine = q[0, h * r : (h + 1) * r]
                     head.extend(rules.kvzip(mine, k[0, h], 16**-0.5, 4, (lo, hi)))
-    spelled = " ".join(map(str, instruction))
+    spelled = " ".join(map(str, instruction)) or "none"
     recipe = f"kvzip:tokens=24,recent=6,chunk={chunk},instruction={spelled}"
-    cache = prefilled(
-        zoo.build(name), recipe if spelled else recipe.rpartition(",")[0], input_ids=ids
-    )
+    cache = prefilled(zoo.build(name), recipe, input_ids=ids)
     for layer, found in zip(scores, logical(cache), strict=True):
         for h, head in enumerate(layer):
             assert found[0, h].tolist() == rules.kept(head, 24, 4, 6)
@@ -183,9 +181,7 @@ def logical_of(cache):
 def test_a_model_without_room_for_the_repetition_is_refused():
     model = zoo.build("llama-gqa", max_position_embeddings=100)
     cache = kvloom.Cache(model, KVZIP.replace("chunk=20", "chunk=50"))
-    with pytest.raises(
-        CacheMisuse, match="needs 114 positions, and the model has 100; use chunk=28"
-    ):
+    with pytest.raises(CacheMisuse, match="needs 114 positions, .* has 100; use chunk=28"):
         model(**IDS, past_key_values=cache)
     assert cache.get_seq_length() == cache.nbytes == 0
     prefilled(model, KVZIP.replace("chunk=20", "chunk=28"))

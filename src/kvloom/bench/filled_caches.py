@@ -56,8 +56,8 @@ def fill(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     scale, tokens = k.shape[3] ** -0.5, k.shape[2]
     cache.prefill(q, k, v, scale=scale)
     if cache.scores_repetition:  # as if the last queries repeated the whole prompt
-        new = (x[:, :, tokens - q.shape[2] :] for x in (k, v))
-        cache.repeat(q, *new, (0, tokens), scale=scale)
+        first = tokens - q.shape[2]
+        cache.repeat(q, k[:, :, first:], v[:, :, first:], (0, tokens), scale=scale)
         cache.end_repetition()
     cache.end_step()
 

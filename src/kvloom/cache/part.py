@@ -137,7 +137,7 @@ def joined(parts: list[Part]) -> list[Part]:
     """Return exact parts as one, which torch's fused attention reads; others as they are."""
     if len(parts) == 1 or not all(isinstance(x, Tensor) for p in parts for x in p[:2]):
         return parts
-    keys, values = ([part[side] for part in parts] for side in (0, 1))
+    keys, values = [_exact(part.keys) for part in parts], [_exact(part.values) for part in parts]
     heads = max(1 if part.visible is None else part.visible.shape[1] for part in parts)
     masks = [_mask(part, heads) for part in parts]
     biases = [part.bias for part in parts if part.bias is not None]

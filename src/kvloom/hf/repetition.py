@@ -62,8 +62,8 @@ class Repetition:
             room = limit - prompt - len(self.instruction) - _LEAD
             remedy = f"chunk={room}, or a shorter prompt" if room > 0 else "a shorter prompt"
             raise CacheMisuse(
-                f"the recipe repeats the prompt of {prompt} tokens in chunks of {self.chunk}, which "
-                f"needs {needed} positions, and the model has {limit}; use {remedy}"
+                f"the recipe repeats the prompt of {prompt} tokens in chunks of {self.chunk}, "
+                f"which needs {needed} positions, and the model has {limit}; use {remedy}"
             )
 
     @torch.no_grad()
@@ -111,12 +111,9 @@ class Repetition:
             ids = ids.gather(1, order)
             found["attention_mask"] = torch.cat([mask, new], dim=1)
         found["input_ids"] = ids
-        positions = self.positions
-        if (
-            positions is not None
-            and "position_ids" in inspect.signature(decoder.forward).parameters
-        ):
-            last = positions.amax(dim=-1, keepdim=True)
+        takes = inspect.signature(decoder.forward).parameters
+        if self.positions is not None and "position_ids" in takes:
+            last = self.positions.amax(dim=-1, keepdim=True)
             found["position_ids"] = last + new.cumsum(dim=-1)
         return found
 

@@ -14,7 +14,8 @@ Options:
 tokens, fraction: the budget, in tokens or as a fraction of the prompt where it is given.
 sinks, recent: the first and the newest tokens that stay, within the budget.
 chunk: tokens that are repeated at a time. instruction: token ids before each chunk, separated by
-spaces, or none. layers, positions: as in snapkv. store: the recipe whose format the tokens have ("kivi-4").
+spaces, or none. layers, positions: as in snapkv. store: the recipe whose format the tokens have
+("kivi-4").
 """
 
 from __future__ import annotations

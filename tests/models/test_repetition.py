@@ -181,7 +181,7 @@ def logical_of(cache):
 def test_a_model_without_room_for_the_repetition_is_refused():
     model = zoo.build("llama-gqa", max_position_embeddings=100)
     cache = kvloom.Cache(model, KVZIP.replace("chunk=20", "chunk=50"))
-    with pytest.raises(CacheMisuse, match="needs 114 positions, .* has 100; use chunk=28"):
+    with pytest.raises(CacheMisuse, match=r"needs 114 positions, .* has 100; use chunk=28"):
         model(**IDS, past_key_values=cache)
     assert cache.get_seq_length() == cache.nbytes == 0
     prefilled(model, KVZIP.replace("chunk=20", "chunk=28"))

@@ -75,8 +75,10 @@ class LayerParts:
         self.sinks = Sinks(sinks) if sinks and not scored else None
         self.evictor: AgeEvictor | ScoreEvictor | None = None
         if keep is not None:
-            by_score = ScoreEvictor(recipe, layer, self.sharing, self.rope) if scored else None
-            self.evictor = by_score or AgeEvictor(recipe)
+            self.evictor = AgeEvictor(recipe)
+            if scored:
+                ropes = self.rope, metadata.rope
+                self.evictor = ScoreEvictor(recipe, layer, self.sharing, *ropes)
         recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
         self.retriever = Retriever(recipe) if recalls else None
         rule = recipe.protect.outliers

@@ -33,16 +33,22 @@ class ScoreEvictor:
 
     layer: number of the layer among those of the cache, which seeds noise. sharing: (rank,
     count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
-    renumbers positions.
+    renumbers positions. score_rope: the model's rotary embedding, for scores that need it.
     """
 
     def __init__(
-        self, recipe: Recipe, layer: int, sharing: tuple[int, int], rope: Rope | None = None
+        self,
+        recipe: Recipe,
+        layer: int,
+        sharing: tuple[int, int],
+        rope: Rope | None = None,
+        score_rope: Rope | None = None,
     ) -> None:
         assert recipe.keep is not None
         self.keep, self.layer, self.sharing, self.rope = recipe.keep, layer, sharing, rope
         self.sinks = recipe.protect.sinks
         self.sinks_first = recipe.recall is not None  # where a retriever always reads them
+        self.score_rope = score_rope if self.keep.scorer.rotates else None
         self.needs_positions = recipe.store.pre_rope
         self.scores = Buffer()
         self.heavy = self.recent = 0
@@ -206,7 +212,7 @@ class ScoreEvictor:
             q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=visible,
             real=step.visible_queries, index=index, seen=seen, number=number,
             seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # 32 bits are hashed
-            group=self.keep.group, bias=bias, products=step.products,
+            group=self.keep.group, bias=bias, products=step.products, rope=self.score_rope,
         )  # fmt: skip
         return checked(self.keep.scorer, inputs)
 

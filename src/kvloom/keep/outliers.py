@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from ..errors import RecipeError
 from .policy import GROUPS
+from .registered import SCORERS, Rule
 from .scorer import Scorer
-from .scorers import SCORERS, Mass, Rule
+from .scorers import Mass
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from ..errors import RecipeError
 from ..registry.fields import check_fields
 from . import budgets
+from .registered import SCORERS
 from .scorer import Scorer
-from .scorers import SCORERS, Recent
+from .scorers import Recent
 
 WHEN = {
     "step": "after the prompt and at every step",

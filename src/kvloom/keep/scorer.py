@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.score.noise import Noise
+from ..positions.rope import Rope
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Step:
     seed: differs from layer to layer. group: how query heads of a group are combined.
     bias: fp32 [B, Hq, N], added to the logits (ALiBi).
     products: scale * q @ k, where attention has computed it already (`kernels.score`).
+    rope: the model's rotary embedding, for scores that need it (None: the model has none).
     """
 
     q: Tensor
@@ -40,6 +42,7 @@ class Step:
     group: str
     bias: Tensor | None = None
     products: Tensor | None = None
+    rope: Rope | None = None
 
     def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
         """Attention mass of each token from the last `rows` queries (None: all), fp32 [B, Hk, N].
@@ -80,12 +83,14 @@ class Scorer:
     """Base class of scores; derive a frozen dataclass whose fields are the score's options.
 
     kind: the name in recipes. weighs: whether the score calls `Step.mass`. repeats: whether the
-    score needs queries of the model while it repeats the prompt, as `Reconstruction` does.
+    score needs queries of the model while it repeats the prompt, as `Reconstruction` does. rotates:
+    whether it needs the model's rotary embedding, `Step.rope`.
     """
 
     kind: ClassVar[str] = ""
     weighs: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False
 
     def __call__(self, step: Step) -> Tensor:
         """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""

@@ -1,15 +1,14 @@
-"""Scores: one number a token, high for the tokens that should stay.
+"""Scores by age and by attention: one number a token, high for the tokens that should stay.
 
 A score is a frozen dataclass with a `kind`; it is called with a `Step` and returns the scores.
-`register_score` makes one available to recipes. Decides nothing about how many tokens stay.
+Decides nothing about how many tokens stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +16,8 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.score.noise import KINDS
-from ..registry import Registry
 from ..registry.fields import check_fields
-from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
-
-S = TypeVar("S", bound="Scorer")
 
 
 @dataclass(frozen=True)
@@ -165,61 +160,3 @@ class Random(Scorer):
         b, hk, n = step.k.shape[:3]
         drawn = step.noise("gumbel", fixed=True).block(hk, 1, 0, 1, n)
         return drawn[:, :, 0, 0].expand(b, hk, n)
-
-
-SCORERS: Registry[type[Scorer]] = Registry(
-    "score",
-    {cls.kind: cls for cls in (Recent, Dilated, Mass, Observation, Noisy, Random, Reconstruction)},
-    Scorer,
-    ("__call__",),
-)
-
-Rule = Callable[[Step], Tensor]
-"""Takes a `Step` and returns fp32 [B, Hk, N], one number for each token and key/value head."""
-
-
-def register_score(cls: type[S]) -> type[S]:
-    """Make a score available to recipes by its `kind`; usable as a decorator.
-
-    cls: a frozen dataclass derived from `Scorer`. Raises `RecipeError` for another class and for a
-    name that is taken.
-    """
-    SCORERS.register(cls)
-    return cls
-
-
-def checked(scorer: Rule, step: Step) -> Tensor:
-    """Return the scores of a step, fp32 [B, Hk, N].
-
-    Raises `RecipeError` with the score's name for any other shape, dtype or device, and for NaN
-    from a score that is not built in.
-    """
-    scores = scorer(step)
-    expected = step.k.shape[:3]
-    if not isinstance(scores, Tensor):
-        raise _refused(scorer, f"returned {type(scores).__name__}, not a tensor")
-    if scores.shape != expected or scores.dtype != torch.float32:
-        raise _refused(
-            scorer,
-            f"returned {_called(scores.dtype)} {list(scores.shape)}; return float32 "
-            f"{list(expected)}: rows, key/value heads, tokens",
-        )
-    if scores.device != step.k.device:
-        raise _refused(scorer, f"returned scores on {scores.device}; return {step.k.device}")
-    if not _built_in(scorer) and bool(scores.isnan().any()):
-        raise _refused(scorer, "returned NaN; return numbers, or infinity")
-    return scores
-
-
-def _built_in(scorer: Rule) -> bool:
-    kind = getattr(scorer, "kind", "")
-    return SCORERS.is_builtin(kind) and type(scorer) is SCORERS[kind]
-
-
-def _refused(scorer: Rule, why: str) -> RecipeError:
-    name = getattr(scorer, "kind", "") or getattr(scorer, "__name__", type(scorer).__name__)
-    return RecipeError(f"score {name!r} {why}")
-
-
-def _called(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

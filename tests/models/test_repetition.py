@@ -14,8 +14,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvloom
 import naive_recipes as rules
+from kvloom.bench.filled_caches import empty_layers, fill, random_qkv
+from kvloom.bench.shapes import LayerShape
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
+from kvloom.hf.observe import observe
+from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 
 PROMPT = 61
@@ -239,3 +243,24 @@ def test_recall_finds_tokens_among_those_that_stay():
     cache = prefilled(model, both)
     assert [len(layer.cache.tokens) for layer in cache.routed] == [40] * 3
     assert np.all([layer.cache.retriever.finder.tokens > 0 for layer in cache.routed])
+
+
+def test_an_observer_does_not_see_the_repetition():
+    model, seen = zoo.build("llama-gqa"), []
+    cache = kvloom.Cache(model, KVZIP)
+    observe(cache, lambda step: seen.append((step.q.shape[2], step.keys.shape[2])))
+    with torch.no_grad():
+        model(**IDS, past_key_values=cache)
+        mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
+        model(torch.full((3, 1), 9), attention_mask=mask, past_key_values=cache)
+    assert seen == [(PROMPT, PROMPT)] * 3 + [(1, PROMPT + 1)] * 3
+    scored = cache.routed[0].cache.trace.scored
+    assert scored[1].shape == (3, 2, PROMPT)
+
+
+def test_a_filled_cache_of_the_benchmarks_evicts_too():
+    shape = LayerShape(4, 2, 32, dtype=torch.float32)
+    recipe = resolve("kvzip:tokens=40,recent=6,store=kivi")
+    (layer,) = empty_layers(recipe, shape)
+    fill(layer, *random_qkv(shape, 300))
+    assert layer.nbytes == recipe.nbytes(300, Geometry(1, 4, 2, 32, torch.float32))

@@ -19,6 +19,7 @@ from kvloom.bench.shapes import LayerShape
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
 from kvloom.hf.observe import observe
+from kvloom.hf.repetition import Repetition
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 
@@ -100,9 +101,10 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name):
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "bloom", "opt"])
-def test_the_repetition_leaves_the_cache_as_it_was(name):
+def test_the_repetition_leaves_the_cache_as_it_was(monkeypatch, name):
     """With a budget above the prompt nothing is evicted, so the cache must equal an exact one."""
     model = zoo.build(name)
+    monkeypatch.setattr(Repetition, "needed", True)
     repeated, exact = (prefilled(model, x) for x in (KVZIP.replace("24", "90"), "full"))
     assert repeated.nbytes == exact.nbytes
     assert repeated.get_seq_length() == PROMPT
@@ -131,6 +133,25 @@ def test_predicted_bytes_are_exact(options):
     assert kvloom.Recipe.from_toml(recipe.to_toml()) == recipe
     dropped = sum(layer.cache.dropped for layer in cache.routed)
     assert dropped == 3 * (ids.shape[1] - (152 if "fraction" in options else 200))
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_prompt_within_the_budget_is_not_repeated(monkeypatch, recording):
+    model, calls = zoo.build("llama-gqa", max_position_embeddings=64), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *args: calls.append(1))
+    cache = kvloom.Cache(model, KVZIP.replace("tokens=24", "tokens=70"))
+    for layer in cache.routed:
+        layer.record_past = recording
+    with torch.no_grad():
+        model(**IDS, past_key_values=cache)
+    cache.crop(0)
+    assert len(calls) == 1
+    for layer in cache.routed:
+        layer.record_past = False
+    mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        model(torch.full((3, 1), 9), attention_mask=mask, past_key_values=cache)
+    assert [len(layer.cache.tokens) for layer in cache.routed] == [PROMPT + 1] * 3
 
 
 def test_generate_evicts_once_and_continues():

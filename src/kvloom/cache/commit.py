@@ -85,7 +85,13 @@ def settle(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
 
 
 def end_repetition(layer: LayerParts) -> None:
-    """Evict by the scores of a repeated prompt; a draft leaves this to `crop`."""
+    """Evict by the scores of a repeated prompt; a draft leaves this to `crop`.
+
+    A prompt that was not repeated has equal scores: nothing of it is evicted.
+    """
+    if not layer.scores_repetition:
+        return
+    layer.score_evictor.end_repetition(layer.segment)
     if layer.waiting is not None:
         scores = layer.score_evictor.score_segment(layer.segment, layer.waiting, layer.seen)
         _vote(layer, scores)

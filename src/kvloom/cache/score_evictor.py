@@ -189,6 +189,13 @@ class ScoreEvictor:
         assert self.repetition is not None
         self.repetition.note(tokens, step, new, repeated, self.score)
 
+    def end_repetition(self, tokens: Segment) -> None:
+        """Give the tokens of a prompt that was not repeated equal scores."""
+        assert self.repetition is not None
+        if self.repetition.scores is None:
+            keys = tokens.exact_keys()
+            self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+
     def score_slots(self, tokens: Slots, step: StepInputs, part: Part, seen: int) -> Tensor:
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
         values = part.values

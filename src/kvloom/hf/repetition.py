@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from ..keep import Reconstruction, Scorer
+from ..keep import Keep, Reconstruction
 from . import compat
 from .routed import RoutedCache, RoutedLayer, lasting, stock_attributes
 
@@ -27,7 +27,8 @@ _LEAD = 8
 class Repetition:
     """The passes that repeat the prompt `ids` int64 [B, P] of an empty cache, once it is stored.
 
-    mask: the padding mask of the call, [B, P]; positions: its position ids. None: not given.
+    mask: the padding mask of the call, [B, P]; positions: its position ids. None: not given. keeps:
+    of the layers that score by the repetition, with equal scorers.
     """
 
     def __init__(
@@ -37,12 +38,19 @@ class Repetition:
         ids: Tensor,
         mask: Tensor | None,
         positions: Tensor | None,
-        scorer: Scorer,
+        keeps: Sequence[Keep],
     ) -> None:
+        scorer = keeps[0].scorer
         assert isinstance(scorer, Reconstruction)
         self.model, self.cache, self.ids = model, cache, ids
         self.mask, self.positions = mask, positions
         self.chunk, self.instruction = scorer.chunk, scorer.instruction_ids
+        self.budget = min(keep.budget.resolve(ids.shape[1]) for keep in keeps)
+
+    @property
+    def needed(self) -> bool:
+        """Whether some layer evicts: a prompt within the budget is not repeated."""
+        return self.budget < self.ids.shape[1]
 
     def check(self) -> None:
         """Raise `CacheMisuse` if the model lacks a position, or a token of the instruction."""
@@ -54,7 +62,7 @@ class Repetition:
                 f"lacks; use ids below {vocabulary}"
             )
         limit = getattr(config, "max_position_embeddings", None)
-        if limit is None or compat.has_alibi(config):
+        if limit is None or compat.has_alibi(config) or not self.needed:
             return
         needed = max(prompt + end - begin for begin, _, end in self._chunks())
         needed += len(self.instruction)
@@ -68,12 +76,12 @@ class Repetition:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Repeat the prompt, then evict in every layer that waits for its scores."""
+        """Repeat the prompt if it is needed, then evict in every layer that waits for scores."""
         decoder = self.model.get_decoder() or self.model
         others = [x for x in self.cache.layers if not isinstance(x, RoutedLayer)]
         layers = self.cache.routed
         try:
-            for begin, lo, hi in self._chunks():
+            for begin, lo, hi in self._chunks() if self.needed else ():
                 for layer in layers:
                     layer.repeated = lo, hi
                 states = [stock_attributes(other) for other in others]
@@ -125,11 +133,11 @@ def of_prompt(
 
     Raises `CacheMisuse` where the prompt cannot be repeated.
     """
-    waiting = [x.cache for x in cache.routed if x.cache.scores_repetition and not x.cache.seen]
+    waiting = [x.cache for x in cache.routed if not x.cache.seen and x.cache.scores_repetition]
     if not waiting:
         return None
-    scorers = {layer.score_evictor.keep.scorer for layer in waiting}
-    if len(scorers) > 1:
+    keeps = [layer.score_evictor.keep for layer in waiting]
+    if any(keep.scorer != keeps[0].scorer for keep in keeps):
         raise CacheMisuse(
             "layers of one recipe repeat the prompt in different chunks or by different "
             "instructions; give all of them the same"
@@ -141,6 +149,6 @@ def of_prompt(
             "input_ids, or use another recipe, such as snapkv"
         )
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    found = Repetition(model, cache, ids, mask, positions, *scorers)
+    found = Repetition(model, cache, ids, mask, positions, keeps)
     found.check()
     return found

@@ -83,8 +83,8 @@ class Scorer:
     """Base class of scores; derive a frozen dataclass whose fields are the score's options.
 
     kind: the name in recipes. weighs: whether the score calls `Step.mass`. repeats: whether the
-    score needs queries of the model while it repeats the prompt, as `Reconstruction` does. rotates:
-    whether it needs the model's rotary embedding, `Step.rope`.
+    model repeats the prompt for the score; such scores derive from `Reconstruction`. rotates:
+    whether the score needs the model's rotary embedding, `Step.rope`.
     """
 
     kind: ClassVar[str] = ""

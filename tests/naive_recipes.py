@@ -105,3 +105,54 @@ def minikv(q, k, scale, heavy_share, recent_share):
             weights = np.exp(k[: row + 1] @ head[row] * scale)
             mass[: row + 1] += weights / weights.sum()
     return best(mass[: n - recent], heavy) + list(range(n - recent, n))
+
+
+def kvzip(q, k, scale, sinks, chunk):
+    """KVzip's scores of one chunk: queries q [R, T, D] that repeat it, and keys k [P + T, D].
+
+    chunk: (first, end) of the repeated tokens among the P of the prompt. A query attends to the
+    first `sinks` tokens where they precede the chunk, to the chunk and to the repetition so far.
+    """
+    rows = q.shape[1]
+    prompt, (lo, hi) = len(k) - rows, chunk
+    largest = np.zeros(hi - lo)
+    for row in range(rows):
+        seen = [*range(min(sinks, lo)), *range(lo, hi), *range(prompt, prompt + row + 1)]
+        at = seen.index(lo)
+        for head in q:
+            weights = np.exp(k[seen] @ head[row] * scale)
+            largest = np.maximum(largest, (weights / weights.sum())[at : at + hi - lo])
+    return largest
+
+
+def kept(scores, budget, sinks, recent):
+    """Tokens that a head keeps of one score each: the sinks, the newest, and the best others."""
+    n = len(scores)
+    if budget >= n:
+        return list(range(n))
+    ranked = [np.inf if i < sinks else score for i, score in enumerate(scores)]
+    return best(ranked[: n - recent], budget - recent) + list(range(n - recent, n))
+
+
+def expected(q, k, v, scale, inv_freq, future, sinks, epsilon=0.0):
+    """Expected Attention's scores of one head: queries q [R, N, D], keys and values k, v [N, D].
+
+    Queries and keys are rotated by RoPE (inv_freq None: by nothing). The scores of the first
+    `sinks` tokens are the largest.
+    """
+    n, d = k.shape
+    rotation = np.eye(d)  # its rows are the mean over positions of the rotated unit vectors
+    raw = q
+    if inv_freq is not None:
+        later = range(n, n + future)
+        rotation = sum(turned(np.eye(d), at, inv_freq) for at in later) / future
+        raw = np.stack([turned(q[:, i], -i, inv_freq) for i in range(n)], axis=1)
+    weights = np.zeros(n - sinks)
+    for head in raw[:, sinks:]:
+        mean = head.mean(axis=0)
+        covariance = np.cov(head.T, bias=True)
+        mean, covariance = mean @ rotation, rotation.T @ covariance @ rotation
+        logits = np.array([scale * x @ mean + scale**2 * x @ covariance @ x / 2 for x in k[sinks:]])
+        weights += np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    scores = (weights / len(q) + epsilon) * np.linalg.norm(v[sinks:], axis=1)
+    return np.concatenate([np.full(sinks, scores.max()), scores])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..errors import CacheMisuse
 from .age_evictor import AgeEvictor
 from .draft import Draft
 from .layer_parts import LayerParts
@@ -29,6 +30,11 @@ def commit(layer: LayerParts, step: StepInputs, new: KV | None, parts: list[Part
     that the step attended to.
     """
     evictor = layer.evictor
+    if layer.waiting is not None:
+        raise CacheMisuse(
+            f"{layer.name}: the prompt waits for the scores of its repetition; run the layer by "
+            "its model, which repeats the prompt"
+        )
     if layer.like is None:
         assert new is not None
         layer.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])
@@ -57,9 +63,10 @@ def settle(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
     layer.draft = None
     first, layer.settled = not layer.settled, True
     evictor, segment = layer.evictor, layer.segment
-    if isinstance(evictor, ScoreEvictor) and not evictor.done and step.tokens:
+    scored = isinstance(evictor, ScoreEvictor) and not evictor.done
+    if isinstance(evictor, ScoreEvictor) and scored and (step.tokens or evictor.repetition):
         prompt = new is not None and layer.seen == new[0].shape[2]
-        if new is not None and prompt and not evictor.waits:  # store only the kept tokens
+        if new is not None and prompt and not evictor.decides_later:  # store only the kept tokens
             kept = evictor.keep_prompt(segment, step, *new, layer.trace)
             segment.extend(*kept, 0, step.visible)
             layer.tokens = evictor.settled(segment, drafting=False)
@@ -68,12 +75,26 @@ def settle(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
         if new is not None and prompt:
             segment.append(*new)
         if new is None or prompt:
-            layer.waiting = step
-            _vote(layer, evictor.score_segment(segment, step, layer.seen))
+            layer.waiting = step if evictor.repetition is None else step.without_queries()
+            if not evictor.lacks_repetition:
+                _vote(layer, evictor.score_segment(segment, step, layer.seen))
             return
     _store(layer, segment, step, new, prompt=first)
     if layer.retriever is not None:
         index(layer)
+
+
+def end_repetition(layer: LayerParts) -> None:
+    """Evict by the scores of a repeated prompt; a draft leaves this to `crop`.
+
+    A prompt that was not repeated has equal scores: nothing of it is evicted.
+    """
+    if not layer.scores_repetition:
+        return
+    layer.score_evictor.end_repetition(layer.segment)
+    if layer.waiting is not None:
+        scores = layer.score_evictor.score_segment(layer.segment, layer.waiting, layer.seen)
+        _vote(layer, scores)
 
 
 def evict(layer: LayerParts, scores: Tensor) -> None:
@@ -88,6 +109,8 @@ def evict(layer: LayerParts, scores: Tensor) -> None:
     layer.tokens = evictor.settled(tokens, layer.recording)
     if isinstance(layer.tokens, Segment):
         layer.tokens.pack(step.visible, prompt=evictor.done)
+        if evictor.done:
+            layer.tokens.trim()
         index(layer)
 
 

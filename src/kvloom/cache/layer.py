@@ -17,10 +17,10 @@ from torch import Tensor
 from ..errors import CacheMisuse, TierError
 from ..positions.alibi import Alibi
 from .checks import check_crop, check_range, check_shapes, out_of_range
-from .commit import commit, index, settle
+from .commit import commit, end_repetition, index, settle
 from .draft import Draft
 from .layer_parts import LayerParts
-from .part import Part, attend_parts
+from .part import Part, attend_parts, joined
 from .reading import logical, past_parts
 from .score_evictor import ScoreEvictor
 from .slots import Slots
@@ -94,6 +94,34 @@ class LayerCache(LayerParts):
         except BaseException as error:
             self._fail(error)
             raise
+
+    def repeat(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        repeated: tuple[int, int],
+        *,
+        scale: float,
+        valid: Tensor | None = None,
+        softcap: float | None = None,
+        alibi: Alibi | None = None,
+    ) -> Tensor:
+        """Attend as `attend` does, but store nothing: k, v end with a repetition of the prompt.
+
+        repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
+        repetition scores these. Call it after the prompt, and `end_repetition` after the last one.
+        """
+        step, k, v = self._inputs(q, k, v, scale, valid, softcap, alibi)
+        parts = joined(self._parts(step, k, v, stored=False))
+        out = attend_parts(step.q, parts, scale, softcap)
+        if self.scores_repetition:
+            self.score_evictor.note_repetition(self.segment, step, (k, v), repeated)
+        return out
+
+    def end_repetition(self) -> None:
+        """Evict by the scores that `repeat` collected, then pack and index."""
+        end_repetition(self)
 
     def roll_back(self) -> None:
         """Undo the last step, unless `end_step` was called since."""

@@ -78,8 +78,10 @@ class LayerParts:
         self.sinks = Sinks(sinks) if sinks and not scored else None
         self.evictor: AgeEvictor | ScoreEvictor | None = None
         if keep is not None:
-            by_score = ScoreEvictor(recipe, layer, self.sharing, self.rope) if scored else None
-            self.evictor = by_score or AgeEvictor(recipe)
+            self.evictor = AgeEvictor(recipe)
+            if scored:
+                ropes = self.rope, metadata.rope
+                self.evictor = ScoreEvictor(recipe, layer, self.sharing, *ropes)
         recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
         self.retriever = Retriever(recipe) if recalls else None
         rule = recipe.protect.outliers
@@ -108,6 +110,12 @@ class LayerParts:
         """The evictor, where it evicts by score."""
         assert isinstance(self.evictor, ScoreEvictor)
         return self.evictor
+
+    @property
+    def scores_repetition(self) -> bool:
+        """Whether the model must repeat the first prompt, which scores its tokens."""
+        evictor = self.evictor
+        return isinstance(evictor, ScoreEvictor) and evictor.repeats and not evictor.done
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..kernels import ops
@@ -132,6 +133,25 @@ class Part(NamedTuple):
         )  # fmt: skip
 
 
+def joined(parts: list[Part]) -> list[Part]:
+    """Return exact parts as one, which torch's fused attention reads; others as they are."""
+    if len(parts) == 1 or not all(isinstance(x, Tensor) for p in parts for x in p[:2]):
+        return parts
+    keys, values = [_exact(part.keys) for part in parts], [_exact(part.values) for part in parts]
+    heads = max(1 if part.visible is None else part.visible.shape[1] for part in parts)
+    masks = [_mask(part, heads) for part in parts]
+    biases = [part.bias for part in parts if part.bias is not None]
+    return [
+        Part(
+            torch.cat(keys, dim=2),
+            torch.cat(values, dim=2),
+            None if all(part.visible is None for part in parts) else torch.cat(masks, dim=2),
+            parts[-1].causal,
+            torch.cat(biases, dim=2) if biases else None,
+        )
+    ]
+
+
 def attend_parts(
     q: Tensor,
     parts: list[Part],
@@ -163,6 +183,14 @@ def attend_parts(
     planned = zip(parts, chain(plans, repeat(None)), strict=False)
     states = [part.attend(q, scale, softcap, plan) for part, plan in planned]
     return reference.merge(states).out.to(q.dtype)
+
+
+def _mask(part: Part, heads: int) -> Tensor:
+    """Return the mask of an exact part, bool [B, heads, N]."""
+    if part.visible is not None:
+        return part.visible.expand(-1, heads, -1)
+    keys = part.exact_keys
+    return keys.new_ones(keys.shape[0], heads, keys.shape[2], dtype=torch.bool)
 
 
 def _format(x: Stored) -> Any:

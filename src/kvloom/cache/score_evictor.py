@@ -21,6 +21,7 @@ from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store.buffer import Buffer
 from .part import Part
+from .repetition import Repetition
 from .segment import Segment
 from .slots import Slots
 from .step import StepInputs
@@ -32,16 +33,22 @@ class ScoreEvictor:
 
     layer: number of the layer among those of the cache, which seeds noise. sharing: (rank,
     count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
-    renumbers positions.
+    renumbers positions. score_rope: the model's rotary embedding, for scores that need it.
     """
 
     def __init__(
-        self, recipe: Recipe, layer: int, sharing: tuple[int, int], rope: Rope | None = None
+        self,
+        recipe: Recipe,
+        layer: int,
+        sharing: tuple[int, int],
+        rope: Rope | None = None,
+        score_rope: Rope | None = None,
     ) -> None:
         assert recipe.keep is not None
         self.keep, self.layer, self.sharing, self.rope = recipe.keep, layer, sharing, rope
         self.sinks = recipe.protect.sinks
         self.sinks_first = recipe.recall is not None  # where a retriever always reads them
+        self.score_rope = score_rope if self.keep.scorer.rotates else None
         self.needs_positions = recipe.store.pre_rope
         self.scores = Buffer()
         self.heavy = self.recent = 0
@@ -50,16 +57,19 @@ class ScoreEvictor:
         self.done = False  # no more tokens are evicted
         self.awaits_variances = self.keep.budget.layers in budgets.BY_VARIANCE
         self.vote: Tensor | None = None  # scores that wait for those of other layers
+        repeats = self.keep.scorer.repeats
+        self.repetition = Repetition(self.sinks) if repeats else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the scores."""
-        return self.scores.nbytes
+        return self.scores.nbytes + (0 if self.repetition is None else self.repetition.nbytes)
 
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        return [self, self.scores]
+        own = [self, self.scores]
+        return own if self.repetition is None else [*own, *self.repetition.mutable]
 
     @property
     def begun(self) -> bool:
@@ -70,6 +80,21 @@ class ScoreEvictor:
     def waits(self) -> bool:
         """Whether a decision needs the scores of other layers."""
         return self.keep.shared or self.awaits_variances
+
+    @property
+    def decides_later(self) -> bool:
+        """Whether a layer stores a prompt exactly before its tokens are selected."""
+        return self.waits or self.repetition is not None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the score needs the model to repeat the prompt."""
+        return self.repetition is not None
+
+    @property
+    def lacks_repetition(self) -> bool:
+        """Whether the prompt is scored only when the model repeats it."""
+        return self.repetition is not None and self.repetition.scores is None
 
     @property
     def room(self) -> int:
@@ -85,7 +110,7 @@ class ScoreEvictor:
     def scores_more(self) -> bool:
         """Whether the queries of a draft will score."""
         once = self.keep.when == "prompt" and len(self.scores) > 0
-        return not self.done and not once
+        return not self.done and not once and self.repetition is None
 
     @property
     def renumbers_steps(self) -> bool:
@@ -137,7 +162,14 @@ class ScoreEvictor:
         return self._renumbered_once(gather(k, slots), slots, t), gather(v, slots)
 
     def score_segment(self, tokens: Segment, step: StepInputs, seen: int) -> Tensor:
-        """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries."""
+        """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries.
+
+        Those of a repetition are of the prompt alone, as far as its tokens still exist.
+        """
+        if self.repetition is not None:
+            assert self.repetition.scores is not None
+            found, self.repetition.scores = self.repetition.scores, None
+            return found[..., : len(tokens)]
         keys, values = tokens.exact_keys(), tokens.exact_values()
         index = _indices(tokens, keys)
         if self.renumbers_steps:
@@ -145,6 +177,24 @@ class ScoreEvictor:
             keys = renumber(self.rope, keys, index, seen - 1)
         bias = None if step.alibi is None else tokens.bias(step.alibi, 0, keys.shape[2])
         return self.score(step, keys, values, tokens.visible(step.visible), index, seen, bias)
+
+    def note_repetition(
+        self,
+        tokens: Segment,
+        step: StepInputs,
+        new: tuple[Tensor, Tensor],
+        repeated: tuple[int, int],
+    ) -> None:
+        """Score a prompt's tokens by a step that repeats them; see `Repetition.note`."""
+        assert self.repetition is not None
+        self.repetition.note(tokens, step, new, repeated, self.score)
+
+    def end_repetition(self, tokens: Segment) -> None:
+        """Give the tokens of a prompt that was not repeated equal scores."""
+        assert self.repetition is not None
+        if self.repetition.scores is None:
+            keys = tokens.exact_keys()
+            self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
     def score_slots(self, tokens: Slots, step: StepInputs, part: Part, seen: int) -> Tensor:
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
@@ -169,7 +219,7 @@ class ScoreEvictor:
             q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=visible,
             real=step.visible_queries, index=index, seen=seen, number=number,
             seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # 32 bits are hashed
-            group=self.keep.group, bias=bias, products=step.products,
+            group=self.keep.group, bias=bias, products=step.products, rope=self.score_rope,
         )  # fmt: skip
         return checked(self.keep.scorer, inputs)
 
@@ -222,6 +272,8 @@ class ScoreEvictor:
         """Add a step's scores [B, Hk, N] to those of the tokens stored before it."""
         before = len(self.scores)
         if before == 0:
+            if visible is not None:
+                visible = visible[..., : scores.shape[-1]]
             self.scores.replace(protect_sinks(scores, self.sinks, visible).unsqueeze(-1))
             return
         new = torch.zeros_like(scores[..., before:])
@@ -258,6 +310,8 @@ class ScoreEvictor:
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to the scores, along the batch dimension."""
         self.scores.map(fn)
+        if self.repetition is not None:
+            self.repetition.map(fn)
 
     def state(self) -> dict[str, Any]:
         """Return the state, see `cache.state`."""

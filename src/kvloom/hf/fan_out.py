@@ -125,6 +125,9 @@ class _FanOutLayer(RoutedLayer):
             if alibi is not None and keep is not None and keep.positions != "original":
                 follower.apart = True  # such positions are rounded differently in some models
                 continue
+            if layer.cache.scores_repetition:
+                follower.apart = True  # the model repeats the prompt with this cache alone
+                continue
             begin = self.clock()
             try:
                 lasting(layer.cache.prefill)(

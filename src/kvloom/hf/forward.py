@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from . import adapters, attention, compat
+from . import adapters, attention, compat, repetition
 from .routed import RoutedCache
 
 
@@ -58,8 +58,12 @@ class RoutedForward:
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, RoutedCache):
             return self.forward(*args, **kwargs)
+        repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         with cache.step(), adapters.masks(self.model):
-            return self.forward(*args, **kwargs)
+            out = self.forward(*args, **kwargs)
+            if repeated is not None:
+                repeated.run()
+            return out
 
     def install(self) -> None:
         """Replace the module's forward."""

@@ -95,16 +95,34 @@ def undoable_rope(model: PreTrainedModel) -> Rope:
     return found
 
 
+def _score_rope(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
+    """Return the model's rotary embedding, for a score; None if it has none."""
+    try:
+        return rotary.rope(model)
+    except UnsupportedModel as error:
+        raise IncompatibleRecipe(
+            recipe.name,
+            [
+                "its score rotates queries to later positions, and kvloom does not understand "
+                f"{type(model).__name__}'s rotary embedding; use another score, such as observation"
+            ],
+        ) from error
+
+
 def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetadata:
     """Return what one layer's formats need, given its plain recipe; read once per model."""
     store = recipe.store
-    if not store.calibrated and not store.pre_rope:
+    scorer = None if recipe.keep is None else recipe.keep.scorer
+    rotates = scorer is not None and scorer.rotates
+    if not store.calibrated and not store.pre_rope and not rotates:
         return LayerMetadata()
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
-    read, key = _READ.setdefault(model, {}), (store, path, stamp, number)
+    read, key = _READ.setdefault(model, {}), (store, path, stamp, number, rotates)
     if key not in read:
-        rope = undoable_rope(model) if store.pre_rope else None
+        rope = _score_rope(model, recipe) if rotates else None
+        if store.pre_rope:
+            rope = undoable_rope(model)
         sides = {}
         if path is not None:
             if (path, stamp) not in read:

@@ -56,7 +56,9 @@ class ObservedLayer(RoutedLayer):
         softcap: float | None,
         alibi: Alibi | None = None,
     ) -> Tensor:
-        """Attend as `RoutedLayer` does."""
+        """Attend as `RoutedLayer` does; a repetition of the prompt is no step."""
+        if self.repeated is not None:
+            return super().attend(q, k, v, scale, mask, softcap, alibi)
         self.exact.append(k.detach())
         keys = self.exact.view()
         every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +56,7 @@ class RoutedLayer(CacheLayerMixin):
         super().__init__()
         self.cache = cache
         self.armed = False  # between `update` and the attention that must follow it
+        self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -92,7 +93,9 @@ class RoutedLayer(CacheLayerMixin):
             )
         self.armed = False
         valid = None if mask is None else mask.to(q.device)
-        attend = self.cache.attend
+        attend: Callable[..., Tensor] = self.cache.attend
+        if self.repeated is not None:
+            attend = partial(self.cache.repeat, repeated=self.repeated)
         if torch.is_inference_mode_enabled():
             attend = lasting(attend)
         return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)
@@ -237,7 +240,7 @@ class RoutedCache(transformers.Cache):
             for layer in self.routed:
                 layer.cache.end_step()
             others = [x for x in self.layers if not isinstance(x, RoutedLayer)]
-            states = [_stock_state(layer) for layer in others]
+            states = [stock_attributes(layer) for layer in others]
             try:
                 yield
                 self._check_reached()
@@ -359,7 +362,7 @@ def _full_nbytes(cache: LayerCache) -> int:
     return 0 if cache.like is None else _values(cache) * cache.like.element_size()
 
 
-def _stock_state(layer: Any) -> dict[str, Any]:
+def stock_attributes(layer: Any) -> dict[str, Any]:
     """Return the attributes of a layer of transformers; copies what it changes in place."""
 
     def copied(x: Any) -> Any:

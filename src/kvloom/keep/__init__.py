@@ -1,36 +1,34 @@
 """Which tokens stay."""
 
+from .expected import Expected
+from .key_norm import KeyNorm
 from .outliers import Outliers
 from .policy import POSITIONS, Budget, Keep
-from .scorers import (
-    SCORERS,
-    Dilated,
-    Mass,
-    Noisy,
-    Observation,
-    Random,
-    Recent,
-    Scorer,
-    Step,
-    checked,
-    register_score,
-)
+from .reconstruction import Reconstruction
+from .registered import SCORERS, checked, register_score
+from .scorer import Scorer, Step
+from .scorers import Dilated, Mass, Noisy, Observation, Random, Recent
 from .select import choose, protect_sinks
+from .value_aware import ValueAware
 
 __all__ = [
     "POSITIONS",
     "SCORERS",
     "Budget",
     "Dilated",
+    "Expected",
     "Keep",
+    "KeyNorm",
     "Mass",
     "Noisy",
     "Observation",
     "Outliers",
     "Random",
     "Recent",
+    "Reconstruction",
     "Scorer",
     "Step",
+    "ValueAware",
     "checked",
     "choose",
     "protect_sinks",

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from ..errors import RecipeError
 from .policy import GROUPS
-from .scorers import SCORERS, Mass, Rule, Scorer
+from .registered import SCORERS, Rule
+from .scorer import Scorer
+from .scorers import Mass
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Outliers:
             raise RecipeError(
                 f"scorer={self.scorer!r} is not a score: give one of {', '.join(SCORERS)}, or a "
                 "function of a Step"
+            )
+        if isinstance(self.scorer, Scorer) and self.scorer.repeats:
+            raise RecipeError(
+                f"score {self.scorer.kind!r} repeats the prompt, which outliers do not wait for; "
+                "use another score for outliers"
             )
         if self.group not in GROUPS:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")

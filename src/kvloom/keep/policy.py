@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from ..errors import RecipeError
 from ..registry.fields import check_fields
 from . import budgets
-from .scorers import SCORERS, Recent, Scorer
+from .registered import SCORERS
+from .scorer import Scorer
+from .scorers import Recent
 
 WHEN = {
     "step": "after the prompt and at every step",
@@ -151,6 +153,11 @@ class Keep:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
         if self.positions not in POSITIONS:
             raise RecipeError(f"positions={self.positions!r} is not one of {', '.join(POSITIONS)}")
+        if self.scorer.repeats and self.when != "prompt":
+            raise RecipeError(
+                f"score {self.scorer.kind!r} repeats the prompt once, so it cannot score steps "
+                f'(when={self.when!r}); use when="prompt"'
+            )
         if (self.limit is not None) != (self.when == "limit"):
             raise RecipeError(
                 f"limit={self.limit!r} with when={self.when!r}: a limit is given with "

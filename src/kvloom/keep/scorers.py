@@ -1,110 +1,23 @@
-"""Scores: one number a token, high for the tokens that should stay.
+"""Scores by age and by attention: one number a token, high for the tokens that should stay.
 
 A score is a frozen dataclass with a `kind`; it is called with a `Step` and returns the scores.
-`register_score` makes one available to recipes. Decides nothing about how many tokens stay.
+Decides nothing about how many tokens stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..kernels import ops
-from ..kernels.score.noise import KINDS, Noise
-from ..registry import Registry
+from ..kernels.score.noise import KINDS
 from ..registry.fields import check_fields
-
-S = TypeVar("S", bound="Scorer")
-
-
-@dataclass
-class Step:
-    """The input of a score: T new queries and the N exact tokens that they attended to.
-
-    q: [B, Hq, T, D], rotated as the model rotates them; they are the last T of the N tokens.
-    k, v: [B, Hk, N, D]. All three have the model's dtype.
-    scale, softcap: of the logits; softcap None: logits are not capped.
-    valid, real: bool [B, 1 or Hk, N] and [B, 1, T], False for padding; None: there is no padding.
-    index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
-    seen: the length of the sequence so far. number: counts decode steps, 0 for the prompt.
-    seed: differs from layer to layer. group: how query heads of a group are combined.
-    bias: fp32 [B, Hq, N], added to the logits (ALiBi).
-    products: scale * q @ k, where attention has computed it already (`kernels.score`).
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    softcap: float | None
-    valid: Tensor | None
-    real: Tensor | None
-    index: Tensor
-    seen: int
-    number: int
-    seed: int
-    group: str
-    bias: Tensor | None = None
-    products: Tensor | None = None
-
-    def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
-        """Attention mass of each token from the last `rows` queries (None: all), fp32 [B, Hk, N].
-
-        noise and tau: added to the logits, and their temperature (Keyformer).
-        """
-        t = self.q.shape[2]
-        skip = 0 if rows is None else max(0, t - rows)
-        b, hk, n = self.k.shape[0], self.k.shape[1], self.k.shape[2]
-        options: dict[str, Any] = {
-            "valid": self.valid,
-            "real": None if self.real is None else self.real[:, :, skip:],
-            "softcap": self.softcap,
-            "bias": self.bias,
-            "noise": noise,
-            "tau": tau,
-        }
-        if self.products is not None and not skip:
-            mass = ops.step_mass(self.products, n, hk, **options)
-        else:
-            mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
-        heads = mass.view(b, hk, -1, n)  # [B, Hk, R, N]
-        if self.group == "max":
-            return heads.amax(dim=2)
-        return heads.sum(dim=2) if self.group == "sum" else heads.mean(dim=2)
-
-    def noise(self, kind: str, fixed: bool) -> Noise:
-        """Noise for these queries and keys; fixed: one number a key, whatever the query."""
-        first = self.seen - self.q.shape[2]
-        return Noise(kind, self.seed, self.index, first, fixed)
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """Base class of scores; derive a frozen dataclass whose fields are the score's options.
-
-    kind: the name in recipes. weighs: whether the score calls `Step.mass`.
-    """
-
-    kind: ClassVar[str] = ""
-    weighs: ClassVar[bool] = False
-
-    def __call__(self, step: Step) -> Tensor:
-        """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""
-        raise NotImplementedError
-
-    def join(self, former: Tensor, new: Tensor) -> Tensor:
-        """Combine the scores before a step with the step's own, both fp32 [B, Hk, N].
-
-        The default forgets the former scores.
-        """
-        return new
+from .scorer import Scorer, Step
 
 
 @dataclass(frozen=True)
@@ -247,61 +160,3 @@ class Random(Scorer):
         b, hk, n = step.k.shape[:3]
         drawn = step.noise("gumbel", fixed=True).block(hk, 1, 0, 1, n)
         return drawn[:, :, 0, 0].expand(b, hk, n)
-
-
-SCORERS: Registry[type[Scorer]] = Registry(
-    "score",
-    {cls.kind: cls for cls in (Recent, Dilated, Mass, Observation, Noisy, Random)},
-    Scorer,
-    ("__call__",),
-)
-
-Rule = Callable[[Step], Tensor]
-"""Takes a `Step` and returns fp32 [B, Hk, N], one number for each token and key/value head."""
-
-
-def register_score(cls: type[S]) -> type[S]:
-    """Make a score available to recipes by its `kind`; usable as a decorator.
-
-    cls: a frozen dataclass derived from `Scorer`. Raises `RecipeError` for another class and for a
-    name that is taken.
-    """
-    SCORERS.register(cls)
-    return cls
-
-
-def checked(scorer: Rule, step: Step) -> Tensor:
-    """Return the scores of a step, fp32 [B, Hk, N].
-
-    Raises `RecipeError` with the score's name for any other shape, dtype or device, and for NaN
-    from a score that is not built in.
-    """
-    scores = scorer(step)
-    expected = step.k.shape[:3]
-    if not isinstance(scores, Tensor):
-        raise _refused(scorer, f"returned {type(scores).__name__}, not a tensor")
-    if scores.shape != expected or scores.dtype != torch.float32:
-        raise _refused(
-            scorer,
-            f"returned {_called(scores.dtype)} {list(scores.shape)}; return float32 "
-            f"{list(expected)}: rows, key/value heads, tokens",
-        )
-    if scores.device != step.k.device:
-        raise _refused(scorer, f"returned scores on {scores.device}; return {step.k.device}")
-    if not _built_in(scorer) and bool(scores.isnan().any()):
-        raise _refused(scorer, "returned NaN; return numbers, or infinity")
-    return scores
-
-
-def _built_in(scorer: Rule) -> bool:
-    kind = getattr(scorer, "kind", "")
-    return SCORERS.is_builtin(kind) and type(scorer) is SCORERS[kind]
-
-
-def _refused(scorer: Rule, why: str) -> RecipeError:
-    name = getattr(scorer, "kind", "") or getattr(scorer, "__name__", type(scorer).__name__)
-    return RecipeError(f"score {name!r} {why}")
-
-
-def _called(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -29,8 +29,15 @@ def protect_sinks(scores: Tensor, sinks: int, valid: Tensor | None) -> Tensor:
     """Return scores [B, Hk, N] with plus infinity for each row's first `sinks` valid tokens."""
     if sinks == 0:
         return scores
-    if valid is None:
-        first = torch.arange(scores.shape[-1], device=scores.device)[None, None] < sinks
-    else:
-        first = valid & (valid.cumsum(dim=-1) <= sinks)
+    first = first_tokens(scores.shape[-1], sinks, valid, scores.device)
     return scores.masked_fill(first, torch.inf)
+
+
+def first_tokens(n: int, count: int, valid: Tensor | None, device: torch.device) -> Tensor:
+    """Return which of n tokens are each row's first `count` valid ones: bool [B or 1, 1 or Hk, N].
+
+    valid: bool [B, 1 or Hk, N], False for padding.
+    """
+    if valid is None:
+        return torch.arange(n, device=device)[None, None] < count
+    return valid & (valid.cumsum(dim=-1) <= count)

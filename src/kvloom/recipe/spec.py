@@ -116,8 +116,23 @@ class Recipe:
             )
         if self.keep is not None:
             self._check_keep(self.keep)
-        for override in self.layers:
-            self._overridden(override)
+        plain = [self, *map(self._overridden, self.layers)]
+        keeps = [one.keep for one in plain if one.keep is not None and not one.keep.by_age]
+        if any(keep.scorer.repeats for keep in keeps):
+            self._check_repeats(keeps)
+
+    def _check_repeats(self, keeps: Sequence[Keep]) -> None:
+        """Check a recipe for which the model repeats the prompt, given all keeps by score."""
+        if self.start:
+            raise RecipeError(
+                f"start={self.start} keeps the prompt exact, and a score that repeats the prompt "
+                "needs it in one call; leave out start, or use another score"
+            )
+        if any(keep.when != "prompt" for keep in keeps):
+            raise RecipeError(
+                "a score that repeats the prompt in some layers does not allow other layers that "
+                'evict by score at every step; use when="prompt" in all of them'
+            )
 
     def _check_keep(self, keep: Keep) -> None:
         if not self.store.exact and (keep.when != "prompt" or keep.by_age):

@@ -53,7 +53,12 @@ def empty_layers(recipe: Recipe, shape: LayerShape, count: int = 1) -> list[Laye
 
 def fill(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Store a prompt k, v [B, Hk, N, D] whose last queries are q [B, Hq, T, D]."""
-    cache.prefill(q, k, v, scale=k.shape[3] ** -0.5)
+    scale, tokens = k.shape[3] ** -0.5, k.shape[2]
+    cache.prefill(q, k, v, scale=scale)
+    if cache.scores_repetition:  # as if the last queries repeated the whole prompt
+        first = tokens - q.shape[2]
+        cache.repeat(q, k[:, :, first:], v[:, :, first:], (0, tokens), scale=scale)
+        cache.end_repetition()
     cache.end_step()
 
 

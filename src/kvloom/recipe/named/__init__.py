@@ -13,10 +13,13 @@ from ..spec import Recipe
 from . import general  # whose functions have the names of modules
 from .evict import h2o, keyformer, pyramidkv, random, snapkv
 from .exact import full
+from .expected import expected
 from .general import PARTS
 from .kitty import kitty
 from .kivi import kivi, kivi_4
+from .kvzip import kvzip
 from .minikv import minikv, minikv_pyramid, minikv_snap
+from .norms import knorm, vatp
 from .recall import clusterkv, clusterkv_2bit, quest, topk
 from .rptq import rptq
 from .rtn import rtn
@@ -36,11 +39,14 @@ RECIPES: Registry[Build] = Registry(
         "clusterkv": clusterkv,
         "clusterkv-2bit": clusterkv_2bit,
         "dilated": dilated,
+        "expected": expected,
         "h2o": h2o,
         "keyformer": keyformer,
         "kitty": kitty,
         "kivi": kivi,
         "kivi-4": kivi_4,
+        "knorm": knorm,
+        "kvzip": kvzip,
         "minikv": minikv,
         "minikv-pyramid": minikv_pyramid,
         "minikv-snap": minikv_snap,
@@ -56,6 +62,7 @@ RECIPES: Registry[Build] = Registry(
         "streaming": streaming,
         "topk": topk,
         "turbo": turbo,
+        "vatp": vatp,
         "window": window,
         "evict": general.evict,
         "recall": general.recall,

@@ -1,0 +1,154 @@
+"""The extra forward passes of recipes that score a prompt while the model repeats it (KVzip).
+
+Decides what the model reads again, chunk by chunk, and at which positions. The passes belong to the
+step of the prompt: their tokens are not stored, and a failure undoes the whole step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import CacheMisuse
+from ..keep import Keep, Reconstruction
+from . import compat
+from .routed import RoutedCache, RoutedLayer, lasting, stock_attributes
+
+# A chunk follows this many tokens before it, so that the model can find its place.
+_LEAD = 8
+
+
+class Repetition:
+    """The passes that repeat the prompt `ids` int64 [B, P] of an empty cache, once it is stored.
+
+    mask: the padding mask of the call, [B, P]; positions: its position ids. None: not given. keeps:
+    of the layers that score by the repetition, with equal scorers.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: RoutedCache,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        keeps: Sequence[Keep],
+    ) -> None:
+        scorer = keeps[0].scorer
+        assert isinstance(scorer, Reconstruction)
+        self.model, self.cache, self.ids = model, cache, ids
+        self.mask, self.positions = mask, positions
+        self.chunk, self.instruction = scorer.chunk, scorer.instruction_ids
+        self.budget = min(keep.budget.resolve(ids.shape[1]) for keep in keeps)
+
+    @property
+    def needed(self) -> bool:
+        """Whether some layer evicts: a prompt within the budget is not repeated."""
+        return self.budget < self.ids.shape[1]
+
+    def check(self) -> None:
+        """Raise `CacheMisuse` if the model lacks a position, or a token of the instruction."""
+        prompt, config = self.ids.shape[1], compat.decoder_config(self.model)
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        if any(one >= vocabulary for one in self.instruction):
+            raise CacheMisuse(
+                f"instruction={' '.join(map(str, self.instruction))!r} has a token that the model "
+                f"lacks; use ids below {vocabulary}"
+            )
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is None or compat.has_alibi(config) or not self.needed:
+            return
+        needed = max(prompt + end - begin for begin, _, end in self._chunks())
+        needed += len(self.instruction)
+        if needed > limit:
+            room = limit - prompt - len(self.instruction) - _LEAD
+            remedy = f"chunk={room}, or a shorter prompt" if room > 0 else "a shorter prompt"
+            raise CacheMisuse(
+                f"the recipe repeats the prompt of {prompt} tokens in chunks of {self.chunk}, "
+                f"which needs {needed} positions, and the model has {limit}; use {remedy}"
+            )
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Repeat the prompt if it is needed, then evict in every layer that waits for scores."""
+        decoder = self.model.get_decoder() or self.model
+        others = [x for x in self.cache.layers if not isinstance(x, RoutedLayer)]
+        layers = self.cache.routed
+        try:
+            for begin, lo, hi in self._chunks() if self.needed else ():
+                for layer in layers:
+                    layer.repeated = lo, hi
+                states = [stock_attributes(other) for other in others]
+                decoder(
+                    past_key_values=self.cache, use_cache=True, **self._inputs(decoder, begin, hi)
+                )
+                for other, state in zip(others, states, strict=True):
+                    vars(other).clear()
+                    vars(other).update(state)
+        finally:
+            for layer in layers:
+                layer.repeated = None
+        for layer in layers:
+            lasting(layer.cache.end_repetition)()
+
+    def _chunks(self) -> Sequence[tuple[int, int, int]]:
+        """Return (first token read, first token scored, end) of each chunk of the prompt."""
+        prompt = self.ids.shape[1]
+        ends = [*range(0, prompt, self.chunk), prompt]
+        return [(max(0, lo - _LEAD), lo, hi) for lo, hi in pairwise(ends)]
+
+    def _inputs(self, decoder: torch.nn.Module, begin: int, end: int) -> dict[str, Tensor]:
+        """Return the arguments of the call that reads the instruction and the tokens begin to end.
+
+        Masks and positions are given where the call of the prompt gave them.
+        """
+        rows, prompt = self.ids.shape
+        instruction = self.ids.new_tensor(self.instruction).expand(rows, -1)
+        ids = torch.cat([instruction, self.ids[:, begin:end]], dim=1)
+        new, found = torch.ones_like(ids), {}
+        if self.mask is not None:
+            mask = compat.padding_mask(self.mask, prompt).to(ids.device, torch.long)
+            new = torch.cat([torch.ones_like(instruction), mask[:, begin:end]], dim=1)
+            new, order = new.sort(dim=1, descending=True, stable=True)  # padding goes last
+            ids = ids.gather(1, order)
+            found["attention_mask"] = torch.cat([mask, new], dim=1)
+        found["input_ids"] = ids
+        takes = inspect.signature(decoder.forward).parameters
+        if self.positions is not None and "position_ids" in takes:
+            last = self.positions.amax(dim=-1, keepdim=True)
+            found["position_ids"] = last + new.cumsum(dim=-1)
+        return found
+
+
+def of_prompt(
+    model: PreTrainedModel, cache: RoutedCache, args: tuple, kwargs: dict[str, Any]
+) -> Repetition | None:
+    """Return the repetition of the prompt in a call's arguments; None if no layer needs one.
+
+    Raises `CacheMisuse` where the prompt cannot be repeated.
+    """
+    waiting = [x.cache for x in cache.routed if not x.cache.seen and x.cache.scores_repetition]
+    if not waiting:
+        return None
+    keeps = [layer.score_evictor.keep for layer in waiting]
+    if any(keep.scorer != keeps[0].scorer for keep in keeps):
+        raise CacheMisuse(
+            "layers of one recipe repeat the prompt in different chunks or by different "
+            "instructions; give all of them the same"
+        )
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is None:
+        raise CacheMisuse(
+            "the recipe repeats the prompt, so it needs token ids, not inputs_embeds; give "
+            "input_ids, or use another recipe, such as snapkv"
+        )
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    found = Repetition(model, cache, ids, mask, positions, keeps)
+    found.check()
+    return found

@@ -1,0 +1,79 @@
+"""Expected Attention's score: the attention that later queries are expected to pay to a token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..registry.fields import check_fields
+from .scorer import Scorer, Step
+from .select import first_tokens
+
+
+@dataclass(frozen=True)
+class Expected(Scorer):
+    """Expected attention of later queries, times the length of the value (arXiv:2510.00636).
+
+    Section 3: later queries are Gaussian, with the mean and covariance of the step's queries before
+    RoPE, both rotated to each of the next `future` positions and averaged. The expected logit of a
+    key is then k m + k C k / 2; softmax over the keys makes it a weight w, and the score is
+    (w + epsilon) |v|. The first `sinks` tokens take part in neither, and get the largest score.
+    """
+
+    future: int = 512
+    epsilon: float = 0.0
+    sinks: int = 4
+    kind: ClassVar[str] = "expected"
+    rotates: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "future", "epsilon", "sinks")
+        if self.future < 1:
+            raise RecipeError(f"future={self.future} must be 1 position or more")
+        if not 0 <= self.epsilon < math.inf or self.sinks < 0:
+            raise RecipeError(f"epsilon={self.epsilon} and sinks={self.sinks} must be 0 or more")
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
+        b, hk, n, d = step.k.shape
+        first = first_tokens(n, self.sinks, step.valid, step.k.device)
+        mean, covariance = self._queries(step, ~first[..., n - step.q.shape[2] :])
+        mean, covariance = mean.view(b, hk, -1, d), covariance.view(b, hk, -1, d, d)
+        k = step.k.float()
+        logits = step.scale * (mean @ k.transpose(-1, -2))  # [B, Hk, R, N]
+        keys = k[:, :, None]
+        logits += step.scale**2 / 2 * ((keys @ covariance) * keys).sum(dim=-1)
+        if step.softcap is not None:
+            logits = torch.tanh(logits / step.softcap) * step.softcap
+        if step.bias is not None:
+            logits += step.bias.view(-1, hk, logits.shape[2], n)
+        hidden = first if step.valid is None else first | ~step.valid
+        weights = logits.masked_fill(hidden[:, :, None], -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+        scores = (step.grouped(weights) + self.epsilon) * step.v.float().norm(dim=-1)
+        return torch.where(first, scores.amax(dim=-1, keepdim=True), scores)
+
+    def _queries(self, step: Step, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean [B, Hq, D] and the covariance [B, Hq, D, D] of later queries, in fp32.
+
+        counted: bool [B or 1, 1 or Hk, T], the step's queries that they are estimated from.
+        """
+        q, t = step.q.float(), step.q.shape[2]
+        weight = counted[:, :1] if step.real is None else counted[:, :1] & step.real
+        weight = weight[..., None].float()  # [B or 1, 1, T, 1]
+        total = weight.sum(dim=2).clamp_min(1.0)
+        if step.rope is not None:
+            q = step.rope.rotate(q, -torch.arange(step.seen - t, step.seen).expand(1, 1, -1))
+        mean = (q * weight).sum(dim=2) / total
+        centered = (q - mean[:, :, None]) * weight
+        covariance = centered.transpose(-1, -2) @ centered / total[..., None]
+        if step.rope is not None:
+            later = torch.arange(step.seen, step.seen + self.future)
+            mean = step.rope.rotate_mean(mean, later)
+            rotated = step.rope.rotate_mean(covariance, later).transpose(-1, -2)
+            covariance = step.rope.rotate_mean(rotated, later).transpose(-1, -2)
+        return mean, covariance

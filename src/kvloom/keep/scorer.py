@@ -1,0 +1,104 @@
+"""What a score is called with, and the base class of scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..kernels import ops
+from ..kernels.score.noise import Noise
+from ..positions.rope import Rope
+
+
+@dataclass
+class Step:
+    """The input of a score: T new queries and the N exact tokens that they attended to.
+
+    q: [B, Hq, T, D], rotated as the model rotates them; they are the last T of the N tokens.
+    k, v: [B, Hk, N, D]. All three have the model's dtype.
+    scale, softcap: of the logits; softcap None: logits are not capped.
+    valid, real: bool [B, 1 or Hk, N] and [B, 1, T], False for padding; None: there is no padding.
+    index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
+    seen: the length of the sequence so far. number: counts decode steps, 0 for the prompt.
+    seed: differs from layer to layer. group: how query heads of a group are combined.
+    bias: fp32 [B, Hq, N], added to the logits (ALiBi).
+    products: scale * q @ k, where attention has computed it already (`kernels.score`).
+    rope: the model's rotary embedding, for scores that need it (None: the model has none).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None
+    valid: Tensor | None
+    real: Tensor | None
+    index: Tensor
+    seen: int
+    number: int
+    seed: int
+    group: str
+    bias: Tensor | None = None
+    products: Tensor | None = None
+    rope: Rope | None = None
+
+    def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
+        """Attention mass of each token from the last `rows` queries (None: all), fp32 [B, Hk, N].
+
+        noise and tau: added to the logits, and their temperature (Keyformer).
+        """
+        t = self.q.shape[2]
+        skip = 0 if rows is None else max(0, t - rows)
+        b, hk, n = self.k.shape[0], self.k.shape[1], self.k.shape[2]
+        options: dict[str, Any] = {
+            "valid": self.valid,
+            "real": None if self.real is None else self.real[:, :, skip:],
+            "softcap": self.softcap,
+            "bias": self.bias,
+            "noise": noise,
+            "tau": tau,
+        }
+        if self.products is not None and not skip:
+            mass = ops.step_mass(self.products, n, hk, **options)
+        else:
+            mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
+        return self.grouped(mass.view(b, hk, -1, n))
+
+    def grouped(self, heads: Tensor) -> Tensor:
+        """Combine the query heads of each group, [B, Hk, R, N], as `group` states: [B, Hk, N]."""
+        if self.group == "max":
+            return heads.amax(dim=2)
+        return heads.sum(dim=2) if self.group == "sum" else heads.mean(dim=2)
+
+    def noise(self, kind: str, fixed: bool) -> Noise:
+        """Noise for these queries and keys; fixed: one number a key, whatever the query."""
+        first = self.seen - self.q.shape[2]
+        return Noise(kind, self.seed, self.index, first, fixed)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Base class of scores; derive a frozen dataclass whose fields are the score's options.
+
+    kind: the name in recipes. weighs: whether the score calls `Step.mass`. repeats: whether the
+    model repeats the prompt for the score; such scores derive from `Reconstruction`. rotates:
+    whether the score needs the model's rotary embedding, `Step.rope`.
+    """
+
+    kind: ClassVar[str] = ""
+    weighs: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""
+        raise NotImplementedError
+
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
+        """Combine the scores before a step with the step's own, both fp32 [B, Hk, N].
+
+        The default forgets the former scores.
+        """
+        return new

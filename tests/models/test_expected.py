@@ -1,0 +1,76 @@
+"""Expected Attention on whole models: the model's RoPE rotates the prompt's queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from test_repetition import IDS, logical, prefilled, recorded
+from transformers import DynamicCache
+
+import kvloom
+import naive_recipes as rules
+from kvloom.errors import IncompatibleRecipe
+from kvloom.hf import compat
+from kvloom.recipe.resolve import resolve
+
+EXPECTED = "expected:tokens=24,recent=6,future=50"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt"])
+def test_the_tokens_that_later_queries_expect_stay(name):
+    ids, model = IDS["input_ids"][:1], zoo.build(name)
+    calls, past = recorded(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=past)
+    inv_freq, scale = None, 1.0  # OPT scales its queries before attention
+    if name != "opt":
+        inv_freq, scale = model.model.rotary_emb.inv_freq.double().numpy(), 16**-0.5
+    cache = prefilled(zoo.build(name), EXPECTED, input_ids=ids)
+    for (q, k), layer, found in zip(calls, past.layers, logical(cache), strict=True):
+        r = q.shape[1] // k.shape[1]
+        for h in range(k.shape[1]):
+            v, mine = layer.values[0, h].double().numpy(), q[0, h * r : (h + 1) * r]
+            scores = rules.expected(mine, k[0, h], v, scale, inv_freq, 50, 4)
+            assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
+
+
+@pytest.mark.parametrize("name", sorted(set(zoo.CONFIGS) - {"mistral-sliding"}))
+def test_a_padded_row_keeps_what_it_keeps_alone(name):
+    model = zoo.build(name)
+    together = prefilled(model, EXPECTED)
+    for row, pad in enumerate((0, 17, 40)):
+        ids = IDS["input_ids"][row : row + 1, pad:]
+        alone = prefilled(model, EXPECTED, input_ids=ids)
+        if name in ("gpt2", "opt") and pad:
+            continue  # positions that are learned differ
+        for one, two in zip(logical(together), logical(alone), strict=True):
+            kept = one[row][one[row] >= pad].view(two.shape[1], -1) - pad
+            assert torch.equal(kept, two[0])
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        "expected:tokens=40,recent=8,store=kivi-4",
+        "expected:fraction=0.5,positions=renumbered",
+        "expected:tokens=40,layers=pyramid",
+        "knorm:tokens=40,recent=8",
+        "knorm:tokens=160,store=kivi",
+        "vatp:tokens=40",
+    ],
+)
+def test_predicted_bytes_are_exact(spelled):
+    model, ids = zoo.build("llama-gqa", head_dim=32), torch.cat([IDS["input_ids"][:1]] * 5, dim=1)
+    recipe, cache = resolve(spelled), kvloom.Cache(model, spelled)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert cache.nbytes == recipe.nbytes(ids.shape[1], compat.geometry(model))
+    assert kvloom.Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+def test_a_rotary_embedding_that_changes_with_the_length_is_refused():
+    model = zoo.build("llama-gqa", rope_parameters={"rope_type": "dynamic", "factor": 2.0,
+                                                    "rope_theta": 1e4})  # fmt: skip
+    with pytest.raises(IncompatibleRecipe, match="rotary embedding; use another score"):
+        kvloom.Cache(model, EXPECTED)

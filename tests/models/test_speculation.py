@@ -19,6 +19,7 @@ RECIPES = (
     "keyformer:fraction=0.5",
     "snapkv:tokens=40,window=8",
     "minikv:residual=16",
+    "kitty:group=32,residual=32,sinks=4",
     "kivi:group=16,residual=32,start=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
     "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",

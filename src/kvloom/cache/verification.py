@@ -6,7 +6,8 @@ model accepts exactly the tokens that it would generate alone. A crop restores t
 before the draft and repeats the steps of the tokens that stay.
 
 The drafts of two kinds of layers wait for the crop instead (`Draft`): layers that keep every token
-exact do not need this, and layers that evict by the scores of several layers cannot do it.
+exact do not need this, and layers whose eviction waits for other layers, or for a repetition of the
+prompt, cannot do it until they have evicted.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def verifies(layer: LayerParts) -> bool:
     """Return whether the layer takes the tokens of its next step one by one."""
     if not layer.recording or not (layer.seen or layer.certain):
         return False
-    if isinstance(layer.evictor, ScoreEvictor) and layer.evictor.waits:
+    evictor = layer.evictor
+    if isinstance(evictor, ScoreEvictor) and evictor.decides_later and not evictor.done:
         return False
     return not (layer.recipe.store.exact and layer.evictor is None and layer.retriever is None)
 

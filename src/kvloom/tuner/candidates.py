@@ -1,0 +1,80 @@
+"""What a layer can be: a format of its keys, a format of its values, and the share of tokens kept.
+
+Keys, values and shares are scored separately, and any three combine to a choice for a layer.
+Decides which formats and shares there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..keep import Budget, Keep, Observation
+from ..recipe.spec import Protect, Recipe
+from ..store import Format, Packed, Store, Transform
+
+SINKS = 4  # first tokens that stay exact: without them, some layers have ten times the error
+OBSERVED = 32  # queries of the prompt that score its tokens, as in SnapKV
+SHARES = (1.0, 0.75, 0.5, 0.3, 0.15)
+EXACT = "exact"
+_ROTATED = Transform(rotate=True)
+FORMATS: dict[str, dict[str, Format | None]] = {
+    "keys": {
+        EXACT: None,
+        **{f"kivi-{bits}": Packed(bits, "channel", 32, residual=32) for bits in (2, 3, 4, 8)},
+        **{f"turbo-{bits}": Packed(bits, "token", 0, transform=_ROTATED) for bits in (2, 3, 4)},
+    },
+    "values": {
+        EXACT: None,
+        **{f"kivi-{bits}": Packed(bits, "token", 32) for bits in (2, 3, 4, 8)},
+        **{f"turbo-{bits}": Packed(bits, "token", 0, transform=_ROTATED) for bits in (2, 3, 4)},
+    },
+}
+"""The formats of keys and of values by name: KIVI's, TurboQuant's, and exact."""
+
+
+class Choice(NamedTuple):
+    """The formats of a layer, by their names in `FORMATS`, and the share of the prompt it keeps."""
+
+    keys: str = EXACT
+    values: str = EXACT
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.keys}/{self.values}/{self.share:g}"
+
+    @property
+    def changes(self) -> tuple[Choice, Choice, Choice]:
+        """The choices that change its keys, its values and its share alone."""
+        return Choice(keys=self.keys), Choice(values=self.values), Choice(share=self.share)
+
+
+SINGLE = [
+    Choice(),
+    *(Choice(keys=name) for name in FORMATS["keys"] if name != EXACT),
+    *(Choice(values=name) for name in FORMATS["values"] if name != EXACT),
+    *(Choice(share=share) for share in SHARES if share < 1),
+]
+"""The choices that are scored: the exact one, and those that change one thing."""
+
+CHOICES = [
+    Choice(keys, values, share)
+    for keys in FORMATS["keys"]
+    for values in FORMATS["values"]
+    for share in SHARES
+]
+"""All that a layer can be."""
+
+
+def parts(choice: Choice, window: int) -> dict[str, Any]:
+    """Return `keep` and `store` of a choice; `window` tokens of a recipe are its newest, exact."""
+    keep = None
+    if choice.share < 1:
+        budget = Budget(fraction=choice.share, recent=max(OBSERVED, window))
+        keep = Keep(budget, Observation(OBSERVED), when="prompt")
+    formats = FORMATS["keys"][choice.keys], FORMATS["values"][choice.values]
+    return {"keep": keep, "store": Store(*formats)}
+
+
+def uniform(choice: Choice, window: int) -> Recipe:
+    """Return the recipe whose layers all have this choice."""
+    return Recipe(**parts(choice, window), protect=Protect(SINKS, window), name=str(choice))

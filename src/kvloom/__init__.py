@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store, Transform, register_format
+    from .tuner import tune
 
 _WHERE = {
     "attach": "hf.attach",
@@ -48,6 +49,7 @@ _WHERE = {
     "register_format": "store",
     "reference_model": "reference",
     "reference_tokenizer": "reference",
+    "tune": "tuner",
 }
 __all__ = [
     "Budget",
@@ -74,6 +76,7 @@ __all__ = [
     "register_index",
     "register_recipe",
     "register_score",
+    "tune",
 ]
 
 

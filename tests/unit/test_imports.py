@@ -23,7 +23,7 @@ LEVELS = [
     {"cache"},
     {"hf", "reference", "report"},
     {"workload"},
-    {"eval", "analyse", "bench", "calibrate", "inspect"},
+    {"eval", "analyse", "bench", "calibrate", "inspect", "tuner"},
     {"cli"},
 ]
 MOST_LEVELS = 9

@@ -21,6 +21,7 @@ from . import (
     papers,
     recipes,
     report,
+    tune,
 )  # fmt: skip
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ app.command("inspect")(inspect.command)
 app.command("papers")(papers.command)
 app.command("recipes")(recipes.command)
 app.command("report")(report.command)
+app.command("tune")(tune.command)
 app.add_typer(analyse.app, name="analyse")
 app.add_typer(bench.app, name="bench")
 

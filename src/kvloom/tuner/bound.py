@@ -4,6 +4,7 @@ some divergence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,22 +43,22 @@ class Bound:
         assert self.share is not None
         return int(self.share * self.exact_nbytes)
 
-    def solve(self, knapsack: Knapsack, margin: float = 1.0) -> list[int]:
-        """Return one item a layer; margin: a factor of the bound on `kl`.
-
-        Raises `InputError`, naming the smallest bound that can be met, if there is none.
-        """
-        if self.kl is not None:
-            found = knapsack.reaching(self.kl * margin)
-            assert found is not None, "exact layers cost nothing"
-            return found
-        found = knapsack.within(self.nbytes)
-        if found is None:
-            smallest = knapsack.fewest / self.exact_nbytes
+    def check(self, fewest: int) -> None:
+        """Raise `InputError` if even the smallest recipe, of `fewest` bytes, is too large."""
+        if self.share is not None and self.nbytes < fewest:
+            smallest = math.ceil(1e4 * fewest / self.exact_nbytes) / 1e4
             raise InputError(
-                f"no recipe takes {self.share:.4g} of the exact cache's bytes at this context; the "
-                f"smallest takes {smallest:.4f}: use bytes={smallest + 5e-5:.4f} or more"
+                f"no recipe takes {self.share:.4g} of the exact cache's bytes at this context; "
+                f"the nearest bound is bytes={smallest:.4f}"
             )
+
+    def solve(self, knapsack: Knapsack, margin: float = 1.0) -> list[int]:
+        """Return one item a layer; margin: a factor of the bound on `kl`."""
+        if self.kl is None:
+            found = knapsack.within(self.nbytes)
+        else:
+            found = knapsack.reaching(self.kl * margin)
+        assert found is not None, "`check` refuses fewer bytes, and exact layers cost nothing"
         return found
 
     def met_by(self, one: Measured) -> bool:

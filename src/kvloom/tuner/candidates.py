@@ -12,7 +12,7 @@ from ..keep import Budget, Keep, Observation
 from ..recipe.spec import Protect, Recipe
 from ..store import Format, Packed, Store, Transform
 
-SINKS = 4  # first tokens that stay exact: without them, some layers have ten times the error
+SINKS = 4  # first tokens that stay exact: they cost little, and most models attend to them
 OBSERVED = 32  # queries of the prompt that score its tokens, as in SnapKV
 SHARES = (1.0, 0.75, 0.5, 0.3, 0.15)
 EXACT = "exact"
@@ -66,7 +66,7 @@ CHOICES = [
 
 
 def parts(choice: Choice, window: int) -> dict[str, Any]:
-    """Return `keep` and `store` of a choice; `window` tokens of a recipe are its newest, exact."""
+    """Return `keep` and `store` of a choice; window: the newest tokens, which stay exact."""
     keep = None
     if choice.share < 1:
         budget = Budget(fraction=choice.share, recent=max(OBSERVED, window))

@@ -17,6 +17,12 @@ Weights = tuple[float, float, float]
 PLAIN: Weights = (1.0, 1.0, 1.0)
 
 
+def sizes(geometry: Geometry, context: int, window: int) -> np.ndarray:
+    """Return the bytes of one layer with each choice in `CHOICES`, int64."""
+    one = replace(geometry, layers=1, layer_numbers=None)
+    return np.array([uniform(x, window).nbytes(context, one) for x in CHOICES], np.int64)
+
+
 class Problem:
     """The scores of a model's layers, and the bytes of every choice at a context.
 
@@ -25,9 +31,7 @@ class Problem:
 
     def __init__(self, scores: Scores, geometry: Geometry, context: int, window: int) -> None:
         costs = [scores.costs(number) for number in geometry.numbers]
-        one = replace(geometry, layers=1, layer_numbers=None)
-        sizes = [uniform(choice, window).nbytes(context, one) for choice in CHOICES]
-        self.nbytes = np.tile(np.array(sizes, np.int64), (geometry.layers, 1))
+        self.nbytes = np.tile(sizes(geometry, context, window), (geometry.layers, 1))
         self.parts = np.array([[[c[x] for x in one.changes] for one in CHOICES] for c in costs])
         """What keys, values and share of each choice cost: [layers, choices, 3]."""
 

@@ -23,7 +23,7 @@ from ..workload.text import cut_rows, leading_ids, tokenize
 from .bound import Bound
 from .candidates import CHOICES, SINGLE, Choice, uniform
 from .layers import by_layer
-from .problem import Problem
+from .problem import Problem, sizes
 from .prompt import Prompt
 from .repair import repair
 from .scores import Scores
@@ -38,10 +38,9 @@ FRONT = 24  # bounds at which the front is solved
 class Tuning:
     """A tuned recipe, and what it was chosen from.
 
-    choices: of each layer, by the model's number. predicted: what keys, values and shares of each
-    layer cost, in nats [layers, 3]. front, uniform: (share of the exact bytes, predicted KL) of
-    the best choices of layers at many bounds, and of the recipes whose layers are all the same,
-    with their names. scores: the folder of the scores.
+    choices, predicted: of each layer, by the model's number, and its cost in nats. front: (share
+    of the exact bytes, predicted KL) of the best choices at many bounds. uniform: the same of the
+    recipes whose layers are all the same, after their names. scores: the folder of the scores.
     """
 
     recipe: Recipe
@@ -74,7 +73,7 @@ def tune(
 
     text: what the model is tuned on; it has to be longer than one context. bytes: a share of the
     exact cache's bytes after `context` tokens; or kl: a mean divergence from the exact cache in
-    nats. settings: of the scores; `context` is part of them. folder: where scores are written, and
+    nats. settings: of the scores, with another context. folder: where scores are written, and
     read by a second run (None: in kvloom's cache folder). The model is left as it was.
 
     Raises `InputError` for a bound that nothing meets and for a text or model that is too short,
@@ -85,6 +84,8 @@ def tune(
         compat.refuse_unsupported(model)
         geometry = compat.geometry(model)
         bound = Bound(bytes, kl, Recipe().nbytes(context, geometry))
+        least = sizes(geometry, context, settings.window).min()
+        bound.check(int(least) * geometry.layers)
         check_positions(model, context, settings.tokens)
         ids = tokenize(tokenizer, text)
         tokens = context + settings.tokens

@@ -6,9 +6,11 @@ Decides which formats and shares there are.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from ..keep import Budget, Keep, Observation
+from ..recipe.geometry import Geometry
 from ..recipe.spec import Protect, Recipe
 from ..store import Format, Packed, Store, Transform
 
@@ -48,21 +50,25 @@ class Choice(NamedTuple):
         return Choice(keys=self.keys), Choice(values=self.values), Choice(share=self.share)
 
 
-SINGLE = [
-    Choice(),
-    *(Choice(keys=name) for name in FORMATS["keys"] if name != EXACT),
-    *(Choice(values=name) for name in FORMATS["values"] if name != EXACT),
-    *(Choice(share=share) for share in SHARES if share < 1),
-]
-"""The choices that are scored: the exact one, and those that change one thing."""
+def single(geometry: Geometry) -> list[Choice]:
+    """Return the choices to score: the exact one, and those that change one thing."""
+    found = [
+        Choice(),
+        *(Choice(keys=name) for name in FORMATS["keys"] if name != EXACT),
+        *(Choice(values=name) for name in FORMATS["values"] if name != EXACT),
+        *(Choice(share=share) for share in SHARES if share < 1),
+    ]
+    return [choice for choice in found if not uniform(choice, 0).problems(geometry)]
 
-CHOICES = [
-    Choice(keys, values, share)
-    for keys in FORMATS["keys"]
-    for values in FORMATS["values"]
-    for share in SHARES
-]
-"""All that a layer can be."""
+
+def combined(geometry: Geometry) -> list[Choice]:
+    """Return all that a layer of this model can be."""
+    scored = set(single(geometry))
+    return [
+        choice
+        for choice in itertools.starmap(Choice, itertools.product(*FORMATS.values(), SHARES))
+        if scored.issuperset(choice.changes)
+    ]
 
 
 def parts(choice: Choice, window: int) -> dict[str, Any]:

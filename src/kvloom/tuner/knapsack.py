@@ -56,9 +56,9 @@ class Knapsack:
         """
         if self.costs.min(axis=1).sum() > cost:
             return None
-        low, high = self.fewest, self.most
+        low, high = self.fewest - 1, self.most  # too few, and enough
         best = self.within(high)
-        while high - low > self.most // 1000:
+        while high - low > max(1, self.most // 1000):
             middle = (low + high) // 2
             found = self.within(middle)
             if found is not None and self.cost(found) <= cost:

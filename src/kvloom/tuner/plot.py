@@ -20,17 +20,14 @@ def plot(tuning: Tuning, name: str, path: str | Path) -> None:
     FigureCanvasAgg(figure)
     axes, t = figure.add_subplot(), tuning.tuned
     uniform = [(share, kl) for _, share, kl in tuning.uniform]
-    for label, points, style in (
-        (
-            "all layers the same, predicted",
-            uniform,
-            {"marker": ".", "linestyle": "", "color": "C7"},
-        ),
-        ("tuned, predicted", tuning.front, {"marker": "", "linestyle": "-", "color": "C0"}),
-        ("this recipe, measured", [(t.share, t.kl)], {"marker": "*", "color": "C3"}),
-    ):
+    lines: list[tuple[str, list[tuple[float, float]], str]] = [
+        ("all layers the same, predicted", uniform, "C7."),
+        ("tuned, predicted", tuning.front, "C0-"),
+        ("this recipe, measured", [(t.share, t.kl)], "C3*"),
+    ]
+    for label, points, style in lines:
         x, y = zip(*points, strict=True)
-        axes.plot(x, [max(SMALLEST, kl) for kl in y], label=label, **style)
+        axes.plot(x, [max(SMALLEST, kl) for kl in y], style, label=label)
     axes.set_yscale("log")
     axes.set_xscale("log")
     axes.set_xlabel("share of the exact cache's bytes")

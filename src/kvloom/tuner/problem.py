@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..recipe.geometry import Geometry
-from .candidates import CHOICES, Choice, uniform
+from .candidates import Choice, combined, uniform
 from .knapsack import Knapsack
 from .scores import Scores
 
@@ -18,21 +18,25 @@ PLAIN: Weights = (1.0, 1.0, 1.0)
 
 
 def sizes(geometry: Geometry, context: int, window: int) -> np.ndarray:
-    """Return the bytes of one layer with each choice in `CHOICES`, int64."""
+    """Return the bytes of one layer with each choice of `combined`, int64."""
     one = replace(geometry, layers=1, layer_numbers=None)
-    return np.array([uniform(x, window).nbytes(context, one) for x in CHOICES], np.int64)
+    found = [uniform(x, window).nbytes(context, one) for x in combined(geometry)]
+    return np.array(found, np.int64)
 
 
 class Problem:
     """The scores of a model's layers, and the bytes of every choice at a context.
 
-    window: the newest tokens that stay exact.
+    window: the newest tokens that stay exact. choices: all that a layer can be.
     """
 
     def __init__(self, scores: Scores, geometry: Geometry, context: int, window: int) -> None:
+        self.choices = combined(geometry)
         costs = [scores.costs(number) for number in geometry.numbers]
         self.nbytes = np.tile(sizes(geometry, context, window), (geometry.layers, 1))
-        self.parts = np.array([[[c[x] for x in one.changes] for one in CHOICES] for c in costs])
+        self.parts = np.array(
+            [[[c[x] for x in one.changes] for one in self.choices] for c in costs]
+        )
         """What keys, values and share of each choice cost: [layers, choices, 3]."""
 
     def knapsack(self, weights: Weights = PLAIN) -> Knapsack:
@@ -41,5 +45,5 @@ class Problem:
 
     def costs(self, choices: Sequence[Choice]) -> np.ndarray:
         """Return what keys, values and shares of one choice a layer cost together, [3]."""
-        items = [CHOICES.index(choice) for choice in choices]
+        items = [self.choices.index(choice) for choice in choices]
         return self.parts[range(len(items)), items].sum(axis=0)

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from .bound import Bound
-from .candidates import CHOICES, Choice
+from .candidates import Choice
 from .problem import PLAIN, Problem, Weights
 
 FIRST: tuple[Weights, ...] = (PLAIN, (1.0, 1.0, 4.0), (1.0, 1.0, 0.25))
@@ -54,7 +54,7 @@ def repair(problem: Problem, bound: Bound, measure: Measure) -> list[Measured]:
 
     def add(weights: Sequence[Weights], margin: float = 1.0) -> None:
         solved = [bound.solve(problem.knapsack(w), margin) for w in weights]
-        new = [tuple(CHOICES[i] for i in items) for items in solved]
+        new = [tuple(problem.choices[i] for i in items) for items in solved]
         new = [choices for choices in dict.fromkeys(new) if choices not in found]
         for choices, (kl, nbytes) in zip(new, measure(new), strict=True):
             found[choices] = Measured(choices, problem.costs(choices).sum(), kl, nbytes)

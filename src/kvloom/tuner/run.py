@@ -21,7 +21,7 @@ from ..workload.attachment import attachment_restored
 from ..workload.models import check_positions
 from ..workload.text import cut_rows, leading_ids, tokenize
 from .bound import Bound
-from .candidates import CHOICES, SINGLE, Choice, uniform
+from .candidates import Choice, single, uniform
 from .layers import by_layer
 from .problem import Problem, sizes
 from .prompt import Prompt
@@ -93,7 +93,7 @@ def tune(
         weights = identity(model)["weights"]
         read = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
         about = {"model": weights, "dtype": str(model.dtype), "text": read, **asdict(settings)}
-        scores = Scores(about, None if folder is None else Path(folder))
+        scores = Scores(single(geometry), about, None if folder is None else Path(folder))
         on_step = progress or (lambda *_: None)
         prompts = _Prompts(model, rows.to(model.device), settings)
         score(prompts, scores, geometry.numbers, on_step)
@@ -118,7 +118,7 @@ def tune(
         return Tuning(
             replace(found, tuned=tuned),
             dict(zip(geometry.numbers, best.choices, strict=True)),
-            {n: float(parts[CHOICES.index(choice)].sum()) for n, choice, parts in layers},
+            {n: float(parts[problem.choices.index(choice)].sum()) for n, choice, parts in layers},
             _front(problem, bound.exact_nbytes),
             _uniform(problem, bound.exact_nbytes),
             scores.folder,
@@ -127,7 +127,7 @@ def tune(
 
 def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Progress) -> None:
     """Add the scores that are missing, layer by layer."""
-    recipes = [uniform(choice, prompts.settings.window) for choice in SINGLE]
+    recipes = [uniform(choice, prompts.settings.window) for choice in scores.choices]
     places = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
     for done, (text, number) in enumerate(places):
         if (text, number) not in scores:
@@ -166,8 +166,8 @@ def _front(problem: Problem, exact: int) -> list[tuple[float, float]]:
 
 
 def _uniform(problem: Problem, exact: int) -> list[tuple[str, float, float]]:
-    costs, sizes = problem.parts.sum(axis=(0, 2)), problem.nbytes.sum(axis=0)
-    rows = zip(map(str, CHOICES), sizes / exact, costs, strict=True)
+    costs, shares = problem.parts.sum(axis=(0, 2)), problem.nbytes.sum(axis=0) / exact
+    rows = zip(map(str, problem.choices), shares, costs, strict=True)
     return [(name, float(share), float(cost)) for name, share, cost in rows]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,24 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..workload.smollm2 import cache_folder
-from .candidates import SINGLE, Choice
+from .candidates import Choice
 
 FORMAT = 1
 
 
 class Scores:
-    """KL divergences in nats of each choice in `SINGLE` alone, all other layers being exact.
+    """KL divergences in nats of each choice alone, all other layers being exact.
 
-    about: what they depend on: the model, the text and the settings. folder: where they are; None:
+    choices: those of `candidates.single`. about: what they depend on: the model, the text and the settings. folder: where they are; None:
     in kvloom's cache folder, under a name that `about` determines. Raises `InputError` if they
     belong to something else, or cannot be written.
     """
 
-    def __init__(self, about: dict[str, Any], folder: Path | None = None) -> None:
-        about = {"format": FORMAT, "choices": list(map(str, SINGLE)), **about}
+    def __init__(
+        self, choices: Sequence[Choice], about: dict[str, Any], folder: Path | None = None
+    ) -> None:
+        self.choices = choices
+        about = {"format": FORMAT, "choices": list(map(str, choices)), **about}
         spelled = json.dumps(about, indent=2, sort_keys=True)
         name = hashlib.sha256(spelled.encode()).hexdigest()[:16]
         self.folder = folder or cache_folder() / "tune" / name
@@ -55,7 +59,11 @@ class Scores:
     def add(self, text: int, layer: int, kl: Tensor) -> None:
         """Note and write the divergences fp32 [choices, T] of a layer (the model's number)."""
         rows = [[float(f"{x:.4g}") for x in row] for row in kl.tolist()]
-        line = {"text": text, "layer": layer, "kl": dict(zip(map(str, SINGLE), rows, strict=True))}
+        line = {
+            "text": text,
+            "layer": layer,
+            "kl": dict(zip(map(str, self.choices), rows, strict=True)),
+        }
         try:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -67,14 +75,14 @@ class Scores:
         self.lines[text, layer] = rows
 
     def costs(self, layer: int) -> dict[Choice, float]:
-        """Return the mean divergence of each choice in `SINGLE`, without that of rounding.
+        """Return the mean divergence of each choice, without that of rounding.
 
         The exact choice shows what rounding alone makes; see `Prompt.one_layer`.
         """
         rows = [torch.tensor(kl) for (_, number), kl in self.lines.items() if number == layer]
         means = torch.cat(rows, dim=1).mean(dim=1)
-        rounding = means[SINGLE.index(Choice())]
-        return dict(zip(SINGLE, (means - rounding).clamp(min=0).tolist(), strict=True))
+        rounding = means[self.choices.index(Choice())]
+        return dict(zip(self.choices, (means - rounding).clamp(min=0).tolist(), strict=True))
 
     @property
     def _file(self) -> Path:
@@ -91,7 +99,7 @@ class Scores:
         for number, text in enumerate(whole.decode().splitlines(), start=1):
             try:
                 line = json.loads(text)
-                rows = [line["kl"][str(choice)] for choice in SINGLE]
+                rows = [line["kl"][str(choice)] for choice in self.choices]
                 self.lines[line["text"], line["layer"]] = rows
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(

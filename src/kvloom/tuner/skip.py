@@ -40,7 +40,7 @@ def skipped(layers: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> I
     with ExitStack() as restored:
         for layer, output in zip(layers, outputs, strict=False):
             restored.callback(_restore, layer, vars(layer).get("forward"))
-            layer.forward = _Known(_repeated(output, rows))  # type: ignore[method-assign]
+            layer.forward = _Known(_repeated(output, rows))
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,43 +30,22 @@ class Knapsack:
         """Return the items with the least total cost in `nbytes` bytes; None: none fit."""
         if nbytes < self.fewest:
             return None
-        least = self.nbytes.min(axis=1)
-        extra = [self.nbytes[i, items] - least[i] for i, items in enumerate(self.useful)]
-        room = min(nbytes, self.most) - self.fewest
-        unit = max(math.gcd(*(int(x) for one in extra for x in one)), 1)
-        unit = max(unit, -(-room // CELLS))
-        cells = room // unit + 1
-        best, taken = np.zeros(cells), []
-        for i, items in enumerate(self.useful):
-            found, choice = np.full(cells, np.inf), np.zeros(cells, np.int16)
-            for item, more in zip(items, extra[i], strict=True):
-                skip = -(-int(more) // unit)
-                if skip >= cells:
-                    continue
-                cost = best[: cells - skip] + self.costs[i, item]
-                better = cost < found[skip:]
-                found[skip:][better], choice[skip:][better] = cost[better], item
-            best = found
-            taken.append(choice)
-        return self._traced(taken, extra, unit, int(best.argmin()))
+        table = self._table(min(nbytes, self.most) - self.fewest, CELLS)
+        return self._traced(table, len(table.best) - 1)
 
     def reaching(self, cost: float) -> list[int] | None:
-        """Return items of the fewest bytes whose total cost is at most `cost`; None: none are.
-
-        The bytes are found to within a thousandth.
-        """
+        """Return items of the fewest bytes whose total cost is at most `cost`; None: none are."""
         if self.costs.min(axis=1).sum() > cost:
             return None
-        low, high = self.fewest - 1, self.most  # too few, and enough
-        best = self.within(high)
-        while high - low > max(1, self.most // 1000):
-            middle = (low + high) // 2
-            found = self.within(middle)
-            if found is not None and self.cost(found) <= cost:
-                best, high = found, self.size(found)
-            else:
-                low = middle
-        return best
+        table = self._table(self.most - self.fewest, CELLS)
+        return self._traced(table, int((table.best <= cost).argmax()))
+
+    def front(self, count: int) -> list[list[int]]:
+        """Return the items of the least cost for `count` numbers of bytes, ascending."""
+        table = self._table(self.most - self.fewest, CELLS // 16)
+        most = len(table.best) - 1
+        cells = np.geomspace(self.fewest, self.most, count) - self.fewest
+        return [self._traced(table, min(most, int(x // table.unit))) for x in cells]
 
     def cost(self, items: Sequence[int]) -> float:
         """Return the total cost of one item a layer."""
@@ -75,17 +55,46 @@ class Knapsack:
         """Return the total bytes of one item a layer."""
         return int(self.nbytes[range(len(items)), items].sum())
 
-    def _traced(
-        self, taken: list[np.ndarray], extra: list[np.ndarray], unit: int, cell: int
-    ) -> list[int]:
+    def _table(self, room: int, cells: int) -> _Table:
+        """Fill the table for all numbers of bytes up to `room` more than the fewest."""
+        least = self.nbytes.min(axis=1)
+        extra = [self.nbytes[i, items] - least[i] for i, items in enumerate(self.useful)]
+        unit = max(math.gcd(*(int(x) for one in extra for x in one)), -(-room // cells), 1)
+        skips = [[-(-int(x) // unit) for x in one] for one in extra]
+        best, taken = np.zeros(room // unit + 1), []
+        for i, items in enumerate(self.useful):
+            found, choice = np.full(len(best), np.inf), np.zeros(len(best), np.int16)
+            for place, (item, skip) in enumerate(zip(items, skips[i], strict=True)):
+                if skip < len(best):
+                    cost = best[: len(best) - skip] + self.costs[i, item]
+                    better = cost < found[skip:]
+                    np.copyto(found[skip:], cost, where=better)
+                    np.copyto(choice[skip:], np.int16(place), where=better)
+            best = found
+            taken.append(choice)
+        return _Table(best, taken, skips, unit)
+
+    def _traced(self, table: _Table, cell: int) -> list[int]:
         """Return the items that lead to a cell of the last layer."""
         found = []
-        for i in reversed(range(len(taken))):
-            item = int(taken[i][cell])
-            more = extra[i][list(self.useful[i]).index(item)]
-            cell -= -(-int(more) // unit)
-            found.append(item)
+        for i in reversed(range(len(table.taken))):
+            place = int(table.taken[i][cell])
+            found.append(self.useful[i][place])
+            cell -= table.skips[i][place]
         return found[::-1]
+
+
+class _Table(NamedTuple):
+    """The least cost of all layers within a number of cells, float64 [cells], never rising.
+
+    taken: of each layer, which useful item, int16 [cells]. skips: the cells of each useful item.
+    unit: the bytes of a cell.
+    """
+
+    best: np.ndarray
+    taken: list[np.ndarray]
+    skips: list[list[int]]
+    unit: int
 
 
 def _undominated(nbytes: np.ndarray, costs: np.ndarray) -> list[int]:

@@ -160,8 +160,7 @@ class _Prompts:
 
 def _front(problem: Problem, exact: int) -> list[tuple[float, float]]:
     knapsack = problem.knapsack()
-    bounds = np.geomspace(knapsack.fewest, exact, FRONT).astype(int)
-    solved = [items for nbytes in bounds if (items := knapsack.within(int(nbytes))) is not None]
+    solved = knapsack.front(FRONT)
     return [(knapsack.size(items) / exact, knapsack.cost(items)) for items in solved]
 
 

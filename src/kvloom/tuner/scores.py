@@ -1,6 +1,6 @@
 """The scores of a model: KL divergences by text, layer and choice, as JSON lines in a folder.
 
-Decides the files, and that an interrupted pass goes on where it stopped.
+Decides the files, and that an interrupted pass is continued.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FORMAT = 1
 class Scores:
     """KL divergences in nats of each choice alone, all other layers being exact.
 
-    choices: those of `candidates.single`. about: what they depend on: the model, the text and the settings. folder: where they are; None:
-    in kvloom's cache folder, under a name that `about` determines. Raises `InputError` if they
-    belong to something else, or cannot be written.
+    choices: those of `candidates.single`. about: what the scores depend on: the model, the text and
+    the settings. folder: where they are; None: in kvloom's cache folder, under a name that `about`
+    determines. Raises `InputError` if they belong to something else, or cannot be written.
     """
 
     def __init__(
@@ -56,14 +56,11 @@ class Scores:
     def __contains__(self, place: tuple[int, int]) -> bool:
         return place in self.lines
 
-    def add(self, text: int, layer: int, kl: Tensor) -> None:
+    def add(self, text: int, layer: int, found: Tensor) -> None:
         """Note and write the divergences fp32 [choices, T] of a layer (the model's number)."""
-        rows = [[float(f"{x:.4g}") for x in row] for row in kl.tolist()]
-        line = {
-            "text": text,
-            "layer": layer,
-            "kl": dict(zip(map(str, self.choices), rows, strict=True)),
-        }
+        rows = [[float(f"{x:.4g}") for x in row] for row in found.tolist()]
+        kl = dict(zip(map(str, self.choices), rows, strict=True))
+        line = {"text": text, "layer": layer, "kl": kl}
         try:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

@@ -188,7 +188,8 @@ def test_a_recipe_has_the_bytes_of_its_bound_and_says_where_it_comes_from(tune, 
 
 
 def test_tuning_detaches_a_model_that_was_not_attached(tune, model):
-    kvloom.detach(kvloom.Cache(model).owner.model)
+    kvloom.Cache(model, "full")
+    kvloom.detach(model)
     tune(bytes=0.3)
     assert getattr(model, "_kvloom", None) is None
 

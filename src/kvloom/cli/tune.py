@@ -55,7 +55,7 @@ def command(
         from ..workload.text import read_files
 
         kl = None if quality is None else _quality(quality)
-        check_bound(bytes, kl)
+        _check_bound(bytes, kl)
         check_outputs(json, out, plot=plot)
         content = read_files(text)
         silence_transformers()
@@ -74,7 +74,7 @@ def command(
         show_results(to_json(found, environment), json, table(found, name))
 
 
-def check_bound(share: float | None, kl: float | None) -> None:
+def _check_bound(share: float | None, kl: float | None) -> None:
     """Raise `InputError` for a bound that is none, before the model is loaded."""
     from ..tuner.bound import Bound
 

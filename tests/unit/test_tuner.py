@@ -201,6 +201,13 @@ def test_a_bound_on_the_divergence_is_met_with_fewer_bytes_where_it_is_looser(tu
     assert loose.tuned.nbytes < tight.tuned.nbytes
 
 
+def test_a_divergence_that_no_measured_recipe_has_is_refused_with_the_nearest(tune, monkeypatch):
+    whole = Prompt.whole
+    monkeypatch.setattr(Prompt, "whole", lambda *x: whole(*x)._replace(kl=torch.ones(len(x[1]), 3)))
+    with pytest.raises(InputError, match=r"is within kl=0.5; the nearest has kl=1: allow"):
+        tune(kl=0.5)
+
+
 def test_another_bound_is_solved_without_scoring_again(tune, monkeypatch):
     tune(bytes=0.3)
     monkeypatch.setattr(Prompt, "one_layer", None)

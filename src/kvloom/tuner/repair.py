@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from ..errors import InputError
 from .bound import Bound
 from .candidates import Choice
 from .problem import PLAIN, Problem, Weights
@@ -48,7 +49,7 @@ Measure = Callable[[Sequence[tuple[Choice, ...]]], list[tuple[Tensor, int]]]
 def repair(problem: Problem, bound: Bound, measure: Measure) -> list[Measured]:
     """Return recipes that were measured, the best one within the bound first.
 
-    Raises `InputError` where no recipe can be within the bound.
+    Raises `InputError` where no measured recipe is within the bound, as rounding may prevent.
     """
     found: dict[tuple[Choice, ...], Measured] = {}
 
@@ -70,7 +71,14 @@ def repair(problem: Problem, bound: Bound, measure: Measure) -> list[Measured]:
         add([_fitted(problem, list(found.values()))], margin)
         if within and len(found) == before:
             break
-    return sorted(found.values(), key=bound.rank)
+    best = sorted(found.values(), key=bound.rank)
+    if not bound.met_by(best[0]):
+        nearest = min(one.mean for one in best)
+        raise InputError(
+            f"no recipe that was measured is within {bound}; the nearest has kl={nearest:.4g}: "
+            "allow that much"
+        )
+    return best
 
 
 def _fitted(problem: Problem, measured: Sequence[Measured]) -> Weights:

@@ -18,7 +18,7 @@ from .bound import Bound
 from .candidates import Choice
 from .problem import PLAIN, Problem, Weights
 
-FIRST: tuple[Weights, ...] = (PLAIN, (1.0, 1.0, 4.0), (1.0, 1.0, 0.25))
+FIRST: tuple[Weights, ...] = (PLAIN, (1.0, 1.0, 4.0), (1.0, 1.0, 16.0))
 ROUNDS = 3  # of one more recipe each
 MOST_ROUNDS = 8  # where none has met a bound on quality yet
 TRUST = 0.1  # in the sum of the scores, against a measured recipe

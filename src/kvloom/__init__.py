@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store, Transform, register_format
+    from .tuner import tune
 
 _WHERE = {
     "attach": "hf.attach",
@@ -50,6 +51,7 @@ _WHERE = {
     "register_format": "store",
     "reference_model": "reference",
     "reference_tokenizer": "reference",
+    "tune": "tuner",
 }
 __all__ = [
     "Budget",
@@ -77,6 +79,7 @@ __all__ = [
     "register_index",
     "register_recipe",
     "register_score",
+    "tune",
 ]
 
 

@@ -23,7 +23,7 @@ LEVELS = [
     {"cache"},
     {"hf", "reference", "report"},
     {"workload"},
-    {"eval", "analyse", "bench", "calibrate", "inspect", "planner"},
+    {"eval", "analyse", "bench", "calibrate", "inspect", "planner", "tuner"},
     {"cli"},
 ]
 MOST_LEVELS = 9

@@ -22,6 +22,7 @@ from . import (
     plan,
     recipes,
     report,
+    tune,
 )  # fmt: skip
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ app.command("papers")(papers.command)
 app.command("plan")(plan.command)
 app.command("recipes")(recipes.command)
 app.command("report")(report.command)
+app.command("tune")(tune.command)
 app.add_typer(analyse.app, name="analyse")
 app.add_typer(bench.app, name="bench")
 

@@ -35,13 +35,33 @@ _READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary(
 def load_layer_metadata(model: PreTrainedModel, recipe: Recipe) -> list[LayerMetadata]:
     """Return what the formats of each layer of full attention need.
 
-    Raises `IncompatibleRecipe` where a calibration or a rotary embedding is missing.
+    Raises `IncompatibleRecipe` where a calibration or a rotary embedding is missing, and for a
+    recipe that was tuned for another model.
     """
+    check_tuned(model, recipe)
     numbers = compat.geometry(model).numbers
     try:
         return [_metadata(model, recipe.for_layer(n, numbers), n) for n in numbers]
     except CalibrationError as error:
         raise IncompatibleRecipe(recipe.name, [str(error)]) from error
+
+
+def check_tuned(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Raise `IncompatibleRecipe` for a recipe that was tuned for other weights."""
+    if recipe.tuned is None:
+        return
+    read = _READ.setdefault(model, {})
+    if ("weights",) not in read:
+        read["weights",] = identity(model)["weights"]
+    own = read["weights",]
+    if recipe.tuned.model != own:
+        raise IncompatibleRecipe(
+            recipe.name,
+            [
+                f"it was tuned for a model with weights {recipe.tuned.model}, and this model has "
+                f"weights {own}; tune a recipe for this model with `kvloom tune`"
+            ],
+        )
 
 
 def identity(model: PreTrainedModel) -> dict[str, Any]:

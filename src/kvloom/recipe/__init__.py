@@ -6,6 +6,7 @@ from .named import ALIASES, RECIPES, register_recipe
 from .resolve import options, part_options, resolve, summary
 from .spec import LayerOverride, Protect, Recipe
 from .text import is_file
+from .tuned import Tuned
 
 __all__ = [
     "ALIASES",
@@ -15,6 +16,7 @@ __all__ = [
     "LayerOverride",
     "Protect",
     "Recipe",
+    "Tuned",
     "is_file",
     "options",
     "part_options",

@@ -89,7 +89,7 @@ def for_layer(recipe: Recipe, number: int, numbers: Sequence[int]) -> Recipe:
     if recall is not None and list(numbers).index(number) < recall.full_layers:
         parts["recall"] = None
     try:
-        return _interned(replace(recipe, layers=(), **parts))
+        return _interned(replace(recipe, layers=(), tuned=None, **parts))
     except RecipeError as error:  # overrides that fit the recipe one by one, but not together
         raise RecipeError(f"layer {number}: {error}") from error
 

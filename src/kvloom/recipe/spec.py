@@ -21,6 +21,7 @@ from . import size, text
 from .geometry import Geometry
 from .layers import UNCHANGED, Unchanged
 from .text import is_file
+from .tuned import Tuned
 
 __all__ = ["LayerOverride", "Protect", "Recipe", "is_file"]
 
@@ -92,7 +93,8 @@ class Recipe:
 
     keep: None: every token stays. recall: None: every step reads all tokens. layers: overrides for
     some layers; of two for one layer, the later one wins. start: everything stays exact until the
-    context exceeds so many tokens; then all tokens so far are treated as one prompt.
+    context exceeds so many tokens; then all tokens so far are treated as one prompt. tuned: where a
+    tuned recipe comes from; it changes nothing, but other models refuse the recipe.
     """
 
     keep: Keep | None = None
@@ -102,9 +104,10 @@ class Recipe:
     name: str = "custom"
     layers: tuple[LayerOverride, ...] = ()
     start: int = 0
+    tuned: Tuned | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "keep", "store", "recall", "protect", "name", "layers")
+        check_fields(self, "keep", "store", "recall", "protect", "name", "layers", "tuned")
         if type(self.start) is not int or self.start < 0:
             raise RecipeError(f"start={self.start!r} must be a whole number of tokens, 0 or more")
         if self.recall is not None:

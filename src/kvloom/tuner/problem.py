@@ -1,0 +1,49 @@
+"""The choice of all layers as a knapsack: their bytes, and costs that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..recipe.geometry import Geometry
+from .candidates import Choice, combined, uniform
+from .knapsack import Knapsack
+from .scores import Scores
+
+Weights = tuple[float, float, float]
+"""By how much the scores of keys, values and shares count."""
+PLAIN: Weights = (1.0, 1.0, 1.0)
+
+
+def sizes(geometry: Geometry, context: int, window: int) -> np.ndarray:
+    """Return the bytes of one layer with each choice of `combined`, int64."""
+    one = replace(geometry, layers=1, layer_numbers=None)
+    found = [uniform(x, window).nbytes(context, one) for x in combined(geometry)]
+    return np.array(found, np.int64)
+
+
+class Problem:
+    """The scores of a model's layers, and the bytes of every choice at a context.
+
+    window: the newest tokens that stay exact. choices: all that a layer can be.
+    """
+
+    def __init__(self, scores: Scores, geometry: Geometry, context: int, window: int) -> None:
+        self.choices = combined(geometry)
+        costs = [scores.costs(number) for number in geometry.numbers]
+        self.nbytes = np.tile(sizes(geometry, context, window), (geometry.layers, 1))
+        self.parts = np.array(
+            [[[c[x] for x in one.changes] for one in self.choices] for c in costs]
+        )
+        """What keys, values and share of each choice cost: [layers, choices, 3]."""
+
+    def knapsack(self, weights: Weights = PLAIN) -> Knapsack:
+        """Return the knapsack in which these parts of a choice's cost count so much."""
+        return Knapsack(self.nbytes, self.parts @ np.array(weights))
+
+    def costs(self, choices: Sequence[Choice]) -> np.ndarray:
+        """Return what keys, values and shares of one choice a layer cost together, [3]."""
+        items = [self.choices.index(choice) for choice in choices]
+        return self.parts[range(len(items)), items].sum(axis=0)

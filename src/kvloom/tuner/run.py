@@ -1,0 +1,174 @@
+"""Tune a recipe for a model: score its layers, solve, measure what was found, correct it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..hf import compat
+from ..hf.metadata import identity
+from ..recipe.spec import Recipe
+from ..recipe.tuned import Tuned
+from ..workload.attachment import attachment_restored
+from ..workload.models import check_positions
+from ..workload.text import cut_rows, leading_ids, tokenize
+from .bound import Bound
+from .candidates import Choice, single, uniform
+from .layers import by_layer
+from .problem import Problem, sizes
+from .prompt import Prompt
+from .repair import repair
+from .scores import Scores
+from .settings import Settings
+
+Progress = Callable[[str, int, int], None]
+"""Called with the current work, and how many of how many layers of all texts are scored."""
+FRONT = 24  # bounds at which the front is solved
+
+
+@dataclass
+class Tuning:
+    """A tuned recipe, and what it was chosen from.
+
+    choices, predicted: of each layer, by the model's number, and its cost in nats. front: (share
+    of the exact bytes, predicted KL) of the best choices at many bounds. uniform: the same of the
+    recipes whose layers are all the same, after their names. scores: the folder of the scores.
+    """
+
+    recipe: Recipe
+    choices: dict[int, Choice]
+    predicted: dict[int, float]
+    front: list[tuple[float, float]]
+    uniform: list[tuple[str, float, float]]
+    scores: Path
+
+    @property
+    def tuned(self) -> Tuned:
+        """The provenance and figures of the recipe."""
+        assert self.recipe.tuned is not None
+        return self.recipe.tuned
+
+
+def tune(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    text: str,
+    *,
+    bytes: float | None = None,
+    kl: float | None = None,
+    context: int = 2048,
+    settings: Settings | None = None,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Return the recipe whose layers lose least within a bound, with formats and budgets by layer.
+
+    text: what the model is tuned on; it has to be longer than one context. bytes: a share of the
+    exact cache's bytes after `context` tokens; or kl: a mean divergence from the exact cache in
+    nats. settings: of the scores, with another context. folder: where scores are written, and
+    read by a second run (None: in kvloom's cache folder). The model is left as it was.
+
+    Raises `InputError` for a bound that nothing meets and for a text or model that is too short,
+    `UnsupportedModel` for a model that kvloom does not support.
+    """
+    settings = replace(settings or Settings(), context=context)
+    with attachment_restored(model), torch.inference_mode():
+        compat.refuse_unsupported(model)
+        geometry = compat.geometry(model)
+        bound = Bound(bytes, kl, Recipe().nbytes(context, geometry))
+        least = sizes(geometry, context, settings.window).min()
+        bound.check(int(least) * geometry.layers)
+        check_positions(model, context, settings.tokens)
+        ids = tokenize(tokenizer, text)
+        tokens = context + settings.tokens
+        rows = cut_rows(ids, leading_ids(tokenizer), settings.texts, tokens, settings.seed)
+        weights = identity(model)["weights"]
+        read = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
+        about = {"model": weights, "dtype": str(model.dtype), "text": read, **asdict(settings)}
+        scores = Scores(single(geometry), about, None if folder is None else Path(folder))
+        on_step = progress or (lambda *_: None)
+        prompts = _Prompts(model, rows.to(model.device), settings)
+        score(prompts, scores, geometry.numbers, on_step)
+        problem = Problem(scores, geometry, context, settings.window)
+
+        def recipe(choices: Sequence[Choice]) -> Recipe:
+            return by_layer(choices, geometry.numbers, settings.window)
+
+        def measure(many: Sequence[Sequence[Choice]]) -> list[tuple[Tensor, int]]:
+            on_step(f"measuring {len(many)} recipes", len(scores.lines), len(scores.lines))
+            return prompts.whole([recipe(choices) for choices in many]) if many else []
+
+        best = repair(problem, bound, measure)[0]
+        found = recipe(best.choices)
+        tuned = Tuned(
+            weights, read, str(bound), context, settings.texts, settings.tokens, settings.seed,
+            _rounded(best.predicted), _rounded(best.mean), _rounded(best.kl.quantile(0.99).item()),
+            found.nbytes(context, geometry), best.nbytes,
+            _rounded(best.nbytes / bound.exact_nbytes),
+        )  # fmt: skip
+        layers = zip(geometry.numbers, best.choices, problem.parts, strict=True)
+        return Tuning(
+            replace(found, tuned=tuned),
+            dict(zip(geometry.numbers, best.choices, strict=True)),
+            {n: float(parts[problem.choices.index(choice)].sum()) for n, choice, parts in layers},
+            _front(problem, bound.exact_nbytes),
+            _uniform(problem, bound.exact_nbytes),
+            scores.folder,
+        )
+
+
+def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Progress) -> None:
+    """Add the scores that are missing, layer by layer."""
+    recipes = [uniform(choice, prompts.settings.window) for choice in scores.choices]
+    places = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
+    for done, (text, number) in enumerate(places):
+        if (text, number) not in scores:
+            on_step(f"scoring layer {number} on text {text + 1}", done, len(places))
+            scores.add(text, number, prompts[text].one_layer(number, recipes))
+
+
+class _Prompts:
+    """The prompts of rows int64 [texts, context + tokens]; the last one used stays in memory."""
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor, settings: Settings) -> None:
+        self.model, self.rows, self.settings = model, rows, settings
+        self.current: tuple[int, Prompt] | None = None
+
+    def __getitem__(self, text: int) -> Prompt:
+        if self.current is None or self.current[0] != text:
+            self.current = None  # free its memory first
+            ids, after = self.rows[text : text + 1].split(
+                [self.settings.context, self.settings.tokens], dim=1
+            )
+            self.current = text, Prompt(self.model, ids, after, self.settings.window)
+        return self.current[1]
+
+    def whole(self, recipes: Sequence[Recipe]) -> list[tuple[Tensor, int]]:
+        """Return the divergences of recipes over all texts, fp32 [texts * T], and their bytes."""
+        found = [self[text].whole(recipes) for text in range(len(self.rows))]
+        kl = torch.cat([one.kl for one in found], dim=1)
+        return list(zip(kl, found[0].nbytes, strict=True))
+
+
+def _front(problem: Problem, exact: int) -> list[tuple[float, float]]:
+    knapsack = problem.knapsack()
+    solved = knapsack.front(FRONT)
+    return [(knapsack.size(items) / exact, knapsack.cost(items)) for items in solved]
+
+
+def _uniform(problem: Problem, exact: int) -> list[tuple[str, float, float]]:
+    costs, shares = problem.parts.sum(axis=(0, 2)), problem.nbytes.sum(axis=0) / exact
+    rows = zip(map(str, problem.choices), shares, costs, strict=True)
+    return [(name, float(share), float(cost)) for name, share, cost in rows]
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.4g}")

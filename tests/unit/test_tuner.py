@@ -1,0 +1,349 @@
+"""`kvloom tune`: scores of layers, the knapsack, whole recipes, and what is refused."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvloom
+import tiny
+from kvloom.cli.app import app
+from kvloom.errors import IncompatibleRecipe, InputError
+from kvloom.hf import compat
+from kvloom.recipe import Recipe
+from kvloom.tuner import Settings, candidates, prompt
+from kvloom.tuner.bound import Bound
+from kvloom.tuner.candidates import Choice, uniform
+from kvloom.tuner.knapsack import Knapsack
+from kvloom.tuner.layers import by_layer
+from kvloom.tuner.problem import sizes
+from kvloom.tuner.prompt import Prompt
+
+SMALL = Settings(texts=2, tokens=16, window=4)
+CONTEXT = 96
+
+
+def few(monkeypatch):
+    """Leave a few candidates: a pass is then as fast as its model."""
+    keys = {name: candidates.FORMATS["keys"][name] for name in ("exact", "kivi-2", "turbo-4")}
+    values = {name: candidates.FORMATS["values"][name] for name in ("exact", "turbo-2")}
+    monkeypatch.setattr(candidates, "FORMATS", {"keys": keys, "values": values})
+    monkeypatch.setattr(candidates, "SHARES", (1.0, 0.5))
+
+
+@pytest.fixture
+def tune(monkeypatch, tmp_path, model, tokenizer):
+    """A function that tunes the tiny model; scores are in a folder of the test."""
+    few(monkeypatch)
+
+    def run(**options):
+        options = {"context": CONTEXT, "settings": SMALL, "folder": tmp_path / "scores"} | options
+        return kvloom.tune(model, tokenizer, tiny.TEXT, **options)
+
+    return run
+
+
+def ids(model, tokens, seed=0):
+    torch.manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (1, tokens))
+
+
+# the knapsack
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_knapsack_finds_what_a_search_of_everything_finds(seed):
+    rng = np.random.default_rng(seed)
+    nbytes, costs = rng.integers(1, 40, (4, 5)) * 3, rng.random((4, 5))
+    knapsack = Knapsack(nbytes, costs)
+    every = list(itertools.product(range(5), repeat=4))
+    for bound in (knapsack.fewest, 100, 230, knapsack.most):
+        found = knapsack.within(bound)
+        fits = [knapsack.cost(one) for one in every if knapsack.size(one) <= bound]
+        assert (found is None) == (not fits)
+        if found is not None:
+            assert knapsack.size(found) <= bound
+            assert knapsack.cost(found) == pytest.approx(min(fits))
+
+
+def test_the_knapsack_finds_the_fewest_bytes_of_a_cost():
+    rng = np.random.default_rng(0)
+    knapsack = Knapsack(rng.integers(1, 40, (4, 5)), rng.random((4, 5)))
+    every = list(itertools.product(range(5), repeat=4))
+    found = knapsack.reaching(1.2)
+    assert knapsack.cost(found) <= 1.2
+    fewest = min(knapsack.size(one) for one in every if knapsack.cost(one) <= 1.2)
+    assert knapsack.size(found) == fewest
+    assert knapsack.reaching(0.0) is None
+    assert knapsack.within(knapsack.fewest - 1) is None
+
+
+def test_bytes_in_large_units_still_keep_the_bound(monkeypatch):
+    monkeypatch.setattr("kvloom.tuner.knapsack.CELLS", 16)
+    rng = np.random.default_rng(1)
+    knapsack = Knapsack(rng.integers(1, 997, (5, 6)), rng.random((5, 6)))
+    for bound in range(knapsack.fewest, knapsack.most, 97):
+        assert knapsack.size(knapsack.within(bound)) <= bound
+
+
+# recipes by layer
+
+
+def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
+    geometry = compat.geometry(model)
+    choices = candidates.combined(geometry)
+    nbytes = dict(zip(choices, sizes(geometry, 200, 8), strict=True))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        chosen = [choices[i] for i in rng.integers(0, len(choices), geometry.layers)]
+        recipe = by_layer(chosen, geometry.numbers, 8)
+        assert recipe.nbytes(200, geometry) == sum(nbytes[choice] for choice in chosen)
+        for number, choice in zip(geometry.numbers, chosen, strict=True):
+            plain = recipe.for_layer(number, geometry.numbers)
+            assert replace(plain, name="") == replace(uniform(choice, 8), name="")
+
+
+def test_choices_that_do_not_fit_the_heads_are_left_out(model):
+    geometry = compat.geometry(model)
+    assert geometry.head_dim == 16
+    assert not any(c.values.startswith("kivi") for c in candidates.combined(geometry))
+    wider = candidates.combined(replace(geometry, head_dim=64))
+    assert {c.values for c in wider} == set(candidates.FORMATS["values"])
+
+
+# passes
+
+
+@pytest.fixture
+def read(model):
+    return Prompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=4)
+
+
+@torch.inference_mode()
+def decoded(model, recipe, step):
+    """Log-probabilities of the continuation of `read`, from a cache that reads it in steps."""
+    cache = kvloom.Cache(model, recipe)
+    model(input_ids=ids(model, CONTEXT), past_key_values=cache)
+    pieces = ids(model, 12, seed=1).split(step, dim=1)
+    logits = [model(input_ids=new, past_key_values=cache).logits[0] for new in pieces]
+    return torch.cat(logits).log_softmax(-1), cache.nbytes
+
+
+@torch.inference_mode()
+def test_a_whole_recipe_is_measured_as_a_cache_decodes_it(model, read):
+    choices = [Choice("kivi-2", "turbo-2"), Choice(), Choice("turbo-3", "exact", 0.3)]
+    recipe = by_layer(choices, range(3), 4)
+    kl, nbytes = read.whole([Recipe(), recipe])
+    exact, _ = decoded(model, Recipe(), 4)
+    other, _ = decoded(model, recipe, 4)
+    assert kl[0].max() < 1e-5
+    assert nbytes[1] == recipe.nbytes(CONTEXT, compat.geometry(model))
+    torch.testing.assert_close(kl[1], (exact.exp() * (exact - other)).sum(-1), rtol=1e-3, atol=1e-5)
+    assert kl[1].min() > 1e-4  # every token attends to packed ones
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("number", range(3))
+def test_one_layer_alone_equals_a_recipe_with_the_others_exact(model, read, number, monkeypatch):
+    packed = Choice("kivi-2", "turbo-2", 0.5)
+    choices = [packed if i == number else Choice() for i in range(3)]
+    recipe = by_layer(choices, range(3), 4)
+    read.step = 12  # one step, as a layer is scored
+    kl = read.one_layer(number, [uniform(Choice(), 4), uniform(packed, 4)])
+    assert kl[0].max() < 1e-5
+    assert kl[1].min() > 0
+    torch.testing.assert_close(kl[1], read.whole([recipe]).kl[0], rtol=1e-3, atol=1e-5)
+    monkeypatch.setattr(prompt, "decoder_layers", lambda model: [])  # nothing is skipped
+    whole = Prompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=12)
+    again = whole.one_layer(number, [uniform(Choice(), 4), uniform(packed, 4)])
+    torch.testing.assert_close(kl, again, rtol=1e-3, atol=1e-5)
+
+
+def test_a_pass_leaves_the_forwards_of_the_model(model, read):
+    read.one_layer(2, [uniform(Choice("kivi-2"), 4)])
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+# tuning
+
+
+def test_a_recipe_has_the_bytes_of_its_bound_and_says_where_it_comes_from(tune, model):
+    found = tune(bytes=0.3)
+    geometry = compat.geometry(model)
+    exact = Recipe().nbytes(CONTEXT, geometry)
+    assert found.recipe.nbytes(CONTEXT, geometry) <= 0.3 * exact
+    tuned = found.tuned
+    assert tuned.nbytes == tuned.predicted_nbytes == found.recipe.nbytes(CONTEXT, geometry)
+    assert tuned.bound == "bytes=0.3"
+    assert 0 < tuned.kl < tuned.kl_p99
+    assert sum(found.predicted.values()) == pytest.approx(tuned.predicted_kl, rel=1e-3)
+    assert Recipe.from_toml(found.recipe.to_toml()) == found.recipe
+    shares, costs = zip(*found.front, strict=True)
+    assert sorted(shares) == list(shares)
+    assert sorted(costs, reverse=True) == list(costs)
+
+
+def test_tuning_detaches_a_model_that_was_not_attached(tune, model):
+    kvloom.Cache(model, "full")
+    kvloom.detach(model)
+    tune(bytes=0.3)
+    assert getattr(model, "_kvloom", None) is None
+
+
+def test_a_bound_on_the_divergence_is_met_with_fewer_bytes_where_it_is_looser(tune):
+    tight, loose = tune(kl=0.02), tune(kl=0.2)
+    assert tight.tuned.kl <= 0.02
+    assert loose.tuned.kl <= 0.2
+    assert loose.tuned.nbytes < tight.tuned.nbytes
+
+
+def test_a_divergence_that_no_measured_recipe_has_is_refused_with_the_nearest(tune, monkeypatch):
+    whole = Prompt.whole
+    monkeypatch.setattr(Prompt, "whole", lambda *x: whole(*x)._replace(kl=torch.ones(len(x[1]), 3)))
+    with pytest.raises(InputError, match=r"is within kl=0.5; the nearest has kl=1: allow"):
+        tune(kl=0.5)
+
+
+def test_another_bound_is_solved_without_scoring_again(tune, monkeypatch):
+    tune(bytes=0.3)
+    monkeypatch.setattr(Prompt, "one_layer", None)
+    assert tune(bytes=0.5).tuned.kl < tune(bytes=0.25).tuned.kl
+
+
+def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
+    scored, one_layer = [], Prompt.one_layer
+
+    def interrupted(self, number, recipes):
+        if len(scored) == 4:
+            raise KeyboardInterrupt
+        scored.append(number)
+        return one_layer(self, number, recipes)
+
+    monkeypatch.setattr(Prompt, "one_layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(bytes=0.3)
+    lines = tmp_path / "scores" / "scores.jsonl"
+    with lines.open("a") as file:
+        file.write('{"text": 1, "lay')  # a line that was written in part
+    scored.clear()
+    resumed = tune(bytes=0.3)
+    assert scored == [1, 2]
+    assert len(lines.read_text().splitlines()) == 6
+    monkeypatch.setattr(Prompt, "one_layer", one_layer)
+    assert resumed.recipe == tune(bytes=0.3, folder=tmp_path / "fresh").recipe
+
+
+def test_scores_of_other_settings_and_damaged_ones_are_refused(tune, tmp_path):
+    tune(bytes=0.3)
+    with pytest.raises(InputError, match="scores of another model, text or settings"):
+        tune(bytes=0.3, settings=replace(SMALL, seed=1))
+    lines = tmp_path / "scores" / "scores.jsonl"
+    lines.write_text("{}\n" + lines.read_text())
+    with pytest.raises(InputError, match=r"line 1 of .* is damaged; remove the line"):
+        tune(bytes=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "give either bytes, such as 0.2, or kl"),
+        ({"bytes": 0.2, "kl": 0.1}, "give either bytes, such as 0.2, or kl"),
+        ({"bytes": 1.5}, "bytes=1.5 must be above 0 and at most 1"),
+        ({"kl": 0.0}, "kl=0 must be above 0"),
+        ({"bytes": 0.001}, "no recipe takes 0.001 of the exact cache's bytes .* the nearest bound"),
+        ({"bytes": 0.3, "context": 600}, "the model has 512"),
+        ({"bytes": 0.3, "settings": Settings(tokens=480)}, "the model has 512"),
+    ],
+)
+def test_bounds_and_sizes_out_of_reach_are_refused_before_any_pass(
+    tune, options, said, monkeypatch
+):
+    monkeypatch.setattr(prompt, "forward", None)
+    with pytest.raises(InputError, match=said):
+        tune(**options)
+
+
+def test_the_nearest_bound_can_be_reached(tune):
+    with pytest.raises(InputError) as refused:
+        tune(bytes=0.001)
+    nearest = float(str(refused.value).rpartition("=")[2])
+    assert tune(bytes=nearest).tuned.share <= nearest
+
+
+def test_a_text_that_is_too_short_is_refused(model, tokenizer):
+    with pytest.raises(InputError, match=r"the text has .* tokens"):
+        kvloom.tune(model, tokenizer, "a few words", bytes=0.3, context=CONTEXT)
+
+
+def test_a_recipe_of_another_model_is_refused_with_both_fingerprints(tune, tmp_path):
+    found = tune(bytes=0.3)
+    path = tmp_path / "tuned.toml"
+    path.write_text(found.recipe.to_toml())
+    other = tiny.llama(num_hidden_layers=3, rope_theta=1e4)
+    with torch.no_grad():
+        other.model.norm.weight += 1
+    for make in (kvloom.attach, kvloom.Cache):
+        with pytest.raises(IncompatibleRecipe, match=found.tuned.model) as refused:
+            make(other, path)
+        assert "this model has weights" in str(refused.value)
+        assert getattr(other, "_kvloom", None) is None
+
+
+def test_the_bound_ranks_what_was_measured():
+    bytes_first, quality = Bound(0.5, None, 100), Bound(None, 0.1, 100)
+
+    class One:
+        def __init__(self, nbytes, mean):
+            self.nbytes, self.mean = nbytes, mean
+
+    small, good, large = One(20, 0.3), One(50, 0.05), One(90, 0.01)
+    assert sorted([large, small, good], key=bytes_first.rank) == [good, small, large]
+    assert sorted([large, small, good], key=quality.rank) == [good, large, small]
+
+
+# the command
+
+
+def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
+    few(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kvloom.tuner.run.Settings", lambda: SMALL)
+    out = tmp_path / "tuned.toml"
+    options = ["--text", here / "text.txt", "--bytes", "0.3", "--context", "256", "--out", out,
+               "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]  # fmt: skip
+    arguments = ["tune", here / "model", *options]
+    found = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert found.exit_code == 0, found.output
+    assert "predicted" in found.stdout
+    recipe = Recipe.from_toml(out)
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert Recipe.from_dict(figures["recipe"]) == recipe
+    assert [one["layer"] for one in figures["layers"]] == [0, 1]
+    assert figures["environment"]["text"] == "text.txt"
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    model, _ = kvloom.workload.models.load(str(here / "model"))
+    assert kvloom.Cache(model, out).recipe.layers == recipe.layers
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--bytes 0.2 --quality 0.01", "--quality '0.01' must be a divergence in nats"),
+        ("--quality kl=x", "--quality 'kl=x' must be a divergence in nats"),
+        ("--quality kl=0", "kl=0 must be above 0"),
+        ("--bytes 2", "bytes=2 must be above 0 and at most 1: a share"),
+        ("", "give either bytes, such as 0.2, or kl"),
+        ("--bytes 0.2 --out nowhere/a.toml", "give a file in a folder that exists"),
+        ("--bytes 0.2 --plot a.txt", "must end in one of"),
+    ],
+)
+def test_mistakes_are_one_sentence(here, words, said):
+    arguments = ["tune", str(here / "model"), "--text", str(here / "text.txt"), *words.split()]
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 2
+    assert said in found.stderr
+    assert found.stderr.count("\n") == 1

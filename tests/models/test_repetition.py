@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from kvloom.bench.filled_caches import empty_layers, fill, random_qkv
+from kvloom.bench.shapes import LayerShape
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvloom
 import naive_recipes as rules
-from kvloom.bench.filled_caches import empty_layers, fill, random_qkv
-from kvloom.bench.shapes import LayerShape
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
 from kvloom.hf.observe import observe

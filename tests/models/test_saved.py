@@ -38,6 +38,7 @@ SMALL = {
     "minikv": "residual=32",
     "minikv-pyramid": "residual=32",
     "minikv-snap": "window=8,residual=32",
+    "minikv-snap-pyramid": "window=8,residual=32",
     "pyramidkv": "tokens=40,window=8",
     "quest": "tokens=48,page=4,sinks=4,recent=8,full_layers=1",
     "random": "",

@@ -80,7 +80,14 @@ def test_a_dict_is_plain_and_without_none():
     recipe = Recipe(store=Store(values=Packed(4, "token")), protect=Protect(2, (0, 128)))
     assert recipe.to_dict() == {
         "store": {
-            "values": {"bits": 4, "axis": "token", "group": 32, "meta": "fp16", "residual": 1}
+            "values": {
+                "bits": 4,
+                "axis": "token",
+                "group": 32,
+                "meta": "fp16",
+                "residual": 1,
+                "boost": 0,
+            }
         },
         "protect": {"sinks": 2, "recent": [0, 128]},
         "name": "custom",

@@ -18,7 +18,7 @@ from .general import PARTS
 from .kitty import kitty
 from .kivi import kivi, kivi_4
 from .kvzip import kvzip
-from .minikv import minikv, minikv_pyramid, minikv_snap
+from .minikv import minikv, minikv_pyramid, minikv_snap, minikv_snap_pyramid
 from .norms import knorm, vatp
 from .recall import clusterkv, clusterkv_2bit, quest, topk
 from .rptq import rptq
@@ -50,6 +50,7 @@ RECIPES: Registry[Build] = Registry(
         "minikv": minikv,
         "minikv-pyramid": minikv_pyramid,
         "minikv-snap": minikv_snap,
+        "minikv-snap-pyramid": minikv_snap_pyramid,
         "pyramidkv": pyramidkv,
         "quest": quest,
         "random": random,

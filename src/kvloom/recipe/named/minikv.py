@@ -49,10 +49,23 @@ def minikv_snap(
     bits: int | float = 2,
     group: int = 16,
     residual: int = 128,
+    layers: str = "uniform",
 ) -> Recipe:
     """MiniKV with SnapKV's choice of tokens."""
-    budget = Budget(fraction=fraction, recent=window)
+    budget = Budget(fraction=fraction, recent=window, layers=layers)
     return _minikv(budget, Observation(window=window, kernel=kernel), bits, group, residual)
+
+
+def minikv_snap_pyramid(
+    fraction: float = 0.5,
+    window: int = 32,
+    kernel: int = 7,
+    bits: int | float = 2,
+    group: int = 16,
+    residual: int = 128,
+) -> Recipe:
+    """MiniKV with SnapKV's choice, and more tokens in lower layers."""
+    return minikv_snap(fraction, window, kernel, bits, group, residual, layers="pyramid")
 
 
 def _minikv(budget: Budget, scorer: Scorer, bits: float, group: int, residual: int) -> Recipe:

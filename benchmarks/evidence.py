@@ -48,11 +48,12 @@ HERE = Path(__file__).parent
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
 EVICTING = (
     "h2o,keyformer,snapkv,pyramidkv,streaming,minikv,minikv-snap,"
-    "snapkv+kivi-4.toml,snapkv+turbo-4.toml"
+    "snapkv+kivi-4.toml,snapkv+turbo-4.toml,expected:store=kivi-4,expected:store=turbo"
 )
 OTHERS = (
     "kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
+    "kitty,kitty:sinks=4,rotate=true,kitty:boost=32,sinks=4,rotate=true,"
     "skvq,quest,clusterkv,clusterkv-2bit"
 )
 FEW = (
@@ -172,16 +173,22 @@ def printer(run: str) -> Callable[[str, int], None]:
 
 
 def table(figures: list[dict]) -> str:
-    """Return the perplexity task as a Markdown table, by bytes."""
+    """Return perplexity and needles as a Markdown table, by bytes."""
     rows = [f for f in figures if f["task"] == "perplexity" and f["scores"]]
+    needles = {f["recipe"]: f["scores"].get("correct") for f in figures if f["task"] == "niah"}
     full = next(f["scores"]["perplexity"]["mean"] for f in rows if f["recipe"] == "full")
-    lines = ["| Recipe | Bytes | Perplexity | KL, mean | Agreement |", "|---|---|---|---|---|"]
+    lines = [
+        "| Recipe | Bytes | Perplexity | KL, mean | Agreement | Needles |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in sorted(rows, key=lambda f: -f["share"]):
-        s = row["scores"]
+        s, found = row["scores"], needles.get(row["recipe"])
         kl = s["kl_mean"]
         lines.append(
             f"| `{row['recipe']}` | {row['share']:.1%} | {s['perplexity']['mean'] / full:.3f}× | "
-            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}] | {s['agreement']['mean']:.1%} |"
+            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}] | "
+            f"{s['agreement']['mean']:.1%} | "
+            f"{'' if found is None else format(found['mean'], '.0%')} |"
         )
     return "\n".join(lines)
 

@@ -7,8 +7,8 @@ sees exact keys.
 
 Departures: scales are guarded for constant groups (the official code divides by zero); codes are
 computed with the stored, rounded scale and zero; keys and values are never repeated for
-grouped-query attention; padding does not enter a group's range. With `rotate`, keys and values are
-quantized after the rotation of `turbo`, which the paper does not do.
+grouped-query attention; padding does not enter a group's range. Not in the paper: `rotate`, which
+quantizes keys and values after the rotation of `turbo`, and `sinks`, first tokens that stay exact.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def kivi(
     residual: int = 128,
     meta: str = "fp16",
     rotate: bool = False,
+    sinks: int = 0,
 ) -> Recipe:
     """KIVI (arXiv:2402.02750): keys per channel, values per token, 2 bit."""
     transform = Transform(hadamard=True) if rotate else None
@@ -31,13 +32,17 @@ def kivi(
             keys=Packed(bits, "channel", group, meta, residual=residual, transform=transform),
             values=Packed(bits, "token", group, meta, transform=transform),
         ),
-        protect=Protect(recent=(0, residual)),
+        protect=Protect(sinks, (0, residual)),
         name="kivi",
     )
 
 
 def kivi_4(
-    group: int = 32, residual: int = 128, meta: str = "fp16", rotate: bool = False
+    group: int = 32,
+    residual: int = 128,
+    meta: str = "fp16",
+    rotate: bool = False,
+    sinks: int = 0,
 ) -> Recipe:
     """KIVI at 4 bit."""
-    return kivi(4, group, residual, meta, rotate)
+    return kivi(4, group, residual, meta, rotate, sinks)

@@ -50,6 +50,10 @@ def token(bits, group=32, meta="fp16", **more):
     return Packed(bits, "token", group, meta, transform=Transform(**more) if more else None)
 
 
+def hadamard(bits, axis, group):
+    return Packed(bits, axis, group, residual=group, transform=Transform(hadamard=True))
+
+
 def channels(**which):
     """A calibration: groups of unequal size across heads, divisors, ranges."""
     g = torch.Generator().manual_seed(5)
@@ -79,6 +83,7 @@ FORMS = {  # keys, values, head dimension, dtype, calibration
     "exact": (None, None, 80, FP32, None),
     "rotated": (token(3, 0, rotate=True), token(2, 16, "fp8", rotate=True), 96, FP32, None),
     "keys rotated": (token(4, 32, rotate=True), token(2), 64, FP32, None),
+    "rotated ranges": (hadamard(4, "channel", 16), hadamard(3, "token", 32), 96, FP32, None),
     "skvq": (token(2, 32, "fp8", clip=0.9, **LAYER), token(1.5, 32, "fp8", clip=0.9, **LAYER),
              64, FP32, channels(group_of=1)),
     "smooth": (token(2, 32, smooth=True), token(4, 64, smooth=True), 64, FP32,

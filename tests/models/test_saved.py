@@ -24,6 +24,8 @@ from pairwise import some_slow
 # Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.
 SMALL = {
     "full": "",
+    "near-lossless": "group=16,residual=32",
+    "balanced": "group=16,residual=32",
     "clusterkv": "tokens=40,size=8,sinks=4,full_layers=1",
     "clusterkv-2bit": "tokens=140,size=8,sinks=4,full_layers=1",
     "dilated": "tokens=40",

@@ -22,7 +22,7 @@ def command(
         str, typer.Argument(metavar="PROMPT", help="The text to continue; -: read it from stdin.")
     ] = "-",
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "kivi",
+    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "near-lossless",
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Stop after this many new tokens.")
     ] = 128,

@@ -16,7 +16,7 @@ from .report import Report, report
 from .routing import route, unroute
 
 
-def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "kivi") -> Report:
+def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless") -> Report:
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
     model: as for `Cache`; in the wrapper of `torch.compile` its steps run uncompiled. A cache that

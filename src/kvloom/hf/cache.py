@@ -28,7 +28,9 @@ class Cache(RoutedCache):
     time: a second one raises `CacheMisuse`.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe | str | Path = "kivi") -> None:
+    def __init__(
+        self, model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
+    ) -> None:
         model = compat.unwrap(model)
         compat.refuse_unsupported(model)
         self.recipe, self.owner = resolve(recipe), Owner(model)

@@ -96,7 +96,7 @@ def _attend_problems(module: Any) -> Any:
 
 _ATTEND_GPU = (
     "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, bf16; "
-    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform but hadamard, no "
+    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, no "
     "boost, not before RoPE, "
     "metadata fp32, fp16, bf16, fp8; padding, softcap, bias, causal; chosen tokens"
 )

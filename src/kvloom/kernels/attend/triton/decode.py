@@ -24,7 +24,8 @@ from ..reference import State
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
 _KNOWN = {"bits", "axis", "group", "meta", "transform", "residual", "unit"}
-_TRANSFORMS = {"span", "reorder", "clip", "smooth", "static", "rotate"}
+_TRANSFORMS = {"span", "reorder", "clip", "smooth", "static", "rotate", "hadamard"}
+_LEVELS, _AFFINE = 1, 2  # how codes of rotated channels become numbers
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -167,6 +168,7 @@ def _side(letter: str, view: KVView) -> _Side:
     d = tail.shape[3]
     codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
     meta, bits, kind, group, rotated, sealed, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
+    rotation = 0
     if packed is not None:
         bits, sealed, how = fmt.bits, packed.hi, packed.channelwise
         codes, scale, zero = (
@@ -175,6 +177,8 @@ def _side(letter: str, view: KVView) -> _Side:
         )
         kind, group, rotated = (0 if fmt.axis == "channel" else 1), fmt.group or d, how.rotated
         if rotated:
+            rotation = _LEVELS if fmt.transform.rotate else _AFFINE
+        if rotation == _LEVELS:
             zero, table = scale, _levels(bits, tail.device)
         elif how.fixed is not None:  # one for all tokens
             kind = 3
@@ -195,10 +199,10 @@ def _side(letter: str, view: KVView) -> _Side:
     given = dict(zip((*names, *strides, "sealed"), (*tensors, *steps, sealed), strict=True))
     arguments = {f"{letter}_{name}": x for name, x in given.items()}
     codes_of = 15 if bits == 1.5 else int(bits)
-    form = {"BITS": codes_of, "KIND": kind, "GROUP": group, "ROT": rotated > 0, "DIV": divided}
+    form = {"BITS": codes_of, "KIND": kind, "GROUP": group, "ROT": rotation, "DIV": divided}
     constants = {f"{letter.upper()}_{name}": x for name, x in form.items()}
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
-    apart, slow = bits == 1.5 or rotated > 0 or kind == 2, bits in (1, 3, 8)
+    apart, slow = bits == 1.5 or rotation == _LEVELS or kind == 2, bits in (1, 3, 8)
     most = 16 if apart else 32 if slow or scale.dtype == torch.uint8 else 64
     return _Side(arguments, constants, bits, sealed, rotated, most)
 

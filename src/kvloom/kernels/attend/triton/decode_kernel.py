@@ -128,7 +128,7 @@ def _unpacked(
     """The packed tokens n [BN] in fp32, rotated ones as they were rotated: [BN, DP]."""
     code = _codes(codes, c_n, base, first, stop, n, ok, o_d, BITS, D, DP, BN, APART)
     big = _meta(scale, m_n, group_of, base, first, stop, n, ok, o_d, KIND, GROUP, D, DP, BN, APART)
-    if ROTATED:
+    if ROTATED == 1:  # by levels; other rotated codes are affine
         x = tl.load(levels + code) * big
     else:
         off = _meta(

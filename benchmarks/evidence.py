@@ -51,13 +51,13 @@ EVICTING = (
     "snapkv+kivi-4.toml,snapkv+turbo-4.toml,expected:store=kivi-4,expected:store=turbo"
 )
 OTHERS = (
-    "kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
+    "near-lossless,balanced,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
     "kitty,kitty:sinks=4,rotate=true,kitty:boost=32,sinks=4,rotate=true,"
     "skvq,quest,clusterkv,clusterkv-2bit"
 )
 FEW = (
-    "kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq,quest,clusterkv,clusterkv-2bit,"
+    "near-lossless,balanced,kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq,quest,clusterkv,clusterkv-2bit,"
     "h2o,keyformer,snapkv,streaming,minikv,snapkv+kivi-4.toml"
 )
 FEW_SHARES = 1 / 5, 1 / 8

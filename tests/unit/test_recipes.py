@@ -194,6 +194,7 @@ def test_every_recipe_has_one_line_and_defaults_for_its_options(name):
 def test_three_recipes_by_their_options():
     assert options("kivi") == {
         "bits": 2, "group": 32, "residual": 128, "meta": "fp16", "rotate": False,
+        "sinks": 0,
     }  # fmt: skip
     assert options("streaming") == {"tokens": 1024, "sinks": 4, "positions": "original"}
     assert options("full") == {}

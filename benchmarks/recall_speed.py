@@ -141,7 +141,7 @@ def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[T
     computed: dict[str, Tensor] = {}
 
     def rate(q: Tensor) -> None:
-        computed["scores"] = finder.scores(q[:, :, 0], "mean")
+        computed["scores"] = finder.scores(q[:, :, 0], retriever.recall.group)
 
     def choose(q: Tensor) -> None:
         computed["slots"] = finder.choose(computed["scores"], count)

@@ -18,7 +18,7 @@ from kvloom.kernels.select.cpu import select as cpu
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 D = 32
-GROUPS = ("mean", "max", "each")
+GROUPS = ("mean", "max", "turns", "each")
 
 
 def draw(b, h, n, seed=0, dtype=FP32):
@@ -159,6 +159,37 @@ def test_exactly_m_tokens_of_the_best_clusters(seed, m, r, ties):
     got = cpu.select_clusters(scores, *held, m)
     assert got.dtype == torch.long
     assert torch.equal(got, ref.select_clusters(scores, *held, m))
+
+
+@given(
+    st.integers(0, 999),
+    st.integers(1, 400),
+    st.integers(1, 4),
+    st.sampled_from([5, 128, 300]),
+    st.booleans(),
+)
+def test_heads_take_clusters_and_pages_in_turns(seed, m, r, c, ties):
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, max(1, c - 2), (2, 2, 400), generator=g)
+    scores = torch.randn(2, 2, r, c, generator=g)
+    scores = scores.round() if ties else scores
+    scores = scores.masked_fill(~some(2, 2, 1, c, share=0.7, seed=seed), -torch.inf)
+    size = ref.sizes(labels, c)
+    clusters = size.int(), (size.cumsum(-1) - size).int(), labels.argsort(dim=-1, stable=True).int()
+    got = cpu.select_clusters(scores, *clusters, m)
+    assert got.shape == (2, 2, m)
+    assert torch.equal(got, ref.select_clusters(scores, *clusters, m))
+    pages = 1 + m % c
+    assert torch.equal(cpu.select_pages(scores, pages, 3), ref.select_pages(scores, pages, 3))
+
+
+def test_every_head_takes_its_best_in_the_first_round():
+    scores = torch.tensor([[[[5.0, 4, 3, 2, 1], [0, 9, 8, 2, 7]]]])
+    for kernel in (ref, cpu):  # 0 and 1; 1 is taken, and 2; 2 is taken, and 4; 3
+        assert kernel.select_pages(scores, 5, 1).flatten().tolist() == [0, 1, 2, 4, 3]
+    assert ref.together(scores.view(1, 2, 5), 1, "turns").argsort(descending=True).tolist() == [
+        [[0, 1, 2, 4, 3]]
+    ]
 
 
 @given(st.integers(0, 999), st.integers(1, 300), st.integers(1, 16), st.booleans())

@@ -63,16 +63,27 @@ class Lists:
             parts = self.members
             rated = [[x @ c for c in self.centroids] for x in q]
         rated = np.array(rated)
-        if self.group != "each":
+        if self.group in ("mean", "max"):
             one = rated.mean(axis=0) if self.group == "mean" else rated.max(axis=0)
             rated = np.array([one] * len(q))
         found = []
         for row in rated:
             best = sorted(range(len(parts)), key=lambda i: -row[i])
+            if self.group == "turns":
+                best = in_turns(rated)
             tokens = [j for i in best for j in parts[i]]
             whole = self.find // 8 * 8 if self.kind == "pages" else self.find
             found.append(always + tokens[:whole])
         return found
+
+
+def in_turns(rated):
+    """Parts in the order in which the queries of a group take them: rated [R, parts]."""
+    orders = [sorted(range(len(row)), key=lambda i: -row[i]) for row in rated]
+    taken = []
+    for choices in zip(*orders, strict=True):
+        taken += [part for part in dict.fromkeys(choices) if part not in taken]
+    return taken
 
 
 SPECS = {
@@ -82,7 +93,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("group", ["mean", "max", "each"])
+@pytest.mark.parametrize("group", ["mean", "max", "turns", "each"])
 @pytest.mark.parametrize("kind", SPECS)
 def test_every_step_is_attention_over_the_listed_tokens(kind, group):
     spec, find, recent = SPECS[kind]
@@ -132,5 +143,7 @@ def test_the_recipes_read_as_the_papers():
     assert (cluster.index.size, cluster.index.block, cluster.index.block_clusters) == (80, 320, 4)
     assert (cluster.index.distance, cluster.index.iterations) == ("cosine", 20)
     assert resolve("clusterkv").protect.sinks == 16
+    assert (cluster.group, quest.group) == ("turns", "mean")
+    assert resolve("clusterkv-2bit").recall.group == "turns"
     assert quest.index.page == 16
     assert (cluster.full_layers, quest.full_layers) == (2, 2)

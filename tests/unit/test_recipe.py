@@ -154,7 +154,7 @@ def test_bad_protection_is_refused(fields, wrong):
         (lambda: Recall(Pages(), tokens=0), "budget tokens=0 must be a whole number, 1 or"),
         (lambda: Recall(Pages(), tokens=0.5), "tokens=0.5 must be a whole number, 1 or more"),
         (lambda: Recall(Pages(), full_layers=-1), "full_layers=-1 must be a whole number, 0 or"),
-        (lambda: Recall(Pages(), group="sum"), "group='sum' is not one of mean, max, each"),
+        (lambda: Recall(Pages(), group="sum"), "group='sum' is not one of mean, max, turns, each"),
         (lambda: Tier("x"), "kind='x' is not one of host, file; leave the tier out to keep every"),
         (lambda: Pages(0), "page=0 must be a whole number, 1 or more"),
         (lambda: Clusters(size=0), "size=0 must be a whole number, 1 or more"),

@@ -142,5 +142,5 @@ class ClusterFinder(Finder):
         return torch.empty_like(cluster).scatter_(2, self.order.long(), cluster)
 
     def scores(self, q: Tensor, group: str) -> Tensor:
-        """Return the scores of the clusters for queries [B, Hq, D]: fp32 [B, Hk or Hq, C]."""
+        """Return the scores of the clusters for queries [B, Hq, D], see `select.reference`."""
         return ops.cluster_scores(q, self.centroids, self.alive, group)

@@ -21,6 +21,7 @@ from .tiers import Tier
 GROUPS = {
     "mean": "the query heads of a group choose by the mean of their scores",
     "max": "by the largest of their scores",
+    "turns": "they take turns, and each takes the best of its own scores",
     "each": "every query head chooses alone, as the papers' code does",
 }
 

@@ -76,7 +76,7 @@ class PageFinder(Finder):
         return self.choose(self.scores(q, group), tokens)
 
     def scores(self, q: Tensor, group: str) -> Tensor:
-        """Return upper bounds of q . k in the pages, q [B, Hq, D]: fp32 [B, Hk or Hq, P]."""
+        """Return upper bounds of q . k in the pages, q [B, Hq, D], see `select.reference`."""
         return ops.page_scores(q, self.low, self.high, group)
 
     def choose(self, scores: Tensor, tokens: int) -> Tensor:

@@ -118,13 +118,15 @@ def sizes(labels: Tensor, clusters: int) -> Tensor:
 
 
 def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
-    """How queries [B, Hq, D] rate clusters, q . centroid: fp32 [B, Hk, C], "each": [B, Hq, C].
+    """Return the scores q . centroid of queries [B, Hq, D]: fp32 [B, Hk, C].
 
-    centroids: [B, Hk, C, D]. alive: bool [B, Hk, C]; the others are rated minus infinity.
+    "each": [B, Hq, C]; "turns": [B, Hk, R, C]. centroids: [B, Hk, C, D]. alive: bool [B, Hk, C];
+    the scores of other clusters are minus infinity.
     """
     b, hk, c = alive.shape
     dead = ~alive.unsqueeze(2).expand(b, hk, q.shape[1] // hk, c).reshape(b, -1, c)
-    return together(dots(q, centroids).masked_fill_(dead, -torch.inf), hk, group)
+    scores = dots(q, centroids).masked_fill_(dead, -torch.inf)
+    return scores.view(b, hk, -1, c) if group == "turns" else together(scores, hk, group)
 
 
 def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
@@ -132,7 +134,22 @@ def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
     if group == "each":
         return scores
     by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
+    if group == "turns":
+        return by_turns(by_group)
     return by_group.amax(dim=2) if group == "max" else by_group.mean(dim=2)
+
+
+def by_turns(scores: Tensor) -> Tensor:
+    """Return one score for the R query heads of a group that take turns: fp32 [B, Hk, N].
+
+    scores: [B, Hk, R, N]. In turn t of a round, head t takes the best of its scores that it has not
+    taken; of equal scores the first. What is taken earlier by any head has the larger result.
+    """
+    r = scores.shape[2]
+    best = scores.argsort(dim=-1, descending=True, stable=True)
+    rounds = best.argsort(dim=-1)
+    turn = rounds * r + torch.arange(r, device=scores.device).unsqueeze(-1)
+    return -turn.amin(dim=2).float()
 
 
 def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
@@ -140,8 +157,10 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
 
     scores: fp32 [B, H, C]. size, start: [B, Hk, C], where each cluster's tokens lie in order
     [B, Hk, N], every token once. H is a multiple of Hk: heads of a group choose alone. Clusters are
-    taken best first; of the last, the oldest tokens that still fit.
+    taken best first; of the last, the oldest tokens that still fit. scores of [B, Hk, R, C]: see
+    `by_turns`, H is Hk.
     """
+    scores = by_turns(scores) if scores.dim() == 4 else scores
     b, h, _ = scores.shape
     r = h // size.shape[1]
     best = scores.argsort(dim=-1, descending=True, stable=True)
@@ -172,23 +191,24 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str = "each") -> Te
     """The most that q . k can be for a key of each page; -inf for no tokens.
 
     q: [B, Hq, D]. low, high: [B, Hk, pages, D]. Returns fp32 [B, Hk, pages], of the heads that
-    choose together; "each": [B, Hq, pages]. max(q low, q high) summed over channels is
-    relu(q) high - relu(-q) low.
+    choose together; "each": [B, Hq, pages]; "turns": [B, Hk, R, pages]. The sum
+    of max(q low, q high) over channels is relu(q) high - relu(-q) low.
     """
     b, hq, d = q.shape
     rows = q.float().view(b, low.shape[1], -1, d)
     top = rows.clamp_min(0) @ high.float().transpose(-1, -2)
     top -= (-rows).clamp_min(0) @ low.float().transpose(-1, -2)
     none = (low[..., 0] > high[..., 0]).unsqueeze(2)
-    scores = top.masked_fill_(none, -torch.inf).view(b, hq, -1)
-    return together(scores, low.shape[1], group)
+    scores = top.masked_fill_(none, -torch.inf)
+    return scores if group == "turns" else together(scores.view(b, hq, -1), low.shape[1], group)
 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
     """Every token of the best pages, best first, of equal ones the oldest: [B, H, pages * page].
 
-    scores: fp32 [B, H, P].
+    scores: fp32 [B, H, P], or [B, H, R, P], see `by_turns`.
     """
+    scores = by_turns(scores) if scores.dim() == 4 else scores
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :pages]
     return (best.unsqueeze(-1) * page + torch.arange(page, device=best.device)).flatten(2)
 

@@ -13,9 +13,10 @@ largest upper bound of q . k.
 topk reads the tokens with the largest q . k themselves. It reads every key to find them, and so is
 the oracle for the others.
 
-Departures of all three: the query heads of a key/value head choose together, by the mean of their
-scores, so that a step reads a token once for all of them (group="each": every query head alone, as
-in the papers' code); steps of several tokens (a second turn, a draft) read everything.
+Departures of all three: the query heads of a key/value head choose together, so that a step reads a
+token once for all of them. In ClusterKV they take turns (group="turns"), in the others they choose
+by the mean of their scores (group="mean"). With group="each" every query head chooses alone, as in
+the papers' code. Steps of several tokens (a second turn, a draft) read everything.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def clusterkv(
     distance: str = "cosine",
     iterations: int = 20,
     sinks: int = 16,
-    group: str = "mean",
+    group: str = "turns",
     full_layers: int = 2,
     tier: str = "device",
     steps: int = 1,
@@ -53,7 +54,7 @@ def clusterkv_2bit(
     tokens: int = 1024,
     size: int = 80,
     sinks: int = 16,
-    group: str = "mean",
+    group: str = "turns",
     full_layers: int = 2,
     tier: str = "device",
     steps: int = 1,

@@ -100,7 +100,9 @@ def _by_group(q: Tensor, hk: int) -> Tensor:
 
 
 def _grouped(scores: Tensor, group: str) -> Tensor:
-    """Scores [B, Hk, rows, C]: of the group (its mean is one row), or one behind the other."""
+    """Return the scores [B, Hk, rows, C] as `reference.cluster_scores` does; the mean is a row."""
+    if group == "turns":
+        return scores
     return scores.amax(dim=2) if group == "max" else scores.flatten(1, 2)
 
 
@@ -144,15 +146,16 @@ def _choose(
     start: Tensor | None,
     order: Tensor | None,
 ) -> Tensor:
-    b, h, n = scores.shape
+    turns = scores.shape[2] if scores.dim() == 4 else 1
+    b, h, n = scores.shape[0], scores.shape[1], scores.shape[-1]
     slots = torch.empty(b, h, budget, dtype=torch.long)
     scores = scores.contiguous()
     numbers = CHOOSE.pack(
-        heads=b * h, heads_per_kv=h // hk, count=n, budget=budget, page=page,
+        heads=b * h, heads_per_kv=h // hk, turns=turns, count=n, budget=budget, page=page,
         scores=scores.data_ptr(), slots=slots.data_ptr(), size=address(size),
         start=address(start), order=address(order), tokens=0 if order is None else order.shape[2],
     )  # fmt: skip
-    _choosing().run(numbers, 0, _threads(64 * b * h * n))
+    _choosing().run(numbers, 0, _threads(64 * b * h * turns * n))
     return slots
 
 

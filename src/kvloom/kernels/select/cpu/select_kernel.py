@@ -146,32 +146,39 @@ def choosing() -> Any:
             return
         a = read_arguments(job, layout)
         n, m, page, out, tokens = a.count, a.budget, a.page, a.slots, a.tokens
+        turns = a.turns
         size, start, order = a.size, a.start, a.order
         minus = splat(np.float32(-np.inf))
         blocks = -(-n // BLOCK)
-        scratch = np.empty(blocks * BLOCK + blocks + 16, np.float32)
-        ratings = (scratch.ctypes.data + 63) // 64 * 64  # -inf once taken
-        tops = ratings + 4 * blocks * BLOCK
+        scratch = np.empty(turns * (blocks * BLOCK + blocks) + 16, np.float32)
+        copies = (scratch.ctypes.data + 63) // 64 * 64  # of each head's ratings: -inf once taken
+        all_tops = copies + 4 * turns * blocks * BLOCK
+        taken = np.zeros(n, np.int64)  # 1 + the last head for which a cluster or page was taken
         while True:
             head = count(job)
             if head >= a.heads:
                 break
-            mine = a.scores + 4 * head * n
+            mine = a.scores + 4 * head * turns * n
             group = head // a.heads_per_kv
-            for j in range(n // 16 * 16, blocks * BLOCK, 16):
-                store(ratings + 4 * j, minus)
-            for j in range(0, n // 16 * 16, 16):
-                store(ratings + 4 * j, load(mine + 4 * j))
-            for j in range(n // 16 * 16, n):
-                store_one(ratings + 4 * j, load_one(mine + 4 * j, 0))
-            for i in range(blocks):
-                top = minus
-                for j in range(i * BLOCK, (i + 1) * BLOCK, 16):
-                    top = larger(load(ratings + 4 * j), top)
-                store_one(tops + 4 * i, largest(top))
-            filled = 0
+            for row in range(turns):
+                its, ratings = mine + 4 * row * n, copies + 4 * row * blocks * BLOCK
+                for j in range(n // 16 * 16, blocks * BLOCK, 16):
+                    store(ratings + 4 * j, minus)
+                for j in range(0, n // 16 * 16, 16):
+                    store(ratings + 4 * j, load(its + 4 * j))
+                for j in range(n // 16 * 16, n):
+                    store_one(ratings + 4 * j, load_one(its + 4 * j, 0))
+                for i in range(blocks):
+                    top = minus
+                    for j in range(i * BLOCK, (i + 1) * BLOCK, 16):
+                        top = larger(load(ratings + 4 * j), top)
+                    store_one(all_tops + 4 * (row * blocks + i), largest(top))
+            filled, turn = 0, 0
             rest = 0  # ratings of minus infinity come last, in order
             while filled < m:
+                ratings = copies + 4 * turn * blocks * BLOCK
+                tops = all_tops + 4 * turn * blocks
+                turn = turn + 1 if turn + 1 < turns else 0
                 best, block = np.float32(-np.inf), -1
                 for i in range(blocks):
                     x = load_one(tops + 4 * i, 0)
@@ -186,6 +193,10 @@ def choosing() -> Any:
                     for j in range(block * BLOCK, (block + 1) * BLOCK, 16):
                         top = larger(load(ratings + 4 * j), top)
                     store_one(tops + 4 * block, largest(top))
+                    if turns > 1:
+                        if taken[unit] == head + 1:
+                            continue
+                        taken[unit] = head + 1
                 else:
                     while rest < n and load_one(mine + 4 * rest, 0) > np.float32(-np.inf):
                         rest += 1

@@ -166,7 +166,7 @@ def _options(
         bias = padded(bias.expand(-1, hq, n).float()).expand(b, hq, -1)
     if noise is not None and _NOISE[noise.kind]:
         keys = padded(noise.keys.expand(-1, -1, n).int()).expand(b, hk, -1)
-        kind, seed = _NOISE[noise.kind], noise.seed % (1 << 32)
+        kind, seed = _NOISE[noise.kind], noise.first_seed(hq // hk)
         first, fixed = noise.first, int(noise.fixed)
     numbers = OPTIONS.pack(
         bias=strides(bias, 2), valid=strides(valid, 2), row_weights=strides(real, 1),

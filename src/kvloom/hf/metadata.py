@@ -85,8 +85,11 @@ def identity(model: PreTrainedModel, part: bool = False) -> dict[str, Any]:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         some = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
         digest.update(some.view(torch.uint8).numpy().tobytes())
-    return {"model": type(model).__name__, "layers": g.layers,
-            "kv_heads": g.kv_heads if part else g.kv_heads * g.ranks, "head_dim": g.head_dim, "weights": digest.hexdigest()[:16]}  # fmt: skip
+    return {
+        "model": type(model).__name__, "layers": g.layers,
+        "kv_heads": g.kv_heads if part else g.kv_heads * g.ranks,
+        "head_dim": g.head_dim, "weights": digest.hexdigest()[:16],
+    }  # fmt: skip
 
 
 def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
@@ -161,9 +164,7 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
                 s: None if x is None else of_heads(x, store.quantized[s], s, *heads)
                 for s, x in sides.items()
             }
-        read[key] = LayerMetadata(
-            sides.get("keys"), sides.get("values"), rope, geometry.first_head
-        )
+        read[key] = LayerMetadata(sides.get("keys"), sides.get("values"), rope, geometry.first_head)
     found: LayerMetadata = read[key]
     return found
 

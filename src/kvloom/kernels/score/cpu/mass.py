@@ -134,7 +134,7 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
         return lowest(F.pad(scores, more, value=torch.inf), F.pad(index, more), before, see)
     scores, index = scores.contiguous(), index.contiguous()
     see = None if see is None else see.contiguous()
-    slots = torch.empty(b, h, 1, dtype=torch.int64)
+    slots = torch.empty(b, h, 1, dtype=torch.int64, device="cpu")
     numbers = LOWEST.pack(
         heads=b * h, tokens=n, before=before, scores=scores.data_ptr(), index=index.data_ptr(),
         visible=address(see), slots=slots.data_ptr(),

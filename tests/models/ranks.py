@@ -40,6 +40,7 @@ RECIPES = {
         "pyramidkv:fraction=0.5", "keyformer", "random", "kvzip:fraction=0.5",
         "expected:fraction=0.5", "h2o:shared=true", "quest:tokens=96", "clusterkv:tokens=96",
     ],
+    "beams": ["near-lossless", "keyformer:fraction=0.3"],
 }  # fmt: skip
 ARCHITECTURES = ("mistral-sliding", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "glm4")
 """Of `zoo`; every rank holds all heads of Phi-3."""
@@ -68,6 +69,14 @@ def of_recipe(model: Any, recipe: str, ids: list[int], new: int) -> dict[str, An
     }
 
 
+def beams(model: Any, recipe: str, ids: list[int]) -> list[list[int]]:
+    """Return the new tokens of two rows, one of them padded, by three beams."""
+    rows, mask = torch.tensor([ids[:80], [0] * 25 + ids[100:155]]), torch.ones(2, 80).long()
+    mask[1, :25] = 0
+    options = {"num_beams": 3, "max_new_tokens": 10, "past_key_values": kvloom.Cache(model, recipe)}
+    return model.generate(rows, attention_mask=mask, do_sample=False, **options)[:, 80:].tolist()
+
+
 def of_models(folder: Path, models: dict[str, Any], ids: dict[str, list[int]]) -> dict[str, Any]:
     """Return what each recipe gives, by model and recipe, in one process or in one of several."""
     at = folder / "calibration.kvcal"
@@ -82,6 +91,9 @@ def of_models(folder: Path, models: dict[str, Any], ids: dict[str, list[int]]) -
     }
     for name in ARCHITECTURES:
         found[name] = {"near-lossless": of_recipe(models[name], "near-lossless", ids["random"], 8)}
+    found["beams"] = {
+        recipe: beams(models["random"], recipe, ids["random"]) for recipe in RECIPES["beams"]
+    }
     return found
 
 

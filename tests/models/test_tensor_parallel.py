@@ -100,6 +100,12 @@ def test_tokens_are_those_of_one_process(results, name, recipe):
         assert found["tokens"] == results["one"][name][recipe]["tokens"]
 
 
+@pytest.mark.parametrize("recipe", ranks.RECIPES["beams"])
+def test_beams_of_padded_rows_are_those_of_one_process(results, recipe):
+    for rank in results["ranks"]:
+        assert rank["recipes"]["beams"][recipe] == results["one"]["beams"][recipe]
+
+
 @pytest.mark.parametrize("name", ["trained", "random"])
 def test_full_gives_the_tokens_of_plain_transformers(results, name):
     model = ranks.load(results["folder"] / name)

@@ -58,11 +58,23 @@ def generate(model: Any, cache: Any, ids: list[int], new: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
+def kept(cache: kvloom.Cache) -> list[list[int]]:
+    """Return a number for the tokens that each head keeps, by layer and head."""
+    return [
+        (layer.cache.logical()[0].sort().values * 7919 % 10007).sum(dim=-1).tolist()
+        for layer in cache.routed
+    ]
+
+
 def of_recipe(model: Any, recipe: str, ids: list[int], new: int) -> dict[str, Any]:
     cache = kvloom.Cache(model, recipe)
+    evicts = cache.recipe.keep is not None
+    for layer in cache.routed * evicts:
+        layer.cache.observe()
     tokens = generate(model, cache, ids, new)
     return {
         "tokens": tokens,
+        "kept": kept(cache) if evicts else [],
         "nbytes": cache.nbytes,
         "heads": [layer.cache.like.shape[1] for layer in cache.routed],
         "predicted": cache.recipe.nbytes(len(ids), cache.geometry),

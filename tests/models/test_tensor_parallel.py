@@ -30,6 +30,7 @@ CASES = [
     *((name, recipe) for name in ranks.NEW for recipe in ranks.RECIPES[name]),
     *((name, "near-lossless") for name in ranks.ARCHITECTURES),
 ]
+EVICTS = ("minikv", "h2o", "snapkv", "pyramidkv", "keyformer", "random", "kvzip", "expected")
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,14 @@ def test_tokens_are_those_of_one_process(results, name, recipe):
     for rank in results["ranks"]:
         found = rank["recipes"][name][recipe]
         assert found["tokens"] == results["one"][name][recipe]["tokens"]
+
+
+@pytest.mark.parametrize(("name", "recipe"), [x for x in CASES if x[1].startswith(EVICTS)])
+def test_each_head_keeps_the_tokens_that_it_keeps_in_one_process(results, name, recipe):
+    layers = [rank["recipes"][name][recipe]["kept"] for rank in results["ranks"]]
+    found = [[n for part in heads for n in part] for heads in zip(*layers, strict=True)]
+    assert found
+    assert found == results["one"][name][recipe]["kept"]
 
 
 @pytest.mark.parametrize("recipe", ranks.RECIPES["beams"])

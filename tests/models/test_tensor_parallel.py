@@ -167,6 +167,7 @@ def test_what_needs_all_heads_is_refused_before_anything_is_changed(results):
             "layers='variance' divides a budget by the scores of all heads" in (refused["variance"])
         )
         assert "UnsupportedModel: a calibration needs all heads" in refused["calibrate"]
+        assert "UnsupportedModel: kvloom.auto needs all heads" in refused["auto"]
         assert refused["routed"] == ""
 
 

@@ -191,6 +191,13 @@ class ScoreEvictor:
         assert self.repetition is not None
         self.repetition.note(tokens, step, new, repeated, self.score)
 
+    def take_repetition(self, other: ScoreEvictor) -> None:
+        """Take the scores of another evictor, whose cache holds the same prompt."""
+        assert self.repetition is not None
+        assert other.repetition is not None
+        scores = other.repetition.scores
+        self.repetition.scores = None if scores is None else scores.clone()
+
     def end_repetition(self, tokens: Segment) -> None:
         """Give the tokens of a prompt that was not repeated equal scores."""
         assert self.repetition is not None

@@ -208,6 +208,7 @@ LATE = {
     "h2o": resolve("h2o"),
     "window": resolve("window:tokens=40"),
     "quest": resolve("quest:tokens=40,page=4,sinks=4,recent=8,full_layers=1"),
+    "infinigen": resolve("infinigen:tokens=40,sinks=4,recent=8,full_layers=1"),
     "outliers": Recipe(
         store=resolve("rtn:group=16").store, protect=Protect(2, 8, kvloom.Outliers(4))
     ),

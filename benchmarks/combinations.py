@@ -49,7 +49,8 @@ from kvloom.workload.text import library_text
 PROMPT = 376  # 120 tokens behind the second block of 128: decoding fills the third
 STEPS = (*[1] * 9, 5, 1, 70, 1)
 BUDGET = 248  # of a keep: as long a way into a block
-ATTENTION, STORED = 1e-5, 1e-6  # the largest error of fp32, over the largest number
+ATTENTION = 2.0**-22  # four rounding errors of fp32, over the size that `held.Findings` names
+STORED = 1e-6
 MORE_STORES = "kivi:bits=3", "kivi:rotate=true", "kitty:rotate=true", "rtn:bits=8", "rtn:bits=1.5"
 SIMILAR = {*MORE_STORES, "kivi-4", "balanced", "store", "skvq-k2v1.5"}
 """Stores that differ from another one in bits, or combine two others: tried in pairs only."""
@@ -206,8 +207,8 @@ def run(model: Any, ids: torch.Tensor, recipe: Recipe, padded: bool = False) -> 
     new = dispatch.ran - before
     by_reference = sorted({f"{op}: {why}" for (op, backend, why) in new if backend == "ref"})
     return {"attention": found.attention, "stored": found.stored, "steps": found.steps,
-            "recalled": found.recalls, "by_reference": by_reference,
-            "wrong": sorted(set(wrong))}  # fmt: skip
+            "recalled": found.recalls, "wrong": sorted(set(wrong)),
+            "by_reference": by_reference}  # fmt: skip
 
 
 def main() -> None:
@@ -244,10 +245,15 @@ def main() -> None:
             print(f"FAILED {name}: {line}", flush=True)
     print(table(found))
     failed = [name for name, one in found.items() if one["wrong"]]
+    slow: dict[str, int] = {}
+    for one in found.values():
+        for why in one.pop("by_reference", ()):
+            slow[why] = slow.get(why, 0) + 1
     print(f"{len(found)} combinations ran, {len(failed)} failed, {len(refused)} are refused")
     if not args.only and args.every == 1:
         name = "combinations" + "_padded" * args.padded + "_ref" * (dispatch.setting() == "ref")
         record.write(name, {"environment": record.environment(), "prompt": PROMPT, "steps": STEPS,
+                            "seconds": round(time.time() - began), "by_reference": slow,
                             "ran": found, "refused": _by_reason(refused)})  # fmt: skip
     sys.exit(bool(failed))
 

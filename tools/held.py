@@ -42,7 +42,8 @@ class Held(NamedTuple):
 class Findings:
     """The largest errors of all layers and steps, and what was wrong.
 
-    attention: difference of the output from the reference, over the largest value read. stored:
+    attention: difference of the output from the reference, over the largest value read and the
+    largest sum of |q k| of a logit (or 1), with which the rounding errors of fp32 grow. stored:
     difference of a stored token from the model's, packed and unpacked by the reference where it is
     packed, over the largest magnitude.
     """
@@ -97,9 +98,9 @@ class CheckedLayer(RoutedLayer):
         out = super().attend(q, k, v, scale, mask, softcap, alibi)
         if seen and self.cache.retriever is not None and not repeats:
             held = self._recalled(held, indexed, q.shape[1])
-        want, largest, read = self._reference(q, k, v, held, visible, scale)
+        want, size, read = self._reference(q, k, v, held, visible, scale)
         off = torch.where(visible[:, None, seen:, None], (out.double() - want).abs(), 0.0)
-        self.findings.attention = max(self.findings.attention, float(off.max() / largest))
+        self.findings.attention = max(self.findings.attention, float(off.max()) / size)
         if out.isnan().any():
             self.findings.wrong.append(f"{self.cache.name}: NaN at token {seen}")
         if not repeats:
@@ -228,8 +229,12 @@ class CheckedLayer(RoutedLayer):
         if keep is None or keep.when != "prompt":
             return keys
         end = tokens.first + tokens.kept
-        moved = torch.arange(index.shape[2]) + end - tokens.kept
-        return turned(keys, torch.where(index < end, moved - index, 0), self.rope)
+        by = torch.arange(index.shape[2]) + end - tokens.kept - index
+        by = by.masked_fill(index >= end, 0)
+        assert self.rope is not None, "give check the model's rotary embedding"
+        found = self.rope.rotate(keys, by)  # packing depends on its last bit
+        self._note(found, turned(keys, by, self.rope), torch.ones_like(index, dtype=torch.bool))
+        return found
 
     def _recalled(self, held: list[Held], indexed: int, heads: int) -> list[Held]:
         """Return what a step that recalls reads, by query head or by key/value head."""
@@ -255,7 +260,7 @@ class CheckedLayer(RoutedLayer):
     def _reference(
         self, q: Tensor, k: Tensor, v: Tensor, held: list[Held], visible: Tensor, scale: float
     ) -> tuple[Tensor, float, int]:
-        """Return attention in float64 [B, Hq, T, D], the largest value and the tokens read."""
+        """Return attention in float64 [B, Hq, T, D], the size of its error, and the tokens read."""
         b, hq, t, _ = q.shape
         seen = visible.shape[1] - t
         index = torch.arange(seen, seen + t).expand(b, k.shape[1], -1)
@@ -274,7 +279,9 @@ class CheckedLayer(RoutedLayer):
         logits = logits.masked_fill(hidden[:, :, None, None, :] | later, -torch.inf)
         weights = logits.softmax(dim=-1).nan_to_num(0.0)
         out = torch.einsum("bhrtn,bhnd->bhrtd", weights, values)
-        return out.reshape(b, hq, t, -1), float(values.abs().max().clamp_min(1e-30)), read
+        sums = (rows.abs().flatten(2, 3).float() @ keys.abs().float().mT).max() * scale
+        size = float(values.abs().max().clamp_min(1e-30)) * max(1.0, float(sums))
+        return out.reshape(b, hq, t, -1), size, read
 
     @property
     def _renumbers(self) -> bool:

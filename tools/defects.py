@@ -42,8 +42,8 @@ DEFECTS = [
     ),
     _defect(
         "keep", "keep/select.py",
-        "valid & (valid.cumsum(dim=-1) <= sinks)",
-        "valid & (valid.cumsum(dim=-1) < sinks)",
+        "valid & (valid.cumsum(dim=-1) <= count)",
+        "valid & (valid.cumsum(dim=-1) < count)",
         "a padded row protects one sink fewer than a row without padding",
         "tests/unit/test_choose.py", "tests/laws/test_scored.py",
     ),
@@ -69,7 +69,7 @@ DEFECTS = [
         "tests/unit/test_scorers.py", "tests/papers/test_eviction.py",
     ),
     _defect(
-        "keep", "keep/scorers.py",
+        "keep", "keep/scorer.py",
         "self.real[:, :, skip:]",
         "self.real[:, :, : t - skip]",
         "which queries of an observation window are padding is read from the oldest ones",

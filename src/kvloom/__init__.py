@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .hf.cache import Cache
     from .hf.report import Report
     from .keep import Budget, Keep, Outliers, register_score
-    from .planner import plan
+    from .planner import auto, plan
     from .recall import Clusters, Pages, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .reference import reference_model, reference_tokenizer
@@ -31,6 +31,7 @@ _WHERE = {
     "register_adapter": "hf.adapters:register",
     "Report": "hf.report",
     "Cache": "hf.cache",
+    "auto": "planner",
     "plan": "planner",
     "LayerOverride": "recipe",
     "Recipe": "recipe",
@@ -70,6 +71,7 @@ __all__ = [
     "TopK",
     "Transform",
     "attach",
+    "auto",
     "detach",
     "plan",
     "reference_model",

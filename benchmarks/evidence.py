@@ -50,14 +50,15 @@ EVICTING = (
     "h2o,keyformer,snapkv,pyramidkv,streaming,minikv,minikv-snap,"
     "snapkv+kivi-4.toml,snapkv+turbo-4.toml,expected:store=kivi-4,expected:store=turbo"
 )
+RECOMMENDED = "near-lossless", "balanced", "small", "tiny"  # with their own budgets
 OTHERS = (
-    "near-lossless,balanced,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
+    "near-lossless,balanced,small,tiny,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
     "kitty,kitty:sinks=4,rotate=true,kitty:boost=32,sinks=4,rotate=true,"
     "skvq:group=32,quest,clusterkv,clusterkv-2bit"
 )
 FEW = (
-    "near-lossless,balanced,kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq:group=32,quest,clusterkv,clusterkv-2bit,"
+    "near-lossless,balanced,small,tiny,kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq:group=32,quest,clusterkv,clusterkv-2bit,"
     "h2o,keyformer,snapkv,streaming,minikv,snapkv+kivi-4.toml"
 )
 FEW_SHARES = 1 / 5, 1 / 8
@@ -104,7 +105,9 @@ def recipes(names: str, shares: tuple[float, ...], context: int, geometry: objec
         recipe = replace(recipe, name=spec.removesuffix(".toml"))
         for share in shares:
             try:
-                sized = at_share(recipe, share, context, geometry)
+                sized = recipe
+                if spec not in RECOMMENDED:
+                    sized = at_share(recipe, share, context, geometry)
             except RecipeError as error:
                 print(f"not measured: {error}", file=sys.stderr)
                 continue

@@ -81,11 +81,11 @@ class LayerParts:
             self.evictor = AgeEvictor(recipe)
             if scored:
                 ropes = self.rope, metadata.rope
-                self.evictor = ScoreEvictor(recipe, layer, self.sharing, *ropes)
+                self.evictor = ScoreEvictor(recipe, layer, self.sharing, *ropes, metadata.head)
         recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
         self.retriever = Retriever(recipe) if recalls else None
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else Outliers(rule, layer)
+        self.outliers = None if rule is None else Outliers(rule, layer, metadata.head)
         self.draft: Draft | None = None
         self.verification: Verification | None = None
         self.certain = 0  # tokens, those of the next step included, that no crop will remove

@@ -52,9 +52,10 @@ class RoutedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayerCache) -> None:
+    def __init__(self, cache: LayerCache, heads: int | None = None) -> None:
         super().__init__()
         self.cache = cache
+        self.heads = heads  # key/value heads of this process, where it is one of several
         self.armed = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
@@ -70,6 +71,12 @@ class RoutedLayer(CacheLayerMixin):
             raise CacheMisuse(
                 f"{self.cache.name}: attention did not reach kvloom after the last update; call "
                 "kvloom.detach and kvloom.attach again"
+            )
+        if self.heads not in (None, key_states.shape[1]):
+            raise CacheMisuse(
+                f"{self.cache.name}: the model gives {key_states.shape[1]} key/value heads and "
+                f"this process should have {self.heads}: the model was divided in another way "
+                'than by transformers; load it with tp_plan="auto"'
             )
         key = _alias(key_states)  # the model's own tensor gets no attribute
         key._kvloom_layer = self  # type: ignore[attr-defined]

@@ -191,6 +191,11 @@ class Keep:
         return self.limit is None or tokens > self.limit
 
     @property
+    def needs_all_heads(self) -> bool:
+        """Whether a decision for one head needs the scores of all heads of its layer."""
+        return self.budget.layers in budgets.BY_VARIANCE
+
+    @property
     def by_age(self) -> bool:
         """Whether age alone decides: the oldest tokens are evicted, and nothing is scored."""
         return isinstance(self.scorer, Recent)

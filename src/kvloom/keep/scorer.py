@@ -27,6 +27,7 @@ class Step:
     products: scale * q @ k, where attention has computed it already (`kernels.score`).
     rope: the model's rotary embedding, for scores that need it (None: the model has none).
     ids: int64 [B, N], token ids, for scores with `reads_ids`.
+    head: the model's number of the first key/value head, where this process holds a part of them.
     """
 
     q: Tensor
@@ -45,6 +46,7 @@ class Step:
     products: Tensor | None = None
     rope: Rope | None = None
     ids: Tensor | None = None
+    head: int = 0
 
     def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
         """Attention mass of each token from the last `rows` queries (None: all), fp32 [B, Hk, N].
@@ -77,7 +79,7 @@ class Step:
     def noise(self, kind: str, fixed: bool) -> Noise:
         """Noise for these queries and keys; fixed: one number a key, whatever the query."""
         first = self.seen - self.q.shape[2]
-        return Noise(kind, self.seed, self.index, first, fixed)
+        return Noise(kind, self.seed, self.index, first, fixed, self.head)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import InputError
 from ..hf import compat
 from ..hf.metadata import identity
+from ..hf.shard import needs_whole
 from ..keep import Keep
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
@@ -75,6 +76,7 @@ def auto(
         raise InputError(f"bytes={bytes:g} must be above 0 and at most 1: a share")
     model = compat.unwrap(model)
     compat.refuse_unsupported(model)
+    needs_whole(model, "kvloom.auto")
     tuned = stored_recipes.read(identity(model)["weights"])
     recipes = [*(resolve(one.recipe) for one in EVIDENCE), *tuned]
     found = plan(_config(model), recipes, context=context, batch=batch, memory=memory)

@@ -314,6 +314,12 @@ class Recipe:
     def _problems(self, geometry: Geometry, count: int) -> list[str]:
         """Return the problems of a plain recipe whose budget `count` layers share."""
         problems = self.store.problems(geometry.head_dim, geometry.kv_heads)
+        if self.keep is not None and self.keep.needs_all_heads and geometry.ranks > 1:
+            problems.append(
+                f"layers={self.keep.budget.layers!r} divides a budget by the scores of all heads, "
+                f"and this process holds one of {geometry.ranks} parts of them (tensor "
+                'parallelism); use layers="uniform" or "pyramid"'
+            )
         if self.keep is not None and count and self.keep.budget.tokens is not None:
             try:  # for a long prompt; the budget of a fraction is not known before the prompt is
                 self.keep.rooms(1 << 30, count)

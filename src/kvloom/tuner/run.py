@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..hf import compat
 from ..hf.metadata import identity
+from ..hf.shard import needs_whole
 from ..recipe.spec import Recipe
 from ..recipe.tuned import Tuned
 from ..workload import stored_recipes
@@ -84,6 +85,7 @@ def tune(
     settings = replace(settings or Settings(), context=context)
     with attachment_restored(model), torch.inference_mode():
         compat.refuse_unsupported(model)
+        needs_whole(model, "tuning")
         geometry = compat.geometry(model)
         bound = Bound(bytes, kl, Recipe().nbytes(context, geometry))
         least = sizes(geometry, context, settings.window).min()

@@ -21,7 +21,7 @@ from .kvzip import kvzip
 from .minikv import minikv, minikv_pyramid, minikv_snap, minikv_snap_pyramid
 from .norms import knorm, vatp
 from .recall import clusterkv, clusterkv_2bit, infinigen, quest, topk
-from .recommended import balanced, near_lossless
+from .recommended import balanced, near_lossless, small, tiny
 from .rptq import rptq
 from .rtn import rtn
 from .skvq import skvq, skvq_k2v1_5
@@ -39,6 +39,8 @@ RECIPES: Registry[Build] = Registry(
         "full": full,
         "near-lossless": near_lossless,
         "balanced": balanced,
+        "small": small,
+        "tiny": tiny,
         "clusterkv": clusterkv,
         "clusterkv-2bit": clusterkv_2bit,
         "dilated": dilated,

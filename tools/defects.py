@@ -141,6 +141,27 @@ DEFECTS = [
     ),
     # --- recall ------------------------------------------------------------------------------
     _defect(
+        "recall", "recall/partial_keys.py",
+        "mass.topk(self.options.channels(d), dim=-1)",
+        "mass.topk(self.options.channels(d), dim=-1, largest=False)",
+        "the index stores the channels that say least",
+        "tests/papers/test_recall.py", "-k", "partial",
+    ),
+    _defect(
+        "recall", "cache/retriever.py",
+        "type(x.codec) is not Plain",
+        "False",
+        "without a kernel, recalled keys stay rotated",
+        "tests/laws/test_recalled.py", "tests/models/test_held.py", "-k", "rotated or lossless",
+    ),
+    _defect(
+        "recall", "cache/step.py",
+        "torch.cat([earlier.ids, self.ids], dim=1)",
+        "torch.cat([self.ids, earlier.ids], dim=1)",
+        "a filter rule reads the ids of a prompt in pieces in the wrong order",
+        "tests/extend/test_filter.py",
+    ),
+    _defect(
         "recall", "recall/pages.py",
         "bounds = ops.page_bounds(keys, self.page, live)",
         "bounds = ops.page_bounds(keys, self.page, None)",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .hf.report import Report
     from .keep import Budget, Keep, Outliers, register_score
     from .planner import auto, plan
-    from .recall import Clusters, Pages, Recall, TopK, register_index
+    from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store, Transform, register_format
@@ -39,6 +39,7 @@ _WHERE = {
     "Protect": "recipe",
     "Clusters": "recall",
     "Pages": "recall",
+    "PartialKeys": "recall",
     "Recall": "recall",
     "TopK": "recall",
     "register_index": "recall",
@@ -63,6 +64,7 @@ __all__ = [
     "Outliers",
     "Packed",
     "Pages",
+    "PartialKeys",
     "Protect",
     "Recall",
     "Recipe",

@@ -33,6 +33,7 @@ SMALL = {
     "dilated": "tokens=40",
     "expected": "tokens=40,recent=8",
     "h2o": "",
+    "infinigen": "tokens=40,sinks=4,recent=8,full_layers=1",
     "keyformer": "",
     "kitty": "boost=8,group=16,residual=32,sinks=3",
     "kivi": "group=16,residual=32",

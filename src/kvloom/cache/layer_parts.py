@@ -118,6 +118,11 @@ class LayerParts:
         return isinstance(evictor, ScoreEvictor) and evictor.repeats and not evictor.done
 
     @property
+    def needs_ids(self) -> bool:
+        """Whether the next step needs token ids, for the rule that chooses outliers."""
+        return self.outliers is not None and self.outliers.reads_ids and not self.outliers.done
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         draft = 0 if self.verification is None else self.verification.nbytes

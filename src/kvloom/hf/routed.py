@@ -58,6 +58,7 @@ class RoutedLayer(CacheLayerMixin):
         self.heads = heads  # key/value heads of this process, where it is one of several
         self.armed = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
+        self.ids: Tensor | None = None  # of the running call, where a rule reads them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -103,6 +104,8 @@ class RoutedLayer(CacheLayerMixin):
         attend: Callable[..., Tensor] = self.cache.attend
         if self.repeated is not None:
             attend = partial(self.cache.repeat, repeated=self.repeated)
+        elif self.ids is not None:
+            attend = partial(attend, ids=self.ids.to(q.device))
         if torch.is_inference_mode_enabled():
             attend = lasting(attend)
         return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)

@@ -20,7 +20,7 @@ from .kivi import kivi, kivi_4
 from .kvzip import kvzip
 from .minikv import minikv, minikv_pyramid, minikv_snap, minikv_snap_pyramid
 from .norms import knorm, vatp
-from .recall import clusterkv, clusterkv_2bit, quest, topk
+from .recall import clusterkv, clusterkv_2bit, infinigen, quest, topk
 from .recommended import balanced, near_lossless, small, tiny
 from .rptq import rptq
 from .rtn import rtn
@@ -46,6 +46,7 @@ RECIPES: Registry[Build] = Registry(
         "dilated": dilated,
         "expected": expected,
         "h2o": h2o,
+        "infinigen": infinigen,
         "keyformer": keyformer,
         "kitty": kitty,
         "kivi": kivi,

@@ -326,8 +326,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/save.py",
-        'return json.loads(json.dumps({**identity(model), "dtype": dtype, **more}, default=str))',
-        "return json.loads(json.dumps({**identity(model), **more}, default=str))",
+        '"rank": rank, "dtype": dtype, **more}',
+        '"rank": rank, **more}',
         "a cache is loaded into a model of another dtype",
         "tests/models/test_saved_refused.py",
     ),

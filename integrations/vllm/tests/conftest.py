@@ -3,7 +3,7 @@
 import os
 
 os.environ |= {
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # engines have processes of their own
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `engines.run` makes the process of an engine
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     "HF_HUB_OFFLINE": "1",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,22 +18,59 @@ from kvloom_vllm.rule import paged
 MIB = 1 << 20
 
 
-@contextmanager
-def engine(recipe: str | None, **options: Any) -> Iterator[Any]:
-    """Run vLLM on the reference model in fp32 with a recipe, in a process of its own, and end it."""
-    from vllm import LLM
+class Failed(Exception):
+    """An engine that did not start or did not finish, with the message of what it raised."""
+
+
+def run(job: Callable[[Any], Any], recipe: str | None, **options: Any) -> Any:
+    """Start vLLM on the reference model in fp32 with a recipe, and return job(engine).
+
+    vLLM runs one engine a process, so this forks one, which has imported all of it already. Raises
+    `Failed` with what the process raised.
+    """
+    import vllm  # noqa: F401  before the fork
 
     settings = {
         "model": str(WEIGHTS), "dtype": "float32", "enforce_eager": True, "max_model_len": 2048,
-        "kv_cache_memory_bytes": 64 * MIB, "max_num_batched_tokens": 8192, "seed": 0,
+        "kv_cache_memory_bytes": 256 * MIB, "max_num_batched_tokens": 65536, "seed": 0,
         "enable_prefix_caching": False, "disable_log_stats": True,
         "additional_config": {} if recipe is None else {"kvloom": recipe},
     }  # fmt: skip
-    llm = LLM(**settings | options)
+    return _forked(lambda: _job(job, settings | options))
+
+
+def _job(job: Callable[[Any], Any], settings: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return job(LLM(**settings))
+
+
+def _forked(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a process of its own."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=_child, args=(theirs, work))
+    process.start()
+    theirs.close()
     try:
-        yield llm
+        failed, found = ours.recv()
+    except EOFError:
+        failed, found = True, "the process ended"
+    process.join()
+    if failed:
+        raise Failed(found)
+    return found
+
+
+def _child(pipe: Any, work: Callable[[], Any]) -> None:
+    try:
+        pipe.send((False, work()))
+    except BaseException as error:
+        pipe.send((True, f"{type(error).__name__}: {error}"))
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        pipe.close()
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's own end of a process waits for seconds
 
 
 def generate(llm: Any, prompts: Sequence[list[int]], new: int, **sampling: Any) -> list[list[int]]:
@@ -64,31 +103,42 @@ def mixed_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def in_transformers(
-    recipe: str, prompt: Sequence[int], new: int, *, page: int = 128, cuts: Sequence[int] = ()
-) -> list[int]:
-    """Return `new` greedy tokens of a prompt by kvloom's cache that packs as vLLM's pages.
+    recipe: str,
+    prompts: Sequence[list[int]],
+    new: int,
+    *,
+    page: int = 128,
+    chunk: int = 0,
+    cuts: Sequence[int] = (),
+) -> list[list[int]]:
+    """Return `new` greedy tokens of each prompt by kvloom's cache that packs as vLLM's pages.
 
-    cuts: where the prompt was cut into chunks.
+    chunk: the tokens of a chunk of a prompt, 0: all. cuts: the ends of the chunks before the last.
+    Runs in a process of its own: an engine does not start in one that has imported llvmlite.
     """
-    model = _model()
-    past = kvloom.Cache(model, paged(recipe, page))
-    ends = [*cuts, len(prompt)]
-    begins = [0, *cuts]
-    ids = torch.tensor([list(prompt)])
-    found: list[int] = []
-    with torch.no_grad():
-        for begin, end in zip(begins, ends, strict=True):
-            logits = model(ids[:, begin:end], past_key_values=past).logits
-        while True:
-            found.append(int(logits[0, -1].argmax()))
-            if len(found) == new:
-                return found
-            logits = model(torch.tensor([found[-1:]]), past_key_values=past).logits
+
+    def ends(prompt: list[int]) -> list[int]:
+        return [*(range(chunk, len(prompt), chunk) if chunk else cuts), len(prompt)]
+
+    def work() -> list[list[int]]:
+        model = kvloom.reference_model(torch.float32)
+        cut = paged(recipe, page)
+        return [_greedy(model, kvloom.Cache(model, cut), one, ends(one), new) for one in prompts]
+
+    return _forked(work)
 
 
-@cache
-def _model() -> Any:
-    return kvloom.reference_model(torch.float32)
+@torch.no_grad()
+def _greedy(model: Any, past: Any, prompt: list[int], ends: list[int], new: int) -> list[int]:
+    ids, begin, found = torch.tensor([prompt]), 0, []
+    for end in ends:
+        logits = model(ids[:, begin:end], past_key_values=past).logits
+        begin = end
+    while True:
+        found.append(int(logits[0, -1].argmax()))
+        if len(found) == new:
+            return found
+        logits = model(torch.tensor([found[-1:]]), past_key_values=past).logits
 
 
 @cache

@@ -1,19 +1,38 @@
-"""Tokens equal those of kvloom's own cache in transformers, in fp32."""
+"""Tokens equal those of kvloom's own cache in transformers, in fp32, in every one of 64 requests."""
 
 import engines
 import pytest
 
-RECIPES = [
-    "kivi", "kivi-4", "kivi:bits=3", "kivi:bits=8", "rtn:bits=4", "turbo:bits=4",
-    "kivi-4:rotate=true", "near-lossless:sinks=0", "balanced:sinks=0", "kitty:sinks=0",
-    "kivi@first 2=full",
-]  # fmt: skip
+LENGTHS = engines.mixed_lengths(64, 700)
+NEW = 16
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_formats(recipe):
-    prompts = engines.prompts([1, 127, 128, 129, 300, 517])
-    with engines.engine(recipe) as llm:
-        found = engines.generate(llm, prompts, 24)
-    for prompt, tokens in zip(prompts, found, strict=True):
-        assert tokens == engines.in_transformers(recipe, prompt, 24), len(prompt)
+def tokens(recipe, prompts, **options):
+    return engines.run(lambda llm: engines.generate(llm, prompts, NEW), recipe, **options)
+
+
+@pytest.mark.parametrize("recipe", ["kivi", "near-lossless:sinks=0", "kivi-4@first 2=full"])
+def test_64_requests_together(recipe):
+    prompts = engines.prompts(LENGTHS)
+    assert tokens(recipe, prompts) == engines.in_transformers(recipe, prompts, NEW)
+
+
+@pytest.mark.parametrize("chunk", [100, 256])
+def test_prompts_in_chunks(chunk):
+    """Each chunk reads the pages of earlier chunks as they are packed."""
+    prompts = engines.prompts(LENGTHS)
+    found = tokens("kivi", prompts, long_prefill_token_threshold=chunk, max_num_seqs=64)
+    assert found == engines.in_transformers("kivi", prompts, NEW, chunk=chunk)
+
+
+def test_prefix_hits():
+    """What a hit reads is packed, as if the shared pages had been a chunk of their own."""
+    shared = engines.prompts([600], seed=1)[0]
+    prompts = [shared + end for end in engines.prompts([1 + 9 * i for i in range(64)], seed=2)]
+
+    def job(llm):
+        engines.generate(llm, [shared], 1)
+        return engines.generate(llm, prompts, NEW)
+
+    found = engines.run(job, "kivi", enable_prefix_caching=True)
+    assert found == engines.in_transformers("kivi", prompts, NEW, cuts=[512])

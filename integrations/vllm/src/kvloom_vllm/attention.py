@@ -48,6 +48,7 @@ class PagedAttention:
             self.pages.write(step.filled, *tails.chunk(2, dim=-1), step.fills_first)
         queries = q.unsqueeze(2)
         exact = self.tail[blocks, :, : step.longest]
+        exact.masked_fill_(~step.seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
         views = (KVView(None, x) for x in exact.split(self.head_dim, dim=-1))
         valid = step.seen.unsqueeze(1)
         own = ops.attend(queries, *views, self.scale, valid=valid)

@@ -21,7 +21,7 @@ def pool(fmt, page, dtype, generator):
 
 
 def table(page, tokens):
-    """Return rows with so many tokens, in blocks of any order; others of the table are no blocks."""
+    """Return rows with so many tokens in any blocks; the rest of the table names no blocks."""
     tokens = torch.tensor(tokens)
     packed = (tokens - 1).clamp(min=0) // page * page
     blocks = torch.full((len(tokens), 4), 1 << 40)

@@ -89,9 +89,7 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     text = _text()
     generator = torch.Generator().manual_seed(seed)
     begins = torch.randint(0, len(text) - max(lengths), (len(lengths),), generator=generator)
-    return [
-        text[begin : begin + n] for begin, n in zip(begins.tolist(), lengths, strict=True)
-    ]
+    return [text[begin : begin + n] for begin, n in zip(begins.tolist(), lengths, strict=True)]
 
 
 def mixed_lengths(count: int, longest: int, seed: int = 0) -> list[int]:

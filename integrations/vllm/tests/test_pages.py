@@ -1,14 +1,15 @@
-"""A layer's pages and its attention, without an engine, against tokens unpacked by the reference."""
+"""A layer's pages and its attention, without an engine, against the reference."""
 
 import pytest
 import torch
+
+from kvloom.kernels import dispatch
+from kvloom.kernels.attend.reference import attend
+from kvloom.store.packed import PackedTokens
 from kvloom_vllm.attention import PagedAttention
 from kvloom_vllm.page import LayerPlan, PageLayout, Pages
 from kvloom_vllm.rule import paged
 from kvloom_vllm.step import Row, Step
-
-from kvloom.kernels.attend.reference import attend
-from kvloom.store.packed import PackedTokens
 
 HEADS, QUERIES, D, PAGE, BLOCKS = 2, 6, 64, 128, 16
 
@@ -92,16 +93,37 @@ RECIPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("recipe", ["kivi", "near-lossless"])
+def test_steps_without_a_kernel_for_pages(recipe):
+    """A format that no kernel reads by a table of pages is read page by page."""
+    with dispatch.use("ref"):
+        check(layer(recipe))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_steps_of_several_requests(recipe):
     """Prompts, chunks and single tokens, in one step and across the ends of pages."""
     attention = layer(recipe)
+    before = dispatch.ran["attend_pages", "cpu", ""]
+    check(attention)
+    assert dispatch.ran["attend_pages", "cpu", ""] > before
+
+
+def check(attention):
     requests = [
         Request(1, 400, 10, [3, 0, 7, 5]),
         Request(2, 300, 11, [1, 2, 8]),
         Request(3, 140, 12, [4, 6]),
     ]
-    for counts in [(253, 127, 3), (2, 1, 1), (1, 1, 1), (1, 130, 1), (1, 1, 60), (1, 1, 61), (9, 1, 1)]:
+    for counts in [
+        (253, 127, 3),
+        (2, 1, 1),
+        (1, 1, 1),
+        (1, 130, 1),
+        (1, 1, 60),
+        (1, 1, 61),
+        (9, 1, 1),
+    ]:
         found = step(attention, requests, counts)
         for one, mine, new in zip(requests, found, counts, strict=True):
             want = expected(attention, one, new)

@@ -2,13 +2,13 @@
 
 from types import SimpleNamespace
 
-import engines
 import pytest
-from kvloom_vllm import refusal, request
-from kvloom_vllm.rule import paged
 
+import engines
 import kvloom
 from kvloom.errors import IncompatibleRecipe
+from kvloom_vllm import refusal, request
+from kvloom_vllm.rule import paged
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def state(llm):
 def test_installed_but_not_asked_for_it_changes_nothing():
     blocks, layers, modules = engines.run(state, None)
     assert (blocks, layers) == (256 * engines.MIB // (6 * 131_072), 6)
-    assert modules == {"kvloom_vllm.choice"}  # which is vLLM's own class, and checks the request
+    assert modules == {"vllm.v1.attention.backends.cpu_attn"}
 
 
 def test_the_environment_asks_too(monkeypatch):

@@ -364,7 +364,7 @@ select_pages = _cpu_op(
 OPS: dict[str, Op[..., Any]] = {
     op.name: op
     for op in (
-        append, attend, attend_gathered, attend_pages, pack, unpack, column_mass, step_mass, lowest, kmeans,
-        page_bounds, cluster_scores, page_scores, select_clusters, select_pages,
+        append, attend, attend_gathered, attend_pages, pack, unpack, column_mass, step_mass, lowest,
+        kmeans, page_bounds, cluster_scores, page_scores, select_clusters, select_pages,
     )
 }  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvloom.kernels import ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.reference import State, merge
+from kvloom.kernels.plan import Plan
 from kvloom.store.packed import PackedView
 
 from .page import Pages
@@ -34,6 +35,12 @@ class PagedAttention:
         self.page, self.head_dim = layout.tokens, layout.head_dim
         self.sinks = layout.plan.sinks
         self.nothing = tail.new_empty(1, layout.heads, 0, layout.head_dim)
+        self.plan = Plan(ops.attend_pages)
+        tails = tail.split(layout.head_dim, dim=-1)
+        self.views = [
+            KVView(pages.whole(side), x, fmt)
+            for side, (x, (fmt, _)) in enumerate(zip(tails, layout.plan.sides, strict=True))
+        ]
 
     # --- one token each
 
@@ -46,22 +53,34 @@ class PagedAttention:
         if len(step.full):
             tails = self.tail[blocks[step.full]]
             self.pages.write(step.filled, *tails.chunk(2, dim=-1), step.fills_first)
-        queries = q.unsqueeze(2)
-        exact = self.tail[blocks, :, : step.longest]
-        exact.masked_fill_(~step.seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
+        queries, table = q.unsqueeze(2), step.table(blocks)
+        attend = self.plan.bind(queries, *self.views, table)
+        if attend is None:
+            return self._one_by_one(step, blocks, queries).to(q.dtype)
+        state = attend(queries, *self.views, table, self.scale, skip=self.sinks)
+        if self.sinks and len(step.paged):
+            sinks = self._sinks(queries[step.paged], step.firsts)
+            every = torch.arange(len(q))
+            return _merged([(state, every), (sinks, step.paged)], len(q)).to(q.dtype)
+        return state.out[:, :, 0].to(q.dtype)
+
+    def _one_by_one(self, step: Decode, blocks: Tensor, q: Tensor) -> Tensor:
+        """Attend q [R, Hq, 1, D] to pages that no kernel reads by a table: fp32 [R, Hq, D]."""
+        rows = step.apart
+        exact = self.tail[blocks, :, : rows.longest]
+        exact.masked_fill_(~rows.seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
         views = (KVView(None, x) for x in exact.split(self.head_dim, dim=-1))
-        valid = step.seen.unsqueeze(1)
-        own = ops.attend(queries, *views, self.scale, valid=valid)
-        if not len(step.pages):
-            return own.out[:, :, 0].to(q.dtype)
+        own = ops.attend(q, *views, self.scale, valid=rows.seen.unsqueeze(1))
+        if not len(rows.pages):
+            return own.out[:, :, 0]
         states = [(own, torch.arange(len(q)))]
         hidden = None
         if self.sinks:
-            hidden = torch.ones(len(step.pages), 1, self.page, dtype=torch.bool)
-            hidden[step.first, :, : self.sinks] = False
-            states.append((self._sinks(queries[step.paged], step.pages[step.first]), step.paged))
-        states.append((self._packed(queries[step.owner], step.pages, hidden), step.owner))
-        return _merged(states, len(q)).to(q.dtype)
+            hidden = torch.ones(len(rows.pages), 1, self.page, dtype=torch.bool)
+            hidden[rows.first, :, : self.sinks] = False
+            states.append((self._sinks(q[step.paged], step.firsts), step.paged))
+        states.append((self._packed(q[rows.owner], rows.pages, hidden), rows.owner))
+        return _merged(states, len(q))
 
     def _packed(self, q: Tensor, blocks: Tensor, valid: Tensor | None) -> State:
         """Attend one row q [n, Hq, 1, D] to each of the pages int64 [n]."""

@@ -142,7 +142,8 @@ class KvloomImpl(AttentionImpl):
         ]
         if (decode := step.decode) is not None:
             at = decode.tokens
-            output[at] = paged.decode(decode, tails[decode.at], query[at], key[at], value[at])
+            blocks = decode.tails(tails)
+            output[at] = paged.decode(decode, blocks, query[at], key[at], value[at])
         for (row, tail), (k, v) in zip(rows, exact, strict=True):
             output[row.begin : row.end] = paged.attend(row, query[row.begin : row.end], k, v)
             paged.keep(row, tail, k, v)

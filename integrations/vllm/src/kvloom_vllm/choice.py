@@ -44,7 +44,8 @@ def _own(name: str) -> Any:
         return base.get_impl_cls()
 
     # the same class to anyone who asks for its name
-    return type(base.__name__, (base,), {"get_impl_cls": staticmethod(get_impl_cls)})
+    same = {"__module__": base.__module__, "get_impl_cls": staticmethod(get_impl_cls)}
+    return type(base.__name__, (base,), same)
 
 
 def _why_not(name: str, recipe: str) -> str:

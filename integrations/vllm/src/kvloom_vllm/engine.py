@@ -97,7 +97,9 @@ def of(config: Any) -> Engine:
     Its layers keep it: vLLM's configurations are not hashable.
     """
     layers = config.compilation_config.static_forward_context.values()
-    return next((one.engine for one in layers if isinstance(one, TailLayer)), None) or Engine(config)
+    return next((one.engine for one in layers if isinstance(one, TailLayer)), None) or Engine(
+        config
+    )
 
 
 def _number(name: str) -> int:

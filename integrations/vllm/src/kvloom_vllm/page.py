@@ -117,8 +117,10 @@ class Pages:
 
         def tensor(piece: Piece) -> Tensor:
             part = flat[:, piece.begin : piece.end].view(piece.dtype)
-            return part.unflatten(1, piece.shape) if part.numel() else part.new_empty(
-                blocks, *piece.shape
+            return (
+                part.unflatten(1, piece.shape)
+                if part.numel()
+                else part.new_empty(blocks, *piece.shape)
             )
 
         self.sides = [[tensor(piece) for piece in pieces] for pieces in layout.pieces]
@@ -154,6 +156,13 @@ class Pages:
                 to[blocks] = new
         if count:
             self.sinks[blocks] = torch.stack([k[:, :, :count], v[:, :, :count]], dim=1)
+
+    def whole(self, side: int) -> PackedView | None:
+        """Return keys (0) or values (1) of all blocks as packed; None: they are exact."""
+        how, fmt = self.layout.codecs[side], self.layout.plan.sides[side][0]
+        if how is None or fmt is None:
+            return None
+        return PackedView(*self.sides[side], fmt, 0, self.layout.tokens, self.layout.dtype, how)
 
     def gathered(self, side: int, blocks: Tensor) -> Tensor | PackedView:
         """Return keys (0) or values (1) of blocks int64 [n], exact [n, H, N, D] or packed."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
+from kvloom.kernels.attend.pages import PageTable
+
 
 @dataclass
 class Row:
@@ -49,9 +51,9 @@ class Decode:
     """The rows of one token each, as tensors.
 
     at, tokens: int64 [R], the rows in block tables and in the step's tensors. inside: int64 [R],
-    the token's place in its page. pages: int64 [P], all full pages of all rows; owner: int64 [P],
-    their rows; first: int64, the places of first pages among these. full: the rows whose page this
-    token fills, with the blocks that it fills and whether that is the request's first page.
+    the token's place in its page. full: the rows whose page this token fills, with the blocks that
+    it fills and whether that is the request's first page. paged: the rows with a full page before
+    the token, and firsts: int64, their first pages.
     """
 
     def __init__(self, rows: list[Row], page: int) -> None:
@@ -59,18 +61,60 @@ class Decode:
         self.tokens = torch.tensor([row.begin for row in rows])
         starts = torch.tensor([row.start for row in rows])
         self.inside = starts % page
-        self.longest = int(self.inside.max()) + 1
-        self.seen = torch.arange(self.longest) <= self.inside[:, None]  # [R, longest]
-        self.counts = starts // page
-        found = [row.blocks[: row.start // page] for row in rows]
-        self.pages = torch.cat(found)
-        self.owner = torch.repeat_interleave(torch.arange(len(rows)), self.counts)
-        self.paged = (self.counts > 0).nonzero()[:, 0]  # rows with a page
-        self.first = (self.counts.cumsum(0) - self.counts)[self.paged]
+        self.starts, self.counts, self.page = starts, starts // page, page
+        self.rows = rows
+        self.longest = int(starts.max()) + 1
+        self._tails: dict[int, tuple[Tensor, Tensor]] = {}
+        self.paged = (self.counts > 0).nonzero()[:, 0]
+        self.firsts = torch.tensor([int(rows[i].blocks[0]) for i in self.paged.tolist()]).long()
         self.full = (self.inside == page - 1).nonzero()[:, 0]
-        self.filled = torch.tensor([int(rows[i].blocks[self.counts[i]]) for i in self.full.tolist()])
+        self.filled = torch.tensor(
+            [int(rows[i].blocks[self.counts[i]]) for i in self.full.tolist()]
+        )
         self.filled = self.filled.long()
         self.fills_first = self.counts[self.full] == 0
+
+    def tails(self, of: Tensor) -> Tensor:
+        """Return the blocks of the rows' tails, int64 [R], of those of all rows of a step.
+
+        of: int64 [rows]; the layers of one of vLLM's groups share it.
+        """
+        if id(of) not in self._tails:
+            self._tails[id(of)] = of, of[self.at]
+        return self._tails[id(of)][1]
+
+    def table(self, tails: Tensor) -> PageTable:
+        """Return where the tokens of each row are; tails: int64 [R], the blocks of their tails."""
+        return PageTable(*self._pages, tails, self.page, self.longest)
+
+    @cached_property
+    def _pages(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows' packed blocks, and how many packed tokens and tokens in all they have."""
+        blocks = torch.zeros(len(self.rows), max(1, int(self.counts.max())), dtype=torch.long)
+        for i, row in enumerate(self.rows):
+            count = row.start // self.page
+            blocks[i, :count] = row.blocks[:count]
+        return blocks, self.counts * self.page, self.starts + 1
+
+    @cached_property
+    def apart(self) -> Apart:
+        """The pages and the exact tokens of all rows, for attention to them one by one."""
+        return Apart(self)
+
+
+class Apart:
+    """All full pages of the rows of one token.
+
+    pages: int64 [P]; owner: int64 [P], their rows; first: int64, the places of first pages among
+    these. longest: the most exact tokens of a row; seen: bool [R, longest], those that it has.
+    """
+
+    def __init__(self, step: Decode) -> None:
+        self.longest = int(step.inside.max()) + 1
+        self.seen = torch.arange(self.longest) <= step.inside[:, None]
+        self.pages = torch.cat([row.blocks[: row.start // step.page] for row in step.rows])
+        self.owner = torch.repeat_interleave(torch.arange(len(step.rows)), step.counts)
+        self.first = (step.counts.cumsum(0) - step.counts)[step.paged]
 
 
 class StepBuilder(AttentionMetadataBuilder):

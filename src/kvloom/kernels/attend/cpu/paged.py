@@ -1,7 +1,7 @@
-"""Decode attention to pages of packed tokens on CPU tensors: which cases are covered, and the call.
+"""Decode attention to pages of packed tokens on CPU tensors: the cases covered, and the call.
 
-Each batch row has its own pages, by a table of blocks, and its own number of tokens. `decode_kernel`
-does it, `coverage` names the formats. Importing this does not import Numba.
+Each batch row has its own pages, by a table of blocks, and its own number of tokens.
+`decode_kernel` does it, `coverage` names the formats. Importing this does not import Numba.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from .layer import LayerAttention
 _TILE = 128  # tokens that the kernel reads at a time, where codes fill bytes in powers of two
 
 
-def problems(tokens: int, like: Tensor, page: int, keys: Any = None, values: Any = None) -> list[str]:
+def problems(
+    tokens: int, like: Tensor, page: int, keys: Any = None, values: Any = None
+) -> list[str]:
     """Return why no kernel reads pages of `page` tokens in these formats.
 
     like: exact keys [blocks, H, page, D]. keys, values: formats of packed tokens, or None.
@@ -69,6 +71,8 @@ class Paged:
         )  # fmt: skip
 
 
-def attend(q: Tensor, keys: KVView, values: KVView, table: PageTable, scale: float, **options: Any) -> State:
+def attend(
+    q: Tensor, keys: KVView, values: KVView, table: PageTable, scale: float, **options: Any
+) -> State:
     """Attend q [B, Hq, 1, D] as `reference.attend_pages` does; packed tokens are not rounded."""
     return Paged(q, keys, values, table)(q, keys, values, table, scale, **options)

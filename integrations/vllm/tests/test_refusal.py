@@ -7,6 +7,8 @@ import pytest
 import engines
 import kvloom
 from kvloom.errors import IncompatibleRecipe
+from kvloom.reference import WEIGHTS
+from kvloom.store.calibration import Calibration
 from kvloom_vllm import refusal, request
 from kvloom_vllm.rule import paged
 
@@ -81,6 +83,7 @@ def engine_config(**changes):
             {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
             "decode_context_parallel_size",
         ),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "tensor parallelism"),
     ],
 )
 def test_settings_of_an_engine(changes, name):
@@ -109,6 +112,12 @@ def test_kinds_of_attention(changes, name):
     refusal.refuse_layer(**plain)
     with pytest.raises(ValueError, match=name):
         refusal.refuse_layer(**plain | changes)
+
+
+def test_kinds_of_layers():
+    refusal.refuse_other_layers(set())
+    with pytest.raises(ValueError, match="caches of MambaMixer"):
+        refusal.refuse_other_layers({"MambaMixer"})
 
 
 def test_versions():
@@ -169,3 +178,12 @@ def test_the_environment_asks_too(monkeypatch):
 def test_engines_that_do_not_start(recipe, options, why):
     with pytest.raises(engines.Failed, match=why):
         engines.run(state, recipe, **options)
+
+
+def test_a_calibration_of_another_model(tmp_path):
+    calibration = Calibration.load(WEIGHTS / "calibration.kvcal")
+    calibration.model["weights"] = "0" * 16
+    calibration.save(tmp_path / "other.kvcal")
+    recipe = f"skvq:group=32,pre_rope=false,calibration={tmp_path / 'other.kvcal'}"
+    with pytest.raises(engines.Failed, match="weights 0000000000000000, and this model"):
+        engines.run(state, recipe)

@@ -12,7 +12,10 @@ def tokens(recipe, prompts, **options):
     return engines.run(lambda llm: engines.generate(llm, prompts, NEW), recipe, **options)
 
 
-@pytest.mark.parametrize("recipe", ["kivi", "near-lossless:sinks=0", "kivi-4@first 2=full"])
+SKVQ = "skvq:group=32,pre_rope=false,sinks=0"
+
+
+@pytest.mark.parametrize("recipe", ["kivi", "near-lossless:sinks=0", "kivi-4@first 2=full", SKVQ])
 def test_64_requests_together(recipe):
     prompts = engines.prompts(LENGTHS)
     assert tokens(recipe, prompts) == engines.in_transformers(recipe, prompts, NEW)

@@ -7,6 +7,7 @@ once per model, not once per cache.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,19 +65,23 @@ def check_tuned(model: PreTrainedModel, recipe: Recipe) -> None:
         )
 
 
-def identity(model: PreTrainedModel) -> dict[str, Any]:
+def identity(
+    model: PreTrainedModel, read: Callable[[str], torch.Tensor] | None = None
+) -> dict[str, Any]:
     """Return what identifies a model: its shape, and a digest of some of each weight, in bf16.
 
-    Raises `UnsupportedModel` where a weight is not in memory.
+    read: returns the weight with a name, or its first numbers, 16 or more; for a model on the meta
+    device. Raises `UnsupportedModel` where a weight is not in memory.
     """
     g, digest = compat.geometry(model), hashlib.sha256()
-    for name, weight in model.named_parameters():
+    for name, own in model.named_parameters():
+        weight = own if read is None else read(name)
         if weight.is_meta:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be identified, as {name} is on the "
                 "meta device (offloaded, or never loaded); load it with all weights in memory"
             )
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(f"{name} {tuple(own.shape)}".encode())
         some = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return {"model": type(model).__name__, "layers": g.layers, "kv_heads": g.kv_heads,

@@ -111,6 +111,7 @@ class KvloomImpl(AttentionImpl):
         self.dtype = config.model_config.dtype
         self.tail = TailLayer(config, self.engine, self.num_kv_heads, head_size, self.dtype)
         self.paged: PagedAttention | None = None
+        self._memory: Tensor | None = None
         self.plan: LayerPlan | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -150,8 +151,9 @@ class KvloomImpl(AttentionImpl):
         return output
 
     def _paged(self, kv_cache: Tensor) -> PagedAttention:
-        """Return attention over vLLM's memory, described once."""
-        if self.paged is None:
+        """Return attention over vLLM's memory, described once unless vLLM gives other memory."""
+        if self.paged is None or self._memory is not kv_cache:
+            self._memory = kv_cache
             assert self.plan is not None
             page = self.tail.kv_cache.shape[2]
             layout = PageLayout(self.plan, page, self.num_kv_heads, self.head_size, self.dtype)

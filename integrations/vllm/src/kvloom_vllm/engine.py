@@ -11,14 +11,16 @@ from weakref import ref
 import vllm
 from torch import Tensor
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvloom import Recipe
 from kvloom.errors import IncompatibleRecipe
 from kvloom.recipe.geometry import Geometry
 
 from . import report, request
+from .calibrated import Calibrated
 from .page import LayerPlan, PageLayout
-from .refusal import refuse_engine, refuse_version
+from .refusal import refuse_engine, refuse_other_layers, refuse_version
 from .rule import paged
 from .tail import TailLayer
 
@@ -43,6 +45,7 @@ class Engine:
         self._config = ref(config)
         self._layouts: dict[int, PageLayout] = {}
         self._reported = False
+        self._calibrations: dict[str | None, Calibrated] = {}
 
     def assign(self) -> None:
         """Give every packed layer its plan, by the number in its name; once per model."""
@@ -50,11 +53,20 @@ class Engine:
 
         config = self._config()
         assert config is not None
+        every = config.compilation_config.static_forward_context
         layers = {
             name: one
-            for name, one in config.compilation_config.static_forward_context.items()
+            for name, one in every.items()
             if isinstance(getattr(one, "impl", None), KvloomImpl)
         }
+        others = (
+            one
+            for name, one in every.items()
+            if isinstance(one, AttentionLayerBase)
+            and not isinstance(one, TailLayer)
+            and name not in layers
+        )
+        refuse_other_layers({type(one).__name__ for one in others})
         numbers = {name: _number(name) for name in layers}
         some = next(iter(layers.values())).impl
         geometry = Geometry(
@@ -83,12 +95,32 @@ class Engine:
     def _plan(self, number: int, geometry: Geometry, tensor_parallel: int) -> LayerPlan:
         recipe = self.recipe.for_layer(number, geometry.numbers)
         store = recipe.store
-        if store.calibrated:
-            raise IncompatibleRecipe(
-                self.spelled, ["in vLLM, calibrated formats are not run; use 'near-lossless'"]
-            )
         sinks = 0 if store.exact else recipe.protect.sinks
-        return LayerPlan(store.keys, store.values, sinks)
+        channels: tuple[Any, Any] = None, None
+        if store.calibrated:
+            if tensor_parallel > 1:
+                raise IncompatibleRecipe(
+                    self.spelled,
+                    [
+                        "in vLLM, calibrated channels of all heads are grouped in one process; "
+                        "leave out tensor parallelism, or use 'near-lossless'"
+                    ],
+                )
+            channels = self._calibrated(recipe).channels(recipe, number)
+        return LayerPlan(store.keys, store.values, sinks, channels)
+
+    def _calibrated(self, recipe: Recipe) -> Calibrated:
+        """Return the calibration that a layer's plain recipe names, read once."""
+        path = recipe.store.calibration
+        if path not in self._calibrations:
+            model = self._model()
+            self._calibrations[path] = Calibrated(recipe, model.model, model.hf_config)
+        return self._calibrations[path]
+
+    def _model(self) -> Any:
+        config = self._config()
+        assert config is not None
+        return config.model_config
 
 
 def of(config: Any) -> Engine:

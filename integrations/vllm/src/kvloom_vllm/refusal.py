@@ -5,6 +5,7 @@ Each refusal is one sentence with the remedy. Decides nothing about what runs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from kvloom import Recipe
@@ -51,7 +52,7 @@ def _format(side: str, fmt: Any) -> list[str]:
     if not isinstance(fmt, Packed):
         return [f"{side}: format {fmt.kind!r} has no kernels; use one of kvloom's own formats"]
     if fmt.pre_rope:
-        return [f"{side}: vLLM gives keys after RoPE; add pre_rope=false"]
+        return [f"{side}: vLLM gives keys after RoPE; add pre_rope=false and calibrate for it"]
     return []
 
 
@@ -102,8 +103,19 @@ def refuse_engine(config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             found.append(f"{name} splits a page's tokens over ranks; use tensor parallelism")
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        found.append("a recipe's layers are counted in one process; use tensor parallelism alone")
     if found:
         raise ValueError("kvloom in vLLM: " + "; ".join(found))
+
+
+def refuse_other_layers(kinds: Collection[str]) -> None:
+    """Raise `ValueError` for kinds of layers that have a cache and are not plain attention."""
+    if kinds:
+        raise ValueError(
+            f"kvloom in vLLM: this model has caches of {' and '.join(sorted(kinds))}, which kvloom "
+            "does not pack beside attention; run the model without it"
+        )
 
 
 def refuse_layer(

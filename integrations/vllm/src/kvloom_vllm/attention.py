@@ -60,6 +60,8 @@ class PagedAttention:
         state = attend(queries, *self.views, table, self.scale, skip=self.sinks)
         if self.sinks and len(step.paged):
             sinks = self._sinks(queries[step.paged], step.firsts)
+            if len(step.paged) == len(q):
+                return merge([state, sinks]).out[:, :, 0].to(q.dtype)
             every = torch.arange(len(q))
             return _merged([(state, every), (sinks, step.paged)], len(q)).to(q.dtype)
         return state.out[:, :, 0].to(q.dtype)

@@ -63,7 +63,7 @@ train: .venv/ready
 	grep -v -e transformers -e tokenizers constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt torch
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt \
-		'transformers==5.10.4' -e '.[all]' pytest pytest-xdist hypothesis
+		'transformers==5.10.4' -e '.[all]' accelerate pytest pytest-xdist hypothesis
 	touch $@
 
 # torchvision and its companions from the package index do not fit the CPU build of torch, and break vLLM.

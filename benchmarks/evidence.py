@@ -1,9 +1,10 @@
 """The published evidence: recipes at equal bytes on SmolLM2 and on the reference model.
 
 Each run below measures all recipes on tasks that need no data from outside, by the code of
-`kvloom eval`. Recipes that evict are measured at each share of the exact cache's bytes. An
-interrupted run can be resumed. The samples of a run are in a folder of its own, which
-`kvloom report` shows; means with 95% intervals go to results/<machine>/evidence_<run>.json.
+`kvloom eval`. Models run in bfloat16, so the exact cache has 16 bits per number, as in use.
+Recipes that evict are measured at each share of the exact cache's bytes. An interrupted run can be
+resumed. The samples of a run are in a folder of its own, which `kvloom report` shows; means with
+95% intervals go to results/<machine>/evidence_<run>.json.
 
     python benchmarks/evidence.py            # every run; many hours on two cores
     python benchmarks/evidence.py --runs smollm2-2k --tasks perplexity --recipes kivi,quest
@@ -22,8 +23,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import torch
 
 import record
 from kvloom.cli.options import split_recipes
@@ -45,19 +44,21 @@ from kvloom.workload.models import load
 from kvloom.workload.text import library_text
 
 HERE = Path(__file__).parent
+DTYPE = "bfloat16"
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
 EVICTING = (
     "h2o,keyformer,snapkv,pyramidkv,streaming,minikv,minikv-snap,"
     "snapkv+kivi-4.toml,snapkv+turbo-4.toml,expected:store=kivi-4,expected:store=turbo"
 )
+RECOMMENDED = "near-lossless", "balanced", "small", "tiny"  # with their own budgets
 OTHERS = (
-    "near-lossless,balanced,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
+    "near-lossless,balanced,small,tiny,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
     "kitty,kitty:sinks=4,rotate=true,kitty:boost=32,sinks=4,rotate=true,"
-    "skvq,quest,clusterkv,clusterkv-2bit"
+    "skvq:group=32,quest,clusterkv,clusterkv-2bit"
 )
 FEW = (
-    "near-lossless,balanced,kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq,quest,clusterkv,clusterkv-2bit,"
+    "near-lossless,balanced,small,tiny,kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq:group=32,quest,clusterkv,clusterkv-2bit,"
     "h2o,keyformer,snapkv,streaming,minikv,snapkv+kivi-4.toml"
 )
 FEW_SHARES = 1 / 5, 1 / 8
@@ -79,7 +80,6 @@ TASKS = {
     "ruler": Part(1, few=True),
     "multiturn": Part(1, few=True),
 }
-SMALLER_GROUPS = {"reference": {"skvq": "skvq:group=32"}}  # the model's calibration has these
 RUNS = {
     "smollm2-2k": ("smollm2", 2048),
     "smollm2-4k": ("smollm2", 4096),
@@ -94,7 +94,7 @@ def calibrate(model: object, name: str) -> None:
     path = Path(model.config._name_or_path) / BESIDE
     if not path.exists():
         command = [sys.executable, "-m", "kvloom", "calibrate", name, "--out", str(path)]
-        subprocess.run(command, check=True)
+        subprocess.run([*command, "--recipes", "skvq,skvq:group=32"], check=True)
 
 
 def recipes(names: str, shares: tuple[float, ...], context: int, geometry: object) -> list[Recipe]:
@@ -105,7 +105,9 @@ def recipes(names: str, shares: tuple[float, ...], context: int, geometry: objec
         recipe = replace(recipe, name=spec.removesuffix(".toml"))
         for share in shares:
             try:
-                sized = at_share(recipe, share, context, geometry)
+                sized = recipe
+                if spec not in RECOMMENDED:
+                    sized = at_share(recipe, share, context, geometry)
             except RecipeError as error:
                 print(f"not measured: {error}", file=sys.stderr)
                 continue
@@ -124,7 +126,7 @@ def measure(
     Without names or shares, those of the task.
     """
     name, context = RUNS[run]
-    model, tokenizer = load(name)
+    model, tokenizer = load(name, DTYPE)
     calibrate(model, name)
     geometry = compat.geometry(model)
     settings = {"context": [context], "seed": 0}
@@ -133,7 +135,7 @@ def measure(
     for spec in tasks:
         part = TASKS[spec]
         chosen = recipes(
-            for_model(names or (FEW if part.few else f"{OTHERS},{EVICTING}"), name),
+            names or (FEW if part.few else f"{OTHERS},{EVICTING}"),
             shares or (FEW_SHARES if part.few else SHARES),
             context,
             geometry,
@@ -151,12 +153,6 @@ def measure(
         evaluate(model, source, chosen, [(task, task.batches(source))], opened, printer(run))
     lines = [line for spec in TASKS for line in opened.lines(task_named(spec).name)]
     return [asdict(figures) for figures in summarize(lines)]
-
-
-def for_model(names: str, model: str) -> str:
-    """Return the recipes with the groups of the model's calibration."""
-    special = SMALLER_GROUPS.get(model, {})
-    return ",".join(special.get(x, x) for x in split_recipes(names))
 
 
 def printer(run: str) -> Callable[[str, int], None]:
@@ -240,7 +236,7 @@ def main() -> None:
         record.write(
             f"evidence_{run}",
             {
-                "environment": record.environment(threads=torch.get_num_threads()),
+                "environment": record.environment(dtype=DTYPE),
                 "figures": figures,
             },
         )

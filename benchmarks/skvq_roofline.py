@@ -107,7 +107,7 @@ def main() -> None:
     record.write(
         "skvq_roofline",
         {
-            "environment": {"bandwidth": BANDWIDTH, "recipes": RECIPES},
+            "environment": record.environment(bandwidth=BANDWIDTH, recipes=RECIPES),
             "largest_difference_from_paper": largest,
             "speedup_128_200k": speedups,
             "million_tokens": million,

@@ -134,6 +134,17 @@ def kept(scores, budget, sinks, recent):
     return best(ranked[: n - recent], budget - recent) + list(range(n - recent, n))
 
 
+def partial_rotation(q, k, channels):
+    """InfiniGen's partial rotation [D, channels] by a prompt's queries [R, N, D] and keys [N, D].
+
+    The right singular vectors of the queries, of which those with the largest |q| + |k| stay.
+    """
+    rows = np.concatenate(list(q))
+    rotation = np.linalg.svd(rows)[2].T
+    mass = np.abs(rows @ rotation).sum(axis=0) + np.abs(k @ rotation).sum(axis=0)
+    return rotation[:, best(mass, channels)]
+
+
 def expected(q, k, v, scale, inv_freq, future, sinks, epsilon=0.0):
     """Expected Attention's scores of one head: queries q [R, N, D], keys and values k, v [N, D].
 

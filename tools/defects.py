@@ -42,8 +42,8 @@ DEFECTS = [
     ),
     _defect(
         "keep", "keep/select.py",
-        "valid & (valid.cumsum(dim=-1) <= sinks)",
-        "valid & (valid.cumsum(dim=-1) < sinks)",
+        "valid & (valid.cumsum(dim=-1) <= count)",
+        "valid & (valid.cumsum(dim=-1) < count)",
         "a padded row protects one sink fewer than a row without padding",
         "tests/unit/test_choose.py", "tests/laws/test_scored.py",
     ),
@@ -69,7 +69,7 @@ DEFECTS = [
         "tests/unit/test_scorers.py", "tests/papers/test_eviction.py",
     ),
     _defect(
-        "keep", "keep/scorers.py",
+        "keep", "keep/scorer.py",
         "self.real[:, :, skip:]",
         "self.real[:, :, : t - skip]",
         "which queries of an observation window are padding is read from the oldest ones",
@@ -140,6 +140,27 @@ DEFECTS = [
         "tests/unit/test_calibration.py", "tests/models/test_calibrate.py",
     ),
     # --- recall ------------------------------------------------------------------------------
+    _defect(
+        "recall", "recall/partial_keys.py",
+        "mass.topk(self.options.channels(d), dim=-1)",
+        "mass.topk(self.options.channels(d), dim=-1, largest=False)",
+        "the index stores the channels that say least",
+        "tests/papers/test_recall.py", "-k", "partial",
+    ),
+    _defect(
+        "recall", "cache/retriever.py",
+        "type(x.codec) is not Plain",
+        "False",
+        "without a kernel, recalled keys stay rotated",
+        "tests/laws/test_recalled.py", "tests/models/test_held.py", "-k", "rotated or lossless",
+    ),
+    _defect(
+        "recall", "cache/step.py",
+        "torch.cat([earlier.ids, self.ids], dim=1)",
+        "torch.cat([self.ids, earlier.ids], dim=1)",
+        "a filter rule reads the ids of a prompt in pieces in the wrong order",
+        "tests/extend/test_filter.py",
+    ),
     _defect(
         "recall", "recall/pages.py",
         "bounds = ops.page_bounds(keys, self.page, live)",

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .hf.cache import Cache
     from .hf.report import Report
     from .keep import Budget, Keep, Outliers, register_score
-    from .planner import plan
-    from .recall import Clusters, Pages, Recall, TopK, register_index
+    from .planner import auto, plan
+    from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .reference import reference_model, reference_tokenizer
     from .store import Packed, Store, Transform, register_format
@@ -31,6 +31,7 @@ _WHERE = {
     "register_adapter": "hf.adapters:register",
     "Report": "hf.report",
     "Cache": "hf.cache",
+    "auto": "planner",
     "plan": "planner",
     "LayerOverride": "recipe",
     "Recipe": "recipe",
@@ -38,6 +39,7 @@ _WHERE = {
     "Protect": "recipe",
     "Clusters": "recall",
     "Pages": "recall",
+    "PartialKeys": "recall",
     "Recall": "recall",
     "TopK": "recall",
     "register_index": "recall",
@@ -62,6 +64,7 @@ __all__ = [
     "Outliers",
     "Packed",
     "Pages",
+    "PartialKeys",
     "Protect",
     "Recall",
     "Recipe",
@@ -70,6 +73,7 @@ __all__ = [
     "TopK",
     "Transform",
     "attach",
+    "auto",
     "detach",
     "plan",
     "reference_model",

@@ -25,6 +25,7 @@ SPELLED = [
     "evict:score=value-norm,power=2,tokens=40",
     "recall:index=means,unit=4,tokens=40,sinks=4,recent=8",
     "store:format=int8,unit=8,recent=16",
+    "store:bits=2,heavy=12,filter=token-ids",
     "kivi-between:bits=4,exact=2,residual=64",
     "kivi-between@2=evict:score=value-norm,fraction=0.25",
 ]
@@ -32,7 +33,7 @@ SPELLED = [
 
 @pytest.fixture(autouse=True)
 def _installed():
-    with installed("my_score", "my_format", "my_index", "my_recipe"):
+    with installed("my_score", "my_filter", "my_format", "my_index", "my_recipe"):
         yield
 
 
@@ -62,10 +63,11 @@ def test_options_of_a_part_reach_it():
     int8 = FORMATS["int8"](8)
     assert resolve(SPELLED[2]).store == Store(int8, int8)
     assert resolve("store:format=int8").store.keys.unit == 4
-    between = resolve(SPELLED[3])
+    assert resolve(SPELLED[3]).protect.outliers == kvloom.Outliers(12, SCORERS["token-ids"]())
+    between = resolve(SPELLED[4])
     assert [one.where for one in between.layers] == ["first 2", "last 2"]
     assert between.store == resolve("kivi:bits=4,residual=64").store
-    assert resolve(SPELLED[4]).layers[-1] == LayerOverride(
+    assert resolve(SPELLED[5]).layers[-1] == LayerOverride(
         2, resolve("evict:score=value-norm,fraction=0.25").keep, Store(), None, kvloom.Protect()
     )
 
@@ -76,6 +78,9 @@ def test_options_of_a_part_reach_it():
         ("evict:score=value-nrm", "did you mean 'value-norm'?"),
         ("evict:score=value-norm,powr=2", "no option 'powr' (did you mean 'power'?)"),
         ("evict:score=value-norm,power=big", "option 'power' of recipe 'evict' must be a number"),
+        ("evict:score=token-ids", "reads token ids, which later steps do not keep; use it as the"),
+        ("store:filter=token-ids", "chooses exact tokens, and heavy=0 of them; give heavy"),
+        ("skvq:heavy=4,filter=token-idz", "score='token-idz' is not one of recent, "),
         ("evict:power=2", "recipe 'evict' has no option 'power'"),  # of mass
         ("kivi-betwen", "did you mean 'kivi-between'?"),
         ("kivi-between:exact=x", "option 'exact' of recipe 'kivi-between' must be a whole number"),
@@ -180,7 +185,7 @@ def test_recipes_and_choices_are_listed():
     assert 'kind = "value-norm"' in page
     shown = json.loads(run(app, ["recipes", "store", "--json"]).stdout)
     assert shown["choices"]["int8"] == {"unit": 4}
-    assert "KIVI between exact first and last layers" in run(app, ["recipes", SPELLED[4]]).stdout
+    assert "KIVI between exact first and last layers" in run(app, ["recipes", SPELLED[5]]).stdout
 
 
 def test_a_distribution_with_entry_points_is_enough(tmp_path):
@@ -192,7 +197,7 @@ def test_a_distribution_with_entry_points_is_enough(tmp_path):
     (info / "entry_points.txt").write_text(f"[kvloom.plugins]\n{lines}\n")
     path = os.pathsep.join([str(tmp_path), str(HERE), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
-        [sys.executable, "-m", "kvloom", "recipes", SPELLED[4]],
+        [sys.executable, "-m", "kvloom", "recipes", SPELLED[5]],
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr

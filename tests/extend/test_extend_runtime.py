@@ -20,6 +20,7 @@ from kvloom.keep import SCORERS, Budget, Keep, Scorer
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.select import reference
 from kvloom.recipe import Protect, Recipe, resolve
+from near import assert_near
 
 RECIPES = {
     "score": "evict:score=value-norm,tokens=40,when=prompt,recent=8",
@@ -31,6 +32,8 @@ RECIPES = {
     "recipe": "kivi-between:residual=32",
     "recipe, start": "kivi-between:residual=32,start=90",
     "score, start": "evict:score=value-norm,tokens=40,when=prompt,recent=8,start=90",
+    "filter": "store:bits=2,group=16,sinks=2,recent=8,heavy=12,filter=token-ids",
+    "filter, start": "store:bits=2,group=16,sinks=2,recent=8,heavy=12,filter=token-ids,start=90",
 }
 every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 PROMPT, STEPS = 80, 20
@@ -38,7 +41,7 @@ PROMPT, STEPS = 80, 20
 
 @pytest.fixture(autouse=True)
 def _installed():
-    with installed("my_score", "my_format", "my_index", "my_recipe"):
+    with installed("my_score", "my_filter", "my_format", "my_index", "my_recipe"):
         yield
 
 
@@ -208,6 +211,7 @@ LATE = {
     "h2o": resolve("h2o"),
     "window": resolve("window:tokens=40"),
     "quest": resolve("quest:tokens=40,page=4,sinks=4,recent=8,full_layers=1"),
+    "infinigen": resolve("infinigen:tokens=40,sinks=4,recent=8,full_layers=1"),
     "outliers": Recipe(
         store=resolve("rtn:group=16").store, protect=Protect(2, 8, kvloom.Outliers(4))
     ),
@@ -221,7 +225,7 @@ def test_up_to_the_start_a_cache_is_full(model, recipe):
     exact, full = kvloom.Cache(model, "full"), resolve("full")
     late = kvloom.Cache(model, replace(recipe, start=end))
     for a, b in zip(logits(model, exact, ids), logits(model, late, ids), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sinks are a part of their own
+        assert_near(a, b, 1e-5)  # sinks are a part of their own
     assert late.nbytes >= late.recipe.nbytes(end, late.geometry, 2)
     with torch.inference_mode():
         model(ids[:, :1], past_key_values=late)

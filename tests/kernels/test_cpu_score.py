@@ -111,7 +111,7 @@ def test_drawn_shapes(heads, t, more, d, dtype, kind, how, masked, seed):
     window, tau, softcap = how
     given = masks(b, hk, t, n, seed) if masked else {}
     places = torch.rand(b, hk, n).argsort(-1) + 5
-    noise = None if kind is None else Noise(kind, seed - 50, places, 3, seed % 2 == 0)
+    noise = None if kind is None else Noise(kind, seed - 50, places, 3, seed % 2 == 0, seed % 3)
     q, k = drawn(b, hq, hk, t, n, d, dtype, seed)
     agrees(q, k, d**-0.5, noise=noise, window=window, tau=tau, softcap=softcap, **given)
 

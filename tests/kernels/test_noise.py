@@ -101,3 +101,11 @@ def test_the_largest_number_that_is_drawn_is_finite():
     drawn = Noise("gumbel", 1, keys, 0).block(1, 1, 0, 1, 2).flatten()
     assert drawn[1].item() == pytest.approx(24 * math.log(2), rel=1e-6)
     assert drawn[0] < drawn[1]
+
+
+@pytest.mark.parametrize("r", [1, 2])
+def test_the_noise_of_some_heads_is_that_of_the_same_heads_among_all(r):
+    keys = torch.arange(50)[None, None]
+    every = Noise("gumbel", 2**32 - 3, keys, 7).block(6, r, 0, 4, 50)
+    some = Noise("gumbel", 2**32 - 3, keys, 7, head=4).block(2, r, 0, 4, 50)
+    assert torch.equal(some, every[:, 4:])

@@ -44,10 +44,13 @@ def small(
     block: int = 20,
 ):
     """A recipe that recalls few tokens, with an index that takes in tokens often."""
-    names = {"clusters": "clusterkv:size=8", "pages": "quest:page=8", "topk": "topk"}
+    names = {"clusters": "clusterkv:size=8", "pages": "quest:page=8", "topk": "topk",
+             "partial": "infinigen"}  # fmt: skip
     found = resolve(names[index]).recall.index
     if index == "clusters":
         found = replace(found, block=block, block_clusters=3)
+    if index == "partial":
+        found = replace(found, block=block)
     packing = "kivi:group=16,residual=16" if packed is True else packed or "full"
     store = resolve(packing).store
     return Recipe(
@@ -65,8 +68,13 @@ RECIPES = {
     "pages": small("pages", recent=5),
     "pages, packed": small("pages", packed=True, recent=3),
     "pages, no sinks": small("pages", sinks=0),
+    "pages, packed, rotated": small("pages", packed="near-lossless:group=16,residual=16", recent=3),
+    "pages, packed, boosted": small("pages", packed="kitty:boost=8,group=16,residual=16", recent=3),
     "topk": small("topk", recent=5),
     "topk, packed": small("topk", packed=True),
+    "partial": small("partial", recent=5),
+    "partial, packed": small("partial", packed=True),
+    "partial, host": small("partial", tier=Tier("host")),
     "clusters, host": small("clusters", tier=Tier("host")),
     "pages, file": small("pages", recent=3, tier=Tier("file", steps=2)),
     "clusters, packed, host": small("clusters", packed=True, block=16, tier=Tier("host")),
@@ -77,7 +85,8 @@ RECIPES = {
 }
 every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 core = some_slow(
-    "recipe", RECIPES, "clusters, window", "pages, packed", "pages, no sinks", "topk",
+    "recipe", RECIPES, "clusters, window", "pages, packed", "pages, packed, rotated",
+    "pages, packed, boosted", "pages, no sinks", "topk", "partial", "partial, packed",
     "clusters, packed, host", "keys packed, file",
 )  # fmt: skip
 STEPS = [1] * 40
@@ -254,7 +263,9 @@ def test_content_of_padding_is_irrelevant(recipe, pads, seed):
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("name", ["clusters", "clusters, window", "topk", "clusters, host"])
+@pytest.mark.parametrize(
+    "name", ["clusters", "clusters, window", "topk", "partial", "clusters, host"]
+)
 @given(st.lists(st.integers(0, PROMPT - 30), min_size=2, max_size=2), st.integers(0, 99))
 def test_padding_a_row_is_leaving_it_shorter(name, pads, seed):
     """Where a token's place does not matter, and the row has enough tokens to be indexed alone."""

@@ -18,7 +18,7 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("recipe", ["clusterkv", "quest", "topk"])
+@pytest.mark.parametrize("recipe", ["clusterkv", "quest", "infinigen", "topk"])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_with_a_budget_for_all_tokens_are_those_of_plain_transformers(name, recipe, beams):
     model = zoo.build(name)
@@ -50,7 +50,8 @@ def test_a_token_nobody_looks_at_is_not_missed(name):
 
 
 @pytest.mark.parametrize("recipe", ["clusterkv:tokens=30,size=8,sinks=4", "quest:tokens=32,page=4,"
-                                    "sinks=4,recent=8", "clusterkv-2bit:tokens=180",
+                                    "sinks=4,recent=8", "infinigen:tokens=32,sinks=4,recent=8",
+                                    "clusterkv-2bit:tokens=180",
                                     "clusterkv-2bit:tokens=180,tier=host"])  # fmt: skip
 def test_beams_padding_and_drafts_run_on_a_small_budget(recipe):
     model = zoo.build("llama-gqa", head_dim=32)

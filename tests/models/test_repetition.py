@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from kvloom.bench.filled_caches import empty_layers, fill, random_qkv
-from kvloom.bench.shapes import LayerShape
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -22,6 +20,8 @@ from kvloom.hf.observe import observe
 from kvloom.hf.repetition import Repetition
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
+from kvloom.workload.filled_caches import empty_layers, fill, random_qkv
+from kvloom.workload.shapes import LayerShape
 
 PROMPT = 61
 IDS = zoo.batch(3, PROMPT)

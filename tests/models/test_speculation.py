@@ -22,6 +22,7 @@ RECIPES = (
     "kitty:group=32,residual=32,sinks=4",
     "kivi:group=16,residual=32,start=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
+    "infinigen:tokens=32,sinks=4,recent=8,full_layers=1",
     "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",
     "clusterkv-2bit:tokens=150,full_layers=1",
 )

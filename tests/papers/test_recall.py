@@ -1,4 +1,4 @@
-"""ClusterKV, Quest and the exact top k against float64 lists of tokens, step by step."""
+"""ClusterKV, Quest, InfiniGen and the exact top k against float64 lists of tokens, step by step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import naive
+import naive_recipes
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 
@@ -18,8 +19,10 @@ SINKS = 4
 class Lists:
     """One key/value head: which tokens a step reads, by lists."""
 
-    def __init__(self, kind: str, group: str, find: int, recent: int):
+    def __init__(self, kind: str, group: str, find: int, recent: int, prompt: tuple):
         self.kind, self.group, self.find, self.recent = kind, group, find, recent
+        if kind == "partial":
+            self.rotation = naive_recipes.partial_rotation(*prompt, round(0.3 * D))
         self.members, self.centroids, self.indexed = [], [], SINKS
 
     def take_in(self, k):
@@ -27,6 +30,9 @@ class Lists:
         ready = len(k) - self.recent
         if self.kind == "topk":
             self.indexed = ready
+        if self.kind == "partial":
+            due = ready - self.indexed
+            self.indexed += due if self.indexed == SINKS else due // 64 * 64
         while self.kind == "pages" and ready - self.indexed >= 8:
             self.members.append(list(range(self.indexed, self.indexed + 8)))
             self.indexed += 8
@@ -56,6 +62,9 @@ class Lists:
         if self.kind == "topk":
             parts = [[j] for j in range(SINKS, self.indexed)]
             rated = [[x @ k[j] for [j] in parts] for x in q]
+        elif self.kind == "partial":
+            parts = [[j] for j in range(SINKS, self.indexed)]
+            rated = [[(x @ self.rotation) @ (k[j] @ self.rotation) for [j] in parts] for x in q]
         elif self.kind == "pages":
             parts = self.members
             rated = [[naive.page_score(x, k[p]) for p in parts] for x in q]
@@ -90,6 +99,7 @@ SPECS = {
     "clusters": ("clusterkv:tokens=30,size=10,sinks=4", 26, 0),
     "pages": ("quest:tokens=35,page=8,sinks=4,recent=5", 26, 5),
     "topk": ("topk:tokens=35,sinks=4,recent=5", 26, 5),
+    "partial": ("infinigen:tokens=35,sinks=4,recent=5", 26, 5),
 }
 
 
@@ -107,8 +117,14 @@ def test_every_step_is_attention_over_the_listed_tokens(kind, group):
     scale = D**-0.5
     given = [torch.from_numpy(x) for x in (q, k, v)]
     cache.attend(*(x[:, :, :PROMPT] for x in given), scale=scale)
-    lists = [[Lists(kind, group, find, recent) for _ in range(HK)] for _ in range(B)]
     q, k, v = (x.astype("float64") for x in (q, k, v))
+    lists = [
+        [
+            Lists(kind, group, find, recent, (q[b, h * R : h * R + R, :PROMPT], k[b, h, :PROMPT]))
+            for h in range(HK)
+        ]
+        for b in range(B)
+    ]
     recalled = 0
     for t in range(PROMPT, n):
         got = cache.attend(*(x[:, :, t : t + 1] for x in given), scale=scale)
@@ -146,4 +162,6 @@ def test_the_recipes_read_as_the_papers():
     assert (cluster.group, quest.group) == ("turns", "mean")
     assert resolve("clusterkv-2bit").recall.group == "turns"
     assert quest.index.page == 16
+    infinigen = resolve("infinigen").recall
+    assert (infinigen.index.share, infinigen.group, infinigen.full_layers) == (0.3, "mean", 2)
     assert (cluster.full_layers, quest.full_layers) == (2, 2)

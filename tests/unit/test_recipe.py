@@ -150,7 +150,10 @@ def test_bad_protection_is_refused(fields, wrong):
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: Recall("pages"), "index='pages' is not an index; use Clusters, Pages or TopK"),
+        (
+            lambda: Recall("pages"),
+            "index='pages' is not an index; use Clusters, Pages, PartialKeys or TopK",
+        ),
         (lambda: Recall(Pages(), tokens=0), "budget tokens=0 must be a whole number, 1 or"),
         (lambda: Recall(Pages(), tokens=0.5), "tokens=0.5 must be a whole number, 1 or more"),
         (lambda: Recall(Pages(), full_layers=-1), "full_layers=-1 must be a whole number, 0 or"),

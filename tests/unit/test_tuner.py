@@ -39,6 +39,7 @@ def few(monkeypatch):
 def tune(monkeypatch, tmp_path, model, tokenizer):
     """A function that tunes the tiny model; scores are in a folder of the test."""
     few(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def run(**options):
         options = {"context": CONTEXT, "settings": SMALL, "folder": tmp_path / "scores"} | options

@@ -20,6 +20,7 @@ from kvloom_vllm.rule import paged
         ("streaming", "near-lossless"),
         ("snapkv", "near-lossless"),
         ("minikv", "'kivi'"),
+        ("small", "balanced"),
         ("quest", "near-lossless"),
         ("clusterkv-2bit", "'kivi'"),
         ("kivi@0=h2o", "'kivi'"),

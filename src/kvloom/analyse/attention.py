@@ -33,6 +33,7 @@ from ..cache.layer import LayerCache
 from ..hf.cache import Cache
 from ..hf.observe import Observation, observe
 from ..hf.routed import RoutedLayer
+from ..hf.shard import needs_whole
 from ..kernels import ops
 from ..recipe.spec import Recipe
 from ..workload.attachment import attachment_restored
@@ -85,6 +86,7 @@ def measure(
     compresses; the model is left as it was. progress: called with units that sum to
     tokens - context + 1. Raises what `Cache` and `watch` raise.
     """
+    needs_whole(model, "an analysis")
     on_step = progress or (lambda what, units: None)
     text = ids.to(model.device)
     with attachment_restored(model), torch.inference_mode():

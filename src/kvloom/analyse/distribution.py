@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModel
 from ..hf import compat, rotary
 from ..hf.metadata import load_layer_metadata
+from ..hf.shard import needs_whole
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
 from ..workload.attachment import attachment_restored
@@ -93,6 +94,7 @@ def measure(
     compress.
     """
     compat.refuse_unsupported(model)
+    needs_whole(model, "an analysis")
     recipe.check(compat.geometry(model))
     found: list[Distribution] = []
     with attachment_restored(model):

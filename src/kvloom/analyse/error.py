@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ..hf import compat
 from ..hf.metadata import load_layer_metadata
+from ..hf.shard import needs_whole
 from ..recipe.spec import Recipe
 from ..store import Format, LayerMetadata, Packed
 from ..store.codec import Channels
@@ -62,6 +63,7 @@ def measure(
     unit a context. The model is left as it was. Raises `IncompatibleRecipe`.
     """
     compat.refuse_unsupported(model)
+    needs_whole(model, "an analysis")
     for recipe in recipes:
         recipe.check(compat.geometry(model))
     metadata = {recipe.name: load_layer_metadata(model, recipe) for recipe in recipes}

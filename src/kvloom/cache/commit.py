@@ -63,6 +63,8 @@ def settle(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
     layer.draft = None
     first, layer.settled = not layer.settled, True
     evictor, segment = layer.evictor, layer.segment
+    if layer.retriever is not None and layer.retriever.learns and step.tokens:
+        layer.retriever.learn(step, (new or all_exact(segment, layer.sinks))[0])
     scored = isinstance(evictor, ScoreEvictor) and not evictor.done
     if isinstance(evictor, ScoreEvictor) and scored and (step.tokens or evictor.repetition):
         prompt = new is not None and layer.seen == new[0].shape[2]
@@ -136,6 +138,7 @@ def _add_to_draft(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
         needed = evictor.scores_more
     else:
         needed = layer.outliers is not None and not layer.outliers.done
+    needed = needed or (layer.retriever is not None and layer.retriever.learns)
     if not needed:
         step = step.without_queries()
     elif before is not None:

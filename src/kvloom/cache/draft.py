@@ -23,17 +23,18 @@ class Draft:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored queries."""
-        return self.step.q.nbytes
+        return self.step.q.nbytes + (0 if self.step.ids is None else self.step.ids.nbytes)
 
     def state(self) -> dict[str, Any]:
         """Return the state, see `cache.state`; the next step brings its own ALiBi."""
-        names = ("q", "scale", "softcap", "visible")
+        names = ("q", "scale", "softcap", "visible", "ids")
         return {"tokens": self.tokens, **{name: getattr(self.step, name) for name in names}}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Draft:
         """Return a draft with a state that `state` returned."""
-        step = StepInputs(state["q"], state["scale"], state["softcap"], state["visible"])
+        names = ("q", "scale", "softcap", "visible", "ids")
+        step = StepInputs(**{name: state[name] for name in names})
         return cls(state["tokens"], step)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -48,15 +48,17 @@ class LayerCache(LayerParts):
         valid: Tensor | None = None,
         softcap: float | None = None,
         alibi: Alibi | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all stored tokens and to k, v [B, Hk, T, D]; store k, v.
 
         valid: bool [B, seen + T], False for padding. alibi: of seen + T tokens, where the model has
-        it. Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
-        exception, an interrupt included, the layer is as it was before the call.
+        it. ids: int64 [B, T], token ids, where `needs_ids`. Returns [B, Hq, T, D] in q's dtype.
+        Raises `CacheMisuse` or `NotFinite`. After any exception, an interrupt included, the layer
+        is as it was before the call.
         """
         self._begin_step()
-        given = AttendInputs(q, k, v, scale, valid, softcap, alibi)
+        given = AttendInputs(q, k, v, scale, valid, softcap, alibi, ids)
         try:
             if self.recording and verifies(self):
                 return attend_draft(self, given, self._attend_step)
@@ -87,7 +89,7 @@ class LayerCache(LayerParts):
         try:
             if self.seen:
                 raise CacheMisuse(f"{self.name}: prefill is for the first prompt; use attend")
-            step, k, v = self._inputs(q, k, v, scale, valid, softcap, alibi)
+            step, k, v = self._inputs(q, k, v, scale, valid, softcap, alibi, None)
             check_range(self.name, self.max_abs, k, v)
             self.seen = self.read = k.shape[2]
             commit(self, step._replace(q=q.detach()), (k.detach(), v.detach()), [])
@@ -112,7 +114,7 @@ class LayerCache(LayerParts):
         repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
         repetition scores these. Call it after the prompt, and `end_repetition` after the last one.
         """
-        step, k, v = self._inputs(q, k, v, scale, valid, softcap, alibi)
+        step, k, v = self._inputs(q, k, v, scale, valid, softcap, alibi, None)
         parts = joined(self._parts(step, k, v, stored=False))
         out = attend_parts(step.q, parts, scale, softcap)
         if self.scores_repetition:
@@ -164,12 +166,17 @@ class LayerCache(LayerParts):
         valid: Tensor | None,
         softcap: float | None,
         alibi: Alibi | None,
+        ids: Tensor | None,
     ) -> tuple[StepInputs, Tensor, Tensor]:
         """Check keys and values; return the step, k and v with padding set to 0 (it may be NaN)."""
         traits = (*k.shape, k.dtype, k.device)
         if traits != self._traits or v.shape != k.shape or v.dtype != k.dtype:
             check_shapes(self.name, self.like, k, v)
             self._traits = traits
+        if self.needs_ids and ids is None:
+            raise CacheMisuse(
+                f"{self.name}: the rule for outliers reads token ids; run the layer by its model"
+            )
         tokens = self.seen + k.shape[2]
         scored = isinstance(self.evictor, ScoreEvictor) and not self.evictor.begun
         if scored and tokens > self.recipe.start:
@@ -184,7 +191,7 @@ class LayerCache(LayerParts):
             if keep is not None and keep.positions != "original":
                 position = alibi.position - self.dropped  # models that round depend on it
                 alibi = replace(alibi, position=position, closed_up=True)
-        return StepInputs(q, scale, softcap, visible, alibi), k, v
+        return StepInputs(q, scale, softcap, visible, alibi, ids=ids), k, v
 
     def _attend_step(self, given: AttendInputs) -> Tensor:
         """Append, attend and commit; returns [B, Hq, T, D]."""

@@ -81,11 +81,11 @@ class LayerParts:
             self.evictor = AgeEvictor(recipe)
             if scored:
                 ropes = self.rope, metadata.rope
-                self.evictor = ScoreEvictor(recipe, layer, self.sharing, *ropes)
+                self.evictor = ScoreEvictor(recipe, layer, self.sharing, *ropes, metadata.head)
         recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
         self.retriever = Retriever(recipe) if recalls else None
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else Outliers(rule, layer)
+        self.outliers = None if rule is None else Outliers(rule, layer, metadata.head)
         self.draft: Draft | None = None
         self.verification: Verification | None = None
         self.certain = 0  # tokens, those of the next step included, that no crop will remove
@@ -116,6 +116,11 @@ class LayerParts:
         """Whether the model must repeat the first prompt, which scores its tokens."""
         evictor = self.evictor
         return isinstance(evictor, ScoreEvictor) and evictor.repeats and not evictor.done
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the next step needs token ids, for the rule that chooses outliers."""
+        return self.outliers is not None and self.outliers.reads_ids and not self.outliers.done
 
     @property
     def nbytes(self) -> int:

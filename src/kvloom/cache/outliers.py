@@ -24,10 +24,14 @@ from .step import StepInputs
 
 
 class Outliers:
-    """A rule, and exact copies of the tokens that it chose."""
+    """A rule, and exact copies of the tokens that it chose.
 
-    def __init__(self, rule: Rule, layer: int) -> None:
-        self.rule, self.layer = rule, layer
+    layer: its number, which seeds noise; head: the number of the first key/value head, which too.
+    """
+
+    def __init__(self, rule: Rule, layer: int, head: int = 0) -> None:
+        self.rule, self.layer, self.head = rule, layer, head
+        self.reads_ids = rule.reads_ids
         self.tokens = Segment()
         self.done = False  # the rule runs once
 
@@ -55,7 +59,7 @@ class Outliers:
         inputs = Step(
             q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=step.visible,
             real=step.visible_queries, index=index, seen=n, number=0, seed=self.layer,
-            group=self.rule.group, bias=bias,
+            group=self.rule.group, bias=bias, head=self.head, ids=step.ids,
         )  # fmt: skip
         scores = checked(self.rule.scorer, inputs)[..., lo:hi]
         visible = step.visible if sinks is None else sinks.hide(step.visible)

@@ -54,6 +54,11 @@ class Retriever:
         return self.finder.nbytes + (0 if self.store is None else self.store.nbytes)
 
     @property
+    def learns(self) -> bool:
+        """Whether the index waits for the queries of the first prompt."""
+        return not self.finder.learned
+
+    @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
         own = [self, self.finder]
@@ -115,7 +120,7 @@ class Retriever:
         ready = max(0, ready - pinned)
         if self.finder.tokens > ready:  # a crop removed indexed tokens
             self.restore(tokens)
-            self.finder = self.recall.index.finder()
+            self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
             lo = pinned + self.finder.tokens
             keys, live = _keys(tokens, lo, lo + due), tokens.visible(visible, lo, lo + due)
@@ -134,7 +139,15 @@ class Retriever:
         if self.store is None or not self.store.tokens:
             return
         tokens.restore(self.store.raw(0, self.store.tokens))
-        self.store, self.finder = self.store.fresh(), self.recall.index.finder()
+        self.store, self.finder = self.store.fresh(), self._emptied()
+
+    def learn(self, step: StepInputs, keys: Tensor) -> None:
+        """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
+        live, queries = step.visible, step.visible_queries
+        if live is None or queries is None:
+            live = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
+            queries = live[..., -step.tokens :]
+        self.finder.learn(step.q, keys, live, queries)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
@@ -154,6 +167,11 @@ class Retriever:
         if self.store is not None:
             self.store.load_state(state["store"])
         self.visible = state["visible"]
+
+    def _emptied(self) -> Finder:
+        finder = self.recall.index.finder()
+        finder.start_again(self.finder)
+        return finder
 
     def _find(self, tokens: Segment, q: Tensor, count: int) -> Tensor:
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
@@ -201,7 +219,12 @@ def _gather(side: KVSide, end: int, slots: Tensor, tokens: Segment) -> Tensor:
     x = side.view(0, end, tokens.positions)
     if isinstance(x, Tensor):
         return reference.gather(x, slots)
-    if not isinstance(x, PackedView) or not isinstance(x.codec, Plain) or x.rope is not None:
+    if (
+        not isinstance(x, PackedView)
+        or not isinstance(x.codec, Plain)
+        or type(x.codec) is not Plain  # a derived codec rotates tokens, or boosts channels
+        or x.rope is not None
+    ):
         return reference.gather(x.tensor(), slots)  # unpacks all tokens to gather some
     return reference.gather_packed(
         x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype

@@ -33,7 +33,8 @@ class ScoreEvictor:
 
     layer: number of the layer among those of the cache, which seeds noise. sharing: (rank,
     count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
-    renumbers positions. score_rope: the model's rotary embedding, for scores that need it.
+    renumbers positions. score_rope: the model's rotary embedding, for scores that need it. head:
+    the model's number of the first key/value head, which seeds noise.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class ScoreEvictor:
         sharing: tuple[int, int],
         rope: Rope | None = None,
         score_rope: Rope | None = None,
+        head: int = 0,
     ) -> None:
         assert recipe.keep is not None
         self.keep, self.layer, self.sharing, self.rope = recipe.keep, layer, sharing, rope
-        self.sinks = recipe.protect.sinks
+        self.head, self.sinks = head, recipe.protect.sinks
         self.sinks_first = recipe.recall is not None  # where a retriever always reads them
         self.score_rope = score_rope if self.keep.scorer.rotates else None
         self.needs_positions = recipe.store.pre_rope
@@ -189,6 +191,13 @@ class ScoreEvictor:
         assert self.repetition is not None
         self.repetition.note(tokens, step, new, repeated, self.score)
 
+    def take_repetition(self, other: ScoreEvictor) -> None:
+        """Take the scores of another evictor, whose cache holds the same prompt."""
+        assert self.repetition is not None
+        assert other.repetition is not None
+        scores = other.repetition.scores
+        self.repetition.scores = None if scores is None else scores.clone()
+
     def end_repetition(self, tokens: Segment) -> None:
         """Give the tokens of a prompt that was not repeated equal scores."""
         assert self.repetition is not None
@@ -220,6 +229,7 @@ class ScoreEvictor:
             real=step.visible_queries, index=index, seen=seen, number=number,
             seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # 32 bits are hashed
             group=self.keep.group, bias=bias, products=step.products, rope=self.score_rope,
+            head=self.head,
         )  # fmt: skip
         return checked(self.keep.scorer, inputs)
 

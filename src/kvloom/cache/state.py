@@ -13,7 +13,7 @@ from .draft import Draft
 from .layer_parts import LayerParts
 from .slots import Slots
 
-VERSION = 3
+VERSION = 4
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
 
 

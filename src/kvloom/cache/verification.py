@@ -36,6 +36,7 @@ class AttendInputs(NamedTuple):
     valid: Tensor | None
     softcap: float | None
     alibi: Alibi | None
+    ids: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -51,7 +52,8 @@ class AttendInputs(NamedTuple):
         if alibi is not None:
             position = alibi.position
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
-        return self._replace(q=q, k=k, v=v, valid=valid, alibi=alibi)
+        ids = None if self.ids is None else self.ids[:, begin:end]
+        return self._replace(q=q, k=k, v=v, valid=valid, alibi=alibi, ids=ids)
 
     def one_by_one(self) -> Iterator[AttendInputs]:
         """Yield each token as a step of its own."""
@@ -61,7 +63,9 @@ class AttendInputs(NamedTuple):
         """Apply fn to the tensors, along the batch dimension."""
         valid = None if self.valid is None else fn(self.valid)
         alibi = None if self.alibi is None else self.alibi.map(fn)
-        return self._replace(q=fn(self.q), k=fn(self.k), v=fn(self.v), valid=valid, alibi=alibi)
+        ids = None if self.ids is None else fn(self.ids)
+        q, k, v = fn(self.q), fn(self.k), fn(self.v)
+        return self._replace(q=q, k=k, v=v, valid=valid, alibi=alibi, ids=ids)
 
 
 class Verification:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..errors import CalibrationError
 from ..hf import compat
 from ..hf.metadata import identity, undoable_rope
+from ..hf.shard import needs_whole
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store import Packed
@@ -60,6 +61,7 @@ def calibrate(
         },
         key=str,
     )
+    needs_whole(model, "a calibration")
     for recipe in recipes:
         recipe.check(compat.geometry(model))
     with attachment_restored(model):

@@ -28,7 +28,7 @@ def command(
         ),
     ],
     recipes: Annotated[
-        str | None, typer.Option(help=f"{RECIPES_HELP}; default: eleven (see the guide).")
+        str | None, typer.Option(help=f"{RECIPES_HELP}; default: fourteen (see the guide).")
     ] = None,
     context: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..cache.build import build_layers
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from . import compat, rotary, save
+from . import compat, rotary, save, shard
 from .metadata import load_layer_metadata
 from .owner import Owner
 from .routed import RoutedCache, RoutedLayer
@@ -42,7 +42,8 @@ class Cache(RoutedCache):
         stock = compat.stock_layers(config)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         built = build_layers(self.recipe, numbers, metadata, rope)
-        routed = dict(zip(numbers, map(RoutedLayer, built), strict=True))
+        heads = self.geometry.kv_heads if shard.running() else None
+        routed = {i: RoutedLayer(x, heads) for i, x in zip(numbers, built, strict=True)}
         layers = [routed.get(i, layer) for i, (_, layer) in enumerate(stock)]
         super().__init__(layers, compat.fingerprint(config))
         self.learned_positions = learned
@@ -50,6 +51,8 @@ class Cache(RoutedCache):
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file of about `nbytes`, whole or not at all.
+
+        Under tensor parallelism each rank saves its own heads: give each another path.
 
         The file has a checksum. It holds no weights, token ids or padding masks. Raises
         `SavedCacheError` if it cannot be written, and `CacheMisuse` after a failed step, or while

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, cache_utils
 
 from ..errors import UnsupportedModel
 from ..recipe.geometry import Geometry
+from . import shard
 from .adapter_registry import ADAPTERS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -74,6 +75,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         reason = _REFUSED[config.model_type]
     elif not adapted(model) and not model._can_set_attn_implementation():
         reason = "its attention does not go through transformers' attention interface"
+    else:
+        reason = shard.problem(model, *_heads(config))
     if reason:
         raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
 
@@ -89,20 +92,29 @@ def adapted(model: PreTrainedModel) -> bool:
 
 
 def geometry(model: PreTrainedModel) -> Geometry:
-    """Return the geometry of a supported model; its layers are those of full attention."""
-    config = decoder_config(model)
+    """Return the geometry of a supported model; its layers are those of full attention.
+
+    Its heads are those of this process, which may hold a part of the model (`shard`).
+    """
+    config, (rank, ranks) = decoder_config(model), shard.shard(model)
+    q_heads, kv_heads = _heads(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
+    kinds = [kind for kind, _ in stock_layers(config)]
+    numbers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+    return Geometry(
+        len(numbers), q_heads // ranks, kv_heads // ranks, head_dim, model.dtype,
+        has_alibi(config), None if len(numbers) == len(kinds) else numbers, rank, ranks,
+    )  # fmt: skip
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Return the query heads and the key/value heads of the whole model."""
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
     if config.model_type == "falcon":
         one = config.multi_query and not config.new_decoder_architecture
         kv_heads = 1 if one else config.num_kv_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    kinds = [kind for kind, _ in stock_layers(config)]
-    numbers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
-    return Geometry(
-        len(numbers), q_heads, kv_heads, head_dim, model.dtype, has_alibi(config),
-        None if len(numbers) == len(kinds) else numbers,
-    )  # fmt: skip
+    return q_heads, kv_heads
 
 
 def fingerprint(config: Any) -> tuple:

@@ -2,7 +2,8 @@
 
 A first prompt attends to itself exactly, so its queries, keys and values do not depend on the
 recipe. One cache, the leader, takes part in the forward pass; the others, its followers, store what
-each layer attends with. Each cache is then as if it had read the prompt alone.
+each layer attends with. Each cache is then as if it had read the prompt alone. Followers that score
+a repetition of the prompt alike (KVzip) share its passes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from ..positions.alibi import Alibi
-from . import compat
+from . import adapters, compat
 from .cache import Cache
+from .repetition import Repetition, of_prompt
 from .routed import RoutedCache, RoutedLayer, lasting
 
 
 class Follower:
     """A cache that stores a prompt without attending to it.
 
-    seconds: what storing took, in all layers. error: why the cache is still empty; None if it holds
-    the prompt. apart: whether it cannot follow, and reads the prompt by a forward pass of its own.
+    seconds: what storing took, in all layers, with the passes that repeat the prompt. error: why
+    the cache is still empty; None if it holds the prompt. apart: whether it cannot follow, and
+    reads the prompt by a forward pass of its own. repetition: of a cache that scores one.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -36,6 +39,7 @@ class Follower:
         self.seconds = 0.0
         self.error: Exception | None = None
         self.apart = False
+        self.repetition: Repetition | None = None
 
     @property
     def ended(self) -> bool:
@@ -61,6 +65,11 @@ def prefill_together(
     if any(cache.get_seq_length() for cache in (leader, *(f.cache for f in followers))):
         raise CacheMisuse("a cache holds tokens already; prefill_together fills new caches")
     model = compat.unwrap(model)
+    for follower in followers:
+        try:
+            follower.repetition = of_prompt(model, follower.cache, (), inputs)
+        except CacheMisuse as error:
+            follower.error = error
     layers = [
         _FanOutLayer(layer, [(f, f.cache.layers[i]) for f in followers], clock)
         if isinstance(layer, RoutedLayer)
@@ -75,7 +84,12 @@ def prefill_together(
                 running.enter_context(cache.guard.step())
             logits = _last_logits(model, fan_out, inputs)
             for follower in followers:
-                _finish_step(leader, follower)
+                _copy_other_layers(leader, follower)
+            with adapters.masks(model):
+                _repeat(followers, clock)
+            for follower in followers:
+                for layer in follower.cache.routed:
+                    layer.cache.end_step()
     except BaseException:
         for cache in (leader, *(f.cache for f in followers)):
             cache.reset()
@@ -125,9 +139,6 @@ class _FanOutLayer(RoutedLayer):
             if alibi is not None and keep is not None and keep.positions != "original":
                 follower.apart = True  # such positions are rounded differently in some models
                 continue
-            if layer.cache.scores_repetition:
-                follower.apart = True  # the model repeats the prompt with this cache alone
-                continue
             begin = self.clock()
             try:
                 lasting(layer.cache.prefill)(
@@ -139,13 +150,39 @@ class _FanOutLayer(RoutedLayer):
         return out
 
 
-def _finish_step(leader: Cache, follower: Follower) -> None:
-    """End the step in every layer; copy the layers that kvloom does not compress."""
+def _copy_other_layers(leader: Cache, follower: Follower) -> None:
+    """Copy the layers that kvloom does not compress."""
     for i, layer in enumerate(follower.cache.layers):
-        if isinstance(layer, RoutedLayer):
-            layer.cache.end_step()
-        elif not follower.ended:
+        if not isinstance(layer, RoutedLayer) and not follower.ended:
             follower.cache.layers[i] = copy.deepcopy(leader.layers[i])
+
+
+def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
+    """Repeat the prompt once for all followers that score it alike; then each evicts."""
+    alike: dict[Any, list[tuple[Follower, Repetition]]] = {}
+    for follower in followers:
+        if follower.repetition is not None and not follower.ended:
+            found = alike.setdefault(follower.repetition.rule, [])
+            found.append((follower, follower.repetition))
+    for group in alike.values():
+        first, *others = sorted((one for _, one in group), key=lambda one: one.budget)
+        begin, failed = clock(), None
+        try:
+            first.score()
+            for other in others:
+                other.take_scores(first)
+        except Exception as error:
+            failed = error
+        shared = clock() - begin
+        for follower, one in group:
+            begin = clock()
+            try:
+                if failed is not None:
+                    raise failed
+                one.evict()
+            except Exception as error:
+                follower.error = error
+            follower.seconds += shared + clock() - begin
 
 
 def _last_logits(model: PreTrainedModel, cache: RoutedCache, inputs: dict[str, Any]) -> Tensor:

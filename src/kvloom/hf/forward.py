@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from . import adapters, attention, compat, repetition
+from . import adapters, attention, compat, repetition, token_ids
 from .routed import RoutedCache
 
 
@@ -59,7 +59,7 @@ class RoutedForward:
         if not isinstance(cache, RoutedCache):
             return self.forward(*args, **kwargs)
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
-        with cache.step(), adapters.masks(self.model):
+        with token_ids.of_call(cache, args, kwargs), cache.step(), adapters.masks(self.model):
             out = self.forward(*args, **kwargs)
             if repeated is not None:
                 repeated.run()

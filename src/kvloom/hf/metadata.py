@@ -20,7 +20,8 @@ from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
 from ..store.calibration import Calibration
-from . import compat, rotary
+from ..store.part import of_heads
+from . import compat, rotary, shard
 
 BESIDE = "calibration.kvcal"
 """The name of a calibration in the folder of a model's weights.
@@ -66,26 +67,35 @@ def check_tuned(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def identity(
-    model: PreTrainedModel, read: Callable[[str], torch.Tensor] | None = None
+    model: PreTrainedModel, part: bool = False, read: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, Any]:
     """Return what identifies a model: its shape, and a digest of some of each weight, in bf16.
 
-    read: returns the weight with a name, or its first numbers, 16 or more; for a model on the meta
-    device. Raises `UnsupportedModel` where a weight is not in memory.
+    part: identify what this process holds of the model. Otherwise every rank of a divided model
+    has to call this, as it gathers one weight after the other. read: returns the weight with a
+    name, or its first numbers, 16 or more; for a model on the meta device. Raises
+    `UnsupportedModel` where a weight is not in memory, or its division is not known.
     """
     g, digest = compat.geometry(model), hashlib.sha256()
-    for name, own in model.named_parameters():
-        weight = own if read is None else read(name)
+    if not part:
+        shard.check_gathers(model)
+    for name, parameter in model.named_parameters():
+        weight = shard.local(parameter) if part else shard.whole(parameter)
+        shape = tuple(weight.shape)
+        weight = weight if read is None else read(name)
         if weight.is_meta:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be identified, as {name} is on the "
                 "meta device (offloaded, or never loaded); load it with all weights in memory"
             )
-        digest.update(f"{name} {tuple(own.shape)}".encode())
+        digest.update(f"{name} {shape}".encode())
         some = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
         digest.update(some.view(torch.uint8).numpy().tobytes())
-    return {"model": type(model).__name__, "layers": g.layers, "kv_heads": g.kv_heads,
-            "head_dim": g.head_dim, "weights": digest.hexdigest()[:16]}  # fmt: skip
+    return {
+        "model": type(model).__name__, "layers": g.layers,
+        "kv_heads": g.kv_heads if part else g.kv_heads * g.ranks,
+        "head_dim": g.head_dim, "weights": digest.hexdigest()[:16],
+    }  # fmt: skip
 
 
 def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
@@ -136,11 +146,11 @@ def _score_rope(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
 
 def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetadata:
     """Return what one layer's formats need, given its plain recipe; read once per model."""
-    store = recipe.store
+    store, geometry = recipe.store, compat.geometry(model)
     scorer = None if recipe.keep is None else recipe.keep.scorer
     rotates = scorer is not None and scorer.rotates
     if not store.calibrated and not store.pre_rope and not rotates:
-        return LayerMetadata()
+        return LayerMetadata(head=geometry.first_head)
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
     read, key = _READ.setdefault(model, {}), (store, path, stamp, number, rotates)
@@ -154,7 +164,13 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
                 read[path, stamp] = _calibration(model, path)
             calibration = read[path, stamp]
             sides = {s: calibration.channels(number, s, f) for s, f in store.quantized.items()}
-        read[key] = LayerMetadata(sides.get("keys"), sides.get("values"), rope)
+        if geometry.ranks > 1:
+            heads = geometry.first_head, geometry.kv_heads
+            sides = {
+                s: None if x is None else of_heads(x, store.quantized[s], s, *heads)
+                for s, x in sides.items()
+            }
+        read[key] = LayerMetadata(sides.get("keys"), sides.get("values"), rope, geometry.first_head)
     found: LayerMetadata = read[key]
     return found
 

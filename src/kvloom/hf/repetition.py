@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from ..keep import Keep, Reconstruction
+from ..keep import Budget, Keep, Reconstruction
 from . import compat
 from .routed import RoutedCache, RoutedLayer, lasting, stock_attributes
 
@@ -74,9 +75,42 @@ class Repetition:
                 f"which needs {needed} positions, and the model has {limit}; use {remedy}"
             )
 
-    @torch.no_grad()
+    @property
+    def rule(self) -> tuple[Any, ...]:
+        """What the scores depend on beside the prompt: of every layer, None where none is scored.
+
+        Two caches with equal rules get equal scores.
+        """
+        evictors = [
+            layer.cache.score_evictor if layer.cache.scores_repetition else None
+            for layer in self.cache.routed
+        ]
+        return tuple(
+            None if one is None else (replace(one.keep, budget=Budget(tokens=1)), one.sinks)
+            for one in evictors
+        )
+
     def run(self) -> None:
         """Repeat the prompt if it is needed, then evict in every layer that waits for scores."""
+        self.score()
+        self.evict()
+
+    def take_scores(self, other: Repetition) -> None:
+        """Take the scores of another cache with an equal rule, instead of `score`."""
+        if not self.needed:
+            return
+        for own, its in zip(self.cache.routed, other.cache.routed, strict=True):
+            if own.cache.scores_repetition:
+                own.cache.score_evictor.take_repetition(its.cache.score_evictor)
+
+    def evict(self) -> None:
+        """Evict in every layer that waits for scores."""
+        for layer in self.cache.routed:
+            lasting(layer.cache.end_repetition)()
+
+    @torch.no_grad()
+    def score(self) -> None:
+        """Repeat the prompt if it is needed; every layer notes the scores."""
         decoder = self.model.get_decoder() or self.model
         others = [x for x in self.cache.layers if not isinstance(x, RoutedLayer)]
         layers = self.cache.routed
@@ -94,8 +128,6 @@ class Repetition:
         finally:
             for layer in layers:
                 layer.repeated = None
-        for layer in layers:
-            lasting(layer.cache.end_repetition)()
 
     def _chunks(self) -> Sequence[tuple[int, int, int]]:
         """Return (first token read, first token scored, end) of each chunk of the prompt."""

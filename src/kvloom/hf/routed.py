@@ -52,11 +52,13 @@ class RoutedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayerCache) -> None:
+    def __init__(self, cache: LayerCache, heads: int | None = None) -> None:
         super().__init__()
         self.cache = cache
+        self.heads = heads  # key/value heads of this process, where it is one of several
         self.armed = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
+        self.ids: Tensor | None = None  # of the running call, where a rule reads them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -69,6 +71,12 @@ class RoutedLayer(CacheLayerMixin):
             raise CacheMisuse(
                 f"{self.cache.name}: attention did not reach kvloom after the last update; call "
                 "kvloom.detach and kvloom.attach again"
+            )
+        if self.heads not in (None, key_states.shape[1]):
+            raise CacheMisuse(
+                f"{self.cache.name}: the model gives {key_states.shape[1]} key/value heads and "
+                f"this process should have {self.heads}: the model was divided in another way "
+                'than by transformers; load it with tp_plan="auto"'
             )
         key = _alias(key_states)  # the model's own tensor gets no attribute
         key._kvloom_layer = self  # type: ignore[attr-defined]
@@ -96,6 +104,8 @@ class RoutedLayer(CacheLayerMixin):
         attend: Callable[..., Tensor] = self.cache.attend
         if self.repeated is not None:
             attend = partial(self.cache.repeat, repeated=self.repeated)
+        elif self.ids is not None:
+            attend = partial(attend, ids=self.ids.to(q.device))
         if torch.is_inference_mode_enabled():
             attend = lasting(attend)
         return attend(q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi)

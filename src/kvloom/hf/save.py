@@ -33,7 +33,7 @@ from ..recipe.spec import Recipe
 from ..store import LayerMetadata, files
 from ..store.calibration import checksum
 from ..store.codec import Channels
-from . import compat
+from . import compat, shard
 from .flat import flat, load_stock_state, nested, stock_state
 from .metadata import identity, load_layer_metadata
 from .routed import RoutedCache, RoutedLayer
@@ -170,7 +170,13 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise `SavedCacheError` for another model or dtype, with what differs."""
+    """Raise `SavedCacheError` for another rank, model or dtype, with what differs."""
+    if saved.get("rank") != own["rank"]:
+        one, other = (each.get("rank") or "a whole model" for each in (saved, own))
+        raise SavedCacheError(
+            f"{str(path)!r} holds the cache of {one}, and this process is {other}; load the file "
+            "that this rank saved, with the same number of ranks"
+        )
     differ = [name for name in own if saved.get(name) != own[name]]
     if differ:
         one, other = (
@@ -188,7 +194,10 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     config = compat.decoder_config(model)
     more = {name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")}
     dtype = str(model.dtype).removeprefix("torch.")
-    return json.loads(json.dumps({**identity(model), "dtype": dtype, **more}, default=str))
+    part = shard.place(model)
+    rank = None if part == shard.WHOLE else str(part)
+    traits = {**identity(model, part=True), "rank": rank, "dtype": dtype, **more}
+    return json.loads(json.dumps(traits, default=str))
 
 
 def _tables(layers: list[LayerMetadata]) -> str | None:

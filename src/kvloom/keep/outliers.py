@@ -1,8 +1,9 @@
 """Outliers: tokens of a prompt that stay exact, beside the first and the newest ones.
 
 SKVQ (arXiv:2405.06219, section 3.3) calls this a filter rule. A rule is a score, or any function of
-a `Step`: the tokens with the highest scores stay exact. Plus infinity always includes a token as
-far as `tokens` allows, minus infinity excludes it as far as there are others.
+a `Step` (with the attribute `reads_ids` where it needs token ids): the tokens with the highest
+scores stay exact. Plus infinity always includes a token as far as `tokens` allows, minus infinity
+excludes it as far as there are others.
 """
 
 from __future__ import annotations
@@ -44,3 +45,8 @@ class Outliers:
             )
         if self.group not in GROUPS:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the rule reads `Step.ids`."""
+        return bool(getattr(self.scorer, "reads_ids", False))

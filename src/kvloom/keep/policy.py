@@ -153,6 +153,11 @@ class Keep:
             raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
         if self.positions not in POSITIONS:
             raise RecipeError(f"positions={self.positions!r} is not one of {', '.join(POSITIONS)}")
+        if self.scorer.reads_ids:
+            raise RecipeError(
+                f"score {self.scorer.kind!r} reads token ids, which later steps do not keep; use "
+                "it as the rule of protect.outliers, or another score"
+            )
         if self.scorer.repeats and self.when != "prompt":
             raise RecipeError(
                 f"score {self.scorer.kind!r} repeats the prompt once, so it cannot score steps "
@@ -184,6 +189,11 @@ class Keep:
     def drops(self, tokens: int) -> bool:
         """Return whether a layer with `tokens` tokens evicts down to its budget."""
         return self.limit is None or tokens > self.limit
+
+    @property
+    def needs_all_heads(self) -> bool:
+        """Whether a decision for one head needs the scores of all heads of its layer."""
+        return self.budget.layers in budgets.BY_VARIANCE
 
     @property
     def by_age(self) -> bool:

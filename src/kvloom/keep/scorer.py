@@ -26,6 +26,8 @@ class Step:
     bias: fp32 [B, Hq, N], added to the logits (ALiBi).
     products: scale * q @ k, where attention has computed it already (`kernels.score`).
     rope: the model's rotary embedding, for scores that need it (None: the model has none).
+    ids: int64 [B, N], token ids, for scores with `reads_ids`.
+    head: the model's number of the first key/value head, where this process holds a part of them.
     """
 
     q: Tensor
@@ -43,6 +45,8 @@ class Step:
     bias: Tensor | None = None
     products: Tensor | None = None
     rope: Rope | None = None
+    ids: Tensor | None = None
+    head: int = 0
 
     def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
         """Attention mass of each token from the last `rows` queries (None: all), fp32 [B, Hk, N].
@@ -75,7 +79,7 @@ class Step:
     def noise(self, kind: str, fixed: bool) -> Noise:
         """Noise for these queries and keys; fixed: one number a key, whatever the query."""
         first = self.seen - self.q.shape[2]
-        return Noise(kind, self.seed, self.index, first, fixed)
+        return Noise(kind, self.seed, self.index, first, fixed, self.head)
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,15 @@ class Scorer:
 
     kind: the name in recipes. weighs: whether the score calls `Step.mass`. repeats: whether the
     model repeats the prompt for the score; such scores derive from `Reconstruction`. rotates:
-    whether the score needs the model's rotary embedding, `Step.rope`.
+    whether the score needs the model's rotary embedding, `Step.rope`. reads_ids: whether it needs
+    `Step.ids`; such a score is a rule for outliers.
     """
 
     kind: ClassVar[str] = ""
     weighs: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
     rotates: ClassVar[bool] = False
+    reads_ids: ClassVar[bool] = False
 
     def __call__(self, step: Step) -> Tensor:
         """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""

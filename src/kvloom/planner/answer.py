@@ -30,8 +30,8 @@ from .units import show_bytes, show_rate
 
 THIS = "this"
 RECIPES = (
-    "full", "kivi-4", "kivi", "skvq", "turbo", "minikv", "h2o", "snapkv", "streaming", "clusterkv",
-    "quest",
+    "full", "near-lossless", "balanced", "small", "tiny", "kivi", "skvq", "turbo", "minikv", "h2o",
+    "snapkv", "streaming", "clusterkv", "quest",
 )  # fmt: skip
 CONTEXT = 32768
 

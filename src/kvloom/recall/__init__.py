@@ -7,12 +7,13 @@ from .clusters import Clusters
 from .index import GROUPS, Finder, Index, Recall, grown
 from .offload import OffloadFormat, OffloadStore
 from .pages import Pages, TopK
+from .partial_keys import PartialKeys
 from .side_stream import SideStream
 from .tiers import TIERS, Tier, Traffic
 
 INDEXES: Registry[type[Index]] = Registry(
     "index",
-    {kind.kind: kind for kind in (Clusters, Pages, TopK)},
+    {kind.kind: kind for kind in (Clusters, Pages, TopK, PartialKeys)},
     Index,
     ("finder", "nbytes"),
 )
@@ -39,6 +40,7 @@ __all__ = [
     "OffloadFormat",
     "OffloadStore",
     "Pages",
+    "PartialKeys",
     "Recall",
     "SideStream",
     "Tier",

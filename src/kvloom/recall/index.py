@@ -32,6 +32,7 @@ class Index:
 
     kind: ClassVar[str] = ""
     reads_keys: ClassVar[bool] = False  # whether it reads every key to find some
+    reads_queries: ClassVar[bool] = False  # whether its finders learn from the prompt's queries
 
     def finder(self) -> Finder:
         """Return an empty index."""
@@ -68,6 +69,21 @@ class Finder:
     def __init__(self) -> None:
         self.tokens = 0
 
+    @property
+    def learned(self) -> bool:
+        """Whether `learn` was called, where the index reads queries."""
+        return True
+
+    def learn(self, q: Tensor, keys: Tensor, live: Tensor, live_queries: Tensor) -> None:
+        """Learn from the queries of the first prompt, before the first key is indexed.
+
+        q: [B, Hq, T, D], the last T. keys: [B, Hk, N, D], exact. live: bool [B, 1, N], and
+        live_queries: [B, 1, T], False for padding.
+        """
+
+    def start_again(self, old: Finder) -> None:
+        """Take over what an index that is emptied has learned."""
+
     def extend(self, keys: Tensor, live: Tensor) -> None:
         """Index the next keys [B, Hk, T, D] by age; live: bool [B, 1, T], False for padding."""
         raise NotImplementedError
@@ -93,18 +109,22 @@ class Finder:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(getattr(self, name).nbytes for name in self.tensors) if self.tokens else 0
+        return sum(getattr(self, name).nbytes for name in self._present)
+
+    @property
+    def _present(self) -> tuple[str, ...]:
+        """Names of the tensors that exist; there are few or none before the first key."""
+        return tuple(name for name in self.tensors if getattr(self, name, None) is not None)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        if self.tokens:
-            for name in self.tensors:
-                setattr(self, name, fn(getattr(self, name)))
+        for name in self._present:
+            setattr(self, name, fn(getattr(self, name)))
 
     def state(self) -> dict[str, Any]:
         """Return the number of tokens, and the tensors by name."""
-        names = self.tensors if self.tokens else ()
-        return {"tokens": self.tokens, "tensors": {name: getattr(self, name) for name in names}}
+        tensors = {name: getattr(self, name) for name in self._present}
+        return {"tokens": self.tokens, "tensors": tensors}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a state that `state` returned."""
@@ -131,7 +151,9 @@ class Recall:
 
     def __post_init__(self) -> None:
         if not isinstance(self.index, Index):
-            raise RecipeError(f"index={self.index!r} is not an index; use Clusters, Pages or TopK")
+            raise RecipeError(
+                f"index={self.index!r} is not an index; use Clusters, Pages, PartialKeys or TopK"
+            )
         check_fields(self, "group", "tier")
         whole("budget tokens", self.tokens, 1)
         whole("full_layers", self.full_layers, 0)

@@ -17,7 +17,8 @@ class Geometry:
     """The layers, heads, head dimension and dtype of a model, and whether it has ALiBi.
 
     layers: how many layers kvloom caches. layer_numbers: the model's numbers of these layers,
-    ascending; None: 0 to layers - 1.
+    ascending; None: 0 to layers - 1. rank, ranks: under tensor parallelism, the heads are part
+    `rank` of `ranks` equal parts of the model's.
     """
 
     layers: int
@@ -27,11 +28,18 @@ class Geometry:
     dtype: torch.dtype
     alibi: bool = False
     layer_numbers: tuple[int, ...] | None = None
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def numbers(self) -> Sequence[int]:
         """The model's numbers of the layers that kvloom caches."""
         return range(self.layers) if self.layer_numbers is None else self.layer_numbers
+
+    @property
+    def first_head(self) -> int:
+        """The model's number of the first key/value head."""
+        return self.rank * self.kv_heads
 
     def token_nbytes(self) -> int:
         """Return the bytes of one token's exact keys and values in all layers, batch 1."""

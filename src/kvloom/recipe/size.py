@@ -35,7 +35,9 @@ def layer_nbytes(recipe: Recipe, tokens: int, g: Geometry, rank: int = 0, count:
         heads = 2 * g.kv_heads + (g.q_heads if recipe.reads_queries else 0)
         apart = sinks if keep is None or keep.by_age else 0  # sinks have room for all of them
         rows = tokens * heads + 2 * g.kv_heads * max(0, apart - tokens)
-        return rows * g.head_dim * g.dtype.itemsize + (8 if apart else 0)
+        outliers = recipe.protect.outliers
+        ids = 8 * tokens if outliers is not None and outliers.reads_ids else 0
+        return rows * g.head_dim * g.dtype.itemsize + (8 if apart else 0) + ids
     if keep is None or keep.by_age:
         kept = tokens
         if keep is not None and keep.drops(tokens):

@@ -182,10 +182,10 @@ class Recipe:
                     f"{side}: a tier takes packed tokens of kvloom's own format, not of "
                     f"{fmt.kind!r}; leave out the tier, or use Packed"
                 )
-            if fmt.transform is not None or fmt.pre_rope:
+            if fmt.transform is not None or fmt.pre_rope or fmt.boost:
                 raise RecipeError(
-                    f"{side}: a tier takes tokens that are packed after RoPE and without a "
-                    "transform; leave out transform and pre_rope, or the tier"
+                    f"{side}: a tier takes tokens that are packed after RoPE, without a transform "
+                    "and without boost; leave out transform, pre_rope and boost, or the tier"
                 )
         unit, step = self.store.unit, recall.index.step
         if max(unit, step) % min(unit, step):
@@ -212,9 +212,10 @@ class Recipe:
 
     @property
     def reads_queries(self) -> bool:
-        """Whether the prompt's queries are needed: to score its tokens, or to find outliers."""
+        """Whether the prompt's queries are needed: to score tokens, find outliers, or index."""
         scored = self.keep is not None and not self.keep.by_age
-        return scored or self.protect.outliers is not None
+        indexed = self.recall is not None and self.recall.index.reads_queries
+        return scored or indexed or self.protect.outliers is not None
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -313,6 +314,12 @@ class Recipe:
     def _problems(self, geometry: Geometry, count: int) -> list[str]:
         """Return the problems of a plain recipe whose budget `count` layers share."""
         problems = self.store.problems(geometry.head_dim, geometry.kv_heads)
+        if self.keep is not None and self.keep.needs_all_heads and geometry.ranks > 1:
+            problems.append(
+                f"layers={self.keep.budget.layers!r} divides a budget by the scores of all heads, "
+                f"and this process holds one of {geometry.ranks} parts of them (tensor "
+                'parallelism); use layers="uniform" or "pyramid"'
+            )
         if self.keep is not None and count and self.keep.budget.tokens is not None:
             try:  # for a long prompt; the budget of a fraction is not known before the prompt is
                 self.keep.rooms(1 << 30, count)

@@ -38,11 +38,15 @@ class Channels(NamedTuple):
 
 
 class LayerMetadata(NamedTuple):
-    """What formats need for a layer before its first token: calibrated channels, and the rope."""
+    """What a layer needs of its model before its first token: calibrated channels, and the rope.
+
+    head: the model's number of the first key/value head, where this process holds a part of them.
+    """
 
     keys: Channels | None = None
     values: Channels | None = None
     rope: Rope | None = None
+    head: int = 0
 
 
 class Codec(Protocol):

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from ..hf import compat
 from ..hf.metadata import identity
+from ..hf.shard import needs_whole
 from ..recipe.spec import Recipe
 from ..recipe.tuned import Tuned
+from ..workload import stored_recipes
 from ..workload.attachment import attachment_restored
 from ..workload.models import check_positions
 from ..workload.text import cut_rows, leading_ids, tokenize
@@ -74,7 +76,8 @@ def tune(
     text: what the model is tuned on; it has to be longer than one context. bytes: a share of the
     exact cache's bytes after `context` tokens; or kl: a mean divergence from the exact cache in
     nats. settings: of the scores, with another context. folder: where scores are written, and
-    read by a second run (None: in kvloom's cache folder). The model is left as it was.
+    read by a second run (None: in kvloom's cache folder). The recipe is stored in kvloom's cache
+    folder, where `kvloom.auto` finds it. The model is left as it was.
 
     Raises `InputError` for a bound that nothing meets and for a text or model that is too short,
     `UnsupportedModel` for a model that kvloom does not support.
@@ -82,6 +85,7 @@ def tune(
     settings = replace(settings or Settings(), context=context)
     with attachment_restored(model), torch.inference_mode():
         compat.refuse_unsupported(model)
+        needs_whole(model, "tuning")
         geometry = compat.geometry(model)
         bound = Bound(bytes, kl, Recipe().nbytes(context, geometry))
         least = sizes(geometry, context, settings.window).min()
@@ -114,9 +118,11 @@ def tune(
             found.nbytes(context, geometry), best.nbytes,
             _rounded(best.nbytes / bound.exact_nbytes),
         )  # fmt: skip
+        found = replace(found, tuned=tuned)
+        stored_recipes.write(found)
         layers = zip(geometry.numbers, best.choices, problem.parts, strict=True)
         return Tuning(
-            replace(found, tuned=tuned),
+            found,
             dict(zip(geometry.numbers, best.choices, strict=True)),
             {n: float(parts[problem.choices.index(choice)].sum()) for n, choice, parts in layers},
             _front(problem, bound.exact_nbytes),

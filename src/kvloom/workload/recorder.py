@@ -56,6 +56,7 @@ class RecordingLayer(LayerCache):
         valid: Tensor | None = None,
         softcap: float | None = None,
         alibi: Alibi | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """Attend causally. Prompts with padding are not supported."""
         check_shapes(self.name, None, k, v)

@@ -58,10 +58,10 @@ def _format(side: str, fmt: Any) -> list[str]:
 
 def _nearest(recipe: Recipe) -> str:
     """Return the name of the nearest recipe that works."""
-    fewest = [fmt.bits for store in recipe.stores for fmt in store.quantized.values()]
-    if not fewest:
+    formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
+    if not formats or min(fmt.bits for fmt in formats) > 3:
         return "near-lossless"
-    return "kivi" if min(fewest) <= 2 else "balanced" if min(fewest) <= 3 else "near-lossless"
+    return "kivi" if all(fmt.transform is None for fmt in formats) else "balanced"
 
 
 def refuse_version(version: str) -> None:

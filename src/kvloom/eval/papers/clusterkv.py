@@ -62,10 +62,11 @@ def _count(lab: Lab) -> Finding:
 
 
 def _recipes(tokens: int) -> list[Recipe]:
-    """Return ClusterKV and Quest with a budget; every query head selects, as in the paper."""
+    """Return the paper's three methods with a budget; every query head selects, as in the paper."""
     return [
         named(f"clusterkv:tokens={tokens},group=each", "ClusterKV"),
         named(f"quest:tokens={tokens},recent=0,group=each", "Quest"),
+        named(f"infinigen:tokens={tokens},recent=0,group=each", "InfiniGen"),
     ]
 
 
@@ -74,7 +75,7 @@ def _language(lab: Lab) -> Finding:
     tokens = budgets(context)[0]
     found = lab.quality(_recipes(tokens), context, samples=4)
     full = found["full"].perplexity
-    off = {name: found[name].perplexity - full for name in ("ClusterKV", "Quest")}
+    off = {name: found[name].perplexity - full for name in ("ClusterKV", "Quest", "InfiniGen")}
     order = ordered(found, ("ClusterKV", "Quest"))
     return Finding(
         quality_figures(found),

@@ -34,7 +34,8 @@ class Channelwise:
     def by_layer(self) -> tuple[Tensor, Tensor]:
         """group_of as int32 [Hk, D], and where each head begins to count, int64 [Hk]: at 0."""
         assert self.group_of is not None
-        return self.group_of.int().contiguous(), torch.zeros(len(self.group_of), dtype=torch.long)
+        begin = torch.zeros(len(self.group_of), dtype=torch.long, device=self.group_of.device)
+        return self.group_of.int().contiguous(), begin
 
     @cached_property
     def by_head(self) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..constants import on_cpu
 from .byte_layout import stored_scale, top
 
 
@@ -50,6 +51,7 @@ def dequantize_rotated(
 
 
 @lru_cache
+@on_cpu
 def levels(bits: float) -> Tensor:
     """The levels with the least squared error for N(0, 1), ascending, fp32 [codes]."""
     normal = torch.distributions.Normal(0.0, torch.tensor(1.0, dtype=torch.float64))
@@ -87,6 +89,7 @@ def unrotate(x: Tensor) -> Tensor:
 
 
 @lru_cache
+@on_cpu
 def matrix(group: int) -> Tensor:
     """M fp32 [group, group] with x M = R x, for vectors so few that butterflies take longer."""
     return rotate(torch.eye(group))
@@ -126,6 +129,7 @@ def _length(x: Tensor) -> Tensor:
 
 
 @lru_cache
+@on_cpu
 def parts(dim: int) -> tuple[Tensor, Tensor]:
     """Random signs [dim], and the cosine transform of the odd part of dim, [m, m]."""
     signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(dim)) * 2.0 - 1

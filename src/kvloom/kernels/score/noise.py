@@ -29,7 +29,7 @@ class Noise(NamedTuple):
 
     kind: one of `KINDS`. keys: int32 or int64 [B or 1, Hk or 1, N], logical index of each key.
     first: that of the first query, the others follow. fixed: every key has one noise for all
-    queries.
+    queries. head: number of the first key/value head, where a process holds a part of them.
     """
 
     kind: str
@@ -37,6 +37,14 @@ class Noise(NamedTuple):
     keys: Tensor
     first: int
     fixed: bool = False
+    head: int = 0
+
+    def first_seed(self, r: int) -> int:
+        """Return the seed of the first query head, given R: seed + number * A, mod 2^32.
+
+        The seed of the i-th head after it is i * A more.
+        """
+        return (self.seed + self.head * r * A) & 0xFFFFFFFF
 
     def block(self, hk: int, r: int, lo: int, hi: int, end: int) -> Tensor:
         """Noise of queries lo to hi and the first `end` keys: fp32 [B or 1, Hk, R, rows, end].
@@ -45,7 +53,7 @@ class Noise(NamedTuple):
         """
         device = self.keys.device
         heads = torch.arange(hk * r, device=device).view(1, hk, r, 1, 1)
-        state = _hash(_int32(self.seed + heads * A))
+        state = _hash(_int32(self.first_seed(r) + heads * A))
         if not self.fixed:
             queries = torch.arange(self.first + lo, self.first + hi, device=device).view(-1, 1)
             state = _hash(state + _int32(queries * B))

@@ -26,7 +26,9 @@ def seeds(real: Tensor, count: Tensor, most: int, generator: torch.Generator) ->
     """
     order = (~real).to(torch.uint8).argsort(dim=-1, stable=True)  # real tokens first, by age
     tokens = real.sum(dim=-1, keepdim=True).double()  # [B, 1, 1]
-    drawn = torch.rand(most, generator=generator, dtype=torch.float64).to(real.device)
+    drawn = torch.rand(most, generator=generator, dtype=torch.float64, device=generator.device).to(
+        real.device
+    )
     place = torch.arange(most, device=real.device) + drawn
     rank = (place * tokens / count.clamp_min(1).unsqueeze(-1)).long()
     return order.gather(2, rank.clamp(max=real.shape[-1] - 1))

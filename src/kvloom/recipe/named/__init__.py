@@ -20,8 +20,8 @@ from .kivi import kivi, kivi_4
 from .kvzip import kvzip
 from .minikv import minikv, minikv_pyramid, minikv_snap, minikv_snap_pyramid
 from .norms import knorm, vatp
-from .recall import clusterkv, clusterkv_2bit, quest, topk
-from .recommended import balanced, near_lossless
+from .recall import clusterkv, clusterkv_2bit, infinigen, quest, topk
+from .recommended import balanced, near_lossless, small, tiny
 from .rptq import rptq
 from .rtn import rtn
 from .skvq import skvq, skvq_k2v1_5
@@ -39,11 +39,14 @@ RECIPES: Registry[Build] = Registry(
         "full": full,
         "near-lossless": near_lossless,
         "balanced": balanced,
+        "small": small,
+        "tiny": tiny,
         "clusterkv": clusterkv,
         "clusterkv-2bit": clusterkv_2bit,
         "dilated": dilated,
         "expected": expected,
         "h2o": h2o,
+        "infinigen": infinigen,
         "keyformer": keyformer,
         "kitty": kitty,
         "kivi": kivi,

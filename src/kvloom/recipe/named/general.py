@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import RecipeError
-from ...keep import SCORERS, Budget, Keep
+from ...keep import SCORERS, Budget, Keep, Outliers
 from ...recall import INDEXES, Recall
 from ...registry import Registry
 from ...store import FORMATS, Store
@@ -55,15 +55,31 @@ def recall(
     return Recipe(recall=recalled, protect=Protect(sinks, recent), name="recall")
 
 
-def store(format: str = "packed", recent: int = 0, sinks: int = 0, **options: Any) -> Recipe:
+def store(
+    format: str = "packed",
+    recent: int = 0,
+    sinks: int = 0,
+    heavy: int = 0,
+    filter: str = "mass",
+    **options: Any,
+) -> Recipe:
     """Any format: keys and values packed in format=NAME, then that format's options.
 
-    packed is 4 bit per token where its options say nothing else.
+    packed is 4 bit per token where its options say nothing else. heavy: so many tokens of the
+    prompt stay exact in each head, those with the highest score filter=NAME.
     """
     if format == "packed":
         options = {"bits": 4, "axis": "token", **options}
     packed = _part("format", format, options)
-    return Recipe(store=Store(packed, packed), protect=Protect(sinks, recent), name="store")
+    protect = Protect(sinks, recent, outliers(heavy, filter))
+    return Recipe(store=Store(packed, packed), protect=protect, name="store")
+
+
+def outliers(tokens: int, rule: str) -> Outliers | None:
+    """Return the rule for `tokens` outliers by the score of this name; None for no tokens."""
+    if not tokens and rule != "mass":
+        raise RecipeError(f"filter={rule!r} chooses exact tokens, and heavy=0 of them; give heavy")
+    return Outliers(tokens, _part("score", rule, {})) if tokens else None
 
 
 def _part(what: str, name: str, options: dict[str, Any]) -> Any:

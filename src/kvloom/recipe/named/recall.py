@@ -10,10 +10,15 @@ Quest: query-aware sparsity for efficient long-context LLM inference (arXiv:2406
 tokens store the smallest and the largest key of every channel. A query reads the pages with the
 largest upper bound of q . k.
 
+InfiniGen: efficient generative inference of large language models with dynamic KV cache management
+(arXiv:2406.19707). The queries of the prompt give a rotation after which 30% of the channels make
+up most of q . k. A query reads the tokens with the largest q . k in them. `recall.partial_keys` has
+the departures.
+
 topk reads the tokens with the largest q . k themselves. It reads every key to find them, and so is
 the oracle for the others.
 
-Departures of all three: the query heads of a key/value head choose together, so that a step reads a
+Departures of all four: the query heads of a key/value head choose together, so that a step reads a
 token once for all of them. In ClusterKV they take turns (group="turns"), in the others they choose
 by the mean of their scores (group="mean"). With group="each" every query head chooses alone, as in
 the papers' code. Steps of several tokens (a second turn, a draft) read everything.
@@ -24,7 +29,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...errors import RecipeError
-from ...recall import TIERS, Clusters, Index, Pages, Recall, Tier, TopK
+from ...recall import TIERS, Clusters, Index, Pages, PartialKeys, Recall, Tier, TopK
 from ..spec import Protect, Recipe
 from .kivi import kivi
 
@@ -86,6 +91,25 @@ def quest(
     tier: device, host or file. steps: tokens that the last `steps` steps read stay on the device.
     """
     recipe = _recipe(Pages(page), tokens, sinks, recent, group, full_layers, "quest")
+    return _in(tier, steps, recipe)
+
+
+def infinigen(
+    tokens: int = 1024,
+    share: float = 0.3,
+    sinks: int = 16,
+    recent: int = 64,
+    group: str = "mean",
+    full_layers: int = 2,
+    tier: str = "device",
+    steps: int = 1,
+) -> Recipe:
+    """InfiniGen (arXiv:2406.19707): everything stays, rotated partial keys say what is read.
+
+    share: of the channels in the index. tier: device, host or file. steps: tokens that the last
+    `steps` steps read stay on the device.
+    """
+    recipe = _recipe(PartialKeys(share), tokens, sinks, recent, group, full_layers, "infinigen")
     return _in(tier, steps, recipe)
 
 

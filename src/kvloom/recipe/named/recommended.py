@@ -1,28 +1,61 @@
 """Recipes that kvloom recommends, chosen by measurement (docs/start/which-recipe.md).
 
 Keys are rotated and quantized by range per channel, as by `kivi:rotate=true`. Values are rotated
-and rounded to fixed levels per token, as by `turbo`. The first tokens stay exact. No paper combines
-these; neither needs a calibration.
+and rounded to fixed levels per token, as by `turbo`. The first tokens stay exact. `small` and
+`tiny` also evict once after the prompt, by KVzip's score. No paper combines these; none needs a
+calibration.
 """
 
 from __future__ import annotations
 
+from ...keep import Budget, Keep, Reconstruction
 from ...store import Packed, Store, Transform
 from ..spec import Protect, Recipe
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:
     """The default: rotated keys and values at 4 bit, the first tokens exact."""
-    return _rotated(4, group, residual, sinks)
+    return Recipe(store=_store(4, group, residual), protect=Protect(sinks, (0, residual)))
 
 
-def balanced(group: int = 64, residual: int = 128, sinks: int = 4) -> Recipe:
-    """Rotated keys and values at 3 bit, the first tokens exact."""
-    return _rotated(3, group, residual, sinks)
+def balanced(group: int = 64, residual: int = 64, sinks: int = 4) -> Recipe:
+    """Rotated keys at 4 bit and values at 2 bit, the first tokens exact."""
+    return Recipe(store=_store(2, group, residual), protect=Protect(sinks, (0, residual)))
 
 
-def _rotated(bits: int, group: int, residual: int, sinks: int) -> Recipe:
+def small(
+    fraction: float = 0.5,
+    recent: int = 32,
+    chunk: int = 2048,
+    group: int = 64,
+    residual: int = 64,
+    sinks: int = 4,
+) -> Recipe:
+    """Half of the prompt by KVzip's score, stored as by `balanced`."""
+    keep = Keep(
+        Budget(fraction=fraction, recent=recent), Reconstruction(chunk), when="prompt", group="max"
+    )
+    return Recipe(
+        keep=keep, store=_store(2, group, residual), protect=Protect(sinks, (0, residual))
+    )
+
+
+def tiny(
+    fraction: float = 0.3,
+    recent: int = 32,
+    chunk: int = 2048,
+    group: int = 64,
+    residual: int = 64,
+    sinks: int = 4,
+) -> Recipe:
+    """The same with three tenths of the prompt."""
+    return small(fraction, recent, chunk, group, residual, sinks)
+
+
+def _store(value_bits: int, group: int, residual: int) -> Store:
+    """Return keys at 4 bit and values at `value_bits`."""
     by_range, by_levels = Transform(hadamard=True), Transform(rotate=True)
-    keys = Packed(bits, "channel", group, residual=residual, transform=by_range)
-    values = Packed(bits, "token", 0, transform=by_levels)
-    return Recipe(store=Store(keys, values), protect=Protect(sinks, (0, residual)))
+    return Store(
+        Packed(4, "channel", group, residual=residual, transform=by_range),
+        Packed(value_bits, "token", 0, transform=by_levels),
+    )

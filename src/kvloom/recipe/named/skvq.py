@@ -11,14 +11,16 @@ is folded into weights; codes are computed with the stored, rounded scale and ze
 searched (the official code has one constant, 0.92: clip=0.92); a token that leaves the window is
 packed after the step, which still reads it exact. Every step of the paper's ablation is an option:
 reorder=false, clip=1.0, window=0, sinks=0, meta=fp16, pre_rope=false. A filter rule beside sinks
-and window: heavy=64 keeps that many heavy hitters of the prompt exact, for each head.
+and window: heavy=64 keeps that many tokens of the prompt exact, for each head, those with the
+highest score filter=NAME (heavy hitters). span=head groups the channels of each head by themselves,
+for tensor parallelism.
 """
 
 from __future__ import annotations
 
-from ...keep import Outliers
 from ...store import Packed, Store, Transform
 from ..spec import Protect, Recipe
+from .general import outliers
 
 
 def skvq(
@@ -32,17 +34,19 @@ def skvq(
     pre_rope: bool = True,
     meta: str = "fp8",
     heavy: int = 0,
+    span: str = "layer",
+    filter: str = "mass",
     calibration: str = "auto",
 ) -> Recipe:
     """SKVQ (arXiv:2405.06219): calibrated groups and clipping, sinks and a window, 2 bit."""
-    transform = Transform("layer", reorder, clip)
+    transform = Transform(span, reorder, clip)
     return Recipe(
         store=Store(
             keys=Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope),
             values=Packed(value_bits, "token", group, meta, transform=transform),
             calibration=None if calibration == "auto" else calibration,
         ),
-        protect=Protect(sinks, window, Outliers(heavy) if heavy else None),
+        protect=Protect(sinks, window, outliers(heavy, filter)),
         name="skvq",
     )
 

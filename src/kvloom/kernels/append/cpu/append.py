@@ -71,6 +71,6 @@ def compiled(dtype: torch.dtype) -> Any:
 @cache
 def _max_bits(max_abs: float, dtype: torch.dtype) -> int:
     """Return the bits of the largest finite number of a dtype that is no larger than `max_abs`."""
-    limit = torch.tensor(min(max_abs, torch.finfo(dtype).max), dtype=torch.float64)
+    limit = torch.tensor(min(max_abs, torch.finfo(dtype).max), dtype=torch.float64, device="cpu")
     near = limit.to(dtype)
     return int(near.view(_INTS[dtype]).item()) - int(near.double() > limit)

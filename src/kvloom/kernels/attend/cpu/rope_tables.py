@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....positions.rope import Rope
+from ...constants import on_cpu
 
 FAR = 128
 BEFORE = 8  # multiples of FAR below position 0, for padding
@@ -31,6 +32,7 @@ def tables(rope: Rope, d: int, tokens: int) -> tuple[Tensor, ...]:
 
 
 @lru_cache(maxsize=8)
+@on_cpu
 def _tables(inv_freq: tuple[float, ...], interleaved: bool, d: int, far: int) -> tuple[Tensor, ...]:
     steps = FAR * torch.arange(-BEFORE, far - BEFORE)
     return tuple(_rows(inv_freq, interleaved, d, by) for by in (torch.arange(_NEAR), steps))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import Storage, address, strides
+from ...constants import on_cpu
 from .. import rotated
 from ..byte_layout import ATOM, top
 from ..spec import PackedTensors, QuantSpec, RopeAngles, unknown_spec
@@ -140,6 +141,7 @@ def _prepared(spec: QuantSpec, heads: int, d: int) -> _Prepared:
     return found
 
 
+@on_cpu
 def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
     atom, atom_rows = ATOM[spec.bits]
     mapped = spec.group_of is not None

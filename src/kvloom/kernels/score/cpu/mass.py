@@ -134,7 +134,7 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
         return lowest(F.pad(scores, more, value=torch.inf), F.pad(index, more), before, see)
     scores, index = scores.contiguous(), index.contiguous()
     see = None if see is None else see.contiguous()
-    slots = torch.empty(b, h, 1, dtype=torch.int64)
+    slots = torch.empty(b, h, 1, dtype=torch.int64, device="cpu")
     numbers = LOWEST.pack(
         heads=b * h, tokens=n, before=before, scores=scores.data_ptr(), index=index.data_ptr(),
         visible=address(see), slots=slots.data_ptr(),
@@ -166,7 +166,7 @@ def _options(
         bias = padded(bias.expand(-1, hq, n).float()).expand(b, hq, -1)
     if noise is not None and _NOISE[noise.kind]:
         keys = padded(noise.keys.expand(-1, -1, n).int()).expand(b, hk, -1)
-        kind, seed = _NOISE[noise.kind], noise.seed % (1 << 32)
+        kind, seed = _NOISE[noise.kind], noise.first_seed(hq // hk)
         first, fixed = noise.first, int(noise.fixed)
     numbers = OPTIONS.pack(
         bias=strides(bias, 2), valid=strides(valid, 2), row_weights=strides(real, 1),

@@ -55,7 +55,8 @@ def column_mass(
         real_row = t if real.shape[0] > 1 else 0
     capped, seed, first = float(softcap or 1.0), 0, 0
     if noise is not None:
-        seed, first = (noise.seed + (1 << 31)) % (1 << 32) - (1 << 31), noise.first
+        seed = (noise.first_seed(hq // hk) + (1 << 31)) % (1 << 32) - (1 << 31)
+        first = noise.first
     numbers = (float(scale), capped, 1.0 / tau, seed, first, window or 0)
     strides = (*q.stride()[:3], *k.stride()[:3], *steps)
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)

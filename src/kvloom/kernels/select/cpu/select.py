@@ -55,7 +55,7 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
         weights = weights.to(x.dtype).unflatten(-1, (-1, 2)).transpose(3, 4).contiguous()
     else:
         weights = weights.transpose(-1, -2).contiguous()
-    labels = torch.empty(b, h, n, dtype=torch.long)
+    labels = torch.empty(b, h, n, dtype=torch.long, device="cpu")
     numbers = NEAREST.pack(
         heads=b * h, kv_heads=h, tokens=n, panels=panels, weights=weights.data_ptr(),
         offsets=offset.data_ptr(), labels=labels.data_ptr(), x=strides(x, 3),
@@ -148,7 +148,7 @@ def _choose(
 ) -> Tensor:
     turns = scores.shape[2] if scores.dim() == 4 else 1
     b, h, n = scores.shape[0], scores.shape[1], scores.shape[-1]
-    slots = torch.empty(b, h, budget, dtype=torch.long)
+    slots = torch.empty(b, h, budget, dtype=torch.long, device="cpu")
     scores = scores.contiguous()
     numbers = CHOOSE.pack(
         heads=b * h, heads_per_kv=h // hk, turns=turns, count=n, budget=budget, page=page,
@@ -162,7 +162,7 @@ def _choose(
 def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `reference.page_bounds`."""
     b, h, n, d = x.shape
-    low, high = torch.empty(2, b, h, n // page, d).unbind(0)
+    low, high = torch.empty(2, b, h, n // page, d, device="cpu").unbind(0)
     x = _flat(x)
     if real is not None:
         real = None if bool(real.all()) else real[:, 0].contiguous()

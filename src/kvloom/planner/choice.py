@@ -1,0 +1,181 @@
+"""`auto`: the best recipe of a model within its memory, or within a share of the cache's bytes.
+
+Decides the order: the exact cache, then a recipe that was tuned for this model, then the recipe
+with the best published figures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import InputError
+from ..hf import compat
+from ..hf.metadata import identity
+from ..hf.shard import needs_whole
+from ..keep import Keep
+from ..recipe.resolve import resolve
+from ..recipe.spec import Recipe
+from ..workload import stored_recipes
+from .answer import Row, plan
+from .evidence import EVIDENCE, Evidence
+from .units import show_bytes
+
+ENOUGH = 0.8
+"""A tuned recipe with less than this share of the best other recipe's bytes is not taken."""
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """The recipe that `kvloom.auto` chose, and why; printable.
+
+    nbytes: of the cache at this context and batch. share: of the exact cache's bytes.
+    """
+
+    recipe: Recipe
+    context: int
+    batch: int
+    nbytes: int
+    share: float
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.recipe.name}: {show_bytes(self.nbytes)} of KV cache after {self.context:,} "
+            f"tokens, batch {self.batch} ({self.share:.0%} of the exact cache). {self.why}"
+        )
+
+
+def auto(
+    model: PreTrainedModel,
+    *,
+    memory: int | None = None,
+    bytes: float | None = None,
+    context: int | None = None,
+    batch: int = 1,
+) -> AutoChoice:
+    """Choose the best recipe for a model within a bound; attach its `recipe` to use it.
+
+    memory: bytes for weights, cache and the activations of a prompt; or bytes: a share of the exact
+    cache's bytes, such as 0.2. One of the two. context: tokens (default: 32,768, or the model's
+    positions if they are fewer). batch: rows.
+
+    The exact cache is chosen if it fits. Next comes the recommended recipe with the best published
+    figures that fits; a recipe that `kvloom tune` stored for these weights replaces it if it has at
+    least 80% of its bytes. The model is left as it was.
+
+    Raises `InputError` if nothing fits, naming the nearest, and for less memory than the weights
+    need; `UnsupportedModel` as `plan` does.
+    """
+    if (memory is None) == (bytes is None):
+        raise InputError("give either memory, in bytes, or bytes, a share such as 0.2")
+    if bytes is not None and not 0 < bytes <= 1:
+        raise InputError(f"bytes={bytes:g} must be above 0 and at most 1: a share")
+    model = compat.unwrap(model)
+    compat.refuse_unsupported(model)
+    needs_whole(model, "kvloom.auto")
+    tuned = stored_recipes.read(identity(model)["weights"])
+    recipes = [*(resolve(one.recipe) for one in EVIDENCE), *tuned]
+    found = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
+    published = [*EVIDENCE, *(None for _ in tuned)]
+    candidates = [_Candidate(*one) for one in zip(recipes, found.rows, published, strict=True)]
+    exact = candidates[0].nbytes
+    chunks = False
+    if bytes is not None:
+        fitting = [one for one in candidates if one.works and one.nbytes <= bytes * exact]
+    else:
+        fitting = [one for one in candidates if one.row.fits]
+        chunks = not fitting
+        if chunks:  # a score of the prompt would see its first chunk only
+            fitting = [one for one in candidates if one.row.fits_in_chunks and not one.evicts]
+    if not fitting:
+        bound = f"bytes={bytes:g}" if memory is None else f"{show_bytes(memory)} of memory"
+        raise InputError(_nothing(candidates, bound, memory is None, found.context, batch))
+    best = _best(fitting)
+    why = [best.figures]
+    if chunks:
+        why.append("Only small chunks of the prompt fit: give prefill_chunk_size to generate().")
+    share = best.nbytes / exact
+    return AutoChoice(best.recipe, found.context, batch, best.nbytes, share, " ".join(why))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A recipe, its plan, and its published figures (None: it was tuned for the model)."""
+
+    recipe: Recipe
+    row: Row
+    published: Evidence | None
+
+    @property
+    def works(self) -> bool:
+        return self.row.problem is None
+
+    @property
+    def nbytes(self) -> int:
+        assert self.row.kv_bytes is not None, "ask `works` first"
+        return self.row.kv_bytes
+
+    @property
+    def evicts(self) -> bool:
+        keeps = [self.recipe.keep, *(layer.keep for layer in self.recipe.layers)]
+        return any(isinstance(keep, Keep) for keep in keeps)
+
+    @property
+    def kl(self) -> float:
+        """The divergence that was measured: on this model, or of published figures."""
+        if self.published is not None:
+            return self.published.kl
+        assert self.recipe.tuned is not None
+        return self.recipe.tuned.kl
+
+    @property
+    def figures(self) -> str:
+        """Return what is known of its quality, in sentences."""
+        tuned = self.recipe.tuned
+        if tuned is not None:
+            said = (
+                f"It was tuned for this model at {tuned.context:,} tokens ({tuned.bound}): its "
+                f"mean KL divergence from the exact cache was {tuned.kl:.2g} nats."
+            )
+        elif self.recipe.name == "full":
+            return "The exact cache fits."
+        else:
+            said = f"No recipe with better published figures fits: {self.published}."
+        return said + (" It evicts tokens: facts in them are lost." if self.evicts else "")
+
+
+def _best(fitting: Sequence[_Candidate]) -> _Candidate:
+    """Return the best of the candidates that fit."""
+    known = [one for one in fitting if one.published is not None]
+    tuned = [one for one in fitting if one.published is None]
+    if known:  # the best first
+        enough = 1.0 if known[0].recipe.name == "full" else ENOUGH
+        tuned = [one for one in tuned if one.nbytes > enough * known[0].nbytes]
+    return min(tuned, key=lambda one: one.kl) if tuned else known[0]
+
+
+def _nothing(
+    candidates: Sequence[_Candidate], bound: str, by_share: bool, context: int, batch: int
+) -> str:
+    """Return why nothing is chosen, with the nearest recipe."""
+    working = [one for one in candidates if one.works]
+    nearest = min(working, key=lambda one: one.nbytes)
+    said = f"no recipe fits into {bound} at {context:,} tokens and batch {batch}"
+    if by_share:
+        share = nearest.nbytes / working[0].nbytes
+        return f"{said}; the nearest is {nearest.recipe.name} with bytes={share:.3f}"
+    return (
+        f"{said}; the nearest is {nearest.recipe.name}, with which "
+        f"{nearest.row.longest_in_chunks or 0:,} tokens fit"
+    )
+
+
+def _config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the model's config with the dtype that its weights really have."""
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype
+    return config

@@ -1,0 +1,144 @@
+"""A few channels of every key after a rotation (InfiniGen, arXiv:2406.19707, section 4.2).
+
+The prompt's queries give a rotation of each key/value head: the right singular vectors of their
+matrix. Rotated queries and keys have the same inner products, but a few channels make up most of
+them. The index stores these channels of every key, and a query reads the tokens with the largest
+inner product in them. Departures: the rotation comes from the prompt itself, so no weight changes
+and nothing is calibrated (the paper: from a sample, offline, folded into the weights); the query
+is the layer's own (the paper: an estimate from the layer before, to copy tokens in advance); a step
+reads a fixed number of tokens (the paper: those within a threshold of the largest score).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..kernels.select import reference as ref
+from .index import Finder, Index, grown, whole
+
+# So many queries and keys are read in float64 at once.
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class PartialKeys(Index):
+    """Some rotated channels of every key.
+
+    share: of the channels. block: generated tokens that are indexed together. Scores leave out
+    ALiBi's bias.
+    """
+
+    share: float = 0.3
+    block: int = 64
+    kind: ClassVar[str] = "partial-keys"
+    reads_queries: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.share, float | int) or not 0 < self.share <= 1:
+            raise RecipeError(f"share={self.share!r} of the channels must lie in (0, 1]")
+        whole("block", self.block, 1)
+
+    def finder(self) -> PartialKeyFinder:
+        """Return an empty index."""
+        return PartialKeyFinder(self)
+
+    def due(self, held: int, waiting: int) -> int:
+        """Return all tokens of a prompt, later whole blocks."""
+        return waiting if held == 0 else waiting // self.block * self.block
+
+    @property
+    def step(self) -> int:
+        """A block."""
+        return self.block
+
+    def channels(self, head_dim: int) -> int:
+        """Return how many channels are stored."""
+        return max(1, round(self.share * head_dim))
+
+    def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
+        """Return the bytes of the rotation to the stored channels, and of the partial keys."""
+        return self.channels(head_dim) * (4 * head_dim + tokens * itemsize)
+
+
+class PartialKeyFinder(Finder):
+    """Partial keys of one layer.
+
+    rotation: fp32 [B, Hk, D, P], to the P channels that are stored; None before the first prompt.
+    partial: [B, Hk, N, P] in the keys' dtype. real: bool [B, 1, N], False for padding; None where
+    there is none.
+    """
+
+    def __init__(self, options: PartialKeys) -> None:
+        super().__init__()
+        self.options = options
+        self.rotation: Tensor | None = None
+        self.partial: Tensor | None = None
+        self.real: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the attributes that are tensors."""
+        return tuple(n for n in ("rotation", "partial", "real") if getattr(self, n) is not None)
+
+    @property
+    def learned(self) -> bool:
+        """Whether the rotation is known."""
+        return self.rotation is not None
+
+    def learn(self, q: Tensor, keys: Tensor, live: Tensor, live_queries: Tensor) -> None:
+        """Find the rotation, and the channels with the largest |q| + |k|, summed over a prompt.
+
+        A head with fewer queries than channels is not rotated.
+        """
+        b, hk, _, d = keys.shape
+        queries = q.reshape(b, hk, q.shape[1] // hk, q.shape[2], d)
+        queries = queries.masked_fill(~live_queries[:, :, None, :, None], 0.0).flatten(2, 3)
+        keys = keys.masked_fill(~live[..., None], 0.0)
+        gram = sum(x.mT @ x for x in _doubles(queries))
+        assert isinstance(gram, Tensor)
+        turn = torch.linalg.eigh(gram).eigenvectors.flip(-1)
+        rows = live_queries.sum(dim=-1) * (q.shape[1] // hk)  # [B, 1]
+        turn = torch.where((rows < d)[..., None, None], torch.eye(d).to(turn), turn)
+        mass = sum((x @ turn).abs().sum(dim=2) for part in (queries, keys) for x in _doubles(part))
+        assert isinstance(mass, Tensor)
+        best = mass.topk(self.options.channels(d), dim=-1).indices.sort(dim=-1).values
+        self.rotation = turn.gather(3, best[:, :, None].expand(-1, -1, d, -1)).float()
+
+    def start_again(self, old: Finder) -> None:
+        """Take the rotation of an emptied index."""
+        assert isinstance(old, PartialKeyFinder)
+        self.rotation = old.rotation
+
+    def extend(self, keys: Tensor, live: Tensor) -> None:
+        """Add the partial keys of keys [B, Hk, T, D], and note padding."""
+        if self.rotation is None:
+            self.learn(keys[:, :, :0], keys, live, live[..., :0])
+        assert self.rotation is not None
+        if self.real is not None or not bool(live.all()):
+            old = live.new_ones(live.shape[0], 1, self.tokens) if self.real is None else self.real
+            self.real = torch.cat([old, live], dim=2)
+        self.partial = grown(self.partial, (keys.float() @ self.rotation).to(keys.dtype))
+        self.tokens += keys.shape[2]
+
+    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+        """Return the tokens with the largest inner product in the stored channels."""
+        assert self.rotation is not None
+        assert self.partial is not None
+        b, hk, d, p = self.rotation.shape
+        rows = (q.float().view(b, hk, -1, d) @ self.rotation).view(b, -1, p)
+        scores = ref.together(ref.dots(rows, self.partial), hk, group)
+        if self.real is not None:
+            scores = scores.masked_fill(~self.real, -torch.inf)
+        return scores.topk(tokens, dim=-1).indices
+
+
+def _doubles(x: Tensor) -> Iterator[Tensor]:
+    """Yield x [B, Hk, N, D] in float64, a chunk of its tokens at a time; one chunk at least."""
+    for lo in range(0, max(1, x.shape[2]), _CHUNK):
+        yield x[:, :, lo : lo + _CHUNK].double()

@@ -1,0 +1,56 @@
+"""Tuned recipes in kvloom's cache folder, in one folder for each model's weights.
+
+`kvloom tune` writes them; `kvloom.auto` reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import InputError, RecipeError
+from ..recipe.spec import Recipe
+from .smollm2 import cache_folder
+
+
+def write(recipe: Recipe) -> Path:
+    """Write a tuned recipe, completely or not at all, and return its file.
+
+    A recipe for the same text, context and bound is replaced. Raises `InputError` if the file
+    cannot be written.
+    """
+    tuned = recipe.tuned
+    assert tuned is not None, "only tuned recipes are stored"
+    target = _folder(tuned.model) / f"{tuned.bound}-{tuned.context}-{tuned.text[:8]}.toml"
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(recipe.to_toml(), encoding="utf-8")
+        unfinished.replace(target)
+    except OSError as error:
+        raise InputError(
+            f"the tuned recipe cannot be written to {target}: {error.strerror}; its scores are "
+            "kept: set XDG_CACHE_HOME to a folder that can be written, and run the same again"
+        ) from error
+    return target
+
+
+def read(weights: str) -> list[Recipe]:
+    """Return the recipes that were tuned for a model, named by their files.
+
+    weights: the fingerprint, as in `Tuned.model`. Raises `InputError` for a damaged file.
+    """
+    found = []
+    for path in sorted(_folder(weights).glob("*.toml")):
+        try:
+            recipe = Recipe.from_toml(path)
+        except RecipeError as error:
+            raise InputError(f"the stored recipe {path} is damaged: {error}; remove it") from error
+        if recipe.tuned is not None and recipe.tuned.model == weights:
+            found.append(replace(recipe, name=str(path)))
+    return found
+
+
+def _folder(weights: str) -> Path:
+    return cache_folder() / "tuned" / weights

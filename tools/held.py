@@ -1,0 +1,326 @@
+"""What a cache holds, and what a step must give, apart from the code that attends.
+
+`check` replaces the layers of a cache. Before every step, a layer's tokens are read out: their
+logical indices, and their keys and values, the packed ones unpacked by the reference. After it,
+attention in float64 over exactly the tokens that the step reads is compared with the output. What
+is packed is compared with the model's own keys and values, packed again by the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.segment import Segment
+from kvloom.cache.slots import Slots
+from kvloom.hf.routed import RoutedCache, RoutedLayer
+from kvloom.kernels import dispatch
+from kvloom.positions.alibi import Alibi
+from kvloom.positions.rope import Rope
+from kvloom.store.format_tokens import FormatTokens
+from kvloom.store.kv_side import KVSide
+from kvloom.store.packed import PackedTokens
+
+
+class Held(NamedTuple):
+    """Stored tokens: logical indices int64 [B, Hk, n], keys and values [B, Hk, n, D].
+
+    hidden: bool [B, Hk, n], tokens that no query reads here.
+    """
+
+    index: Tensor
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor
+
+
+@dataclass
+class Findings:
+    """The largest errors of all layers and steps, and what was wrong.
+
+    attention: difference of the output from the reference, over the largest value read and the
+    largest sum of |q k| of a logit (or 1), with which the rounding errors of fp32 grow. stored:
+    difference of a stored token from the model's, packed and unpacked by the reference where it is
+    packed, over the largest magnitude.
+    """
+
+    attention: float = 0.0
+    stored: float = 0.0
+    steps: int = 0
+    recalls: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def check(cache: RoutedCache, rope: Rope | None = None) -> Findings:
+    """Check every later step of an empty cache; returns what is found, complete after each step.
+
+    rope: the model's rotary embedding, for recipes that renumber positions.
+    """
+    findings = Findings()
+    for routed in cache.routed:
+        routed.cache.observe()
+        cache.layers[cache.layers.index(routed)] = CheckedLayer(routed.cache, findings, rope)
+    return findings
+
+
+class CheckedLayer(RoutedLayer):
+    """A `RoutedLayer` that compares each step with the reference."""
+
+    def __init__(self, cache: LayerCache, findings: Findings, rope: Rope | None) -> None:
+        super().__init__(cache)
+        self.findings, self.rope = findings, rope
+        self.keys: Tensor | None = None  # of all tokens, as the model gave them
+        self.values: Tensor | None = None
+        self.unpacked: dict[str, tuple[Any, Tensor]] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        softcap: float | None,
+        alibi: Alibi | None = None,
+    ) -> Tensor:
+        """Attend as `RoutedLayer` does, and check the output."""
+        assert alibi is None, "a model with ALiBi is not checked"
+        assert softcap is None, "a model with softcap is not checked"
+        b, _, t, _ = k.shape
+        repeats, seen = self.repeated is not None, self.cache.seen
+        visible = mask if mask is not None else torch.ones(b, seen + t, dtype=torch.bool)
+        held = self._held(visible) if seen else []
+        indexed = self.cache.retriever.finder.tokens if self.cache.retriever is not None else 0
+        out = super().attend(q, k, v, scale, mask, softcap, alibi)
+        if seen and self.cache.retriever is not None and not repeats:
+            held = self._recalled(held, indexed, q.shape[1])
+        want, size, read = self._reference(q, k, v, held, visible, scale)
+        off = torch.where(visible[:, None, seen:, None], (out.double() - want).abs(), 0.0)
+        self.findings.attention = max(self.findings.attention, float(off.max()) / size)
+        if out.isnan().any():
+            self.findings.wrong.append(f"{self.cache.name}: NaN at token {seen}")
+        if not repeats:
+            if read != self.cache.read:
+                self.findings.wrong.append(
+                    f"{self.cache.name}: says it read {self.cache.read}, not {read} tokens"
+                )
+            self.findings.steps += 1
+            self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
+            self.values = v if self.values is None else torch.cat([self.values, v], dim=2)
+        return out
+
+    def _held(self, visible: Tensor) -> list[Held]:
+        """Return the parts of the layer, each token of a row and head unhidden in one of them."""
+        layer, tokens = self.cache, self.cache.tokens
+        if isinstance(tokens, Slots):
+            keys, values, _, index = tokens.in_order()
+            index = index.long()
+            self._compare(index, keys, values, visible)
+            return [Held(index, keys, values, ~_at(visible, index))]
+        parts, heads = [], _heads(layer)
+        taken = torch.zeros_like(visible)[:, None].repeat(1, heads, 1)
+        for index, keys, values in self._exact_parts():
+            hidden = (index < 0) | ~_at(visible, index.clamp_min(0))
+            parts.append(Held(index, keys, values, hidden))
+            self._compare(index.clamp_min(0), keys, values, visible, hidden)
+            taken.scatter_(2, index.clamp_min(0), taken.gather(2, index.clamp_min(0)) | ~hidden)
+        index = tokens.logical(0, len(tokens), visible.device)
+        index = index.expand(*taken.shape[:2], -1)
+        keys, values = (self._side(tokens, side, index, visible) for side in ("keys", "values"))
+        hidden = ~_at(visible, index) | taken.gather(2, index)
+        return [*parts, Held(index, keys, values, hidden)]
+
+    def _exact_parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return index, keys and values of the sinks and the outliers."""
+        layer, parts = self.cache, []
+        if layer.outliers is not None and layer.outliers.tokens.index is not None:
+            own = layer.outliers.tokens
+            assert own.index is not None
+            parts.append((own.index.long(), own.exact_keys(), own.exact_values()))
+        if layer.sinks is not None and layer.sinks.keys is not None:
+            assert layer.sinks.values is not None
+            index = layer.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
+            parts.append((index, layer.sinks.keys, layer.sinks.values))
+        return parts
+
+    def _compare(
+        self,
+        index: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        hidden: Tensor | None = None,
+    ) -> None:
+        """Compare exact tokens with those that the model gave."""
+        live = _at(visible, index) if hidden is None else ~hidden
+        for stored, given in ((keys, self.keys), (values, self.values)):
+            assert given is not None
+            self._note(stored, _gathered(given, index), live)
+
+    def _note(self, stored: Tensor, want: Tensor, live: Tensor) -> None:
+        if stored.numel():
+            off = torch.where(live[..., None], (stored.double() - want.double()).abs(), 0.0)
+            size = want.double().abs().max().clamp_min(1e-30)
+            self.findings.stored = max(self.findings.stored, float(off.max() / size))
+
+    def _side(self, tokens: Segment, name: str, index: Tensor, visible: Tensor) -> Tensor:
+        """Return the keys or values [B, Hk, n, D] of a segment, unpacked by the reference."""
+        side: KVSide = getattr(tokens, name)
+        given = self.keys if name == "keys" else self.values
+        assert given is not None
+        count, offloaded = side.packed_count, tokens.offloaded
+        exact = _gathered(given, index).masked_fill(~_at(visible, index)[..., None], 0.0)
+        if self._renumbers and name == "keys" and self.cache.evictor is not None:
+            exact = self._turned_once(exact, index, tokens)
+        state = (count, offloaded, tokens.kept, tokens.first)
+        if name not in self.unpacked or self.unpacked[name][0] != state:
+            stored = self._stored(tokens, name)
+            n = stored.shape[2]
+            want = self._packed_again(side, exact[:, :, :n], index[..., :n], visible, tokens)
+            self._note(stored, want, _at(visible, index[..., :n]))
+            self.unpacked[name] = (state, stored)
+        stored, tail = self.unpacked[name][1], side.tail.view()
+        n = stored.shape[2]
+        self._note(tail, exact[:, :, n:], _at(visible, index[..., n:]))
+        return torch.cat([stored, tail], dim=2)
+
+    def _stored(self, tokens: Segment, name: str) -> Tensor:
+        """Return the offloaded and the packed tokens of a side, unpacked: a copy."""
+        side: KVSide = getattr(tokens, name)
+        parts = []
+        with dispatch.use("ref"):
+            retriever = self.cache.retriever
+            if tokens.offloaded:
+                assert retriever is not None
+                assert retriever.store is not None
+                block = retriever.store.raw(0, tokens.offloaded)[("keys", "values").index(name)]
+                x = side.view_offloaded(block, tokens.offloaded)
+                parts.append(x if isinstance(x, Tensor) else x.tensor())
+            if side.packed_count:
+                at = tokens.positions if side.needs_positions else None
+                x = side.view(0, side.packed_count, at)
+                parts.append(x if isinstance(x, Tensor) else x.tensor())
+        if not parts:
+            return side.tail.view()[:, :, :0]
+        return torch.cat(parts, dim=2).clone()
+
+    def _packed_again(
+        self, side: KVSide, x: Tensor, index: Tensor, visible: Tensor, tokens: Segment
+    ) -> Tensor:
+        """Return x [B, Hk, n, D], tokens at `index`, as the reference packs and unpacks them."""
+        packed = side.packed
+        if packed is None or not x.shape[2]:
+            return x
+        if isinstance(packed, FormatTokens):
+            return packed.fmt.unpack(packed.fmt.pack(x), x.dtype)
+        at = tokens.positions(0, index.shape[2]) if side.needs_positions else None
+        again = PackedTokens(packed.fmt, packed.channels, packed.rope)
+        with dispatch.use("ref"):
+            again.append(x, _at(visible, index), at)
+            return again.view(at=at).tensor()
+
+    def _turned_once(self, keys: Tensor, index: Tensor, tokens: Segment) -> Tensor:
+        """Return keys where an eviction after the prompt moved them to: just before the next."""
+        keep = self.cache.recipe.keep
+        if keep is None or keep.when != "prompt":
+            return keys
+        end = tokens.first + tokens.kept
+        by = torch.arange(index.shape[2]) + end - tokens.kept - index
+        by = by.masked_fill(index >= end, 0)
+        assert self.rope is not None, "give check the model's rotary embedding"
+        found = self.rope.rotate(keys, by)  # packing depends on its last bit
+        self._note(found, turned(keys, by, self.rope), torch.ones_like(index, dtype=torch.bool))
+        return found
+
+    def _recalled(self, held: list[Held], indexed: int, heads: int) -> list[Held]:
+        """Return what a step that recalls reads, by query head or by key/value head."""
+        layer, trace = self.cache, self.cache.trace
+        assert trace is not None
+        if trace.recalled is None:
+            return held
+        slots, end = trace.recalled, layer.recipe.pinned_prefix + indexed
+        self.findings.recalls += 1
+        own = slots.sort(dim=-1).values
+        if (own[..., 1:] == own[..., :-1]).any() or own.min() < 0 or own.max() >= end:
+            self.findings.wrong.append(f"{layer.name}: recalled a token twice, or none that is")
+        h = slots.shape[1]
+        wide = [Held(*(x.repeat_interleave(h // x.shape[1], dim=1) for x in p)) for p in held]
+        last = wide[-1]
+
+        def chosen(x: Tensor) -> Tensor:
+            at = slots if x.dim() == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3])
+            return torch.cat([x.gather(2, at), x[:, :, end:]], dim=2)
+
+        return [*wide[:-1], Held(*map(chosen, last))]
+
+    def _reference(
+        self, q: Tensor, k: Tensor, v: Tensor, held: list[Held], visible: Tensor, scale: float
+    ) -> tuple[Tensor, float, int]:
+        """Return attention in float64 [B, Hq, T, D], the size of its error, and the tokens read."""
+        b, hq, t, _ = q.shape
+        seen = visible.shape[1] - t
+        index = torch.arange(seen, seen + t).expand(b, k.shape[1], -1)
+        parts = [*held, Held(index, k, v, ~_at(visible, index))]
+        r = max(part.index.shape[1] for part in parts)
+        parts = [Held(*(x.repeat_interleave(r // x.shape[1], dim=1) for x in p)) for p in parts]
+        index, keys, values, hidden = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+        values = values.double().masked_fill(hidden[..., None], 0.0)
+        keys = keys.double().masked_fill(hidden[..., None], 0.0)
+        read = index.shape[2]
+        if self._renumbers:
+            keys = self._turned_to_read(keys, index)
+        rows = q.double().view(b, r, hq // r, t, -1)
+        logits = torch.einsum("bhrtd,bhnd->bhrtn", rows, keys) * scale
+        later = index[:, :, None, None, :] > (seen + torch.arange(t))[:, None]
+        logits = logits.masked_fill(hidden[:, :, None, None, :] | later, -torch.inf)
+        weights = logits.softmax(dim=-1).nan_to_num(0.0)
+        out = torch.einsum("bhrtn,bhnd->bhrtd", weights, values)
+        sums = (rows.abs().flatten(2, 3).float() @ keys.abs().float().mT).max() * scale
+        size = float(values.abs().max().clamp_min(1e-30)) * max(1.0, float(sums))
+        return out.reshape(b, hq, t, -1), size, read
+
+    @property
+    def _renumbers(self) -> bool:
+        keep = self.cache.recipe.keep
+        return keep is not None and keep.positions != "original"
+
+    def _turned_to_read(self, keys: Tensor, index: Tensor) -> Tensor:
+        """Return keys at consecutive positions; those kept once are stored at them already."""
+        layer = self.cache
+        once = layer.recipe.keep is not None and layer.recipe.keep.when == "prompt"
+        if once:
+            return keys
+        rank = index.argsort(dim=-1).argsort(dim=-1)
+        newest = int(index.max())
+        return turned(keys, newest + 1 - index.shape[2] + rank - index, self.rope)
+
+
+def turned(x: Tensor, by: Tensor, rope: Rope | None) -> Tensor:
+    """Rotate x [B, H, n, D] by `by` positions, in float64."""
+    assert rope is not None, "give check the model's rotary embedding"
+    assert not rope.interleaved
+    angle = by.double()[..., None] * rope.inv_freq.double()
+    half = rope.inv_freq.numel()
+    a, b, rest = x.double().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def _heads(layer: LayerCache) -> int:
+    """Return the number of key/value heads."""
+    assert layer.like is not None
+    return layer.like.shape[1]
+
+
+def _at(visible: Tensor, index: Tensor) -> Tensor:
+    """Return visible [B, N] at indices [B, Hk, n]."""
+    return visible[:, None].expand(-1, index.shape[1], -1).gather(2, index)
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Return x [B, Hk, N, D] at indices [B, Hk, n]."""
+    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]))

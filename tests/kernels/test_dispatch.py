@@ -239,7 +239,7 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     assert isinstance(made, team.Kernel)
     q, k, v = drawn(1, 1, 1, 9, 16)
     case = (made, variant.tile)
-    monkeypatch.setattr("kvloom.kernels.attend.cpu.coverage.kernel", lambda *_: case)
+    monkeypatch.setattr("kvloom.kernels.attend.cpu.coverage.kernel", lambda *_, **__: case)
     torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
 
 

@@ -7,6 +7,7 @@ once per model, not once per cache.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,24 +66,29 @@ def check_tuned(model: PreTrainedModel, recipe: Recipe) -> None:
         )
 
 
-def identity(model: PreTrainedModel, part: bool = False) -> dict[str, Any]:
+def identity(
+    model: PreTrainedModel, part: bool = False, read: Callable[[str], torch.Tensor] | None = None
+) -> dict[str, Any]:
     """Return what identifies a model: its shape, and a digest of some of each weight, in bf16.
 
     part: identify what this process holds of the model. Otherwise every rank of a divided model
-    has to call this, as it gathers one weight after the other. Raises `UnsupportedModel` where a
-    weight is not in memory, or its division is not known.
+    has to call this, as it gathers one weight after the other. read: returns the weight with a
+    name, or its first numbers, 16 or more; for a model on the meta device. Raises
+    `UnsupportedModel` where a weight is not in memory, or its division is not known.
     """
     g, digest = compat.geometry(model), hashlib.sha256()
     if not part:
         shard.check_gathers(model)
     for name, parameter in model.named_parameters():
         weight = shard.local(parameter) if part else shard.whole(parameter)
+        shape = tuple(weight.shape)
+        weight = weight if read is None else read(name)
         if weight.is_meta:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be identified, as {name} is on the "
                 "meta device (offloaded, or never loaded); load it with all weights in memory"
             )
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(f"{name} {shape}".encode())
         some = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return {

@@ -16,10 +16,13 @@ from torch import Tensor
 from . import dispatch
 from .append import reference as append_reference
 from .append.cpu import append as append_cpu
+from .attend import pages as attend_pages_reference
 from .attend import reference as attend_reference
 from .attend.cpu import decode as attend_cpu
 from .attend.cpu import gathered as gathered_cpu
+from .attend.cpu import paged as paged_cpu
 from .attend.kv_view import KVView
+from .attend.pages import PageTable
 from .attend.triton import decode as attend_triton
 from .dispatch import Backend, Op
 from .quantize import reference as quantize_reference
@@ -140,6 +143,35 @@ attend_gathered = Op(
         _attend_problems(attend_triton),
         lambda *_, **__: attend_triton.kernels(),
         _ATTEND_GPU,
+    ),
+)
+
+
+def _paged_case(
+    q: Tensor, keys: KVView, values: KVView, table: PageTable, *_: Any, **__: Any
+) -> tuple[Tensor, Hashable]:
+    like, rest = _attend_case(q, keys, values)
+    return like, (rest, table.page)
+
+
+def _paged_problems(
+    q: Tensor, keys: KVView, values: KVView, table: PageTable, *_: Any, **__: Any
+) -> list[str]:
+    found = paged_cpu.problems(q.shape[2], keys.tail, table.page, keys.fmt, values.fmt)
+    return found or (_GRADIENT if dispatch.differentiated(q) else [])
+
+
+attend_pages = Op(
+    "attend_pages",
+    attend_pages_reference.attend_pages,
+    _paged_case,
+    cpu=Backend(
+        paged_cpu.attend,
+        _paged_problems,
+        lambda q, keys, values, table, *_, **__: paged_cpu.Paged(q, keys, values, table),
+        "one query a row; pages of whole 128 tokens, both sides packed after RoPE and not at 1.5 "
+        "bit; otherwise as `attend`, without padding, softcap and bias",
+        lambda q, keys, values, table, *_, **__: paged_cpu.Paged(q, keys, values, table),
     ),
 )
 
@@ -332,7 +364,7 @@ select_pages = _cpu_op(
 OPS: dict[str, Op[..., Any]] = {
     op.name: op
     for op in (
-        append, attend, attend_gathered, pack, unpack, column_mass, step_mass, lowest, kmeans,
-        page_bounds, cluster_scores, page_scores, select_clusters, select_pages,
+        append, attend, attend_gathered, attend_pages, pack, unpack, column_mass, step_mass, lowest,
+        kmeans, page_bounds, cluster_scores, page_scores, select_clusters, select_pages,
     )
 }  # fmt: skip

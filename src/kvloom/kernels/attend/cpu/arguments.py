@@ -64,6 +64,15 @@ _STEP: dict[str, Any] = {  # what both kernels take
     "logits_row": int,
 }
 DECODE = Arguments(**_STEP)
+PAGED = Arguments(  # as GATHERED, not behind `_STEP`
+    table=int,  # int64 [B, width], the blocks of each row's pages
+    table_row=int,  # bytes of a row
+    packed=int,  # int64 [B], tokens in full pages
+    lengths=int,  # int64 [B], tokens in all
+    tails=int,  # int64 [B], the block of the exact tokens
+    skip=int,  # first tokens of the first page that are not read
+    **_STEP,
+)
 
 GATHERED = Arguments(  # not behind `_STEP`: Numba would take its record for one of DECODE's
     share=int,  # heads that choose per key/value head

@@ -106,11 +106,12 @@ def kernel(
     rope: tuple[int, bool],
     gathered: bool,
     *formats: Any,
+    page: int = 0,
 ) -> tuple[Any, int]:
     """Return the kernel for a case and the tokens of its tiles; compiles it on first use.
 
     rope: rotary channels of keys packed before RoPE, and whether pairs are interleaved. gathered:
-    return the kernel that reads chosen tokens.
+    return the kernel that reads chosen tokens. page: of pages of so many tokens.
     """
     with dispatch.loading():
         from . import decode_kernel, gathered_kernel
@@ -127,6 +128,7 @@ def kernel(
         each(lambda fmt: fmt.transform is None or fmt.transform.span == "layer", True),
         each(own_space, False),
         0 if formats[0] is None else formats[0].boost,
+        page,
     )
     if gathered:
         return gathered_kernel.kernel(variant), gathered_kernel.TILE

@@ -22,7 +22,7 @@ from ...quantize import byte_layout
 from ...simd import SIZE, fma, larger, load, load_any, load_one, mul, splat, store, store_one
 from . import boost as boost_ops
 from . import dequant, head_view, lookup, microkernel, rope_tables, softmax
-from .arguments import DECODE
+from .arguments import DECODE, PAGED
 from .boost import fold_low_bits
 from .dequant import CHANNEL, MAP, NONE, RUN, TABLE, DequantSpec, Variant
 from .head_view import head_view as view_of_head
@@ -92,7 +92,12 @@ def kernel(variant: Variant) -> Any:
     block = 16 // w  # exact keys at once
     meta_gap = 4 * (max(k_across, v_across, 1) * (tile + 8) + d + 256) // 64 * 64  # bytes of S
     s_row = 4 * (tile + 16)
-    layout = DECODE.dtype
+    page = variant.page
+    # byte rows of a page's codes, and rows of its scales
+    k_page_rows, v_page_rows = page // k_atom * k_height, page // v_atom * v_height
+    k_page_meta = page // k_span if k_channel else page
+    v_page_meta = page // v_span if v_channel else page
+    layout = PAGED.dtype if page else DECODE.dtype
     counters = 8 + layout.itemsize  # finished tasks of each head
     emitters = sources(
         boost_ops, byte_layout, cpu_runtime, dequant, head_view, lookup, microkernel, rope_tables,
@@ -105,7 +110,7 @@ def kernel(variant: Variant) -> Any:
         a = read_arguments(job, layout)
         hk, rows, n, splits = a.heads, a.rows, a.tokens, a.splits
         padded = -(-rows // w) * w
-        tiles = -(-n // tile)
+        tiles, skipped, pages = -(-n // tile), 0, 0
         tasks = a.batch * hk * splits
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(k_offset))
         room = padded * ((sets + 2) * d + 32) + w * (3 * d + boost + 32) + w * (s_row // 4)
@@ -131,12 +136,23 @@ def kernel(variant: Variant) -> Any:
             head, part = task // splits, task % splits
             b, h = head // hk, head % hk
             start_task(a, head, padded, sets, d, k_apart, acc, qs, qps, tops)
+            row = 0 if page else b  # of packed tokens; pages are found tile by tile
             k_codes, k_row, k_packed, k_scale, k_zero, k_meta_row, k_groups, k_tail, k_tail_row = (
-                view_of_head(a.keys, b, h, k_first)
+                view_of_head(a.keys, row, h, k_first)
             )
             v_codes, v_row, v_packed, v_scale, v_zero, v_meta_row, v_groups, v_tail, v_tail_row = (
-                view_of_head(a.values, b, h, v_first)
+                view_of_head(a.values, row, h, v_first)
             )
+            if page:
+                n, k_packed = load_int(a.lengths, b), load_int(a.packed, b)
+                v_packed, block_of_tail = k_packed, load_int(a.tails, b)
+                tiles, skipped = -(-n // tile), min(a.skip, k_packed)
+                k_tail, v_tail = (
+                    at(a.keys.tail, block_of_tail, h), at(a.values.tail, block_of_tail, h)
+                )  # fmt: skip
+                pages = a.table + b * a.table_row
+                k_begin, k_scale_begin, k_zero_begin = k_codes, k_scale, k_zero
+                v_begin, v_scale_begin, v_zero_begin = v_codes, v_scale, v_zero
             if k_table and k_packed > 0:
                 place(k_groups, k_placed, d, k_spec)
                 k_groups = k_placed
@@ -147,6 +163,17 @@ def kernel(variant: Variant) -> Any:
             last = min(n, (part + 1) * tiles // splits * tile)
             for lo in range(part * tiles // splits * tile, last, tile):
                 nt = min(tile, n - lo)
+                if page and lo < k_packed:  # as if the pages before this one lay before it
+                    number = lo // page
+                    its, k_side, v_side = load_int(pages, number), a.keys.prefix, a.values.prefix
+                    k_codes = k_begin + its * k_side.codes.batch - number * k_page_rows * k_row
+                    v_codes = v_begin + its * v_side.codes.batch - number * v_page_rows * v_row
+                    past = number * k_page_meta * k_meta_row
+                    k_scale = k_scale_begin + its * k_side.scale.batch - past
+                    k_zero = k_zero_begin + its * k_side.zero.batch - past
+                    past = number * v_page_meta * v_meta_row
+                    v_scale = v_scale_begin + its * v_side.scale.batch - past
+                    v_zero = v_zero_begin + its * v_side.zero.batch - past
                 kn = min(max(k_packed - lo, 0), nt)  # packed keys of this tile
                 vn = min(max(v_packed - lo, 0), nt)
                 many = max(-BEFORE, (position + lo) // FAR)  # multiples of FAR, and the rest
@@ -234,6 +261,10 @@ def kernel(variant: Variant) -> Any:
                             qm, begin, base + j * k_tail_row, k_tail_row, s + 4 * j, s_row, meta,
                             meta_gap, 0, 0, d, w, 1, exact,
                         )  # fmt: skip
+                    if page and lo < skipped:
+                        for i in range(w):
+                            for j in range(skipped - lo):
+                                store_one(s + i * s_row + 4 * j, np.float32(-np.inf))
                     weigh(a, b, h, lo, nt, m0, w, s, s_row, tops, acc, 4 * padded * d, sets, d)
                     # --- packed values, then exact ones
                     to = acc + 4 * ((sets - 1) * padded + m0) * d

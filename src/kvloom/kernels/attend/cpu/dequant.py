@@ -107,6 +107,7 @@ class Variant(NamedTuple):
     flat: tuple[bool, bool] = (True, True)  # for MAP: whether a head reads all of a token's groups
     apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
     boost: int = 0  # channels of a group of keys that have two more bits
+    page: int = 0  # tokens of a page, 0: each batch row's packed tokens lie together
 
     @property
     def tile(self) -> int:

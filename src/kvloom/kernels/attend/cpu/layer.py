@@ -33,18 +33,24 @@ class LayerAttention:
 
     Bound to the heads, queries, dtype, device and formats of the arguments it is made from; batch,
     tokens and options may differ at every step. heads: how many see the same tokens each. layout:
-    the arguments of the kernel, which name it.
+    the arguments of the kernel, which name it. page: tokens of a page, for `PAGED`.
     """
 
     def __init__(
-        self, q: Tensor, keys: KVView, values: KVView, heads: int, layout: Arguments
+        self,
+        q: Tensor,
+        keys: KVView,
+        values: KVView,
+        heads: int,
+        layout: Arguments,
+        page: int = 0,
     ) -> None:
         _, hq, t, d = q.shape
         self.heads, self.kv_heads, self.rows = heads, keys.tail.shape[1], hq // heads * t
         rope, key_format = rope_of(keys)
         self.kernel, self.tile = coverage.kernel(
             d, self.kv_heads, self.rows, keys.tail.dtype, rope, layout is GATHERED, key_format,
-            values.fmt,
+            values.fmt, page=page,
         )  # fmt: skip
         self.layout = layout
         self.keys, self.values = SidePacker(keys.fmt), SidePacker(values.fmt)

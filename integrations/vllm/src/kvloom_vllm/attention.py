@@ -1,0 +1,198 @@
+"""Attention of one layer to packed pages and exact tails, and what it stores.
+
+A step stores first and attends then: a request may share pages that another one fills in the same
+step. Every token attends to earlier pages as they are packed, and to the tokens of its own page and
+step exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvloom.kernels import ops
+from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.reference import State, merge
+from kvloom.kernels.plan import Plan
+from kvloom.store.packed import PackedView
+
+from .page import Pages
+from .step import Decode, Row
+
+UNPACKED = 1024
+"""Tokens of the past that a prompt's chunk unpacks at a time."""
+
+
+class PagedAttention:
+    """Attention of one layer.
+
+    pages: its packed pages. tail: exact tokens by block, [blocks, H, N, 2 D].
+    """
+
+    def __init__(self, pages: Pages, tail: Tensor, scale: float) -> None:
+        self.pages, self.tail, self.scale = pages, tail, scale
+        layout = pages.layout
+        self.page, self.head_dim = layout.tokens, layout.head_dim
+        self.sinks = layout.plan.sinks
+        self.nothing = tail.new_empty(1, layout.heads, 0, layout.head_dim)
+        self.plan = Plan(ops.attend_pages)
+        tails = tail.split(layout.head_dim, dim=-1)
+        self.views = [
+            KVView(pages.whole(side), x, fmt)
+            for side, (x, (fmt, _)) in enumerate(zip(tails, layout.plan.sides, strict=True))
+        ]
+
+    # --- one token each
+
+    def decode(self, step: Decode, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store one token of each row, and attend: q [R, Hq, D], k, v [R, H, D] to [R, Hq, D].
+
+        blocks: int64 [R], of the rows' tails.
+        """
+        self.tail[blocks, :, step.inside] = torch.cat([k, v], dim=-1)
+        if len(step.full):
+            tails = self.tail[blocks[step.full]]
+            self.pages.write(step.filled, *tails.chunk(2, dim=-1), step.fills_first)
+        queries, table = q.unsqueeze(2), step.table(blocks)
+        attend = self.plan.bind(queries, *self.views, table)
+        if attend is None:
+            return self._one_by_one(step, blocks, queries).to(q.dtype)
+        state = attend(queries, *self.views, table, self.scale, skip=self.sinks)
+        if self.sinks and len(step.paged):
+            sinks = self._sinks(queries[step.paged], step.firsts)
+            if len(step.paged) == len(q):
+                return merge([state, sinks]).out[:, :, 0].to(q.dtype)
+            every = torch.arange(len(q))
+            return _merged([(state, every), (sinks, step.paged)], len(q)).to(q.dtype)
+        return state.out[:, :, 0].to(q.dtype)
+
+    def _one_by_one(self, step: Decode, blocks: Tensor, q: Tensor) -> Tensor:
+        """Attend q [R, Hq, 1, D] to pages that no kernel reads by a table: fp32 [R, Hq, D]."""
+        rows = step.apart
+        exact = self.tail[blocks, :, : rows.longest]
+        exact.masked_fill_(~rows.seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
+        views = (KVView(None, x) for x in exact.split(self.head_dim, dim=-1))
+        own = ops.attend(q, *views, self.scale, valid=rows.seen.unsqueeze(1))
+        if not len(rows.pages):
+            return own.out[:, :, 0]
+        states = [(own, torch.arange(len(q)))]
+        hidden = None
+        if self.sinks:
+            hidden = torch.ones(len(rows.pages), 1, self.page, dtype=torch.bool)
+            hidden[rows.first, :, : self.sinks] = False
+            states.append((self._sinks(q[step.paged], step.firsts), step.paged))
+        states.append((self._packed(q[rows.owner], rows.pages, hidden), rows.owner))
+        return _merged(states, len(q))
+
+    def _packed(self, q: Tensor, blocks: Tensor, valid: Tensor | None) -> State:
+        """Attend one row q [n, Hq, 1, D] to each of the pages int64 [n]."""
+        none = self.nothing.expand(len(blocks), -1, -1, -1)
+        views = []
+        for side in (0, 1):
+            stored = self.pages.gathered(side, blocks)
+            fmt = self.pages.layout.plan.sides[side][0]
+            if isinstance(stored, PackedView):
+                views.append(KVView(stored, none, fmt))
+            else:
+                views.append(KVView(None, stored))
+        return ops.attend(q, *views, self.scale, valid=valid)
+
+    def _sinks(self, q: Tensor, blocks: Tensor) -> State:
+        """Attend q [n, Hq, T, D] to the sinks of each row's first page, int64 [n]."""
+        k, v = self.pages.sinks[blocks].unbind(1)
+        return ops.attend(q, KVView(None, k), KVView(None, v), self.scale)
+
+    # --- many tokens of one request
+
+    def store(self, row: Row, block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Pack the pages that a row's tokens k, v [T, H, D] fill; return what begins exact.
+
+        block: of the row's tail. Returns keys and values [1, H, before + T, D]: the tail before
+        these tokens, and them. `keep` stores the rest after the step's attention.
+        """
+        before = row.start % self.page
+        k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        if before:
+            old_k, old_v = self.tail[block, :, :before][None].split(self.head_dim, dim=-1)
+            k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
+        full, begin = k.shape[2] // self.page, row.start // self.page
+        if full:
+            whole = (
+                x[0, :, : full * self.page].unflatten(1, (full, self.page)).transpose(0, 1)
+                for x in (k, v)
+            )
+            first = torch.arange(begin, begin + full) == 0
+            self.pages.write(row.blocks[begin : begin + full], *whole, first)
+        return k, v
+
+    def keep(self, row: Row, block: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the exact tokens behind the last full page, of what `store` returned."""
+        rest = row.stop % self.page
+        if rest:
+            begin = k.shape[2] - rest
+            self.tail[block, :, :rest] = torch.cat([k[0, :, begin:], v[0, :, begin:]], dim=-1)
+
+    def attend(self, row: Row, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend a row's tokens q [T, Hq, D]: to its pages before them, and to k, v causally.
+
+        k, v: what `store` returned. Returns [T, Hq, D].
+        """
+        queries = q.transpose(0, 1)[None]
+        own = _causal(queries, k, v, self.scale)
+        pages = row.blocks[: row.start // self.page]
+        if not len(pages):
+            return own.out[0].transpose(0, 1).to(q.dtype)
+        states = [own]
+        if self.sinks:
+            states.append(self._sinks(queries, pages[:1]))
+        at_once = max(1, UNPACKED // self.page)
+        for i in range(0, len(pages), at_once):
+            parts = []
+            for side in (0, 1):
+                stored = self.pages.gathered(side, pages[i : i + at_once])
+                x = stored.tensor() if isinstance(stored, PackedView) else stored
+                x = x.transpose(0, 1).flatten(1, 2)[None]
+                parts.append(x[:, :, self.sinks if i == 0 else 0 :])
+            states.append(_past(queries, *parts, self.scale))
+        return merge(states).out[0].transpose(0, 1).to(q.dtype)
+
+
+def _past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+    """Attend q [1, Hq, T, D] to all of k, v [1, H, N, D]."""
+    _, heads, tokens, d = q.shape
+    groups = heads // k.shape[1]
+    rows = q.reshape(1, k.shape[1], groups * tokens, d)  # a group's heads read the same keys
+    out, lse = _flash(rows, k, v, scale, False)
+    return State(out.float().reshape(1, heads, tokens, d), lse.reshape(1, heads, tokens))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+    """Attend q [1, Hq, T, D] to k, v [1, H, N, D], of which the last T are its own tokens."""
+    tokens, before = q.shape[2], k.shape[2] - q.shape[2]
+    groups = q.shape[1] // k.shape[1]
+    new = (x[:, :, before:].repeat_interleave(groups, dim=1) for x in (k, v))
+    out, lse = _flash(q, *new, scale, True)
+    own = State(out.float(), lse.reshape(1, q.shape[1], tokens))
+    if not before:
+        return own
+    return merge([_past(q, k[:, :, :before], v[:, :, :before], scale), own])
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return attention and the log-sum-exp of its logits, by torch's fused kernel."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = fused(q, k, v, is_causal=causal, scale=scale)
+    return out, lse.float()
+
+
+def _merged(states: list[tuple[State, Tensor]], rows: int) -> Tensor:
+    """Merge states whose rows belong to `rows` rows, int64 each: fp32 [rows, Hq, D]."""
+    lse = torch.cat([state.lse[:, :, 0] for state, _ in states])  # [n, Hq]
+    out = torch.cat([state.out[:, :, 0] for state, _ in states])
+    owner = torch.cat([each for _, each in states])
+    top = lse.new_full((rows, lse.shape[1]), -torch.inf)
+    top = top.scatter_reduce(0, owner[:, None].expand_as(lse), lse, "amax")
+    weights = (lse - top[owner]).exp()
+    total = torch.zeros_like(top).index_add(0, owner, weights)
+    summed = out.new_zeros(rows, *out.shape[1:]).index_add(0, owner, out * weights[..., None])
+    return summed / total[..., None]

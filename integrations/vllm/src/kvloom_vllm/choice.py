@@ -1,0 +1,60 @@
+"""Which attention backend an engine gets: kvloom's where a recipe is asked for, else vLLM's own.
+
+vLLM resolves `choice.CPU_ATTN` by name, once per process and kind of layer, and keeps the class. So
+the class of either answer checks each layer it is used for: an engine of the same process that was
+asked otherwise is refused rather than served by the wrong class.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from . import request
+
+NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(name)
+    from vllm.config import get_current_vllm_config
+
+    if name == "CPU_ATTN" and request.spelled(get_current_vllm_config()) is not None:
+        from .backend import KvloomBackend
+
+        return KvloomBackend
+    return _own(name)
+
+
+@cache
+def _own(name: str) -> Any:
+    """Return vLLM's own backend, which refuses an engine that asks for a recipe."""
+    from vllm.config import get_current_vllm_config
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    base = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+
+    def get_impl_cls() -> Any:
+        """Return the class of vLLM's own implementation."""
+        recipe = request.spelled(get_current_vllm_config())
+        if recipe is not None:
+            raise ValueError(_why_not(name, recipe))
+        return base.get_impl_cls()
+
+    # the same class to anyone who asks for its name
+    same = {"__module__": base.__module__, "get_impl_cls": staticmethod(get_impl_cls)}
+    return type(base.__name__, (base,), same)
+
+
+def _why_not(name: str, recipe: str) -> str:
+    if name == "CPU_ATTN":
+        return (
+            f"recipe {recipe!r}: this process began with an engine without kvloom, and vLLM keeps "
+            "that choice; start this engine in a process of its own"
+        )
+    return (
+        f"recipe {recipe!r}: multi-head latent attention (MLA) stores one compressed vector per "
+        "token, which kvloom does not pack; run this model without kvloom"
+    )

@@ -1,0 +1,142 @@
+"""What one engine was asked for: its recipe, and the plan of each of its layers.
+
+Decides which layer gets which plan, and checks the engine before any memory is allocated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import vllm
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from kvloom import Recipe
+from kvloom.errors import IncompatibleRecipe
+from kvloom.recipe.geometry import Geometry
+
+from . import report, request
+from .calibrated import Calibrated
+from .page import LayerPlan, PageLayout
+from .refusal import refuse_engine, refuse_other_layers, refuse_version
+from .rule import paged
+from .tail import TailLayer
+
+logger = init_logger("vllm.plugins.kvloom")
+
+
+class Engine:
+    """The recipe of an engine in one process."""
+
+    def __init__(self, config: Any) -> None:
+        spelled = request.spelled(config)
+        if spelled is None:
+            raise ValueError(
+                "this process began with an engine with kvloom, and vLLM keeps that choice; start "
+                "an engine without kvloom in a process of its own"
+            )
+        refuse_version(vllm.__version__)
+        refuse_engine(config)
+        self.spelled = spelled
+        self.page: int = config.cache_config.block_size
+        self.recipe: Recipe = paged(spelled, self.page)
+        self._config = ref(config)
+        self._layouts: dict[int, PageLayout] = {}
+        self._reported = False
+        self._calibrations: dict[str | None, Calibrated] = {}
+
+    def assign(self) -> None:
+        """Give every packed layer its plan, by the number in its name; once per model."""
+        from .backend import KvloomImpl
+
+        config = self._config()
+        assert config is not None
+        every = config.compilation_config.static_forward_context
+        layers = {
+            name: one
+            for name, one in every.items()
+            if isinstance(getattr(one, "impl", None), KvloomImpl)
+        }
+        others = (
+            one
+            for name, one in every.items()
+            if isinstance(one, AttentionLayerBase)
+            and not isinstance(one, TailLayer)
+            and name not in layers
+        )
+        refuse_other_layers({type(one).__name__ for one in others})
+        numbers = {name: _number(name) for name in layers}
+        some = next(iter(layers.values())).impl
+        geometry = Geometry(
+            len(layers), some.num_heads, some.num_kv_heads, some.head_size, some.dtype,
+            layer_numbers=tuple(sorted(numbers.values())),
+        )  # fmt: skip
+        self.recipe.check(geometry)
+        tensor_parallel = config.parallel_config.tensor_parallel_size
+        for name, layer in layers.items():
+            if layer.impl.plan is None:
+                plan = self._plan(numbers[name], geometry, tensor_parallel)
+                layer.impl.plan = plan
+                self._layouts[numbers[name]] = PageLayout(
+                    plan, self.page, some.num_kv_heads, some.head_size, some.dtype
+                )
+                layer.attn_backend = layer.attn_backend.of_layer(plan)
+
+    def allocated(self, memory: Tensor) -> None:
+        """Report once what fits into vLLM's pool, given a tail's memory [blocks, H, N, 2 D]."""
+        if not self._reported:
+            self._reported = True
+            block = memory.stride(0) * memory.itemsize
+            for line in report.lines(self.spelled, self._layouts, memory.shape[0], block):
+                logger.info_once(line)
+
+    def _plan(self, number: int, geometry: Geometry, tensor_parallel: int) -> LayerPlan:
+        recipe = self.recipe.for_layer(number, geometry.numbers)
+        store = recipe.store
+        sinks = 0 if store.exact else recipe.protect.sinks
+        channels: tuple[Any, Any] = None, None
+        if store.calibrated:
+            if tensor_parallel > 1:
+                raise IncompatibleRecipe(
+                    self.spelled,
+                    [
+                        "in vLLM, calibrated channels of all heads are grouped in one process; "
+                        "leave out tensor parallelism, or use 'near-lossless'"
+                    ],
+                )
+            channels = self._calibrated(recipe).channels(recipe, number)
+        return LayerPlan(store.keys, store.values, sinks, channels)
+
+    def _calibrated(self, recipe: Recipe) -> Calibrated:
+        """Return the calibration that a layer's plain recipe names, read once."""
+        path = recipe.store.calibration
+        if path not in self._calibrations:
+            model = self._model()
+            self._calibrations[path] = Calibrated(recipe, model.model, model.hf_config)
+        return self._calibrations[path]
+
+    def _model(self) -> Any:
+        config = self._config()
+        assert config is not None
+        return config.model_config
+
+
+def of(config: Any) -> Engine:
+    """Return the engine of a vLLM configuration, checked when it is first asked for.
+
+    Its layers keep it: vLLM's configurations are not hashable.
+    """
+    layers = config.compilation_config.static_forward_context.values()
+    return next((one.engine for one in layers if isinstance(one, TailLayer)), None) or Engine(
+        config
+    )
+
+
+def _number(name: str) -> int:
+    """Return the number of a layer: the first in its name, as in model.layers.3.self_attn.attn."""
+    found = [int(part) for part in name.split(".") if part.isdigit()]
+    if not found:
+        raise ValueError(f"kvloom in vLLM: layer {name!r} has no number; run without kvloom")
+    return found[0]

@@ -1,0 +1,174 @@
+"""The bytes of one layer's page, and tokens into a page and out of it by kvloom's codecs.
+
+A page holds the keys and values of `tokens` tokens in all key/value heads of a rank: per side the
+codes [H, rows, D], scales and zeros as kvloom's cache stores them, or exact tokens; then exact
+copies of the first tokens, if the recipe has sinks. vLLM knows only how many bytes it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.errors import NotFinite
+from kvloom.kernels import ops
+from kvloom.kernels.quantize.byte_layout import rows_for
+from kvloom.kernels.quantize.spec import PackedTensors
+from kvloom.store import Packed
+from kvloom.store.codec import Channels, Codec, codec
+from kvloom.store.packed import PackedView
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer's pages hold: formats (None: exact) and the number of exact first tokens."""
+
+    keys: Packed | None
+    values: Packed | None
+    sinks: int = 0
+    channels: tuple[Channels | None, Channels | None] = (None, None)
+
+    @property
+    def sides(self) -> tuple[tuple[Packed | None, Channels | None], ...]:
+        """Format and calibrated channels of keys and of values."""
+        return tuple(zip((self.keys, self.values), self.channels, strict=True))
+
+
+class Piece(NamedTuple):
+    """A tensor within a page: its first byte, its shape and its dtype."""
+
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last."""
+        return self.begin + prod(self.shape) * self.dtype.itemsize
+
+
+class PageLayout:
+    """Where the tensors of a page lie.
+
+    tokens: of a page. heads: key/value heads of this rank. dtype: of exact tokens.
+    """
+
+    def __init__(
+        self, plan: LayerPlan, tokens: int, heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        self.plan, self.tokens, self.heads, self.head_dim = plan, tokens, heads, head_dim
+        self.dtype = dtype
+        like = torch.empty(1, heads, 0, head_dim, dtype=dtype)
+        self.codecs: list[Codec | None] = [
+            None if fmt is None else codec(fmt, channels, like) for fmt, channels in plan.sides
+        ]
+        self.pieces: list[list[Piece]] = []
+        end = 0
+        for one in self.codecs:
+            shapes = self._shapes(one)
+            pieces = []
+            for shape, kind in shapes:
+                pieces.append(Piece(end, shape, kind))
+                end = pieces[-1].end
+            self.pieces.append(pieces)
+        self.sinks = Piece(end, (2, heads, plan.sinks, head_dim), dtype)
+        self.nbytes = self.sinks.end
+        """Bytes that hold something; vLLM's page may have a few more."""
+
+    def _shapes(self, how: Codec | None) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of a side's tensors: exact ones, or codes, scales and zeros."""
+        h, n, d = self.heads, self.tokens, self.head_dim
+        if how is None:
+            return [((h, n, d), self.dtype)]
+        spec = how.scheme
+        rows, numbers = spec.scales(h, d)
+        scales = ((rows, n // spec.tokens_per_scale, numbers), spec.meta)
+        zeros = ((*scales[0][:2], 0), spec.meta) if spec.rotated else scales
+        codes = (h, rows_for(n, spec.bits), d + spec.boost)
+        return [(codes, torch.uint8), scales, zeros]
+
+    @cached_property
+    def bytes_per_token_and_head(self) -> int:
+        """What vLLM counts: the bytes of a page over its tokens and heads, rounded up."""
+        return -(-self.nbytes // (self.tokens * self.heads))
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes of an unmodified page."""
+        return 2 * self.tokens * self.heads * self.head_dim * self.dtype.itemsize
+
+
+class Pages:
+    """The pages of one layer in vLLM's memory.
+
+    memory: vLLM's view [blocks, H, N, C] of it; a block's bytes are contiguous.
+    """
+
+    def __init__(self, layout: PageLayout, memory: Tensor) -> None:
+        self.layout = layout
+        blocks, stride = memory.shape[0], memory.stride(0) * memory.itemsize
+        raw = memory.view(torch.uint8)
+        flat = raw.as_strided((blocks, raw[0].numel()), (stride, 1))
+
+        def tensor(piece: Piece) -> Tensor:
+            part = flat[:, piece.begin : piece.end].view(piece.dtype)
+            return (
+                part.unflatten(1, piece.shape)
+                if part.numel()
+                else part.new_empty(blocks, *piece.shape)
+            )
+
+        self.sides = [[tensor(piece) for piece in pieces] for pieces in layout.pieces]
+        """Per side: exact tokens [blocks, H, N, D], or codes, scales and zeros by block."""
+        self.sinks = tensor(layout.sinks)  # [blocks, 2, H, S, D]
+
+    def write(self, blocks: Tensor, k: Tensor, v: Tensor, first: Tensor) -> None:
+        """Pack whole pages k, v [n, H, N, D] into blocks int64 [n].
+
+        first: bool [n], whether a page is its request's first, which has the sinks. Raises
+        `NotFinite` for numbers that the format cannot hold.
+        """
+        layout, count = self.layout, self.layout.plan.sinks
+        for x, how, tensors, (fmt, _) in zip(
+            (k, v), layout.codecs, self.sides, layout.plan.sides, strict=True
+        ):
+            if how is None or fmt is None:
+                tensors[0][blocks] = x
+                continue
+            largest = float(x.abs().amax())
+            if not largest <= fmt.largest:  # NaN too
+                raise NotFinite(
+                    f"a key or value of magnitude {largest:g} is above {fmt.largest:g}, the most "
+                    f"that scales in {fmt.meta} hold; use a recipe with meta=bf16 or meta=fp32"
+                )
+            real = None
+            if count and fmt.axis == "channel":  # sinks stay out of the range of their group
+                real = torch.ones(len(blocks), 1, layout.tokens, dtype=torch.bool)
+                real[first, :, :count] = False
+            packed = PackedTensors(*(t.new_empty(len(blocks), *t.shape[1:]) for t in tensors))
+            ops.pack(x, how.scheme, packed, 0, real)
+            for to, new in zip(tensors, packed, strict=True):
+                to[blocks] = new
+        if count:
+            self.sinks[blocks] = torch.stack([k[:, :, :count], v[:, :, :count]], dim=1)
+
+    def whole(self, side: int) -> PackedView | None:
+        """Return keys (0) or values (1) of all blocks as packed; None: they are exact."""
+        how, fmt = self.layout.codecs[side], self.layout.plan.sides[side][0]
+        if how is None or fmt is None:
+            return None
+        return PackedView(*self.sides[side], fmt, 0, self.layout.tokens, self.layout.dtype, how)
+
+    def gathered(self, side: int, blocks: Tensor) -> Tensor | PackedView:
+        """Return keys (0) or values (1) of blocks int64 [n], exact [n, H, N, D] or packed."""
+        tensors, how = [t[blocks] for t in self.sides[side]], self.layout.codecs[side]
+        if how is None:
+            return tensors[0]
+        fmt = self.layout.plan.sides[side][0]
+        assert fmt is not None
+        return PackedView(*tensors, fmt, 0, self.layout.tokens, self.layout.dtype, how)

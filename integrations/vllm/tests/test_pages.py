@@ -1,0 +1,156 @@
+"""A layer's pages and its attention, without an engine, against the reference."""
+
+import pytest
+import torch
+
+from kvloom.kernels import dispatch
+from kvloom.kernels.attend.reference import attend
+from kvloom.store.packed import PackedTokens
+from kvloom_vllm.attention import PagedAttention
+from kvloom_vllm.page import LayerPlan, PageLayout, Pages
+from kvloom_vllm.rule import paged
+from kvloom_vllm.step import Row, Step
+
+HEADS, QUERIES, D, PAGE, BLOCKS = 2, 6, 64, 128, 16
+
+
+def layer(recipe, dtype=torch.float32):
+    """Return a layer's attention over memory in which every unwritten number is NaN."""
+    found = paged(recipe, PAGE)
+    plan = LayerPlan(found.store.keys, found.store.values, found.protect.sinks)
+    layout = PageLayout(plan, PAGE, HEADS, D, dtype)
+    content = layout.bytes_per_token_and_head
+    page, others = PAGE * HEADS * content, 4096  # pages of another layer lie between
+    memory = torch.full((BLOCKS, page + others), 255, dtype=torch.uint8)
+    view = memory[:, :page].unflatten(1, (HEADS, PAGE, content))
+    tail = torch.full((BLOCKS, HEADS, PAGE, 2 * D), torch.nan, dtype=dtype)
+    return PagedAttention(Pages(layout, view), tail, D**-0.5)
+
+
+class Request:
+    """One request's blocks, and all of its keys and values so far."""
+
+    def __init__(self, seed, tokens, tail, blocks):
+        generator = torch.Generator().manual_seed(seed)
+        self.k, self.v = torch.randn(2, tokens, HEADS, D, generator=generator).unbind()
+        self.q = torch.randn(tokens, QUERIES, D, generator=generator)
+        self.tail, self.blocks, self.seen = tail, torch.tensor(blocks), 0
+
+    def row(self, at, begin, new):
+        start, self.seen = self.seen, self.seen + new
+        pages = -(-self.seen // PAGE)
+        return Row(at, begin, begin + new, start, self.seen, self.blocks[:pages])
+
+
+def step(attention, requests, counts):
+    """Run one step of vLLM: `counts` new tokens of each request; return outputs by request."""
+    rows, begin, parts = [], 0, []
+    for at, (one, new) in enumerate(zip(requests, counts, strict=True)):
+        parts.append(slice(one.seen, one.seen + new))
+        rows.append(one.row(at, begin, new))
+        begin += new
+    q, k, v = (
+        torch.cat([getattr(one, name)[part] for one, part in zip(requests, parts, strict=True)])
+        for name in "qkv"
+    )
+    tails, out = torch.tensor([one.tail for one in requests]), torch.empty_like(q)
+    found = Step(rows, PAGE)
+    exact = [
+        attention.store(row, tails[row.at], k[row.begin : row.end], v[row.begin : row.end])
+        for row in found.many
+    ]
+    if found.decode is not None:
+        at = found.decode.tokens
+        out[at] = attention.decode(found.decode, tails[found.decode.at], q[at], k[at], v[at])
+    for row, kept in zip(found.many, exact, strict=True):
+        out[row.begin : row.end] = attention.attend(row, q[row.begin : row.end], *kept)
+        attention.keep(row, tails[row.at], *kept)
+    return [out[row.begin : row.end] for row in rows]
+
+
+def expected(attention, one, new):
+    """Return what a request's newest tokens see: earlier pages unpacked, all else exact."""
+    begin = one.seen - new
+    sides = []
+    for x, (fmt, _) in zip((one.k, one.v), attention.pages.layout.plan.sides, strict=True):
+        x = x[: one.seen].transpose(0, 1)[None].clone()
+        packed = begin // PAGE * PAGE
+        if packed and fmt is not None:
+            live = torch.ones(1, 1, packed, dtype=torch.bool)
+            live[:, :, : attention.sinks] = False
+            tokens = PackedTokens(fmt)
+            tokens.append(x[:, :, :packed], live if attention.sinks else None)
+            x[:, :, attention.sinks : packed] = tokens.view().tensor()[:, :, attention.sinks :]
+        sides.append(x)
+    q = one.q[begin : one.seen].transpose(0, 1)[None]
+    return attend(q, *sides, D**-0.5, causal=True).out[0].transpose(0, 1)
+
+
+RECIPES = [
+    "kivi", "kivi:bits=3", "kivi-4", "kivi:bits=8", "kivi-4:rotate=true", "kivi-4:sinks=5",
+    "rtn:bits=4", "turbo:bits=4", "turbo:bits=2,sinks=3", "near-lossless", "balanced", "kitty",
+    "kivi:meta=fp8",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["kivi", "near-lossless"])
+def test_steps_without_a_kernel_for_pages(recipe):
+    """A format that no kernel reads by a table of pages is read page by page."""
+    with dispatch.use("ref"):
+        check(layer(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_of_several_requests(recipe):
+    """Prompts, chunks and single tokens, in one step and across the ends of pages."""
+    attention = layer(recipe)
+    before = dispatch.ran["attend_pages", "cpu", ""]
+    check(attention)
+    assert dispatch.ran["attend_pages", "cpu", ""] > before
+
+
+def check(attention):
+    requests = [
+        Request(1, 400, 10, [3, 0, 7, 5]),
+        Request(2, 300, 11, [1, 2, 8]),
+        Request(3, 140, 12, [4, 6]),
+    ]
+    for counts in [
+        (253, 127, 3),
+        (2, 1, 1),
+        (1, 1, 1),
+        (1, 130, 1),
+        (1, 1, 60),
+        (1, 1, 61),
+        (9, 1, 1),
+    ]:
+        found = step(attention, requests, counts)
+        for one, mine, new in zip(requests, found, counts, strict=True):
+            want = expected(attention, one, new)
+            torch.testing.assert_close(mine, want, atol=2e-5, rtol=2e-5)
+
+
+def test_a_request_reads_pages_that_another_fills_in_the_same_step():
+    attention = layer("kivi-4")
+    one, two = Request(1, 200, 10, [3, 0]), Request(1, 200, 11, [3, 5])
+    two.seen = PAGE  # it shares block 3
+    mine = step(attention, [one, two], (140, 20))[1]
+    torch.testing.assert_close(mine, expected(attention, two, 20), atol=2e-5, rtol=2e-5)
+
+
+def test_numbers_that_a_format_cannot_hold_are_refused():
+    attention = layer("kivi")
+    one = Request(1, 200, 10, [3, 0])
+    one.k[5, 0, 3] = torch.inf
+    with pytest.raises(ValueError, match="inf"):
+        step(attention, [one], (200,))
+
+
+def test_a_page_has_the_bytes_of_its_formats():
+    for recipe in RECIPES:
+        layout = layer(recipe).pages.layout
+        plan = layout.plan
+        packed = sum(fmt.nbytes(PAGE, D, HEADS) for fmt, _ in plan.sides)
+        sinks = 2 * plan.sinks * HEADS * D * 4
+        assert layout.nbytes == packed + sinks, recipe
+        assert 0 <= layout.bytes_per_token_and_head * PAGE * HEADS - layout.nbytes < PAGE * HEADS

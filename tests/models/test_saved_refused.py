@@ -145,3 +145,11 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, mon
         with pytest.raises(SavedCacheError, match="cannot be written"):
             cache.save(nowhere)
     assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
+
+
+def test_a_model_on_the_meta_device_is_identified_by_its_weights_elsewhere():
+    model = zoo.build("llama-gqa", seed=1, head_dim=32)
+    weights = dict(model.named_parameters())
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    assert identity(empty, read=lambda name: weights[name].reshape(-1)[:20]) == identity(model)

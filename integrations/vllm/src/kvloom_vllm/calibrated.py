@@ -72,4 +72,4 @@ def checkpoint_identity(folder: Path, config: Any) -> dict[str, Any]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return identity(model, read)
+    return identity(model, read=read)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -200,4 +201,5 @@ def test_the_example_of_the_guide(tmp_path):
     script.write_text(code)
     out = finished(launch(script, folder=tmp_path))
     expected = printed.split("```\n", 1)[1].split("```", 1)[0]
-    assert sorted(out.splitlines()) == sorted(expected.splitlines())
+    lines = re.findall(r"rank \d: .*?(?:bytes|tokens)", out)  # ranks write line ends apart
+    assert sorted(lines) == sorted(expected.splitlines())

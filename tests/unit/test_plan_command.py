@@ -45,7 +45,8 @@ def test_the_table_explains_itself(folder):
     text = " ".join(found.stdout.split())
     for part in (
         "tiny (LlamaForCausalLM, 4 layers,", "8,192 tokens of context, batch 1; rtx4090",
-        "2.00 GiB of memory", "longest longest, largest", "limited", "kivi-4", "clusterkv", "yes",
+        "2.00 GiB of memory", "longest longest, largest", "limited", "near-lossless",
+        "clusterkv", "yes",
         "have not been measured on a GPU yet", "KV: the cache with all its metadata, exact",
     ):  # fmt: skip
         assert part in text

@@ -78,18 +78,19 @@ class LayerCache(LayerParts):
         valid: Tensor | None = None,
         softcap: float | None = None,
         alibi: Alibi | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         """Store a first prompt k, v [B, Hk, T, D] as `attend` does, without its attention.
 
         q [B, Hq, T or fewer, D]: the last queries, for recipes that score the prompt. valid,
-        softcap, alibi: as for `attend`. Raises `CacheMisuse` or `NotFinite`; the layer is then as
-        it was before the call.
+        softcap, alibi, ids: as for `attend`. Raises `CacheMisuse` or `NotFinite`; the layer is then
+        as it was before the call.
         """
         self._begin_step()
         try:
             if self.seen:
                 raise CacheMisuse(f"{self.name}: prefill is for the first prompt; use attend")
-            step, k, v = self._inputs(q, k, v, scale, valid, softcap, alibi, None)
+            step, k, v = self._inputs(q, k, v, scale, valid, softcap, alibi, ids)
             check_range(self.name, self.max_abs, k, v)
             self.seen = self.read = k.shape[2]
             commit(self, step._replace(q=q.detach()), (k.detach(), v.detach()), [])

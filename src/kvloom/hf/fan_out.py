@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from ..positions.alibi import Alibi
-from . import adapters, compat
+from . import adapters, compat, token_ids
 from .cache import Cache
 from .repetition import Repetition, of_prompt
 from .routed import RoutedCache, RoutedLayer, lasting
@@ -82,6 +82,11 @@ def prefill_together(
         with ExitStack() as running:
             for cache in (leader, *(f.cache for f in followers)):
                 running.enter_context(cache.guard.step())
+            for follower in followers:
+                try:
+                    running.enter_context(token_ids.of_call(follower.cache, (), inputs))
+                except CacheMisuse as error:
+                    follower.error = error
             logits = _last_logits(model, fan_out, inputs)
             for follower in followers:
                 _copy_other_layers(leader, follower)
@@ -142,7 +147,7 @@ class _FanOutLayer(RoutedLayer):
             begin = self.clock()
             try:
                 lasting(layer.cache.prefill)(
-                    q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi
+                    q, k, v, scale=scale, valid=valid, softcap=softcap, alibi=alibi, ids=layer.ids
                 )
             except Exception as error:
                 follower.error = error

@@ -4,7 +4,8 @@
 
 Starts the server on the reference model, keeps so many requests open, and checks that every answer
 arrives whole. Some prompts were asked alone before. Under load, chunks and prefix hits fall
-elsewhere, and the answer may differ; so equal answers are counted, not demanded. Prints one JSON
+elsewhere, and the answer may differ; so equal answers are counted, not demanded. Prompts that fit
+into one chunk get equal answers with --no-prefix-caching. Prints one JSON
 object: answers, failures, and the server's memory at the start, in the middle and at the end.
 """
 
@@ -33,6 +34,12 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--port", type=int, default=8731)
+    parser.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="without it, answers must equal those of the same prompts alone",
+    )
     parser.add_argument("--mib", type=int, default=256, help="memory of the cache")
     asked = parser.parse_args()
     settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -42,6 +49,7 @@ def main() -> None:
             "--served-model-name", "reference", "--enforce-eager", "--max-model-len", "2048",
             "--kv-cache-memory-bytes", str(asked.mib << 20), "--port", str(asked.port),
             "--additional-config", json.dumps({"kvloom": asked.recipe}),
+            "--enable-prefix-caching" if asked.prefix_caching else "--no-enable-prefix-caching",
         ],
         env=os.environ | settings,
         start_new_session=True,

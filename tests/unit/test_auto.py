@@ -1,4 +1,4 @@
-"""`kvloom.auto`: the best recipe within a bound, and the figures that it goes by."""
+"""`kvloom.auto`: the best recipe within a bound, and the figures that decide."""
 
 import json
 from dataclasses import replace

@@ -7,10 +7,10 @@ be read, or is of another machine, counts as none.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from ..errors import InputError
+from ..workload import whole_file
 from ..workload.smollm2 import cache_folder
 from . import measure
 from .this import Machine
@@ -38,11 +38,8 @@ def save(machine: Machine) -> None:
     """Write the measurements, completely or not at all. Raises `InputError`."""
     data = {"format": _FORMAT, **machine.to_dict()}
     target = path()
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(target)
+        whole_file.write(target, json.dumps(data, indent=2) + "\n")
     except OSError as error:
         raise InputError(
             f"measurements cannot be written to {target}: {error.strerror}; set XDG_CACHE_HOME to "

@@ -27,14 +27,14 @@ class Knapsack:
         self.useful = [_undominated(b, c) for b, c in zip(nbytes, costs, strict=True)]
 
     def within(self, nbytes: int) -> list[int] | None:
-        """Return the items with the least total cost in `nbytes` bytes; None: none fit."""
+        """Return the items with the least total cost in `nbytes` bytes; None if none fit."""
         if nbytes < self.fewest:
             return None
         table = self._table(min(nbytes, self.most) - self.fewest, CELLS)
         return self._traced(table, len(table.best) - 1)
 
     def reaching(self, cost: float) -> list[int] | None:
-        """Return items of the fewest bytes whose total cost is at most `cost`; None: none are."""
+        """Return items of the fewest bytes whose total cost is at most `cost`, or None."""
         if self.costs.min(axis=1).sum() > cost:
             return None
         table = self._table(self.most - self.fewest, CELLS)

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InputError, RecipeError
 from ..recipe.spec import Recipe
+from . import whole_file
 from .smollm2 import cache_folder
 
 
@@ -23,11 +23,8 @@ def write(recipe: Recipe) -> Path:
     tuned = recipe.tuned
     assert tuned is not None, "only tuned recipes are stored"
     target = _folder(tuned.model) / f"{tuned.bound}-{tuned.context}-{tuned.text[:8]}.toml"
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(recipe.to_toml(), encoding="utf-8")
-        unfinished.replace(target)
+        whole_file.write(target, recipe.to_toml())
     except OSError as error:
         raise InputError(
             f"the tuned recipe cannot be written to {target}: {error.strerror}; its scores are "

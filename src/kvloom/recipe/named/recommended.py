@@ -8,9 +8,11 @@ calibration.
 
 from __future__ import annotations
 
-from ...keep import Budget, Keep, Reconstruction
+from dataclasses import replace
+
 from ...store import Packed, Store, Transform
 from ..spec import Protect, Recipe
+from .kvzip import kvzip
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:
@@ -32,12 +34,8 @@ def small(
     sinks: int = 4,
 ) -> Recipe:
     """Half of the prompt by KVzip's score, stored as by `balanced`."""
-    keep = Keep(
-        Budget(fraction=fraction, recent=recent), Reconstruction(chunk), when="prompt", group="max"
-    )
-    return Recipe(
-        keep=keep, store=_store(2, group, residual), protect=Protect(sinks, (0, residual))
-    )
+    chosen = kvzip(fraction=fraction, sinks=sinks, recent=recent, chunk=chunk)
+    return replace(balanced(group, residual, sinks), keep=chosen.keep)
 
 
 def tiny(

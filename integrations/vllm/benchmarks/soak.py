@@ -3,9 +3,9 @@
     python benchmarks/soak.py --recipe near-lossless --concurrent 200 --minutes 10
 
 Starts the server on the reference model, keeps so many requests open, and checks that every answer
-arrives whole. Some prompts were asked alone before. Under load, chunks and prefix hits fall
-elsewhere, and the answer may differ; so equal answers are counted, not demanded. Prompts that fit
-into one chunk get equal answers with --no-prefix-caching. Prints one JSON
+arrives whole. The server answers some prompts alone first. Under load, it divides prompts into
+other chunks and finds other prefixes, so the answer may differ: equal answers are only counted.
+Prompts that fit into one chunk get equal answers with --no-prefix-caching. Prints one JSON
 object: answers, failures, and the server's memory at the start, in the middle and at the end.
 """
 

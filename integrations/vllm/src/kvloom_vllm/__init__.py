@@ -1,7 +1,7 @@
 """kvloom's packed KV cache inside an unmodified vLLM.
 
-vLLM loads `plugin.register` by its entry point. Nothing changes unless a recipe is asked for, see
-`request`. Importing this imports neither vLLM nor torch.
+vLLM loads `plugin.register` by its entry point. Without a recipe (see `request`), the plugin changes
+nothing. Importing this imports neither vLLM nor torch.
 """
 
 TESTED = ("0.32.0",)

@@ -1,4 +1,4 @@
-"""What one engine was asked for: its recipe, and the plan of each of its layers.
+"""The recipe of one engine, and the plan of each of its layers.
 
 Decides which layer gets which plan, and checks the engine before any memory is allocated.
 """
@@ -124,7 +124,7 @@ class Engine:
 
 
 def of(config: Any) -> Engine:
-    """Return the engine of a vLLM configuration, checked when it is first asked for.
+    """Return the engine of a vLLM configuration, checked at the first call.
 
     Its layers keep it: vLLM's configurations are not hashable.
     """

@@ -1,4 +1,4 @@
-"""Which recipe an engine was asked to use.
+"""The recipe that the user configured for an engine.
 
 `--additional-config '{"kvloom": RECIPE}'` asks one engine, KVLOOM_VLLM=RECIPE every engine of the
 environment. A recipe is spelled as everywhere in kvloom: a name with options, or a TOML file.
@@ -14,7 +14,7 @@ KEY = "kvloom"
 
 
 def spelled(vllm_config: Any) -> str | None:
-    """Return the recipe that an engine was asked to use, as spelled; None: none.
+    """Return the recipe that the user configured for an engine, as spelled, or None.
 
     Raises `ValueError` if the two ways to ask disagree, or the value is no text.
     """

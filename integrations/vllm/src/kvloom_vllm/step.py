@@ -43,7 +43,7 @@ class Step:
 
     @cached_property
     def decode(self) -> Decode | None:
-        """The rows of one token together; None if there are none."""
+        """The rows of one token together, or None."""
         return Decode(self.single, self.page) if self.single else None
 
 

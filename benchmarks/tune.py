@@ -2,19 +2,19 @@
 
 For each bound in `BOUNDS`, the best uniform recipe is the one with the least mean KL divergence
 among those whose cache takes at most so many bytes after the context; recipes that evict get the
-budget that fills the bound. The tuned recipe has at most the bytes of that best one. Recipes are
-tuned on CPython's library without the documents that are measured; scores are in kvloom's cache
-folder, samples in --out. An interrupted run can be resumed.
+budget that fills the bound. The tuned recipe has at most the bytes of that best one. The models run
+in bfloat16. Recipes are tuned on CPython's library without the documents that are measured; scores
+are in kvloom's cache folder, samples in --out. An interrupted run can be resumed.
 
     python benchmarks/tune.py reference
     python benchmarks/tune.py smollm2          # an hour on two cores
-    python benchmarks/tune.py smollm2 --tasks perplexity
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -38,14 +38,17 @@ from kvloom.workload.text import library_text
 HERE = Path(__file__).parent
 BOUNDS = 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3
 CONTEXT = 2048
+DTYPE = "bfloat16"
 UNIFORM = (
-    *("kivi-4", "kivi:bits=3", "kivi", "kivi:bits=8", "kivi-4-sinks4.toml"),
-    *("kivi-k4v2-sinks4.toml", "turbo:bits=2,sinks=4", "turbo:sinks=4", "turbo:bits=4,sinks=4"),
+    *("near-lossless", "balanced", "kivi-4", "kivi:bits=3", "kivi-k4v2-sinks4.toml"),
+    *("turbo:bits=2,sinks=4", "turbo:sinks=4", "turbo:bits=4,sinks=4", "kitty:sinks=4,rotate=true"),
 )
-EVICTING = "snapkv+kivi-4.toml", "snapkv+turbo-4.toml"
+EVICTING = "small", "snapkv+kivi-4.toml", "expected:store=kivi-4"
+KL = "perplexity"
+NEEDLES = "niah:single+multikey+passkey"
 TASKS = {
-    "perplexity": {"samples": 4, "new_tokens": 128},
-    "niah:multikey": {"samples": 4, "new_tokens": 1},
+    KL: {"samples": 4, "new_tokens": 128},
+    NEEDLES: {"samples": 1, "new_tokens": 1},
 }
 
 
@@ -53,7 +56,8 @@ def uniform(geometry: object) -> list[Recipe]:
     """Return the uniform recipes; those that evict once for each bound."""
     found = [_recipe(spec) for spec in UNIFORM]
     for bound in BOUNDS:
-        found += [at_share(_recipe(spec), bound, CONTEXT, geometry) for spec in EVICTING]
+        sized = [at_share(_recipe(spec), bound, CONTEXT, geometry) for spec in EVICTING]
+        found += [recipe for recipe in sized if recipe.keep.budget.tokens < CONTEXT]
     return found
 
 
@@ -65,35 +69,39 @@ def _recipe(spec: str) -> Recipe:
 class Lab:
     """A model, the tasks, and the folder of the samples."""
 
-    def __init__(self, name: str, tasks: list[str], out: Path) -> None:
-        self.model, self.tokenizer = load(name)
+    def __init__(self, name: str, out: Path) -> None:
+        self.model, self.tokenizer = load(name, DTYPE)
         self.geometry = compat.geometry(self.model)
         facts = model_facts(self.model, name, self.geometry)
-        run = {"environment": machine(self.model), "model": facts, "settings": {"tasks": tasks}}
-        self.folder, self.tasks = ResultFolder.open(out / name, run), tasks
+        run = {"environment": machine(self.model), "model": facts, "settings": {"tasks": TASKS}}
+        self.folder = ResultFolder.open(out / name, run)
         self.exact = Recipe().nbytes(CONTEXT, self.geometry)
+        self.seconds: list[float] = []
 
-    def measure(self, recipes: list[Recipe]) -> dict[str, dict[str, Figures]]:
-        """Return the figures of recipes and of `full`, by task and name."""
-        recipes = [resolve("full"), *recipes]
-        found = {}
-        for spec in self.tasks:
-            source = Source.of(
-                self.tokenizer, library_text(), lengths=[CONTEXT], batch=4, seed=0, **TASKS[spec]
-            )
-            task = task_named(spec)
-            plan = [(task, task.batches(source))]
-            evaluate(self.model, source, recipes, plan, self.folder, lambda *_: None)
-            found[spec] = {x.recipe: x for x in summarize(self.folder.lines(task.name))}
-        return found
+    def share(self, recipe: Recipe) -> float:
+        """Return the share of the exact cache's bytes that a recipe has after the context."""
+        return recipe.nbytes(CONTEXT, self.geometry) / self.exact
+
+    def measure(self, spec: str, recipes: list[Recipe]) -> dict[str, Figures]:
+        """Return the figures of recipes and of `full` in a task, by name."""
+        source = Source.of(
+            self.tokenizer, library_text(), lengths=[CONTEXT], batch=4, seed=0, **TASKS[spec]
+        )
+        task = task_named(spec)
+        plan = [(task, task.batches(source))]
+        evaluate(
+            self.model, source, [resolve("full"), *recipes], plan, self.folder, lambda *_: None
+        )
+        return {x.recipe: x for x in summarize(self.folder.lines(task.name))}
 
     def tuned(self, nbytes: int) -> Recipe:
         """Return the recipe that is tuned for at most so many bytes."""
-        share = nbytes / self.exact
+        share, begun = nbytes / self.exact, time.perf_counter()
         found = tune(
             self.model, self.tokenizer, calibration_text(), bytes=share, context=CONTEXT,
             progress=lambda what, *_: print(what, file=sys.stderr, flush=True),
         )  # fmt: skip
+        self.seconds.append(time.perf_counter() - begun)
         return replace(found.recipe, name=f"tuned at {share:.4f}")
 
 
@@ -101,40 +109,43 @@ def main() -> None:
     """Measure one model, print the rows and write them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="reference or smollm2, or a folder")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--out", type=Path, default=Path("results-tune"))
     given = parser.parse_args()
-    if "perplexity" not in given.tasks:
-        parser.error("the best uniform recipe is chosen by the task perplexity; add it")
-    lab = Lab(given.model, given.tasks, given.out)
+    lab = Lab(given.model, given.out)
     recipes = uniform(lab.geometry)
-    before = lab.measure(recipes)["perplexity"]
-
-    def kl(figures: Figures) -> float:
-        return figures.scores["kl_mean"].mean
-
+    before = lab.measure(KL, recipes)
     best = {}
     for bound in BOUNDS:
         fits = [r for r in recipes if r.nbytes(CONTEXT, lab.geometry) <= bound * lab.exact]
-        best[bound] = min(fits, key=lambda r: kl(before[r.name]))
+        best[bound] = min(fits, key=lambda r: before[r.name].scores["kl_mean"].mean)
     tuned = {b: lab.tuned(r.nbytes(CONTEXT, lab.geometry)) for b, r in best.items()}
-    figures = lab.measure(list({r.name: r for r in tuned.values()}.values()))
+    chosen = list({r.name: r for r in (*best.values(), *tuned.values())}.values())
+    figures = {task: lab.measure(task, chosen) for task in TASKS}
     rows = []
     for bound, recipe in tuned.items():
         both = {"uniform": best[bound], "tuned": recipe}
         row: dict = {"bound": bound}
         for kind, one in both.items():
-            nbytes = one.nbytes(CONTEXT, lab.geometry)
-            row[kind] = {"recipe": one.name, "share": nbytes / lab.exact}
-            for task in given.tasks:
+            row[kind] = {"recipe": one.name, "share": lab.share(one)}
+            for task in TASKS:
                 scores = figures[task][one.name].scores
                 row[kind] |= {name: asdict(score) for name, score in scores.items()}
-        row["ratio"] = kl(figures["perplexity"][recipe.name]) / kl(before[best[bound].name])
+        row["ratio"] = row["tuned"]["kl_mean"]["mean"] / row["uniform"]["kl_mean"]["mean"]
         row["recipe"] = recipe.to_dict()
         rows.append(row)
-        print(f"{bound:.4f} {row['ratio']:.3f}", *(row[kind]["recipe"] for kind in both))
+    print("| Bound | Uniform | Bytes | KL | Needles | Tuned: bytes | KL | Needles | KL ratio |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        cells = [f"{row['bound']:.1%}", f"`{row['uniform']['recipe']}`"]
+        for kind in ("uniform", "tuned"):
+            one = row[kind]
+            kl, needles = one["kl_mean"]["mean"], one["correct"]["mean"]
+            cells += [f"{one['share']:.1%}", f"{kl:.4f}", f"{needles:.0%}"]
+        print("|", " | ".join([*cells, f"{row['ratio']:.2f}"]), "|")
+    print(f"\nseconds of the five runs: {', '.join(f'{x:.0f}' for x in lab.seconds)}")
     name = f"tune_{Path(given.model).name}"
-    record.write(name, {"environment": record.environment(context=CONTEXT), "rows": rows})
+    environment = record.environment(context=CONTEXT, dtype=DTYPE)
+    record.write(name, {"environment": environment, "seconds": lab.seconds, "rows": rows})
 
 
 if __name__ == "__main__":

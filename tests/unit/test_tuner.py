@@ -1,5 +1,6 @@
 """`kvloom tune`: scores of layers, the knapsack, whole recipes, and what is refused."""
 
+import copy
 import itertools
 import json
 from dataclasses import replace
@@ -20,19 +21,21 @@ from kvloom.tuner.bound import Bound
 from kvloom.tuner.candidates import Choice, uniform
 from kvloom.tuner.knapsack import Knapsack
 from kvloom.tuner.layers import by_layer
+from kvloom.tuner.precision import in_float32
 from kvloom.tuner.problem import sizes
 from kvloom.tuner.prompt import Prompt
 
-SMALL = Settings(texts=2, tokens=16, window=4)
+SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
 CONTEXT = 96
 
 
 def few(monkeypatch):
     """Leave a few candidates: a pass is then as fast as its model."""
-    keys = {name: candidates.FORMATS["keys"][name] for name in ("exact", "kivi-2", "turbo-4")}
+    keys = {name: candidates.FORMATS["keys"][name] for name in ("exact", "kivi-2", "turbo-3")}
     values = {name: candidates.FORMATS["values"][name] for name in ("exact", "turbo-2")}
+    kept = {name: candidates.KEPT[name] for name in ("all", "kvzip-0.5", "snapkv-0.5")}
     monkeypatch.setattr(candidates, "FORMATS", {"keys": keys, "values": values})
-    monkeypatch.setattr(candidates, "SHARES", (1.0, 0.5))
+    monkeypatch.setattr(candidates, "KEPT", kept)
 
 
 @pytest.fixture
@@ -96,8 +99,8 @@ def test_bytes_in_large_units_still_keep_the_bound(monkeypatch):
 
 def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
     geometry = compat.geometry(model)
-    choices = candidates.combined(geometry)
-    nbytes = dict(zip(choices, sizes(geometry, 200, 8), strict=True))
+    choices = candidates.combined(candidates.to_score(geometry))
+    nbytes = dict(zip(choices, sizes(choices, geometry, 200, 8), strict=True))
     rng = np.random.default_rng(0)
     for _ in range(20):
         chosen = [choices[i] for i in rng.integers(0, len(choices), geometry.layers)]
@@ -111,9 +114,20 @@ def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
 def test_choices_that_do_not_fit_the_heads_are_left_out(model):
     geometry = compat.geometry(model)
     assert geometry.head_dim == 16
-    assert not any(c.values.startswith("kivi") for c in candidates.combined(geometry))
-    wider = candidates.combined(replace(geometry, head_dim=64))
+    scored = candidates.to_score(geometry)
+    assert not any(c.values.startswith("kivi") for c in candidates.combined(scored))
+    wider = candidates.combined(candidates.to_score(replace(geometry, head_dim=64)))
     assert {c.values for c in wider} == set(candidates.FORMATS["values"])
+
+
+def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
+    geometry = compat.geometry(model)
+    evicting = uniform(Choice(kept="kvzip-0.5"), 4)
+    assert prompt.repeats(model, 240, evicting)
+    assert not prompt.repeats(model, 300, evicting)  # it has 512 positions
+    scored = candidates.to_score(geometry, repeats=False)
+    assert not any("kvzip" in choice.kept for choice in candidates.combined(scored))
+    assert candidates.others(scored) == Choice(kept="snapkv-0.5")
 
 
 # passes
@@ -131,41 +145,61 @@ def decoded(model, recipe, step):
     model(input_ids=ids(model, CONTEXT), past_key_values=cache)
     pieces = ids(model, 12, seed=1).split(step, dim=1)
     logits = [model(input_ids=new, past_key_values=cache).logits[0] for new in pieces]
-    return torch.cat(logits).log_softmax(-1), cache.nbytes
+    return torch.cat(logits).log_softmax(-1)
 
 
 @torch.inference_mode()
-def test_a_whole_recipe_is_measured_as_a_cache_decodes_it(model, read):
-    choices = [Choice("kivi-2", "turbo-2"), Choice(), Choice("turbo-3", "exact", 0.3)]
+@pytest.mark.parametrize("kept", ["snapkv-0.3", "kvzip-0.3"])
+def test_a_whole_recipe_is_measured_as_a_cache_decodes_it(model, read, kept):
+    choices = [Choice("kivi-2", "turbo-2"), Choice(), Choice("turbo-3", "exact", kept)]
     recipe = by_layer(choices, range(3), 4)
-    kl, nbytes = read.whole([Recipe(), recipe])
-    exact, _ = decoded(model, Recipe(), 4)
-    other, _ = decoded(model, recipe, 4)
+    kl = read.whole([Recipe(), recipe])
+    exact, other = decoded(model, Recipe(), 4), decoded(model, recipe, 4)
     assert kl[0].max() < 1e-5
-    assert nbytes[1] == recipe.nbytes(CONTEXT, compat.geometry(model))
     torch.testing.assert_close(kl[1], (exact.exp() * (exact - other)).sum(-1), rtol=1e-3, atol=1e-5)
     assert kl[1].min() > 1e-4  # every token attends to packed ones
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("others", ["all", "kvzip-0.5", "snapkv-0.5"])
 @pytest.mark.parametrize("number", range(3))
-def test_one_layer_alone_equals_a_recipe_with_the_others_exact(model, read, number, monkeypatch):
-    packed = Choice("kivi-2", "turbo-2", 0.5)
-    choices = [packed if i == number else Choice() for i in range(3)]
+def test_one_layer_equals_a_recipe_whose_other_layers_evict_alike(
+    model, read, number, others, monkeypatch
+):
+    packed = Choice("kivi-2", "turbo-2", "snapkv-0.3")
+    tried, rest = [uniform(x, 4) for x in (Choice(), packed)], Choice(kept=others)
+    choices = [packed if i == number else rest for i in range(3)]
     recipe = by_layer(choices, range(3), 4)
+
+    def scored(prompt):
+        base = prompt.exact if others == "all" else prompt.evicted(uniform(rest, 4))
+        return prompt.one_layer(number, tried, base)
+
     read.step = 12  # one step, as a layer is scored
-    kl = read.one_layer(number, [uniform(Choice(), 4), uniform(packed, 4)])
-    assert kl[0].max() < 1e-5
+    kl = scored(read)
+    if others == "all":
+        assert kl[0].max() < 1e-5
     assert kl[1].min() > 0
-    torch.testing.assert_close(kl[1], read.whole([recipe]).kl[0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(kl[1], read.whole([recipe])[0], rtol=1e-3, atol=1e-5)
     monkeypatch.setattr(prompt, "decoder_layers", lambda model: [])  # nothing is skipped
     whole = Prompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=12)
-    again = whole.one_layer(number, [uniform(Choice(), 4), uniform(packed, 4)])
-    torch.testing.assert_close(kl, again, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(kl, scored(whole), rtol=1e-3, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_model_in_half_precision_is_scored_in_float32_and_has_its_weights_again(model):
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    before = {name: x.data_ptr() for name, x in half.named_parameters()}
+    buffers = {name: x.clone() for name, x in half.named_buffers()}
+    with in_float32(half):
+        assert half.dtype == torch.float32
+        assert Prompt(half, ids(half, CONTEXT), ids(half, 4), step=4).logp.isfinite().all()
+    assert {name: x.data_ptr() for name, x in half.named_parameters()} == before
+    assert all(torch.equal(x, buffers[name]) for name, x in half.named_buffers())
 
 
 def test_a_pass_leaves_the_forwards_of_the_model(model, read):
-    read.one_layer(2, [uniform(Choice("kivi-2"), 4)])
+    read.one_layer(2, [uniform(Choice("kivi-2"), 4)], read.exact)
     assert all("forward" not in vars(layer) for layer in model.model.layers)
 
 
@@ -204,7 +238,7 @@ def test_a_bound_on_the_divergence_is_met_with_fewer_bytes_where_it_is_looser(tu
 
 def test_a_divergence_that_no_measured_recipe_has_is_refused_with_the_nearest(tune, monkeypatch):
     whole = Prompt.whole
-    monkeypatch.setattr(Prompt, "whole", lambda *x: whole(*x)._replace(kl=torch.ones(len(x[1]), 3)))
+    monkeypatch.setattr(Prompt, "whole", lambda *x: torch.ones_like(whole(*x)))
     with pytest.raises(InputError, match=r"is within kl=0.5; the nearest has kl=1: allow"):
         tune(kl=0.5)
 
@@ -218,11 +252,12 @@ def test_another_bound_is_solved_without_scoring_again(tune, monkeypatch):
 def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
     scored, one_layer = [], Prompt.one_layer
 
-    def interrupted(self, number, recipes):
-        if len(scored) == 4:
-            raise KeyboardInterrupt
-        scored.append(number)
-        return one_layer(self, number, recipes)
+    def interrupted(self, number, recipes, base):
+        if base is self.exact:
+            if len(scored) == 4:
+                raise KeyboardInterrupt
+            scored.append(number)
+        return one_layer(self, number, recipes, base)
 
     monkeypatch.setattr(Prompt, "one_layer", interrupted)
     with pytest.raises(KeyboardInterrupt):

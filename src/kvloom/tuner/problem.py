@@ -13,15 +13,14 @@ from .knapsack import Knapsack
 from .scores import Scores
 
 Weights = tuple[float, float, float]
-"""By how much the scores of keys, values and shares count."""
+"""By how much the scores of keys, values and kept tokens count."""
 PLAIN: Weights = (1.0, 1.0, 1.0)
 
 
-def sizes(geometry: Geometry, context: int, window: int) -> np.ndarray:
-    """Return the bytes of one layer with each choice of `combined`, int64."""
+def sizes(choices: Sequence[Choice], geometry: Geometry, context: int, window: int) -> np.ndarray:
+    """Return the bytes of one layer with each choice after `context` tokens, int64 [choices]."""
     one = replace(geometry, layers=1, layer_numbers=None)
-    found = [uniform(x, window).nbytes(context, one) for x in combined(geometry)]
-    return np.array(found, np.int64)
+    return np.array([uniform(x, window).nbytes(context, one) for x in choices], np.int64)
 
 
 class Problem:
@@ -31,19 +30,28 @@ class Problem:
     """
 
     def __init__(self, scores: Scores, geometry: Geometry, context: int, window: int) -> None:
-        self.choices = combined(geometry)
+        self.choices = combined(scores.scored)
         costs = [scores.costs(number) for number in geometry.numbers]
-        self.nbytes = np.tile(sizes(geometry, context, window), (geometry.layers, 1))
+        one = sizes(self.choices, geometry, context, window)
+        self.nbytes = np.tile(one, (geometry.layers, 1))
         self.parts = np.array(
             [[[c[x] for x in one.changes] for one in self.choices] for c in costs]
         )
-        """What keys, values and share of each choice cost: [layers, choices, 3]."""
+        """What keys, values and kept tokens of each choice cost: [layers, choices, 3]."""
 
     def knapsack(self, weights: Weights = PLAIN) -> Knapsack:
         """Return the knapsack in which these parts of a choice's cost count so much."""
         return Knapsack(self.nbytes, self.parts @ np.array(weights))
 
     def costs(self, choices: Sequence[Choice]) -> np.ndarray:
-        """Return what keys, values and shares of one choice a layer cost together, [3]."""
-        items = [self.choices.index(choice) for choice in choices]
+        """Return what keys, values and kept tokens of one choice a layer cost together, [3]."""
+        items = self._items(choices)
         return self.parts[range(len(items)), items].sum(axis=0)
+
+    def size(self, choices: Sequence[Choice]) -> int:
+        """Return the bytes of one choice a layer together."""
+        items = self._items(choices)
+        return int(self.nbytes[range(len(items)), items].sum())
+
+    def _items(self, choices: Sequence[Choice]) -> list[int]:
+        return [self.choices.index(choice) for choice in choices]

@@ -1,7 +1,7 @@
 """A prompt that a model has read exactly, and passes of its continuation over candidates.
 
-A pass is one batch with another candidate in each row. Decides which layers are exact in a pass,
-and that the layers in front of the first candidate are not computed again.
+A pass is one batch with another candidate in each row. Decides what the layers beside the
+candidates hold in a pass, and that the layers in front of them are not computed again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from transformers import PreTrainedModel
 
 from ..cache.layer import LayerCache
 from ..cache.part import Part, attend_parts
+from ..cache.score_evictor import ScoreEvictor
+from ..errors import CacheMisuse
+from ..hf import adapters
 from ..hf.cache import Cache
+from ..hf.repetition import of_prompt
 from ..hf.routed import RoutedCache, RoutedLayer, lasting
 from ..positions.alibi import Alibi
 from ..recipe.spec import Recipe
@@ -26,11 +30,15 @@ from .divergence import divergences
 from .skip import decoder_layers, outputs_recorded, skipped
 
 
-class Whole(NamedTuple):
-    """Divergences of recipes in nats, fp32 [recipes, T], and the bytes of each after the prompt."""
+class Base(NamedTuple):
+    """What the layers beside a scored one hold.
 
-    kl: Tensor
-    nbytes: list[int]
+    tokens: by the model's number of each compressed layer. outputs: of all layers, for the
+    continuation: tensors [1, T, hidden] or tuples.
+    """
+
+    tokens: dict[int, _Tokens]
+    outputs: list[Any]
 
 
 class Prompt:
@@ -43,7 +51,9 @@ class Prompt:
     def __init__(
         self, model: PreTrainedModel, ids: Tensor, continuation: Tensor, step: int
     ) -> None:
-        self.model, self.continuation, self.step = model, continuation, step
+        self.model, self.ids, self.continuation, self.step = model, ids, continuation, step
+        self.repeated: dict[int, ScoreEvictor] = {}
+        """By layer, the scores of a repetition of the prompt; empty before they are needed."""
         cache = Cache(model, Recipe())
         self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
         self.layers = cache.layers  # after the prompt: a `_Reader`, or a layer of transformers
@@ -51,28 +61,39 @@ class Prompt:
             self.layers[i] = _Reader(self.layers[i].cache)
         forward(model, ids, cache)
         self.modules = decoder_layers(model)
-        with outputs_recorded(self.modules) as self.outputs:
-            logits = forward(model, continuation, self._rows(1), every=True)
+        own = {i: self.layers[i].inputs for i in self.numbers}
+        self.exact, logits = self._base({i: _Tokens(x.k, x.v, None) for i, x in own.items()})
         self.logp = torch.log_softmax(logits[0].float(), dim=-1)
         """The exact log-probabilities after each token of the continuation, fp32 [T, V]."""
 
-    def one_layer(self, number: int, recipes: Sequence[Recipe]) -> Tensor:
-        """Return KL(exact || candidate) in nats, fp32 [candidates, T]; all other layers are exact.
+    def evicted(self, recipe: Recipe) -> Base:
+        """Return what all layers hold where an exact store has evicted tokens after the prompt."""
+        cache, tokens = Cache(self.model, recipe), {}
+        for number in self.numbers:
+            segment = self._filled(number, cache).segment
+            keys, values = segment.exact_keys(), segment.exact_values()
+            index = segment.logical(0, keys.shape[2], keys.device)
+            tokens[number] = _Tokens(keys, values, index)
+        return self._base(tokens)[0]
 
-        number: the model's number of the layer that has these recipes.
+    def one_layer(self, number: int, recipes: Sequence[Recipe], base: Base) -> Tensor:
+        """Return KL(exact || candidate) in nats, fp32 [candidates, T].
+
+        number: the model's number of the layer that has these recipes. base: of all other layers.
         """
-        cache = self._rows(len(recipes))
-        cache.layers[number] = self._filled(number, [Cache(self.model, x) for x in recipes])
+        cache = self._rows(len(recipes), base)
+        members = [self._filled(number, Cache(self.model, recipe)) for recipe in recipes]
+        cache.layers[number] = _Candidates(members)
         ids = self.continuation.expand(len(recipes), -1)
-        with skipped(self.modules[:number], self.outputs, len(recipes)):
+        with skipped(self.modules[:number], base.outputs, len(recipes)):
             return divergences(self.logp, forward(self.model, ids, cache, every=True))
 
-    def whole(self, recipes: Sequence[Recipe]) -> Whole:
-        """Return the figures of recipes of the whole model."""
-        caches, together = [Cache(self.model, x) for x in recipes], self._rows(len(recipes))
+    def whole(self, recipes: Sequence[Recipe]) -> Tensor:
+        """Return KL(exact || recipe) of recipes of the whole model, fp32 [recipes, T]."""
+        caches = [Cache(self.model, x) for x in recipes]
+        together = self._rows(len(recipes), self.exact)
         for number in self.numbers:
-            together.layers[number] = self._filled(number, caches)
-        nbytes = [sum(layer.cache.nbytes for layer in cache.routed) for cache in caches]
+            together.layers[number] = _Candidates([self._filled(number, x) for x in caches])
         ids = self.continuation.expand(len(recipes), -1)
         found = [
             divergences(exact, forward(self.model, new, together, every=True))
@@ -80,28 +101,63 @@ class Prompt:
                 self.logp.split(self.step), ids.split(self.step, dim=1), strict=True
             )
         ]
-        return Whole(torch.cat(found, dim=1), nbytes)
+        return torch.cat(found, dim=1)
 
-    def _filled(self, number: int, caches: Sequence[Cache]) -> _Candidates:
-        """Return one layer whose rows are that layer of these caches, each with the prompt."""
-        reader = self.layers[number]
-        members = [cache.layers[number].cache for cache in caches]
-        for member in members:
-            q, k, v, options = reader.inputs
-            lasting(member.prefill)(q, k, v, **options)
-            member.end_step()
-        return _Candidates(members)
+    def _filled(self, number: int, cache: Cache) -> LayerCache:
+        """Return one layer of a cache, with the prompt."""
+        member = self._stored(number, cache)
+        if member.scores_repetition:
+            if not self.repeated:
+                self._repeat(member.recipe)
+            member.score_evictor.take_repetition(self.repeated[number])
+            lasting(member.end_repetition)()
+        member.end_step()
+        return member
 
-    def _rows(self, rows: int) -> _Batch:
-        """Return a cache of `rows` rows, all exact."""
+    def _stored(self, number: int, cache: Cache) -> LayerCache:
+        """Store the prompt in one layer of a cache, and return it."""
+        q, k, v, options = self.layers[number].inputs
+        member = cache.layers[number].cache
+        lasting(member.prefill)(q, k, v, **options)
+        return member
+
+    def _repeat(self, recipe: Recipe) -> None:
+        """Let the model repeat the prompt; note each layer's scores, as `recipe` takes them."""
+        cache = Cache(self.model, Recipe(keep=recipe.keep, protect=recipe.protect))
+        repetition = of_prompt(self.model, cache, (), {"input_ids": self.ids})
+        assert repetition is not None
+        members = {number: self._stored(number, cache) for number in self.numbers}
+        with adapters.masks(self.model):
+            repetition.score()
+        self.repeated = {number: member.score_evictor for number, member in members.items()}
+
+    def _base(self, tokens: dict[int, _Tokens]) -> tuple[Base, Tensor]:
+        """Return the base of these tokens, and the logits of the continuation [1, T, V]."""
+        cache = self._rows(1, Base(tokens, []))
+        with outputs_recorded(self.modules) as outputs:
+            logits = forward(self.model, self.continuation, cache, every=True)
+        return Base(tokens, outputs), logits
+
+    def _rows(self, rows: int, base: Base) -> _Batch:
+        """Return a cache of `rows` rows, all with the tokens of `base`."""
         layers: list[Any] = []
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             if isinstance(layer, _Reader):
-                layers.append(_Exact(layer))
+                layers.append(_Shared(layer.cache, base.tokens[number]))
             else:
                 layers.append(copy.deepcopy(layer))
                 layers[-1].batch_repeat_interleave(rows)
         return _Batch(layers, self.fingerprint)
+
+
+def repeats(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:
+    """Return whether a model has the positions to repeat a prompt, where a recipe needs it."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    try:
+        of_prompt(model, Cache(model, recipe), (), {"input_ids": ids})
+    except CacheMisuse:
+        return False
+    return True
 
 
 class _Batch(RoutedCache):
@@ -109,6 +165,17 @@ class _Batch(RoutedCache):
 
     def check_batch(self, rows: int) -> None:
         """Accept any batch size: a prompt makes batches that fit."""
+
+
+class _Tokens(NamedTuple):
+    """Exact keys and values [1, Hk, M, D] of a layer, and their logical indices [1, Hk or 1, M].
+
+    places: the indices; None: 0 to M.
+    """
+
+    k: Tensor
+    v: Tensor
+    places: Tensor | None
 
 
 class _Inputs(NamedTuple):
@@ -143,12 +210,12 @@ class _Reader(RoutedLayer):
         return _attend(q, k, v, scale, softcap, alibi)
 
 
-class _Exact(RoutedLayer):
-    """A layer whose rows attend to one exact prompt; it stores nothing."""
+class _Shared(RoutedLayer):
+    """A layer whose rows attend to the same exact tokens; it stores nothing."""
 
-    def __init__(self, reader: _Reader) -> None:
-        super().__init__(reader.cache)
-        self.inputs = reader.inputs
+    def __init__(self, cache: LayerCache, tokens: _Tokens) -> None:
+        super().__init__(cache)
+        self.tokens = tokens
 
     def attend(
         self,
@@ -160,11 +227,15 @@ class _Exact(RoutedLayer):
         softcap: float | None,
         alibi: Alibi | None = None,
     ) -> Tensor:
-        """Attend to the prompt, and causally to k, v [rows, Hk, T, D]."""
+        """Attend to the shared tokens, and causally to k, v [rows, Hk, T, D]."""
         self.armed = False
-        keys = torch.cat([self.inputs.k.expand(len(q), -1, -1, -1), k], dim=2)
-        values = torch.cat([self.inputs.v.expand(len(q), -1, -1, -1), v], dim=2)
-        return _attend(q, keys, values, scale, softcap, alibi)
+        keys = torch.cat([self.tokens.k.expand(len(q), -1, -1, -1), k], dim=2)
+        values = torch.cat([self.tokens.v.expand(len(q), -1, -1, -1), v], dim=2)
+        index = self.tokens.places
+        if index is not None:
+            new = torch.arange(self.cache.seen, self.cache.seen + k.shape[2], device=k.device)
+            index = torch.cat([index, new.expand(*index.shape[:2], -1)], dim=2)
+        return _attend(q, keys, values, scale, softcap, alibi, index)
 
 
 class _Candidates(RoutedLayer):
@@ -196,11 +267,22 @@ class _Candidates(RoutedLayer):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, alibi: Alibi | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    alibi: Alibi | None,
+    index: Tensor | None = None,
 ) -> Tensor:
-    """Attend the last T of N tokens causally: q [B, Hq, T, D], k, v [B, Hk, N, D]."""
+    """Attend the last T of N tokens causally: q [B, Hq, T, D], k, v [B, Hk, N, D].
+
+    index: logical indices [1, Hk or 1, N]; None: 0 to N.
+    """
     bias = None
     if alibi is not None:
-        bias = alibi.bias(torch.arange(k.shape[2], device=k.device).view(1, 1, -1))
+        if index is None:
+            index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
+        bias = alibi.bias(index)
     part = Part(k, v, None, causal=q.shape[2], bias=bias)
     return attend_parts(q, [part], scale, softcap)

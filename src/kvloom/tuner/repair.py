@@ -2,12 +2,12 @@
 
 The scores of layers are measured one layer at a time and added. Together, layers may cost more or
 less than their sum, and evicted tokens may interact otherwise than packed ones. Decides which
-recipes are measured, and what their figures say about the costs of keys, values and shares.
+recipes are measured, and what their figures say about the costs of keys, values and kept tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +42,8 @@ class Measured:
         return self.kl.mean().item()
 
 
-Measure = Callable[[Sequence[tuple[Choice, ...]]], list[tuple[Tensor, int]]]
-"""Returns the divergences and the bytes of whole recipes."""
+Measure = Callable[[Sequence[tuple[Choice, ...]]], Iterable[Tensor]]
+"""Returns the divergences of whole recipes."""
 
 
 def repair(problem: Problem, bound: Bound, measure: Measure) -> list[Measured]:
@@ -57,8 +57,9 @@ def repair(problem: Problem, bound: Bound, measure: Measure) -> list[Measured]:
         solved = [bound.solve(problem.knapsack(w), margin) for w in weights]
         new = [tuple(problem.choices[i] for i in items) for items in solved]
         new = [choices for choices in dict.fromkeys(new) if choices not in found]
-        for choices, (kl, nbytes) in zip(new, measure(new), strict=True):
-            found[choices] = Measured(choices, problem.costs(choices).sum(), kl, nbytes)
+        for choices, kl in zip(new, measure(new), strict=True):
+            predicted, nbytes = problem.costs(choices).sum(), problem.size(choices)
+            found[choices] = Measured(choices, predicted, kl, nbytes)
 
     add(FIRST)
     margin = 1.0
@@ -86,5 +87,5 @@ def _fitted(problem: Problem, measured: Sequence[Measured]) -> Weights:
     rows = np.array([problem.costs(one.choices) / max(one.mean, 1e-9) for one in measured])
     some = TRUST**0.5 * np.eye(3)
     a, b = np.vstack([rows, some]), np.concatenate([np.ones(len(rows)), some.sum(axis=1)])
-    keys, values, share = np.linalg.lstsq(a, b, rcond=None)[0].clip(0.1, 10)
-    return float(keys), float(values), float(share)
+    keys, values, kept = np.linalg.lstsq(a, b, rcond=None)[0].clip(0.1, 10)
+    return float(keys), float(values), float(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf import compat
+from ..hf.cache import Cache
 from ..hf.metadata import identity
 from ..hf.shard import needs_whole
 from ..recipe.spec import Recipe
 from ..recipe.tuned import Tuned
 from ..workload import stored_recipes
 from ..workload.attachment import attachment_restored
+from ..workload.forward import forward
 from ..workload.models import check_positions
 from ..workload.text import cut_rows, leading_ids, tokenize
 from .bound import Bound
-from .candidates import Choice, single, uniform
+from .candidates import OTHERS, Choice, combined, others, to_score, uniform
 from .layers import by_layer
+from .precision import in_float32
 from .problem import Problem, sizes
-from .prompt import Prompt
+from .prompt import Base, Prompt, repeats
 from .repair import repair
 from .scores import Scores
 from .settings import Settings
@@ -88,35 +91,40 @@ def tune(
         needs_whole(model, "tuning")
         geometry = compat.geometry(model)
         bound = Bound(bytes, kl, Recipe().nbytes(context, geometry))
-        least = sizes(geometry, context, settings.window).min()
+        evicting = uniform(Choice(kept=OTHERS[0]), settings.window)
+        scored = to_score(geometry, repeats(model, context, evicting))
+        least = sizes(combined(scored), geometry, context, settings.window).min()
         bound.check(int(least) * geometry.layers)
-        check_positions(model, context, settings.tokens)
+        check_positions(model, context, settings.measured)
         ids = tokenize(tokenizer, text)
         tokens = context + settings.tokens
         rows = cut_rows(ids, leading_ids(tokenizer), settings.texts, tokens, settings.seed)
         weights = identity(model)["weights"]
         read = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
         about = {"model": weights, "dtype": str(model.dtype), "text": read, **asdict(settings)}
-        scores = Scores(single(geometry), about, None if folder is None else Path(folder))
+        scores = Scores(scored, about, None if folder is None else Path(folder))
         on_step = progress or (lambda *_: None)
         prompts = _Prompts(model, rows.to(model.device), settings)
-        score(prompts, scores, geometry.numbers, on_step)
-        problem = Problem(scores, geometry, context, settings.window)
 
         def recipe(choices: Sequence[Choice]) -> Recipe:
             return by_layer(choices, geometry.numbers, settings.window)
 
-        def measure(many: Sequence[Sequence[Choice]]) -> list[tuple[Tensor, int]]:
+        def measure(many: Sequence[Sequence[Choice]]) -> Iterable[Tensor]:
             on_step(f"measuring {len(many)} recipes", len(scores.lines), len(scores.lines))
             return prompts.whole([recipe(choices) for choices in many]) if many else []
 
-        best = repair(problem, bound, measure)[0]
+        with in_float32(model):
+            score(prompts, scores, geometry.numbers, on_step)
+            problem = Problem(scores, geometry, context, settings.window)
+            best = repair(problem, bound, measure)[0]
         found = recipe(best.choices)
+        cache = Cache(model, found)
+        forward(model, rows[:1, :context].to(model.device), cache)
+        nbytes = sum(layer.cache.nbytes for layer in cache.routed)
         tuned = Tuned(
-            weights, read, str(bound), context, settings.texts, settings.tokens, settings.seed,
+            weights, read, str(bound), context, settings.texts, settings.measured, settings.seed,
             _rounded(best.predicted), _rounded(best.mean), _rounded(best.kl.quantile(0.99).item()),
-            found.nbytes(context, geometry), best.nbytes,
-            _rounded(best.nbytes / bound.exact_nbytes),
+            found.nbytes(context, geometry), nbytes, _rounded(nbytes / bound.exact_nbytes),
         )  # fmt: skip
         found = replace(found, tuned=tuned)
         stored_recipes.write(found)
@@ -133,12 +141,22 @@ def tune(
 
 def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Progress) -> None:
     """Add the scores that are missing, layer by layer."""
-    recipes = [uniform(choice, prompts.settings.window) for choice in scores.choices]
+    window = prompts.settings.window
+    formats, kept = ([uniform(choice, window) for choice in x] for x in scores.scored)
+    evicting = uniform(others(scores.scored), window)
     places = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
+    evicted: dict[int, Base] = {}
     for done, (text, number) in enumerate(places):
         if (text, number) not in scores:
             on_step(f"scoring layer {number} on text {text + 1}", done, len(places))
-            scores.add(text, number, prompts[text].one_layer(number, recipes))
+            prompt = prompts[text]
+            if text not in evicted:
+                evicted = {text: prompt.evicted(evicting)}
+            found = {
+                "formats": prompt.one_layer(number, formats, prompt.exact),
+                "kept": prompt.one_layer(number, kept, evicted[text]),
+            }
+            scores.add(text, number, found)
 
 
 class _Prompts:
@@ -151,17 +169,19 @@ class _Prompts:
     def __getitem__(self, text: int) -> Prompt:
         if self.current is None or self.current[0] != text:
             self.current = None  # free its memory first
-            ids, after = self.rows[text : text + 1].split(
-                [self.settings.context, self.settings.tokens], dim=1
+            s = self.settings
+            ids, after = self.rows[text : text + 1].split([s.context, s.tokens], dim=1)
+            begins = np.random.default_rng([s.seed, text]).integers(
+                0, max(1, s.context - s.passage), s.passages
             )
-            self.current = text, Prompt(self.model, ids, after, self.settings.window)
+            repeated = [ids[:, begin : begin + s.passage] for begin in begins]
+            after = torch.cat([after, *repeated], dim=1)
+            self.current = text, Prompt(self.model, ids, after, s.window)
         return self.current[1]
 
-    def whole(self, recipes: Sequence[Recipe]) -> list[tuple[Tensor, int]]:
-        """Return the divergences of recipes over all texts, fp32 [texts * T], and their bytes."""
-        found = [self[text].whole(recipes) for text in range(len(self.rows))]
-        kl = torch.cat([one.kl for one in found], dim=1)
-        return list(zip(kl, found[0].nbytes, strict=True))
+    def whole(self, recipes: Sequence[Recipe]) -> Tensor:
+        """Return the divergences of recipes over all texts, fp32 [recipes, texts * T]."""
+        return torch.cat([self[text].whole(recipes) for text in range(len(self.rows))], dim=1)
 
 
 def _front(problem: Problem, exact: int) -> list[tuple[float, float]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,28 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..workload.smollm2 import cache_folder
-from .candidates import Choice
+from .candidates import Choice, Scored
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Scores:
-    """KL divergences in nats of each choice alone, all other layers being exact.
+    """KL divergences in nats of the choices of one layer at a time.
 
-    choices: those of `candidates.single`. about: what the scores depend on: the model, the text and
-    the settings. folder: where they are; None: in kvloom's cache folder, under a name that `about`
-    determines. Raises `InputError` if they belong to something else, or cannot be written.
+    scored: the choices. about: what the scores depend on: the model, the text and the settings.
+    folder: where they are; None: in kvloom's cache folder, under a name that `about` determines.
+    Raises `InputError` if they belong to something else, or cannot be written.
     """
 
-    def __init__(
-        self, choices: Sequence[Choice], about: dict[str, Any], folder: Path | None = None
-    ) -> None:
-        self.choices = choices
-        about = {"format": FORMAT, "choices": list(map(str, choices)), **about}
+    def __init__(self, scored: Scored, about: dict[str, Any], folder: Path | None = None) -> None:
+        self.scored = scored
+        self.names = {group: list(map(str, x)) for group, x in scored._asdict().items()}
+        about = {"format": FORMAT, "choices": self.names, **about}
         spelled = json.dumps(about, indent=2, sort_keys=True)
         name = hashlib.sha256(spelled.encode()).hexdigest()[:16]
         self.folder = folder or cache_folder() / "tune" / name
-        self.lines: dict[tuple[int, int], list[list[float]]] = {}
+        self.lines: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
+        """By text and layer: of each list of choices, divergences [choices, T]."""
         header = self.folder / "about.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -56,11 +55,17 @@ class Scores:
     def __contains__(self, place: tuple[int, int]) -> bool:
         return place in self.lines
 
-    def add(self, text: int, layer: int, found: Tensor) -> None:
-        """Note and write the divergences fp32 [choices, T] of a layer (the model's number)."""
-        rows = [[float(f"{x:.4g}") for x in row] for row in found.tolist()]
-        kl = dict(zip(map(str, self.choices), rows, strict=True))
-        line = {"text": text, "layer": layer, "kl": kl}
+    def add(self, text: int, layer: int, found: dict[str, Tensor]) -> None:
+        """Note and write the divergences fp32 [choices, T] of a layer (the model's number).
+
+        found: of the choices `formats` and `kept`.
+        """
+        rows = {
+            group: [[float(f"{x:.4g}") for x in row] for row in kl.tolist()]
+            for group, kl in found.items()
+        }
+        named = {group: dict(zip(self.names[group], kl, strict=True)) for group, kl in rows.items()}
+        line = {"text": text, "layer": layer, **named}
         try:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -72,14 +77,16 @@ class Scores:
         self.lines[text, layer] = rows
 
     def costs(self, layer: int) -> dict[Choice, float]:
-        """Return the mean divergence of each choice, without that of rounding.
+        """Return how much larger the mean divergence is with each choice than with the exact one.
 
-        The exact choice shows what rounding alone makes; see `Prompt.one_layer`.
+        An exact layer among others that evict has a divergence, too.
         """
-        rows = [torch.tensor(kl) for (_, number), kl in self.lines.items() if number == layer]
-        means = torch.cat(rows, dim=1).mean(dim=1)
-        rounding = means[self.choices.index(Choice())]
-        return dict(zip(self.choices, (means - rounding).clamp(min=0).tolist(), strict=True))
+        found: dict[Choice, float] = {}
+        for group, choices in self.scored._asdict().items():
+            lines = [x for (_, number), x in self.lines.items() if number == layer]
+            means = torch.cat([torch.tensor(x[group]) for x in lines], dim=1).mean(dim=1)
+            found |= dict(zip(choices, (means - means[0]).clamp(min=0).tolist(), strict=True))
+        return found
 
     @property
     def _file(self) -> Path:
@@ -96,7 +103,10 @@ class Scores:
         for number, text in enumerate(whole.decode().splitlines(), start=1):
             try:
                 line = json.loads(text)
-                rows = [line["kl"][str(choice)] for choice in self.choices]
+                rows = {
+                    group: [line[group][name] for name in names]
+                    for group, names in self.names.items()
+                }
                 self.lines[line["text"], line["layer"]] = rows
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(

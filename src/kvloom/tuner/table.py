@@ -23,7 +23,7 @@ def table(tuning: Tuning, name: str) -> FigureTable:
         first, last = numbers[0], numbers[-1]
         cost = sum(tuning.predicted[number] for number in numbers)
         where = f"{first}" if first == last else f"{first}-{last}"
-        found.add(where, choice.keys, choice.values, f"{choice.share:.0%}", f"{cost:.2g}")
+        found.add(where, *choice, f"{cost:.2g}")
     return found
 
 

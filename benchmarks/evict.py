@@ -19,13 +19,13 @@ from dataclasses import asdict, replace
 import torch
 
 import record
-from kvloom.eval import Settings, load, prepare
-from kvloom.eval.measure import Measurement, measure
+from kvloom.eval import Settings, iter_rows, load, prepare, with_full
 from kvloom.eval.needles import count_correct
 from kvloom.hf.compat import geometry
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
+from kvloom.workload.crew import run_alone
 from kvloom.workload.text import library_text
 
 QUESTIONS = 208
@@ -120,22 +120,26 @@ def main() -> None:
         settings = Settings(context=context, new_tokens=192, batch=8, questions=QUESTIONS)
         task = prepare(model, tokenizer, library_text(), settings)
         rows = {row["recipe"]: row for row in done.get(section, {}).get("rows", [])}
-        full: Measurement | None = None
-        for recipe in [resolve("full"), *recipes]:
-            if recipe.name in rows and recipe.name != "full":
-                continue
-            found = measure(model, tokenizer, recipe, task, full)
-            full = full or found
-            row = asdict(found.row)
-            if section.startswith("bytes") and found.row.problem is None:
+        missing = [recipe for recipe in recipes if recipe.name not in rows]
+        for recipe, found in zip(
+            with_full(missing), iter_rows(model, tokenizer, missing, task), strict=True
+        ):
+            if recipe.name == "full":
+                full = found.perplexity
+            row = asdict(found)
+            if section.startswith("bytes") and found.problem is None:
+                hays = task.haystacks[: len(task.haystacks) // 4]
                 with torch.inference_mode():
-                    right = sum(count_correct(model, tokenizer, recipe, hay, settings.batch, "with")
-                                for hay in task.haystacks[: len(task.haystacks) // 4])  # fmt: skip
-                row["needle_with"] = right / sum(
-                    len(hay.questions) for hay in task.haystacks[: len(task.haystacks) // 4]
-                )
+                    right = sum(
+                        run_alone(
+                            model,
+                            count_correct(model, tokenizer, recipe, hay, settings.batch, "with"),
+                        )
+                        for hay in hays
+                    )
+                row["needle_with"] = right / sum(len(hay.questions) for hay in hays)
             rows[recipe.name] = row
-            show(section, row, full.row.perplexity)
+            show(section, row, full)
             done[section] = {
                 "environment": record.environment(**asdict(settings), dtype=str(model.dtype)),
                 "rows": list(rows.values()),

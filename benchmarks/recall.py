@@ -35,6 +35,7 @@ from kvloom.hf.compat import geometry
 from kvloom.hf.observe import Observation, observe
 from kvloom.recall import Clusters, Index, Pages, TopK
 from kvloom.recipe.resolve import resolve
+from kvloom.workload.crew import run_alone
 from kvloom.workload.forward import forward
 from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
 from recall_speed import decode, prefill
@@ -267,7 +268,8 @@ def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
         for row in rows:
             name = row["recipe"]
             recipe, cache = resolve(name), cache_of(name)
-            correct[name] += count_correct(model, tokenizer, recipe, hay, 8, prefilled=cache)
+            work = count_correct(model, tokenizer, recipe, hay, 8, prefilled=cache)
+            correct[name] += run_alone(model, work)
             row.update(right=correct[name], questions=questions, needle=correct[name] / questions)
         save(rows)
         print(questions, {row["recipe"]: row["right"] for row in rows}, flush=True)

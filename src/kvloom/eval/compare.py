@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..hf import compat
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
+from ..workload import crew
 from ..workload.attachment import attachment_restored
 from ..workload.forward import Progress
 from ..workload.prefill import groups
 from .contexts import read_contexts
-from .measure import measure
+from .measure import Measurement, measure
 from .rows import Row
 from .task import Task
 
@@ -42,22 +44,29 @@ def iter_rows(
     task: Task,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows that `compare` returns, each as soon as its recipe is measured.
+    """Yield the rows that `compare` returns, as soon as they are measured.
 
     One forward pass per prompt fills the caches of a group of recipes; see `workload.prefill`. Then
-    the recipes of the group are measured one by one.
+    `crew.TOGETHER` recipes of the group decode as one batch; `full` comes first, alone.
     """
     compat.refuse_unsupported(model)
     on_step = progress or (lambda what, units: None)
     rows = sum(prompt.shape[0] for prompt in task.prompts)
-    full = None
+    full: Measurement | None = None
     with attachment_restored(model):
         for group in groups(model, with_full(recipes), rows, task.context):
             contexts = read_contexts(model, group, task, on_step)
             while contexts:
-                found = measure(model, tokenizer, contexts.pop(0), task, full, on_step)
-                full = full or found
-                yield found.row
+                count = 1 if full is None else crew.TOGETHER
+                some, contexts = contexts[:count], contexts[count:]
+                works = [measure(model, tokenizer, one, task, full, on_step) for one in some]
+                with torch.inference_mode():
+                    found = crew.run_together(model, works)
+                for one in found:
+                    if isinstance(one, Exception):
+                        raise one
+                    full = full or one
+                    yield one.row
 
 
 def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:

@@ -20,8 +20,7 @@ from ..workload.crew import Ask, Work
 from ..workload.forward import forward
 from .sample import Run
 
-SPEED_STEPS = 6  # timed, after WARM_UP_STEPS that are not
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 2  # before steps that are timed
 
 
 class Decoded(NamedTuple):
@@ -44,16 +43,19 @@ def decode(cache: Cache, first: Tensor, steps: int, given: Tensor | None = None)
     return Decoded(torch.stack(each, dim=1), torch.stack(greedy, dim=1).cpu())
 
 
-def decode_seconds(model: PreTrainedModel, cache: Cache, rows: int) -> float:
-    """Return the seconds of one decode step of this cache of `rows` rows; it is unchanged."""
+def decode_seconds(model: PreTrainedModel, cache: Cache, ids: Tensor) -> float:
+    """Return the seconds of one decode step of this cache alone; it is unchanged.
+
+    ids: the tokens of the steps, int64 [B, WARM_UP_STEPS + N]; the first ones are not timed.
+    """
     own = copy.deepcopy(cache)
-    new = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-    for _ in range(WARM_UP_STEPS):
+    timed = ids.shape[1] - WARM_UP_STEPS
+    for new in ids[:, :WARM_UP_STEPS].split(1, dim=1):
         forward(model, new, own)
     begin = clock.seconds(model.device)
-    for _ in range(SPEED_STEPS):
+    for new in ids[:, WARM_UP_STEPS:].split(1, dim=1):
         forward(model, new, own)
-    return (clock.seconds(model.device) - begin) / SPEED_STEPS
+    return (clock.seconds(model.device) - begin) / timed
 
 
 def exact_logp(cache: Cache, ids: Tensor) -> Work[Tensor]:

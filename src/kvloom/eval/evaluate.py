@@ -18,8 +18,8 @@ from ..errors import InputError
 from ..hf import compat
 from ..recipe.spec import Recipe
 from ..report.errors import logged_line
+from ..workload import crew
 from ..workload.attachment import attachment_restored
-from ..workload.crew import Work, run_together
 from ..workload.forward import Progress
 from ..workload.prefill import Prefilled, groups, prefill
 from .decoding import decode_seconds
@@ -27,7 +27,7 @@ from .plan import Plan
 from .result_files import ResultFolder
 from .sample import Batch, Outcome, Run, Sample, Source, Task
 
-TOGETHER = 8  # recipes whose forward passes are one batch
+TIMED_STEPS = 8  # with those that warm up
 
 
 def evaluate(
@@ -99,11 +99,11 @@ def _measured(
         report(f"{where}: reading the context", 0)
         _, filled = prefill(model, group, batch.ids.to(model.device))
         while filled:
-            count = 1 if filled[0].recipe == full else TOGETHER
+            count = 1 if filled[0].recipe == full else crew.TOGETHER
             some, filled = filled[:count], filled[count:]
             report(f"{where}: {', '.join(one.recipe.name for one in some)}", 0)
             works = [_measure(model, source, task, batch, one, exact, timed) for one in some]
-            for one, result in zip(some, run_together(model, works), strict=True):
+            for one, result in zip(some, crew.run_together(model, works), strict=True):
                 if not isinstance(result, Exception):
                     lines, reference = result
                     exact = reference if one.recipe == full else exact
@@ -123,12 +123,15 @@ def _measure(
     filled: Prefilled,
     exact: Any,
     timed: bool,
-) -> Work[tuple[list[dict[str, Any]], Any]]:
+) -> crew.Work[tuple[list[dict[str, Any]], Any]]:
     """Return the lines of one recipe on a batch, and what others are compared with."""
     if filled.error is not None:
         raise filled.error
     assert filled.cache is not None
-    speed = decode_seconds(model, filled.cache, len(batch.ids)) if timed else None
+    speed = None
+    if timed:
+        new = torch.zeros(len(batch.ids), TIMED_STEPS, dtype=torch.long, device=model.device)
+        speed = decode_seconds(model, filled.cache, new)
     outcomes, found = yield from task.measure(Run(model, source, filled.cache, batch, exact))
     return _lines(task, batch, filled, outcomes, model, speed), found
 

@@ -1,6 +1,7 @@
 """Measure one recipe on a task: memory, speed and quality.
 
-Decides how each figure is measured. Figures relative to the exact cache need the measurement of the
+Decides how each figure is measured. `workload.crew` runs the measurements of several recipes at
+once. Figures relative to the exact cache need the measurement of the
 recipe `full` on the same task.
 """
 
@@ -16,14 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..recall import Traffic
-from ..workload import clock
-from ..workload.forward import Progress, forward
+from ..workload.crew import Ask, Work
+from ..workload.forward import Progress
 from .contexts import Contexts, no_figures
+from .decoding import decode_seconds
 from .needles import count_correct
 from .rows import Row
 from .task import Task
 
-WARM_UP_STEPS = 4  # steps of decoding that are not timed
+TIMED_STEPS = 24  # of decoding, with those that warm up
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,16 @@ def measure(
     task: Task,
     full: Measurement | None,
     on_step: Progress,
-) -> Measurement:
+) -> Work[Measurement]:
     """Measure a recipe whose caches hold the prompts of the task, and drop these caches.
 
     full: the measurement of the exact cache, None for that one itself. on_step: called with
     `task.units_after` units.
 
     The continuations of all rows of text are decoded token by token, so that every scored
-    prediction reads the compressed cache, and every step packs or evicts what is due. Decoding is
-    timed without the computation of scores, and without its first `WARM_UP_STEPS` steps. Bytes and
-    bits are those at the end of the continuation.
+    prediction reads the compressed cache, and every step packs or evicts what is due. Bytes and
+    bits are those at the end of the continuation. First, a copy of the cache decodes some tokens
+    alone and is timed.
 
     A recipe without caches gets a row with the reason, and so does one that raises an error; the
     traceback of a defect is logged.
@@ -65,8 +67,7 @@ def measure(
     row = contexts.problem
     if row is None:
         try:
-            with torch.inference_mode():
-                return _measure(model, tokenizer, contexts, task, full, count)
+            return (yield from _measure(model, tokenizer, contexts, task, full, count))
         except Exception as error:
             if full is None:
                 raise
@@ -82,25 +83,21 @@ def _measure(
     task: Task,
     full: Measurement | None,
     on_step: Progress,
-) -> Measurement:
-    recipe, device = contexts.recipe, model.device
-    name, text = recipe.name, task.text.to(device)
-    context, batch = task.context, text.shape[0]
+) -> Work[Measurement]:
+    recipe, text = contexts.recipe, task.text.to(model.device)
+    name, context, batch = recipe.name, task.context, text.shape[0]
 
     on_step(f"{name}: decoding", 0)
     cache, contexts.text = contexts.text, None
     assert cache is not None
-    decode_s, losses, greedy = 0.0, [], []
+    timed = text[:, context : context + min(TIMED_STEPS, task.new_tokens)]
+    step_s = decode_seconds(model, cache, timed)
+    losses, greedy = [], []
     traffic_before = cache.traffic
-    for step in range(task.new_tokens):
-        i = context + step
-        begin = clock.seconds(device)
-        logits = forward(model, text[:, i : i + 1], cache)  # [B, V]
-        best = logits.argmax(-1)
-        if step >= WARM_UP_STEPS:
-            decode_s += clock.seconds(device) - begin
+    for i in range(context, context + task.new_tokens):
+        logits = yield Ask(text[:, i : i + 1], cache)  # [B, V]
         losses.append(F.cross_entropy(logits.float(), text[:, i + 1], reduction="none"))
-        greedy.append(best)
+        greedy.append(logits.argmax(-1))
         on_step(f"{name}: decoding", 1)
     next_tokens = torch.stack(greedy, dim=1).cpu()  # [B, new_tokens]
     kv_bytes, bits = cache.nbytes, cache.bits_per_value if cache.routed else None
@@ -112,7 +109,9 @@ def _measure(
     correct = 0
     for haystack in task.haystacks:
         prefilled = contexts.haystacks.pop(0) if task.reads_haystacks else None
-        correct += count_correct(model, tokenizer, recipe, haystack, batch, task.ask, prefilled)
+        correct += yield from count_correct(
+            model, tokenizer, recipe, haystack, batch, task.ask, prefilled
+        )
         on_step(f"{name}: answering needle questions", len(haystack.questions))
 
     exact = Measurement(Row(name, kv_bytes=kv_bytes), next_tokens) if full is None else full
@@ -125,7 +124,7 @@ def _measure(
         kv_bytes=kv_bytes,
         times_smaller=exact.row.kv_bytes / kv_bytes,
         prefill_s=contexts.prefill_s,
-        decode_tokens_s=batch * (task.new_tokens - WARM_UP_STEPS) / decode_s,
+        decode_tokens_s=batch / step_s,
         perplexity=_exp(torch.stack(losses).mean().item()),
         agreement=(next_tokens == exact.greedy).float().mean().item(),
         needle=correct / task.questions if task.questions else None,

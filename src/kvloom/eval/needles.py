@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..hf.cache import Cache
 from ..recipe.spec import Recipe
 from ..reference import tasks
+from ..workload.crew import Ask, Work
 from ..workload.forward import forward
 from .decoding import equal_lengths, repeated
 
@@ -77,7 +79,7 @@ def count_correct(
     batch: int,
     ask: str = "after",
     prefilled: Cache | None = None,
-) -> int:
+) -> Work[int]:
     """Return how many questions greedy decoding answers correctly, word for word.
 
     ask: a key of `ASK`. batch: questions answered together; none attends to another. prefilled: a
@@ -97,34 +99,35 @@ def count_correct(
             cache, ids = Cache(model, recipe), [context + q.ids for q in together]
         else:
             cache, ids = repeated(prefilled, len(together)), [q.ids for q in together]
-        if prefilled is not None and recipe.recalls:
-            for column in torch.tensor(ids, device=model.device).split(1, dim=1)[:-1]:
-                forward(model, column, cache)
-            ids = [row[-1:] for row in ids]
-        correct += _answer(model, tokenizer, cache, ids, together)
+        new = torch.tensor(ids, device=model.device)
+        if prefilled is None:
+            logits = forward(model, new, cache)
+        else:
+            if recipe.recalls:
+                for column in new.split(1, dim=1)[:-1]:
+                    yield Ask(column, cache)
+                new = new[:, -1:]
+            logits = yield Ask(new, cache)
+        correct += yield from _answer(tokenizer, cache, logits, together)
     return correct
 
 
-def _answer(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    cache: Cache,
-    ids: list[list[int]],
-    questions: list[Question],
-) -> int:
-    """Decode greedily after each row of ids; return how many questions are answered correctly.
+def _answer(tokenizer: Any, cache: Cache, logits: Tensor, questions: list[Question]) -> Work[int]:
+    """Decode greedily from the logits [B, V] of each question; return how many are right.
 
     Ends as soon as every answer is right or wrong, whatever follows.
     """
-    new = torch.tensor(ids, device=model.device)
     found, texts = [], [""] * len(questions)
-    for _ in range(max(q.answer_tokens for q in questions)):
-        new = forward(model, new, cache).argmax(-1, keepdim=True)  # [questions, 1]
+    most = max(q.answer_tokens for q in questions)
+    for left in reversed(range(most)):
+        new = logits.argmax(-1, keepdim=True)  # [questions, 1]
         found.append(new)
         decoded = tokenizer.batch_decode(torch.cat(found, dim=1))
         texts = [text.lstrip() for text in decoded]
-        if not any(_undecided(text, q.answer) for text, q in zip(texts, questions, strict=True)):
+        undecided = any(_undecided(t, q.answer) for t, q in zip(texts, questions, strict=True))
+        if not (left and undecided):
             break
+        logits = yield Ask(new, cache)
     return sum(text.startswith(q.answer) for text, q in zip(texts, questions, strict=True))
 
 

@@ -18,6 +18,7 @@ from ..hf.cache import Cache
 from ..hf.together import Together, can_step_together
 from .forward import forward
 
+TOGETHER = 8  # measurements whose forward passes are one batch
 Result = TypeVar("Result")
 
 
@@ -63,6 +64,14 @@ def run_together(model: PreTrainedModel, works: Sequence[Work[Result]]) -> list[
             for i, answer in zip(numbers, answers, strict=True):
                 resume(i, answer)
     return results
+
+
+def run_alone(model: PreTrainedModel, work: Work[Result]) -> Result:
+    """Return what a measurement returns; raise what it raises."""
+    (result,) = run_together(model, [work])
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _answers(model: PreTrainedModel, asks: Sequence[Ask]) -> list[Tensor | Exception]:

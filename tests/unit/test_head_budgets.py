@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,9 +16,17 @@ from kvloom.recall import Pages, Recall
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import LayerOverride, Recipe
+from kvloom.store import Format, Store
 
 GEOMETRY = Geometry(4, 8, 2, 64, torch.float32)
 KEEP = Keep(Budget(64, recent=8, heads=0.2), Observation(8), when="prompt")
+
+
+@dataclass(frozen=True)
+class Whole(Format):
+    """A format of another distribution."""
+
+    kind: ClassVar[str] = "whole"
 
 
 def test_adakv_by_hand():
@@ -110,6 +119,8 @@ def test_what_a_recipe_refuses():
     for name in ("skvq", "rptq", "smoothquant"):
         with pytest.raises(RecipeError, match=r"(keys|values): heads=0\.2 takes tokens that"):
             Recipe(KEEP, store=resolve(name).store)
+    with pytest.raises(RecipeError, match=r"values: .* not of 'whole'"):
+        Recipe(KEEP, store=Store(values=Whole()))
     joint = replace(KEEP, budget=replace(KEEP.budget, layers="joint"))
     override = LayerOverride("first 1", store=resolve("kivi").store)
     assert Recipe(KEEP, layers=(override,)).problems(GEOMETRY) == []

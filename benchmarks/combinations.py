@@ -88,6 +88,8 @@ def keeps() -> list[Option]:
         "no sinks": Keep(prompt, mass, when="prompt"),
         "pyramid": Keep(replace(prompt, layers="pyramid"), mass, when="prompt"),
         "variance": Keep(replace(prompt, layers="variance"), mass, when="prompt"),
+        "heads": Keep(replace(prompt, heads=0.2), mass, when="prompt"),
+        "heads, joint": Keep(replace(prompt, heads=0.2, layers="joint"), mass, when="prompt"),
         "shared": Keep(prompt, mass, when="prompt", shared=True),
         "shared step": Keep(prompt, mass, shared=True),
         "renumbered": Keep(prompt, mass, when="prompt", positions="renumbered"),

@@ -9,6 +9,7 @@ is packed is compared with the model's own keys and values, packed again by the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ class CheckedLayer(RoutedLayer):
         self.keys: Tensor | None = None  # of all tokens, as the model gave them
         self.values: Tensor | None = None
         self.unpacked: dict[str, tuple[Any, Tensor]] = {}
+        self.padding = 0.0  # of the tokens of which heads have different numbers, a head's mean
 
     def attend(
         self,
@@ -128,6 +130,7 @@ class CheckedLayer(RoutedLayer):
             parts.append(Held(index, keys, values, hidden))
             self._compare(index.clamp_min(0), keys, values, visible, hidden)
             taken.scatter_(2, index.clamp_min(0), taken.gather(2, index.clamp_min(0)) | ~hidden)
+        parts += self._ragged(visible)
         index = tokens.logical(0, len(tokens), visible.device)
         index = index.expand(*taken.shape[:2], -1)
         keys, values = (self._side(tokens, side, index, visible) for side in ("keys", "values"))
@@ -146,6 +149,37 @@ class CheckedLayer(RoutedLayer):
             index = layer.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
             parts.append((index, layer.sinks.keys, layer.sinks.values))
         return parts
+
+    def _ragged(self, visible: Tensor) -> list[Held]:
+        """Return the tokens of which heads have different numbers, padded with hidden ones."""
+        ragged = self.cache.ragged
+        if ragged is None or ragged.spans is None:
+            return []
+        index = ragged.logical()
+        self.padding = ragged.spans.longest - ragged.mean
+        hidden = (index < 0) | ~_at(visible, index.clamp_min(0))
+        held = []
+        for side, given in ((ragged.keys, self.keys), (ragged.values, self.values)):
+            assert given is not None
+            given = given.masked_fill(~visible[:, None, : given.shape[2], None], 0.0)
+            with dispatch.use("ref"):
+                flat = side.view(0, len(side))
+                flat = flat if isinstance(flat, Tensor) else flat.tensor()
+            padded = given.new_zeros(*index.shape, given.shape[3])
+            for row, head in product(range(index.shape[0]), range(index.shape[1])):
+                first, count = ragged.spans.bounds[row, head].tolist()
+                its = padded[row, head, :count] = flat[0, 0, first : first + count]
+                at = index[row : row + 1, head : head + 1, :count]
+                exact = _gathered(given[row : row + 1, head : head + 1], at)
+                want = exact
+                if count and isinstance(side.packed, PackedTokens):
+                    again = PackedTokens(side.packed.fmt)
+                    with dispatch.use("ref"):
+                        again.append(exact, _at(visible[row : row + 1], at))
+                        want = again.view().tensor()
+                self._note(its[None, None], want, _at(visible[row : row + 1], at))
+            held.append(padded)
+        return [Held(index, *held, hidden)]
 
     def _compare(
         self,
@@ -259,7 +293,7 @@ class CheckedLayer(RoutedLayer):
 
     def _reference(
         self, q: Tensor, k: Tensor, v: Tensor, held: list[Held], visible: Tensor, scale: float
-    ) -> tuple[Tensor, float, int]:
+    ) -> tuple[Tensor, float, float]:
         """Return attention in float64 [B, Hq, T, D], the size of its error, and the tokens read."""
         b, hq, t, _ = q.shape
         seen = visible.shape[1] - t
@@ -270,7 +304,7 @@ class CheckedLayer(RoutedLayer):
         index, keys, values, hidden = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
         values = values.double().masked_fill(hidden[..., None], 0.0)
         keys = keys.double().masked_fill(hidden[..., None], 0.0)
-        read = index.shape[2]
+        read = index.shape[2] - self.padding
         if self._renumbers:
             keys = self._turned_to_read(keys, index)
         rows = q.double().view(b, r, hq // r, t, -1)

@@ -21,6 +21,7 @@ NAMES = (
     "dilated:tokens=20",
     "keyformer:noise=none,tau_end=1.5",
     "snapkv:tokens=24,window=8",
+    "snapkv:tokens=24,window=8,heads=0.2",
     "minikv:group=16,residual=32",
     "minikv-snap:window=8,residual=32",
 )
@@ -78,7 +79,9 @@ def test_scores_and_kept_tokens_follow_the_beams(name):
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["h2o:tokens=20", "snapkv:tokens=20,window=4"])
+@pytest.mark.parametrize(
+    "name", ["h2o:tokens=20", "snapkv:tokens=20,window=4", "snapkv:tokens=20,window=4,heads=0.2"]
+)
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     q, k, v = draw(0, 60, batch=2)
     valid = torch.arange(60) >= torch.tensor([0, 25])[:, None]

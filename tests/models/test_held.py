@@ -6,6 +6,7 @@ that the layer holds or recalls, and what it holds are the model's own keys and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -26,8 +27,8 @@ PROMPT, STEPS = 150, (*[1] * 4, 5, 1, 70, 1, 1)
 BUDGET = Budget(tokens=110, recent=10)
 
 
-def once(score: str, **options) -> Keep:
-    return Keep(BUDGET, SCORERS[score](), when="prompt", **options)
+def once(score: str, budget=BUDGET, **options) -> Keep:
+    return Keep(budget, SCORERS[score](), when="prompt", **options)
 
 
 KEEPS = {
@@ -37,6 +38,8 @@ KEEPS = {
     "reconstruction": once("reconstruction"),
     "expected": once("expected"),
     "shared": once("mass", shared=True),
+    "heads": once("observation", budget=replace(BUDGET, heads=0.2)),
+    "heads of all layers": once("mass", budget=replace(BUDGET, heads=0.0, layers="joint")),
     "renumbered": once("mass", positions="renumbered"),
     "every step": Keep(BUDGET, SCORERS["mass"]()),
     "every step, renumbered": Keep(BUDGET, SCORERS["mass"](), positions="renumbered"),

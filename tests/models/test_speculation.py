@@ -19,6 +19,7 @@ RECIPES = (
     "h2o:fraction=0.5",
     "keyformer:fraction=0.5",
     "snapkv:tokens=40,window=8",
+    "snapkv:tokens=40,window=8,heads=0.2",
     "minikv:residual=16",
     "kitty:group=32,residual=32,sinks=4",
     "kivi:group=16,residual=32,start=70",

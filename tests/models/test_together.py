@@ -22,6 +22,7 @@ pytestmark = by_reference
 FORMS = (
     "full", "kivi:group=16,residual=32", "h2o:tokens=20", "snapkv:tokens=20,window=8",
     "streaming:tokens=24,positions=renumbered", "quest:tokens=24,page=4,sinks=4,recent=8",
+    "snapkv:tokens=20,window=8,heads=0.2,layers=joint",
 )  # fmt: skip
 
 

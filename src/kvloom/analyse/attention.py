@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache.layer import LayerCache
+from ..cache.reading import marked
 from ..hf.cache import Cache
 from ..hf.observe import Observation, observe
 from ..hf.routed import RoutedLayer
@@ -148,10 +149,9 @@ class _LayerObserver:
         """Record which tokens are in the cache after a step."""
         index = cache.logical()[0]
         self.cached_before = self.cached
-        self.cached = torch.zeros(len(index), cache.seen, dtype=torch.bool, device=index.device)
-        self.cached.scatter_(1, index, True)
+        self.cached = marked(index, cache.seen)
         if self.queries == 0:
-            self.cached_tokens = index.shape[1]
+            self.cached_tokens = round(self.cached.sum().item() / len(index))
 
     def figures(self) -> LayerAttention:
         """Return the figures of the layer."""

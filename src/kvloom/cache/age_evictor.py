@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ..recipe.spec import Recipe
 
 
@@ -43,6 +45,6 @@ class AgeEvictor:
         """Return the state, see `cache.state`."""
         return {"budget": self.budget}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned."""
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; `like` is not needed."""
         self.budget = state["budget"]

@@ -82,7 +82,8 @@ def check_crop(layer: LayerParts, tokens: int) -> None:
             "are still exact, or call activate_past_recording() before the step"
         )
     later = len(stored) - stored.kept
-    if scored and stored.kept and later < tokens:
+    ragged = layer.ragged is not None and layer.ragged.spans is not None
+    if scored and (stored.kept or ragged) and later < tokens:
         raise CacheMisuse(
             f"{layer.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
             f"dropped; the newest {later} can be removed"

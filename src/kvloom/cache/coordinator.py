@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..keep import head_budgets
 from .score_evictor import ScoreEvictor
+from .step import StepInputs
 
 
 class Layer(Protocol):
@@ -19,6 +21,8 @@ class Layer(Protocol):
 
     @property
     def score_evictor(self) -> ScoreEvictor: ...  # noqa: D102
+    @property
+    def waiting(self) -> StepInputs | None: ...  # noqa: D102
 
 
 class Coordinator:
@@ -46,6 +50,25 @@ class Coordinator:
             variances = [vote.var(dim=-1).mean().item() for vote in votes]
             for evictor in evictors:
                 evictor.divide(variances)
+        if evictors[0].joint and evictors[0].evicts(votes[0].shape[-1]):
+            _divide_heads(self.layers, votes)
         for each, vote in zip(self.layers, votes, strict=True):
             each.score_evictor.vote = None
             self.evict(each, vote)
+
+
+def _divide_heads(layers: Sequence[Layer], votes: Sequence[Tensor]) -> None:
+    """Divide the tokens that the heads of all layers compete for, by scores [B, Hk, N] of each."""
+    ranked, parts = [], []
+    for layer, vote in zip(layers, votes, strict=True):
+        evictor, step = layer.score_evictor, layer.waiting
+        assert evictor.ragged is not None
+        assert step is not None
+        scores = evictor.ragged.ranked(vote, evictor.heavy, evictor.recent, step.visible)
+        ranked.append(scores.to(votes[0].device))
+        parts.append(evictor.ragged)
+    heads = [scores.shape[1] for scores in ranked]
+    tokens = sum(heads) * parts[0].contested(layers[0].score_evictor.heavy)
+    counts = head_budgets.divide(torch.cat(ranked, dim=1), tokens, parts[0].unit)
+    for part, vote, its in zip(parts, votes, counts.split(heads, dim=1), strict=True):
+        part.counts = its.to(vote.device)

@@ -8,7 +8,7 @@ differ in T alone. Decides the order of this; its parts decide everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from .checks import check_crop, check_range, check_shapes, out_of_range
 from .commit import commit, end_repetition, index, settle
 from .draft import Draft
 from .layer_parts import LayerParts
-from .part import Part, attend_parts, joined
+from .part import Part, RaggedPart, attend_parts, joined
 from .reading import logical, past_parts
 from .score_evictor import ScoreEvictor
 from .slots import Slots
@@ -207,9 +207,12 @@ class LayerCache(LayerParts):
             and not self.recording
         )
         products: list[Tensor] | None = [] if scores_step else None
-        out = attend_parts(step.q, parts, step.scale, step.softcap, products, self.plans)
+        read: Sequence[Part | RaggedPart] = parts
+        if self.ragged is not None:
+            read = [*parts, *self.ragged.parts(step.visible)]
+        out = attend_parts(step.q, read, step.scale, step.softcap, products, self.plans)
         self.seen += k.shape[2]
-        self.read = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
+        self.read = read[0].tokens if len(read) == 1 else sum(part.tokens for part in read)
         if products or step.q.requires_grad:
             step = step._replace(q=step.q.detach(), products=products[0] if products else None)
         commit(self, step, None if stored else (k.detach(), v.detach()), parts)

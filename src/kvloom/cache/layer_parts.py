@@ -19,6 +19,7 @@ from .coordinator import Coordinator
 from .draft import Draft
 from .outliers import Outliers
 from .part import AttendPlans
+from .ragged import Ragged
 from .retriever import Retriever
 from .score_evictor import ScoreEvictor
 from .segment import Segment
@@ -36,7 +37,7 @@ class LayerParts:
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
     tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
-    none. draft: the newest tokens while a crop may still remove them.
+    none. ragged: the evictor's. draft: the newest tokens while a crop may still remove them.
 
     place: (rank, count) of this layer among those of the cache; sharing: among those that divide
     one budget (default: place). rope: rotates keys where the recipe renumbers positions.
@@ -77,11 +78,13 @@ class LayerParts:
         self.segment.first = 0 if scored else sinks
         self.sinks = Sinks(sinks) if sinks and not scored else None
         self.evictor: AgeEvictor | ScoreEvictor | None = None
+        self.ragged: Ragged | None = None
         if keep is not None:
             self.evictor = AgeEvictor(recipe)
             if scored:
                 ropes = self.rope, metadata.rope
                 self.evictor = ScoreEvictor(recipe, layer, self.sharing, *ropes, metadata.head)
+                self.ragged = self.evictor.ragged
         recalls = recipe.recall is not None and layer >= recipe.recall.full_layers
         self.retriever = Retriever(recipe) if recalls else None
         rule = recipe.protect.outliers
@@ -92,7 +95,7 @@ class LayerParts:
         self.waiting: StepInputs | None = None  # its scores wait for those of other layers
         self.settled = False  # whether a step was settled; the first one is the prompt
         self.seen = 0
-        self.read = 0  # tokens that the last step read, of each row and head
+        self.read: float = 0  # tokens that the last step read, of each row and head, on average
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
         self._traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
         self.unusable = ""  # why no step can follow
@@ -129,10 +132,11 @@ class LayerParts:
         return draft + sum(part.nbytes for part in self.parts_held)
 
     @property
-    def dropped(self) -> int:
-        """Tokens seen that the layer has dropped, of every row and head."""
+    def dropped(self) -> float:
+        """Tokens seen that the layer has dropped, of every row and head, or on average."""
         if isinstance(self.evictor, ScoreEvictor):
-            return self.seen - len(self.tokens)
+            contested = 0 if self.ragged is None else self.ragged.mean
+            return self.seen - len(self.tokens) - contested
         return self.segment.first - self.recipe.protect.sinks
 
     def observe(self) -> Trace:

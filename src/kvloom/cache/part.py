@@ -16,16 +16,18 @@ from torch import Tensor
 from ..kernels import ops
 from ..kernels.attend import reference
 from ..kernels.attend.kv_view import KVView
+from ..kernels.attend.ragged import Spans
 from ..kernels.plan import Plan
 from ..store.format_tokens import FormatView
 from ..store.packed import PackedView
 
 
 class AttendPlans:
-    """The attention operations bound by one layer: over whole parts, and over gathered tokens."""
+    """The attention operations bound by one layer: over whole, gathered and ragged parts."""
 
     def __init__(self) -> None:
         self.whole, self.gathered = Plan(ops.attend), Plan(ops.attend_gathered)
+        self.ragged = Plan(ops.attend_ragged)
 
 
 Stored = Tensor | PackedView | FormatView | KVView
@@ -133,6 +135,33 @@ class Part(NamedTuple):
         )  # fmt: skip
 
 
+class RaggedPart(NamedTuple):
+    """Tokens of the past of which heads have different numbers; always beside another part.
+
+    keys, values: of all rows and heads, [1, 1, M, D]. visible: bool [B, Hk, spans.longest], None if
+    no token is padding.
+    """
+
+    keys: KVView
+    values: KVView
+    spans: Spans
+    visible: Tensor | None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a step reads of each row and head, on average."""
+        return self.keys.tokens / (self.spans.bounds.numel() // 2)
+
+    def attend(
+        self, q: Tensor, scale: float, softcap: float | None, plans: AttendPlans | None = None
+    ) -> reference.State:
+        """Attend q [B, Hq, T, D] to this part; plans: as in `Part.attend_stored`."""
+        run = ops.attend_ragged if plans is None else plans.ragged
+        return run(
+            q, self.keys, self.values, self.spans, scale, valid=self.visible, softcap=softcap
+        )
+
+
 def joined(parts: list[Part]) -> list[Part]:
     """Return exact parts as one, which torch's fused attention reads; others as they are."""
     if len(parts) == 1 or not all(isinstance(x, Tensor) for p in parts for x in p[:2]):
@@ -154,7 +183,7 @@ def joined(parts: list[Part]) -> list[Part]:
 
 def attend_parts(
     q: Tensor,
-    parts: list[Part],
+    parts: Sequence[Part | RaggedPart],
     scale: float,
     softcap: float | None,
     products: list[Tensor] | None = None,
@@ -166,15 +195,15 @@ def attend_parts(
     first parts, as in `Part.attend_stored`.
     """
     only = parts[0]
-    if len(parts) == 1 and only.causal < only.tokens:
+    if len(parts) == 1 and isinstance(only, Part) and only.causal < only.tokens:
         state = only.attend_stored(q, scale, softcap, products, plans[0] if plans else None)
         if state is not None:
             return state.out.to(q.dtype)
         if only.pieces is not None:
             parts = only.pieces()
             only = parts[0]
-    fused = softcap is None and (only.bias is None or q.shape[2] == 1)
-    if len(parts) == 1 and fused and isinstance(only.keys, Tensor):
+    if len(parts) == 1 and isinstance(only, Part) and _fused(only, q.shape[2], softcap):
+        assert isinstance(only.keys, Tensor)
         assert isinstance(only.values, Tensor)
         return reference.sdpa(
             q, only.keys, only.values, scale,
@@ -183,6 +212,11 @@ def attend_parts(
     planned = zip(parts, chain(plans, repeat(None)), strict=False)
     states = [part.attend(q, scale, softcap, plan) for part, plan in planned]
     return reference.merge(states).out.to(q.dtype)
+
+
+def _fused(part: Part, queries: int, softcap: float | None) -> bool:
+    """Return whether torch's fused attention reads this part."""
+    return softcap is None and (part.bias is None or queries == 1) and isinstance(part.keys, Tensor)
 
 
 def _mask(part: Part, heads: int) -> Tensor:

@@ -46,11 +46,18 @@ def past_parts(layer: LayerParts, step: StepInputs, present: int) -> list[Part]:
     return parts
 
 
+def marked(index: Tensor, tokens: int) -> Tensor:
+    """Return bool [..., tokens]: which logical indices int64 [..., N] names; -1 is none."""
+    found = torch.zeros(*index.shape[:-1], tokens + 1, dtype=torch.bool, device=index.device)
+    return found.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
+
+
 def logical(layer: LayerParts) -> Tensor:
     """Return logical indices of all stored tokens, int64 [B, Hk, N], in the order of storage.
 
-    Sinks first, then the segment, which stores a padded row's sinks once more; slots in no order.
-    -1: a sink that a row has not reached yet. Raises `CacheMisuse` if the layer did not record
+    Sinks first, then the segment, which stores a padded row's sinks once more, then tokens that
+    heads keep in different numbers; slots in no order. -1: a sink that a row has not reached yet,
+    or no token. Raises `CacheMisuse` if the layer did not record
     them.
     """
     tokens, like = layer.tokens, layer.like
@@ -58,7 +65,8 @@ def logical(layer: LayerParts) -> Tensor:
         return torch.empty(0, 0, 0, dtype=torch.long)
     if isinstance(tokens, Slots):
         return tokens.logical()
-    if tokens.kept and tokens.index is None:
+    ragged = None if layer.ragged is None or layer.ragged.spans is None else layer.ragged
+    if (tokens.kept and tokens.index is None) or (ragged and ragged.index is None):
         raise CacheMisuse(
             f"{layer.name}: the layer did not record which tokens it kept; call observe() before "
             "the first prompt"
@@ -68,4 +76,6 @@ def logical(layer: LayerParts) -> Tensor:
         parts.append(layer.sinks.logical(layer.seen)[:, None, :])
     if len(tokens):
         parts.append(tokens.logical(0, len(tokens), like.device))
+    if ragged is not None:
+        parts.append(ragged.logical())
     return torch.cat([part.expand(*like.shape[:2], -1) for part in parts], dim=-1)

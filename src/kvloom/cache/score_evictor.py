@@ -21,6 +21,7 @@ from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store.buffer import Buffer
 from .part import Part
+from .ragged import Ragged
 from .repetition import Repetition
 from .segment import Segment
 from .slots import Slots
@@ -58,20 +59,25 @@ class ScoreEvictor:
         self.prompt_tokens = 0  # tokens of the first prompt; 0: none was scored
         self.done = False  # no more tokens are evicted
         self.awaits_variances = self.keep.budget.layers in budgets.BY_VARIANCE
+        self.joint = self.keep.budget.layers == "joint"  # heads of all layers compete for tokens
         self.vote: Tensor | None = None  # scores that wait for those of other layers
         repeats = self.keep.scorer.repeats
         self.repetition = Repetition(self.sinks) if repeats else None
+        self.ragged = None if self.keep.budget.heads is None else Ragged(recipe)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the scores."""
-        return self.scores.nbytes + (0 if self.repetition is None else self.repetition.nbytes)
+        return self.scores.nbytes + sum(part.nbytes for part in self._parts)
 
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        own = [self, self.scores]
-        return own if self.repetition is None else [*own, *self.repetition.mutable]
+        return [self, self.scores, *(x for part in self._parts for x in part.mutable)]
+
+    @property
+    def _parts(self) -> list[Repetition | Ragged]:
+        return [part for part in (self.repetition, self.ragged) if part is not None]
 
     @property
     def begun(self) -> bool:
@@ -81,7 +87,7 @@ class ScoreEvictor:
     @property
     def waits(self) -> bool:
         """Whether a decision needs the scores of other layers."""
-        return self.keep.shared or self.awaits_variances
+        return self.keep.shared or self.awaits_variances or self.joint
 
     @property
     def decides_later(self) -> bool:
@@ -122,6 +128,10 @@ class ScoreEvictor:
         """
         return self.rope is not None and self.keep.when != "prompt"
 
+    def evicts(self, tokens: int) -> bool:
+        """Return whether the layer drops some of a prompt's `tokens` tokens."""
+        return self.room < tokens
+
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
         self.keep.rooms(tokens, self.sharing[1])
@@ -160,6 +170,7 @@ class ScoreEvictor:
         slots = self.choose(t, step.visible)
         if slots is None:
             return k, v
+        self._take_ragged(k, v, step, trace)
         tokens.note_kept(slots, t, self._needs_index(step, trace))
         return self._renumbered_once(gather(k, slots), slots, t), gather(v, slots)
 
@@ -242,6 +253,7 @@ class ScoreEvictor:
         self._note(tokens, trace)
         slots = self.choose(n, visible)
         if slots is not None:
+            self._take_ragged(tokens.exact_keys(), tokens.exact_values(), step, trace)
             tokens.keep(slots, self._needs_index(step, trace))
             tail = tokens.keys.tail
             tail.replace(self._renumbered_once(tail.view(), slots, n))
@@ -300,7 +312,8 @@ class ScoreEvictor:
         n, sinks = scores.shape[-1], scores == torch.inf
         best = None
         if self.keep.drops(tokens):
-            best = choose(
+            select = choose if self.ragged is None else self.ragged.choose
+            best = select(
                 scores, self.heavy, self.recent, None if visible is None else visible[..., :n]
             )
         slots = None
@@ -320,19 +333,27 @@ class ScoreEvictor:
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to the scores, along the batch dimension."""
         self.scores.map(fn)
-        if self.repetition is not None:
-            self.repetition.map(fn)
+        for part in self._parts:
+            part.map(fn)
 
     def state(self) -> dict[str, Any]:
         """Return the state, see `cache.state`."""
         numbers = {name: getattr(self, name) for name in _STATE}
-        return {"scores": self.scores.state(), **numbers}
+        ragged = None if self.ragged is None else self.ragged.state()
+        return {"scores": self.scores.state(), "ragged": ragged, **numbers}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned."""
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.scores.load_state(state["scores"])
         for name in _STATE:
             setattr(self, name, state[name])
+        if self.ragged is not None:
+            self.ragged.load_state(state["ragged"], like)
+
+    def _take_ragged(self, k: Tensor, v: Tensor, step: StepInputs, trace: Trace | None) -> None:
+        """Store the tokens that heads divided among them, of exact k, v [B, Hk, N, D]."""
+        if self.ragged is not None:
+            self.ragged.take(k, v, step.visible, self._needs_index(step, trace))
 
     def _joined(self, old: Tensor, scores: Tensor) -> Tensor:
         """Return the scores after a step; sinks keep theirs, plus infinity."""

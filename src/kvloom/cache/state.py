@@ -13,7 +13,7 @@ from .draft import Draft
 from .layer_parts import LayerParts
 from .slots import Slots
 
-VERSION = 4
+VERSION = 5
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
 
 
@@ -51,7 +51,7 @@ def load_state(layer: LayerParts, saved: dict[str, Any]) -> None:
     if layer.sinks is not None:
         layer.sinks.load_state(saved["sinks"])
     if layer.evictor is not None:
-        layer.evictor.load_state(saved["evictor"])
+        layer.evictor.load_state(saved["evictor"], like)
     if layer.retriever is not None:
         layer.retriever.load_state(saved["retriever"])
     if saved["draft"] is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.layer import LayerCache
+from ..cache.reading import marked
 from ..cache.score_evictor import ScoreEvictor
 from ..cache.segment import Segment
 from ..hf.observe import Observation
@@ -31,7 +32,7 @@ class LayerTrace:
         self.packed = {side: self.gone.clone() for side in packs}
         self.first_scores = torch.full((heads, tokens), math.nan)
         self.last_scores = self.first_scores.clone()
-        self.held: list[int] = []  # by step, tokens in the cache of a head
+        self.held: list[int] = []  # by step, tokens in the cache of a head, on average
         self.mass: list[Tensor] = []  # by step, [Hk]
         self.step_mass = torch.empty(0)  # exact attention mass of the current step, [Hk, N]
         self.choice: Any = None
@@ -48,11 +49,11 @@ class LayerTrace:
     def after_step(self, step: int) -> None:
         """Record the content of the cache after a step."""
         seen, index = self.layer.seen, self.layer.logical()[0].cpu()
-        cached = torch.zeros(len(index), seen, dtype=torch.bool).scatter_(1, index, True)
+        cached = marked(index, seen)
         gone = self.gone[:, :seen]
         assert not (cached & (gone != NEVER)).any(), "an evicted token is in the cache again"
         gone[~cached & (gone == NEVER)] = step
-        self.held.append(index.shape[1])
+        self.held.append(round(cached.sum().item() / len(cached)))
         self.mass.append((self.step_mass * cached).sum(dim=1) / self.step_mass.sum(dim=1))
         begin = 0 if self.layer.sinks is None else self.layer.sinks.count
         if self.recall is not None:
@@ -99,9 +100,11 @@ class LayerTrace:
             if name not in self.packed:
                 continue
             packed = self.packed[name][:, : self.layer.seen]
-            is_packed = torch.zeros_like(cached)
             offloaded = 0 if side.packed is None else tokens.offloaded
-            is_packed.scatter_(1, index[:, begin : begin + offloaded + side.packed_count], True)
+            its = [index[:, begin : begin + offloaded + side.packed_count]]
+            if side.packed is not None and self.layer.ragged is not None:
+                its.append(index[:, begin + len(tokens) :])  # all packed at once
+            is_packed = marked(torch.cat(its, dim=1), cached.shape[1])
             packed[is_packed & (packed == NEVER)] = step
 
     def _record_scores(self, step: int) -> None:

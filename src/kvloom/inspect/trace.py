@@ -45,7 +45,7 @@ def trace_recipe(
     fewer if the model ends its text), formats of keys and values, views (the useful ones among
     "read", "kept" and "format"), stock_layers (numbers of the layers that kvloom does not
     compress), and layers: number, budget (tokens; None: nothing is evicted), held (tokens in the
-    cache of a head, by step) and heads. A head has
+    cache of a head, by step, the mean of heads) and heads. A head has
 
     - gone: by token, the step after which it is evicted, -1: never
     - mass: by step, the share of the exact attention of the step's queries to all tokens so far

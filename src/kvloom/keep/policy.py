@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import RecipeError
 from ..registry.fields import check_fields
-from . import budgets
+from . import budgets, head_budgets
 from .registered import SCORERS
 from .scorer import Scorer
 from .scorers import Recent
@@ -37,7 +37,9 @@ class Budget:
     others are heavy hitters, chosen by score. layers: how heavy hitters are divided over the
     layers, a policy of `budgets.POLICIES` or one weight for each layer. apart: round the recent
     share and the heavy share of the prompt down separately, as MiniKV's code does; otherwise round
-    the budget down, and then its recent share.
+    the budget down, and then its recent share. heads: the share of its heavy hitters that every
+    key/value head is certain of; the heads of a layer, or with layers="joint" of all layers,
+    compete for the rest (None: each head keeps as many).
     """
 
     tokens: int | None = None
@@ -45,9 +47,10 @@ class Budget:
     recent: int | float = 1.0
     layers: str | tuple[float, ...] = "uniform"
     apart: bool = False
+    heads: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "recent", "layers", "apart")
+        check_fields(self, "recent", "layers", "apart", "heads")
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError("a budget is either tokens or a fraction of the prompt: give one")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
@@ -72,6 +75,12 @@ class Budget:
         elif not all(0 <= weight < math.inf for weight in self.layers) or not any(self.layers):
             raise RecipeError(
                 f"layers={self.layers!r} must be one weight a layer, 0 or more, not all 0"
+            )
+        if self.heads is not None and not 0 <= self.heads <= 1:
+            raise RecipeError(f"heads={self.heads!r} must lie in [0, 1]; use 0.2 as AdaKV does")
+        if self.layers == "joint" and self.heads is None:
+            raise RecipeError(
+                'layers="joint" divides a budget over heads; give heads, such as 0.2, too'
             )
 
     def resolve(self, prompt_tokens: int) -> int:
@@ -168,6 +177,8 @@ class Keep:
                 f"limit={self.limit!r} with when={self.when!r}: a limit is given with "
                 'when="limit", and only then'
             )
+        if self.budget.heads is not None:
+            self._check_heads()
         smallest = self.budget.tokens or 1
         if self.limit is not None and (type(self.limit) is not int or self.limit < smallest):
             raise RecipeError(
@@ -175,10 +186,39 @@ class Keep:
                 f"use {smallest} or more"
             )
 
-    def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
-        """Return the tokens that each layer keeps at most.
+    def _check_heads(self) -> None:
+        """Check what heads with different numbers of tokens cannot do."""
+        heads = f"heads={self.budget.heads:g}"
+        if self.when != "prompt" or self.by_age:
+            raise RecipeError(
+                f"{heads} divides a budget over heads by the scores of the prompt, once; use it "
+                'with a score and when="prompt"'
+            )
+        if self.positions != "original":
+            raise RecipeError(
+                f"{heads} leaves heads with different numbers of tokens, and positions="
+                f'{self.positions!r} needs equal numbers; use "original"'
+            )
+        if self.shared:
+            raise RecipeError(
+                f"{heads} lets each head keep its own tokens, and shared=True the same in all "
+                "layers; leave one of the two out"
+            )
 
-        A budget that depends on the scores' variance is counted as if it were uniform.
+    def contested(self, prompt_tokens: int, room: int, unit: int) -> int:
+        """Return the tokens, on average over heads, that heads divide by their scores.
+
+        room: the tokens that a layer keeps; unit: tokens that are packed together.
+        """
+        if self.budget.heads is None or room >= prompt_tokens:
+            return 0
+        heavy = room - self.budget.window(prompt_tokens)
+        return heavy - head_budgets.certain(heavy, self.budget.heads, unit)
+
+    def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
+        """Return the tokens that each layer keeps at most, averaged over its heads.
+
+        A budget that depends on scores is counted as if it were uniform.
         """
         budget = self.budget
         if budget.layers in budgets.BY_VARIANCE:
@@ -193,7 +233,12 @@ class Keep:
     @property
     def needs_all_heads(self) -> bool:
         """Whether a decision for one head needs the scores of all heads of its layer."""
-        return self.budget.layers in budgets.BY_VARIANCE
+        return self.budget.layers in budgets.BY_VARIANCE or self.budget.heads is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a layer keeps the whole prompt until the last layer has scored it."""
+        return self.shared or self.budget.layers in ("joint", *budgets.BY_VARIANCE)
 
     @property
     def by_age(self) -> bool:

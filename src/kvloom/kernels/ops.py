@@ -17,12 +17,15 @@ from . import dispatch
 from .append import reference as append_reference
 from .append.cpu import append as append_cpu
 from .attend import pages as attend_pages_reference
+from .attend import ragged as attend_ragged_reference
 from .attend import reference as attend_reference
 from .attend.cpu import decode as attend_cpu
 from .attend.cpu import gathered as gathered_cpu
 from .attend.cpu import paged as paged_cpu
+from .attend.cpu import ragged as ragged_cpu
 from .attend.kv_view import KVView
 from .attend.pages import PageTable
+from .attend.ragged import Spans
 from .attend.triton import decode as attend_triton
 from .dispatch import Backend, Op
 from .quantize import reference as quantize_reference
@@ -172,6 +175,28 @@ attend_pages = Op(
         "one query a row; pages of whole 128 tokens, both sides packed after RoPE and not at 1.5 "
         "bit; otherwise as `attend`, without padding, softcap and bias",
         lambda q, keys, values, table, *_, **__: paged_cpu.Paged(q, keys, values, table),
+    ),
+)
+
+
+def _ragged_case(
+    q: Tensor, keys: KVView, values: KVView, spans: Spans, *_: Any, **__: Any
+) -> tuple[Tensor, Hashable]:
+    like, rest = _attend_case(q, keys, values)
+    return like, (rest, spans.bounds.shape[1])
+
+
+attend_ragged = Op(
+    "attend_ragged",
+    attend_ragged_reference.attend_ragged,
+    _ragged_case,
+    cpu=Backend(
+        ragged_cpu.attend,
+        _attend_problems(ragged_cpu),
+        lambda q, keys, values, spans, *_, **__: ragged_cpu.Ragged(q, keys, values, spans),
+        "1 to 8 queries a step; exact tokens, or packed after RoPE, per channel or per token, "
+        "rotated or without a transform; otherwise as `attend`, without bias",
+        lambda q, keys, values, spans, *_, **__: ragged_cpu.Ragged(q, keys, values, spans),
     ),
 )
 
@@ -364,7 +389,8 @@ select_pages = _cpu_op(
 OPS: dict[str, Op[..., Any]] = {
     op.name: op
     for op in (
-        append, attend, attend_gathered, attend_pages, pack, unpack, column_mass, step_mass, lowest,
-        kmeans, page_bounds, cluster_scores, page_scores, select_clusters, select_pages,
+        append, attend, attend_gathered, attend_pages, attend_ragged, pack, unpack, column_mass,
+        step_mass, lowest, kmeans, page_bounds, cluster_scores, page_scores, select_clusters,
+        select_pages,
     )
 }  # fmt: skip

@@ -56,7 +56,7 @@ class LayerKind:
     def waits(self) -> bool:
         """Whether the whole prompt stays exact until the last layer has scored it."""
         keep = self.recipe.keep
-        return keep is not None and (keep.shared or keep.budget.layers in BY_VARIANCE)
+        return keep is not None and keep.waits
 
 
 class CacheBytes:
@@ -107,4 +107,4 @@ def _unequal(recipe: Recipe) -> bool:
     """Return whether a budget gives the layers that share it different numbers of tokens."""
     if recipe.keep is None or recipe.keep.by_age:
         return False
-    return recipe.keep.budget.layers not in ("uniform", *BY_VARIANCE)
+    return recipe.keep.budget.layers not in ("uniform", "joint", *BY_VARIANCE)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .spec import Recipe
 
 _INDEX = 4  # bytes of an int32 position, and of a score in fp32
+_SPAN = 16  # bytes of the first token and of the number of tokens of a head
 
 
 def nbytes(recipe: Recipe, tokens: int, geometry: Geometry, batch: int = 1) -> int:
@@ -49,7 +50,9 @@ def layer_nbytes(recipe: Recipe, tokens: int, g: Geometry, rank: int = 0, count:
         return total + g.kv_heads * _index_nbytes(recipe, body, 0, g)
     room = keep.rooms(tokens, count)[rank]
     kept = min(tokens, room) if keep.drops(tokens) else tokens
-    total = _tokens_nbytes(recipe, kept, g)
+    contested = keep.contested(tokens, room, recipe.store.unit)
+    total = _tokens_nbytes(recipe, kept - contested, g)
+    total += _ragged_nbytes(recipe, contested * g.kv_heads, g)
     total += g.kv_heads * _index_nbytes(recipe, kept, recipe.pinned_prefix, g)
     if keep.when == "step" and kept < tokens:
         return total + g.kv_heads * _slots_nbytes(kept, g)
@@ -71,6 +74,17 @@ def _tokens_nbytes(recipe: Recipe, tokens: int, g: Geometry) -> int:
         copies = min(recipe.protect.outliers.tokens, packed_in_both)
         total += copies * g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + _INDEX)
     return total
+
+
+def _ragged_nbytes(recipe: Recipe, tokens: int, g: Geometry) -> int:
+    """Return the bytes of `tokens` tokens of all heads together, and of each head's span."""
+    if not tokens:
+        return 0
+    exact = tokens * g.head_dim * g.dtype.itemsize
+    total = sum(
+        exact if fmt is None else fmt.nbytes(tokens, g.head_dim) for fmt, _ in _sides(recipe)
+    )
+    return total + g.kv_heads * _SPAN
 
 
 def _index_nbytes(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int:

@@ -16,8 +16,8 @@ from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
 from ..registry.fields import check_fields
 from ..store import Packed, Store
+from . import head_budgets, size, text
 from . import layers as by_layer
-from . import size, text
 from .geometry import Geometry
 from .layers import UNCHANGED, Unchanged
 from .text import is_file
@@ -120,6 +120,7 @@ class Recipe:
         if self.keep is not None:
             self._check_keep(self.keep)
         plain = [self, *map(self._overridden, self.layers)]
+        head_budgets.check(plain)
         keeps = [one.keep for one in plain if one.keep is not None and not one.keep.by_age]
         if any(keep.scorer.repeats for keep in keeps):
             self._check_repeats(keeps)
@@ -314,12 +315,7 @@ class Recipe:
     def _problems(self, geometry: Geometry, count: int) -> list[str]:
         """Return the problems of a plain recipe whose budget `count` layers share."""
         problems = self.store.problems(geometry.head_dim, geometry.kv_heads)
-        if self.keep is not None and self.keep.needs_all_heads and geometry.ranks > 1:
-            problems.append(
-                f"layers={self.keep.budget.layers!r} divides a budget by the scores of all heads, "
-                f"and this process holds one of {geometry.ranks} parts of them (tensor "
-                'parallelism); use layers="uniform" or "pyramid"'
-            )
+        problems += head_budgets.problems(self, geometry)
         if self.keep is not None and count and self.keep.budget.tokens is not None:
             try:  # for a long prompt; the budget of a fraction is not known before the prompt is
                 self.keep.rooms(1 << 30, count)
@@ -336,7 +332,7 @@ class Recipe:
     def nbytes(self, tokens: int, geometry: Geometry, batch: int = 1) -> int:
         """Return the bytes of all layers right after a prompt of `tokens` tokens, without padding.
 
-        A budget that depends on the scores' variance is counted as if it were uniform.
+        A budget that layers divide by their scores is counted as if it were uniform.
         """
         return size.nbytes(self, tokens, geometry, batch)
 

@@ -22,7 +22,7 @@ from .buffer import Buffer
 from .codec import Channels
 from .format_tokens import FormatTokens, FormatView
 from .formats import Format, Packed
-from .packed import PackedTokens, PackedView
+from .packed import PackedTokens, PackedView, take_blocks
 
 Positions = Callable[[int, int], Tensor]
 """Returns the positions of tokens lo..hi of a side, int64 [B or 1, Hk or 1, hi - lo]."""
@@ -160,6 +160,29 @@ class KVSide:
             positions = at(0, count if gaps else 1)
         packed = self.packed.view(at=positions) if count else None
         return KVView(packed, self.tail.view(), self.packed.fmt)
+
+    def fill(self, x: Tensor, live: Tensor | None = None) -> None:
+        """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact; live: [B, Hk, N].
+
+        Packed tokens fill whole groups and bytes.
+        """
+        if self.packed is not None:
+            assert isinstance(self.packed, PackedTokens), "recipes refuse other formats"
+            self.packed.append(x, live)
+            x = x[:, :, :0]
+        self.tail.replace(x)
+
+    def take(self, blocks: Tensor, unit: int) -> None:
+        """Keep only some blocks of `unit` tokens, in a new order, of a side that `fill` filled.
+
+        blocks: int64 [M], which may name a block several times.
+        """
+        if self.packed is None:
+            x = self.tail.view()
+            self.tail.replace(take_blocks(x, blocks, x.shape[2] // unit))
+        else:
+            assert isinstance(self.packed, PackedTokens)
+            self.packed.take(blocks, unit)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""

@@ -171,6 +171,12 @@ class PackedTokens:
             x.replace(torch.cat([old, x.view()], dim=2))
         self.count += n
 
+    def take(self, blocks: Tensor, unit: int) -> None:
+        """Keep only some blocks of `unit` tokens, of whole groups and bytes: see `KVSide.take`."""
+        for x in (self.codes, self.scale, self.zero):
+            x.replace(take_blocks(x.view(), blocks, self.count // unit))
+        self.count = unit * len(blocks)
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
         for buffer in (self.codes, self.scale, self.zero):
@@ -243,6 +249,16 @@ class PackedTokens:
             codes = torch.cat([old, codes], dim=2)
         self.codes.append(ref.pack_codes(codes, bits))
         self.count += n
+
+
+def take_blocks(x: Tensor, blocks: Tensor, stored: int) -> Tensor:
+    """Return x [B, Hk, N, D], of `stored` equal blocks along N, with only these blocks, in order.
+
+    blocks: int64 [M], which may name a block several times.
+    """
+    if x.shape[2] == 0:
+        return x
+    return x.unflatten(2, (stored, -1)).index_select(2, blocks).flatten(2, 3)
 
 
 @cache

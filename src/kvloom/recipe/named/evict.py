@@ -13,7 +13,10 @@ Options they share:
 tokens, fraction: the budget, in tokens or as a fraction of the prompt. h2o, keyformer and random
 use the fraction unless tokens is given; snapkv and pyramidkv use tokens unless fraction is given.
 recent: how many tokens of the budget (or which share of it) are the newest, whatever their score.
-layers: how the rest is divided over layers. shared: all layers use one score, and so one choice.
+layers: how the rest is divided over layers. heads (snapkv): the share of the rest that every
+key/value head is certain of; the heads of a layer compete for what is left by their scores, or with
+layers=joint those of all layers (AdaKV, arXiv:2407.11550: 0.2).
+shared: all layers use one score, and so one choice.
 limit: evict down to the budget only when a layer has more than this many tokens (0: every step).
 positions: "original", or "renumbered" as if the evicted tokens had never been there.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 from ...keep import Budget, Keep, Mass, Noisy, Observation, Random, Scorer
 from ..spec import Protect, Recipe
+from .stored import share
 
 
 def _recipe(
@@ -37,8 +41,11 @@ def _recipe(
     limit: int = 0,
     positions: str = "original",
     sinks: int = 0,
+    heads: float = 1.0,
 ) -> Recipe:
-    budget = Budget(tokens or None, None if tokens else fraction, recent, layers)
+    budget = Budget(
+        tokens or None, None if tokens else fraction, recent, layers, heads=share(heads)
+    )
     when = "limit" if limit else when
     keep = Keep(budget, scorer, when=when, limit=limit or None, shared=shared, positions=positions)
     return Recipe(keep=keep, protect=Protect(sinks=sinks), name=name)
@@ -92,11 +99,12 @@ def snapkv(
     pool: str = "avg",
     layers: str = "uniform",
     positions: str = "original",
+    heads: float = 1.0,
 ) -> Recipe:
     """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed."""
     return _recipe(
         "snapkv", Observation(window, pool, kernel), 0 if fraction else tokens, fraction, window,
-        layers=layers, when="prompt", positions=positions,
+        layers=layers, when="prompt", positions=positions, heads=heads,
     )  # fmt: skip
 
 

@@ -32,9 +32,13 @@ def small(
     group: int = 64,
     residual: int = 64,
     sinks: int = 4,
+    heads: float = 1.0,
+    layers: str = "uniform",
 ) -> Recipe:
     """Half of the prompt by KVzip's score, stored as by `balanced`."""
-    chosen = kvzip(fraction=fraction, sinks=sinks, recent=recent, chunk=chunk)
+    chosen = kvzip(
+        fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers
+    )
     return replace(balanced(group, residual, sinks), keep=chosen.keep)
 
 
@@ -45,9 +49,11 @@ def tiny(
     group: int = 64,
     residual: int = 64,
     sinks: int = 4,
+    heads: float = 1.0,
+    layers: str = "uniform",
 ) -> Recipe:
     """The same with three tenths of the prompt."""
-    return small(fraction, recent, chunk, group, residual, sinks)
+    return small(fraction, recent, chunk, group, residual, sinks, heads, layers)
 
 
 def _store(value_bits: int, group: int, residual: int) -> Store:

@@ -1,4 +1,4 @@
-"""A recipe that evicts, with the store of another named recipe."""
+"""What recipes that evict share: the store of another named recipe, and budgets per head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from dataclasses import replace
 
 from ...errors import RecipeError
 from ..spec import Recipe
+
+
+def share(heads: float) -> float | None:
+    """Return `Budget.heads` of an option heads, of which 1 is the uniform budget."""
+    return None if heads == 1 else heads
 
 
 def stored_as(name: str, recipe: Recipe) -> Recipe:

@@ -74,6 +74,8 @@ PAGED = Arguments(  # as GATHERED, not behind `_STEP`
     **_STEP,
 )
 
+RAGGED = Arguments(spans=int, **_STEP)  # int64 [B, heads, 2], each head's first token and number
+
 GATHERED = Arguments(  # not behind `_STEP`: Numba would take its record for one of DECODE's
     share=int,  # heads that choose per key/value head
     first_tokens=int,  # tokens of `first`

@@ -107,11 +107,13 @@ def kernel(
     gathered: bool,
     *formats: Any,
     page: int = 0,
+    ragged: bool = False,
 ) -> tuple[Any, int]:
     """Return the kernel for a case and the tokens of its tiles; compiles it on first use.
 
     rope: rotary channels of keys packed before RoPE, and whether pairs are interleaved. gathered:
-    return the kernel that reads chosen tokens. page: of pages of so many tokens.
+    return the kernel that reads chosen tokens. page: of pages of so many tokens. ragged: heads have
+    different numbers of tokens.
     """
     with dispatch.loading():
         from . import decode_kernel, gathered_kernel
@@ -129,6 +131,7 @@ def kernel(
         each(own_space, False),
         0 if formats[0] is None else formats[0].boost,
         page,
+        ragged,
     )
     if gathered:
         return gathered_kernel.kernel(variant), gathered_kernel.TILE

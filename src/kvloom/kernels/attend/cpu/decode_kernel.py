@@ -22,7 +22,7 @@ from ...quantize import byte_layout
 from ...simd import SIZE, fma, larger, load, load_any, load_one, mul, splat, store, store_one
 from . import boost as boost_ops
 from . import dequant, head_view, lookup, microkernel, rope_tables, softmax
-from .arguments import DECODE, PAGED
+from .arguments import DECODE, PAGED, RAGGED
 from .boost import fold_low_bits
 from .dequant import CHANNEL, MAP, NONE, RUN, TABLE, DequantSpec, Variant
 from .head_view import head_view as view_of_head
@@ -97,7 +97,8 @@ def kernel(variant: Variant) -> Any:
     k_page_rows, v_page_rows = page // k_atom * k_height, page // v_atom * v_height
     k_page_meta = page // k_span if k_channel else page
     v_page_meta = page // v_span if v_channel else page
-    layout = PAGED.dtype if page else DECODE.dtype
+    ragged = variant.ragged
+    layout = (PAGED if page else RAGGED if ragged else DECODE).dtype
     counters = 8 + layout.itemsize  # finished tasks of each head
     emitters = sources(
         boost_ops, byte_layout, cpu_runtime, dequant, head_view, lookup, microkernel, rope_tables,
@@ -136,12 +137,13 @@ def kernel(variant: Variant) -> Any:
             head, part = task // splits, task % splits
             b, h = head // hk, head % hk
             start_task(a, head, padded, sets, d, k_apart, acc, qs, qps, tops)
-            row = 0 if page else b  # of packed tokens; pages are found tile by tile
+            row = 0 if page or ragged else b  # of packed tokens; pages are found tile by tile
+            column = 0 if ragged else h
             k_codes, k_row, k_packed, k_scale, k_zero, k_meta_row, k_groups, k_tail, k_tail_row = (
-                view_of_head(a.keys, row, h, k_first)
+                view_of_head(a.keys, row, column, k_first)
             )
             v_codes, v_row, v_packed, v_scale, v_zero, v_meta_row, v_groups, v_tail, v_tail_row = (
-                view_of_head(a.values, row, h, v_first)
+                view_of_head(a.values, row, column, v_first)
             )
             if page:
                 n, k_packed = load_int(a.lengths, b), load_int(a.packed, b)
@@ -153,6 +155,18 @@ def kernel(variant: Variant) -> Any:
                 pages = a.table + b * a.table_row
                 k_begin, k_scale_begin, k_zero_begin = k_codes, k_scale, k_zero
                 v_begin, v_scale_begin, v_zero_begin = v_codes, v_scale, v_zero
+            if ragged:  # as if nothing lay before the head's first token
+                ahead, n = load_int(a.spans, 2 * head), load_int(a.spans, 2 * head + 1)
+                tiles = -(-n // tile)
+                k_packed, v_packed = min(k_packed, n), min(v_packed, n)
+                k_codes += ahead // k_atom * k_height * k_row
+                v_codes += ahead // v_atom * v_height * v_row
+                past = (ahead // k_span if k_channel else ahead) * k_meta_row
+                k_scale, k_zero = k_scale + past, k_zero + past
+                past = (ahead // v_span if v_channel else ahead) * v_meta_row
+                v_scale, v_zero = v_scale + past, v_zero + past
+                k_tail += ahead * k_tail_row
+                v_tail += ahead * v_tail_row
             if k_table and k_packed > 0:
                 place(k_groups, k_placed, d, k_spec)
                 k_groups = k_placed

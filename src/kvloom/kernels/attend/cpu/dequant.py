@@ -108,6 +108,7 @@ class Variant(NamedTuple):
     apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
     boost: int = 0  # channels of a group of keys that have two more bits
     page: int = 0  # tokens of a page, 0: each batch row's packed tokens lie together
+    ragged: bool = False  # the tokens of all heads lie one after the other, each head's by its span
 
     @property
     def tile(self) -> int:

@@ -18,6 +18,7 @@ from . import coverage
 from .arguments import (
     ABSENT,
     GATHERED,
+    RAGGED,
     SidePacker,
     from_packed_space,
     positions,
@@ -46,11 +47,12 @@ class LayerAttention:
         page: int = 0,
     ) -> None:
         _, hq, t, d = q.shape
-        self.heads, self.kv_heads, self.rows = heads, keys.tail.shape[1], hq // heads * t
+        self.heads, self.rows = heads, hq // heads * t
+        self.kv_heads = heads if layout is RAGGED else keys.tail.shape[1]
         rope, key_format = rope_of(keys)
         self.kernel, self.tile = coverage.kernel(
             d, self.kv_heads, self.rows, keys.tail.dtype, rope, layout is GATHERED, key_format,
-            values.fmt, page=page,
+            values.fmt, page=page, ragged=layout is RAGGED,
         )  # fmt: skip
         self.layout = layout
         self.keys, self.values = SidePacker(keys.fmt), SidePacker(values.fmt)

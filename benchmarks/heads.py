@@ -1,0 +1,86 @@
+"""What budgets per head change: KL divergence and needles on text that no evaluation uses.
+
+SmolLM2 in bfloat16 after 2,048 tokens: contexts of CPython's library that the reference model was
+trained on. KL: of 256 tokens that follow, from an exact cache. Needles: asked for after the context
+is compressed.
+
+    python benchmarks/heads.py --contexts 4 --questions 24
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+
+from kvloom.eval.needles import count_correct, haystacks
+from kvloom.hf import compat
+from kvloom.recipe.resolve import resolve
+from kvloom.reference.corpus import calibration_text
+from kvloom.workload import models
+from kvloom.workload.forward import forward
+from kvloom.workload.prefill import prefill
+from kvloom.workload.text import leading_ids
+
+CONTEXT, LATER = 2048, 256
+NAMES = [
+    f"{name}{heads}"
+    for name in (
+        "snapkv:fraction=0.3",
+        "kvzip:fraction=0.3",
+        "small:fraction=0.5",
+        "tiny:recent=32",
+    )
+    for heads in ("", ",heads=0.2", ",heads=0.2,layers=joint")
+]
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--questions", type=int, default=24)
+    args = parser.parse_args()
+    model, tokenizer = models.load("smollm2", "bfloat16")
+    text = calibration_text()[:1_500_000]
+    ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
+    recipes = [resolve(name) for name in ("full", *NAMES)]
+    divergence: dict[str, list[float]] = {name: [] for name in NAMES}
+    found = dict.fromkeys(["full", *NAMES], 0)
+    for start in np.random.default_rng(7).integers(0, len(ids) - CONTEXT - LATER, args.contexts):
+        now, later = np.split(ids[start : start + CONTEXT + LATER], [CONTEXT])
+        logs = []
+        for each in filled(model, recipes, now):
+            logits = forward(model, torch.from_numpy(later)[None], each.cache, every=True)
+            logs.append(logits[0].double().log_softmax(dim=-1))
+        for name, log in zip(NAMES, logs[1:], strict=True):
+            kl = (logs[0].exp() * (logs[0] - log)).sum(dim=-1).mean()
+            divergence[name].append(kl.item())
+    first = leading_ids(tokenizer)
+    for hay in haystacks(tokenizer, ids, first, context=CONTEXT, questions=args.questions, seed=5):
+        for each in filled(model, recipes, np.asarray(hay.context_ids)):
+            right = count_correct(model, tokenizer, each.recipe, hay, 8, prefilled=each.cache)
+            found[each.recipe.name] += right
+    geometry = compat.geometry(model)
+    whole = recipes[0].nbytes(CONTEXT, geometry)
+    print(f"full: {found['full']} of {args.questions} needles")
+    for recipe in recipes[1:]:
+        kls = divergence[recipe.name]
+        share = recipe.nbytes(CONTEXT, geometry) / whole
+        each = " ".join(f"{kl:.4f}" for kl in kls)
+        print(f"{recipe.name}: {share:.1%} of the bytes, KL {np.mean(kls):.4f} ({each}), "
+              f"{found[recipe.name]} needles")  # fmt: skip
+
+
+def filled(model, recipes, ids):
+    """Return the caches of all recipes that hold a context."""
+    found = prefill(model, recipes, torch.from_numpy(ids)[None])[1]
+    for each in found:
+        if each.error is not None:
+            raise each.error
+    return found
+
+
+if __name__ == "__main__":
+    main()

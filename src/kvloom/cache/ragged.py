@@ -1,0 +1,184 @@
+"""Tokens of a prompt that heads keep in different numbers: those that they compete for.
+
+Decides how they are chosen and stored. Every head keeps equally many other tokens in the layer's
+segment. These tokens never change after the prompt, so those of all rows and heads lie one after
+the other, without padding, and a table has each head's span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..keep import head_budgets, protect_sinks
+from ..kernels.attend.ragged import Spans
+from ..recipe.spec import Recipe
+from ..store import KVSide
+from .part import RaggedPart
+
+
+class Ragged:
+    """The contested tokens of one layer; `spans` is None while there are none.
+
+    spans: of B rows and Hk heads. index: int32 [M], the logical index of each token (None: no
+    padding was among them, and no trace wants it). counts: int64 [B, Hk], the tokens of each head,
+    where other layers' scores decide it too. chosen: bool [B, Hk, N], of a prompt's tokens, between
+    `choose` and `take`.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        keep, store = recipe.keep, recipe.store
+        assert keep is not None
+        assert keep.budget.heads is not None
+        self.share, self.unit, self.sinks = keep.budget.heads, store.unit, recipe.protect.sinks
+        self.keys, self.values = KVSide(store.keys), KVSide(store.values)
+        self.spans: Spans | None = None
+        self.index: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.chosen: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        held = [self.index, None if self.spans is None else self.spans.bounds]
+        return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in held if x is not None)
+
+    @property
+    def mutable(self) -> list[Any]:
+        """The objects that a step changes."""
+        return [self, *self.keys.mutable, *self.values.mutable]
+
+    @property
+    def mean(self) -> float:
+        """The tokens of a head, on average."""
+        if self.spans is None:
+            return 0
+        return len(self.keys) / (self.spans.bounds.numel() // 2)
+
+    def contested(self, heavy: int) -> int:
+        """Return how many of the `heavy` tokens of a head, on average, heads compete for."""
+        return heavy - head_budgets.certain(heavy, self.share, self.unit)
+
+    def ranked(self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None) -> Tensor:
+        """Return the scores fp32 [B, Hk, M] of the tokens that heads compete for, descending.
+
+        scores: fp32 [B, Hk, N], of a prompt's tokens; the others are as for `choose`.
+        """
+        n = scores.shape[-1]
+        visible = None if visible is None else visible[..., :n]
+        older = _older(protect_sinks(scores, self.sinks, visible), recent, visible)
+        certain = heavy - self.contested(heavy)
+        return older.sort(dim=-1, descending=True).values[..., certain:]
+
+    def choose(
+        self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None
+    ) -> Tensor | None:
+        """Choose tokens; return the slots int64 [B, Hk, M] of those that the segment keeps.
+
+        scores, recent, visible: as for `keep.choose`; heavy: on average over heads. Slots ascend.
+        None: all tokens stay in the segment.
+        """
+        b, hk, n = scores.shape
+        if heavy + recent >= n:
+            return None
+        contested = self.contested(heavy)
+        if self.counts is None:
+            ranked = self.ranked(scores, heavy, recent, visible)
+            self.counts = head_budgets.divide(ranked, hk * contested, self.unit)
+        older = _older(scores, recent, visible)
+        best, more = head_budgets.select(older, heavy - contested, self.counts)
+        if contested:
+            self.chosen = more
+        newest = torch.arange(n - recent, n, device=scores.device).expand(b, hk, -1)
+        return torch.cat([best, newest], dim=-1)
+
+    def take(self, k: Tensor, v: Tensor, visible: Tensor | None, index: bool) -> None:
+        """Store the chosen tokens of a prompt k, v [B, Hk, N, D], packed where the recipe packs.
+
+        visible: bool [B, 1, seen], False for padding. index: remember their logical indices.
+        """
+        chosen, counts, self.chosen, self.counts = self.chosen, self.counts, None, None
+        if chosen is None:
+            return
+        assert counts is not None
+        rows, _, slots = at = chosen.nonzero(as_tuple=True)
+        live = None if visible is None else visible[rows, 0, slots][None, None]
+        self.keys.fill(k[at][None, None], live)
+        self.values.fill(v[at][None, None], live)
+        self.spans = _spans(counts)
+        self.index = slots.int() if index else None
+
+    def parts(self, visible: Tensor | None) -> list[RaggedPart]:
+        """Return the tokens as a part; none while there are none.
+
+        visible: bool [B, 1, seen] by logical index, False for padding.
+        """
+        if self.spans is None:
+            return []
+        see = None
+        if visible is not None:
+            index = self.logical()
+            see = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
+        return [RaggedPart(self.keys.kv_view(), self.values.kv_view(), self.spans, see)]
+
+    def logical(self) -> Tensor:
+        """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""
+        assert self.spans is not None
+        assert self.index is not None
+        first, count = self.spans.bounds.split(1, dim=-1)  # [B, Hk, 1] each
+        step = torch.arange(self.spans.longest, device=first.device)
+        at = (first + step).clamp_max(len(self.index) - 1)
+        return self.index.long()[at].masked_fill_(step >= count, -1)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to the rows, along the batch dimension."""
+        if self.spans is None:
+            return
+        bounds = self.spans.bounds
+        rows = fn(torch.arange(len(bounds), device=bounds.device))
+        first, count = bounds[rows].flatten(0, 1).unbind(dim=-1)
+        blocks = _ranges(first // self.unit, count // self.unit)
+        self.keys.take(blocks, self.unit)
+        self.values.take(blocks, self.unit)
+        if self.index is not None:
+            self.index = self.index.view(-1, self.unit)[blocks].flatten()
+        self.spans = _spans(count.view(len(rows), -1))
+
+    def state(self) -> dict[str, Any]:
+        """Return the state, see `cache.state`."""
+        bounds = None if self.spans is None else self.spans.bounds
+        sides = {"keys": self.keys.state(), "values": self.values.state()}
+        return {**sides, "bounds": bounds, "index": self.index}
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
+        if state["bounds"] is None:
+            return
+        assert like is not None
+        for name in ("keys", "values"):
+            getattr(self, name).load_state(state[name], like[:1, :1])
+        self.spans, self.index = _spans(state["bounds"][..., 1]), state["index"]
+
+
+def _older(scores: Tensor, recent: int, visible: Tensor | None) -> Tensor:
+    """Return the scores of all tokens but the newest `recent`, minus infinity for padding."""
+    older = scores[..., : scores.shape[-1] - recent]
+    if visible is None:
+        return older
+    return older.masked_fill(~visible[..., : older.shape[-1]], -torch.inf)
+
+
+def _spans(counts: Tensor) -> Spans:
+    """Return the spans of heads with `counts` tokens, int64 [B, Hk], one after the other."""
+    ends = counts.flatten().cumsum(dim=0).view(counts.shape)
+    return Spans(torch.stack([ends - counts, counts], dim=-1), int(counts.max()))
+
+
+def _ranges(first: Tensor, count: Tensor) -> Tensor:
+    """Return the numbers first[i] to first[i] + count[i] for each i, one after the other."""
+    own = torch.arange(len(first), device=first.device).repeat_interleave(count)
+    before = count.cumsum(dim=0) - count
+    return torch.arange(len(own), device=first.device) - before[own] + first[own]

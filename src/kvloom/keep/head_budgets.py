@@ -1,0 +1,47 @@
+"""How heads that compete for tokens divide a budget (AdaKV, arXiv:2407.11550, section 3).
+
+Every head is certain of a share of its uniform budget, for its best tokens. All other tokens go to
+the heads with the highest scores. Decides numbers and slots; the scores come from elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def certain(heavy: int, share: float, unit: int) -> int:
+    """Return how many of the `heavy` tokens of a uniform budget every head keeps.
+
+    At least `share` of them. Heads divide the rest in multiples of `unit` tokens.
+    """
+    return heavy - math.floor(round(heavy * (1 - share), 6) / unit) * unit
+
+
+def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:
+    """Return the tokens of each head, int64 [B, H]: multiples of `unit` that sum to B * `tokens`.
+
+    ranked: fp32 [B, H, N], the scores of each head's tokens beside the certain ones, descending;
+    each row has at least `tokens` of them in whole units. A head's tokens are cut into units in
+    this order, and the median score of a unit decides; for unit=1 this is AdaKV's rule.
+    """
+    units = ranked.shape[-1] // unit
+    medians = ranked[..., unit // 2 :: unit][..., :units]
+    best = medians.flatten(1).topk(tokens // unit, dim=-1).indices
+    won = torch.zeros(ranked.shape[:2], dtype=torch.long, device=ranked.device)
+    return unit * won.scatter_add_(1, best // max(1, units), torch.ones_like(best))
+
+
+def select(scores: Tensor, certain: int, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each head's `certain` best tokens, and which tokens are the next best `counts`.
+
+    scores: fp32 [B, Hk, N]; counts: int64 [B, Hk]. Returns slots int64 [B, Hk, certain], ascending,
+    and bool [B, Hk, N].
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    taken = (rank >= certain) & (rank < certain + counts[..., None])
+    more = torch.zeros_like(taken).scatter_(2, order, taken)
+    return order[..., :certain].sort(dim=-1).values, more

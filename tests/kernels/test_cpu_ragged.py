@@ -1,0 +1,120 @@
+"""Attention of heads with different numbers of tokens: float64 loops, reference and kernel."""
+
+import numpy as np
+import pytest
+import torch
+
+import naive
+from kvloom.kernels import dispatch, ops
+from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.ragged import Spans, attend_ragged
+from kvloom.recipe import resolve
+from kvloom.store import Packed, Transform
+from kvloom.store.packed import PackedTokens
+from strands import FP32, TOL, channel, token
+
+D, HEADS = 64, 2
+FORMS = {  # keys, values, dtype of exact tokens; the number of a head's tokens is a multiple
+    "exact": (None, None, FP32, 1),
+    "bf16": (None, None, torch.bfloat16, 1),
+    "balanced": (
+        channel(4, 64, hadamard=True),
+        Packed(2, "token", 0, transform=Transform(rotate=True)),
+        FP32,
+        64,
+    ),
+    "2 bit, exact values": (channel(2, 32), None, torch.bfloat16, 32),
+    "boosted, 1.5 bit": (channel(2, 32, boost=16), token(1.5, 16, "bf16"), FP32, 160),
+    "exact keys, 3 bit": (None, token(3, 0, "fp8"), torch.float16, 8),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Memory that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def side(fmt, tokens, dtype, seed):
+    """Return the view of all heads' tokens, and these as they are read, in fp32."""
+    x = torch.randn(1, 1, tokens, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    if fmt is None:
+        return KVView(None, x), x.float()
+    packed = PackedTokens(fmt)
+    packed.append(x)
+    view = packed.view()
+    return KVView(view, x[:, :, :0], fmt), view._replace(dtype=FP32).tensor()
+
+
+def spans(counts):
+    """Return heads [B, HEADS] with so many tokens, one after the other, and a gap in front."""
+    counts = torch.tensor(counts).view(-1, HEADS)
+    first = counts.flatten().cumsum(0).view(-1, HEADS) - counts
+    return Spans(torch.stack([first, counts], dim=-1), int(counts.max()))
+
+
+@pytest.mark.sample("values")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("counts", [[1, 3, 0, 2], [9, 0], [0, 0, 20, 1], [5, 5]])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_head_reads_its_own_tokens(form, counts, queries, threads):
+    keys_format, values_format, dtype, unit = FORMS[form]
+    where = spans([unit * n for n in counts])
+    batch, hq = len(where.bounds), 3 * HEADS
+    total = int(where.bounds[..., 1].sum())
+    keys, k = side(keys_format, total, dtype, 0)
+    values, v = side(values_format, total, dtype, 1)
+    g = torch.Generator().manual_seed(2)
+    q = torch.randn(batch, hq, queries, D, generator=g)
+    valid = torch.rand(batch, HEADS, where.longest, generator=g) > 0.3
+    for options in ({}, {"softcap": 2.0}, {"valid": valid}):
+        before, old = dispatch.ran["attend_ragged", "cpu", ""], torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            with dispatch.use("auto"):
+                found = ops.attend_ragged(q, keys, values, where, 0.125, **options)
+        finally:
+            torch.set_num_threads(old)
+        assert dispatch.ran["attend_ragged", "cpu", ""] == before + 1
+        want = attend_ragged(q, keys, values, where, 0.125, **options)
+        bound = 2e-2 if values.packed is not None and dtype != FP32 else 5e-6
+        bound = 2e-2 if keys.packed is not None and dtype != FP32 else bound
+        torch.testing.assert_close(want.out, found.out, atol=bound, rtol=bound)
+        torch.testing.assert_close(want.lse, found.lse, atol=bound, rtol=bound)
+        agrees_with_loops(found, q, k, v, where, **options)
+
+
+def agrees_with_loops(found, q, k, v, where, valid=None, softcap=None):
+    """Check a state against float64 loops over each head's own tokens, as the kernel reads them."""
+    repeats = q.shape[1] // HEADS
+    for row in range(q.shape[0]):
+        for head in range(HEADS):
+            first, count = where.bounds[row, head].tolist()
+            heads = slice(head * repeats, (head + 1) * repeats)
+            see = None if valid is None else valid[row : row + 1, head : head + 1, :count].numpy()
+            if not count or (see is not None and not see.any()):
+                assert (found.out[row, heads] == 0).all()
+                assert (found.lse[row, heads] == -torch.inf).all()
+                continue
+            its = slice(first, first + count)
+            out, lse = naive.attention(
+                q[row : row + 1, heads].double().numpy(), k[:, :, its].double().numpy(),
+                v[:, :, its].double().numpy(), 0.125, valid=see, softcap=softcap,
+            )  # fmt: skip
+            np.testing.assert_allclose(found.out[row, heads].numpy(), out[0], atol=TOL, rtol=TOL)
+            np.testing.assert_allclose(found.lse[row, heads].numpy(), lse[0], atol=TOL, rtol=TOL)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"), [("skvq", "before RoPE"), ("rptq", "grouped or scaled together")]
+)
+def test_what_the_kernel_does_not_read(recipe, why):
+    store = resolve(recipe).store
+    tail = torch.randn(1, 1, 0, D)
+    keys, values = (KVView(None, tail, fmt) for fmt in (store.keys, store.values))
+    q = torch.randn(1, 4, 1, D)
+    with dispatch.use("auto"):
+        assert why in ops.attend_ragged.choose(q, keys, values, spans([0, 0]), 0.125).why

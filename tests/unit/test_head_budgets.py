@@ -1,0 +1,137 @@
+"""Budgets per head: how they are divided and spelled, and what they do not combine with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.errors import IncompatibleRecipe, RecipeError
+from kvloom.keep import Budget, Keep, Mass, Observation, head_budgets
+from kvloom.recall import Pages, Recall
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import LayerOverride, Recipe
+from kvloom.store import Format, Store
+
+GEOMETRY = Geometry(4, 8, 2, 64, torch.float32)
+KEEP = Keep(Budget(64, recent=8, heads=0.2), Observation(8), when="prompt")
+
+
+@dataclass(frozen=True)
+class Whole(Format):
+    """A format of another distribution."""
+
+    kind: ClassVar[str] = "whole"
+
+
+def test_adakv_by_hand():
+    """Two heads and four tokens: the best scores are 9, 8, 5 and 4, three of them head 0's."""
+    ranked = torch.tensor([[[9.0, 5.0, 4.0, 1.0], [8.0, 3.0, 2.0, 0.0]]])
+    assert head_budgets.divide(ranked, 4, 1).tolist() == [[3, 1]]
+
+
+def test_units_by_hand():
+    """Medians of units of three: 8 and 2 in head 0, 5 and 4 in head 1."""
+    ranked = torch.tensor([[[9.0, 8.0, 7.0, 3.0, 2.0, 1.0], [6.0, 5.0, 5.0, 4.0, 4.0, 0.0]]])
+    assert head_budgets.divide(ranked, 9, 3).tolist() == [[3, 6]]
+
+
+@given(st.integers(0, 3000), st.floats(0, 1), st.sampled_from([1, 16, 64, 160]))
+def test_every_head_is_certain_of_its_share(heavy, share, unit):
+    certain = head_budgets.certain(heavy, share, unit)
+    assert share * heavy - 1e-3 <= certain <= heavy
+    assert (heavy - certain) % unit == 0
+    assert certain < share * heavy + unit + 1e-3 or certain == heavy
+    assert head_budgets.certain(heavy, 1.0, unit) == heavy
+
+
+@given(st.integers(0, 99), st.integers(1, 5), st.integers(0, 20), st.sampled_from([1, 4]))
+def test_the_total_is_exact_with_ties_and_padding(seed, heads, units, unit):
+    g = torch.Generator().manual_seed(seed)
+    n = 20 * unit + seed % unit
+    scores = torch.randint(0, 4, (2, heads, n), generator=g).float()
+    scores[0, :, 5:] = -torch.inf
+    scores[:, :, :2] = torch.inf
+    ranked = scores.sort(dim=-1, descending=True).values
+    counts = head_budgets.divide(ranked, heads * units * unit, unit)
+    assert counts.sum(dim=1).tolist() == [heads * units * unit] * 2
+    assert (counts % unit == 0).all()
+    best, more = head_budgets.select(scores, 3, counts.clamp(max=n - 3))
+    assert torch.equal(more.sum(dim=-1), counts.clamp(max=n - 3))
+    assert not more.gather(2, best).any()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "snapkv:heads=0.2",
+        "kvzip:heads=0,layers=joint,store=kivi-4",
+        "small:heads=0.2,layers=joint",
+        "tiny:heads=0.5",
+    ],
+)
+def test_every_spelling_is_the_same_recipe(name):
+    recipe = resolve(name)
+    assert recipe.keep.budget.heads is not None
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert recipe.problems(GEOMETRY) == []
+
+
+@pytest.mark.parametrize("name", ["snapkv", "kvzip", "small", "tiny"])
+def test_a_share_of_one_is_the_recipe_without_heads(name):
+    assert resolve(f"{name}:heads=1.0").keep == resolve(name).keep
+    assert "heads" not in resolve(name).to_toml()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"when": "step"}, 'with a score and when="prompt"'),
+        ({"positions": "renumbered"}, 'use "original"'),
+        ({"shared": True}, "leave one of the two out"),
+    ],
+)
+def test_what_a_keep_refuses(change, why):
+    scorer = Mass() if "when" in change else KEEP.scorer
+    with pytest.raises(RecipeError, match=why):
+        replace(KEEP, scorer=scorer, **change)
+
+
+def test_what_a_budget_refuses():
+    for heads in (-0.1, 1.5, float("nan")):
+        with pytest.raises(RecipeError, match=r"heads=.* must lie in \[0, 1\]"):
+            Budget(64, heads=heads)
+    with pytest.raises(RecipeError, match="heads='a few' must be"):
+        Budget(64, heads="a few")
+    with pytest.raises(RecipeError, match="give heads"):
+        Budget(64, layers="joint")
+
+
+def test_what_a_recipe_refuses():
+    with pytest.raises(RecipeError, match="recall reads equal numbers"):
+        Recipe(KEEP, recall=Recall(Pages(8), 32))
+    for name in ("skvq", "rptq", "smoothquant"):
+        with pytest.raises(RecipeError, match=r"(keys|values): heads=0\.2 takes tokens that"):
+            Recipe(KEEP, store=resolve(name).store)
+    with pytest.raises(RecipeError, match=r"values: .* not of 'whole'"):
+        Recipe(KEEP, store=Store(values=Whole()))
+    joint = replace(KEEP, budget=replace(KEEP.budget, layers="joint"))
+    override = LayerOverride("first 1", store=resolve("kivi").store)
+    assert Recipe(KEEP, layers=(override,)).problems(GEOMETRY) == []
+    with pytest.raises(RecipeError, match="all of them need one store"):
+        Recipe(joint, layers=(override,))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "why"),
+    [({"ranks": 2}, "one of 2 parts"), ({"alibi": True}, r"by their positions \(ALiBi\)")],
+)
+def test_what_a_model_cannot_have(geometry, why):
+    with pytest.raises(IncompatibleRecipe, match=why):
+        Recipe(KEEP).check(replace(GEOMETRY, **geometry))

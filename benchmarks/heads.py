@@ -19,6 +19,7 @@ from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
 from kvloom.reference.corpus import calibration_text
 from kvloom.workload import models
+from kvloom.workload.crew import run_alone
 from kvloom.workload.forward import forward
 from kvloom.workload.prefill import prefill
 from kvloom.workload.text import leading_ids
@@ -60,8 +61,8 @@ def main() -> None:
     first = leading_ids(tokenizer)
     for hay in haystacks(tokenizer, ids, first, context=CONTEXT, questions=args.questions, seed=5):
         for each in filled(model, recipes, np.asarray(hay.context_ids)):
-            right = count_correct(model, tokenizer, each.recipe, hay, 8, prefilled=each.cache)
-            found[each.recipe.name] += right
+            work = count_correct(model, tokenizer, each.recipe, hay, 8, prefilled=each.cache)
+            found[each.recipe.name] += run_alone(model, work)
     geometry = compat.geometry(model)
     whole = recipes[0].nbytes(CONTEXT, geometry)
     print(f"full: {found['full']} of {args.questions} needles")

@@ -15,10 +15,10 @@ import tiny
 from kvloom.cli.app import app
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.hf import compat
-from kvloom.recipe import Recipe
+from kvloom.recipe import LayerOverride, Recipe
 from kvloom.tuner import Settings, candidates, prompt
 from kvloom.tuner.bound import Bound
-from kvloom.tuner.candidates import Choice, uniform
+from kvloom.tuner.candidates import Choice, evicting, uniform
 from kvloom.tuner.knapsack import Knapsack
 from kvloom.tuner.layers import by_layer
 from kvloom.tuner.precision import in_float32
@@ -31,9 +31,9 @@ CONTEXT = 96
 
 def few(monkeypatch):
     """Leave a few candidates: a pass is then as fast as its model."""
-    keys = {name: candidates.FORMATS["keys"][name] for name in ("exact", "kivi-2", "turbo-3")}
+    keys = {name: candidates.FORMATS["keys"][name] for name in ("exact", "rotated-2", "rotated-4")}
     values = {name: candidates.FORMATS["values"][name] for name in ("exact", "turbo-2")}
-    kept = {name: candidates.KEPT[name] for name in ("all", "kvzip-0.5", "snapkv-0.5")}
+    kept = {x: candidates.KEPT[x] for x in ("all", "kvzip-0.5", "kvzip-0.2", "snapkv-0.5")}
     monkeypatch.setattr(candidates, "FORMATS", {"keys": keys, "values": values})
     monkeypatch.setattr(candidates, "KEPT", kept)
 
@@ -127,7 +127,7 @@ def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
     assert not prompt.repeats(model, 300, evicting)  # it has 512 positions
     scored = candidates.to_score(geometry, repeats=False)
     assert not any("kvzip" in choice.kept for choice in candidates.combined(scored))
-    assert candidates.others(scored) == Choice(kept="snapkv-0.5")
+    assert scored.others == Choice(kept="snapkv-0.5")
 
 
 # passes
@@ -151,7 +151,7 @@ def decoded(model, recipe, step):
 @torch.inference_mode()
 @pytest.mark.parametrize("kept", ["snapkv-0.3", "kvzip-0.3"])
 def test_a_whole_recipe_is_measured_as_a_cache_decodes_it(model, read, kept):
-    choices = [Choice("kivi-2", "turbo-2"), Choice(), Choice("turbo-3", "exact", kept)]
+    choices = [Choice("rotated-2", "turbo-2"), Choice(), Choice("rotated-4", "exact", kept)]
     recipe = by_layer(choices, range(3), 4)
     kl = read.whole([Recipe(), recipe])
     exact, other = decoded(model, Recipe(), 4), decoded(model, recipe, 4)
@@ -166,13 +166,14 @@ def test_a_whole_recipe_is_measured_as_a_cache_decodes_it(model, read, kept):
 def test_one_layer_equals_a_recipe_whose_other_layers_evict_alike(
     model, read, number, others, monkeypatch
 ):
-    packed = Choice("kivi-2", "turbo-2", "snapkv-0.3")
-    tried, rest = [uniform(x, 4) for x in (Choice(), packed)], Choice(kept=others)
-    choices = [packed if i == number else rest for i in range(3)]
-    recipe = by_layer(choices, range(3), 4)
+    packed = Choice("rotated-2", "turbo-2", "snapkv-0.3")
+    tried = [uniform(x, 4) for x in (Choice(), packed)]
+    rest = uniform(Choice(), 4) if others == "all" else evicting(Choice(kept=others), 4)
+    own = LayerOverride(str(number), keep=tried[1].keep, store=tried[1].store)
+    recipe = replace(rest, layers=(own,))
 
     def scored(prompt):
-        base = prompt.exact if others == "all" else prompt.evicted(uniform(rest, 4))
+        base = prompt.exact if others == "all" else prompt.evicted(rest)
         return prompt.one_layer(number, tried, base)
 
     read.step = 12  # one step, as a layer is scored
@@ -199,7 +200,7 @@ def test_a_model_in_half_precision_is_scored_in_float32_and_has_its_weights_agai
 
 
 def test_a_pass_leaves_the_forwards_of_the_model(model, read):
-    read.one_layer(2, [uniform(Choice("kivi-2"), 4)], read.exact)
+    read.one_layer(2, [uniform(Choice("rotated-2"), 4)], read.exact)
     assert all("forward" not in vars(layer) for layer in model.model.layers)
 
 

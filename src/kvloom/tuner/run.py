@@ -25,7 +25,7 @@ from ..workload.forward import forward
 from ..workload.models import check_positions
 from ..workload.text import cut_rows, leading_ids, tokenize
 from .bound import Bound
-from .candidates import OTHERS, Choice, combined, others, to_score, uniform
+from .candidates import OTHERS, Choice, combined, evicting, to_score, uniform
 from .layers import by_layer
 from .precision import in_float32
 from .problem import Problem, sizes
@@ -91,8 +91,8 @@ def tune(
         needs_whole(model, "tuning")
         geometry = compat.geometry(model)
         bound = Bound(bytes, kl, Recipe().nbytes(context, geometry))
-        evicting = uniform(Choice(kept=OTHERS[0]), settings.window)
-        scored = to_score(geometry, repeats(model, context, evicting))
+        repeating = uniform(Choice(kept=OTHERS[0]), settings.window)
+        scored = to_score(geometry, repeats(model, context, repeating))
         least = sizes(combined(scored), geometry, context, settings.window).min()
         bound.check(int(least) * geometry.layers)
         check_positions(model, context, settings.measured)
@@ -142,8 +142,10 @@ def tune(
 def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Progress) -> None:
     """Add the scores that are missing, layer by layer."""
     window = prompts.settings.window
-    formats, kept = ([uniform(choice, window) for choice in x] for x in scores.scored)
-    evicting = uniform(others(scores.scored), window)
+    scored = scores.scored
+    formats = [uniform(choice, window) for choice in scored.formats]
+    kept = [uniform(choice, window) for choice in scored.kept]
+    others = evicting(scored.others, window)
     places = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
     evicted: dict[int, Base] = {}
     for done, (text, number) in enumerate(places):
@@ -151,7 +153,7 @@ def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Pr
             on_step(f"scoring layer {number} on text {text + 1}", done, len(places))
             prompt = prompts[text]
             if text not in evicted:
-                evicted = {text: prompt.evicted(evicting)}
+                evicted = {text: prompt.evicted(others)}
             found = {
                 "formats": prompt.one_layer(number, formats, prompt.exact),
                 "kept": prompt.one_layer(number, kept, evicted[text]),

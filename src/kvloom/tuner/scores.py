@@ -31,8 +31,10 @@ class Scores:
 
     def __init__(self, scored: Scored, about: dict[str, Any], folder: Path | None = None) -> None:
         self.scored = scored
-        self.names = {group: list(map(str, x)) for group, x in scored._asdict().items()}
-        about = {"format": FORMAT, "choices": self.names, **about}
+        self.choices = {"formats": scored.formats, "kept": scored.kept}
+        self.names = {group: list(map(str, x)) for group, x in self.choices.items()}
+        others = {"others": str(scored.others)}
+        about = {"format": FORMAT, "choices": self.names | others, **about}
         spelled = json.dumps(about, indent=2, sort_keys=True)
         name = hashlib.sha256(spelled.encode()).hexdigest()[:16]
         self.folder = folder or cache_folder() / "tune" / name
@@ -82,7 +84,7 @@ class Scores:
         An exact layer among others that evict has a divergence, too.
         """
         found: dict[Choice, float] = {}
-        for group, choices in self.scored._asdict().items():
+        for group, choices in self.choices.items():
             lines = [x for (_, number), x in self.lines.items() if number == layer]
             means = torch.cat([torch.tensor(x[group]) for x in lines], dim=1).mean(dim=1)
             found |= dict(zip(choices, (means - means[0]).clamp(min=0).tolist(), strict=True))

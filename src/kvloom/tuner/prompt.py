@@ -45,15 +45,20 @@ class Prompt:
     """A prompt ids [1, N] in exact form, and its continuation [1, T].
 
     step: tokens of the continuation that one step of a whole recipe appends, so that tokens leave
-    the recent window as they do when they come one by one.
+    the recent window as they do when they come one by one. repeated: by layer, the scores of a
+    repetition of this prompt; filled when they are first needed.
     """
 
     def __init__(
-        self, model: PreTrainedModel, ids: Tensor, continuation: Tensor, step: int
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        continuation: Tensor,
+        step: int,
+        repeated: dict[int, ScoreEvictor] | None = None,
     ) -> None:
         self.model, self.ids, self.continuation, self.step = model, ids, continuation, step
-        self.repeated: dict[int, ScoreEvictor] = {}
-        """By layer, the scores of a repetition of the prompt; empty before they are needed."""
+        self.repeated = {} if repeated is None else repeated
         cache = Cache(model, Recipe())
         self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
         self.layers = cache.layers  # after the prompt: a `_Reader`, or a layer of transformers
@@ -129,7 +134,7 @@ class Prompt:
         members = {number: self._stored(number, cache) for number in self.numbers}
         with adapters.masks(self.model):
             repetition.score()
-        self.repeated = {number: member.score_evictor for number, member in members.items()}
+        self.repeated |= {number: member.score_evictor for number, member in members.items()}
 
     def _base(self, tokens: dict[int, _Tokens]) -> tuple[Base, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..cache.score_evictor import ScoreEvictor
 from ..hf import compat
 from ..hf.cache import Cache
 from ..hf.metadata import identity
@@ -162,11 +163,15 @@ def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Pr
 
 
 class _Prompts:
-    """The prompts of rows int64 [texts, context + tokens]; the last one used stays in memory."""
+    """The prompts of rows int64 [texts, context + tokens]; the last one used stays in memory.
+
+    The scores of a repetition take long and little memory: those of all prompts stay.
+    """
 
     def __init__(self, model: PreTrainedModel, rows: Tensor, settings: Settings) -> None:
         self.model, self.rows, self.settings = model, rows, settings
         self.current: tuple[int, Prompt] | None = None
+        self.repeated: list[dict[int, ScoreEvictor]] = [{} for _ in rows]
 
     def __getitem__(self, text: int) -> Prompt:
         if self.current is None or self.current[0] != text:
@@ -178,7 +183,7 @@ class _Prompts:
             )
             repeated = [ids[:, begin : begin + s.passage] for begin in begins]
             after = torch.cat([after, *repeated], dim=1)
-            self.current = text, Prompt(self.model, ids, after, s.window)
+            self.current = text, Prompt(self.model, ids, after, s.window, self.repeated[text])
         return self.current[1]
 
     def whole(self, recipes: Sequence[Recipe]) -> Tensor:

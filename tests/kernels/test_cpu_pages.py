@@ -32,25 +32,34 @@ def table(page, tokens):
     return PageTable(blocks, packed, tokens, tails, page, int(tokens.max()))
 
 
-@pytest.mark.parametrize("skip", [0, 5])
+@pytest.mark.parametrize("sinks", [0, 5, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("recipe", "page"),
     [("kivi", 128), ("near-lossless", 256), ("balanced", 128), ("rtn:bits=8", 128), ("kitty", 128)],
 )
-def test_pages(recipe, page, dtype, skip):
+def test_pages(recipe, page, dtype, sinks):
     store, generator = resolve(recipe).store, torch.Generator().manual_seed(0)
     keys, values = (pool(fmt, page, dtype, generator) for fmt in (store.keys, store.values))
-    where = table(page, [3 * page + 1, 7, 2 * page, page + 60, page])
+    tokens = [3 * page + 1, 7, 2 * page, page + 60, page]
+    where, options = table(page, tokens), {}
     q = torch.randn(5, 6, 1, D, generator=generator)
+    if sinks:
+        exact = torch.randn(BLOCKS, 2, HEADS, min(sinks, page), D, generator=generator)
+        options["sinks"] = exact.to(dtype).unbind(1)
+        new = torch.randn(5, 2, HEADS, 1, D, generator=generator).to(dtype)
+        options["new"] = new.unbind(1)
+    copies = [view._replace(tail=view.tail.clone()) for view in (keys, values)]
     before = dispatch.ran["attend_pages", "cpu", ""]
     with dispatch.use("auto"):
-        found = ops.attend_pages(q, keys, values, where, 0.125, skip=skip)
+        found = ops.attend_pages(q, keys, values, where, 0.125, **options)
     assert dispatch.ran["attend_pages", "cpu", ""] == before + 1
-    want = attend_pages(q, keys, values, where, 0.125, skip=skip)
+    want = attend_pages(q, *copies, where, 0.125, **options)
     bound = 5e-6 if dtype == torch.float32 else 2e-2  # the reference rounds unpacked tokens
     torch.testing.assert_close(found.out, want.out, atol=bound, rtol=bound)
     torch.testing.assert_close(found.lse, want.lse, atol=bound, rtol=bound)
+    for mine, copy in zip((keys, values), copies, strict=True):  # the new tokens, nothing else
+        torch.testing.assert_close(mine.tail, copy.tail, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@
 Starts the server on the reference model, keeps so many requests open, and checks that every answer
 arrives whole. The server answers some prompts alone first. Under load, it divides prompts into
 other chunks and finds other prefixes, so the answer may differ: equal answers are only counted.
-Prompts that fit into one chunk get equal answers with --no-prefix-caching. Prints one JSON
-object: answers, failures, and the server's memory at the start, in the middle and at the end.
+Prompts in one chunk get equal answers: with --no-prefix-caching, and with --step-tokens for the
+prompts of all clients together, 1,500 tokens each. Prints one JSON
+object: answers, failures, and the server's memory in MiB at the start and after each sixth of the
+time. vLLM's pool of --mib counts from the first use of each block. `none` is vLLM without kvloom.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def main() -> None:
         help="without it, answers must equal those of the same prompts alone",
     )
     parser.add_argument("--mib", type=int, default=256, help="memory of the cache")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step at most")
     asked = parser.parse_args()
     settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
     server = subprocess.Popen(
@@ -48,7 +51,9 @@ def main() -> None:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(WEIGHTS),
             "--served-model-name", "reference", "--enforce-eager", "--max-model-len", "2048",
             "--kv-cache-memory-bytes", str(asked.mib << 20), "--port", str(asked.port),
-            "--additional-config", json.dumps({"kvloom": asked.recipe}),
+            "--max-num-batched-tokens", str(asked.step_tokens),
+            "--additional-config",
+            json.dumps({} if asked.recipe == "none" else {"kvloom": asked.recipe}),
             "--enable-prefix-caching" if asked.prefix_caching else "--no-enable-prefix-caching",
         ],
         env=os.environ | settings,
@@ -107,8 +112,8 @@ async def soak(asked: argparse.Namespace, pid: int) -> dict[str, object]:
                     counted["equal"] += text == alone[which]
 
         async def watch() -> None:
-            for _ in range(2):
-                await asyncio.sleep(30 * asked.minutes)
+            for _ in range(6):
+                await asyncio.sleep(10 * asked.minutes)
                 memory.append(resident(pid))
 
         await asyncio.gather(watch(), *(worker(seed) for seed in range(asked.concurrent)))

@@ -60,8 +60,8 @@ def step(attention, requests, counts):
         for row in found.many
     ]
     if found.decode is not None:
-        at = found.decode.tokens
-        out[at] = attention.decode(found.decode, tails[found.decode.at], q[at], k[at], v[at])
+        at, table = found.decode.tokens, found.decode.table(tails)
+        out[at] = attention.decode(found.decode, table, q[at], k[at], v[at])
     for row, kept in zip(found.many, exact, strict=True):
         out[row.begin : row.end] = attention.attend(row, q[row.begin : row.end], *kept)
         attention.keep(row, tails[row.at], *kept)

@@ -1,5 +1,6 @@
 """What does not run is refused by name, with a remedy, and kvloom alone changes nothing."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import engines
 import kvloom
 from kvloom.errors import IncompatibleRecipe
+from kvloom.recipe import resolve
 from kvloom.reference import WEIGHTS
 from kvloom.store.calibration import Calibration
 from kvloom_vllm import refusal, request
@@ -59,7 +61,7 @@ def test_the_rule_packs_keys_and_values_by_page_and_keeps_the_sinks():
 def engine_config(**changes):
     plain = {
         "speculative_config": None, "kv_transfer_config": None, "additional_config": {},
-        "model_config": SimpleNamespace(is_encoder_decoder=False),
+        "model_config": SimpleNamespace(is_encoder_decoder=False, is_mm_prefix_lm=False),
         "cache_config": SimpleNamespace(prefix_match_unit=None, cache_dtype="auto"),
         "parallel_config": SimpleNamespace(),
     }  # fmt: skip
@@ -79,7 +81,14 @@ def engine_config(**changes):
             {"cache_config": SimpleNamespace(prefix_match_unit=None, cache_dtype="fp8")},
             "kv_cache_dtype='fp8'",
         ),
-        ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "encoder"),
+        (
+            {"model_config": SimpleNamespace(is_encoder_decoder=True, is_mm_prefix_lm=False)},
+            "encoder",
+        ),
+        (
+            {"model_config": SimpleNamespace(is_encoder_decoder=False, is_mm_prefix_lm=True)},
+            "both directions",
+        ),
         (
             {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
             "decode_context_parallel_size",
@@ -119,6 +128,49 @@ def test_kinds_of_layers():
     refusal.refuse_other_layers(set())
     with pytest.raises(ValueError, match="caches of MambaMixer"):
         refusal.refuse_other_layers({"MambaMixer"})
+
+
+class Attention(SimpleNamespace):
+    """A layer as vLLM makes it."""
+
+
+class ChunkedLocalAttention(Attention):
+    pass
+
+
+def layer(kind=Attention, heads=4, head_size=64, value_size=64):
+    return kind(
+        impl=SimpleNamespace(num_heads=heads), num_kv_heads=2, head_size=head_size,
+        head_size_v=value_size,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (layer(ChunkedLocalAttention), "layers of ChunkedLocalAttention"),
+        (layer(heads=8), "differ in heads"),
+        (layer(head_size=128, value_size=128), "differ in heads"),
+        (layer(value_size=32), "keys and values, differ"),
+    ],
+)
+def test_layers_of_attention(other, why):
+    refusal.refuse_attention_layers({"a": layer(), "b": layer()})
+    with pytest.raises(ValueError, match=why):
+        refusal.refuse_attention_layers({"a": layer(), "b": other})
+
+
+def test_layers_that_share_a_number():
+    refusal.refuse_shared_numbers({"a.0": 0, "a.1": 1})
+    with pytest.raises(ValueError, match="layer 1 of this model"):
+        refusal.refuse_shared_numbers({"a.0": 0, "a.1": 1, "b.1": 1})
+
+
+def test_more_sinks_than_a_page_has():
+    assert paged("kivi:sinks=128", 128).protect.sinks == 128
+    for recipe in ("kivi:sinks=129", "kivi@0=kivi-4:sinks=129"):
+        with pytest.raises(ValueError, match="sinks=128 or fewer"):
+            paged(recipe, 128)
 
 
 def test_versions():
@@ -174,11 +226,78 @@ def test_the_environment_asks_too(monkeypatch):
                                     "prompt_lookup_max": 3}},
             "speculative decoding",
         ),
+        ("kivi", {"prefix_match_unit": 64, "enable_prefix_caching": True}, "prefix_match_unit"),
+        (
+            "kivi",
+            {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
+            "KV connectors",
+        ),
+        ("kivi", {"kv_offloading_size": 1.0}, "KV connectors"),
     ],
 )  # fmt: skip
 def test_engines_that_do_not_start(recipe, options, why):
     with pytest.raises(engines.Failed, match=why):
         engines.run(state, recipe, **options)
+
+
+PLAIN = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 128, "max_position_embeddings": 512, "head_dim": 32,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 2, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "why"),
+    [
+        ("MistralForCausalLM", {"model_type": "mistral", "sliding_window": 64}, "a sliding window"),
+        ("BloomForCausalLM", {"model_type": "bloom", "n_layer": 2, "n_head": 4}, "ALiBi"),
+        (
+            "Gemma2ForCausalLM",
+            {"model_type": "gemma2", "query_pre_attn_scalar": 16, "sliding_window": 64},
+            "a soft cap of the logits",
+        ),
+        (
+            "GptOssForCausalLM",
+            {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1},
+            "attention sinks",
+        ),
+        ("DeepseekV2ForCausalLM", {"model_type": "deepseek_v2", **LATENT}, "latent attention"),
+        ("MambaForCausalLM", {"model_type": "mamba", "state_size": 16}, "a state instead of keys"),
+    ],
+)
+def test_models_that_do_not_start(tmp_path, architecture, config, why):
+    options = tiny_model(tmp_path, architecture, config)
+    with pytest.raises(engines.Failed, match=why):
+        engines.run(state, "kivi", **options)
+
+
+def tiny_model(folder, architecture, config):
+    """Write the config of a model without weights; return the options that run it."""
+    whole = PLAIN | {"architectures": [architecture], "torch_dtype": "float32"} | config
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    return {
+        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True,
+        "max_model_len": 64,
+    }  # fmt: skip
+
+
+def test_models_with_a_state_start_without_a_recipe(tmp_path):
+    options = tiny_model(tmp_path, "MambaForCausalLM", {"model_type": "mamba", "state_size": 16})
+    _, layers, modules = engines.run(state, None, **options)
+    assert (layers, modules) == (2, {"vllm.v1.attention.backends.mamba1_attn"})
+
+
+def test_calibrated_recipes_run_in_one_process():
+    calibrated = resolve("skvq:group=32,pre_rope=false")
+    refusal.refuse_split_calibration(calibrated, 1)
+    refusal.refuse_split_calibration(resolve("kivi"), 2)
+    with pytest.raises(IncompatibleRecipe, match="leave out tensor parallelism"):
+        refusal.refuse_split_calibration(calibrated, 2)
 
 
 def test_a_calibration_of_another_model(tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvloom.kernels import ops
 from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.pages import PageTable
 from kvloom.kernels.attend.reference import State, merge
 from kvloom.kernels.plan import Plan
 from kvloom.store.packed import PackedView
@@ -34,6 +35,7 @@ class PagedAttention:
         layout = pages.layout
         self.page, self.head_dim = layout.tokens, layout.head_dim
         self.sinks = layout.plan.sinks
+        self.exact_first = pages.sinks.unbind(1) if self.sinks else None
         self.nothing = tail.new_empty(1, layout.heads, 0, layout.head_dim)
         self.plan = Plan(ops.attend_pages)
         tails = tail.split(layout.head_dim, dim=-1)
@@ -44,27 +46,23 @@ class PagedAttention:
 
     # --- one token each
 
-    def decode(self, step: Decode, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store one token of each row, and attend: q [R, Hq, D], k, v [R, H, D] to [R, Hq, D].
+    def decode(self, step: Decode, table: PageTable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store one token of each row, and attend: q [R, Hq, D], k, v [R, H, D].
 
-        blocks: int64 [R], of the rows' tails.
+        table: of the rows, by the layer's own tails. Returns fp32 [R, Hq, D].
         """
-        self.tail[blocks, :, step.inside] = torch.cat([k, v], dim=-1)
-        if len(step.full):
-            tails = self.tail[blocks[step.full]]
-            self.pages.write(step.filled, *tails.chunk(2, dim=-1), step.fills_first)
-        queries, table = q.unsqueeze(2), step.table(blocks)
+        queries = q.unsqueeze(2)
         attend = self.plan.bind(queries, *self.views, table)
+        if attend is None or step.fills:  # a row may read what another one packs
+            self.tail[table.tails, :, step.inside] = torch.cat([k, v], dim=-1)
+        if step.fills:
+            tails = self.tail[table.tails[step.full]]
+            self.pages.write(step.filled, *tails.chunk(2, dim=-1), step.fills_first)
         if attend is None:
-            return self._one_by_one(step, blocks, queries).to(q.dtype)
-        state = attend(queries, *self.views, table, self.scale, skip=self.sinks)
-        if self.sinks and len(step.paged):
-            sinks = self._sinks(queries[step.paged], step.firsts)
-            if len(step.paged) == len(q):
-                return merge([state, sinks]).out[:, :, 0].to(q.dtype)
-            every = torch.arange(len(q))
-            return _merged([(state, every), (sinks, step.paged)], len(q)).to(q.dtype)
-        return state.out[:, :, 0].to(q.dtype)
+            return self._one_by_one(step, table.tails, queries)
+        new = k.unsqueeze(2), v.unsqueeze(2)
+        state = attend(queries, *self.views, table, self.scale, sinks=self.exact_first, new=new)
+        return state.out[:, :, 0]
 
     def _one_by_one(self, step: Decode, blocks: Tensor, q: Tensor) -> Tensor:
         """Attend q [R, Hq, 1, D] to pages that no kernel reads by a table: fp32 [R, Hq, D]."""

@@ -142,9 +142,9 @@ class KvloomImpl(AttentionImpl):
             for row, tail in rows
         ]
         if (decode := step.decode) is not None:
-            at = decode.tokens
-            blocks = decode.tails(tails)
-            output[at] = paged.decode(decode, blocks, query[at], key[at], value[at])
+            at, table = decode.tokens, decode.table(tails)
+            found = paged.decode(decode, table, query[at], key[at], value[at])
+            output[at] = found if isinstance(at, slice) else found.to(output.dtype)  # a slice casts
         for (row, tail), (k, v) in zip(rows, exact, strict=True):
             output[row.begin : row.end] = paged.attend(row, query[row.begin : row.end], k, v)
             paged.keep(row, tail, k, v)

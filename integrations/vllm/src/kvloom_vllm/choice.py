@@ -12,7 +12,9 @@ from typing import Any
 
 from . import request
 
-NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+LATENT = ("CPU_MLA", "AMX_MLA")
+STATES = ("MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN")
+NAMES = ("CPU_ATTN", *LATENT, *STATES)
 
 
 def __getattr__(name: str) -> Any:
@@ -32,20 +34,29 @@ def _own(name: str) -> Any:
     """Return vLLM's own backend, which refuses an engine that asks for a recipe."""
     from vllm.config import get_current_vllm_config
     from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    base = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    base = resolve_obj_by_qualname(member(name).value)
 
-    def get_impl_cls() -> Any:
-        """Return the class of vLLM's own implementation."""
-        recipe = request.spelled(get_current_vllm_config())
-        if recipe is not None:
-            raise ValueError(_why_not(name, recipe))
-        return base.get_impl_cls()
+    def checked(method: str) -> Any:
+        def get() -> Any:
+            """Return vLLM's own class."""
+            recipe = request.spelled(get_current_vllm_config())
+            if recipe is not None:
+                raise ValueError(_why_not(name, recipe))
+            return getattr(base, method)()
 
-    # the same class to anyone who asks for its name
-    same = {"__module__": base.__module__, "get_impl_cls": staticmethod(get_impl_cls)}
-    return type(base.__name__, (base,), same)
+        return staticmethod(get)
+
+    # the same class to anyone who asks for its name; states have no implementation of attention
+    method = "get_builder_cls" if name in STATES else "get_impl_cls"
+    return type(base.__name__, (base,), {"__module__": base.__module__, method: checked(method)})
+
+
+def member(name: str) -> Any:
+    """Return the member of vLLM's registries with a name of `NAMES`."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
+
+    return MambaAttentionBackendEnum[name] if name in STATES else AttentionBackendEnum[name]
 
 
 def _why_not(name: str, recipe: str) -> str:
@@ -54,7 +65,12 @@ def _why_not(name: str, recipe: str) -> str:
             f"recipe {recipe!r}: this process began with an engine without kvloom, and vLLM keeps "
             "that choice; start this engine in a process of its own"
         )
+    if name in LATENT:
+        return (
+            f"recipe {recipe!r}: multi-head latent attention (MLA) stores one compressed vector "
+            "per token, which kvloom does not pack; run this model without kvloom"
+        )
     return (
-        f"recipe {recipe!r}: multi-head latent attention (MLA) stores one compressed vector per "
-        "token, which kvloom does not pack; run this model without kvloom"
+        f"recipe {recipe!r}: layers with a state instead of keys and values (Mamba, linear "
+        "attention) have nothing that kvloom packs; run this model without kvloom"
     )

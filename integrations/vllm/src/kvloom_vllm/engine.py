@@ -14,13 +14,19 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvloom import Recipe
-from kvloom.errors import IncompatibleRecipe
 from kvloom.recipe.geometry import Geometry
 
 from . import report, request
 from .calibrated import Calibrated
 from .page import LayerPlan, PageLayout
-from .refusal import refuse_engine, refuse_other_layers, refuse_version
+from .refusal import (
+    refuse_attention_layers,
+    refuse_engine,
+    refuse_other_layers,
+    refuse_shared_numbers,
+    refuse_split_calibration,
+    refuse_version,
+)
 from .rule import paged
 from .tail import TailLayer
 
@@ -42,6 +48,7 @@ class Engine:
         self.spelled = spelled
         self.page: int = config.cache_config.block_size
         self.recipe: Recipe = paged(spelled, self.page)
+        refuse_split_calibration(self.recipe, config.parallel_config.tensor_parallel_size)
         self._config = ref(config)
         self._layouts: dict[int, PageLayout] = {}
         self._reported = False
@@ -67,17 +74,18 @@ class Engine:
             and name not in layers
         )
         refuse_other_layers({type(one).__name__ for one in others})
+        refuse_attention_layers(layers)
         numbers = {name: _number(name) for name in layers}
+        refuse_shared_numbers(numbers)
         some = next(iter(layers.values())).impl
         geometry = Geometry(
             len(layers), some.num_heads, some.num_kv_heads, some.head_size, some.dtype,
             layer_numbers=tuple(sorted(numbers.values())),
         )  # fmt: skip
         self.recipe.check(geometry)
-        tensor_parallel = config.parallel_config.tensor_parallel_size
         for name, layer in layers.items():
             if layer.impl.plan is None:
-                plan = self._plan(numbers[name], geometry, tensor_parallel)
+                plan = self._plan(numbers[name], geometry)
                 layer.impl.plan = plan
                 self._layouts[numbers[name]] = PageLayout(
                     plan, self.page, some.num_kv_heads, some.head_size, some.dtype
@@ -92,20 +100,12 @@ class Engine:
             for line in report.lines(self.spelled, self._layouts, memory.shape[0], block):
                 logger.info_once(line)
 
-    def _plan(self, number: int, geometry: Geometry, tensor_parallel: int) -> LayerPlan:
+    def _plan(self, number: int, geometry: Geometry) -> LayerPlan:
         recipe = self.recipe.for_layer(number, geometry.numbers)
         store = recipe.store
         sinks = 0 if store.exact else recipe.protect.sinks
         channels: tuple[Any, Any] = None, None
         if store.calibrated:
-            if tensor_parallel > 1:
-                raise IncompatibleRecipe(
-                    self.spelled,
-                    [
-                        "in vLLM, calibrated channels of all heads are grouped in one process; "
-                        "leave out tensor parallelism, or use 'near-lossless'"
-                    ],
-                )
             channels = self._calibrated(recipe).channels(recipe, number)
         return LayerPlan(store.keys, store.values, sinks, channels)
 

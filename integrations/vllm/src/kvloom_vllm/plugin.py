@@ -10,7 +10,9 @@ from . import choice
 
 def register() -> None:
     """Let `choice` resolve vLLM's attention backends for the CPU."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import register_backend
 
     for name in choice.NAMES:
-        register_backend(AttentionBackendEnum[name], f"{choice.__name__}.{name}")
+        register_backend(
+            choice.member(name), f"{choice.__name__}.{name}", is_mamba=name in choice.STATES
+        )

@@ -5,7 +5,8 @@ Each refusal is one sentence with the remedy. Decides nothing about what runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvloom import Recipe
@@ -19,6 +20,29 @@ def refuse_recipe(recipe: Recipe) -> None:
     """Raise `IncompatibleRecipe` for a recipe that pages of packed tokens cannot hold."""
     if found := recipe_problems(recipe):
         raise IncompatibleRecipe(recipe.name, [f"in vLLM, {problem}" for problem in found])
+
+
+def refuse_split_calibration(recipe: Recipe, processes: int) -> None:
+    """Raise `IncompatibleRecipe` for a calibrated recipe whose heads several processes hold."""
+    if processes > 1 and any(store.calibrated for store in recipe.stores):
+        raise IncompatibleRecipe(
+            recipe.name,
+            [
+                "in vLLM, calibrated channels of all heads are grouped in one process; leave out "
+                "tensor parallelism, or use 'near-lossless'"
+            ],
+        )
+
+
+def refuse_sinks(recipe: Recipe, page: int) -> None:
+    """Raise `ValueError` for more exact first tokens than the first page has."""
+    protects = [recipe.protect, *(one.parts.get("protect") for one in recipe.layers)]
+    most = max(protect.sinks for protect in protects if protect is not None)
+    if most > page:
+        raise ValueError(
+            f"recipe {recipe.name!r} keeps {most} first tokens exact, and a page has {page}; use "
+            f"sinks={page} or fewer, or a larger --block-size"
+        )
 
 
 def recipe_problems(recipe: Recipe) -> list[str]:
@@ -88,8 +112,8 @@ def refuse_engine(config: Any) -> None:
         )
     if config.cache_config.cache_dtype != "auto":
         found.append(
-            f"kv_cache_dtype={config.cache_config.cache_dtype!r} is another format of the cache; "
-            "use 'auto', or leave kvloom out"
+            f"kv_cache_dtype={config.cache_config.cache_dtype!r}, of the command line or of the "
+            "checkpoint, is another format of the cache; use 'auto', or leave kvloom out"
         )
     if config.kv_transfer_config is not None:
         found.append(
@@ -99,6 +123,11 @@ def refuse_engine(config: Any) -> None:
     model = config.model_config
     if model is not None and model.is_encoder_decoder:
         found.append("cross-attention of encoder–decoder models is not packed; use a decoder alone")
+    if model is not None and model.is_mm_prefix_lm:
+        found.append(
+            "this model's images attend in both directions, and packed pages are attended to "
+            "causally; run it without kvloom"
+        )
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -115,6 +144,33 @@ def refuse_other_layers(kinds: Collection[str]) -> None:
         raise ValueError(
             f"kvloom in vLLM: this model has caches of {' and '.join(sorted(kinds))}, which kvloom "
             "does not pack beside attention; run the model without it"
+        )
+
+
+def refuse_attention_layers(layers: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for layers of attention, by name, that are not plain or not alike."""
+    kinds = {type(one).__name__ for one in layers.values()} - {"Attention"}
+    if kinds:
+        raise ValueError(
+            f"kvloom in vLLM: this model has layers of {' and '.join(sorted(kinds))}, and packed "
+            "pages serve plain causal attention; run the model without kvloom"
+        )
+    shapes = {(one.impl.num_heads, one.num_kv_heads, one.head_size) for one in layers.values()}
+    values = {one.head_size_v - one.head_size for one in layers.values()}
+    if len(shapes) > 1 or values != {0}:
+        raise ValueError(
+            "kvloom in vLLM: this model's layers, or its keys and values, differ in heads or "
+            "head_dim, and packed pages need them alike; run the model without kvloom"
+        )
+
+
+def refuse_shared_numbers(numbers: Mapping[str, int]) -> None:
+    """Raise `ValueError` for a number that several layers of attention have, given by name."""
+    several = [number for number, count in Counter(numbers.values()).items() if count > 1]
+    if several:
+        raise ValueError(
+            f"kvloom in vLLM: layer {several[0]} of this model attends more than once, and a "
+            "recipe names layers by number; run the model without kvloom"
         )
 
 

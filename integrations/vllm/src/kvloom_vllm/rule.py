@@ -13,7 +13,7 @@ from kvloom import LayerOverride, Protect, Recipe, Store
 from kvloom.recipe import resolve
 from kvloom.store import Packed
 
-from .refusal import refuse_recipe
+from .refusal import refuse_recipe, refuse_sinks
 
 
 def paged(recipe: Recipe | str, page: int) -> Recipe:
@@ -24,6 +24,7 @@ def paged(recipe: Recipe | str, page: int) -> Recipe:
     """
     found = resolve(recipe)
     refuse_recipe(found)
+    refuse_sinks(found, page)
     overrides = [_override(one, page) for one in found.layers]
     return replace(
         found,

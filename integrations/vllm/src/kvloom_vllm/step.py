@@ -52,40 +52,42 @@ class Decode:
 
     at, tokens: int64 [R], the rows in block tables and in the step's tensors. inside: int64 [R],
     the token's place in its page. full: the rows whose page this token fills, with the blocks that
-    it fills and whether that is the request's first page. paged: the rows with a full page before
-    the token, and firsts: int64, their first pages.
+    it fills and whether that is the request's first page; fills: whether there are any. paged: the
+    rows with a full page before the token, and firsts: int64, their first pages.
     """
 
     def __init__(self, rows: list[Row], page: int) -> None:
         self.at = torch.tensor([row.at for row in rows])
-        self.tokens = torch.tensor([row.begin for row in rows])
+        begin, end = rows[0].begin, rows[-1].end
+        self.tokens: slice | Tensor = slice(begin, end)
+        if end - begin > len(rows):  # other rows between them
+            self.tokens = torch.tensor([row.begin for row in rows])
         starts = torch.tensor([row.start for row in rows])
         self.inside = starts % page
         self.starts, self.counts, self.page = starts, starts // page, page
         self.rows = rows
         self.longest = int(starts.max()) + 1
-        self._tails: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[int, tuple[Tensor, PageTable]] = {}
         self.paged = (self.counts > 0).nonzero()[:, 0]
         self.firsts = torch.tensor([int(rows[i].blocks[0]) for i in self.paged.tolist()]).long()
         self.full = (self.inside == page - 1).nonzero()[:, 0]
+        self.fills = len(self.full) > 0
         self.filled = torch.tensor(
             [int(rows[i].blocks[self.counts[i]]) for i in self.full.tolist()]
         )
         self.filled = self.filled.long()
         self.fills_first = self.counts[self.full] == 0
 
-    def tails(self, of: Tensor) -> Tensor:
-        """Return the blocks of the rows' tails, int64 [R], of those of all rows of a step.
-
-        of: int64 [rows]; the layers of one of vLLM's groups share it.
-        """
-        if id(of) not in self._tails:
-            self._tails[id(of)] = of, of[self.at]
-        return self._tails[id(of)][1]
-
     def table(self, tails: Tensor) -> PageTable:
-        """Return where the tokens of each row are; tails: int64 [R], the blocks of their tails."""
-        return PageTable(*self._pages, tails, self.page, self.longest)
+        """Return where the tokens of each row are.
+
+        tails: int64, of the tails of all rows of a step; the layers of a group of vLLM share it.
+        """
+        found = self._tables.get(id(tails))
+        if found is None:
+            table = PageTable(*self._pages, tails[self.at], self.page, self.longest)
+            found = self._tables[id(tails)] = tails, table
+        return found[1]
 
     @cached_property
     def _pages(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....positions.rope import Rope
 from ...arguments import MATRIX, TOKENS, Arguments, Block, Storage, address, strides
 from ...quantize.rotated import levels, matrix
-from ..kv_view import Channelwise, KVView, PackedPrefix
+from ..kv_view import KVView, PackedPrefix
 from .rope_tables import tables
 
 ABSENT = (0, 0, 0)  # a `MATRIX` that is not given
@@ -49,7 +49,10 @@ _STEP: dict[str, Any] = {  # what both kernels take
     "softcap": float,  # 0: none
     "q": int,  # fp32 [B, Hq, T, D]
     "q_packed": int,  # the same in the space of packed keys
+    "query_rotation": int,  # fp32 [D, D], q times it stands in for q_packed; 0: none
     "out": int,  # result: fp32 [B, heads, sets, rows, D]
+    "value_rotation": int,  # fp32 [D, D] for packed sums, see `rotated_out`; 0: none
+    "rotated_out": int,  # result: exact plus rotated sums, fp32 [B, heads, rows, D]
     "lse": int,  # result: fp32 [B, Hq, T]
     "states": int,  # one state per task
     "bias": MATRIX,  # fp32 [B, Hq, N padded], address 0: none
@@ -70,7 +73,11 @@ PAGED = Arguments(  # as GATHERED, not behind `_STEP`
     packed=int,  # int64 [B], tokens in full pages
     lengths=int,  # int64 [B], tokens in all
     tails=int,  # int64 [B], the block of the exact tokens
-    skip=int,  # first tokens of the first page that are not read
+    sinks=int,  # first tokens of the first page that are read exactly: [blocks, H, sinks, D]
+    sink_keys=TOKENS,
+    sink_values=TOKENS,
+    new_keys=MATRIX,  # [B, H, 1, D], to be stored as each row's last token; address 0: none
+    new_values=MATRIX,
     **_STEP,
 )
 
@@ -160,25 +167,10 @@ def positions(
     return (near.data_ptr(), far.data_ptr(), strides(at, 2), int(per_token)), (near, far, at)
 
 
-def to_packed_space(q: Tensor, how: Channelwise) -> Tensor:
-    """Transform queries fp32 [B, Hq, T, D] as packed keys were, so that products are unchanged."""
-    if how.rotated:
-        return q @ _rotation(how.rotated, q.shape[3])
-    assert how.divisor is not None
-    by_head = q.view(q.shape[0], len(how.divisor), -1, q.shape[3])
-    return (by_head * how.divisor).view(q.shape)
-
-
-def from_packed_space(sums: Tensor, how: Channelwise) -> Tensor:
-    """Add sums of exact values and of packed ones, transformed back: fp32 [B, Hk, R, rows, D].
-
-    sums: [B, Hk, R, 2, rows, D], exact and packed.
-    """
-    exact, packed = sums.unbind(-3)
-    if how.rotated:
-        return exact + packed @ _rotation(how.rotated, sums.shape[-1]).T
-    assert how.divisor is not None
-    return torch.addcmul(exact, packed, how.divisor[:, None])
+def multiplied(q: Tensor, divisor: Tensor) -> Tensor:
+    """Multiply queries fp32 [B, Hq, T, D] by what packed keys were divided by, [Hk, 1, D]."""
+    by_head = q.view(q.shape[0], len(divisor), -1, q.shape[3])
+    return (by_head * divisor).view(q.shape)
 
 
 def _rowwise(x: Tensor) -> Tensor:
@@ -190,9 +182,10 @@ def _rowwise(x: Tensor) -> Tensor:
 
 
 @cache
-def _rotation(group: int, d: int) -> Tensor:
-    """M fp32 [d, d] with x M = R x for every group of x."""
-    return torch.block_diag(*[matrix(group)] * (d // group))
+def rotation(group: int, d: int, back: bool = False) -> Tensor:
+    """M fp32 [d, d] with x M = R x for every group of x; back: its transpose."""
+    found = torch.block_diag(*[matrix(group)] * (d // group))
+    return (found.T if back else found).contiguous()
 
 
 @cache

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from ... import cpu_runtime, simd
-from ...cpu_runtime import Kernel, at, count, load_int, sources
+from ...cpu_runtime import Kernel, at, count, load_int, sources, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...quantize import byte_layout
 from ...simd import SIZE, fma, larger, load, load_any, load_one, mul, splat, store, store_one
@@ -57,6 +57,14 @@ def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, 
         fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin)
 
 
+@njit
+def keep_token(x, to, b, h, size):  # type: ignore[no-untyped-def]
+    """Copy the `size` bytes of one token of a head, packed as `MATRIX`; a multiple of 8."""
+    here = at(x, b, h)
+    for i in range(0, size, 8):
+        store_int(to + i, load_int(here + i, 0))
+
+
 @cache
 def kernel(variant: Variant) -> Any:
     """Compile the kernel of a variant; see `decode.attend` for the call."""
@@ -92,7 +100,7 @@ def kernel(variant: Variant) -> Any:
     block = 16 // w  # exact keys at once
     meta_gap = 4 * (max(k_across, v_across, 1) * (tile + 8) + d + 256) // 64 * 64  # bytes of S
     s_row = 4 * (tile + 16)
-    page = variant.page
+    page, token_bytes = variant.page, d * SIZE[variant.exact]
     # byte rows of a page's codes, and rows of its scales
     k_page_rows, v_page_rows = page // k_atom * k_height, page // v_atom * v_height
     k_page_meta = page // k_span if k_channel else page
@@ -111,7 +119,7 @@ def kernel(variant: Variant) -> Any:
         a = read_arguments(job, layout)
         hk, rows, n, splits = a.heads, a.rows, a.tokens, a.splits
         padded = -(-rows // w) * w
-        tiles, skipped, pages = -(-n // tile), 0, 0
+        tiles, sinks, pages, first_page = -(-n // tile), 0, 0, 0
         tasks = a.batch * hk * splits
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(k_offset))
         room = padded * ((sets + 2) * d + 32) + w * (3 * d + boost + 32) + w * (s_row // 4)
@@ -148,11 +156,13 @@ def kernel(variant: Variant) -> Any:
             if page:
                 n, k_packed = load_int(a.lengths, b), load_int(a.packed, b)
                 v_packed, block_of_tail = k_packed, load_int(a.tails, b)
-                tiles, skipped = -(-n // tile), min(a.skip, k_packed)
+                tiles, sinks = -(-n // tile), min(a.sinks, k_packed)
                 k_tail, v_tail = (
                     at(a.keys.tail, block_of_tail, h), at(a.values.tail, block_of_tail, h)
                 )  # fmt: skip
                 pages = a.table + b * a.table_row
+                if sinks:
+                    first_page = load_int(pages, 0)
                 k_begin, k_scale_begin, k_zero_begin = k_codes, k_scale, k_zero
                 v_begin, v_scale_begin, v_zero_begin = v_codes, v_scale, v_zero
             if ragged:  # as if nothing lay before the head's first token
@@ -175,6 +185,10 @@ def kernel(variant: Variant) -> Any:
                 v_groups = v_placed
             position = load_int(at(a.positions, b, 0), 0) if k_rope else 0
             last = min(n, (part + 1) * tiles // splits * tile)
+            if page and a.new_keys.address and part * tiles // splits * tile < n <= last:
+                past = n - 1 - k_packed
+                keep_token(a.new_keys, k_tail + past * k_tail_row, b, h, token_bytes)
+                keep_token(a.new_values, v_tail + past * v_tail_row, b, h, token_bytes)
             for lo in range(part * tiles // splits * tile, last, tile):
                 nt = min(tile, n - lo)
                 if page and lo < k_packed:  # as if the pages before this one lay before it
@@ -275,11 +289,25 @@ def kernel(variant: Variant) -> Any:
                             qm, begin, base + j * k_tail_row, k_tail_row, s + 4 * j, s_row, meta,
                             meta_gap, 0, 0, d, w, 1, exact,
                         )  # fmt: skip
-                    if page and lo < skipped:
-                        for i in range(w):
-                            for j in range(skipped - lo):
-                                store_one(s + i * s_row + 4 * j, np.float32(-np.inf))
+                    lead = min(max(sinks - lo, 0), nt)  # sinks of this tile
+                    if page:
+                        base = at(a.sink_keys, first_page, h) + lo * a.sink_keys.row
+                        for j in range(lead):
+                            scores(
+                                qm, begin, base + j * a.sink_keys.row, a.sink_keys.row, s + 4 * j,
+                                s_row, meta, meta_gap, 0, 0, d, w, 1, exact,
+                            )  # fmt: skip
                     weigh(a, b, h, lo, nt, m0, w, s, s_row, tops, acc, 4 * padded * d, sets, d)
+                    if page:
+                        if lead > 0:
+                            base = at(a.sink_values, first_page, h) + lo * a.sink_values.row
+                            values(
+                                s, s_row, base, a.sink_values.row, lead, acc + 4 * m0 * d, meta,
+                                meta_gap, 0, d, w, exact,
+                            )  # fmt: skip
+                        for i in range(w):  # their packed values have no weight
+                            for j in range(lead):
+                                store_one(s + i * s_row + 4 * j, np.float32(0.0))
                     # --- packed values, then exact ones
                     to = acc + 4 * ((sets - 1) * padded + m0) * d
                     tile_scales(

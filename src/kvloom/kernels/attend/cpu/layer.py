@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import Arguments, padded, strides
+from ...arguments import Arguments, address, padded, strides
 from ..kv_view import KVView
 from ..reference import State
 from . import coverage
@@ -20,10 +20,10 @@ from .arguments import (
     GATHERED,
     RAGGED,
     SidePacker,
-    from_packed_space,
+    multiplied,
     positions,
     rope_of,
-    to_packed_space,
+    rotation,
 )
 
 _NUMBERS_PER_THREAD = 1 << 15  # of keys and values
@@ -77,18 +77,23 @@ class LayerAttention:
         b, hq, t, d = q.shape
         h, hk, rows, sets, packed = self.heads, self.kv_heads, self.rows, self.sets, keys.packed
         queries = q.float().contiguous()
-        lse = queries.new_empty((b, hq, t))
+        out, lse = torch.empty_like(queries), queries.new_empty((b, hq, t))
         if not n or not b:
-            return State(torch.zeros_like(queries), lse.fill_(-torch.inf))
+            return State(out.zero_(), lse.fill_(-torch.inf))
         threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _NUMBERS_PER_THREAD)
         splits = 1 if threads == 1 else min(-(-n // self.tile), -(-4 * threads // (b * h)))
-        packed_queries = queries
+        packed_queries, query_rotation = queries, None
         if packed is not None and self.own_queries:
-            packed_queries = to_packed_space(queries, packed.channelwise)
-        if sets == 1:
-            out = torch.empty_like(queries)
-        else:
-            out = queries.new_empty((b, hk, h // hk, sets, rows, d))
+            how = packed.channelwise
+            if how.rotated:
+                query_rotation = rotation(how.rotated, d)
+            elif how.divisor is not None:
+                packed_queries = multiplied(queries, how.divisor)
+        sums, value_rotation = out, None
+        if sets == 2:
+            sums = queries.new_empty((b, hk, h // hk, sets, rows, d))
+            if values.packed is not None and values.packed.channelwise.rotated:
+                value_rotation = rotation(values.packed.channelwise.rotated, d, back=True)
         room = b * h * splits * rows * (sets * d + 32)
         if self.states.numel() < room:
             self.states = queries.new_empty(room)
@@ -107,7 +112,9 @@ class LayerAttention:
         job = self.layout.pack(
             batch=b, heads=h, rows=rows, queries=t, tokens=n, splits=splits, scale=scale,
             softcap=softcap or 0.0, q=queries.data_ptr(), q_packed=packed_queries.data_ptr(),
-            out=out.data_ptr(), lse=lse.data_ptr(), states=self.states.data_ptr(),
+            query_rotation=address(query_rotation), out=sums.data_ptr(),
+            value_rotation=address(value_rotation), rotated_out=out.data_ptr(),
+            lse=lse.data_ptr(), states=self.states.data_ptr(),
             bias=ABSENT if bias is None else strides(bias, 2),
             valid=ABSENT if valid is None else strides(valid, 2),
             keys=self.keys.pack(packed, keys.tail), near=near, far=far, positions=at,
@@ -115,8 +122,12 @@ class LayerAttention:
             logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width, **numbers,
         )  # fmt: skip
         self.kernel.run(job, b * h, threads)
-        if sets == 1:
+        if sets == 1 or value_rotation is not None:
             return State(out, lse)
+        exact, packed_sums = sums.unbind(-3)
         if values.packed is None:
-            return State(out[..., 0, :, :].reshape(b, hq, t, d), lse)
-        return State(from_packed_space(out, values.packed.channelwise).view(b, hq, t, d), lse)
+            return State(exact.reshape(b, hq, t, d), lse)
+        divisor = values.packed.channelwise.divisor
+        assert divisor is not None
+        found = torch.addcmul(exact, packed_sums, divisor[:, None])
+        return State(found.view(b, hq, t, d), lse)

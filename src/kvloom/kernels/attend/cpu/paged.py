@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...arguments import MATRIX, TOKENS, strides
 from ..kv_view import KVView
 from ..pages import PageTable
-from ..reference import State
+from ..reference import First, State
 from . import coverage
 from .arguments import PAGED
 from .layer import LayerAttention
+
+_NO_SINKS = ((0,) * TOKENS.numbers,) * 2
+_NO_TOKEN = ((0,) * MATRIX.numbers,) * 2
 
 _TILE = 128  # tokens that the kernel reads at a time, where codes fill bytes in powers of two
 
@@ -59,16 +64,33 @@ class Paged:
         table: PageTable,
         scale: float,
         *,
-        skip: int = 0,
+        sinks: First | None = None,
+        new: First | None = None,
     ) -> State:
         """Attend as `attend` does."""
-        blocks, *numbers = (x if x.is_contiguous() else x.contiguous() for x in table[:4])
-        packed, lengths, tails = (x.data_ptr() for x in numbers)
+        blocks, packed, lengths, tails = table.contiguous
+        count, like = 0, keys.tail.dtype
+        sink_keys, sink_values = _NO_SINKS
+        if sinks is not None:
+            count = sinks[0].shape[2]
+            sinks = _rows(sinks[0], like), _rows(sinks[1], like)
+            sink_keys, sink_values = strides(sinks[0], 3), strides(sinks[1], 3)
+        new_keys, new_values = _NO_TOKEN
+        if new is not None:
+            new = _rows(new[0], like), _rows(new[1], like)
+            new_keys, new_values = strides(new[0], 2), strides(new[1], 2)
         return self._layer.run(
             q, keys, values, table.longest, scale, None, None, None, None, causal=0,
-            table=blocks.data_ptr(), table_row=8 * blocks.shape[1], packed=packed,
-            lengths=lengths, tails=tails, skip=skip,
+            table=blocks.data_ptr(), table_row=8 * blocks.shape[1], packed=packed.data_ptr(),
+            lengths=lengths.data_ptr(), tails=tails.data_ptr(), sinks=count, sink_keys=sink_keys,
+            sink_values=sink_values, new_keys=new_keys, new_values=new_values,
         )  # fmt: skip
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [., ., ., D] in a dtype, each row contiguous."""
+    x = x if x.dtype is dtype else x.to(dtype)
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def attend(

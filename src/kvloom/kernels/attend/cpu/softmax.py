@@ -95,7 +95,8 @@ def tile_scales(  # type: ignore[no-untyped-def]
 def start_task(a, head, padded, sets, d, apart, acc, qs, qps, tops):  # type: ignore[no-untyped-def]
     """Clear sums and maxima, and write queries times scale, zeros behind the last row.
 
-    a: the kernel's arguments. apart: whether packed keys have queries of their own, qps.
+    a: the kernel's arguments. apart: whether packed keys have queries of their own, qps: those of
+    the arguments, or `query_rotation` applied to the others.
     """
     zero16, scale = splat(np.float32(0.0)), splat(np.float32(a.scale))
     numbers = a.rows * d
@@ -107,9 +108,24 @@ def start_task(a, head, padded, sets, d, apart, acc, qs, qps, tops):  # type: ig
         store(qs + 4 * i, mul(load(a.q + skip + 4 * i), scale) if inside else zero16)
         if apart:
             store(qps + 4 * i, mul(load(a.q_packed + skip + 4 * i), scale) if inside else zero16)
+    if apart and a.query_rotation != 0:
+        for m in range(a.rows):
+            for i in range(0, d, 16):
+                store(qps + 4 * (m * d + i), zero16)
+            add_rotated(qs + 4 * m * d, a.query_rotation, d, qps + 4 * m * d)
     for m in range(padded):
         store_one(tops + 128 * m, np.float32(-np.inf))
         store_one(tops + 128 * m + 64, np.float32(0.0))
+
+
+@njit
+def add_rotated(x, rotation, d, out):  # type: ignore[no-untyped-def]
+    """Add x [d] times a matrix [d, d] to out [d]."""
+    for i in range(0, d, 16):
+        sums = load(out + 4 * i)
+        for j in range(d):
+            sums = fma(load(rotation + 4 * (j * d + i)), splat(load_one(x + 4 * j, 0)), sums)
+        store(out + 4 * i, sums)
 
 
 @njit
@@ -161,7 +177,7 @@ def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[
     """Write a task's state: sums not yet divided, maxima and sums of weights.
 
     a: the kernel's arguments. finished: address of the number of finished tasks of each head. The
-    last task of a head merges the states of all.
+    last task of a head merges the states of all, and adds both sets if packed sums are rotated.
     """
     rows, splits, head = a.rows, a.splits, task // a.splits
     size = 4 * (sets * rows * d + 32 * rows)
@@ -173,10 +189,14 @@ def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[
     for i in range(0, rows * 32, 16):
         store(state + 4 * (sets * rows * d + i), load(tops + 4 * i))
     if count(finished + 8 * head) + 1 == splits:
-        merge(
-            a.states + head * splits * size, splits, rows, sets, d,
-            a.out + 4 * head * sets * rows * d, a.lse + 4 * head * rows,
-        )  # fmt: skip
+        sums = a.out + 4 * head * sets * rows * d
+        merge(a.states + head * splits * size, splits, rows, sets, d, sums, a.lse + 4 * head * rows)
+        if a.value_rotation != 0:
+            for m in range(rows):
+                to = a.rotated_out + 4 * (head * rows + m) * d
+                for i in range(0, d, 16):
+                    store(to + 4 * i, load(sums + 4 * (m * d + i)))
+                add_rotated(sums + 4 * (rows + m) * d, a.value_rotation, d, to)
 
 
 @njit

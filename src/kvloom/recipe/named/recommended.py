@@ -2,8 +2,8 @@
 
 Keys are rotated and quantized by range per channel, as by `kivi:rotate=true`. Values are rotated
 and rounded to fixed levels per token, as by `turbo`. The first tokens stay exact. `small` and
-`tiny` also evict once after the prompt, by KVzip's score. No paper combines these; none needs a
-calibration.
+`tiny` also evict once after the prompt, by KVzip's score; all heads of all layers compete for one
+budget, as in KVzip's code and AdaKV. No paper combines these; none needs a calibration.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def small(
     group: int = 64,
     residual: int = 64,
     sinks: int = 4,
-    heads: float = 1.0,
-    layers: str = "uniform",
+    heads: float = 0.2,
+    layers: str = "joint",
 ) -> Recipe:
-    """Half of the prompt by KVzip's score, stored as by `balanced`."""
+    """Half of the prompt by KVzip's score over all heads and layers, stored as by `balanced`."""
     chosen = kvzip(
         fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers
     )
@@ -49,8 +49,8 @@ def tiny(
     group: int = 64,
     residual: int = 64,
     sinks: int = 4,
-    heads: float = 1.0,
-    layers: str = "uniform",
+    heads: float = 0.2,
+    layers: str = "joint",
 ) -> Recipe:
     """The same with three tenths of the prompt."""
     return small(fraction, recent, chunk, group, residual, sinks, heads, layers)

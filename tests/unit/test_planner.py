@@ -124,11 +124,12 @@ def test_every_recipe_has_the_bytes_that_it_predicts(spec, llama):
         assert 0 < held <= tokens
 
 
-def test_layers_that_wait_for_scores_hold_the_prompt(llama):
+@pytest.mark.parametrize(
+    "spec", ["h2o:shared=true", "snapkv:fraction=0.5,heads=0.2,layers=joint", "kvzip:fraction=0.5"]
+)
+def test_layers_that_wait_for_scores_hold_the_prompt(llama, spec):
     found = read_model(llama)
-    keep = replace(resolve("h2o").keep, shared=True)
-    recipe = replace(resolve("h2o"), keep=keep)
-    cache = CacheBytes(recipe, found)
+    cache = CacheBytes(resolve(spec), found)
     assert cache.prefill_nbytes(4000, 2) >= 2 * 4000 * found.geometry.token_nbytes()
     assert cache.nbytes(4000, 2) < 0.6 * cache.prefill_nbytes(4000, 2)
 

@@ -237,8 +237,9 @@ class Keep:
 
     @property
     def waits(self) -> bool:
-        """Whether a layer keeps the whole prompt until the last layer has scored it."""
-        return self.shared or self.budget.layers in ("joint", *budgets.BY_VARIANCE)
+        """Whether a layer keeps the whole prompt exact until all layers have scored it."""
+        by_scores = self.budget.layers in ("joint", *budgets.BY_VARIANCE)
+        return self.shared or by_scores or self.scorer.repeats
 
     @property
     def by_age(self) -> bool:

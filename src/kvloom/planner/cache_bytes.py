@@ -54,7 +54,7 @@ class LayerKind:
 
     @property
     def waits(self) -> bool:
-        """Whether the whole prompt stays exact until the last layer has scored it."""
+        """Whether the whole prompt stays exact until all layers have scored it."""
         keep = self.recipe.keep
         return keep is not None and keep.waits
 

@@ -26,7 +26,7 @@ def balanced(group: int = 64, residual: int = 64, sinks: int = 4) -> Recipe:
 
 
 def small(
-    fraction: float = 0.5,
+    fraction: float = 0.4,
     recent: int = 32,
     chunk: int = 2048,
     group: int = 64,
@@ -35,15 +35,15 @@ def small(
     heads: float = 0.2,
     layers: str = "joint",
 ) -> Recipe:
-    """Half of the prompt by KVzip's score over all heads and layers, stored as by `balanced`."""
+    """Four tenths of the prompt by KVzip's score, stored as by `near-lossless` in larger groups."""
     chosen = kvzip(
         fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers
     )
-    return replace(balanced(group, residual, sinks), keep=chosen.keep)
+    return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 
 def tiny(
-    fraction: float = 0.3,
+    fraction: float = 0.25,
     recent: int = 32,
     chunk: int = 2048,
     group: int = 64,
@@ -52,7 +52,7 @@ def tiny(
     heads: float = 0.2,
     layers: str = "joint",
 ) -> Recipe:
-    """The same with three tenths of the prompt."""
+    """The same with a quarter of the prompt."""
     return small(fraction, recent, chunk, group, residual, sinks, heads, layers)
 
 

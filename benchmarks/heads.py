@@ -26,13 +26,8 @@ from kvloom.workload.text import leading_ids
 
 CONTEXT, LATER = 2048, 256
 NAMES = [
-    f"{name}{heads}"
-    for name in (
-        "snapkv:fraction=0.3",
-        "kvzip:fraction=0.3",
-        "small:fraction=0.5",
-        "tiny:recent=32",
-    )
+    f"{name}:fraction=0.3{heads}"
+    for name in ("snapkv", "kvzip")
     for heads in ("", ",heads=0.2", ",heads=0.2,layers=joint")
 ]
 

@@ -71,7 +71,7 @@ def test_the_total_is_exact_with_ties_and_padding(seed, heads, units, unit):
     [
         "snapkv:heads=0.2",
         "kvzip:heads=0,layers=joint,store=kivi-4",
-        "small:heads=0.2,layers=joint",
+        "small",
         "tiny:heads=0.5",
     ],
 )
@@ -83,7 +83,15 @@ def test_every_spelling_is_the_same_recipe(name):
     assert recipe.problems(GEOMETRY) == []
 
 
-@pytest.mark.parametrize("name", ["snapkv", "kvzip", "small", "tiny"])
+@pytest.mark.parametrize("name", ["small", "tiny"])
+def test_heads_of_all_layers_compete_in_recommended_recipes(name):
+    assert resolve(name).keep.budget.layers == "joint"
+    assert resolve(name).keep.budget.heads == 0.2
+    uniform = resolve(f"{name}:heads=1").keep.budget
+    assert (uniform.layers, uniform.heads) == ("uniform", None)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "kvzip"])
 def test_a_share_of_one_is_the_recipe_without_heads(name):
     assert resolve(f"{name}:heads=1.0").keep == resolve(name).keep
     assert "heads" not in resolve(name).to_toml()

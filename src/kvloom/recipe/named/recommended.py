@@ -33,9 +33,12 @@ def small(
     residual: int = 64,
     sinks: int = 4,
     heads: float = 0.2,
-    layers: str = "joint",
 ) -> Recipe:
-    """Four tenths of the prompt by KVzip's score, stored as by `near-lossless` in larger groups."""
+    """Four tenths of the prompt by KVzip's score, stored as by `near-lossless` in larger groups.
+
+    heads: the share of its budget that every head is certain of; with 1, heads do not compete.
+    """
+    layers = "uniform" if heads == 1 else "joint"
     chosen = kvzip(
         fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers
     )
@@ -50,10 +53,9 @@ def tiny(
     residual: int = 64,
     sinks: int = 4,
     heads: float = 0.2,
-    layers: str = "joint",
 ) -> Recipe:
     """The same with a quarter of the prompt."""
-    return small(fraction, recent, chunk, group, residual, sinks, heads, layers)
+    return small(fraction, recent, chunk, group, residual, sinks, heads)
 
 
 def _store(value_bits: int, group: int, residual: int) -> Store:

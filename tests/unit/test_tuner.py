@@ -22,7 +22,7 @@ from kvloom.tuner.candidates import Choice, evicting, uniform
 from kvloom.tuner.knapsack import Knapsack
 from kvloom.tuner.layers import by_layer
 from kvloom.tuner.precision import in_float32
-from kvloom.tuner.problem import sizes
+from kvloom.tuner.problem import sizes, steadied
 from kvloom.tuner.prompt import Prompt
 
 SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
@@ -128,6 +128,26 @@ def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
     scored = candidates.to_score(geometry, repeats=False)
     assert not any("kvzip" in choice.kept for choice in candidates.combined(scored))
     assert scored.others == Choice(kept="snapkv-0.5")
+
+
+def test_costs_are_drawn_to_the_mean_and_never_fall_with_the_bytes(model):
+    scored = candidates.to_score(compat.geometry(model))
+    choices = [*scored.formats, *scored.kept[1:]]
+    nbytes = sizes(choices, compat.geometry(model), 512, 8)
+    costs = np.random.default_rng(0).normal(0.1, 0.1, (3, len(choices)))
+    costs[:, 0] = 0
+    found = steadied(costs, choices, nbytes)
+    assert not found[:, 0].any()
+    assert (found >= 0).all()
+    assert (found >= (costs + costs.mean(axis=0)) / 2 - 1e-12).all()
+    for kind in Choice._fields:
+        same = [
+            i
+            for i, x in enumerate(choices)
+            if x == Choice() or x._asdict()[kind] != Choice()._asdict()[kind]
+        ]
+        ordered = found[:, sorted(same, key=lambda i: -nbytes[i])]
+        assert (np.diff(ordered, axis=1) >= 0).all()
 
 
 # passes

@@ -81,13 +81,13 @@ class Scores:
     def costs(self, layer: int) -> dict[Choice, float]:
         """Return how much larger the mean divergence is with each choice than with the exact one.
 
-        An exact layer among others that evict has a divergence, too.
+        An exact layer among others that evict has a divergence, too, so some costs are negative.
         """
         found: dict[Choice, float] = {}
         for group, choices in self.choices.items():
             lines = [x for (_, number), x in self.lines.items() if number == layer]
             means = torch.cat([torch.tensor(x[group]) for x in lines], dim=1).mean(dim=1)
-            found |= dict(zip(choices, (means - means[0]).clamp(min=0).tolist(), strict=True))
+            found |= dict(zip(choices, (means - means[0]).tolist(), strict=True))
         return found
 
     @property

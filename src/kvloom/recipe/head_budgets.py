@@ -65,11 +65,11 @@ def problems(recipe: Recipe, geometry: Geometry) -> list[str]:
         found.append(
             f"{given} divides a budget by the scores of all heads, and this process holds one of "
             f"{geometry.ranks} parts of them (tensor parallelism); use "
-            'layers="uniform" or "pyramid", and no heads'
+            'layers="uniform" or "pyramid", and heads=1'
         )
     if keep.budget.heads is not None and geometry.alibi:
         found.append(
             f"{given} leaves heads with different tokens, and the model's attention adds a bias by "
-            "their positions (ALiBi); leave out heads"
+            "their positions (ALiBi); use heads=1"
         )
     return found

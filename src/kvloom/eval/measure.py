@@ -91,6 +91,7 @@ def _measure(
     cache, contexts.text = contexts.text, None
     assert cache is not None
     timed = text[:, context : context + min(TIMED_STEPS, task.new_tokens)]
+    decode_seconds(model, cache, timed)  # kernels may be compiled on the way
     step_s = decode_seconds(model, cache, timed)
     losses, greedy = [], []
     traffic_before = cache.traffic

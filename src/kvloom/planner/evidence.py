@@ -26,8 +26,8 @@ class Evidence:
 
 EVIDENCE = (
     Evidence("full", 0.0, 0.93),
-    Evidence("near-lossless", 0.00307, 0.93),
-    Evidence("balanced", 0.0148, 0.93),
+    Evidence("near-lossless", 0.00298, 0.93),
+    Evidence("balanced", 0.0146, 0.93),
     Evidence("small", 0.0126, 0.87),
     Evidence("tiny", 0.0233, 0.87),
 )

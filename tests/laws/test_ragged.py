@@ -236,7 +236,7 @@ def test_a_crop_removes_later_tokens_and_refuses_the_prompt(store):
 
 
 def test_a_failed_step_leaves_the_prompt_whole(monkeypatch):
-    """An error while the last layer evicts undoes its step; the tokens it has taken are gone."""
+    """An error while the last layer evicts undoes its step and removes its tokens."""
     one, qkv = recipe(), prompts()
     cache = LayerCache(one)
     monkeypatch.setattr(cache.segment, "note_kept", lambda *_: 1 / 0)

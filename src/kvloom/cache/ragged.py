@@ -21,7 +21,7 @@ from .part import RaggedPart
 
 
 class Ragged:
-    """The contested tokens of one layer; `spans` is None while there are none.
+    """The tokens of one layer that heads compete for. Before they are stored, `spans` is None.
 
     spans: of B rows and Hk heads. index: int32 [M], the logical index of each token (None: no
     padding was among them, and no trace wants it). counts: int64 [B, Hk], the tokens of each head,
@@ -112,7 +112,7 @@ class Ragged:
         self.index = slots.int() if index else None
 
     def parts(self, visible: Tensor | None) -> list[RaggedPart]:
-        """Return the tokens as a part; none while there are none.
+        """Return the tokens as a part; an empty list before they are stored.
 
         visible: bool [B, 1, seen] by logical index, False for padding.
         """

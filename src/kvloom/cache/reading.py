@@ -47,7 +47,7 @@ def past_parts(layer: LayerParts, step: StepInputs, present: int) -> list[Part]:
 
 
 def marked(index: Tensor, tokens: int) -> Tensor:
-    """Return bool [..., tokens]: which logical indices int64 [..., N] names; -1 is none."""
+    """Return bool [..., tokens]: the tokens that logical indices int64 [..., N] name; -1: no token."""
     found = torch.zeros(*index.shape[:-1], tokens + 1, dtype=torch.bool, device=index.device)
     return found.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
 
@@ -57,8 +57,7 @@ def logical(layer: LayerParts) -> Tensor:
 
     Sinks first, then the segment, which stores a padded row's sinks once more, then tokens that
     heads keep in different numbers; slots in no order. -1: a sink that a row has not reached yet,
-    or no token. Raises `CacheMisuse` if the layer did not record
-    them.
+    or no token. Raises `CacheMisuse` if the layer did not record them.
     """
     tokens, like = layer.tokens, layer.like
     if like is None:

@@ -7,8 +7,8 @@ serves many. The extra pass costs more than the prompt itself.
 
 Departures: every layer and head keeps equally many tokens by default (the official code divides one
 budget over all of them, as heads=0,layers=joint does); the instruction is given as token ids, as a
-model has no tokenizer, and by default there is none; later chunks have the same instruction as the
-first one.
+model has no tokenizer; the default has no instruction; later chunks have the same instruction as
+the first one.
 
 Options:
 

@@ -43,11 +43,11 @@ def test_units_by_hand():
 
 @given(st.integers(0, 3000), st.floats(0, 1), st.sampled_from([1, 16, 64, 160]))
 def test_every_head_is_certain_of_its_share(heavy, share, unit):
-    certain = head_budgets.certain(heavy, share, unit)
+    certain = heavy - head_budgets.contested(heavy, share, unit)
     assert share * heavy - 1e-3 <= certain <= heavy
     assert (heavy - certain) % unit == 0
     assert certain < share * heavy + unit + 1e-3 or certain == heavy
-    assert head_budgets.certain(heavy, 1.0, unit) == heavy
+    assert heavy - head_budgets.contested(heavy, 1.0, unit) == heavy
 
 
 @given(st.integers(0, 99), st.integers(1, 5), st.integers(0, 20), st.sampled_from([1, 4]))

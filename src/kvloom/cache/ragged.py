@@ -60,7 +60,7 @@ class Ragged:
 
     def contested(self, heavy: int) -> int:
         """Return how many of the `heavy` tokens of a head, on average, heads compete for."""
-        return heavy - head_budgets.certain(heavy, self.share, self.unit)
+        return head_budgets.contested(heavy, self.share, self.unit)
 
     def ranked(self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None) -> Tensor:
         """Return the scores fp32 [B, Hk, M] of the tokens that heads compete for, descending.

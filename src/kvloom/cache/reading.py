@@ -47,7 +47,7 @@ def past_parts(layer: LayerParts, step: StepInputs, present: int) -> list[Part]:
 
 
 def marked(index: Tensor, tokens: int) -> Tensor:
-    """Return bool [..., tokens]: the tokens that logical indices int64 [..., N] name; -1: no token."""
+    """Return the tokens that indices int64 [..., N] name, bool [..., tokens]; -1: no token."""
     found = torch.zeros(*index.shape[:-1], tokens + 1, dtype=torch.bool, device=index.device)
     return found.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 
-def certain(heavy: int, share: float, unit: int) -> int:
-    """Return how many of the `heavy` tokens of a uniform budget every head keeps.
+def contested(heavy: int, share: float, unit: int) -> int:
+    """Return how many of the `heavy` tokens of a uniform budget heads compete for.
 
-    At least `share` of them. Heads divide the rest in multiples of `unit` tokens.
+    A multiple of `unit` tokens. Every head is certain of the others: at least `share` of `heavy`.
     """
-    return heavy - math.floor(round(heavy * (1 - share), 6) / unit) * unit
+    return math.floor(round(heavy * (1 - share), 6) / unit) * unit
 
 
 def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:

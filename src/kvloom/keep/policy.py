@@ -213,7 +213,7 @@ class Keep:
         if self.budget.heads is None or room >= prompt_tokens:
             return 0
         heavy = room - self.budget.window(prompt_tokens)
-        return heavy - head_budgets.certain(heavy, self.budget.heads, unit)
+        return head_budgets.contested(heavy, self.budget.heads, unit)
 
     def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
         """Return the tokens that each layer keeps at most, averaged over its heads.

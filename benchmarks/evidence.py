@@ -36,7 +36,7 @@ from kvloom.eval.evaluate import evaluate
 from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Source
 from kvloom.eval.share import at_share
-from kvloom.eval.summary import summarize
+from kvloom.eval.summary import higher_is_better, summarize
 from kvloom.eval.tasks import task_named
 from kvloom.hf import compat
 from kvloom.hf.metadata import BESIDE
@@ -53,7 +53,7 @@ EVICTING = (
     "h2o,keyformer,snapkv,pyramidkv,streaming,minikv,minikv-snap,"
     "snapkv+kivi-4.toml,snapkv+turbo-4.toml,expected:store=kivi-4,expected:store=turbo"
 )
-RECOMMENDED = "near-lossless", "balanced", "small", "tiny"  # with their own budgets
+FIXED = "near-lossless", "balanced", "tiny"  # recommended, with their own budgets
 OTHERS = (
     "near-lossless,balanced,small,tiny,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
@@ -61,10 +61,10 @@ OTHERS = (
     "skvq:group=32,quest,clusterkv,clusterkv-2bit"
 )
 FEW = (
-    "near-lossless,balanced,small,tiny,kivi-4,kivi,kivi-4-sinks4.toml,turbo:sinks=4,skvq:group=32,quest,clusterkv,clusterkv-2bit,"
-    "h2o,keyformer,snapkv,streaming,minikv,snapkv+kivi-4.toml"
+    "near-lossless,balanced,small,tiny,kivi-4,kivi:bits=3,kivi,turbo:sinks=4,skvq:group=32,quest,clusterkv,clusterkv-2bit,"
+    "h2o,keyformer,snapkv,streaming,minikv,minikv-snap,snapkv+kivi-4.toml"
 )
-FEW_SHARES = 1 / 5, 1 / 8
+FEW_SHARES = 1 / 5, 1 / 8, 1 / 12
 
 
 def prose() -> str:
@@ -91,7 +91,7 @@ class Part:
 
 TASKS = {
     "perplexity": Part(4, 128),
-    "niah:single+multikey+passkey": Part(1),
+    "niah:single+multikey+passkey": Part(1, few=True),
     "free": Part(2, 256, few=True),
     "ruler": Part(1, few=True),
     "multiturn": Part(1, few=True),
@@ -102,6 +102,23 @@ RUNS = {  # model, context, text
     "reference-2k": ("reference", 2048, library_text),
     "smollm2-2k-prose": ("smollm2", 2048, prose),
 }
+OWN = "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap"
+FRONT = {  # the recommended recipe of a size, and the papers' own recipes of that size
+    "1/3": ("near-lossless", "kivi-4", *(f"{name} at 0.333" for name in OWN)),
+    "1/5": ("small at 0.2", "kivi", "skvq:group=32", *(f"{name} at 0.2" for name in OWN)),
+    "1/8": ("small", *(f"{name} at 0.125" for name in OWN)),
+    "1/12": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
+}
+SCORES = (
+    ("perplexity", "perplexity"),
+    ("perplexity", "kl_mean"),
+    ("perplexity", "kl_p999"),
+    ("free", "kl_mean"),
+    ("free", "diverged_at"),
+    ("niah", "correct"),
+    ("ruler", "correct"),
+    ("multiturn", "correct"),
+)
 QUICK_RUN = "smollm2-2k"
 QUICK = {
     "perplexity": "near-lossless,balanced,kivi-4,kivi,snapkv,minikv",
@@ -120,15 +137,18 @@ def calibrate(model: object, name: str) -> None:
 
 
 def recipes(names: str, shares: tuple[float, ...], context: int, geometry: object) -> list[Recipe]:
-    """Return `full` and the recipes; those that evict once for each share that evicts tokens."""
+    """Return `full` and the recipes; those that evict once for each share that evicts tokens.
+
+    Recommended recipes have their own budgets; `small` is there once more with a fifth.
+    """
     found = []
     for spec in split_recipes(names):
         recipe = resolve(HERE / "recipes" / spec if spec.endswith(".toml") else spec)
         recipe = replace(recipe, name=spec.removesuffix(".toml"))
-        for share in shares:
+        for share in (None, 1 / 5) if spec == "small" else shares:
             try:
                 sized = recipe
-                if spec not in RECOMMENDED:
+                if share is not None and spec not in FIXED:
                     sized = at_share(recipe, share, context, geometry)
             except RecipeError as error:
                 print(f"not measured: {error}", file=sys.stderr)
@@ -214,6 +234,34 @@ def table(figures: list[dict]) -> str:
             f"{'' if found is None else format(found['mean'], '.0%')} |"
         )
     return "\n".join(lines)
+
+
+def front(figures: list[dict]) -> str:
+    """Return the recommended recipe and the best other one of each task and size, as Markdown."""
+    lines = [
+        "| Task | Bytes | Recommended | | Best of the papers' own | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, score in SCORES:
+        found = {f["recipe"]: f for f in figures if f["task"] == task and score in f["scores"]}
+        for bound, (recommended, *own) in FRONT.items():
+            names = [n for n in own if n in found]
+            if recommended not in found or not names:
+                continue
+            sign = 1 if higher_is_better(score) else -1
+            best = max(names, key=lambda n: sign * found[n]["scores"][score]["mean"])
+            cells = [
+                f"`{n}` {found[n]['share']:.0%} | {_interval(found[n]['scores'][score])}"
+                for n in (recommended, best)
+            ]
+            lines.append(f"| {task}, {score} | {bound} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _interval(score: dict) -> str:
+    low, high = score["low"], score["high"]
+    bounds = "" if low is None else f" [{low:.3g}, {high:.3g}]"
+    return f"{score['mean']:.3g}{bounds}"
 
 
 def published(run: str) -> list[dict]:

@@ -4,6 +4,7 @@ Sections: `rate8k`, `rate32k` (share of the true top B tokens that clusters and 
 distance, cluster size and budget), `hits` (share of a step's tokens that are on the device already
 because one of the last one or two steps read them, and bytes copied, context 8k), `needles`
 (answers at budgets 256 to 1024, perplexity, and tokens and bytes that a step reads, context 8k),
+`choice` (answers by cluster size and by how query heads choose, context 4k, 512 needles),
 `length` (perplexity against context length, to 32k), `prefill` (clustering's share of a layer's
 prompt time, 8k and 32k), `decode` (attention time of a step, 8k to 128k). Figures are written after
 every section.
@@ -19,8 +20,10 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,11 +33,11 @@ from kvloom import Cache
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import AttendInputs
 from kvloom.eval import Settings, load, prepare
-from kvloom.eval.needles import count_correct
-from kvloom.eval.papers.recalling import mask_of
+from kvloom.eval.needles import count_correct, haystacks
+from kvloom.eval.papers.recalling import PAPER, mask_of
 from kvloom.hf.compat import geometry
 from kvloom.hf.observe import Observation, observe
-from kvloom.recall import Clusters, Index, Pages, TopK
+from kvloom.recall import Index, Pages, TopK
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.crew import run_alone
 from kvloom.workload.forward import forward
@@ -45,12 +48,12 @@ SINKS, FULL_LAYERS = 16, 2
 BUDGETS = (256, 512, 1024, 2048)
 NEEDLES = 88  # questions, eight a context
 INDEXES: dict[str, Index] = {
-    "clusters cosine n/80": Clusters(),
-    "clusters l2 n/80": Clusters(distance="l2"),
-    "clusters inner n/80": Clusters(distance="inner"),
-    "clusters cosine n/160": Clusters(size=160),
-    "clusters cosine n/40": Clusters(size=40),
-    "clusters cosine n/16": Clusters(size=16),
+    "clusters cosine n/80": PAPER,
+    "clusters l2 n/80": replace(PAPER, distance="l2"),
+    "clusters inner n/80": replace(PAPER, distance="inner"),
+    "clusters cosine n/160": replace(PAPER, size=160),
+    "clusters cosine n/40": replace(PAPER, size=40),
+    "clusters cosine n/16": replace(PAPER, size=16),
     "pages 16": Pages(),
 }
 
@@ -280,6 +283,34 @@ def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
     return rows
 
 
+def choices(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dict[str, Any]]:
+    """Return correct answers after 4k tokens by cluster size, choice of query heads and budget.
+
+    Rows are saved after each of 16 seeds of 32 questions, with the number of questions so far.
+    """
+    paper = "size=80,iterations=20"
+    names = [
+        f"clusterkv:tokens={budget},{options}"
+        for budget in (1024, 512)
+        for options in (f"{paper},group=each", paper, "size=40", "size=20")
+    ]
+    names += ["clusterkv:size=40,group=mean", "quest:tokens=1024", "quest:tokens=512"]
+    ids = np.asarray(tokenizer.encode(library_text()[:3_000_000], add_special_tokens=False))
+    first = leading_ids(tokenizer)
+    rows: list[dict[str, Any]] = [{"recipe": name, "right": 0, "questions": 0} for name in names]
+    for seed in range(1, 17):
+        for hay in haystacks(tokenizer, ids, first, context=4096, questions=32, seed=seed):
+            cache_of = prefill_once(model, torch.tensor([hay.context_ids]))
+            for row in rows:
+                recipe, cache = resolve(row["recipe"]), cache_of(row["recipe"])
+                work = count_correct(model, tokenizer, recipe, hay, 8, prefilled=cache)
+                row["right"] += run_alone(model, work)
+                row["questions"] += len(hay.questions)
+        save(rows)
+        print(f"seed {seed}:", {row["recipe"]: row["right"] for row in rows}, flush=True)
+    return rows
+
+
 def lengths(
     model: Any, ids: Any, first: list[int], save: Callable[[Any], None]
 ) -> list[dict[str, Any]]:
@@ -298,7 +329,7 @@ def lengths(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sections = ("rate8k", "rate32k", "hits", "needles", "length", "prefill", "decode")
+    sections = ("rate8k", "rate32k", "hits", "needles", "choice", "length", "prefill", "decode")
     parser.add_argument("sections", nargs="*", default=sections, metavar="SECTION")
     options = parser.parse_args()
     model, tokenizer = load()
@@ -324,6 +355,8 @@ def main() -> None:
                 save(hits(model, cut_rows(ids, first, 1, 8192 + 64, 0), 8192))
             elif section == "needles":
                 needles(model, tokenizer, save)
+            elif section == "choice":
+                choices(model, tokenizer, save)
             elif section == "length":
                 lengths(model, ids, first, save)
             elif section == "decode":

@@ -155,7 +155,8 @@ def with_blocks(recipe, block, clusters):
 
 
 def test_the_recipes_read_as_the_papers():
-    cluster, quest = resolve("clusterkv").recall, resolve("quest").recall
+    paper = resolve("clusterkv:size=80,iterations=20")
+    cluster, quest = paper.recall, resolve("quest").recall
     assert (cluster.index.size, cluster.index.block, cluster.index.block_clusters) == (80, 320, 4)
     assert (cluster.index.distance, cluster.index.iterations) == ("cosine", 20)
     assert resolve("clusterkv").protect.sinks == 16

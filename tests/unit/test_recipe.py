@@ -165,7 +165,7 @@ def test_bad_protection_is_refused(fields, wrong):
         (lambda: Clusters(seed=-1), "seed=-1 must be a whole number, 0 or more"),
         (lambda: Clusters(seed=1 << 64), "has more than 64 bits; use one below 2**64"),
         (lambda: Clusters(distance="dot"), "distance='dot' is not one of cosine, l2, inner"),
-        (lambda: Clusters(block=2), "block_clusters=4 is more than the block=2 tokens have room"),
+        (lambda: Clusters(block=2), "block_clusters=8 is more than the block=2 tokens have room"),
     ],
 )
 def test_bad_recall_is_refused(build, says):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from ...workload.attachment import attachment_restored
 from ...workload.forward import forward
 
 SINKS, FULL_LAYERS = 16, 2
+PAPER = Clusters(size=80, block_clusters=4, iterations=20)
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Budgets as shares of the context."""
 INDEXES: Mapping[str, Index] = {
-    "cosine, L/80": Clusters(),
-    "L2, L/80": Clusters(distance="l2"),
-    "inner product, L/80": Clusters(distance="inner"),
-    "cosine, L/160": Clusters(size=160),
-    "cosine, L/40": Clusters(size=40),
-    "cosine, L/20": Clusters(size=20),
+    "cosine, L/80": PAPER,
+    "L2, L/80": replace(PAPER, distance="l2"),
+    "inner product, L/80": replace(PAPER, distance="inner"),
+    "cosine, L/160": replace(PAPER, size=160),
+    "cosine, L/40": replace(PAPER, size=40),
+    "cosine, L/20": replace(PAPER, size=20),
     "Quest, pages of 16": Pages(),
 }
 Rates = dict[str, dict[int, float]]

@@ -28,14 +28,14 @@ def balanced(group: int = 64, residual: int = 64, sinks: int = 4) -> Recipe:
 
 def small(
     fraction: float = 0.4,
-    recent: int = 32,
+    recent: int = 64,
     chunk: int = 2048,
-    group: int = 64,
-    residual: int = 64,
+    group: int = 32,
+    residual: int = 32,
     sinks: int = 4,
     heads: float = 0.2,
 ) -> Recipe:
-    """Four tenths of the prompt by KVzip's score, stored as by `near-lossless` in larger groups.
+    """Four tenths of the prompt by KVzip's score, stored as by `near-lossless`.
 
     heads: the share of its budget that every head is certain of; with 1, heads do not compete.
     """
@@ -48,10 +48,10 @@ def small(
 
 def tiny(
     fraction: float = 0.25,
-    recent: int = 32,
+    recent: int = 64,
     chunk: int = 2048,
-    group: int = 64,
-    residual: int = 64,
+    group: int = 32,
+    residual: int = 32,
     sinks: int = 4,
     heads: float = 0.2,
 ) -> Recipe:

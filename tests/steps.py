@@ -85,18 +85,18 @@ RECIPES: dict[str, Recipe] = {
 }
 
 CORE = (
-    "full",
     "kivi:group=32,residual=32",
     "rtn:bits=3,residual=5",
-    "window:tokens=20",
     "streaming:tokens=24,sinks=4",
     "swapped axes",
     "fp8, layer",
     "boosted",
     "balanced",
-    "sinks, packed",
 )
-"""Recipes with every part of a layer between them: the others differ in bits, group or metadata."""
+"""Recipes with every part of a layer between them.
+
+The others have a part of these, or differ in bits, group or metadata.
+"""
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 core_recipes = some_slow("recipe", RECIPES, *CORE)

@@ -14,7 +14,7 @@ from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
 from strands import FP32, TOL, balanced, channel, token
 
-D, HEADS = 64, 2
+D, HEADS = 32, 2  # with these, the laws compile the kernel of exact tokens, too
 FORMS = {  # keys, values, dtype of exact tokens; the number of a head's tokens is a multiple
     "exact": (None, None, FP32, 1),
     "bf16": (None, None, torch.bfloat16, 1),
@@ -53,7 +53,7 @@ def spans(counts):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("counts", [[1, 3, 0, 2], [9, 0], [0, 0, 20, 1], [5, 5]])
-@some_slow("form", list(FORMS), "bf16", "balanced", "boosted, 1.5 bit")
+@some_slow("form", list(FORMS), "exact", "boosted, 1.5 bit")
 def test_every_head_reads_its_own_tokens(form, counts, queries, threads):
     keys_format, values_format, dtype, unit = FORMS[form]
     where = spans([unit * n for n in counts])

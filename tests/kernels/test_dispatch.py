@@ -272,7 +272,7 @@ def test_numba_waits_for_the_first_step_that_needs_it():
 
 WHOLE = {
     "full": resolve("full"),
-    "kivi": resolve("kivi:group=16,residual=32"),
+    "kivi": resolve("kivi:group=32,residual=32"),
     "swapped axes": steps.RECIPES["swapped axes"],
     "sinks": Recipe(
         store=Store(Packed(2, "channel", 32, residual=32), Packed(2, "token", 32)),

@@ -85,9 +85,8 @@ RECIPES = {
 }
 every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 core = some_slow(
-    "recipe", RECIPES, "clusters, window", "pages, packed", "pages, packed, rotated",
-    "pages, packed, boosted", "pages, no sinks", "topk", "partial", "partial, packed",
-    "clusters, packed, host", "keys packed, file",
+    "recipe", RECIPES, "clusters, window", "pages, packed, rotated", "pages, no sinks", "topk",
+    "partial, packed", "clusters, packed, host", "keys packed, file",
 )  # fmt: skip
 STEPS = [1] * 40
 
@@ -192,7 +191,7 @@ def test_the_clusters_hold_every_token_once(name, pads, seed):
         assert all(a[1] == b[0] for a, b in pairwise(spans))
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @core
 @pytest.mark.parametrize("rejected", [0, 2, 5])
 def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
@@ -291,17 +290,18 @@ def test_padding_between_turns_is_irrelevant(recipe):
     assert torch.equal(*outputs)
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @every
-@pytest.mark.parametrize("tokens", [1, 3, 7, 20, 120, 333])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_predicted_bytes_are_measured_bytes(recipe, tokens, batch):
-    q, k, v = heads(0, tokens, batch)
-    caches = [fresh(recipe, rank) for rank in range(LAYERS)]
-    for cache in caches:
-        feed(cache, q, k, v)
-    geometry = Geometry(LAYERS, 4, 2, k.shape[-1], k.dtype)
-    assert recipe.nbytes(tokens, geometry, batch) == sum(cache.nbytes for cache in caches)
+def test_predicted_bytes_are_measured_bytes(recipe, batch):
+    for tokens in (1, 3, 7, 20, 120, 333):
+        q, k, v = heads(0, tokens, batch)
+        caches = [fresh(recipe, rank) for rank in range(LAYERS)]
+        for cache in caches:
+            feed(cache, q, k, v)
+        geometry = Geometry(LAYERS, 4, 2, k.shape[-1], k.dtype)
+        held = sum(cache.nbytes for cache in caches)
+        assert recipe.nbytes(tokens, geometry, batch) == held, f"{tokens} tokens"
 
 
 @core

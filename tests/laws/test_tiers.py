@@ -44,7 +44,7 @@ def tokens(seed: int, n: int = PROMPT + STEPS):
     return q.cumsum(dim=2) / torch.arange(1, n + 1).sqrt()[:, None] * 2, k, v
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("index", ["clusters", "pages", PACKED])
@@ -88,6 +88,7 @@ def test_what_lies_on_the_device_does_not_grow_with_the_context():
     assert len(set(sizes.values())) == 1
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_a_copy_of_a_cache_goes_its_own_way(kind, index):
@@ -106,6 +107,7 @@ def shared(batch: int, n: int, seed: int):
     return draw(seed, n, batch=batch, hq=HQ, hk=HK)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_beams_move_no_rows_of_a_tier(kind, index):

@@ -11,6 +11,7 @@ import zoo
 from transformers import DynamicCache
 
 import kvloom
+from backends import by_reference
 from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
 from kvloom.hf import adapters, compat
@@ -261,6 +262,7 @@ def test_a_forward_that_somebody_replaced_comes_back():
     assert module.forward == mine
 
 
+@by_reference
 def test_mpt_uses_the_cache_it_was_given_and_then_none_again():
     model = zoo.build("mpt")
     assert model.config.use_cache is False

@@ -11,8 +11,7 @@ import kvloom
 from backends import by_reference
 from pairwise import some_slow
 
-# With and without RoPE, sliding layers, grouped heads and an adapter.
-OF_EACH_KIND = ("llama-gqa", "gemma2", "gpt2", "gptj", "falcon-gqa", "bloom")
+of_each_kind = some_slow("model", list(zoo.CONFIGS), *zoo.OF_EACH_KIND, indirect=True)
 
 
 @pytest.fixture(params=list(zoo.CONFIGS))
@@ -31,6 +30,7 @@ def test_full_gives_the_tokens_of_plain_transformers(model, beams):
     assert torch.equal(model.generate(**zoo.batch(), **options), expected)
 
 
+@of_each_kind
 def test_direct_call_gives_the_logits_of_plain_transformers(model):
     prompt = zoo.batch()
     real = prompt["attention_mask"].bool()
@@ -58,6 +58,7 @@ def decode(model, cache, ids, **step):
 
 
 @pytest.mark.sample("values")
+@of_each_kind
 @pytest.mark.parametrize(("recipe", "sinks"), [("window", 0), ("streaming", 4)])
 def test_dropping_equals_hiding_in_a_full_cache(model, recipe, sinks, monkeypatch):
     """The oracle: plain transformers, the dropped tokens masked, positions as they were."""
@@ -91,7 +92,7 @@ def test_dropping_equals_hiding_in_a_full_cache(model, recipe, sinks, monkeypatc
 
 
 @by_reference
-@some_slow("model", list(zoo.CONFIGS), *OF_EACH_KIND, indirect=True)
+@of_each_kind
 def test_fewer_bits_stray_further_from_the_full_cache(model):
     ids = zoo.batch(rows=1, tokens=150, padding=(0,))["input_ids"]
     full = decode(model, kvloom.Cache(model, "full"), ids)

@@ -13,6 +13,7 @@ import naive_recipes as rules
 from kvloom.errors import IncompatibleRecipe
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
+from pairwise import some_slow
 
 EXPECTED = "expected:tokens=24,recent=6,future=50"
 
@@ -35,7 +36,7 @@ def test_the_tokens_that_later_queries_expect_stay(name):
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.CONFIGS) - {"mistral-sliding"}))
+@some_slow("name", sorted(set(zoo.CONFIGS) - {"mistral-sliding"}), *zoo.OF_EACH_KIND, "glm4")
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     model = zoo.build(name)
     together = prefilled(model, EXPECTED)

@@ -11,6 +11,7 @@ import kvloom
 from backends import by_reference
 from kvloom.errors import CacheMisuse, NotFinite
 from kvloom.hf.fan_out import Follower, prefill_together
+from pairwise import some_slow
 
 __all__ = ["llama"]
 KIVI = "kivi:group=16,residual=32"
@@ -41,7 +42,7 @@ def test_every_recipe_goes_on_as_if_it_had_read_the_prompt_alone(llama):
 
 
 @by_reference
-@pytest.mark.parametrize("name", sorted(zoo.CONFIGS))
+@some_slow("name", sorted(zoo.CONFIGS), *zoo.OF_EACH_KIND)
 def test_every_model(name):
     model = zoo.build(name)
     forms = [KIVI, "snapkv:tokens=20,window=8", "streaming:tokens=24,positions=renumbered"]

@@ -46,14 +46,14 @@ KEEPS = {
     "window, renumbered": Keep(Budget(110), SCORERS["recent"](), positions="renumbered"),
 }
 STORES = {
-    "-": "full",
-    "kivi": "kivi:group=32,residual=32",
-    "rtn": "rtn:bits=3,group=16",
-    "turbo": "turbo:window=5",
-    "near-lossless": "near-lossless:group=16,residual=32",
-    "kitty": "kitty:boost=8,group=16,residual=32,sinks=3",
-    "kvarn": "kvarn:bits=3,group=16,residual=32,sinks=3",
-    "minikv": "minikv:residual=32",
+    "-": resolve("full"),
+    "kivi": resolve("kivi:group=32,residual=32"),
+    "rtn": resolve("rtn:bits=3,group=16"),
+    "turbo": resolve("turbo:window=5"),
+    "near-lossless": resolve("near-lossless:group=16,residual=32"),
+    "kitty": resolve("kitty:boost=8,group=16,residual=32,sinks=3"),
+    "kvarn": resolve("kvarn:bits=3,group=16,residual=32,sinks=3"),
+    "minikv": resolve("minikv:residual=32"),
 }
 
 
@@ -71,9 +71,24 @@ RECALLS = {
 }
 
 
+KINDS = {  # of parts that a layer treats alike
+    "mass": "once", "observation": "once", "reconstruction": "once", "expected": "once",
+    "heads": "heads", "heads of all layers": "heads", "renumbered": "renumbered",
+    "every step, renumbered": "renumbered", "window, renumbered": "renumbered",
+    "topk": "index", "partial": "index", "clusters": "index", "pages": "index",
+    "kivi": "channels", "kvarn": "channels", "kitty": "channels", "near-lossless": "channels",
+    "rtn": "tokens", "turbo": "tokens", "minikv": "tokens",
+}  # fmt: skip
+
+
+def kinds(case: dict) -> dict:
+    """A case whose parts are kinds of parts."""
+    return {axis: KINDS.get(part, part) for axis, part in case.items()}
+
+
 def made(keep: str, store: str, recall: str, sinks: int) -> Recipe | None:
     """The recipe of these parts, or None where recipes refuse it."""
-    stored = resolve(STORES[store])
+    stored = STORES[store]
     try:
         protect = Protect(max(sinks, stored.protect.sinks), stored.protect.recent)
         return Recipe(KEEPS[keep], stored.store, RECALLS[recall], protect, "mixed")
@@ -87,12 +102,17 @@ CASES = [
     for values in product(*AXES.values())
     if made(*values[:-1]) and not (values[-1] and "renumbered" in values[0])
 ]
-CHOSEN = set(cover(CASES))
+PAIRS = [CASES[i] for i in cover(CASES)]  # of all parts
+DEFAULT = {*cover([kinds(case) for case in PAIRS]), *cover(PAIRS, 1)}  # of kinds, and every part
 every = pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id="-".join(map(str, case.values())), marks=pytest.mark.rare)
-        for case in (CASES[i] for i in sorted(CHOSEN))
+        pytest.param(
+            case,
+            id="-".join(map(str, case.values())),
+            marks=[pytest.mark.rare, *([] if i in DEFAULT else [pytest.mark.slow])],
+        )
+        for i, case in enumerate(PAIRS)
     ],
 )
 

@@ -22,6 +22,7 @@ from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.filled_caches import empty_layers, fill, random_qkv
 from kvloom.workload.shapes import LayerShape
+from pairwise import some_slow
 
 PROMPT = 61
 IDS = zoo.batch(3, PROMPT)
@@ -84,7 +85,7 @@ def test_the_tokens_that_repeating_needs_most_stay(name, instruction, chunk):
             assert found[0, h].tolist() == rules.kept(head, 24, 4, 6)
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.CONFIGS) - {"mistral-sliding"}))
+@some_slow("name", sorted(set(zoo.CONFIGS) - {"mistral-sliding"}), *zoo.OF_EACH_KIND, "glm4")
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     model = zoo.build(name)
     recipe = KVZIP.replace("chunk=20", "chunk=70")  # in chunks of its own a row would differ

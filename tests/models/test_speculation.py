@@ -29,7 +29,6 @@ RECIPES = (
     "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",
     "clusterkv-2bit:tokens=150,full_layers=1",
 )
-RARE = "clusterkv-2bit", "infinigen", "kitty"  # few other tests use their kernels
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +52,13 @@ def steps_of(model, **kwargs):
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(x, marks=pytest.mark.rare) if x.startswith(RARE) else x for x in RECIPES],
-)
+@some_slow(
+    "recipe", RECIPES, "kivi:group=16,residual=32", "turbo", "store:recent=5,sinks=3",
+    "streaming:tokens=40", "keyformer:fraction=0.5", "snapkv:tokens=40,window=8,heads=0.2",
+    "minikv:residual=16", "kivi:group=16,residual=32,start=70",
+    "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
+    "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",
+)  # fmt: skip
 @pytest.mark.parametrize("draft", [2, 7])
 def test_prompt_lookup_generates_the_same_tokens(recipe, draft):
     model = zoo.build("llama-gqa", head_dim=32)
@@ -73,8 +75,8 @@ def test_prompt_lookup_generates_the_same_tokens(recipe, draft):
 
 
 @some_slow(
-    "recipe", RECIPES, "full", "kivi:group=16,residual=32", "snapkv:tokens=40,window=8,heads=0.2",
-    "streaming:tokens=40", "turbo", "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
+    "recipe", RECIPES, "kivi:group=16,residual=32", "snapkv:tokens=40,window=8,heads=0.2",
+    "streaming:tokens=40", "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
 )  # fmt: skip
 def test_an_assistant_generates_the_same_tokens(recipe, assistant):
     model = zoo.build("llama-gqa", head_dim=32)

@@ -71,6 +71,9 @@ CONFIGS = {
     "bloom": lambda: tf.BloomConfig(**_OLD, hidden_size=96, n_layer=3, n_head=6),
 }  # fmt: skip
 
+# With and without RoPE, sliding layers, grouped heads and an adapter.
+OF_EACH_KIND = ("llama-gqa", "gemma2", "gpt2", "gptj", "falcon-gqa", "bloom")
+
 # Their attention does not go through transformers' interface.
 ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")
 

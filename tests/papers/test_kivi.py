@@ -96,7 +96,7 @@ def test_bytes_by_hand():
 # --- step by step ------------------------------------------------------------------------------
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(("hq", "hk"), [(2, 2), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("prompt", [1, 20, 31, 32, 33, 64, 75])
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_step_that_fills_the_residual_still_sees_exact_keys():
     assert exact(cache) == (0, 32)  # and then all keys are packed
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("prompt", [1, 100, 128, 129, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["kivi", "kivi-4", "kivi:group=64,residual=64,meta=fp32"])

@@ -130,7 +130,7 @@ class Skvq:
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("prompt", [1, 2, 3, 14, 15, 16, 60])
 @pytest.mark.parametrize("bits", [1.5, 2, 4])
 @pytest.mark.parametrize("meta", ["fp32", "fp8"])

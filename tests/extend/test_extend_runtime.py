@@ -90,12 +90,17 @@ def test_a_loaded_cache_continues_as_the_saved_one(model, recipe, tmp_path):
 
 @every
 def test_generation_follows_beams(model, recipe):
-    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
-    ids = batch()
-    want = model.generate(ids, past_key_values=kvloom.Cache(model, recipe), **options)
-    again = model.generate(ids, past_key_values=kvloom.Cache(model, recipe), **options)
-    assert torch.equal(want, again)
-    assert want.shape == (2, PROMPT + 6)
+    """The score of each beam is that of its tokens, read by a cache whose rows never move."""
+    found = model.generate(
+        batch(), past_key_values=kvloom.Cache(model, recipe), max_new_tokens=12, num_beams=3,
+        do_sample=False, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    assert found.sequences.shape == (2, PROMPT + 12)
+    assert (found.beam_indices.diff(dim=1) != 0).any(dim=1).all()  # the rows have moved
+    steps = logits(model, kvloom.Cache(model, recipe), found.sequences[:, :-1])
+    each = torch.stack(steps, dim=1).log_softmax(-1)
+    own = each.gather(2, found.sequences[:, PROMPT:, None]).sum(dim=(1, 2)) / 12
+    torch.testing.assert_close(own, found.sequences_scores, rtol=1e-4, atol=1e-4)
 
 
 def test_a_format_costs_the_accuracy_of_its_codes(model):
@@ -114,22 +119,21 @@ def test_a_score_keeps_the_tokens_that_it_rates_highest(model):
     """The first layer's kept tokens, from its keys, values and attention in plain transformers."""
     recipe = "evict:score=value-norm,tokens=20,when=prompt,recent=0"
     ids, cache = batch(), kvloom.Cache(model, recipe)
-    seen = {}
-    own = SCORERS["value-norm"].__call__
-
-    def noted(score, step):
-        seen.setdefault("step", step)
-        return own(score, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SCORERS["value-norm"], "__call__", noted)
-        logits(model, cache, ids)
+    layer = cache.routed[0].cache
+    layer.observe()
+    logits(model, cache, ids)
+    model.set_attn_implementation("eager")  # which returns its weights
+    stock = tf.DynamicCache(config=model.config)
     with torch.inference_mode():
-        out = model(ids, use_cache=True, past_key_values=tf.DynamicCache(config=model.config))
-    stock = out.past_key_values.layers[0]
-    torch.testing.assert_close(seen["step"].v, stock.values)
-    torch.testing.assert_close(seen["step"].k, stock.keys)
-    assert cache.nbytes == cache.recipe.nbytes(PROMPT, cache.geometry, 2)
+        out = model(ids, use_cache=True, past_key_values=stock, output_attentions=True)
+    model.set_attn_implementation("sdpa")
+    weights = out.attentions[0].unflatten(1, (2, 2)).sum(dim=(2, 3))  # of a head's 2 queries
+    scores = weights * stock.layers[0].values.norm(dim=-1)
+    kept = scores.topk(20, dim=-1).indices.sort(dim=-1).values
+    assert torch.equal(layer.logical().sort(dim=-1).values, kept)
+    oldest = torch.arange(20).expand_as(kept)
+    assert not torch.equal(kept, oldest)
+    assert not torch.equal(kept, oldest + PROMPT - 20)
 
 
 class Wrong(Scorer):

@@ -87,9 +87,19 @@ def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
     survivors(build(recipe, q, k, v, sizes), recipe, k, v)
 
 
+OF_PAPERS = (
+    "kitty:group=16,residual=32",
+    "kitty:boost=8,residual=64,meta=fp8",
+    "kitty:group=32,residual=32,rotate=true,sinks=0",
+    "kvarn:group=16,residual=32",
+    "kvarn:bits=4,value_bits=2,group=32,residual=64,sinks=0,meta=fp8",
+)
+EVERY = RECIPES | BUDGETS | {name: resolve(name) for name in OF_PAPERS}
+
+
 @by_reference
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("recipe", (RECIPES | BUDGETS).values(), ids=RECIPES | BUDGETS)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 2))
 def test_predicted_bytes_are_the_bytes_held_after_a_prompt(recipe, dtype, n, batch, hk):

@@ -71,6 +71,7 @@ def test_ranges_are_those_of_the_keys_and_values(llama):
             torch.testing.assert_close(high, x.amax(dim=(0, 2)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("spec", [SKVQ, *OTHERS])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 17)])
 def test_calibrated_recipes_generate_and_hold_what_is_predicted(llama, spec, pads):

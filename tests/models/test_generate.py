@@ -11,11 +11,13 @@ from transformers import DynamicCache
 import kvloom
 from backends import by_reference
 from near import assert_near
+from pairwise import some_slow
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 KIVI = "kivi:group=16,residual=32"
 
 
+KINDS = ("llama-gqa", "gemma2", "falcon-gqa", "bloom")
 SLOW = ("gptj", "mpt", "falcon-mqa", "falcon-alibi")  # others have what these have
 
 
@@ -53,7 +55,7 @@ def test_a_stock_cache_given_to_an_attached_model_is_used(model):
     assert stock.get_seq_length() == expected.shape[1] - 1
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", *zoo.ADAPTED])
+@some_slow("name", ["llama-gqa", "gemma2", *zoo.ADAPTED], *KINDS)
 def test_no_cache_at_all(name):
     model = zoo.build(name)
     expected = model.generate(**zoo.batch(), **GREEDY, use_cache=False)
@@ -61,7 +63,7 @@ def test_no_cache_at_all(name):
     assert torch.equal(model.generate(**zoo.batch(), **GREEDY, use_cache=False), expected)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gemma3", *zoo.ADAPTED])
+@some_slow("name", ["llama-gqa", "gemma2", "gemma3", *zoo.ADAPTED], *KINDS)
 def test_stock_cache_takes_a_second_prompt_on_an_attached_model(name):
     model = zoo.build(name)
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 import zoo
-from test_saved import IDS, PROMPT, SAVED, FORMS, llama, step
+from test_saved import FORMS, IDS, PROMPT, SAVED, llama, step
 from torch.overrides import TorchFunctionMode
 
 import kvloom

@@ -172,6 +172,7 @@ def test_crop_into_packed_tokens_touches_no_layer(model):
     assert cache.get_seq_length() == 96
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_nan_in_keys_or_values_names_the_layer(model, bad, side):
@@ -186,6 +187,7 @@ def test_nan_in_keys_or_values_names_the_layer(model, bad, side):
     assert cache.routed[1].cache.nbytes == 0
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", [KIVI, "full", "h2o"])
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "falcon-gqa"])
 def test_a_cache_on_a_model_that_is_not_routed(name, recipe):

@@ -15,6 +15,7 @@ import kvloom
 from kvloom.cache.slots import Slots
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.recipe.resolve import resolve
+from pairwise import some_slow
 
 LEARNED = ("gpt2", "opt")
 MOVABLE = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]
@@ -71,7 +72,7 @@ def steps(model, recipe, remember=False):
 
 
 @pytest.mark.parametrize("recipe", BY_AGE)
-@pytest.mark.parametrize("name", MOVABLE)
+@some_slow("name", MOVABLE, "llama-gqa", "gemma2", "glm4", *zoo.ADAPTED)
 def test_tokens_kept_by_age(name, recipe):
     model = one_layer(name)
     for ids, at, t, before, got in steps(model, recipe):

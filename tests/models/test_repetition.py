@@ -58,6 +58,7 @@ def recorded(model):
     return calls
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "qwen3"])
 @pytest.mark.parametrize("instruction", [(), (5, 6, 7)])
 @pytest.mark.parametrize("chunk", [20, 100])

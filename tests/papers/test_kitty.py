@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.kernels.quantize import reference as ref
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.store import Packed, Store
-from steps import draw, feed
 
 GROUP = 16
 
@@ -60,25 +58,6 @@ def test_a_group_by_hand():
     assert codes[0, 0, :, 9].tolist() == [i % 4 for i in range(16)]  # the low bits of channel 0
     torch.testing.assert_close(scale[0, 0, 0, :3], torch.tensor([-4.0, -0.8, 0.0]))
     assert (codes[0, 0, 3, 1] * 4 + codes[0, 0, 3, 10]).item() == 15
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kitty:group=16,residual=32",
-        "kitty:boost=8,residual=64,meta=fp8",
-        "kitty:group=32,residual=32,rotate=true,sinks=0",
-    ],
-)
-def test_bytes_are_predicted(name):
-    q, k, v = draw(0, 200, 2, 4, 2)
-    recipe = resolve(name)
-    cache = LayerCache(recipe)
-    feed(cache, q, k, v)
-    geometry = Geometry(1, 4, 2, 32, torch.float32)
-    assert cache.nbytes == recipe.nbytes(200, geometry, 2)
-    fmt = recipe.store.keys
-    assert fmt.nbytes(256, 64) * 8 == pytest.approx(fmt.bits_a_value(64) * 256 * 64)
 
 
 def test_what_does_not_fit_is_refused_by_name():

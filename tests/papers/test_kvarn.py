@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.kernels.attend.cpu import decode, gathered
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.balanced import LEAST, MOST, deviations
 from kvloom.kernels.quantize.rotated import rotate
 from kvloom.kernels.quantize.spec import QuantSpec
-from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import codec
-from steps import draw, feed
 
 TILE, D = 32, 16
 ROTATED = Transform(hadamard=True)
@@ -158,24 +155,6 @@ def test_tiles_of_any_size_come_back(axis, meta):
     assert (back[0, 0] == 0).all()
     error = (rotate(back) - rotate(x))[0, 4:].norm(dim=(1, 2)) / x[0, 4:].norm(dim=(1, 2))
     assert error.max() < (0.5 if meta == "fp8" else 0.11)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kvarn:group=16,residual=32",
-        "kvarn:bits=4,value_bits=2,group=32,residual=64,sinks=0,meta=fp8",
-    ],
-)
-def test_bytes_are_predicted(name):
-    q, k, v = draw(0, 200, 2, 4, 2)
-    recipe = resolve(name)
-    cache = LayerCache(recipe)
-    feed(cache, q, k, v)
-    geometry = Geometry(1, 4, 2, 32, torch.float32)
-    assert cache.nbytes == recipe.nbytes(200, geometry, 2)
-    for fmt in (recipe.store.keys, recipe.store.values):
-        assert fmt.nbytes(256, 64) * 8 == pytest.approx(fmt.bits_a_value(64) * 256 * 64)
 
 
 def test_what_does_not_fit_is_refused_by_name():

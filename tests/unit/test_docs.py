@@ -199,18 +199,16 @@ TESTS = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*
 ONE_FILE_EACH = {"cli", "recipe/named", "hf/models", "eval/papers"}  # not named one by one
 
 
-@pytest.mark.parametrize(
-    "package", sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
-)
-def test_the_layout_names_every_folder_and_module(package):
-    text = section(LAYOUT, f"## `{package}`")
-    named = [part for name in re.findall("`([^`]+)`", text) for part in name.split("/") if part]
-    for path in (SOURCE / package).rglob("*"):
-        folder = path.relative_to(SOURCE).parent.as_posix()
-        if path.is_dir() and path.name != "__pycache__":
-            assert path.name in named, path
-        elif path.suffix == ".py" and path.name != "__init__.py" and folder not in ONE_FILE_EACH:
-            assert any(fnmatch(path.name, name) for name in named), path
+def test_the_layout_names_every_folder_and_module():
+    for package in sorted(path.parent.name for path in SOURCE.glob("*/__init__.py")):
+        text = section(LAYOUT, f"## `{package}`")
+        named = [part for name in re.findall("`([^`]+)`", text) for part in name.split("/") if part]
+        for path in (SOURCE / package).rglob("*"):
+            folder = path.relative_to(SOURCE).parent.as_posix()
+            if path.is_dir() and path.name != "__pycache__":
+                assert path.name in named, path
+            elif path.suffix == ".py" and path.stem != "__init__" and folder not in ONE_FILE_EACH:
+                assert any(fnmatch(path.name, name) for name in named), path
 
 
 @pytest.mark.parametrize("page", [LAYOUT, DOCS / "internals" / "step.md"])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.errors import RecipeError
+from kvloom.recipe.resolve import resolve
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import codec
 from kvloom.store.packed import PackedTokens
@@ -91,6 +92,12 @@ def test_map_acts_on_the_rows_of_all_parts(fmt):
     packed = held(fmt, x)
     packed.map(lambda t: t[[2, 0, 0]])
     assert torch.equal(packed.view().tensor(), held(fmt, x[[2, 0, 0]]).view().tensor())
+
+
+def test_effective_bits_are_those_of_the_bytes():
+    stores = [resolve(name).store for name in ("kitty:boost=8,meta=fp8", "kvarn:meta=fp8")]
+    for fmt in (*FORMATS, *(fmt for store in stores for fmt in (store.keys, store.values))):
+        assert fmt.nbytes(256, 64) * 8 == pytest.approx(fmt.bits_a_value(64) * 256 * 64), fmt
 
 
 def test_effective_bits():

@@ -122,11 +122,11 @@ def test_a_score_keeps_the_tokens_that_it_rates_highest(model):
     layer = cache.routed[0].cache
     layer.observe()
     logits(model, cache, ids)
-    model.set_attn_implementation("eager")  # which returns its weights
-    stock = tf.DynamicCache(config=model.config)
+    plain = tiny.llama(head_dim=32)
+    plain.set_attn_implementation("eager")  # which returns its weights
+    stock = tf.DynamicCache(config=plain.config)
     with torch.inference_mode():
-        out = model(ids, use_cache=True, past_key_values=stock, output_attentions=True)
-    model.set_attn_implementation("sdpa")
+        out = plain(ids, use_cache=True, past_key_values=stock, output_attentions=True)
     weights = out.attentions[0].unflatten(1, (2, 2)).sum(dim=(2, 3))  # of a head's 2 queries
     scores = weights * stock.layers[0].values.norm(dim=-1)
     kept = scores.topk(20, dim=-1).indices.sort(dim=-1).values

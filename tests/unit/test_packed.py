@@ -97,7 +97,7 @@ def test_map_acts_on_the_rows_of_all_parts(fmt):
 def test_effective_bits_are_those_of_the_bytes():
     stores = [resolve(name).store for name in ("kitty:boost=8,meta=fp8", "kvarn:meta=fp8")]
     for fmt in (*FORMATS, *(fmt for store in stores for fmt in (store.keys, store.values))):
-        assert fmt.nbytes(256, 64) * 8 == pytest.approx(fmt.bits_a_value(64) * 256 * 64), fmt
+        assert fmt.nbytes(3840, 64) * 8 == pytest.approx(fmt.bits_a_value(64) * 3840 * 64), fmt
 
 
 def test_effective_bits():

@@ -12,6 +12,7 @@ from kvloom.cache.slots import Slots
 from kvloom.kernels.attend import reference as ref
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
+from pairwise import some_slow
 from steps import SCALE, draw, feed, unpacked
 
 SLOPES = torch.tensor([0.5, 0.02, 0.1, 0.25])
@@ -31,6 +32,17 @@ RENUMBERED = (
     "h2o:tokens=24,limit=40,positions=renumbered",
     "snapkv:tokens=24,window=8,positions=renumbered",
 )
+DRAFTED = (
+    "kivi:group=32,residual=32",
+    "rtn:group=16",
+    "streaming:tokens=24,sinks=4",
+    "h2o:tokens=24",
+    "snapkv:tokens=24,window=8",
+    "minikv:bits=8,group=16,residual=32",
+    "streaming:tokens=24,sinks=4,positions=renumbered",
+    "h2o:tokens=24,limit=40,positions=renumbered",
+)
+"""By default, those with every part of a cache between them."""
 SIZES = [50, 1, 1, 1, 9, 1, 1, 30, 1]
 TOKENS = sum(SIZES)
 
@@ -98,7 +110,7 @@ def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED])
+@some_slow("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED], *DRAFTED)
 @pytest.mark.parametrize("prompt", [5, 50])
 def test_a_rejected_draft_leaves_no_trace(name, prompt):
     q, k, v = draw(0, prompt + 5, batch=2, hq=4, hk=2)
@@ -116,7 +128,7 @@ def test_a_rejected_draft_leaves_no_trace(name, prompt):
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED])
+@some_slow("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED], *DRAFTED)
 def test_beams_in_the_middle_of_a_draft(name):
     beams = torch.tensor([2, 0, 0])
     qkv, draft, new = (draw(i, n, batch=3, hq=4, hk=2) for i, n in enumerate((50, 3, 6)))

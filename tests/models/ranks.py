@@ -32,8 +32,7 @@ RECORDED = hasattr(DistributedConfig, "tp_size")
 CALIBRATED = ["skvq:span=head,group=32,calibration=", "smoothquant:calibration="]
 RECIPES = {
     "trained": [
-        "full", "kivi", "kivi-4", "near-lossless", "minikv", "h2o:fraction=0.3",
-        "clusterkv:tokens=256", *CALIBRATED * RECORDED,
+        "full", "near-lossless", "minikv", "h2o:fraction=0.3", *CALIBRATED * RECORDED,
     ],
     "random": [
         "full", "kivi", "near-lossless", "snapkv:tokens=100,window=16",

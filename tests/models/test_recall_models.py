@@ -10,6 +10,7 @@ import zoo
 
 import kvloom
 from backends import by_reference
+from beams import assert_rows_follow_beams
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 
@@ -60,7 +61,7 @@ def test_beams_padding_and_drafts_run_on_a_small_budget(recipe):
     batch = zoo.batch(tokens=261, padding=(0, 17, 140))
     together = model.generate(**batch, **GREEDY)
     assert together.shape == (3, 285)
-    assert model.generate(**batch, **GREEDY, num_beams=4).shape == (3, 285)
+    assert_rows_follow_beams(model, recipe, batch, beams=4)
     alone = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
     assert torch.equal(model.generate(**alone, **GREEDY)[0], together[0])
     model.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
@@ -78,7 +79,7 @@ def test_beams_padding_and_turns_over_what_a_keep_left():
     kvloom.attach(model, recipe)
     batch = zoo.batch(tokens=261, padding=(0, 17, 200))
     together = model.generate(**batch, **GREEDY)
-    assert model.generate(**batch, **GREEDY, num_beams=4).shape == (3, 285)
+    assert_rows_follow_beams(model, recipe, batch, beams=4)
     alone = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
     assert torch.equal(model.generate(**alone, **GREEDY)[0], together[0])
     cache = kvloom.Cache(model, recipe)

@@ -305,7 +305,7 @@ def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
 
 
 def test_copies_know_their_model_and_pickles_do_not(tmp_path):
-    model = zoo.build("llama-gqa")
+    model = zoo.build("llama-gqa", head_dim=32)
     cache = kvloom.Cache(model, KIVI)
     copy.deepcopy(cache).save(tmp_path / "copy.kv")
     for lost in (pickle.loads(pickle.dumps(cache)), cache):

@@ -6,7 +6,6 @@ a device meets the layer's tensors there, and torch refuses the operation.
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from kvloom.cache.build import build_layers
@@ -14,6 +13,7 @@ from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import LayerMetadata
+from pairwise import some_slow
 
 D, LAYERS = 64, 2
 VARIANCE = Recipe(keep=Keep(Budget(fraction=0.5, layers="variance"), Mass(), when="prompt"))
@@ -28,6 +28,16 @@ RECIPES = [
     "clusterkv-2bit:tokens=192,full_layers=0", "quest:tokens=96,full_layers=0",
     "topk:tokens=96,full_layers=0", VARIANCE,
 ]  # fmt: skip
+
+
+COMMON = (
+    "kivi-4:rotate=true", "near-lossless", "kitty:boost=16", "kvarn:group=64,residual=64", "turbo",
+    "streaming:tokens=64,sinks=4", "dilated:tokens=64", "h2o:fraction=0.3,shared=true",
+    "keyformer:fraction=0.3", "snapkv:tokens=64,window=16,heads=0.2,layers=joint",
+    "expected:fraction=0.5", "clusterkv-2bit:tokens=192,full_layers=0",
+    "quest:tokens=96,full_layers=0", "topk:tokens=96,full_layers=0", "variance",
+)  # fmt: skip
+"""Recipes with every part of a cache between them."""
 
 
 def run(recipe: str | Recipe, device: str) -> list[torch.Tensor]:
@@ -52,7 +62,11 @@ def run(recipe: str | Recipe, device: str) -> list[torch.Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@some_slow(
+    "recipe",
+    {str(recipe) if isinstance(recipe, str) else "variance": recipe for recipe in RECIPES},
+    *COMMON,
+)
 def test_a_layer_makes_its_tensors_on_the_device_of_its_keys(recipe):
     got = run(recipe, "meta")  # first, as some tensors are made once and kept
     for x, y in zip(got, run(recipe, "cpu"), strict=True):

@@ -272,6 +272,7 @@ def test_rulers_tasks_are_the_official_ones():
     )
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("ask", ["after", "inside"])
 def test_ruler_fills_the_context(name, ask):

@@ -116,7 +116,7 @@ def test_after_a_reset_another_model_is_welcome():
 # --- numbers that are none -----------------------------------------------------------------------
 
 
-@pytest.mark.sample("pairs")
+@pytest.mark.sample("values")
 @core_recipes
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])

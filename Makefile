@@ -11,11 +11,11 @@ demo: .venv/ready
 # Each process gets neighbouring tests, which need the same compiled kernels.
 PYTEST := python -m pytest -n auto --dist worksteal
 
-# A sample of every test: all pairs, or all values, of the parameters of wide grids.
+# Every test, on a part of its cases; CONTRIBUTING.md says which.
 test: .venv/ready
 	$(BIN)/$(PYTEST)
 
-# The cases outside the samples, formats that take long to compile, and more random examples.
+# The other cases, formats that take long to compile, and more random examples.
 test-slow: .venv/ready
 	$(BIN)/$(PYTEST) -m slow
 

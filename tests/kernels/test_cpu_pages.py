@@ -34,7 +34,7 @@ PAGES = {
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("sinks", [0, 5, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@some_slow("recipe", list(PAGES), "near-lossless", "kitty", RAW_KEYS)  # KIVI is a part of Kitty
+@some_slow("recipe", list(PAGES), "near-lossless", RAW_KEYS)  # keys by channel, and by token
 def test_pages(recipe, dtype, sinks):
     page = PAGES[recipe]
     store, generator = resolve(recipe).store, torch.Generator().manual_seed(0)

@@ -231,16 +231,20 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from numba.core import caching
 
     from kvloom.kernels import cpu_runtime as team
-    from kvloom.kernels.attend.cpu import decode_kernel as fused
+    from kvloom.kernels.append.cpu import append as cpu
+    from kvloom.kernels.append.cpu import append_kernel
+    from kvloom.kernels.append.reference import WriteTarget
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    variant = fused.Variant(16, 1, 0)
-    made = fused.kernel.__wrapped__(variant)
+    made = append_kernel.kernel.__wrapped__(4)
     assert isinstance(made, team.Kernel)
-    q, k, v = drawn(1, 1, 1, 9, 16)
-    case = (made, variant.tile)
-    monkeypatch.setattr("kvloom.kernels.attend.cpu.coverage.kernel", lambda *_, **__: case)
-    torch.testing.assert_close(attend(q, k, v), ref.attend(q, k, v, 0.2), rtol=0, atol=2e-6)
+    monkeypatch.setattr(cpu, "compiled", lambda _: made)
+    _, k, v = drawn(t=1, n=1)
+    targets = tuple(WriteTarget(torch.zeros(1, 2, 4, 32), 3) for _ in range(2))
+    assert cpu.append((k, v), targets)
+    for x, target in zip((k, v), targets, strict=True):
+        assert torch.equal(target.data[:, :, 3:], x)
+        assert not target.data[:, :, :3].any()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -128,7 +128,7 @@ def changed(q, keys, values):
 CASES = ["query heads", "queries", "formats", "dtype", "head dimension"]
 
 
-@some_slow("what", CASES, "query heads", "queries", "dtype")  # others compile kernels, too
+@some_slow("what", CASES, "query heads", "queries", "formats")  # others compile kernels, too
 def test_another_case_is_bound_anew_and_the_first_one_again(monkeypatch, what):
     made, attend, q = bindings(monkeypatch), Plan(ops.attend), torch.randn(1, 4, 1, 32)
     first = q, *(lane.kv_view() for lane in packed())

@@ -146,15 +146,16 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
 
     Codes are unpacked: bits of a last byte that hold no token are arbitrary.
     """
-    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.tokens.first}
-    buffers = {name: b.view() for name, b in named_buffers(cache.tokens).items() if len(b)}
-    for name, lane in (("keys", cache.tokens.keys), ("values", cache.tokens.values)):
+    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.parts.tokens.first}
+    buffers = {name: b.view() for name, b in named_buffers(cache.parts.tokens).items() if len(b)}
+    for name, lane in (("keys", cache.parts.tokens.keys), ("values", cache.parts.tokens.values)):
         if lane.packed_count:
             codes, bits = buffers[f"{name}.codes"], lane.packed.fmt.bits
             held[f"{name}.rows"] = codes.shape[2]
             buffers[f"{name}.codes"] = unpack_codes(codes, bits, lane.packed_count)
-    if cache.sinks is not None and cache.sinks.keys is not None:
-        buffers |= {f"sinks.{n}": getattr(cache.sinks, n) for n in ("keys", "values", "start")}
+    sinks = cache.parts.sinks
+    if sinks is not None and sinks.keys is not None:
+        buffers |= {f"sinks.{n}": getattr(sinks, n) for n in ("keys", "values", "start")}
     return held | buffers
 
 

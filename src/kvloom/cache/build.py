@@ -11,6 +11,7 @@ from ..store import LayerMetadata
 from .commit import evict
 from .coordinator import Coordinator
 from .layer import LayerCache
+from .layer_parts import LayerParts
 
 
 def build_layers(
@@ -40,12 +41,13 @@ def build_layers(
 
 def coordinate(layers: Sequence[LayerCache]) -> None:
     """Give one coordinator to layers that divide one budget and need each other's scores."""
-    groups: dict[Hashable, list[LayerCache]] = {}
+    groups: dict[Hashable, list[LayerParts]] = {}
     for layer in layers:
-        if layer.evictor is not None and layer.evictor.waits:
-            groups.setdefault(budget_group(layer.recipe), []).append(layer)
+        parts = layer.parts
+        if parts.evictor is not None and parts.evictor.waits:
+            groups.setdefault(budget_group(parts.recipe), []).append(parts)
     for together in groups.values():
         keep = together[0].recipe.keep
         coordinator = Coordinator(together, keep is not None and keep.shared, evict)
-        for layer in together:
-            layer.coordinator = coordinator
+        for parts in together:
+            parts.coordinator = coordinator

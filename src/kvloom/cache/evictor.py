@@ -14,7 +14,7 @@ from .part import Part
 from .ragged import Ragged
 from .segment import Segment
 from .slots import Slots
-from .step import StepInputs
+from .step import Queries
 
 
 class Evictor(Protocol):
@@ -23,6 +23,10 @@ class Evictor(Protocol):
     @property
     def ragged(self) -> Ragged | None:
         """The tokens of which heads have different numbers; None where budgets are equal."""
+
+    @property
+    def waiting(self) -> Queries | None:
+        """The queries whose eviction waits for other layers or for a repetition; None: none do."""
 
     @property
     def room(self) -> int | None:
@@ -78,8 +82,8 @@ class Evictor(Protocol):
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
 
-    def decides(self, step: StepInputs) -> bool:
-        """Return whether scores of a step's queries, or of a repetition, decide what stays.
+    def decides(self, queries: Queries) -> bool:
+        """Return whether scores of these queries, or of a repetition, decide what stays.
 
         Do not call this, or `surplus`, once the evictor is done.
         """

@@ -61,6 +61,11 @@ class Ragged:
         return [self, *self.keys.mutable, *self.values.mutable]
 
     @property
+    def stored(self) -> bool:
+        """Whether heads have divided tokens among them."""
+        return self.spans is not None
+
+    @property
     def mean(self) -> float:
         """The tokens of a head, on average."""
         if self.spans is None:

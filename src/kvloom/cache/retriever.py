@@ -26,7 +26,7 @@ from ..store.packed import PackedView
 from .gather_plan import gather_part
 from .part import Part
 from .segment import Segment
-from .step import StepInputs
+from .step import Queries
 from .trace import Trace
 
 # A step that reads a whole tier copies this many tokens at a time.
@@ -67,7 +67,7 @@ class Retriever:
     def read(
         self,
         tokens: Segment,
-        step: StepInputs,
+        queries: Queries,
         visible: Tensor | None,
         alibi: Alibi | None,
         present: int,
@@ -80,10 +80,10 @@ class Retriever:
         indexed, room = self.finder.tokens, self.recall.tokens - self.recipe.always_read
         if trace is not None:
             trace.recalled = None
-        if step.tokens > 1 or room >= indexed:
+        if queries.tokens > 1 or room >= indexed:
             offloaded = self._offloaded_parts(tokens, visible, alibi)
             return [*offloaded, *tokens.parts(visible, present, alibi)]
-        slots = self._find(tokens, step.q, room - room % self.recall.index.unit)
+        slots = self._find(tokens, queries.q, room - room % self.recall.index.unit)
         end = self.recipe.pinned_prefix + indexed
         if trace is not None:
             trace.recalled = slots
@@ -141,13 +141,13 @@ class Retriever:
         tokens.restore(self.store.raw(0, self.store.tokens))
         self.store, self.finder = self.store.fresh(), self._emptied()
 
-    def learn(self, step: StepInputs, keys: Tensor) -> None:
+    def learn(self, queries: Queries, keys: Tensor) -> None:
         """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
-        live, queries = step.visible, step.visible_queries
-        if live is None or queries is None:
+        live, own = queries.visible, queries.visible_queries
+        if live is None or own is None:
             live = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
-            queries = live[..., -step.tokens :]
-        self.finder.learn(step.q, keys, live, queries)
+            own = live[..., -queries.tokens :]
+        self.finder.learn(queries.q, keys, live, own)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""

@@ -12,6 +12,7 @@ from typing import Any
 from .draft import Draft
 from .layer_parts import LayerParts
 from .slots import Slots
+from .trace import Trace
 
 VERSION = 5
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
@@ -42,8 +43,8 @@ def load_state(layer: LayerParts, saved: dict[str, Any]) -> None:
     like = layer.like = saved["like"]
     layer.seen, layer.read = saved["seen"], saved["read"]
     layer.recording, layer.settled = saved["recording"], saved["settled"]
-    if saved["observed"]:
-        layer.observe()
+    if saved["observed"] and layer.trace is None:
+        layer.trace = Trace()
     if saved["slots"]:
         layer.tokens = Slots.from_state(saved["tokens"])
     else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.layer import LayerCache
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..errors import UnsupportedModel
 from ..store.buffer import Buffer
 from .routed import RoutedCache, RoutedLayer
@@ -46,15 +46,16 @@ class ObservedLayer(RoutedLayer):
         self.layer, self.on_step = layer, on_step
         self.exact = Buffer()
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend as `RoutedLayer` does; a repetition of the prompt is no step."""
         if self.repeated is not None:
             return super().attend(given)
         self.exact.append(given.k.detach())
         keys = self.exact.view()
         every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
-        bias = None if given.alibi is None else given.alibi.bias(every)
-        q, scale, softcap = given.q, given.scale, given.softcap
+        queries = given.queries
+        bias = None if queries.alibi is None else queries.alibi.bias(every)
+        q, scale, softcap = queries.q, queries.scale, queries.softcap
         self.on_step(Observation(self.layer, self.cache, q, keys, scale, softcap, bias))
         return super().attend(given)
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ..cache.checks import check_crop
 from ..cache.layer import LayerCache
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from ..recall import Traffic
 from ..recipe.layers import listed
@@ -83,21 +82,21 @@ class RoutedLayer(CacheLayerMixin):
         self.armed = True
         return key, value_states
 
-    def attend(self, given: AttendInputs) -> Tensor:
-        """Attend as `LayerCache.run` does, once after every `update`; valid: on any device."""
+    def attend(self, given: StepInputs) -> Tensor:
+        """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
         if not self.armed:
             raise CacheMisuse(
                 f"{self.cache.name}: attention came twice for one update; models whose layers "
                 "share keys and values are not supported"
             )
         self.armed = False
-        if given.valid is not None:
-            given = given._replace(valid=given.valid.to(given.q.device))
-        run: Callable[[AttendInputs], Tensor] = self.cache.run
+        given = on_one_device(given)
+        run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
             run = partial(self.cache.repeat, repeated=self.repeated)
         elif self.ids is not None:
-            given = given._replace(ids=self.ids.to(given.q.device))
+            ids = self.ids.to(given.k.device)
+            given = given._replace(queries=given.queries._replace(ids=ids))
         if torch.is_inference_mode_enabled():
             run = lasting(run)
         return run(given)
@@ -119,16 +118,16 @@ class RoutedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Drop and pack nothing until `crop` decides what stays."""
-        self.cache.recording = True
+        self.cache.parts.recording = True
 
     @property
     def record_past(self) -> bool:
         """Whether dropping and packing wait for `crop`."""
-        return self.cache.recording
+        return self.cache.parts.recording
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.cache.recording = value
+        self.cache.parts.recording = value
 
     @lasting
     def crop(self, tokens: int) -> None:
@@ -215,13 +214,13 @@ class RoutedCache(transformers.Cache):
     @property
     def tokens_read(self) -> float:
         """Tokens that the last step read in a layer: the mean of compressed layers."""
-        read = [layer.cache.read for layer in self.routed]
+        read = [layer.cache.parts.read for layer in self.routed]
         return sum(read) / len(read) if read else 0.0
 
     @property
     def traffic(self) -> Traffic:
         """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
-        retrievers = [layer.cache.retriever for layer in self.routed]
+        retrievers = [layer.cache.parts.retriever for layer in self.routed]
         each = [x.store.traffic for x in retrievers if x is not None and x.store is not None]
         return Traffic(*(sum(x) for x in zip(*each, strict=True))) if each else Traffic()
 
@@ -308,7 +307,7 @@ class RoutedCache(transformers.Cache):
 
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
-        like = next((x.cache.like for x in self.routed), None)
+        like = next((x.cache.parts.like for x in self.routed), None)
         if like is not None and like.shape[0] != rows:
             raise CacheMisuse(
                 f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
@@ -321,7 +320,7 @@ class RoutedCache(transformers.Cache):
         Raises `CacheMisuse` if a layer cannot remove them.
         """
         for layer in self.routed:
-            check_crop(layer.cache, layer.to_remove(tokens_to_remove))
+            layer.cache.check_crop(layer.to_remove(tokens_to_remove))
         with self.guard.change("crop"):
             super().crop(tokens_to_remove)
 
@@ -347,6 +346,14 @@ class RoutedCache(transformers.Cache):
             super().reset()
 
 
+def on_one_device(given: StepInputs) -> StepInputs:
+    """Return a step whose mask is on the device of its queries."""
+    q, visible = given.queries.q, given.queries.visible
+    if visible is None or visible.device == q.device:
+        return given
+    return given._replace(queries=given.queries._replace(visible=visible.to(q.device)))
+
+
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor with the same storage, and the same gradient if it has one."""
     return x.view(x.shape) if x.requires_grad else x.detach()  # detach takes a sixth of the time
@@ -354,14 +361,15 @@ def _alias(x: Tensor) -> Tensor:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    if cache.like is None:
+    if cache.parts.like is None:
         return 0
-    b, h, _, d = cache.like.shape
+    b, h, _, d = cache.parts.like.shape
     return 2 * b * h * d * cache.seen
 
 
 def _full_nbytes(cache: LayerCache) -> int:
-    return 0 if cache.like is None else _values(cache) * cache.like.element_size()
+    like = cache.parts.like
+    return 0 if like is None else _values(cache) * like.element_size()
 
 
 def stock_attributes(layer: Any) -> dict[str, Any]:

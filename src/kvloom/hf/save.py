@@ -56,7 +56,7 @@ def save(cache: RoutedCache, path: str | Path) -> None:
     about = {
         "format": VERSION, "kvloom": __version__, "recipe": recipe,
         "model": _traits(cache.owner.model),
-        "calibration": _tables([layer.cache.metadata for layer in cache.routed]),
+        "calibration": _tables([layer.cache.parts.metadata for layer in cache.routed]),
         "layers": [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
     files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
@@ -119,13 +119,13 @@ def _restore(
 
 def _state(layer: Any) -> Any:
     """Return the state of a layer, kvloom's or transformers' own."""
-    return state(layer.cache) if isinstance(layer, RoutedLayer) else stock_state(layer)
+    return state(layer.cache.parts) if isinstance(layer, RoutedLayer) else stock_state(layer)
 
 
 def _load_state(layer: Any, saved: Any) -> None:
     """Load a saved state into a new layer."""
     if isinstance(layer, RoutedLayer):
-        load_state(layer.cache, saved)
+        load_state(layer.cache.parts, saved)
     else:
         load_stock_state(layer, saved)
 
@@ -227,8 +227,8 @@ def _check_settled(cache: RoutedCache) -> None:
     """Raise `CacheMisuse` in the middle of a step or draft; wait for side streams."""
     for layer in (routed.cache for routed in cache.routed):
         layer.check_usable()
-        if layer.retriever is not None:
-            layer.retriever.side_stream.wait()
+        if layer.parts.retriever is not None:
+            layer.parts.retriever.side_stream.wait()
         if layer.removable:
             raise CacheMisuse(
                 f"{layer.name}: the newest {layer.removable} tokens may still be removed; "

@@ -36,7 +36,7 @@ from kvloom.eval import Settings, load, prepare
 from kvloom.eval.needles import count_correct, haystacks
 from kvloom.eval.papers.recalling import PAPER, mask_of
 from kvloom.hf.compat import geometry
-from kvloom.hf.observe import Observation, observe
+from kvloom.hf.observe import ObservedStep, observe
 from kvloom.recall import Index, Pages, TopK
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.crew import run_alone
@@ -68,7 +68,7 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
     finders: dict[tuple[str, int], Any] = {}
     cluster_s: dict[str, float] = defaultdict(float)
 
-    def on_step(look: Observation) -> None:
+    def on_step(look: ObservedStep) -> None:
         keys = look.keys[:, :, SINKS:context]
         if look.q.shape[2] > 1 or look.layer < FULL_LAYERS:
             return
@@ -109,7 +109,7 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
 
 def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:
     """Prefill a context once; return a function from a recipe to its cache of that context."""
-    looks: dict[int, Observation] = {}
+    looks: dict[int, ObservedStep] = {}
     exact = Cache(model, "full")
     observe(exact, lambda look: looks.__setitem__(look.layer, look))
     forward(model, ids, exact)

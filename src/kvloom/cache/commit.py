@@ -96,7 +96,7 @@ def end_repetition(layer: LayerParts) -> None:
 def evict(layer: LayerParts, scores: Tensor, counts: Tensor | None = None) -> None:
     """Evict by fp32 scores [B, Hk, N] of the queries that wait; then pack and index.
 
-    counts: as in `Ragged.choose`.
+    counts: as in `RaggedTokens.choose`.
     """
     evictor, tokens = layer.score_evictor, layer.tokens
     queries, evictor.waiting = evictor.waiting, None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .part import Part
-from .ragged import Ragged
+from .ragged import RaggedTokens
 from .segment import Segment
 from .slots import Slots
 from .step import Queries
@@ -21,7 +21,7 @@ class Evictor(Protocol):
     """Drops tokens of a layer down to a budget."""
 
     @property
-    def ragged(self) -> Ragged | None:
+    def ragged(self) -> RaggedTokens | None:
         """The tokens of which heads have different numbers; None where budgets are equal."""
 
     @property

@@ -19,7 +19,7 @@ from .age_evictor import AgeEvictor
 from .coordinator import Coordinator
 from .draft import Draft
 from .evictor import Evictor
-from .outliers import Outliers
+from .outliers import OutlierTokens
 from .part import AttendPlans
 from .retriever import Retriever
 from .score_evictor import ScoreEvictor
@@ -82,7 +82,7 @@ class LayerParts:
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe)
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else Outliers(rule, rank, metadata.head)
+        self.outliers = None if rule is None else OutlierTokens(rule, rank, metadata.head)
         self.draft: Draft | None = None
         self.settled = False  # whether a step was settled; the first one is the prompt
         self.seen = 0

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import Outliers as Rule
-from ..keep import Step, checked, choose
+from ..keep import Outliers, Step, checked, choose
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from .part import Part
@@ -23,13 +22,13 @@ from .sinks import Sinks
 from .step import Queries
 
 
-class Outliers:
+class OutlierTokens:
     """A rule, and exact copies of the tokens that it chose.
 
     layer, head: the numbers of the layer and of its first key/value head, which seed noise.
     """
 
-    def __init__(self, rule: Rule, layer: int, head: int = 0) -> None:
+    def __init__(self, rule: Outliers, layer: int, head: int = 0) -> None:
         self.rule, self.layer, self.head = rule, layer, head
         self.reads_ids = rule.reads_ids
         self.tokens = Segment()

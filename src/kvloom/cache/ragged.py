@@ -20,12 +20,12 @@ from ..store import KVSide
 from .part import RaggedPart
 
 
-class Choice(NamedTuple):
+class RaggedChoice(NamedTuple):
     """The tokens of a prompt that heads keep.
 
     certain: int64 [B, Hk, M], ascending slots of the tokens that the segment keeps. contested: bool
-    [B, Hk, N], the tokens that `Ragged` stores; None where heads compete for none. counts: int64
-    [B, Hk], how many these are.
+    [B, Hk, N], the tokens that `RaggedTokens` stores; None where heads compete for none. counts:
+    int64 [B, Hk], how many these are.
     """
 
     certain: Tensor
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     counts: Tensor
 
 
-class Ragged:
+class RaggedTokens:
     """The tokens of one layer that heads compete for. Before they are stored, `spans` is None.
 
     spans: of B rows and Hk heads. index: int32 [M], the logical index of each token (None: no
@@ -94,7 +94,7 @@ class Ragged:
         recent: int,
         visible: Tensor | None,
         counts: Tensor | None = None,
-    ) -> Choice | None:
+    ) -> RaggedChoice | None:
         """Return which tokens stay; None: all of them, in the segment.
 
         scores, recent, visible: as for `keep.choose`; heavy: on average over heads. counts: int64
@@ -110,10 +110,10 @@ class Ragged:
         older = _older(scores, recent, visible)
         best, more = head_budgets.select(older, heavy - contested, counts)
         newest = torch.arange(n - recent, n, device=scores.device).expand(b, hk, -1)
-        return Choice(torch.cat([best, newest], dim=-1), more if contested else None, counts)
+        return RaggedChoice(torch.cat([best, newest], dim=-1), more if contested else None, counts)
 
     def fill(
-        self, k: Tensor, v: Tensor, choice: Choice, visible: Tensor | None, index: bool
+        self, k: Tensor, v: Tensor, choice: RaggedChoice, visible: Tensor | None, index: bool
     ) -> None:
         """Store the contested tokens of a prompt k, v [B, Hk, N, D], packed if the recipe packs.
 

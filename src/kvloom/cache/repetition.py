@@ -17,7 +17,7 @@ from .segment import Segment
 from .step import StepInputs
 
 
-class Repetition:
+class RepetitionScores:
     """The scores of a prompt's tokens, fp32 [B, Hk, P], collected chunk by chunk.
 
     sinks: the first tokens of the prompt that every chunk attends to. scores: None before the first

@@ -20,8 +20,8 @@ from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from .part import Part
-from .ragged import Choice, Ragged
-from .repetition import Repetition
+from .ragged import RaggedChoice, RaggedTokens
+from .repetition import RepetitionScores
 from .running_scores import RunningScores
 from .segment import Segment
 from .slots import Slots
@@ -62,8 +62,8 @@ class ScoreEvictor:
         self.done = False  # no more tokens are evicted
         self.awaits_variances = self.keep.budget.layers in budgets.BY_VARIANCE
         self.joint = self.keep.budget.layers == "joint"  # heads of all layers compete for tokens
-        self.repetition = Repetition(self.sinks) if self.keep.scorer.repeats else None
-        self.ragged = None if self.keep.budget.heads is None else Ragged(recipe)
+        self.repetition = RepetitionScores(self.sinks) if self.keep.scorer.repeats else None
+        self.ragged = None if self.keep.budget.heads is None else RaggedTokens(recipe)
         self.waiting: Queries | None = None  # until other layers, or a repetition, have scored
 
     @property
@@ -77,7 +77,7 @@ class ScoreEvictor:
         return [self, *self.scores.mutable, *(x for part in self._parts for x in part.mutable)]
 
     @property
-    def _parts(self) -> list[Repetition | Ragged]:
+    def _parts(self) -> list[RepetitionScores | RaggedTokens]:
         return [part for part in (self.repetition, self.ragged) if part is not None]
 
     @property
@@ -197,7 +197,7 @@ class ScoreEvictor:
         return self.score(queries, keys, values, tokens.visible(queries.visible), index, seen, bias)
 
     def note_repetition(self, tokens: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
-        """Score a prompt's tokens by a step that repeats them; see `Repetition.note`."""
+        """Score a prompt's tokens by a step that repeats them; see `RepetitionScores.note`."""
         assert self.repetition is not None
         self.repetition.note(tokens, step, repeated, self.score)
 
@@ -252,7 +252,7 @@ class ScoreEvictor:
     ) -> None:
         """Add a step's scores [B, Hk, N] and evict from a segment down to the budget.
 
-        counts: as in `Ragged.choose`.
+        counts: as in `RaggedTokens.choose`.
         """
         visible, n = tokens.visible(queries.visible), len(tokens)
         self.scores.add(scores, visible)
@@ -294,7 +294,7 @@ class ScoreEvictor:
 
     def choose(
         self, tokens: int, visible: Tensor | None, counts: Tensor | None = None
-    ) -> tuple[Tensor | None, Choice | None]:
+    ) -> tuple[Tensor | None, RaggedChoice | None]:
         """Return the slots int64 [B, Hk, M] of `tokens` tokens that stay; drop the other scores.
 
         Slots ascend, but for a retriever sinks come first and padding next. None: all tokens stay.
@@ -346,7 +346,12 @@ class ScoreEvictor:
             self.ragged.load_state(state["ragged"], like)
 
     def _fill_ragged(
-        self, k: Tensor, v: Tensor, choice: Choice | None, queries: Queries, trace: Trace | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        choice: RaggedChoice | None,
+        queries: Queries,
+        trace: Trace | None,
     ) -> None:
         """Store the tokens that heads divided among them, of exact k, v [B, Hk, N, D]."""
         if self.ragged is not None and choice is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.append.reference import within
-from ..kernels.plan import Plan
+from ..kernels.plan import OpPlan
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..store import KVSide
@@ -45,7 +45,7 @@ class Segment:
         self.index: Tensor | None = None
         self.start: Tensor | None = None  # [B], logical index of each row's first token; None: 0
         self.start_final = False
-        self.append_plan = Plan(ops.append)
+        self.append_plan = OpPlan(ops.append)
 
     @classmethod
     def kept_of(cls, keys: Tensor, values: Tensor, index: Tensor, seen: int) -> Segment:

@@ -19,7 +19,7 @@ from ..store.buffer import Buffer
 from .routed import RoutedCache, RoutedLayer
 
 
-class Observation(NamedTuple):
+class ObservedStep(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
     Both as the model gives them, at their own positions also where the recipe renumbers. layer:
@@ -40,7 +40,7 @@ class ObservedLayer(RoutedLayer):
     """A `RoutedLayer` that shows every step to `on_step` before it attends."""
 
     def __init__(
-        self, routed: RoutedLayer, layer: int, on_step: Callable[[Observation], None]
+        self, routed: RoutedLayer, layer: int, on_step: Callable[[ObservedStep], None]
     ) -> None:
         super().__init__(routed.cache)
         self.layer, self.on_step = layer, on_step
@@ -56,7 +56,7 @@ class ObservedLayer(RoutedLayer):
         queries = given.queries
         bias = None if queries.alibi is None else queries.alibi.bias(every)
         q, scale, softcap = queries.q, queries.scale, queries.softcap
-        self.on_step(Observation(self.layer, self.cache, q, keys, scale, softcap, bias))
+        self.on_step(ObservedStep(self.layer, self.cache, q, keys, scale, softcap, bias))
         return super().attend(given)
 
     def roll_back(self) -> None:
@@ -66,7 +66,7 @@ class ObservedLayer(RoutedLayer):
             self.exact.drop_back(len(self.exact) - self.cache.seen)
 
 
-def observe(cache: RoutedCache, on_step: Callable[[Observation], None]) -> None:
+def observe(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -> None:
     """Call `on_step` at every step of an empty cache, layer by layer, and trace its layers.
 
     Raises `UnsupportedModel` if the cache compresses no layer of the model.

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..cache.layer import LayerCache
 from ..cache.reading import marked
 from ..cache.segment import Segment
-from ..hf.observe import Observation
+from ..hf.observe import ObservedStep
 from ..kernels import ops
 from .recall_trace import NEVER, NO_RECALL, RecallTrace
 
@@ -39,7 +39,7 @@ class LayerTrace:
         if layer.parts.retriever is not None:
             self.recall = RecallTrace(layer, heads, tokens)
 
-    def before_attention(self, look: Observation) -> None:
+    def before_attention(self, look: ObservedStep) -> None:
         """Compute the exact attention mass of a step."""
         mass = ops.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)
         heads, n = look.keys.shape[1], look.keys.shape[2]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.attend.kv_view import Channelwise
-from ..kernels.plan import Plan
+from ..kernels.plan import OpPlan
 from ..kernels.quantize import reference as ref
 from ..kernels.quantize.spec import PackedTensors, RopeAngles
 from ..positions.rope import Rope
@@ -91,7 +91,7 @@ class PackedTokens:
         self.count = 0
         self._like: PackedTensors | None = None  # empty: the shapes of codes, scales and zeros
         self.dtype = torch.float32
-        self.pack_plan = Plan(ops.pack)
+        self.pack_plan = OpPlan(ops.pack)
 
     def __len__(self) -> int:
         return self.count

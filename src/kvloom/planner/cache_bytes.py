@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..keep.budgets import BY_VARIANCE
 from ..recipe.geometry import Geometry
-from ..recipe.size import layer_nbytes
+from ..recipe.size import predicted_layer_nbytes
 from ..recipe.spec import Recipe
 from .model import ModelFacts
 
@@ -27,7 +27,7 @@ class LayerKind:
 
     def nbytes(self, tokens: int, geometry: Geometry) -> int:
         """Return the bytes of one layer and row after a prompt of `tokens` tokens."""
-        return layer_nbytes(self.recipe, tokens, geometry, self.rank, self.count)
+        return predicted_layer_nbytes(self.recipe, tokens, geometry, self.rank, self.count)
 
     def read(self, tokens: int, geometry: Geometry) -> tuple[int, int]:
         """Return the bytes and the tokens of one layer and row that a decode step reads."""

@@ -252,19 +252,17 @@ class Recipe:
 
     def _budget_parts(self, budget: int | float, prompt_tokens: int | None) -> dict[str, Any]:
         """Return the part that changes with the budget, by name, leaving overrides aside."""
-        tokens, fraction = (budget, None) if isinstance(budget, int) else (None, budget)
         if self.recall is not None:
-            if tokens is None and prompt_tokens is None:
+            if prompt_tokens is None and not isinstance(budget, int):
                 raise RecipeError(
                     f"a step recalls a number of tokens, not budget={budget!r} of a prompt of any "
                     "length; give a whole number, or with_budget the prompt_tokens"
                 )
-            tokens = Budget(tokens, fraction).resolve(prompt_tokens or 0)
+            tokens = Budget(1).resized(budget).resolve(prompt_tokens or 0)
             return {"recall": replace(self.recall, tokens=tokens)}
         if self.keep is None:
             return {}
-        changed = replace(self.keep.budget, tokens=tokens, fraction=fraction)
-        return {"keep": replace(self.keep, budget=changed)}
+        return {"keep": replace(self.keep, budget=self.keep.budget.resized(budget))}
 
     def budget_tokens(self, prompt_tokens: int) -> int:
         """Return the tokens a layer that keeps by age has at most: never less than is protected."""
@@ -342,7 +340,7 @@ class Recipe:
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
-        return size.nbytes(self, tokens, geometry, batch)
+        return size.predicted_nbytes(self, tokens, geometry, batch)
 
     # text
 

@@ -146,14 +146,14 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
 
     Codes are unpacked: bits of a last byte that hold no token are arbitrary.
     """
-    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.parts.tokens.first}
-    buffers = {name: b.view() for name, b in named_buffers(cache.parts.tokens).items() if len(b)}
-    for name, lane in (("keys", cache.parts.tokens.keys), ("values", cache.parts.tokens.values)):
+    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.state.tokens.first}
+    buffers = {name: b.view() for name, b in named_buffers(cache.state.tokens).items() if len(b)}
+    for name, lane in (("keys", cache.state.tokens.keys), ("values", cache.state.tokens.values)):
         if lane.packed_count:
             codes, bits = buffers[f"{name}.codes"], lane.packed.fmt.bits
             held[f"{name}.rows"] = codes.shape[2]
             buffers[f"{name}.codes"] = unpack_codes(codes, bits, lane.packed_count)
-    sinks = cache.parts.sinks
+    sinks = cache.state.sinks
     if sinks is not None and sinks.keys is not None:
         buffers |= {f"sinks.{n}": getattr(sinks, n) for n in ("keys", "values", "start")}
     return held | buffers

@@ -37,7 +37,7 @@ def prompt(rows: int = 2) -> torch.Tensor:
 
 def found(cache, row: int) -> list[list[list[int]]]:
     """The logical indices of the outliers of each layer and head."""
-    found = [one.cache.parts.outliers.tokens.index[row] for one in cache.routed]
+    found = [one.cache.state.outliers.tokens.index[row] for one in cache.routed]
     return [sorted(x) for index in found for x in index.tolist()]
 
 
@@ -56,8 +56,8 @@ def test_tokens_with_the_ids_stay_exact(model):
     for row in range(2):
         assert found(cache, row) == [expected(ids[row])] * 2 * len(cache.routed)
     # what the first layer gets is the same in both
-    held = cache.routed[0].cache.parts.outliers.tokens
-    whole = exact.routed[0].cache.parts.tokens.exact_keys()
+    held = cache.routed[0].cache.state.outliers.tokens
+    whole = exact.routed[0].cache.state.tokens.exact_keys()
     at = held.index.long()[..., None].expand(-1, -1, -1, 32)
     assert torch.equal(held.exact_keys(), whole.gather(2, at))
 

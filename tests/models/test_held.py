@@ -135,15 +135,15 @@ def test_each_step_is_attention_in_float64_over_what_the_cache_holds(model, case
 
 
 def a_key(layer):
-    layer.parts.tokens.keys.tail.view()[0, 0, -1, 3] += 0.1
+    layer.state.tokens.keys.tail.view()[0, 0, -1, 3] += 0.1
 
 
 def a_code(layer):
-    layer.parts.tokens.values.packed.codes.view()[0, 0, 0, 3] ^= 1
+    layer.state.tokens.values.packed.codes.view()[0, 0, 0, 3] ^= 1
 
 
 def a_place(layer):
-    layer.parts.tokens.index[0, 0, 5] += 1
+    layer.state.tokens.index[0, 0, 5] += 1
 
 
 @pytest.mark.rare

@@ -36,13 +36,13 @@ def one_layer(name):
 def kept(cache) -> list[int]:
     """The logical indices held, one kv head or all alike, in order."""
     layer = cache.routed[0].cache
-    if layer.parts.sinks is not None:
-        count = layer.parts.sinks.count
-        return [*range(count), *range(layer.parts.tokens.first, layer.seen)]
-    slots = layer.parts.tokens
+    if layer.state.sinks is not None:
+        count = layer.state.sinks.count
+        return [*range(count), *range(layer.state.tokens.first, layer.seen)]
+    slots = layer.state.tokens
     if not isinstance(slots, Slots):
         return (
-            layer.parts.tokens.logical(0, len(layer.parts.tokens), torch.device("cpu"))[0, 0]
+            layer.state.tokens.logical(0, len(layer.state.tokens), torch.device("cpu"))[0, 0]
             .sort()
             .values.tolist()
         )

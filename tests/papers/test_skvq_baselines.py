@@ -47,7 +47,7 @@ def test_skvqs_baselines_store_what_its_harness_stores(name, prompt, bits, heads
     for n in [prompt, *range(prompt + 1, prompt + 13)]:
         part = slice(layer.seen, n)
         layer.attend(q[:, :, part], k[:, :, part], v[:, :, part], scale=SCALE)
-    tokens = layer.parts.tokens
+    tokens = layer.state.tokens
     assert len(tokens.keys.tail) == len(tokens.values.tail) == 0  # no window
     asked = torch.randn(2, heads[0], 1, D)
     out = layer.attend(asked, k[:, :, :1], v[:, :, :1], scale=SCALE)

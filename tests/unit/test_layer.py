@@ -52,7 +52,7 @@ def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
     shape = {"batch": 2, "hq": 4, "hk": 2}
     q, k, v = draw(0, 50, **shape)
     cache, same = build(recipe, q, k, v), build(recipe, q, k, v)
-    cache.parts.name = "layer 7"
+    cache.state.name = "layer 7"
     change = dict(change)
     dtype = change.pop("dtype", torch.float32)
     other = [x.to(dtype) for x in draw(1, t, **shape | change)]
@@ -127,7 +127,7 @@ def test_nan_and_infinity_are_refused_by_layer_and_side(recipe, bad, side, t):
         (build(recipe, q, k, v), build(recipe, q, k, v)),
         (LayerCache(recipe), LayerCache(recipe)),
     ):
-        cache.parts.name = "layer 3"
+        cache.state.name = "layer 3"
         spoilt = draw(1, t, batch=2)
         spoilt[1 if side == "keys" else 2][1, 0, t // 2, 5] = bad
         message = refuses(cache, NotFinite, lambda c=cache, x=spoilt: attend(c, *x))
@@ -183,7 +183,7 @@ def test_the_largest_numbers_that_are_let_in_come_back_finite():
 @pytest.mark.parametrize("name", ["kivi:residual=32", "rtn"])
 def test_crop_into_packed_tokens_is_refused(name):
     cache = build(resolve(name), *draw(0, 70))
-    exact = cache.parts.tokens.exact_newest
+    exact = cache.state.tokens.exact_newest
     message = refuses(cache, CacheMisuse, lambda: cache.crop(exact + 1))
     assert f"crop of {exact + 1} tokens reaches into packed tokens" in message
     assert f"the newest {exact} are still exact" in message
@@ -219,10 +219,10 @@ def test_crop_after_tokens_were_dropped_is_refused(name):
 @pytest.mark.parametrize("after", ["nothing", "a step", "a long step"])
 def test_recording_allows_to_crop_what_was_recorded_and_no_more(name, after):
     cache = build(resolve(name), *draw(0, 70))
-    cache.parts.recording = True
+    cache.state.recording = True
     feed(cache, *draw(1, 4))
     if after != "nothing":  # not recording any more: the draft was accepted, older tokens dropped
-        cache.parts.recording = False
+        cache.state.recording = False
         feed(cache, *draw(2, 1 if after == "a step" else 100))
     refuses(cache, CacheMisuse, lambda: cache.crop(5 if after == "nothing" else 2))
     if after == "nothing":
@@ -325,7 +325,7 @@ def test_gradients_do_not_tie_steps_together():
     cache = LayerCache(resolve("kivi"))
     out = attend(cache, q, k, v)
     assert out.requires_grad
-    assert not cache.parts.tokens.keys.tail.view().requires_grad
+    assert not cache.state.tokens.keys.tail.view().requires_grad
 
 
 def test_a_step_of_another_batch_is_refused_after_the_batch_changed():

@@ -66,7 +66,7 @@ class AgeEvictor:
         """Do nothing: there are no tensors."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {"budget": self.room}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..errors import CacheMisuse, NotFinite
 from ..kernels.append.reference import within
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .segment import Segment
 from .step import StepInputs
 
 
-def checked(layer: LayerParts, given: StepInputs) -> StepInputs:
+def checked(layer: LayerState, given: StepInputs) -> StepInputs:
     """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
     queries, k, v = given
     traits = (*k.shape, k.dtype, k.device)
@@ -78,7 +78,7 @@ def check_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> 
         raise out_of_range(name, max_abs, k, v)
 
 
-def check_crop(layer: LayerParts, tokens: int) -> None:
+def check_crop(layer: LayerState, tokens: int) -> None:
     """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
     if tokens >= layer.seen:
         return

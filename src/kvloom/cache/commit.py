@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from .draft import Draft
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .outliers import all_exact
 from .part import Part, RaggedPart
 from .segment import Segment
@@ -24,7 +24,7 @@ KV = tuple[Tensor, Tensor]
 
 
 def commit(
-    layer: LayerParts, queries: Queries, new: KV | None, parts: Sequence[Part | RaggedPart]
+    layer: LayerState, queries: Queries, new: KV | None, parts: Sequence[Part | RaggedPart]
 ) -> None:
     """Store a step's tokens, then score, evict, pack and index what is due.
 
@@ -59,7 +59,7 @@ def commit(
         settle(layer, queries, new)
 
 
-def settle(layer: LayerParts, queries: Queries, new: KV | None) -> None:
+def settle(layer: LayerState, queries: Queries, new: KV | None) -> None:
     """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
     new: keys and values that are not stored yet.
@@ -79,7 +79,7 @@ def settle(layer: LayerParts, queries: Queries, new: KV | None) -> None:
         index(layer)
 
 
-def end_repetition(layer: LayerParts) -> None:
+def end_repetition(layer: LayerState) -> None:
     """Evict by the scores of a repeated prompt; a draft leaves this to `crop`.
 
     A prompt that was not repeated has equal scores: nothing of it is evicted.
@@ -93,7 +93,7 @@ def end_repetition(layer: LayerParts) -> None:
         _vote(layer, evictor.waiting, scores)
 
 
-def evict(layer: LayerParts, scores: Tensor, counts: Tensor | None = None) -> None:
+def evict(layer: LayerState, scores: Tensor, counts: Tensor | None = None) -> None:
     """Evict by fp32 scores [B, Hk, N] of the queries that wait; then pack and index.
 
     counts: as in `RaggedTokens.choose`.
@@ -113,7 +113,7 @@ def evict(layer: LayerParts, scores: Tensor, counts: Tensor | None = None) -> No
         index(layer)
 
 
-def index(layer: LayerParts) -> None:
+def index(layer: LayerState) -> None:
     """Index the tokens that are due, and offload them where the recipe has a tier."""
     retriever = layer.retriever
     if retriever is None:
@@ -125,7 +125,7 @@ def index(layer: LayerParts) -> None:
     retriever.grow(layer.segment, visible, layer.like)
 
 
-def _settle_scored(layer: LayerParts, segment: Segment, queries: Queries, new: KV | None) -> None:
+def _settle_scored(layer: LayerState, segment: Segment, queries: Queries, new: KV | None) -> None:
     """Score a segment and evict from it; new: a prompt that is not stored yet."""
     evictor = layer.score_evictor
     if new is not None and not evictor.decides_later:  # store only the tokens that stay
@@ -144,7 +144,7 @@ def _settle_scored(layer: LayerParts, segment: Segment, queries: Queries, new: K
         evictor.waiting = queries.none()
 
 
-def _vote(layer: LayerParts, queries: Queries, scores: Tensor) -> None:
+def _vote(layer: LayerState, queries: Queries, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = layer.score_evictor
     evictor.waiting = queries
@@ -155,7 +155,7 @@ def _vote(layer: LayerParts, queries: Queries, scores: Tensor) -> None:
 
 
 def _store(
-    layer: LayerParts, segment: Segment, queries: Queries, new: KV | None, prompt: bool
+    layer: LayerState, segment: Segment, queries: Queries, new: KV | None, prompt: bool
 ) -> None:
     """Add new tokens, drop the oldest where the recipe evicts by age, and pack what is due.
 
@@ -185,7 +185,7 @@ def _store(
             outliers.choose(*exact, queries, segment, layer.sinks)
 
 
-def _add_to_draft(layer: LayerParts, queries: Queries, new: KV | None) -> None:
+def _add_to_draft(layer: LayerState, queries: Queries, new: KV | None) -> None:
     """Store a step's tokens exactly; keep its queries if a part will score with them."""
     if new is not None:
         layer.segment.append(*_without_sinks(layer, queries, new))
@@ -203,7 +203,7 @@ def _add_to_draft(layer: LayerParts, queries: Queries, new: KV | None) -> None:
     layer.draft = Draft(tokens, queries)
 
 
-def _without_sinks(layer: LayerParts, queries: Queries, new: KV) -> KV:
+def _without_sinks(layer: LayerState, queries: Queries, new: KV) -> KV:
     """Copy the sinks among new keys and values; return the other keys and values."""
     if layer.sinks is None:
         return new

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import CacheMisuse
 from .checks import check_range, checked, out_of_range
 from .commit import commit
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .part import attend_parts, joined
 from .reading import step_parts
 from .slots import Slots
@@ -24,7 +24,7 @@ from .step import StepInputs
 _SHORT = 64
 
 
-def attend(layer: LayerParts, given: StepInputs) -> Tensor:
+def attend(layer: LayerState, given: StepInputs) -> Tensor:
     """Run one step of a layer; returns [B, Hq, T, D] in the dtype of the queries.
 
     Raises `CacheMisuse` or `NotFinite`; the caller then undoes the step.
@@ -47,7 +47,7 @@ def attend(layer: LayerParts, given: StepInputs) -> Tensor:
     return out
 
 
-def prefill(layer: LayerParts, given: StepInputs) -> None:
+def prefill(layer: LayerState, given: StepInputs) -> None:
     """Store a first prompt as `attend` does, without its attention.
 
     given.queries: T or fewer, the last ones, for recipes that score the prompt.
@@ -61,7 +61,7 @@ def prefill(layer: LayerParts, given: StepInputs) -> None:
     commit(layer, queries, (step.k.detach(), step.v.detach()), [])
 
 
-def repeat(layer: LayerParts, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
+def repeat(layer: LayerState, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
     """Attend as `attend` does, but store nothing: the step ends with a repetition of the prompt.
 
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
@@ -75,7 +75,7 @@ def repeat(layer: LayerParts, given: StepInputs, repeated: tuple[int, int]) -> T
     return out
 
 
-def _append(layer: LayerParts, step: StepInputs) -> bool:
+def _append(layer: LayerState, step: StepInputs) -> bool:
     """Store a short step's tokens before attention, which then reads all tokens in one part.
 
     Returns whether they were stored. Attention reads a long step's tokens as they are given.

@@ -26,7 +26,7 @@ class Draft:
         return self.queries.q.nbytes + (0 if self.queries.ids is None else self.queries.ids.nbytes)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`; the next step brings its own ALiBi."""
+        """Return the state, see `cache.saved_state`; the next step brings its own ALiBi."""
         return {"tokens": self.tokens, **{name: getattr(self.queries, name) for name in _STATE}}
 
     @classmethod

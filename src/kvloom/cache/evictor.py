@@ -1,6 +1,6 @@
 """What a layer asks of its evictor, by age or by score.
 
-Decides nothing. Where a step needs scores, `LayerParts.score_evictor` is the evictor by score.
+Decides nothing. Where a step needs scores, `LayerState.score_evictor` is the evictor by score.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Evictor(Protocol):
         """Apply fn to every tensor, along the batch dimension."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""

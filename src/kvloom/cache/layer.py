@@ -1,7 +1,7 @@
 """The cache of one attention layer: what models call, and how a change that fails is undone.
 
 Decides no step itself: `cycle` runs one, `verification` takes the tokens of a speculative draft
-one by one, and `LayerParts` has what is stored.
+one by one, and `LayerState` has what is stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..recipe.spec import Recipe
 from ..store import LayerMetadata
 from . import checks, commit, cycle, reading
 from .draft import Draft
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .step import Queries, StepInputs
 from .trace import Trace
 from .undo import Undo
@@ -29,9 +29,9 @@ class LayerCache:
     """The cache of one layer, for all batch rows.
 
     recipe: the plain recipe of this layer, see `Recipe.for_layer`. rank, count: of this layer among
-    those of the cache. sharing: (rank, count) among those that divide one budget (default: all).
-    rope: rotates keys where the recipe renumbers positions. metadata: what the store's formats need
-    of this layer.
+    those of the cache. budget_rank: (rank, count) among those that divide one budget (default:
+    all). rope: rotates keys where the recipe renumbers positions. metadata: what the store's
+    formats need of this layer.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class LayerCache:
         count: int = 1,
         rope: Rope | None = None,
         metadata: LayerMetadata | None = None,
-        sharing: tuple[int, int] | None = None,
+        budget_rank: tuple[int, int] | None = None,
     ) -> None:
-        self.parts = LayerParts(
-            recipe, name, rank, sharing or (rank, count), rope, metadata or LayerMetadata()
+        self.state = LayerState(
+            recipe, name, rank, budget_rank or (rank, count), rope, metadata or LayerMetadata()
         )
         self.verification = Verification()
         self.unusable = ""  # why no step can follow
@@ -54,34 +54,34 @@ class LayerCache:
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self.parts.reset()
+        self.state.reset()
         self.verification = Verification()
         self.unusable, self.undo, self._mutable = "", None, (None, [])
 
     @property
     def recipe(self) -> Recipe:
         """The plain recipe of this layer."""
-        return self.parts.recipe
+        return self.state.recipe
 
     @property
     def name(self) -> str:
         """The name of this layer in errors."""
-        return self.parts.name
+        return self.state.name
 
     @property
     def seen(self) -> int:
         """The number of tokens seen, dropped ones included."""
-        return self.parts.seen
+        return self.state.seen
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.parts.nbytes + self.verification.nbytes
+        return self.state.nbytes + self.verification.nbytes
 
     @property
     def removable(self) -> int:
         """The newest tokens that a crop may still remove because a draft is not settled."""
-        draft = self.parts.draft
+        draft = self.state.draft
         if self.verification.running:
             return self.verification.tokens
         if draft is None or self.seen <= self.recipe.start:
@@ -90,13 +90,13 @@ class LayerCache:
 
     def observe(self) -> Trace:
         """Return a `Trace` of each later step's decisions; call this before the first prompt."""
-        if self.parts.trace is None:
-            self.parts.trace = Trace()
-        return self.parts.trace
+        if self.state.trace is None:
+            self.state.trace = Trace()
+        return self.state.trace
 
     def logical(self) -> Tensor:
         """Return logical indices of all stored tokens, int64 [B, Hk, N]: see `reading.logical`."""
-        return reading.logical(self.parts)
+        return reading.logical(self.state)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -128,11 +128,11 @@ class LayerCache:
         """
         self._begin_step()
         try:
-            if self.parts.recording and self.verification.applies(self.parts):
-                return self.verification.attend(self.parts, given, self.mutable)
+            if self.state.recording and self.verification.applies(self.state):
+                return self.verification.attend(self.state, given, self.mutable)
             if self.verification.steps:
                 self.verification.end()
-            return cycle.attend(self.parts, given)
+            return cycle.attend(self.state, given)
         except BaseException as error:
             self._fail(error)
             raise
@@ -145,7 +145,7 @@ class LayerCache:
         """
         self._begin_step()
         try:
-            cycle.prefill(self.parts, given)
+            cycle.prefill(self.state, given)
         except BaseException as error:
             self._fail(error)
             raise
@@ -155,11 +155,11 @@ class LayerCache:
 
         Call it after the prompt, and `end_repetition` after the last one.
         """
-        return cycle.repeat(self.parts, given, repeated)
+        return cycle.repeat(self.state, given, repeated)
 
     def end_repetition(self) -> None:
         """Evict by the scores that `repeat` collected, then pack and index."""
-        commit.end_repetition(self.parts)
+        commit.end_repetition(self.state)
 
     def end_step(self) -> None:
         """Release the tensors that undoing the last step would need."""
@@ -175,30 +175,30 @@ class LayerCache:
         undo, self.undo = self.undo, None
         undo.restore()
         undo.forget()
-        retriever = self.parts.retriever
+        retriever = self.state.retriever
         if retriever is not None and retriever.store is not None:
             retriever.store.forget()  # its copies on the device are changed in place
 
     def mutable(self) -> list[Any]:
         """Return the objects that a step changes; cached while no part is replaced."""
-        parts = self.parts
+        state = self.state
         tokens, found = self._mutable
-        if tokens is parts.tokens:
+        if tokens is state.tokens:
             return found
-        found = [self.verification, *parts.mutable]
-        fixed = parts.retriever is None and self.recipe.store.fixed_buffers
-        self._mutable = (parts.tokens if fixed else None, found)
+        found = [self.verification, *state.mutable]
+        fixed = state.retriever is None and self.recipe.store.fixed_buffers
+        self._mutable = (state.tokens if fixed else None, found)
         return found
 
     def _begin_step(self) -> None:
         """Check that the layer is usable; note how to undo this step."""
         if self.unusable:
             self.check_usable()
-        if self.parts.retriever is not None:
-            self.parts.retriever.side_stream.wait()
+        if self.state.retriever is not None:
+            self.state.retriever.side_stream.wait()
         self.undo = None  # it would keep the tensors of the step before
         tokens, mutable = self._mutable
-        self.undo = Undo(mutable if tokens is self.parts.tokens else self.mutable())
+        self.undo = Undo(mutable if tokens is self.state.tokens else self.mutable())
 
     def _fail(self, error: BaseException) -> None:
         """Undo the running step; a tier that has lost tokens makes the cache unusable."""
@@ -214,52 +214,52 @@ class LayerCache:
         Raises `CacheMisuse` if they cannot be removed, before anything is changed.
         """
         self.check_crop(tokens)
-        parts = self.parts
-        if tokens >= parts.seen:
+        state = self.state
+        if tokens >= state.seen:
             self.reset()
             return
         try:
             self._wait()
             if self.verification.running:
                 self.undo = None
-                self.verification.remove_newest(parts, tokens)
+                self.verification.remove_newest(state, tokens)
                 return
-            retriever, draft = parts.retriever, parts.draft
-            if retriever is not None and tokens > len(parts.segment.keys):
-                retriever.restore(parts.segment)
-            parts.seen -= tokens
-            if tokens and len(parts.tokens):
-                parts.segment.drop_back(min(tokens, len(parts.tokens)))
-            if draft is not None and parts.seen <= self.recipe.start:
+            retriever, draft = state.retriever, state.draft
+            if retriever is not None and tokens > len(state.segment.keys):
+                retriever.restore(state.segment)
+            state.seen -= tokens
+            if tokens and len(state.tokens):
+                state.segment.drop_back(min(tokens, len(state.tokens)))
+            if draft is not None and state.seen <= self.recipe.start:
                 left = draft.queries.without_newest(tokens)
-                parts.draft = Draft(max(0, draft.tokens - tokens), left)
+                state.draft = Draft(max(0, draft.tokens - tokens), left)
             elif draft is not None:
-                commit.settle(parts, draft.queries.without_newest(tokens), None)
+                commit.settle(state, draft.queries.without_newest(tokens), None)
             else:
-                commit.index(parts)
+                commit.index(state)
         except TierError as error:
             self.unusable = str(error)
             raise
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        parts = self.parts
-        if parts.like is None:
+        state = self.state
+        if state.like is None:
             return
         self._wait()
         draft: tuple[StepInputs, ...] = ()
         if self.verification.running:
-            self.undo, draft = None, self.verification.restore(parts)
-        parts.like, parts.traits = fn(parts.like), ()
-        for part in parts.stored:
+            self.undo, draft = None, self.verification.restore(state)
+        state.like, state.traits = fn(state.like), ()
+        for part in state.stored:
             part.map(fn)
         for step in draft:
-            self.verification.attend(parts, step.map(fn), self.mutable)
+            self.verification.attend(state, step.map(fn), self.mutable)
 
     def _wait(self) -> None:
         """Wait for what a step before has begun on a side stream."""
-        if self.parts.retriever is not None:
-            self.parts.retriever.side_stream.wait()
+        if self.state.retriever is not None:
+            self.state.retriever.side_stream.wait()
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class LayerCache:
     def check_crop(self, tokens: int) -> None:
         """Raise `CacheMisuse` if the newest `tokens` tokens cannot be removed."""
         if not self.verification.running:
-            checks.check_crop(self.parts, tokens)
+            checks.check_crop(self.state, tokens)
         elif self.verification.tokens < tokens < self.seen:
             raise CacheMisuse(
                 f"{self.name}: crop of {tokens} tokens reaches before the draft; crop its "

@@ -91,7 +91,7 @@ class OutlierTokens:
         self.tokens.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {"tokens": self.tokens.state(), "done": self.done}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:

@@ -44,7 +44,7 @@ class RaggedTokens:
         keep, store = recipe.keep, recipe.store
         assert keep is not None
         assert keep.budget.heads is not None
-        self.share, self.unit, self.sinks = keep.budget.heads, store.unit, recipe.protect.sinks
+        self.safeguard, self.unit, self.sinks = keep.budget.heads, store.unit, recipe.protect.sinks
         self.keys, self.values = KVSide(store.keys), KVSide(store.values)
         self.spans: Spans | None = None
         self.index: Tensor | None = None
@@ -74,7 +74,7 @@ class RaggedTokens:
 
     def contested(self, heavy: int) -> int:
         """Return how many of the `heavy` tokens of a head, on average, heads compete for."""
-        return head_budgets.contested(heavy, self.share, self.unit)
+        return head_budgets.contested(heavy, self.safeguard, self.unit)
 
     def ranked(self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None) -> Tensor:
         """Return the scores fp32 [B, Hk, M] of the tokens that heads compete for, descending.
@@ -165,7 +165,7 @@ class RaggedTokens:
         self.spans = _spans(count.view(len(rows), -1))
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         bounds = None if self.spans is None else self.spans.bounds
         sides = {"keys": self.keys.state(), "values": self.values.state()}
         return {**sides, "bounds": bounds, "index": self.index}

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from .gather_plan import prepend_sinks
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .part import Part, RaggedPart
 from .slots import Slots
 from .step import Queries, StepInputs
 
 
-def step_parts(layer: LayerParts, step: StepInputs, stored: bool) -> list[Part | RaggedPart]:
+def step_parts(layer: LayerState, step: StepInputs, stored: bool) -> list[Part | RaggedPart]:
     """Return the parts that a step attends to: stored or recalled tokens, and its own.
 
     stored: whether the layer has stored the step's own tokens already.
@@ -39,7 +39,7 @@ def step_parts(layer: LayerParts, step: StepInputs, stored: bool) -> list[Part |
     return parts
 
 
-def _past_parts(layer: LayerParts, queries: Queries, present: int) -> list[Part]:
+def _past_parts(layer: LayerState, queries: Queries, present: int) -> list[Part]:
     """Return the stored tokens that a step reads; the last `present` of them are its own."""
     visible, alibi, tokens, parts = queries.visible, queries.alibi, layer.tokens, []
     evictor, seen = layer.evictor, layer.seen
@@ -74,7 +74,7 @@ def marked(index: Tensor, tokens: int) -> Tensor:
     return found.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
 
 
-def logical(layer: LayerParts) -> Tensor:
+def logical(layer: LayerState) -> Tensor:
     """Return logical indices of all stored tokens, int64 [B, Hk, N], in the order of storage.
 
     Sinks first, then the segment, which stores a padded row's sinks once more, then tokens that

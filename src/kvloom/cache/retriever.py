@@ -157,7 +157,7 @@ class Retriever:
         self.visible = None if self.visible is None else fn(self.visible)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         store = None if self.store is None else self.store.state()
         return {"finder": self.finder.state(), "store": store, "visible": self.visible}
 

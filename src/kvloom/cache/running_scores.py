@@ -76,7 +76,7 @@ class RunningScores:
         self.buffer.map(fn)
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return self.buffer.state()
 
     def load_state(self, state: dict[str, Any] | None) -> None:

@@ -32,7 +32,7 @@ from .trace import Trace
 class ScoreEvictor:
     """Drops the tokens of a layer with the lowest running scores, down to its budget.
 
-    layer: number of the layer among those of the cache, which seeds noise. sharing: (rank,
+    layer: number of the layer among those of the cache, which seeds noise. budget_rank: (rank,
     count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
     renumbers positions. score_rope: the model's rotary embedding, for scores that need it. head:
     the model's number of the first key/value head, which seeds noise.
@@ -44,13 +44,13 @@ class ScoreEvictor:
         self,
         recipe: Recipe,
         layer: int,
-        sharing: tuple[int, int],
+        budget_rank: tuple[int, int],
         rope: Rope | None = None,
         score_rope: Rope | None = None,
         head: int = 0,
     ) -> None:
         assert recipe.keep is not None
-        self.keep, self.layer, self.sharing, self.rope = recipe.keep, layer, sharing, rope
+        self.keep, self.layer, self.budget_rank, self.rope = recipe.keep, layer, budget_rank, rope
         self.head, self.sinks = head, recipe.protect.sinks
         self.sinks_first = recipe.recall is not None  # where a retriever always reads them
         self.score_rope = score_rope if self.keep.scorer.rotates else None
@@ -139,7 +139,7 @@ class ScoreEvictor:
 
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
-        self.keep.rooms(tokens, self.sharing[1])
+        self.keep.rooms(tokens, self.budget_rank[1])
 
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
@@ -150,9 +150,9 @@ class ScoreEvictor:
 
     def divide(self, variances: list[float] | None) -> None:
         """Set the number of heavy hitters; variances: of each layer's scores, where used."""
-        rank, count = self.sharing
-        shares = self.keep.budget.heavy(self.prompt_tokens, count, variances)
-        self.heavy, self.awaits_variances = shares[rank], False
+        rank, count = self.budget_rank
+        by_layer = self.keep.budget.heavy(self.prompt_tokens, count, variances)
+        self.heavy, self.awaits_variances = by_layer[rank], False
 
     def renumbered(self, parts: list[Part], tokens: Segment | Slots, newest: int) -> list[Part]:
         """Return the parts of a step, with keys at new positions if the recipe renumbers them."""
@@ -332,7 +332,7 @@ class ScoreEvictor:
             part.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         numbers = {name: getattr(self, name) for name in _STATE}
         ragged = None if self.ragged is None else self.ragged.state()
         return {"scores": self.scores.state(), "ragged": ragged, **numbers}

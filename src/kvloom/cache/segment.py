@@ -273,7 +273,7 @@ class Segment:
         self.start = None if self.start is None else fn(self.start)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         numbers = {name: getattr(self, name) for name in _STATE}
         return {"keys": self.keys.state(), "values": self.values.state(), **numbers}
 

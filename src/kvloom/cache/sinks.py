@@ -129,7 +129,7 @@ class Sinks:
         return [self]
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ class Slots:
             setattr(self, name, fn(getattr(self, name)))
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {name: getattr(self, name) for name in _STATE}
 
     @classmethod

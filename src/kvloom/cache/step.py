@@ -43,7 +43,7 @@ class Queries(NamedTuple):
         """`visible` of the queries' own tokens, bool [B, 1, T]."""
         return None if self.visible is None else self.visible[:, :, -self.tokens :]
 
-    def part(self, begin: int, end: int) -> Queries:
+    def slice(self, begin: int, end: int) -> Queries:
         """Return the queries begin to end, which see the tokens up to them."""
         after = self.tokens - end
         visible, alibi, ids = self.visible, self.alibi, self.ids
@@ -100,14 +100,14 @@ class StepInputs(NamedTuple):
         """T, the number of new tokens in each row."""
         return self.k.shape[2]
 
-    def part(self, begin: int, end: int) -> StepInputs:
+    def slice(self, begin: int, end: int) -> StepInputs:
         """Return the tokens begin to end, which see the tokens up to them."""
         k, v = self.k[:, :, begin:end], self.v[:, :, begin:end]
-        return StepInputs(self.queries.part(begin, end), k, v)
+        return StepInputs(self.queries.slice(begin, end), k, v)
 
     def one_by_one(self) -> Iterator[StepInputs]:
         """Yield each token as a step of its own."""
-        return (self.part(i, i + 1) for i in range(self.tokens))
+        return (self.slice(i, i + 1) for i in range(self.tokens))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
         """Apply fn to the tensors, along the batch dimension."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .cycle import attend
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .slots import Slots
 from .step import StepInputs
 from .undo import Undo
@@ -55,7 +55,7 @@ class Verification:
         """Bytes of the inputs."""
         return sum(x.nbytes for step in self.steps for x in (step.queries.q, step.k, step.v))
 
-    def applies(self, layer: LayerParts) -> bool:
+    def applies(self, layer: LayerState) -> bool:
         """Return whether a layer that records takes the tokens of its next step one by one."""
         if not (layer.seen or self.certain):
             return False
@@ -65,7 +65,7 @@ class Verification:
         return not (layer.recipe.store.exact and evictor is None and layer.retriever is None)
 
     def attend(
-        self, layer: LayerParts, given: StepInputs, mutable: Callable[[], list[Any]]
+        self, layer: LayerState, given: StepInputs, mutable: Callable[[], list[Any]]
     ) -> Tensor:
         """Attend as usual to the tokens that are certain, then token by token; [B, Hq, T, D].
 
@@ -76,9 +76,9 @@ class Verification:
         layer.recording = False
         if sure:
             self.end()
-            outs.append(attend(layer, given.part(0, sure)))
+            outs.append(attend(layer, given.slice(0, sure)))
         if sure < given.tokens:
-            draft = given.part(sure, given.tokens)
+            draft = given.slice(sure, given.tokens)
             if self.before is None:
                 self.before = Undo(mutable())
             self.steps = (*self.steps, draft)
@@ -90,7 +90,7 @@ class Verification:
         """Forget the draft: all of its tokens stay."""
         self.steps, self.before = (), None
 
-    def restore(self, layer: LayerParts) -> tuple[StepInputs, ...]:
+    def restore(self, layer: LayerState) -> tuple[StepInputs, ...]:
         """Restore the layer as it was before the draft, and return the steps of the draft."""
         steps, before = self.steps, self.before
         assert before is not None
@@ -101,7 +101,7 @@ class Verification:
         layer.recording = True
         return steps
 
-    def remove_newest(self, layer: LayerParts, tokens: int) -> None:
+    def remove_newest(self, layer: LayerState, tokens: int) -> None:
         """Remove the newest `tokens` tokens of the draft, which then has ended."""
         if tokens:
             left = self.tokens - tokens
@@ -122,7 +122,7 @@ def _oldest(steps: tuple[StepInputs, ...], tokens: int) -> Iterator[StepInputs]:
             yield one
 
 
-def _attend_each(layer: LayerParts, steps: Iterator[StepInputs]) -> list[Tensor]:
+def _attend_each(layer: LayerState, steps: Iterator[StepInputs]) -> list[Tensor]:
     if isinstance(layer.tokens, Slots):  # steps write over what `restore` needs
         layer.tokens = layer.tokens.copy()
     return [attend(layer, step) for step in steps]

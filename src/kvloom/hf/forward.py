@@ -157,7 +157,7 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
     if given is None:
         seen = cache.get_seq_length()
         given = torch.arange(seen, seen + tokens, device=new.device)[None]
-    dropped = cache.routed[0].cache.parts.dropped if cache.routed else 0
+    dropped = cache.routed[0].cache.state.dropped if cache.routed else 0
     evicted = dropped - torch.as_tensor(padding, device=given.device)
     return given - evicted.clamp(min=0)
 

@@ -51,10 +51,10 @@ class RoutedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayerCache, heads: int | None = None) -> None:
+    def __init__(self, cache: LayerCache, kv_heads: int | None = None) -> None:
         super().__init__()
         self.cache = cache
-        self.heads = heads  # key/value heads of this process, where it is one of several
+        self.kv_heads = kv_heads  # key/value heads of this process, where it is one of several
         self.armed = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
@@ -71,10 +71,10 @@ class RoutedLayer(CacheLayerMixin):
                 f"{self.cache.name}: attention did not reach kvloom after the last update; call "
                 "kvloom.detach and kvloom.attach again"
             )
-        if self.heads not in (None, key_states.shape[1]):
+        if self.kv_heads not in (None, key_states.shape[1]):
             raise CacheMisuse(
                 f"{self.cache.name}: the model gives {key_states.shape[1]} key/value heads and "
-                f"this process should have {self.heads}: the model was divided in another way "
+                f"this process should have {self.kv_heads}: the model was divided in another way "
                 'than by transformers; load it with tp_plan="auto"'
             )
         key = _alias(key_states)  # the model's own tensor gets no attribute
@@ -118,16 +118,16 @@ class RoutedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Drop and pack nothing until `crop` decides what stays."""
-        self.cache.parts.recording = True
+        self.cache.state.recording = True
 
     @property
     def record_past(self) -> bool:
         """Whether dropping and packing wait for `crop`."""
-        return self.cache.parts.recording
+        return self.cache.state.recording
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.cache.parts.recording = value
+        self.cache.state.recording = value
 
     @lasting
     def crop(self, tokens: int) -> None:
@@ -214,13 +214,13 @@ class RoutedCache(transformers.Cache):
     @property
     def tokens_read(self) -> float:
         """Tokens that the last step read in a layer: the mean of compressed layers."""
-        read = [layer.cache.parts.read for layer in self.routed]
+        read = [layer.cache.state.read for layer in self.routed]
         return sum(read) / len(read) if read else 0.0
 
     @property
     def traffic(self) -> Traffic:
         """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
-        retrievers = [layer.cache.parts.retriever for layer in self.routed]
+        retrievers = [layer.cache.state.retriever for layer in self.routed]
         each = [x.store.traffic for x in retrievers if x is not None and x.store is not None]
         return Traffic(*(sum(x) for x in zip(*each, strict=True))) if each else Traffic()
 
@@ -307,7 +307,7 @@ class RoutedCache(transformers.Cache):
 
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
-        like = next((x.cache.parts.like for x in self.routed), None)
+        like = next((x.cache.state.like for x in self.routed), None)
         if like is not None and like.shape[0] != rows:
             raise CacheMisuse(
                 f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
@@ -361,14 +361,14 @@ def _alias(x: Tensor) -> Tensor:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    if cache.parts.like is None:
+    if cache.state.like is None:
         return 0
-    b, h, _, d = cache.parts.like.shape
+    b, h, _, d = cache.state.like.shape
     return 2 * b * h * d * cache.seen
 
 
 def _full_nbytes(cache: LayerCache) -> int:
-    like = cache.parts.like
+    like = cache.state.like
     return 0 if like is None else _values(cache) * like.element_size()
 
 

@@ -97,7 +97,7 @@ class _TogetherLayer(RoutedLayer):
 
 
 def _rows(cache: Cache) -> int:
-    like = cache.routed[0].cache.parts.like
+    like = cache.routed[0].cache.state.like
     if like is None:
         raise CacheMisuse("a cache is empty; give caches that have read a prompt")
     return like.shape[0]

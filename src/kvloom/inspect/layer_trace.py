@@ -36,7 +36,7 @@ class LayerTrace:
         self.step_mass = torch.empty(0)  # exact attention mass of the current step, [Hk, N]
         self.choice: Any = None
         self.recall: RecallTrace | None = None
-        if layer.parts.retriever is not None:
+        if layer.state.retriever is not None:
             self.recall = RecallTrace(layer, heads, tokens)
 
     def before_attention(self, look: ObservedStep) -> None:
@@ -54,7 +54,7 @@ class LayerTrace:
         gone[~cached & (gone == NEVER)] = step
         self.held.append(round(cached.sum().item() / len(cached)))
         self.mass.append((self.step_mass * cached).sum(dim=1) / self.step_mass.sum(dim=1))
-        sinks = self.layer.parts.sinks
+        sinks = self.layer.state.sinks
         begin = 0 if sinks is None else sinks.count
         if self.recall is not None:
             self.recall.after_step(step, cached, index[:, begin:], self.step_mass)
@@ -63,7 +63,7 @@ class LayerTrace:
 
     def plain(self, tokens: int) -> dict[str, Any]:
         """Return the record of the first `tokens` tokens as plain data; see `trace_recipe`."""
-        evictor = self.layer.parts.evictor
+        evictor = self.layer.state.evictor
         scored = evictor is not None and evictor.sums_scores
         return {
             "number": self.number,
@@ -90,8 +90,8 @@ class LayerTrace:
 
     def _record_packed(self, step: int, cached: Tensor, index: Tensor, begin: int) -> None:
         """Record the tokens that are packed now; `begin` is the first token of the segment."""
-        parts = self.layer.parts
-        tokens = parts.tokens
+        state = self.layer.state
+        tokens = state.tokens
         if not isinstance(tokens, Segment):
             return
         for name, side in (("keys", tokens.keys), ("values", tokens.values)):
@@ -100,7 +100,7 @@ class LayerTrace:
             packed = self.packed[name][:, : self.layer.seen]
             offloaded = 0 if side.packed is None else tokens.offloaded
             its = [index[:, begin : begin + offloaded + side.packed_count]]
-            ragged = None if parts.evictor is None else parts.evictor.ragged
+            ragged = None if state.evictor is None else state.evictor.ragged
             if side.packed is not None and ragged is not None:
                 its.append(index[:, begin + len(tokens) :])  # all packed at once
             is_packed = marked(torch.cat(its, dim=1), cached.shape[1])
@@ -108,7 +108,7 @@ class LayerTrace:
 
     def _record_scores(self, step: int) -> None:
         """Record the scores of the last eviction, if there was one at this step."""
-        trace = self.layer.parts.trace
+        trace = self.layer.state.trace
         choice = None if trace is None else trace.scored
         if choice is None or choice is self.choice:
             return

@@ -23,8 +23,8 @@ class RecallTrace:
 
     def __init__(self, layer: LayerCache, heads: int, tokens: int) -> None:
         """Allocate the record for the tokens of the whole run."""
-        assert layer.parts.retriever is not None
-        self.layer, self.retriever = layer, layer.parts.retriever
+        assert layer.state.retriever is not None
+        self.layer, self.retriever = layer, layer.state.retriever
         self.kind = self.retriever.recall.index.kind
         self.indexed = torch.full((heads, tokens), NEVER)
         self.parts = self.indexed.clone()
@@ -38,7 +38,7 @@ class RecallTrace:
         cached: bool [Hk, N], tokens in the cache. body: int64 [Hk, M], the tokens of the cache's
         body. mass: fp32 [Hk, N], exact attention mass of the step.
         """
-        trace = self.layer.parts.trace
+        trace = self.layer.state.trace
         assert trace is not None
         read, chosen = cached.clone(), trace.recalled
         if chosen is not None:

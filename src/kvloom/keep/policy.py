@@ -136,8 +136,8 @@ class Budget:
         short = self.layers == "pyramidkv" and prompt_tokens < 2 * average
         if total >= prompt_tokens or short or not layers:
             return [average] * layers
-        shares = budgets.weights(self.layers, layers, variances, largest / max(1, average))
-        divided = budgets.split(average * layers, shares, largest)
+        weights = budgets.weights(self.layers, layers, variances, largest / max(1, average))
+        divided = budgets.split(average * layers, weights, largest)
         pyramid = self.layers in budgets.DEPTH
         if total > window and min(divided) == 0 and (pyramid or window == 0):
             raise RecipeError(

@@ -22,8 +22,8 @@ def predicted_nbytes(recipe: Recipe, tokens: int, geometry: Geometry, batch: int
     """Return the bytes of all layers after a prompt of `tokens` tokens; see `Recipe.nbytes`."""
     numbers = geometry.numbers
     rows = (
-        predicted_layer_nbytes(recipe.for_layer(number, numbers), tokens, geometry, *share)
-        for number, share in zip(numbers, recipe.sharing(numbers), strict=True)
+        predicted_layer_nbytes(recipe.for_layer(number, numbers), tokens, geometry, *budget_rank)
+        for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True)
     )
     return sum(rows) * batch
 

@@ -291,13 +291,13 @@ class Recipe:
         """
         return by_layer.for_layer(self, number, numbers)
 
-    def sharing(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    def budget_ranks(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Return, for each of these layers, its rank among those of its group, and their count.
 
         A budget over layers is divided, and a shared score summed, among layers of equal `keep`;
         where heads of several layers compete (layers="joint"), of equal `keep` and `store`.
         """
-        return by_layer.sharing(self, numbers)
+        return by_layer.budget_ranks(self, numbers)
 
     # a model
 
@@ -308,7 +308,7 @@ class Recipe:
         numbers = geometry.numbers
         found: dict[str, list[int]] = {}
         try:
-            for number, (_, count) in zip(numbers, self.sharing(numbers), strict=True):
+            for number, (_, count) in zip(numbers, self.budget_ranks(numbers), strict=True):
                 for problem in self.for_layer(number, numbers)._problems(geometry, count):
                     found.setdefault(problem, []).append(number)
         except RecipeError as error:

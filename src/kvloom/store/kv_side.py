@@ -191,7 +191,7 @@ class KVSide:
             self.packed.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         packed = None if self.packed is None else self.packed.state()
         return {"tail": self.tail.state(), "packed": packed}
 

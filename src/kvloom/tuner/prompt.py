@@ -70,7 +70,7 @@ class Prompt:
         """Return what all layers hold where an exact store has evicted tokens after the prompt."""
         cache, tokens = Cache(self.model, recipe), {}
         for number in self.numbers:
-            segment = self._filled(number, cache).parts.segment
+            segment = self._filled(number, cache).state.segment
             keys, values = segment.exact_keys(), segment.exact_values()
             index = segment.logical(0, keys.shape[2], keys.device)
             tokens[number] = _Tokens(keys, values, index)
@@ -107,15 +107,15 @@ class Prompt:
         """Return the share of the prompt that each layer keeps, averaged over its heads."""
         cache = Cache(self.model, recipe)
         members = [self._filled(number, cache) for number in self.numbers]
-        return [1 - member.parts.dropped / member.seen for member in members]
+        return [1 - member.state.dropped / member.seen for member in members]
 
     def _filled(self, number: int, cache: Cache) -> LayerCache:
         """Return one layer of a cache, with the prompt."""
         member = self._stored(number, cache)
-        if member.parts.scores_repetition:
+        if member.state.scores_repetition:
             if not self.repeated:
                 self._repeat(member.recipe)
-            member.parts.score_evictor.take_repetition(self.repeated[number])
+            member.state.score_evictor.take_repetition(self.repeated[number])
             lasting(member.end_repetition)()
         member.end_step()
         return member
@@ -134,7 +134,7 @@ class Prompt:
         members = {number: self._stored(number, cache) for number in self.numbers}
         with adapters.masks(self.model):
             repetition.score()
-        self.repeated |= {number: member.parts.score_evictor for number, member in members.items()}
+        self.repeated |= {number: member.state.score_evictor for number, member in members.items()}
 
     def _base(self, tokens: dict[int, _Tokens]) -> tuple[Base, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""
@@ -194,7 +194,7 @@ class _Reader(RoutedLayer):
         queries = given.queries
         last = queries._replace(q=queries.q[:, :, -OBSERVED:].clone(), visible=None)
         self.inputs = given._replace(queries=last)
-        self.cache.parts.seen = given.tokens
+        self.cache.state.seen = given.tokens
         return _attend(given)
 
 

@@ -56,7 +56,7 @@ def fill(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Store a prompt k, v [B, Hk, N, D] whose last queries are q [B, Hq, T, D]."""
     queries, tokens = Queries(q, k.shape[3] ** -0.5), k.shape[2]
     cache.prefill(StepInputs(queries, k, v))
-    if cache.parts.scores_repetition:  # as if the last queries repeated the whole prompt
+    if cache.state.scores_repetition:  # as if the last queries repeated the whole prompt
         first = tokens - q.shape[2]
         cache.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
         cache.end_repetition()
@@ -76,7 +76,7 @@ def filled_cache(model: Any, recipe: Recipe, shape: LayerShape, tokens: int) -> 
 
 def read_nbytes(cache: LayerCache) -> int:
     """Return the bytes that the last step read: the whole cache, or the index and its selection."""
-    retriever, read = cache.parts.retriever, cache.parts.read
+    retriever, read = cache.state.retriever, cache.state.read
     if retriever is None or not cache.seen:
         return cache.nbytes
     index = retriever.finder.nbytes

@@ -51,7 +51,7 @@ class RecordingLayer(LayerCache):
         queries, k, v = given
         q, scale, softcap, alibi = queries.q, queries.scale, queries.softcap, queries.alibi
         check_shapes(self.name, None, k, v)
-        check_range(self.name, self.parts.max_abs, k, v)
+        check_range(self.name, self.state.max_abs, k, v)
         t = k.shape[2]
         bias = None
         if alibi is not None:

@@ -29,11 +29,11 @@ from .slots import Slots
 from .trace import Trace
 
 
-class LayerParts:
+class LayerState:
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe, name, rank, sharing, rope, metadata: as for `LayerCache`. coordinator: of layers that
-    decide together. trace: where the decisions of a step are noted; None: nobody observes.
+    recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. coordinator: of layers
+    that decide together. trace: where the decisions of a step are noted; None: nobody observes.
 
     tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
     none. draft: the newest tokens while their commit waits.
@@ -44,7 +44,7 @@ class LayerParts:
         recipe: Recipe,
         name: str,
         rank: int,
-        sharing: tuple[int, int],
+        budget_rank: tuple[int, int],
         rope: Rope | None,
         metadata: LayerMetadata,
     ) -> None:
@@ -53,7 +53,7 @@ class LayerParts:
                 f"{name}: keys before RoPE need the model's rotary embedding; give it as "
                 "metadata.rope"
             )
-        self.recipe, self.name, self.rank, self.sharing = recipe, name, rank, sharing
+        self.recipe, self.name, self.rank, self.budget_rank = recipe, name, rank, budget_rank
         self.rope, self.metadata = rope, metadata
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
@@ -77,7 +77,7 @@ class LayerParts:
         self.evictor: Evictor | None = None
         if scored:
             ropes = self.rope, metadata.rope
-            self.evictor = ScoreEvictor(recipe, rank, self.sharing, *ropes, metadata.head)
+            self.evictor = ScoreEvictor(recipe, rank, self.budget_rank, *ropes, metadata.head)
         elif keep is not None:
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from .draft import Draft
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .slots import Slots
 from .trace import Trace
 
@@ -18,7 +18,7 @@ VERSION = 5
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
 
 
-def state(layer: LayerParts) -> dict[str, Any]:
+def state(layer: LayerState) -> dict[str, Any]:
     """Return the state of a layer: views of its tensors, without spare room."""
     parts = {"sinks": layer.sinks, "evictor": layer.evictor, "retriever": layer.retriever,
              "outliers": layer.outliers, "draft": layer.draft}  # fmt: skip
@@ -35,7 +35,7 @@ def state(layer: LayerParts) -> dict[str, Any]:
     }
 
 
-def load_state(layer: LayerParts, saved: dict[str, Any]) -> None:
+def load_state(layer: LayerState, saved: dict[str, Any]) -> None:
     """Load a state that `state` returned into an empty layer of the same recipe and model.
 
     The layer owns the tensors then, and continues exactly as the saved one.

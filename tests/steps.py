@@ -123,7 +123,7 @@ def feed(
         alibi = None
         if slopes is not None:
             alibi = Alibi(slopes, positions(see, len(q), past + at + t, q.device))
-        outs.append(cache.attend(*part, scale=scale, valid=see, softcap=softcap, alibi=alibi))
+        outs.append(cache.attend(*part, scale=scale, visible=see, softcap=softcap, alibi=alibi))
         at += t
     assert at == q.shape[2], "sizes do not sum up to the tokens given"
     return torch.cat(outs, dim=2)

@@ -146,7 +146,8 @@ class CheckedLayer(RoutedLayer):
 
     def _ragged(self, visible: Tensor) -> list[Held]:
         """Return the tokens of which heads have different numbers, padded with hidden ones."""
-        ragged = self.cache.state.evictor.ragged
+        evictor = self.cache.state.evictor
+        ragged = None if evictor is None else evictor.ragged
         if ragged is None or ragged.spans is None:
             return []
         index = ragged.logical()

@@ -75,7 +75,8 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
                 at = [[i for i in head if i >= 0] for head in index]
                 assert [held_at(head, step) for head in layer["heads"]] == at
                 assert layer["held"][step] == round(sum(map(len, at)) / HEADS)
-                body, ragged = routed.cache.state.tokens, routed.cache.state.evictor.ragged
+                body, evictor = routed.cache.state.tokens, routed.cache.state.evictor
+                ragged = None if evictor is None else evictor.ragged
                 slots = isinstance(body, Slots)  # nothing is packed
                 packed = {
                     s: 0 if slots else getattr(body, s).packed_count for s in ("keys", "values")

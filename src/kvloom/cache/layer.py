@@ -107,17 +107,17 @@ class LayerCache:
         v: Tensor,
         *,
         scale: float,
-        valid: Tensor | None = None,
+        visible: Tensor | None = None,
         softcap: float | None = None,
         alibi: Alibi | None = None,
         ids: Tensor | None = None,
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all stored tokens and to k, v [B, Hk, T, D]; store k, v.
 
-        valid: bool [B, seen + T], False for padding; the other arguments are those of `Queries`.
+        visible: bool [B, seen + T], False for padding; the other arguments are those of `Queries`.
         Returns and raises as `run` does.
         """
-        visible = None if valid is None else valid[:, None]
+        visible = None if visible is None else visible[:, None]
         return self.run(StepInputs(Queries(q, scale, visible, softcap, alibi, ids), k, v))
 
     def run(self, given: StepInputs) -> Tensor:

@@ -57,8 +57,9 @@ class OutlierTokens:
         bias = None if queries.alibi is None else queries.alibi.bias(index)
         step = Step(
             q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap,
-            valid=queries.visible, real=queries.visible_queries, index=index, seen=n, number=0,
-            seed=self.layer, group=self.rule.group, bias=bias, head=self.head, ids=queries.ids,
+            visible=queries.visible, visible_queries=queries.visible_queries, index=index, seen=n,
+            number=0, seed=self.layer, group=self.rule.group, bias=bias, head=self.head,
+            ids=queries.ids,
         )  # fmt: skip
         scores = checked(self.rule.scorer, step)[..., lo:hi]
         visible = queries.visible if sinks is None else sinks.hide(queries.visible)

@@ -122,9 +122,9 @@ class RaggedTokens:
         if choice.contested is None:
             return
         rows, _, slots = at = choice.contested.nonzero(as_tuple=True)
-        live = None if visible is None else visible[rows, 0, slots][None, None]
-        self.keys.fill(k[at][None, None], live)
-        self.values.fill(v[at][None, None], live)
+        nonpadding = None if visible is None else visible[rows, 0, slots][None, None]
+        self.keys.fill(k[at][None, None], nonpadding)
+        self.values.fill(v[at][None, None], nonpadding)
         self.spans = _spans(choice.counts)
         self.index = slots.int() if index else None
 
@@ -135,11 +135,11 @@ class RaggedTokens:
         """
         if self.spans is None:
             return []
-        see = None
+        mask = None
         if visible is not None:
             index = self.logical()
-            see = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
-        return [RaggedPart(self.keys.kv_view(), self.values.kv_view(), self.spans, see)]
+            mask = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
+        return [RaggedPart(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
 
     def logical(self) -> Tensor:
         """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""

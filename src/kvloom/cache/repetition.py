@@ -47,16 +47,16 @@ class RepetitionScores:
         queries, (lo, hi) = step.queries, repeated
         b, hk, prompt, _ = tokens.exact_keys().shape
         device, t = step.k.device, step.tokens
-        at, see = self._slots(prompt, lo, hi, queries.visible, device)
+        at, mask = self._slots(prompt, lo, hi, queries.visible, device)
         slots = at.expand(b, hk, -1)
         own = torch.arange(prompt, prompt + t, device=device)
         index = torch.cat([at, own.expand(*at.shape[:2], -1)], dim=2)
         k = torch.cat([gather(tokens.exact_keys(), slots), step.k], dim=2)
         v = torch.cat([gather(tokens.exact_values(), slots), step.v], dim=2)
-        if see is not None and queries.visible is not None:
-            see = torch.cat([see, queries.visible[:, :, prompt:]], dim=2)
+        if mask is not None and queries.visible is not None:
+            mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        found = score(queries, k, v, see, index, prompt + t, bias)
+        found = score(queries, k, v, mask, index, prompt + t, bias)
         if self.scores is None:
             self.scores = found.new_zeros(b, hk, prompt)
         begin = at.shape[2] - (hi - lo)
@@ -76,9 +76,9 @@ class RepetitionScores:
         first = visible[:, 0, :prompt].int().argmax(dim=-1, keepdim=True)  # [B, 1]
         places = first + torch.arange(self.sinks, device=device)
         slots = torch.cat([places.clamp(max=prompt - 1), chunk.expand(len(first), -1)], dim=1)
-        see = visible[:, 0].gather(1, slots)
-        see[:, : self.sinks] &= places < lo
-        return slots[:, None], see[:, None]
+        mask = visible[:, 0].gather(1, slots)
+        mask[:, : self.sinks] &= places < lo
+        return slots[:, None], mask[:, None]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to the scores, along the batch dimension."""

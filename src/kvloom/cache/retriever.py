@@ -123,11 +123,11 @@ class Retriever:
             self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
             lo = pinned + self.finder.tokens
-            keys, live = _keys(tokens, lo, lo + due), tokens.visible(visible, lo, lo + due)
-            if live is None:
-                live = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
-            live = live[:, :1]  # padding is the same in all heads
-            self.side_stream.run(partial(self.finder.extend, keys, live), keys, live)
+            keys, nonpadding = _keys(tokens, lo, lo + due), tokens.visible(visible, lo, lo + due)
+            if nonpadding is None:
+                nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
+            nonpadding = nonpadding[:, :1]  # padding is the same in all heads
+            self.side_stream.run(partial(self.finder.extend, keys, nonpadding), keys, nonpadding)
         if self.store is not None and self.finder.tokens:
             self.side_stream.wait()
             n = pinned + self.finder.tokens - tokens.offloaded
@@ -143,11 +143,11 @@ class Retriever:
 
     def learn(self, queries: Queries, keys: Tensor) -> None:
         """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
-        live, own = queries.visible, queries.visible_queries
-        if live is None or own is None:
-            live = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
-            own = live[..., -queries.tokens :]
-        self.finder.learn(queries.q, keys, live, own)
+        nonpadding, own = queries.visible, queries.visible_queries
+        if nonpadding is None or own is None:
+            nonpadding = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
+            own = nonpadding[..., -queries.tokens :]
+        self.finder.learn(queries.q, keys, nonpadding, own)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""

@@ -234,8 +234,8 @@ class ScoreEvictor:
         """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D] at logical indices."""
         number, self.steps = self.steps, self.steps + 1
         step = Step(
-            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, valid=visible,
-            real=queries.visible_queries, index=index, seen=seen, number=number,
+            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
+            visible_queries=queries.visible_queries, index=index, seen=seen, number=number,
             seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # 32 bits are hashed
             group=self.keep.group, bias=bias, products=queries.products, rope=self.score_rope,
             head=self.head,

@@ -122,12 +122,12 @@ class Segment:
 
         visible: bool [B, 1, seen tokens] by logical index, False for padding.
         """
-        live = None
+        nonpadding = None
         if visible is not None:
-            live = self._visible(visible, self.offloaded, len(self) + k.shape[2])
+            nonpadding = self._visible(visible, self.offloaded, len(self) + k.shape[2])
         self._find_start(visible)
-        self.keys.extend(k, drop, live, self.positions)
-        self.values.extend(v, drop, live)
+        self.keys.extend(k, drop, nonpadding, self.positions)
+        self.values.extend(v, drop, nonpadding)
         self.first += drop
 
     def keep(self, slots: Tensor, index: bool) -> None:
@@ -173,11 +173,11 @@ class Segment:
         """
         if self.keys.packed is None and self.values.packed is None:
             return
-        live = None if visible is None else self.visible(visible)
+        nonpadding = None if visible is None else self.visible(visible)
         if self.keys.needs_positions:
             self._find_start(visible)
-        self.keys.pack(live, prompt, self.positions)
-        self.values.pack(live, prompt)
+        self.keys.pack(nonpadding, prompt, self.positions)
+        self.values.pack(nonpadding, prompt)
 
     def trim(self) -> None:
         """Release the spare room of exact tokens."""

@@ -75,7 +75,8 @@ class Part(NamedTuple):
             return keys.shape[2]
         if isinstance(keys, PackedView | FormatView):
             return keys.hi - keys.lo
-        return keys.tokens if self.plan is None else self.plan.tokens(keys.tokens)
+        stored = keys.tail.shape[2] + (0 if keys.packed is None else keys.packed.hi)
+        return stored if self.plan is None else self.plan.tokens(stored)
 
     @property
     def exact(self) -> bool:

@@ -90,7 +90,8 @@ class RoutedLayer(CacheLayerMixin):
                 "share keys and values are not supported"
             )
         self.armed = False
-        given = on_one_device(given)
+        if given.queries.visible is not None:
+            given = on_one_device(given)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
             run = partial(self.cache.repeat, repeated=self.repeated)

@@ -211,7 +211,7 @@ class PackedTokens:
                 x.new_empty(b, h, 0, d + spec.boost, dtype=torch.uint8), scales, zeros
             )
         codes, scales, zeros = self._like
-        more = ref.rows_for(self.count + t, spec.bits) - ref.rows_for(self.count, spec.bits)
+        more = ref.rows_for(self.count + t, spec.bits) - self.codes.count
         t //= spec.tokens_per_scale
         return PackedTensors(
             self.codes.extend(more, codes),

@@ -121,7 +121,7 @@ def run(call: Launch, split: Any) -> State:
     return State(out, lse)
 
 
-class LaunchShape(NamedTuple):
+class Shape(NamedTuple):
     """Shapes of tiles: query rows, packed tokens, exact tokens; and warps a program."""
 
     rows: int
@@ -131,7 +131,7 @@ class LaunchShape(NamedTuple):
     stages: int
 
 
-def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> LaunchShape:
+def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     """Return shapes of tiles that neither spill nor need more than 99 KiB of shared memory.
 
     most: tokens of a tile that its formats allow.
@@ -139,7 +139,7 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> LaunchShape
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
     rows = min(16 if most < 32 else 32 if large else 64, cuda.room(rows))
-    return LaunchShape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, 2)
+    return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, 2)
 
 
 @cache

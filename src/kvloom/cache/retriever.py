@@ -89,8 +89,8 @@ class Retriever:
             trace.recalled = slots
         masks: tuple[Tensor | None, ...] = (None, None)
         if visible is not None:
-            recalled = _at(tokens.visible(visible, 0, end), slots)
-            masks = recalled, tokens.visible(visible, end, len(tokens))
+            recalled = _at(tokens.mask(visible, 0, end), slots)
+            masks = recalled, tokens.mask(visible, end, len(tokens))
         bias: tuple[Tensor | None, ...] = (None, None)
         if alibi is not None:
             recalled = alibi.bias(_at(tokens.logical(0, end, slots.device), slots))
@@ -123,7 +123,7 @@ class Retriever:
             self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
             lo = pinned + self.finder.tokens
-            keys, nonpadding = _keys(tokens, lo, lo + due), tokens.visible(visible, lo, lo + due)
+            keys, nonpadding = _keys(tokens, lo, lo + due), tokens.mask(visible, lo, lo + due)
             if nonpadding is None:
                 nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             nonpadding = nonpadding[:, :1]  # padding is the same in all heads
@@ -199,7 +199,7 @@ class Retriever:
                 for side, block in zip(sides, self.store.raw(lo, hi), strict=True)
             )
             bias = None if alibi is None else tokens.bias(alibi, lo, hi)
-            parts.append(Part(keys, values, tokens.visible(visible, lo, hi), bias=bias))
+            parts.append(Part(keys, values, tokens.mask(visible, lo, hi), bias=bias))
         return parts
 
 

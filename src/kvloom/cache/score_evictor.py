@@ -194,7 +194,7 @@ class ScoreEvictor:
             assert self.rope is not None
             keys = renumber(self.rope, keys, index, seen - 1)
         bias = None if queries.alibi is None else tokens.bias(queries.alibi, 0, keys.shape[2])
-        return self.score(queries, keys, values, tokens.visible(queries.visible), index, seen, bias)
+        return self.score(queries, keys, values, tokens.mask(queries.visible), index, seen, bias)
 
     def note_repetition(self, tokens: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
         """Score a prompt's tokens by a step that repeats them; see `RepetitionScores.note`."""
@@ -254,7 +254,7 @@ class ScoreEvictor:
 
         counts: as in `RaggedTokens.choose`.
         """
-        visible, n = tokens.visible(queries.visible), len(tokens)
+        visible, n = tokens.mask(queries.visible), len(tokens)
         self.scores.add(scores, visible)
         self._note(tokens, trace)
         slots, choice = self.choose(n, visible, counts)
@@ -271,7 +271,7 @@ class ScoreEvictor:
         total = self.scores.joined(tokens.scores, scores)
         if trace is not None:
             trace.scored = tokens.index.long(), total
-        tokens.evict(total, tokens.visible(visible), seen - self.recent)
+        tokens.evict(total, tokens.mask(visible), seen - self.recent)
 
     def settled(self, tokens: Segment, drafting: bool) -> Segment | Slots:
         """Return the storage of the tokens from now on: slots once each step evicts one token."""

@@ -125,7 +125,7 @@ class Segment:
         """
         nonpadding = None
         if visible is not None:
-            nonpadding = self._visible(visible, self.offloaded, len(self) + k.shape[2])
+            nonpadding = self._mask(visible, self.offloaded, len(self) + k.shape[2])
         self._find_start(visible)
         self.keys.extend(k, drop, nonpadding, self.positions)
         self.values.extend(v, drop, nonpadding)
@@ -174,7 +174,7 @@ class Segment:
         """
         if self.keys.packed is None and self.values.packed is None:
             return
-        nonpadding = None if visible is None else self.visible(visible)
+        nonpadding = None if visible is None else self.mask(visible)
         if self.keys.needs_positions:
             self._find_start(visible)
         self.keys.pack(nonpadding, prompt, self.positions)
@@ -198,7 +198,7 @@ class Segment:
         fused = self.keys.fused and self.values.fused
         if not present or begin > offloaded or gaps or not fused:
             return self._pieces(visible, present, alibi, max(begin, offloaded))
-        mask = None if visible is None else self.visible(visible)
+        mask = None if visible is None else self.mask(visible)
         bias = None if alibi is None else self.bias(alibi, offloaded, len(self))
         if self.keys.packed is None and self.values.packed is None:
             return [Part(self.keys.tail.view(), self.values.tail.view(), mask, present, bias)]
@@ -220,11 +220,11 @@ class Segment:
             keys = self.keys.view(lo - offloaded, hi - offloaded, self.positions)
             values = self.values.view(lo - offloaded, hi - offloaded)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            mask = self.visible(visible, lo, hi)
+            mask = self.mask(visible, lo, hi)
             pieces.append(Part(keys, values, mask, present if hi == n else 0, bias))
         return pieces
 
-    def visible(
+    def mask(
         self, visible: Tensor | None, lo: int | None = None, hi: int | None = None
     ) -> Tensor | None:
         """Return the mask of tokens lo to hi (None: of all resident ones).
@@ -234,7 +234,7 @@ class Segment:
         if visible is None:
             return None
         lo, hi = self.offloaded if lo is None else lo, len(self) if hi is None else hi
-        return self._visible(visible, lo, hi)
+        return self._mask(visible, lo, hi)
 
     def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
         """Return ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
@@ -294,7 +294,7 @@ class Segment:
             self.start = visible[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
             self.start_final = bool(visible[:, 0].any(dim=-1).all())
 
-    def _visible(self, visible: Tensor, lo: int, hi: int) -> Tensor:
+    def _mask(self, visible: Tensor, lo: int, hi: int) -> Tensor:
         rest = visible[:, :, self.first + max(lo, self.kept) : self.first + hi]
         if lo >= self.kept:
             return rest

@@ -164,8 +164,8 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
         if follower.repetition is not None and not follower.ended:
             found = alike.setdefault(follower.repetition.rule, [])
             found.append((follower, follower.repetition))
-    for group in alike.values():
-        first, *others = sorted((one for _, one in group), key=lambda one: one.budget)
+    for same in alike.values():
+        first, *others = sorted((one for _, one in same), key=lambda one: one.budget)
         begin, failed = clock(), None
         try:
             first.score()
@@ -174,7 +174,7 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
         except Exception as error:
             failed = error
         shared = clock() - begin
-        for follower, one in group:
+        for follower, one in same:
             begin = clock()
             try:
                 if failed is not None:

@@ -23,7 +23,7 @@ from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import LayerMetadata
 from kvloom.workload.recorder import AttentionInputs, compressible_layers, record
-from kvloom.workload.sampled_attention import ExactAttention, Sample
+from kvloom.workload.sampled_attention import AttentionSample, ExactAttention
 from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 EXACT_TOKENS = (0, 0), (5, 128)
@@ -36,7 +36,7 @@ def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
 
     def add(number: int, inputs: AttentionInputs) -> None:
         for i, exact in enumerate(EXACT_TOKENS):
-            attention = ExactAttention(Sample.of(inputs, 64, exact))
+            attention = ExactAttention(AttentionSample.of(inputs, 64, exact))
             sums[number][i] += squares(attention, recipe, layers[number])
 
     for context in ids:

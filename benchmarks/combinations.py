@@ -143,16 +143,16 @@ def combinations() -> Iterator[tuple[str, Recipe | str]]:
     """Yield every name with its recipe, or with the reason why recipes refuse it."""
     outliers = kvloom.Outliers(20) if hasattr(kvloom, "Outliers") else None
     for keep, store, recall in itertools.product(keeps(), stores(), recalls()):
-        parts = [keep.part is not None, not store.part.exact, recall.part is not None]
+        parts = [keep.part is not None, not store.rank_channels.exact, recall.part is not None]
         if sum(parts) == 3 and (keep.pairs or store.pairs or recall.pairs):
             continue
         yield _built(keep, store, recall)
     if outliers is None:
         return
     for store in stores():
-        if not store.part.exact:
+        if not store.rank_channels.exact:
             protect = Protect(store.sinks, store.recent, outliers)
-            yield f"outliers × {store.name}", Recipe(store=store.part, protect=protect)
+            yield f"outliers × {store.name}", Recipe(store=store.rank_channels, protect=protect)
 
 
 def _built(keep: Option, store: Option, recall: Option) -> tuple[str, Recipe | str]:
@@ -164,9 +164,9 @@ def _built(keep: Option, store: Option, recall: Option) -> tuple[str, Recipe | s
     try:
         wanted = recall.part
         if wanted is not None:  # the protected tokens, and a few more
-            room = protect.tokens + (store.part.unit if wanted.tier else 0)
+            room = protect.tokens + (store.rank_channels.unit if wanted.tier else 0)
             wanted = replace(wanted, tokens=wanted.tokens + room)
-        return name, Recipe(keep.part, store.part, wanted, protect, name)
+        return name, Recipe(keep.part, store.rank_channels, wanted, protect, name)
     except RecipeError as error:
         return name, str(error)
 

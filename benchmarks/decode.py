@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import record
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.step import AttendInputs
+from kvloom.cache.step import Queries, StepInputs
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.recipe.resolve import resolve
@@ -41,7 +41,7 @@ def cache_of(recipe: str, k, v, hq: int) -> tuple[LayerCache, int]:
     """Return a layer filled with k, v, and the bytes that a step reads."""
     cache = LayerCache(resolve(recipe), metadata=random_calibration(k.shape[1], k.shape[-1]))
     q = torch.zeros(1, hq, 1, k.shape[-1], dtype=k.dtype)
-    cache.prefill(AttendInputs(q, k, v, 1.0))
+    cache.prefill(StepInputs(Queries(q, 1.0), k, v))
     cache.end_step()
     return cache, cache.nbytes
 

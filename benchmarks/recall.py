@@ -31,12 +31,12 @@ from torch import Tensor
 import record
 from kvloom import Cache
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.step import AttendInputs
+from kvloom.cache.step import Queries, StepInputs
 from kvloom.eval import Settings, load, prepare
 from kvloom.eval.needles import count_correct, haystacks
 from kvloom.eval.papers.recalling import PAPER, mask_of
 from kvloom.hf.compat import geometry
-from kvloom.hf.observe import Observation, observe
+from kvloom.hf.observe import ObservedStep, observe
 from kvloom.recall import Index, Pages, TopK
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.crew import run_alone
@@ -68,7 +68,7 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
     finders: dict[tuple[str, int], Any] = {}
     cluster_s: dict[str, float] = defaultdict(float)
 
-    def on_step(look: Observation) -> None:
+    def on_step(look: ObservedStep) -> None:
         keys = look.keys[:, :, SINKS:context]
         if look.q.shape[2] > 1 or look.layer < FULL_LAYERS:
             return
@@ -109,7 +109,7 @@ def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
 
 def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:
     """Prefill a context once; return a function from a recipe to its cache of that context."""
-    looks: dict[int, Observation] = {}
+    looks: dict[int, ObservedStep] = {}
     exact = Cache(model, "full")
     observe(exact, lambda look: looks.__setitem__(look.layer, look))
     forward(model, ids, exact)
@@ -117,9 +117,9 @@ def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:
     def cache_of(recipe: str) -> Cache:
         cache = Cache(model, recipe)
         for layer, (routed, source) in enumerate(zip(cache.routed, exact.routed, strict=True)):
-            look, exact_tokens = looks[layer], source.cache.segment
+            look, exact_tokens = looks[layer], source.cache.state.segment
             keys, values = exact_tokens.exact_keys(), exact_tokens.exact_values()
-            routed.cache.prefill(AttendInputs(look.q, keys, values, look.scale))
+            routed.cache.prefill(StepInputs(Queries(look.q, look.scale), keys, values))
             routed.cache.end_step()
         return cache
 
@@ -165,7 +165,7 @@ def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
         for budget in (256, 512, 1024):
             for steps in (1, 2):
                 cache = cache_of(f"{name}:tokens={budget},tier=host,steps={steps}")
-                layers = [x.cache for x in cache.routed if x.cache.retriever is not None]
+                layers = [x.cache for x in cache.routed if x.cache.state.retriever is not None]
                 sims = [
                     {kind: DeviceCache(layer, kind, steps) for kind in ("cluster", "whole cluster")}
                     for layer in layers
@@ -176,9 +176,9 @@ def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
                     forward(model, text[:, i : i + 1], cache)
                     for layer, by in zip(layers, sims, strict=True):
                         for sim in by.values():
-                            sim.step(layer.trace.recalled[0])
-                token = 2 * layers[0].like.shape[-1] * layers[0].like.element_size()
-                each = len(layers) * layers[0].like.shape[1] * (text.shape[1] - context)
+                            sim.step(layer.state.trace.recalled[0])
+                token = 2 * layers[0].state.like.shape[-1] * layers[0].state.like.element_size()
+                each = len(layers) * layers[0].state.like.shape[1] * (text.shape[1] - context)
                 t = cache.traffic
                 row = {"recipe": name, "budget": budget, "steps": steps, "by": {}}
                 row["by"]["token"] = {
@@ -206,9 +206,9 @@ class DeviceCache:
     """Simulates a device cache of one layer's clusters or pages: a set of tokens for each head."""
 
     def __init__(self, layer: LayerCache, kind: str, steps: int) -> None:
-        self.kind, self.steps, self.finder = kind, steps, layer.retriever.finder
+        self.kind, self.steps, self.finder = kind, steps, layer.state.retriever.finder
         self.indexed = 0
-        self.last: list[list[set]] = [[] for _ in range(layer.like.shape[1])]
+        self.last: list[list[set]] = [[] for _ in range(layer.state.like.shape[1])]
         self.hits = self.copied = self.selected = 0
 
     def update_parts(self) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.step import AttendInputs
+from kvloom.cache.step import Queries, StepInputs
 from kvloom.recall.clusters import ClusterFinder
 from kvloom.recipe.resolve import resolve
 
@@ -63,10 +63,10 @@ def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, 
     x = torch.randn(1, context, hidden, generator=g).to(dtype)
     q, k, v = heads(x, hidden // dim), heads(x, kv_heads), heads(x, kv_heads)
     layer = LayerCache(resolve("clusterkv"), "a layer", 2, 3)
-    grow = layer.retriever.grow
+    grow = layer.state.retriever.grow
     warm = resolve("clusterkv").recall.index.finder()  # compiles
     warm.extend(k[:, :, :160].contiguous(), torch.ones(1, 1, 160, dtype=torch.bool))
-    layer.retriever.grow = lambda *args: timed("cluster_s", lambda: grow(*args))
+    layer.state.retriever.grow = lambda *args: timed("cluster_s", lambda: grow(*args))
     out = timed("attend_s", lambda: layer.attend(q, k, v, scale=dim**-0.5))
     spent["attend_s"] -= spent["cluster_s"]
     linear(out.transpose(1, 2).reshape(1, context, hidden), hidden)
@@ -99,10 +99,10 @@ def decode() -> list[dict[str, Any]]:
             calls: dict[str, Callable[[Tensor], Any]] = {}
             for name in names:
                 layer = LayerCache(resolve(name), "a layer", 2, 3)
-                finder = layer.retriever.finder
+                finder = layer.state.retriever.finder
                 if isinstance(finder, ClusterFinder):
                     finder.options = replace(finder.options, iterations=1)
-                layer.prefill(AttendInputs(k[:, :, :1].repeat(1, 4, 1, 1), k, v, 1.0))
+                layer.prefill(StepInputs(Queries(k[:, :, :1].repeat(1, 4, 1, 1), 1.0), k, v))
                 layer.end_step()
                 calls |= parts_of(name, layer, dtype)
             calls["full"] = lambda q, k=k, v=v: F.scaled_dot_product_attention(
@@ -135,7 +135,7 @@ def decode() -> list[dict[str, Any]]:
 
 def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
     """Return a whole step of a layer, and two of its parts."""
-    retriever = layer.retriever
+    retriever = layer.state.retriever
     finder, count = retriever.finder, retriever.recall.tokens - layer.recipe.always_read
     count -= count % retriever.recall.index.unit
     one = torch.randn(2, 1, 8, 1, 128).to(dtype)

@@ -123,7 +123,7 @@ def feed(
         alibi = None
         if slopes is not None:
             alibi = Alibi(slopes, positions(see, len(q), past + at + t, q.device))
-        outs.append(cache.attend(*part, scale=scale, valid=see, softcap=softcap, alibi=alibi))
+        outs.append(cache.attend(*part, scale=scale, visible=see, softcap=softcap, alibi=alibi))
         at += t
     assert at == q.shape[2], "sizes do not sum up to the tokens given"
     return torch.cat(outs, dim=2)
@@ -146,15 +146,16 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
 
     Codes are unpacked: bits of a last byte that hold no token are arbitrary.
     """
-    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.tokens.first}
-    buffers = {name: b.view() for name, b in named_buffers(cache.tokens).items() if len(b)}
-    for name, lane in (("keys", cache.tokens.keys), ("values", cache.tokens.values)):
+    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.state.tokens.first}
+    buffers = {name: b.view() for name, b in named_buffers(cache.state.tokens).items() if len(b)}
+    for name, lane in (("keys", cache.state.tokens.keys), ("values", cache.state.tokens.values)):
         if lane.packed_count:
             codes, bits = buffers[f"{name}.codes"], lane.packed.fmt.bits
             held[f"{name}.rows"] = codes.shape[2]
             buffers[f"{name}.codes"] = unpack_codes(codes, bits, lane.packed_count)
-    if cache.sinks is not None and cache.sinks.keys is not None:
-        buffers |= {f"sinks.{n}": getattr(cache.sinks, n) for n in ("keys", "values", "start")}
+    sinks = cache.state.sinks
+    if sinks is not None and sinks.keys is not None:
+        buffers |= {f"sinks.{n}": getattr(sinks, n) for n in ("keys", "values", "start")}
     return held | buffers
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
 from kvloom.cache.slots import Slots
-from kvloom.cache.step import AttendInputs
+from kvloom.cache.step import StepInputs
 from kvloom.hf.routed import RoutedCache, RoutedLayer
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
@@ -79,28 +79,30 @@ class CheckedLayer(RoutedLayer):
         self.unpacked: dict[str, tuple[Any, Tensor]] = {}
         self.padding = 0.0  # of the tokens of which heads have different numbers, a head's mean
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend as `RoutedLayer` does, and check the output."""
-        assert given.alibi is None, "a model with ALiBi is not checked"
-        assert given.softcap is None, "a model with softcap is not checked"
-        q, k, v, mask = given.q, given.k, given.v, given.valid
+        queries, k, v = given
+        assert queries.alibi is None, "a model with ALiBi is not checked"
+        assert queries.softcap is None, "a model with softcap is not checked"
+        q, mask = queries.q, None if queries.visible is None else queries.visible[:, 0]
         b, _, t, _ = k.shape
         repeats, seen = self.repeated is not None, self.cache.seen
         visible = mask if mask is not None else torch.ones(b, seen + t, dtype=torch.bool)
         held = self._held(visible) if seen else []
-        indexed = self.cache.retriever.finder.tokens if self.cache.retriever is not None else 0
+        retriever = self.cache.state.retriever
+        indexed = 0 if retriever is None else retriever.finder.tokens
         out = super().attend(given)
-        if seen and self.cache.retriever is not None and not repeats:
+        if seen and retriever is not None and not repeats:
             held = self._recalled(held, indexed, q.shape[1])
-        want, size, read = self._reference(q, k, v, held, visible, given.scale)
+        want, size, read = self._reference(q, k, v, held, visible, queries.scale)
         off = torch.where(visible[:, None, seen:, None], (out.double() - want).abs(), 0.0)
         self.findings.attention = max(self.findings.attention, float(off.max()) / size)
         if out.isnan().any():
             self.findings.wrong.append(f"{self.cache.name}: NaN at token {seen}")
         if not repeats:
-            if read != self.cache.read:
+            if read != self.cache.state.read:
                 self.findings.wrong.append(
-                    f"{self.cache.name}: says it read {self.cache.read}, not {read} tokens"
+                    f"{self.cache.name}: says it read {self.cache.state.read}, not {read} tokens"
                 )
             self.findings.steps += 1
             self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
@@ -109,7 +111,7 @@ class CheckedLayer(RoutedLayer):
 
     def _held(self, visible: Tensor) -> list[Held]:
         """Return the parts of the layer, each token of a row and head unhidden in one of them."""
-        layer, tokens = self.cache, self.cache.tokens
+        layer, tokens = self.cache, self.cache.state.tokens
         if isinstance(tokens, Slots):
             keys, values, _, index = tokens.in_order()
             index = index.long()
@@ -132,19 +134,20 @@ class CheckedLayer(RoutedLayer):
     def _exact_parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return index, keys and values of the sinks and the outliers."""
         layer, parts = self.cache, []
-        if layer.outliers is not None and layer.outliers.tokens.index is not None:
-            own = layer.outliers.tokens
+        if layer.state.outliers is not None and layer.state.outliers.tokens.index is not None:
+            own = layer.state.outliers.tokens
             assert own.index is not None
             parts.append((own.index.long(), own.exact_keys(), own.exact_values()))
-        if layer.sinks is not None and layer.sinks.keys is not None:
-            assert layer.sinks.values is not None
-            index = layer.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
-            parts.append((index, layer.sinks.keys, layer.sinks.values))
+        if layer.state.sinks is not None and layer.state.sinks.keys is not None:
+            assert layer.state.sinks.values is not None
+            index = layer.state.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
+            parts.append((index, layer.state.sinks.keys, layer.state.sinks.values))
         return parts
 
     def _ragged(self, visible: Tensor) -> list[Held]:
         """Return the tokens of which heads have different numbers, padded with hidden ones."""
-        ragged = self.cache.ragged
+        evictor = self.cache.state.evictor
+        ragged = None if evictor is None else evictor.ragged
         if ragged is None or ragged.spans is None:
             return []
         index = ragged.logical()
@@ -200,7 +203,7 @@ class CheckedLayer(RoutedLayer):
         assert given is not None
         count, offloaded = side.packed_count, tokens.offloaded
         exact = _gathered(given, index).masked_fill(~_at(visible, index)[..., None], 0.0)
-        if self._renumbers and name == "keys" and self.cache.evictor is not None:
+        if self._renumbers and name == "keys" and self.cache.state.evictor is not None:
             exact = self._turned_once(exact, index, tokens)
         state = (count, offloaded, tokens.kept, tokens.first)
         if name not in self.unpacked or self.unpacked[name][0] != state:
@@ -219,7 +222,7 @@ class CheckedLayer(RoutedLayer):
         side: KVSide = getattr(tokens, name)
         parts = []
         with dispatch.use("ref"):
-            retriever = self.cache.retriever
+            retriever = self.cache.state.retriever
             if tokens.offloaded:
                 assert retriever is not None
                 assert retriever.store is not None
@@ -264,7 +267,7 @@ class CheckedLayer(RoutedLayer):
 
     def _recalled(self, held: list[Held], indexed: int, heads: int) -> list[Held]:
         """Return what a step that recalls reads, by query head or by key/value head."""
-        layer, trace = self.cache, self.cache.trace
+        layer, trace = self.cache, self.cache.state.trace
         assert trace is not None
         if trace.recalled is None:
             return held
@@ -338,8 +341,8 @@ def turned(x: Tensor, by: Tensor, rope: Rope | None) -> Tensor:
 
 def _heads(layer: LayerCache) -> int:
     """Return the number of key/value heads."""
-    assert layer.like is not None
-    return layer.like.shape[1]
+    assert layer.state.like is not None
+    return layer.state.like.shape[1]
 
 
 def _at(visible: Tensor, index: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from kvloom.recall import Finder, Index, grown
 class MeanFinder(Finder):  # mean keys [B, Hk, pages, D]; padding counts as keys of zeros
     unit, means, tensors = 0, None, ("means",)
 
-    def extend(self, keys, live):  # keys [B, Hk, T, D], live: bool [B, 1, T]
-        pages = (keys * live.unsqueeze(-1)).unflatten(2, (-1, self.unit)).mean(dim=3)
+    def extend(self, keys, nonpadding):  # keys [B, Hk, T, D], nonpadding: bool [B, 1, T]
+        pages = (keys * nonpadding.unsqueeze(-1)).unflatten(2, (-1, self.unit)).mean(dim=3)
         self.means = grown(self.means, pages)
         self.tokens += keys.shape[2]
 

@@ -37,9 +37,8 @@ def prompt(rows: int = 2) -> torch.Tensor:
 
 def found(cache, row: int) -> list[list[list[int]]]:
     """The logical indices of the outliers of each layer and head."""
-    return [
-        sorted(x) for one in cache.routed for x in one.cache.outliers.tokens.index[row].tolist()
-    ]
+    found = [one.cache.state.outliers.tokens.index[row] for one in cache.routed]
+    return [sorted(x) for index in found for x in index.tolist()]
 
 
 def expected(ids: torch.Tensor) -> list[int]:
@@ -56,8 +55,9 @@ def test_tokens_with_the_ids_stay_exact(model):
     assert found(cache, 0)[0] != found(cache, 1)[0]
     for row in range(2):
         assert found(cache, row) == [expected(ids[row])] * 2 * len(cache.routed)
-    held = cache.routed[0].cache.outliers.tokens  # what the first layer gets is the same in both
-    whole = exact.routed[0].cache.tokens.exact_keys()
+    # what the first layer gets is the same in both
+    held = cache.routed[0].cache.state.outliers.tokens
+    whole = exact.routed[0].cache.state.tokens.exact_keys()
     at = held.index.long()[..., None].expand(-1, -1, -1, 32)
     assert torch.equal(held.exact_keys(), whole.gather(2, at))
 

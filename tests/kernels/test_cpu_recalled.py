@@ -61,7 +61,7 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
         dispatch.ran.clear()
         with dispatch.use(backend):
             outs.append(feed(cache, *qkv, [PROMPT, *[1] * STEPS], **options)[:, :, PROMPT:])
-        read.append(cache.read)
+        read.append(cache.state.read)
         ran = {operation for operation, who, _ in dispatch.ran if who == "cpu"} & OPERATIONS
         assert len(ran) == (4 if backend == "auto" else 0)
     assert read[0] == read[1] < PROMPT

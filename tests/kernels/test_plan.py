@@ -11,7 +11,7 @@ import torch
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
-from kvloom.kernels.plan import Plan
+from kvloom.kernels.plan import OpPlan
 from kvloom.store import Packed
 from kvloom.store.kv_side import KVSide
 from pairwise import some_slow
@@ -68,7 +68,7 @@ def close(got, q, keys, values, **options):
 
 
 def test_a_plan_is_bound_once_while_tokens_are_packed_and_storage_grows(monkeypatch):
-    made, lanes, attend = bindings(monkeypatch), packed(), Plan(ops.attend)
+    made, lanes, attend = bindings(monkeypatch), packed(), OpPlan(ops.attend)
     for _ in range(70):
         grow(lanes)
         q, (keys, values) = torch.randn(1, 4, 1, 32), (lane.kv_view() for lane in lanes)
@@ -78,7 +78,7 @@ def test_a_plan_is_bound_once_while_tokens_are_packed_and_storage_grows(monkeypa
 
 
 def test_a_prefix_that_was_replaced_at_the_same_length_is_read_anew(monkeypatch):
-    made, attend, q = bindings(monkeypatch), Plan(ops.attend), torch.randn(1, 4, 1, 32)
+    made, attend, q = bindings(monkeypatch), OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     for _ in range(3):
         keys, values = (lane.kv_view() for lane in packed())
         close(attend(q, keys, values, 0.2), q, keys, values)
@@ -90,7 +90,7 @@ def test_a_prefix_that_was_replaced_at_the_same_length_is_read_anew(monkeypatch)
 def test_outgrown_storage_is_not_kept_alive():
     import weakref
 
-    attend, lanes = Plan(ops.attend), packed()
+    attend, lanes = OpPlan(ops.attend), packed()
     keys, values = (lane.kv_view() for lane in lanes)
     attend(torch.randn(1, 4, 1, 32), keys, values, 0.2)
     storage = [weakref.ref(x) for x in (keys.packed.codes, values.packed.codes, keys.tail)]
@@ -99,7 +99,7 @@ def test_outgrown_storage_is_not_kept_alive():
 
 
 def test_what_a_step_returned_is_not_changed_by_the_next():
-    attend, (keys, values) = Plan(ops.attend), (lane.kv_view() for lane in packed())
+    attend, (keys, values) = OpPlan(ops.attend), (lane.kv_view() for lane in packed())
     q = torch.randn(2, 1, 4, 1, 32)
     products = []
     first = attend(q[0], keys, values, 0.2, products=products)
@@ -130,7 +130,7 @@ CASES = ["query heads", "queries", "formats", "dtype", "head dimension"]
 
 @some_slow("what", CASES, "query heads", "queries", "formats")  # others compile kernels, too
 def test_another_case_is_bound_anew_and_the_first_one_again(monkeypatch, what):
-    made, attend, q = bindings(monkeypatch), Plan(ops.attend), torch.randn(1, 4, 1, 32)
+    made, attend, q = bindings(monkeypatch), OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     first = q, *(lane.kv_view() for lane in packed())
     for case in (first, changed(*first)[what], first):
         close(attend(*case, 0.2), *case)
@@ -138,7 +138,7 @@ def test_another_case_is_bound_anew_and_the_first_one_again(monkeypatch, what):
 
 
 def test_batch_and_threads_are_not_part_of_a_case(monkeypatch):
-    made, attend = bindings(monkeypatch), Plan(ops.attend)
+    made, attend = bindings(monkeypatch), OpPlan(ops.attend)
     for batch, threads in ((1, 1), (3, 1), (3, 4), (2, 4)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         q, k, v = (torch.randn(batch, h, n, 32) for h, n in ((4, 1), (2, 3000), (2, 3000)))
@@ -148,7 +148,7 @@ def test_batch_and_threads_are_not_part_of_a_case(monkeypatch):
 
 
 def test_the_setting_and_a_gradient_bind_the_reference_and_say_why():
-    attend, q = Plan(ops.attend), torch.randn(1, 4, 1, 32)
+    attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     keys, values = (lane.kv_view() for lane in packed())
     attend(q, keys, values, 0.2)
     assert attend.bound.backend == "cpu"
@@ -171,7 +171,7 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
         raise MemoryError("no room")
 
     broken = {"cpu": ops.attend.backends["cpu"]._replace(plan=plan)}
-    attend, q = Plan(ops.attend), torch.randn(1, 4, 1, 32)
+    attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     keys, values = (lane.kv_view() for lane in packed())
     attend(q, keys, values, 0.2)
     with monkeypatch.context() as patched:
@@ -191,7 +191,7 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_is_a_plan_of_its_own(again):
-    attend, q = Plan(ops.attend), torch.randn(1, 4, 1, 32)
+    attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     keys, values = (lane.kv_view() for lane in packed())
     attend(q, keys, values, 0.2)
     twin = again(attend)
@@ -204,7 +204,7 @@ def test_a_copy_is_a_plan_of_its_own(again):
 def test_an_operation_whose_backend_keeps_nothing_has_plans_too():
     scores = torch.rand(1, 2, 9)
     index = torch.arange(9, dtype=torch.int32).expand(1, 2, 9).contiguous()
-    lowest = Plan(ops.lowest)
+    lowest = OpPlan(ops.lowest)
     with dispatch.use("ref"):
         want = lowest(scores, index, 5, None)
     assert torch.equal(lowest(scores, index, 5, None), want)

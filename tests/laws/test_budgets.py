@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from backends import by_reference
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.step import AttendInputs
+from kvloom.cache.step import Queries, StepInputs
 from kvloom.keep import Budget, Keep
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
@@ -32,8 +32,8 @@ seeds = st.integers(0, 999)
 
 def held(cache: LayerCache) -> int:
     """Tokens that a cache holds."""
-    sinks = 0 if cache.sinks is None else min(cache.seen, cache.sinks.count)
-    return sinks + len(cache.tokens)
+    sinks = 0 if cache.state.sinks is None else min(cache.seen, cache.state.sinks.count)
+    return sinks + len(cache.state.tokens)
 
 
 @every_budget
@@ -60,8 +60,8 @@ def test_sinks_and_the_newest_tokens_survive_a_budget(recipe, sizes, seed):
     q, k, v = draw(seed, n)
     cache = build(recipe, q, k, v, sizes)
     survivors(cache, recipe, k, v)
-    body = len(cache.tokens)
-    for lane, x in ((cache.tokens.keys, k), (cache.tokens.values, v)):
+    body = len(cache.state.tokens)
+    for lane, x in ((cache.state.tokens.keys, k), (cache.state.tokens.values, v)):
         assert body == 0 or torch.equal(lane.tail.view(), x[:, :, n - body :])
 
 
@@ -69,9 +69,9 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
     """Protected tokens are held bit by bit, outside the packed store."""
     sinks = min(recipe.protect.sinks, cache.seen)
     if sinks:
-        assert torch.equal(cache.sinks.keys[:, :, :sinks], k[:, :, :sinks])
-        assert torch.equal(cache.sinks.values[:, :, :sinks], v[:, :, :sinks])
-    lanes = (cache.tokens.keys, cache.tokens.values)
+        assert torch.equal(cache.state.sinks.keys[:, :, :sinks], k[:, :, :sinks])
+        assert torch.equal(cache.state.sinks.values[:, :, :sinks], v[:, :, :sinks])
+    lanes = (cache.state.tokens.keys, cache.state.tokens.values)
     for lane, recent, x in zip(lanes, recipe.protect.recents, (k, v), strict=True):
         recent = min(recent, cache.seen - sinks)
         if recent:
@@ -114,7 +114,7 @@ def test_predicted_bytes_hold_for_a_prompt_longer_than_one_chunk_of_packing(name
     n = 4096 + 300
     _, k, v = draw(0, n)
     cache = LayerCache(resolve(name))
-    cache.prefill(AttendInputs(k[:, :, -1:], k, v, 1.0))
+    cache.prefill(StepInputs(Queries(k[:, :, -1:], 1.0), k, v))
     assert cache.nbytes == resolve(name).nbytes(n, Geometry(1, 2, 1, D, torch.float32))
 
 
@@ -129,7 +129,7 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
     for i in range(prompt, prompt + steps):
         cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)), scale=1.0)
         spare = 0
-        for buffer in named_buffers(cache.tokens).values():
+        for buffer in named_buffers(cache.state.tokens).values():
             if buffer.allocation is not None:
                 data = buffer.allocation.data
                 row = data[:, :, :1].nbytes if data.shape[2] else 0
@@ -142,4 +142,4 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
 def test_reset_gives_everything_back(recipe):
     cache = build(recipe, *draw(0, 100))
     cache.reset()
-    assert (cache.seen, cache.nbytes, len(cache.tokens)) == (0, 0, 0)
+    assert (cache.seen, cache.nbytes, len(cache.state.tokens)) == (0, 0, 0)

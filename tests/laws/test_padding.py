@@ -73,10 +73,10 @@ def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
     k = k + 100
     cache = LayerCache(resolve("kivi:group=16,residual=16,meta=fp32"))
     feed(cache, *(x[:, :, :PROMPT] for x in (q, k, v)), cuts, valid[:, :PROMPT])
-    cache.recording = recording
+    cache.state.recording = recording
     feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, valid)
     cache.crop(0)
-    scale = cache.tokens.keys.packed.scale.view()
+    scale = cache.state.tokens.keys.packed.scale.view()
     for row, pad in enumerate(pads):
         for g in range(scale.shape[2]):
             group = k[row, :, max(pad, 16 * g) : 16 * (g + 1)]

@@ -51,7 +51,7 @@ def cached(fmt, rope, sinks=0, recent=0, keep=None) -> LayerCache:
 
 def stored_keys(cache: LayerCache) -> torch.Tensor:
     """Packed keys as attention sees them."""
-    body = cache.tokens
+    body = cache.state.tokens
     return body.keys.view(0, body.keys.packed_count, body.positions).tensor()
 
 
@@ -64,7 +64,7 @@ def test_stored_keys_are_turned_back_quantized_and_turned_again(rope, fmt, sizes
     cache = cached(fmt, rope, sinks, recent=3)
     feed(cache, q, k, v, sizes)
     packed = max(0, n - sinks - 3)
-    assert cache.tokens.keys.packed_count == packed
+    assert cache.state.tokens.keys.packed_count == packed
     if not packed:
         return
     exact = k[0, :, sinks : sinks + packed].double().numpy()
@@ -87,10 +87,10 @@ def test_keys_before_rope_do_not_depend_on_where_a_text_stands(rope):
     for begin in (0, 1000):
         k = rope.rotate(raw, torch.arange(begin, begin + 40).view(1, 1, -1))
         cache = cached(LAYER, rope)
-        cache.tokens.first = begin
-        cache.tokens.extend(k, v, 0)
+        cache.state.tokens.first = begin
+        cache.state.tokens.extend(k, v, 0)
         caches.append(cache)
-    a, b = (c.tokens.keys.packed for c in caches)
+    a, b = (c.state.tokens.keys.packed for c in caches)
     assert (a.codes.view() == b.codes.view()).float().mean() > 0.99
     torch.testing.assert_close(a.scale.view(), b.scale.view(), rtol=1e-3, atol=1e-4)
 
@@ -112,7 +112,7 @@ def test_rows_of_a_padded_batch_store_what_they_store_alone(fmt, pads, seed):
         alone = cached(fmt, rope)
         part = slice(row, row + 1), slice(None), slice(pad, None)
         feed(alone, torch.zeros(1, 2, n - pad, D), k[part], v[part])
-        length = alone.tokens.keys.packed_count
+        length = alone.state.tokens.keys.packed_count
         if length == 0:
             continue
         torch.testing.assert_close(
@@ -130,10 +130,10 @@ def test_crop_rows_and_chunks_know_nothing_of_it(rope, fmt, prompt, draft, rejec
     q, k, v = draw(seed, prompt + draft, batch=2)
     cropped, never = cached(fmt, rope, sinks=2), cached(fmt, rope, sinks=2)
     feed(cropped, *(x[:, :, :prompt] for x in (q, k, v)), None, valid)
-    cropped.recording = True
+    cropped.state.recording = True
     feed(cropped, *(x[:, :, prompt:] for x in (q, k, v)), None, valid)
     cropped.crop(rejected)
-    cropped.recording = False
+    cropped.state.recording = False
     feed(never, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], valid)
     order = torch.tensor([1, 0])
     for cache in (cropped, never):

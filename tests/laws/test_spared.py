@@ -46,7 +46,7 @@ def cached(store, recent, tokens=5, sinks=0, rule=None) -> LayerCache:
 def marked(cache: LayerCache) -> torch.Tensor:
     """The logical indices of what was spared, [B, Hk, K]."""
     assert isinstance(cache, LayerCache)
-    return cache.outliers.tokens.index.long()
+    return cache.state.outliers.tokens.index.long()
 
 
 @every_store
@@ -55,7 +55,7 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
     q, k, v = draw(seed, n, batch=2, hq=4, hk=2)
     cache = cached(store, recent, spare, sinks)
     feed(cache, q, k, v)
-    keys, values = (unpacked(lane) for lane in (cache.tokens.keys, cache.tokens.values))
+    keys, values = (unpacked(lane) for lane in (cache.state.tokens.keys, cache.state.tokens.values))
     keys, values = torch.cat([k[:, :, :sinks], keys], 2), torch.cat([v[:, :, :sinks], values], 2)
     index = marked(cache)
     assert index.shape[-1] == min(spare, min_sealed(cache))
@@ -73,7 +73,8 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
 
 
 def min_sealed(cache: LayerCache) -> int:
-    lanes = [lane for lane in (cache.tokens.keys, cache.tokens.values) if lane.packed is not None]
+    tokens = cache.state.tokens
+    lanes = [lane for lane in (tokens.keys, tokens.values) if lane.packed is not None]
     return min(lane.packed_count for lane in lanes)
 
 
@@ -111,12 +112,12 @@ def test_a_prompt_that_may_be_taken_back_spares_the_same(store, recent, n, draft
     valid = torch.arange(n + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
     q, k, v = draw(seed, n + draft, batch=2, hq=2, hk=2)
     recorded, plain = cached(store, recent, sinks=2), cached(store, recent, sinks=2)
-    recorded.recording = True
+    recorded.state.recording = True
     feed(recorded, *(x[:, :, :n] for x in (q, k, v)), None, valid)
     recorded.crop(0)
     feed(recorded, *(x[:, :, n:] for x in (q, k, v)), None, valid)
     recorded.crop(back)
-    recorded.recording = False
+    recorded.state.recording = False
     stay = n + draft - back
     feed(plain, *(x[:, :, :stay] for x in (q, k, v)), [n, stay - n], valid)
     order = torch.tensor([1, 0])

@@ -77,9 +77,9 @@ def test_nothing_that_stayed_is_lost(recipe):
     cache, want = fresh(recipe), fresh(replace(recipe, recall=None))
     for c in (cache, want):
         feed(c, *qkv, [PROMPT, *STEPS])
-    assert cache.read < want.read == KEPT + len(STEPS)
-    assert cache.dropped == want.dropped == PROMPT - KEPT
-    cache.retriever.restore(cache.tokens)
+    assert cache.state.read < want.state.read == KEPT + len(STEPS)
+    assert cache.state.dropped == want.state.dropped == PROMPT - KEPT
+    cache.state.retriever.restore(cache.state.tokens)
     assert_same_state(state(cache), state(want))
 
 
@@ -97,12 +97,12 @@ def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, p
     found = (recipe.recall.tokens - recipe.always_read) // unit * unit
     front = 16 if recipe.recall.tier and not recipe.store.exact else SINKS  # whole groups
     for t in range(PROMPT, n):
-        behind = t - (PROMPT - KEPT) - front - cache.retriever.finder.tokens
+        behind = t - (PROMPT - KEPT) - front - cache.state.retriever.finder.tokens
         see = None if valid is None else valid[:, : t + 1]
         feed(cache, *(x[:, :, t : t + 1] for x in qkv), valid=see)
-        assert cache.read == front + found + behind + 1
-        index = cache.tokens.logical(0, len(cache.tokens), torch.device("cpu"))
-        read = index.expand(2, 2, -1).gather(2, cache.trace.recalled)
+        assert cache.state.read == front + found + behind + 1
+        index = cache.state.tokens.logical(0, len(cache.state.tokens), torch.device("cpu"))
+        read = index.expand(2, 2, -1).gather(2, cache.state.trace.recalled)
         for row, pad in enumerate(pads or [0, 0]):
             for head in range(2):
                 always = {*range(pad, min(pad + SINKS, PROMPT))}
@@ -149,10 +149,10 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
     drafted, never = fresh(recipe), fresh(recipe)
     for cache in (drafted, never):
         feed(cache, *(x[:, :, :PROMPT] for x in qkv))
-    drafted.recording = True
+    drafted.state.recording = True
     got = feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
     drafted.crop(rejected)
-    drafted.recording = False
+    drafted.state.recording = False
     if kept > PROMPT:
         want = feed(never, *(x[:, :, PROMPT:kept] for x in qkv), [1] * (kept - PROMPT))
         torch.testing.assert_close(got[:, :, : kept - PROMPT], want, rtol=0, atol=2e-6)
@@ -173,7 +173,7 @@ def test_a_crop_goes_back_to_the_prompt_and_no_further(name):
     outputs = [feed(cache, *new, [1] * 30) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
     cropped.crop(cropped.seen)
-    assert cropped.seen == len(cropped.tokens) == cropped.retriever.finder.tokens == 0
+    assert cropped.seen == len(cropped.state.tokens) == cropped.state.retriever.finder.tokens == 0
 
 
 def test_a_keep_without_recall_refuses_the_same_crop():
@@ -182,7 +182,7 @@ def test_a_keep_without_recall_refuses_the_same_crop():
     with pytest.raises(CacheMisuse, match="the newest 10 can be removed"):
         cache.crop(11)
     cache.crop(10)
-    assert (cache.seen, len(cache.tokens)) == (PROMPT, KEPT)
+    assert (cache.seen, len(cache.state.tokens)) == (PROMPT, KEPT)
 
 
 @pytest.mark.sample("values")
@@ -206,14 +206,14 @@ def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(k
     caches = [fresh(recipe, rank) for rank in range(2)]
     coordinate(caches)
     for seed, cache in enumerate(caches):
-        assert cache.retriever.finder.tokens == 0
+        assert cache.state.retriever.finder.tokens == 0
         feed(cache, *heads(seed, PROMPT))
     for cache in caches:
-        held = len(cache.tokens)
-        assert cache.retriever.finder.tokens == held - SINKS
+        held = len(cache.state.tokens)
+        assert cache.state.retriever.finder.tokens == held - SINKS
         feed(cache, *heads(9, 1))
-        assert cache.read == recipe.recall.tokens + 1 < held
-    assert sum(len(cache.tokens) - 1 for cache in caches) == 2 * KEPT
+        assert cache.state.read == recipe.recall.tokens + 1 < held
+    assert sum(len(cache.state.tokens) - 1 for cache in caches) == 2 * KEPT
 
 
 @pytest.mark.parametrize(

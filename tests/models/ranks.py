@@ -75,7 +75,7 @@ def of_recipe(model: Any, recipe: str, ids: list[int], new: int) -> dict[str, An
         "tokens": tokens,
         "kept": kept(cache) if evicts else [],
         "nbytes": cache.nbytes,
-        "heads": [layer.cache.like.shape[1] for layer in cache.routed],
+        "heads": [layer.cache.state.like.shape[1] for layer in cache.routed],
         "predicted": cache.recipe.nbytes(len(ids), cache.geometry),
     }
 

@@ -41,11 +41,11 @@ def decode(model, cache, ids, before=lambda i: None):
 
 def held(layer, tokens):
     """Which of `tokens` tokens a layer holds: bool [B, Hk, tokens]."""
-    if isinstance(layer.tokens, Slots):
-        index = layer.tokens.in_order()[3].long()
+    if isinstance(layer.state.tokens, Slots):
+        index = layer.state.tokens.in_order()[3].long()
     else:
-        index = layer.tokens.logical(0, len(layer.tokens), torch.device("cpu"))
-    b, h = layer.like.shape[:2]
+        index = layer.state.tokens.logical(0, len(layer.state.tokens), torch.device("cpu"))
+    b, h = layer.state.like.shape[:2]
     kept = torch.zeros(b, h, tokens, dtype=torch.bool)
     return kept.scatter_(2, index.expand(b, h, -1), True)
 
@@ -100,7 +100,7 @@ def test_geometry_is_what_the_cache_holds(name):
     model(**zoo.batch(), past_key_values=cache)
     geometry = compat.geometry(model)
     for layer in cache.routed:
-        b, h, _, d = layer.cache.like.shape
+        b, h, _, d = layer.cache.state.like.shape
         assert (b, h, d) == (3, geometry.kv_heads, geometry.head_dim)
     assert len(cache.routed) == geometry.layers
 

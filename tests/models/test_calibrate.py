@@ -63,7 +63,7 @@ def test_ranges_are_those_of_the_keys_and_values(llama):
         model(input_ids=ids(), past_key_values=cache)
     rope, at = rotary.rope(model), torch.arange(64).view(1, 1, -1)
     for number, layer in enumerate(cache.routed):
-        body = layer.cache.tokens
+        body = layer.cache.state.tokens
         k, v = body.keys.tail.view(), body.values.tail.view()
         for kind, x in (("keys", k), ("raw_keys", rope.rotate(k, -at)), ("values", v)):
             low, high = found.ranges(number, kind)
@@ -121,7 +121,7 @@ def test_positions_matter_to_keys_before_rope():
         for c in (cache, full):
             model(**inputs, past_key_values=c)
         for layer in cache.routed:
-            layer.cache.tokens.start += 5
+            layer.cache.state.tokens.start += 5
         got, want = (
             model(input_ids=new, attention_mask=mask, past_key_values=c).logits
             for c in (cache, full)

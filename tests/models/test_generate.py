@@ -168,7 +168,7 @@ def test_a_prompt_in_chunks(model):
     kvloom.attach(model, KIVI)
     out = model.generate(**prompt, **GREEDY, prefill_chunk_size=30, return_dict_in_generate=True)
     whole = model.generate(**prompt, **GREEDY, return_dict_in_generate=True)
-    chunked, at_once = (x.past_key_values.routed[0].cache.tokens for x in (out, whole))
+    chunked, at_once = (x.past_key_values.routed[0].cache.state.tokens for x in (out, whole))
     assert chunked.keys.packed_count == at_once.keys.packed_count
     assert chunked.values.packed_count == at_once.values.packed_count
 

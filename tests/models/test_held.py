@@ -15,7 +15,7 @@ import torch
 import kvloom
 import tiny
 from held import check
-from kvloom.cache import layer
+from kvloom.cache import cycle
 from kvloom.errors import RecipeError
 from kvloom.hf import rotary
 from kvloom.keep import SCORERS, Budget, Keep
@@ -155,15 +155,15 @@ def test_each_step_is_attention_in_float64_over_what_the_cache_holds(model, case
 
 
 def a_key(layer):
-    layer.tokens.keys.tail.view()[0, 0, -1, 3] += 0.1
+    layer.state.tokens.keys.tail.view()[0, 0, -1, 3] += 0.1
 
 
 def a_code(layer):
-    layer.tokens.values.packed.codes.view()[0, 0, 0, 3] ^= 1
+    layer.state.tokens.values.packed.codes.view()[0, 0, 0, 3] ^= 1
 
 
 def a_place(layer):
-    layer.tokens.index[0, 0, 5] += 1
+    layer.state.tokens.index[0, 0, 5] += 1
 
 
 @pytest.mark.rare
@@ -180,7 +180,7 @@ def test_the_check_sees_a_wrong_token(model, spoil, form):
 
 
 def test_the_check_sees_a_token_that_is_not_read(model, monkeypatch):
-    real = layer.step_parts
+    real = cycle.step_parts
 
     def one_less(*args):
         part = real(*args)[0]
@@ -188,5 +188,5 @@ def test_the_check_sees_a_token_that_is_not_read(model, monkeypatch):
         visible[..., 20] = False
         return [part._replace(visible=visible)]
 
-    monkeypatch.setattr(layer, "step_parts", one_less)
+    monkeypatch.setattr(cycle, "step_parts", one_less)
     assert run(model, made("mass", "-", "-", 0)).attention > 1e-5

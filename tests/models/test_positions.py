@@ -37,13 +37,13 @@ def one_layer(name):
 def kept(cache) -> list[int]:
     """The logical indices held, one kv head or all alike, in order."""
     layer = cache.routed[0].cache
-    if layer.sinks is not None:
-        count = layer.sinks.count
-        return [*range(count), *range(layer.tokens.first, layer.seen)]
-    slots = layer.tokens
+    if layer.state.sinks is not None:
+        count = layer.state.sinks.count
+        return [*range(count), *range(layer.state.tokens.first, layer.seen)]
+    slots = layer.state.tokens
     if not isinstance(slots, Slots):
         return (
-            layer.tokens.logical(0, len(layer.tokens), torch.device("cpu"))[0, 0]
+            layer.state.tokens.logical(0, len(layer.state.tokens), torch.device("cpu"))[0, 0]
             .sort()
             .values.tolist()
         )

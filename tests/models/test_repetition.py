@@ -111,8 +111,9 @@ def test_the_repetition_leaves_the_cache_as_it_was(monkeypatch, name):
     assert repeated.nbytes == exact.nbytes
     assert repeated.get_seq_length() == PROMPT
     for one, two in zip(repeated.routed, exact.routed, strict=True):
-        assert torch.equal(one.cache.segment.exact_keys(), two.cache.segment.exact_keys())
-        assert torch.equal(one.cache.segment.exact_values(), two.cache.segment.exact_values())
+        own, its = one.cache.state.segment, two.cache.state.segment
+        assert torch.equal(own.exact_keys(), its.exact_keys())
+        assert torch.equal(own.exact_values(), its.exact_values())
     mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
     with torch.no_grad():
         logits = [
@@ -138,7 +139,7 @@ def test_predicted_bytes_are_exact(options):
     if "variance" not in options:
         assert cache.nbytes == recipe.nbytes(ids.shape[1], compat.geometry(model))
     assert kvloom.Recipe.from_toml(recipe.to_toml()) == recipe
-    dropped = sum(layer.cache.dropped for layer in cache.routed)
+    dropped = sum(layer.cache.state.dropped for layer in cache.routed)
     assert dropped == 3 * (ids.shape[1] - (152 if "fraction" in options else 200))
 
 
@@ -158,7 +159,7 @@ def test_a_prompt_within_the_budget_is_not_repeated(monkeypatch, recording):
     mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
     with torch.no_grad():
         model(torch.full((3, 1), 9), attention_mask=mask, past_key_values=cache)
-    assert [len(layer.cache.tokens) for layer in cache.routed] == [PROMPT + 1] * 3
+    assert [len(layer.cache.state.tokens) for layer in cache.routed] == [PROMPT + 1] * 3
 
 
 def test_generate_evicts_once_and_continues():
@@ -166,7 +167,7 @@ def test_generate_evicts_once_and_continues():
     kvloom.attach(model, KVZIP)
     out = model.generate(**IDS, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     for layer in out.past_key_values.routed:
-        assert len(layer.cache.tokens) == 24 + 4  # the newest token is not in the cache
+        assert len(layer.cache.state.tokens) == 24 + 4  # the newest token is not in the cache
 
 
 def test_a_prompt_under_assisted_decoding_waits_for_the_crop():
@@ -177,7 +178,7 @@ def test_a_prompt_under_assisted_decoding_waits_for_the_crop():
         layer.activate_past_recording()
     with torch.no_grad():
         model(**IDS, past_key_values=drafted)
-    assert [len(layer.cache.tokens) for layer in drafted.routed] == [PROMPT] * 3
+    assert [len(layer.cache.state.tokens) for layer in drafted.routed] == [PROMPT] * 3
     drafted.crop(0)
     for one, two in zip(logical(drafted), logical(plain), strict=True):
         assert torch.equal(one, two)
@@ -207,7 +208,7 @@ def test_a_failure_of_the_repetition_undoes_the_prompt(monkeypatch, name):
 
 
 def logical_of(cache):
-    return [layer.cache.segment.exact_keys() for layer in cache.routed]
+    return [layer.cache.state.segment.exact_keys() for layer in cache.routed]
 
 
 def test_a_model_without_room_for_the_repetition_is_refused():
@@ -256,7 +257,7 @@ def test_recipes_that_cannot_work_are_refused(spelled, message):
 def test_layers_with_other_recipes_join_in():
     model = zoo.build("llama-gqa")
     cache = prefilled(model, f"{KVZIP}@0=kivi:group=16,residual=32@2=streaming:tokens=30")
-    assert [len(layer.cache.tokens) for layer in cache.routed] == [61, 24, 26]
+    assert [len(layer.cache.state.tokens) for layer in cache.routed] == [61, 24, 26]
     apart = kvloom.Cache(model, "kivi:group=16,residual=32")
     with torch.no_grad():
         model(**IDS, past_key_values=apart)
@@ -269,8 +270,8 @@ def test_recall_finds_tokens_among_those_that_stay():
     recalled = resolve("quest:tokens=24,page=4,sinks=4,recent=4,full_layers=0").recall
     both = kvloom.Recipe(recipe.keep, recall=recalled, protect=recipe.protect)
     cache = prefilled(model, both)
-    assert [len(layer.cache.tokens) for layer in cache.routed] == [40] * 3
-    assert np.all([layer.cache.retriever.finder.tokens > 0 for layer in cache.routed])
+    assert [len(layer.cache.state.tokens) for layer in cache.routed] == [40] * 3
+    assert np.all([layer.cache.state.retriever.finder.tokens > 0 for layer in cache.routed])
 
 
 def test_an_observer_does_not_see_the_repetition():
@@ -282,7 +283,7 @@ def test_an_observer_does_not_see_the_repetition():
         mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
         model(torch.full((3, 1), 9), attention_mask=mask, past_key_values=cache)
     assert seen == [(PROMPT, PROMPT)] * 3 + [(1, PROMPT + 1)] * 3
-    scored = cache.routed[0].cache.trace.scored
+    scored = cache.routed[0].cache.state.trace.scored
     assert scored[1].shape == (3, 2, PROMPT)
 
 

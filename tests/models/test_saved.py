@@ -299,7 +299,7 @@ def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
     cache.save(path)
     loaded = kvloom.Cache.load(model, path)
     assert loaded.get_seq_length() == 72
-    cache.routed[1].cache.seen += 1
+    cache.routed[1].cache.state.seen += 1
     with pytest.raises(CacheMisuse, match="last step failed"):
         cache.save(path)
 

@@ -135,7 +135,7 @@ def test_every_step_is_attention_over_the_listed_tokens(kind, group):
                 one.take_in(k[b, h, :t])
                 seen = one.reads(q[b, h * R : h * R + R, t], k[b, h, : t + 1])
                 for i, tokens in enumerate(seen):
-                    assert len(set(tokens)) == len(tokens) == cache.read
+                    assert len(set(tokens)) == len(tokens) == cache.state.read
                     row = h * R + i
                     want, _ = naive.attention(
                         q[b : b + 1, row : row + 1, t : t + 1],

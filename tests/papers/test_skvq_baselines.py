@@ -47,7 +47,8 @@ def test_skvqs_baselines_store_what_its_harness_stores(name, prompt, bits, heads
     for n in [prompt, *range(prompt + 1, prompt + 13)]:
         part = slice(layer.seen, n)
         layer.attend(q[:, :, part], k[:, :, part], v[:, :, part], scale=SCALE)
-    assert len(layer.tokens.keys.tail) == len(layer.tokens.values.tail) == 0  # no window
+    tokens = layer.state.tokens
+    assert len(tokens.keys.tail) == len(tokens.values.tail) == 0  # no window
     asked = torch.randn(2, heads[0], 1, D)
     out = layer.attend(asked, k[:, :, :1], v[:, :, :1], scale=SCALE)
     inv_freq = ROPE.inv_freq.double().numpy()

@@ -14,7 +14,7 @@ from kvloom.positions.rope import Rope
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels
 from kvloom.workload.recorder import AttentionInputs
-from kvloom.workload.sampled_attention import ExactAttention, Sample
+from kvloom.workload.sampled_attention import AttentionSample, ExactAttention
 
 GROUP_OF = torch.tensor([[0] * 10 + [1] * 6, [1] * 9 + [2] * 7])
 ROPE = Rope(100.0 ** -(torch.arange(0, 16, 2) / 16))
@@ -22,12 +22,12 @@ AT = torch.arange(32).view(1, 1, -1)
 SCALE = 0.25
 
 
-def sample(seed=0, softcap=None, exact=(0, 0)) -> Sample:
+def sample(seed=0, softcap=None, exact=(0, 0)) -> AttentionSample:
     """Two contexts of 32 tokens, 4 query heads on 2; a channel that is larger than the others."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, h, 32, 16, generator=g) for h in (4, 2, 2))
     k[:, :, :, 3] *= 3
-    return Sample.of(AttentionInputs(q, k, v, SCALE, softcap), 16, exact)
+    return AttentionSample.of(AttentionInputs(q, k, v, SCALE, softcap), 16, exact)
 
 
 def packed(bits, side="values") -> Packed:
@@ -35,7 +35,7 @@ def packed(bits, side="values") -> Packed:
     return Packed(bits, "token", 16, "fp32", transform=transform, pre_rope=side == "raw_keys")
 
 
-def misses(given: Sample, bits: float, side: str):
+def misses(given: AttentionSample, bits: float, side: str):
     """A function from factors of the groups to the error, straight from the definition."""
     q, k, v = (x.double().numpy() for x in (given.q, given.k, given.v))
     raw = ROPE.rotate(given.k, -AT).double() if side == "raw_keys" else given.k.double()
@@ -125,7 +125,9 @@ def test_what_a_query_sees_unpacked_costs_nothing():
     """One query, token 24, that sees the first 4 and the newest 10 tokens unpacked."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 48, 16, generator=g) for h in (4, 2, 2))
-    found = ExactAttention(Sample.of(AttentionInputs(q, k, v, 0.25, None), 1, exact=(4, 10)))
+    found = ExactAttention(
+        AttentionSample.of(AttentionInputs(q, k, v, 0.25, None), 1, exact=(4, 10))
+    )
     for token in range(48):
         off = torch.zeros(2, 2, 48, 16)
         off[:, :, token] = 9.0

@@ -53,7 +53,7 @@ def run(recipe: str | Recipe, device: str) -> list[torch.Tensor]:
         for layer in layers:
             q, k, v = (torch.randn(2, h, t, D, generator=generator) for h in (4, 2, 2))
             with torch.device(device):
-                outputs.append(layer.attend(q, k, v, scale=D**-0.5, valid=valid[:, :seen]))
+                outputs.append(layer.attend(q, k, v, scale=D**-0.5, visible=valid[:, :seen]))
     with torch.device(device):
         for layer in layers:
             layer.map(lambda x: x.flip(0))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvloom.cache.state import VERSION
+from kvloom.cache.saved_state import VERSION
 from kvloom.cli.app import app
 from kvloom.keep import SCORERS
 from kvloom.recipe import RECIPES

@@ -75,7 +75,8 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
                 at = [[i for i in head if i >= 0] for head in index]
                 assert [held_at(head, step) for head in layer["heads"]] == at
                 assert layer["held"][step] == round(sum(map(len, at)) / HEADS)
-                body, ragged = routed.cache.tokens, routed.cache.ragged
+                body, evictor = routed.cache.state.tokens, routed.cache.state.evictor
+                ragged = None if evictor is None else evictor.ragged
                 slots = isinstance(body, Slots)  # nothing is packed
                 packed = {
                     s: 0 if slots else getattr(body, s).packed_count for s in ("keys", "values")
@@ -182,7 +183,7 @@ def test_tokens_read_are_those_of_the_step(model, tokenizer, kind):
                 for h, head in enumerate(layer["heads"]):
                     n = PROMPT + step
                     read = stretched(head["read"][step])
-                    assert len(read) == routed.cache.read == (n if step == 0 else len(read))
+                    assert len(read) == routed.cache.state.read == (n if step == 0 else len(read))
                     look = seen[layer["number"]]
                     q, k = look.q[0].double().numpy(), look.keys[0, h].double().numpy()
                     if step == 0:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.step import AttendInputs
+from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse, NotFinite
 from kvloom.recipe.resolve import resolve
 from kvloom.store.buffer import Buffer
@@ -52,7 +52,7 @@ def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
     shape = {"batch": 2, "hq": 4, "hk": 2}
     q, k, v = draw(0, 50, **shape)
     cache, same = build(recipe, q, k, v), build(recipe, q, k, v)
-    cache.name = "layer 7"
+    cache.state.name = "layer 7"
     change = dict(change)
     dtype = change.pop("dtype", torch.float32)
     other = [x.to(dtype) for x in draw(1, t, **shape | change)]
@@ -91,7 +91,7 @@ def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvloom.cache.layer.attend_parts", out_of_memory)
+        patch.setattr("kvloom.cache.cycle.attend_parts", out_of_memory)
         with pytest.raises(MemoryError):
             attend(cache, *draw(1, t))
     assert_same_state(state(cache), state(same))
@@ -127,7 +127,7 @@ def test_nan_and_infinity_are_refused_by_layer_and_side(recipe, bad, side, t):
         (build(recipe, q, k, v), build(recipe, q, k, v)),
         (LayerCache(recipe), LayerCache(recipe)),
     ):
-        cache.name = "layer 3"
+        cache.state.name = "layer 3"
         spoilt = draw(1, t, batch=2)
         spoilt[1 if side == "keys" else 2][1, 0, t // 2, 5] = bad
         message = refuses(cache, NotFinite, lambda c=cache, x=spoilt: attend(c, *x))
@@ -183,7 +183,7 @@ def test_the_largest_numbers_that_are_let_in_come_back_finite():
 @pytest.mark.parametrize("name", ["kivi:residual=32", "rtn"])
 def test_crop_into_packed_tokens_is_refused(name):
     cache = build(resolve(name), *draw(0, 70))
-    exact = cache.tokens.exact_newest
+    exact = cache.state.tokens.exact_newest
     message = refuses(cache, CacheMisuse, lambda: cache.crop(exact + 1))
     assert f"crop of {exact + 1} tokens reaches into packed tokens" in message
     assert f"the newest {exact} are still exact" in message
@@ -219,10 +219,10 @@ def test_crop_after_tokens_were_dropped_is_refused(name):
 @pytest.mark.parametrize("after", ["nothing", "a step", "a long step"])
 def test_recording_allows_to_crop_what_was_recorded_and_no_more(name, after):
     cache = build(resolve(name), *draw(0, 70))
-    cache.recording = True
+    cache.state.recording = True
     feed(cache, *draw(1, 4))
     if after != "nothing":  # not recording any more: the draft was accepted, older tokens dropped
-        cache.recording = False
+        cache.state.recording = False
         feed(cache, *draw(2, 1 if after == "a step" else 100))
     refuses(cache, CacheMisuse, lambda: cache.crop(5 if after == "nothing" else 2))
     if after == "nothing":
@@ -325,7 +325,7 @@ def test_gradients_do_not_tie_steps_together():
     cache = LayerCache(resolve("kivi"))
     out = attend(cache, q, k, v)
     assert out.requires_grad
-    assert not cache.tokens.keys.tail.view().requires_grad
+    assert not cache.state.tokens.keys.tail.view().requires_grad
 
 
 def test_a_step_of_another_batch_is_refused_after_the_batch_changed():
@@ -342,10 +342,10 @@ def test_prefill_is_attention_without_its_output():
         q, k, v = draw(2, 60)
         one, other = LayerCache(resolve(name)), LayerCache(resolve(name))
         one.attend(q, k, v, scale=SCALE)
-        assert other.prefill(AttendInputs(q, k, v, SCALE)) is None
+        assert other.prefill(StepInputs(Queries(q, SCALE), k, v)) is None
         assert one.nbytes == other.nbytes
         for seed in range(3):
             step = draw(10 + seed, 1)
             assert torch.equal(attend(one, *step), attend(other, *step))
         with pytest.raises(CacheMisuse, match="prefill is for the first prompt"):
-            other.prefill(AttendInputs(q, k, v, SCALE))
+            other.prefill(StepInputs(Queries(q, SCALE), k, v))

@@ -35,8 +35,8 @@ def test_a_layer_knows_which_keys_it_holds(name):
     for upto, size in ((50, 50), (51, 1), (55, 4), (56, 1), (57, 1)):
         feed(cache, *(x[:, :, upto - size : upto] for x in (q, k, v)))
         at = cache.logical()
-        slots = cache.tokens if isinstance(cache.tokens, Slots) else None
-        keys = cache.tokens.exact_keys() if slots is None else slots.keys
+        slots = cache.state.tokens if isinstance(cache.state.tokens, Slots) else None
+        keys = cache.state.tokens.exact_keys() if slots is None else slots.keys
         if slots is not None:  # in order of index, the free slot's key left out
             free = torch.arange(keys.shape[2]) == slots.free
             keys = keys[..., 0].masked_fill(free, torch.inf)
@@ -44,8 +44,8 @@ def test_a_layer_knows_which_keys_it_holds(name):
             at = at.sort(dim=-1).values
         else:
             found = keys[..., 0].long()
-        if cache.sinks is not None:
-            found = torch.cat([cache.sinks.keys[..., 0].long(), found], dim=-1)
+        if cache.state.sinks is not None:
+            found = torch.cat([cache.state.sinks.keys[..., 0].long(), found], dim=-1)
         assert torch.equal(at, found)
     assert at.shape[2] < 57 or name in ("full", "h2o:tokens=62")
 

@@ -67,7 +67,7 @@ def test_padding_in_front_changes_no_score(rope):
     valid = torch.ones(B, 1, N, dtype=torch.bool)
     valid[:, :, :10] = False
     whole = step(rope=rope)
-    padded = step(rope=rope, valid=valid, real=valid)
+    padded = step(rope=rope, visible=valid, visible_queries=valid)
     alone = step(rope=rope, seen=20)
     alone.q, alone.k, alone.v = (x[:, :, 10:] for x in (whole.q, whole.k, whole.v))
     if rope is not None:  # rotated as at positions from 0 on

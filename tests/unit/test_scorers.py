@@ -22,7 +22,7 @@ def step(t: int, number: int = 0, real=None, group: str = "sum") -> Step:
 
 def mass(one: Step, rows: int, tau: float = 1.0):
     """Mass that the newest `rows` queries give, by loops, summed over the heads of a group."""
-    real = None if one.real is None else one.real[:, :, -rows:].numpy()
+    real = None if one.visible_queries is None else one.visible_queries[:, :, -rows:].numpy()
     q, k = one.q[:, :, -rows:].double().numpy(), one.k.double().numpy()
     return naive.column_mass(q, k, 0.5, real=real, tau=tau).reshape(B, HK, -1, N).sum(axis=2)
 

@@ -258,7 +258,7 @@ def test_shares_of_layers_are_those_of_a_cache_whose_heads_compete(model, read, 
     recipe = uniform(Choice(kept=f"joint-{share}"), shape)
     cache = kvloom.Cache(model, recipe)
     model(input_ids=ids(model, CONTEXT), past_key_values=cache)
-    held = [1 - layer.cache.dropped / CONTEXT for layer in cache.routed]
+    held = [1 - layer.cache.state.dropped / CONTEXT for layer in cache.routed]
     kept = read.kept(recipe)
     assert kept == held
     assert len(set(kept)) > 1

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from ..cache.layer import LayerCache
 from ..cache.reading import marked
 from ..hf.cache import Cache
-from ..hf.observe import Observation, observe
+from ..hf.observe import ObservedStep, observe
 from ..hf.routed import RoutedLayer
 from ..hf.shard import needs_whole
 from ..kernels import ops
@@ -126,7 +126,7 @@ class _LayerObserver:
         self.cached = self.cached_before = torch.empty(0)  # bool [Hk, N]: tokens in the cache
         self.groups = self.cached_tokens = self.queries = 0
 
-    def before_attention(self, look: Observation) -> None:
+    def before_attention(self, look: ObservedStep) -> None:
         """Process the inputs of the prompt, or of one decode step."""
         q, k = look.q[0], look.keys[0]
         if look.cache.seen == 0:
@@ -170,7 +170,7 @@ class _LayerObserver:
             after=score_histogram(self.after / self.queries, still_cached),
         )
 
-    def _prompt(self, q: Tensor, k: Tensor, look: Observation) -> None:
+    def _prompt(self, q: Tensor, k: Tensor, look: ObservedStep) -> None:
         hq, t, _ = q.shape
         self.groups = len(k)
         self.mass = q.new_zeros(hq, t, dtype=torch.float32)

@@ -33,7 +33,7 @@ from ..store.packed import PackedTokens
 from ..workload.attachment import attachment_restored
 from ..workload.forward import Progress
 from ..workload.recorder import AttentionInputs, compressible_layers, record
-from ..workload.sampled_attention import ExactAttention, Sample
+from ..workload.sampled_attention import AttentionSample, ExactAttention
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def measure(
         index = {number: i for i, number in enumerate(compressible_layers(model))}
 
         def add(number: int, inputs: AttentionInputs) -> None:
-            exact = ExactAttention(Sample.of(inputs, queries))
+            exact = ExactAttention(AttentionSample.of(inputs, queries))
             for recipe in recipes:
                 new = _squares(exact, inputs, recipe, metadata[recipe.name][index[number]])
                 key = recipe.name, number

@@ -50,7 +50,7 @@ class _EmptyStore:
         self.renew()
 
     def renew(self) -> None:
-        metadata = filled_caches.empty_layers(self.recipe, self.shape)[0].metadata
+        metadata = filled_caches.empty_layers(self.recipe, self.shape)[0].state.metadata
         store, recents = self.recipe.store, self.recipe.protect.recents
         self.keys = KVSide(store.keys, recents[0], metadata.keys, metadata.rope)
         self.values = KVSide(store.values, recents[1], metadata.values)

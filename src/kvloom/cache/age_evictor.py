@@ -14,13 +14,13 @@ from ..recipe.spec import Recipe
 from .part import Part
 from .segment import Segment
 from .slots import Slots
-from .step import StepInputs
+from .step import Queries
 
 
 class AgeEvictor:
     """An `Evictor` for a `Keep` that scores nothing; room includes the sinks."""
 
-    ragged = None
+    ragged = waiting = None
     done = sums_scores = scores_steps = scores_more = stores_first = False
     waits = awaits_repetition = decides_later = False
     nbytes = 0
@@ -47,7 +47,7 @@ class AgeEvictor:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         self.room = self.recipe.budget_tokens(prompt_tokens)
 
-    def decides(self, step: StepInputs) -> bool:
+    def decides(self, queries: Queries) -> bool:
         """Return False: nothing is scored."""
         return False
 
@@ -66,7 +66,7 @@ class AgeEvictor:
         """Do nothing: there are no tensors."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {"budget": self.room}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:

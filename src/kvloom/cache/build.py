@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from ..positions.rope import Rope
-from ..recipe.layers import budget_group
+from ..recipe.layers import budget_key
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
 from .commit import evict
 from .coordinator import Coordinator
 from .layer import LayerCache
+from .layer_state import LayerState
 
 
 def build_layers(
@@ -24,14 +25,14 @@ def build_layers(
     numbers: the model's numbers of these layers. metadata: of each of them. rope: rotates keys in
     layers whose recipe renumbers positions.
     """
-    layers = []
-    for rank, (number, share) in enumerate(zip(numbers, recipe.sharing(numbers), strict=True)):
+    layers, budget_ranks = [], recipe.budget_ranks(numbers)
+    for rank, (number, budget_rank) in enumerate(zip(numbers, budget_ranks, strict=True)):
         plain = recipe.for_layer(number, numbers)
         renumbers = plain.keep is not None and plain.keep.positions != "original"
         layers.append(
             LayerCache(
                 plain, f"layer {number}", rank, len(numbers), rope if renumbers else None,
-                metadata[rank], share,
+                metadata[rank], budget_rank,
             )
         )  # fmt: skip
     coordinate(layers)
@@ -40,12 +41,13 @@ def build_layers(
 
 def coordinate(layers: Sequence[LayerCache]) -> None:
     """Give one coordinator to layers that divide one budget and need each other's scores."""
-    groups: dict[Hashable, list[LayerCache]] = {}
+    by_budget: dict[Hashable, list[LayerState]] = {}
     for layer in layers:
-        if layer.evictor is not None and layer.evictor.waits:
-            groups.setdefault(budget_group(layer.recipe), []).append(layer)
-    for together in groups.values():
+        state = layer.state
+        if state.evictor is not None and state.evictor.waits:
+            by_budget.setdefault(budget_key(state.recipe), []).append(state)
+    for together in by_budget.values():
         keep = together[0].recipe.keep
         coordinator = Coordinator(together, keep is not None and keep.shared, evict)
-        for layer in together:
-            layer.coordinator = coordinator
+        for state in together:
+            state.coordinator = coordinator

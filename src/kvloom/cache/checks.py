@@ -1,14 +1,45 @@
-"""Check keys, values and crops before a layer changes."""
+"""Check the inputs of a step, and crops, before a layer changes."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse, NotFinite
 from ..kernels.append.reference import within
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .segment import Segment
+from .step import StepInputs
+
+
+def checked(layer: LayerState, given: StepInputs) -> StepInputs:
+    """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
+    queries, k, v = given
+    traits = (*k.shape, k.dtype, k.device)
+    if traits != layer.traits or v.shape != k.shape or v.dtype != k.dtype:
+        check_shapes(layer.name, layer.like, k, v)
+        layer.traits = traits
+    if layer.outliers is not None and queries.ids is None and layer.needs_ids:
+        raise CacheMisuse(
+            f"{layer.name}: the rule for outliers reads token ids; run the layer by its model"
+        )
+    tokens, evictor = layer.seen + k.shape[2], layer.evictor
+    if evictor is not None and not evictor.begun and tokens > layer.recipe.start:
+        evictor.check_prompt(tokens)
+    visible, alibi = queries.visible, queries.alibi
+    if visible is not None:
+        padding = ~visible[:, :, layer.seen :, None]
+        k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        given = StepInputs(queries, k, v)
+    if alibi is not None:
+        keep = layer.recipe.keep
+        if keep is not None and keep.positions != "original":
+            position = alibi.position - layer.dropped  # models that round depend on it
+            closed_up = replace(alibi, position=position, closed_up=True)
+            given = given._replace(queries=queries._replace(alibi=closed_up))
+    return given
 
 
 def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
@@ -47,17 +78,9 @@ def check_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> 
         raise out_of_range(name, max_abs, k, v)
 
 
-def check_crop(layer: LayerParts, tokens: int) -> None:
+def check_crop(layer: LayerState, tokens: int) -> None:
     """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
     if tokens >= layer.seen:
-        return
-    verification = layer.verification
-    if verification is not None and tokens > verification.tokens:
-        raise CacheMisuse(
-            f"{layer.name}: crop of {tokens} tokens reaches before the draft; crop its "
-            f"{verification.tokens} tokens first"
-        )
-    if verification is not None:
         return
     stored, evictor = layer.tokens, layer.evictor
     draft = 0 if layer.draft is None else layer.draft.tokens
@@ -80,7 +103,7 @@ def check_crop(layer: LayerParts, tokens: int) -> None:
             "are still exact, or call activate_past_recording() before the step"
         )
     later = len(stored) - stored.kept
-    ragged = layer.ragged is not None and layer.ragged.spans is not None
+    ragged = evictor is not None and evictor.ragged is not None and evictor.ragged.stored
     if (stored.kept or ragged) and later < tokens:
         raise CacheMisuse(
             f"{layer.name}: crop of {tokens} tokens reaches into the prompt, of which some were "

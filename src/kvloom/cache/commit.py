@@ -12,19 +12,19 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from .draft import Draft
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .outliers import all_exact
 from .part import Part, RaggedPart
 from .segment import Segment
 from .slots import Slots
-from .step import StepInputs
+from .step import Queries
 
 KV = tuple[Tensor, Tensor]
 """New keys and values [B, Hk, T, D] that are not stored yet."""
 
 
 def commit(
-    layer: LayerParts, step: StepInputs, new: KV | None, parts: Sequence[Part | RaggedPart]
+    layer: LayerState, queries: Queries, new: KV | None, parts: Sequence[Part | RaggedPart]
 ) -> None:
     """Store a step's tokens, then score, evict, pack and index what is due.
 
@@ -32,7 +32,7 @@ def commit(
     the tokens that the step attended to.
     """
     evictor = layer.evictor
-    if layer.waiting is not None:
+    if evictor is not None and evictor.waiting is not None:
         raise CacheMisuse(
             f"{layer.name}: the prompt waits for the scores of its repetition; run the layer by "
             "its model, which repeats the prompt"
@@ -44,87 +44,76 @@ def commit(
     if evictor is not None and not evictor.begun and not exact:
         evictor.begin(layer.seen)
     if layer.retriever is not None:
-        layer.retriever.visible = step.visible
+        layer.retriever.visible = queries.visible
     if layer.recording or exact:
-        _add_to_draft(layer, step, new)
+        _add_to_draft(layer, queries, new)
     elif isinstance(layer.tokens, Slots):
-        layer.waiting, slots = step, parts[0]
+        slots = parts[0]
         assert isinstance(slots, Part)
-        _vote(layer, layer.score_evictor.score_slots(layer.tokens, step, slots, layer.seen))
+        scores = layer.score_evictor.score_slots(layer.tokens, queries, slots, layer.seen)
+        _vote(layer, queries, scores)
     elif layer.draft is not None:  # no crop followed the draft, so all of its tokens stay
-        _add_to_draft(layer, step, new)
-        settle(layer, layer.draft.step, None)
+        _add_to_draft(layer, queries, new)
+        settle(layer, layer.draft.queries, None)
     else:
-        settle(layer, step, new)
+        settle(layer, queries, new)
 
 
-def settle(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
+def settle(layer: LayerState, queries: Queries, new: KV | None) -> None:
     """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
     new: keys and values that are not stored yet.
     """
     layer.draft = None
     first, layer.settled = not layer.settled, True
-    segment = layer.tokens
+    segment, evictor, retriever = layer.tokens, layer.evictor, layer.retriever
     assert isinstance(segment, Segment), "slots are settled at once"
-    if layer.retriever is not None and layer.retriever.learns and step.tokens:
-        layer.retriever.learn(step, (new or all_exact(segment, layer.sinks))[0])
-    if layer.evictor is not None and not layer.evictor.done and layer.evictor.decides(step):
-        evictor = layer.score_evictor
-        prompt = new is not None and layer.seen == new[0].shape[2]
-        if new is not None and prompt and not evictor.decides_later:  # store only the kept tokens
-            kept = evictor.keep_prompt(segment, step, *new, layer.trace)
-            segment.extend(*kept, 0, step.visible)
-            layer.tokens = evictor.settled(segment, drafting=False)
-            index(layer)
-            return
-        if new is not None and prompt:
-            segment.append(*new)
-        if new is None or prompt:
-            repetition = evictor.repetition
-            layer.waiting = step if repetition is None else step.without_queries()
-            if repetition is None or repetition.scores is not None:
-                _vote(layer, evictor.score_segment(segment, step, layer.seen))
-            return
-    _store(layer, segment, step, new, prompt=first)
-    if layer.retriever is not None:
+    if retriever is not None and retriever.learns and queries.tokens:
+        retriever.learn(queries, (new or all_exact(segment, layer.sinks))[0])
+    scores = evictor is not None and not evictor.done and evictor.decides(queries)
+    if scores and (new is None or layer.seen == new[0].shape[2]):
+        _settle_scored(layer, segment, queries, new)
+        return
+    _store(layer, segment, queries, new, prompt=first)
+    if retriever is not None:
         index(layer)
 
 
-def end_repetition(layer: LayerParts) -> None:
+def end_repetition(layer: LayerState) -> None:
     """Evict by the scores of a repeated prompt; a draft leaves this to `crop`.
 
     A prompt that was not repeated has equal scores: nothing of it is evicted.
     """
     if not layer.scores_repetition:
         return
-    layer.score_evictor.end_repetition(layer.segment)
-    if layer.waiting is not None:
-        scores = layer.score_evictor.score_segment(layer.segment, layer.waiting, layer.seen)
-        _vote(layer, scores)
+    evictor = layer.score_evictor
+    evictor.end_repetition(layer.segment)
+    if evictor.waiting is not None:
+        scores = evictor.score_segment(layer.segment, evictor.waiting, layer.seen)
+        _vote(layer, evictor.waiting, scores)
 
 
-def evict(layer: LayerParts, scores: Tensor, counts: Tensor | None = None) -> None:
-    """Evict by fp32 scores [B, Hk, N] of the step in `layer.waiting`; then pack and index.
+def evict(layer: LayerState, scores: Tensor, counts: Tensor | None = None) -> None:
+    """Evict by fp32 scores [B, Hk, N] of the queries that wait; then pack and index.
 
-    counts: as in `Ragged.choose`.
+    counts: as in `RaggedTokens.choose`.
     """
-    step, layer.waiting = layer.waiting, None
-    assert step is not None
     evictor, tokens = layer.score_evictor, layer.tokens
+    queries, evictor.waiting = evictor.waiting, None
+    assert queries is not None
     if isinstance(tokens, Slots):
-        evictor.evict_from_slots(tokens, scores, step.visible, layer.seen, layer.trace)
+        evictor.evict_from_slots(tokens, scores, queries.visible, layer.seen, layer.trace)
         return
-    evictor.evict_from_segment(tokens, scores, step, layer.trace, counts)
+    evictor.evict_from_segment(tokens, scores, queries, layer.trace, counts)
     layer.tokens = evictor.settled(tokens, layer.recording)
     if isinstance(layer.tokens, Segment):
-        layer.tokens.pack(step.visible, prompt=evictor.done)
+        layer.tokens.pack(queries.visible, prompt=evictor.done)
         if evictor.done:
             layer.tokens.trim()
         index(layer)
 
 
-def index(layer: LayerParts) -> None:
+def index(layer: LayerState) -> None:
     """Index the tokens that are due, and offload them where the recipe has a tier."""
     retriever = layer.retriever
     if retriever is None:
@@ -136,34 +125,37 @@ def index(layer: LayerParts) -> None:
     retriever.grow(layer.segment, visible, layer.like)
 
 
-def _add_to_draft(layer: LayerParts, step: StepInputs, new: KV | None) -> None:
-    """Store a step's tokens exactly; keep its queries if a part will score with them."""
+def _settle_scored(layer: LayerState, segment: Segment, queries: Queries, new: KV | None) -> None:
+    """Score a segment and evict from it; new: a prompt that is not stored yet."""
+    evictor = layer.score_evictor
+    if new is not None and not evictor.decides_later:  # store only the tokens that stay
+        kept = evictor.keep_prompt(segment, queries, *new, layer.trace)
+        segment.extend(*kept, 0, queries.visible)
+        layer.tokens = evictor.settled(segment, drafting=False)
+        index(layer)
+        return
     if new is not None:
-        layer.segment.append(*_without_sinks(layer, step, new))
-    before, evictor = layer.draft, layer.evictor
-    tokens = step.tokens + (0 if before is None else before.tokens)
-    needed = (
-        (evictor is not None and evictor.scores_more)
-        or (layer.outliers is not None and not layer.outliers.done)
-        or (layer.retriever is not None and layer.retriever.learns)
-    )
-    if not needed:
-        step = step.without_queries()
-    elif before is not None:
-        step = step.after(before.step)
-    layer.draft = Draft(tokens, step)
+        segment.append(*new)
+    if evictor.repetition is None:
+        _vote(layer, queries, evictor.score_segment(segment, queries, layer.seen))
+    elif evictor.repetition.scores is not None:
+        _vote(layer, queries.none(), evictor.score_segment(segment, queries, layer.seen))
+    else:  # the model has not repeated the prompt yet
+        evictor.waiting = queries.none()
 
 
-def _vote(layer: LayerParts, scores: Tensor) -> None:
+def _vote(layer: LayerState, queries: Queries, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
-    if layer.score_evictor.waits and layer.coordinator is not None:
+    evictor = layer.score_evictor
+    evictor.waiting = queries
+    if evictor.waits and layer.coordinator is not None:
         layer.coordinator.vote(layer, scores)
     else:
         evict(layer, scores)
 
 
 def _store(
-    layer: LayerParts, segment: Segment, step: StepInputs, new: KV | None, prompt: bool
+    layer: LayerState, segment: Segment, queries: Queries, new: KV | None, prompt: bool
 ) -> None:
     """Add new tokens, drop the oldest where the recipe evicts by age, and pack what is due.
 
@@ -175,28 +167,46 @@ def _store(
     if choosing and new is None and len(segment):
         exact = all_exact(segment, layer.sinks)
     if new is not None:
-        new = _without_sinks(layer, step, new)
+        new = _without_sinks(layer, queries, new)
     drop = 0
     if layer.evictor is not None and not layer.evictor.done:
         drop = layer.evictor.surplus(len(segment) + (0 if new is None else new[0].shape[2]))
     if new is not None and new[0].shape[2]:
-        segment.extend(*new, drop, step.visible)
+        segment.extend(*new, drop, queries.visible)
     elif new is None:
         if drop:
             segment.drop_front(drop)
-        segment.pack(step.visible, prompt)
+        segment.pack(queries.visible, prompt)
         if prompt:
             segment.trim()
     if outliers is not None and choosing and exact is not None:
         outliers.done = True
         if exact[0].shape[2] == layer.seen:
-            outliers.choose(*exact, step, segment, layer.sinks)
+            outliers.choose(*exact, queries, segment, layer.sinks)
 
 
-def _without_sinks(layer: LayerParts, step: StepInputs, new: KV) -> KV:
+def _add_to_draft(layer: LayerState, queries: Queries, new: KV | None) -> None:
+    """Store a step's tokens exactly; keep its queries if a part will score with them."""
+    if new is not None:
+        layer.segment.append(*_without_sinks(layer, queries, new))
+    before, evictor = layer.draft, layer.evictor
+    tokens = queries.tokens + (0 if before is None else before.tokens)
+    needed = (
+        (evictor is not None and evictor.scores_more)
+        or (layer.outliers is not None and not layer.outliers.done)
+        or (layer.retriever is not None and layer.retriever.learns)
+    )
+    if not needed:
+        queries = queries.none()
+    elif before is not None:
+        queries = queries.after(before.queries)
+    layer.draft = Draft(tokens, queries)
+
+
+def _without_sinks(layer: LayerState, queries: Queries, new: KV) -> KV:
     """Copy the sinks among new keys and values; return the other keys and values."""
     if layer.sinks is None:
         return new
     k, v = new
-    skip = layer.sinks.extend(k, v, layer.seen - k.shape[2], step.visible)
+    skip = layer.sinks.extend(k, v, layer.seen - k.shape[2], queries.visible)
     return k[:, :, skip:], v[:, :, skip:]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..keep import head_budgets
 from .score_evictor import ScoreEvictor
-from .step import StepInputs
 
 
 class Layer(Protocol):
@@ -22,8 +21,6 @@ class Layer(Protocol):
 
     @property
     def score_evictor(self) -> ScoreEvictor: ...  # noqa: D102
-    @property
-    def waiting(self) -> StepInputs | None: ...  # noqa: D102
 
 
 L = TypeVar("L", bound=Layer)
@@ -76,10 +73,11 @@ def _divide_heads(layers: Sequence[Layer], votes: Sequence[Tensor]) -> list[Tens
     """
     ranked, parts = [], []
     for layer, vote in zip(layers, votes, strict=True):
-        evictor, step = layer.score_evictor, layer.waiting
+        evictor = layer.score_evictor
         assert evictor.ragged is not None
-        assert step is not None
-        scores = evictor.ragged.ranked(vote, evictor.heavy, evictor.recent, step.visible)
+        assert evictor.waiting is not None
+        visible = evictor.waiting.visible
+        scores = evictor.ragged.ranked(vote, evictor.heavy, evictor.recent, visible)
         ranked.append(scores.to(votes[0].device))
         parts.append(evictor.ragged)
     heads = [scores.shape[1] for scores in ranked]

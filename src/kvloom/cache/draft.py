@@ -11,32 +11,32 @@ from typing import Any
 
 from torch import Tensor
 
-from .step import StepInputs
+from .step import Queries
 
 
 class Draft:
-    """The number of these tokens, and their step; with queries only where a part needs them."""
+    """The number of these tokens, and their queries, where a part needs them (else none)."""
 
-    def __init__(self, tokens: int, step: StepInputs) -> None:
-        self.tokens, self.step = tokens, step
+    def __init__(self, tokens: int, queries: Queries) -> None:
+        self.tokens, self.queries = tokens, queries
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored queries."""
-        return self.step.q.nbytes + (0 if self.step.ids is None else self.step.ids.nbytes)
+        return self.queries.q.nbytes + (0 if self.queries.ids is None else self.queries.ids.nbytes)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`; the next step brings its own ALiBi."""
-        names = ("q", "scale", "softcap", "visible", "ids")
-        return {"tokens": self.tokens, **{name: getattr(self.step, name) for name in names}}
+        """Return the state, see `cache.saved_state`; the next step brings its own ALiBi."""
+        return {"tokens": self.tokens, **{name: getattr(self.queries, name) for name in _STATE}}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Draft:
         """Return a draft with a state that `state` returned."""
-        names = ("q", "scale", "softcap", "visible", "ids")
-        step = StepInputs(**{name: state[name] for name in names})
-        return cls(state["tokens"], step)
+        return cls(state["tokens"], Queries(**{name: state[name] for name in _STATE}))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        self.step = self.step.map(fn)
+        self.queries = self.queries.map(fn)
+
+
+_STATE = ("q", "scale", "softcap", "visible", "ids")

@@ -1,6 +1,6 @@
 """What a layer asks of its evictor, by age or by score.
 
-Decides nothing. Where a step needs scores, `LayerParts.score_evictor` is the evictor by score.
+Decides nothing. Where a step needs scores, `LayerState.score_evictor` is the evictor by score.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .part import Part
-from .ragged import Ragged
+from .ragged import RaggedTokens
 from .segment import Segment
 from .slots import Slots
-from .step import StepInputs
+from .step import Queries
 
 
 class Evictor(Protocol):
     """Drops tokens of a layer down to a budget."""
 
     @property
-    def ragged(self) -> Ragged | None:
+    def ragged(self) -> RaggedTokens | None:
         """The tokens of which heads have different numbers; None where budgets are equal."""
+
+    @property
+    def waiting(self) -> Queries | None:
+        """The queries whose eviction waits for other layers or for a repetition; None: none do."""
 
     @property
     def room(self) -> int | None:
@@ -78,8 +82,8 @@ class Evictor(Protocol):
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
 
-    def decides(self, step: StepInputs) -> bool:
-        """Return whether scores of a step's queries, or of a repetition, decide what stays.
+    def decides(self, queries: Queries) -> bool:
+        """Return whether scores of these queries, or of a repetition, decide what stays.
 
         Do not call this, or `surplus`, once the evictor is done.
         """
@@ -97,7 +101,7 @@ class Evictor(Protocol):
         """Apply fn to every tensor, along the batch dimension."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""

@@ -1,40 +1,102 @@
-"""The cache of one attention layer: append → attend → commit (score → evict → pack → index).
+"""The cache of one attention layer: what models call, and how a change that fails is undone.
 
-A step is always past + present: the T new queries attend to the stored tokens, or to those that
-recall chooses, and causally to the T new keys, exactly as given; the states are merged. A short
-step stores its tokens before it attends, a long one after. Then the layer drops or packs what is
-due. A prompt, a decode step, a second turn and a chunk differ in T alone;
-`verification` takes the tokens of a speculative draft one by one. Decides the order of this; its
-parts decide everything else.
+Decides no step itself: `cycle` runs one, `verification` takes the tokens of a speculative draft
+one by one, and `LayerState` has what is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import CacheMisuse, TierError
 from ..positions.alibi import Alibi
-from .checks import check_crop, check_range, check_shapes, out_of_range
-from .commit import commit, end_repetition, index, settle
+from ..positions.rope import Rope
+from ..recipe.spec import Recipe
+from ..store import LayerMetadata
+from . import checks, commit, cycle, reading
 from .draft import Draft
-from .layer_parts import LayerParts
-from .part import attend_parts, joined
-from .reading import logical, step_parts
-from .slots import Slots
-from .step import AttendInputs, StepInputs
+from .layer_state import LayerState
+from .step import Queries, StepInputs
+from .trace import Trace
 from .undo import Undo
-from .verification import attend_draft, remove_newest, restore, verifies
-
-# Up to this many new tokens are appended to the tail before attention, so that tail and present
-# are contiguous. More would make the tail of a packed store large for a moment.
-_SHORT = 64
+from .verification import Verification
 
 
-class LayerCache(LayerParts):
-    """The cache of one layer; its parts are those of `LayerParts`."""
+class LayerCache:
+    """The cache of one layer, for all batch rows.
+
+    recipe: the plain recipe of this layer, see `Recipe.for_layer`. rank, count: of this layer among
+    those of the cache. budget_rank: (rank, count) among those that divide one budget (default:
+    all). rope: rotates keys where the recipe renumbers positions. metadata: what the store's
+    formats need of this layer.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str = "this layer",
+        rank: int = 0,
+        count: int = 1,
+        rope: Rope | None = None,
+        metadata: LayerMetadata | None = None,
+        budget_rank: tuple[int, int] | None = None,
+    ) -> None:
+        self.state = LayerState(
+            recipe, name, rank, budget_rank or (rank, count), rope, metadata or LayerMetadata()
+        )
+        self.verification = Verification()
+        self.unusable = ""  # why no step can follow
+        self.undo: Undo | None = None  # of the running step
+        self._mutable: tuple[Any, list[Any]] = (None, [])  # see `mutable`
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        self.state.reset()
+        self.verification = Verification()
+        self.unusable, self.undo, self._mutable = "", None, (None, [])
+
+    @property
+    def recipe(self) -> Recipe:
+        """The plain recipe of this layer."""
+        return self.state.recipe
+
+    @property
+    def name(self) -> str:
+        """The name of this layer in errors."""
+        return self.state.name
+
+    @property
+    def seen(self) -> int:
+        """The number of tokens seen, dropped ones included."""
+        return self.state.seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.state.nbytes + self.verification.nbytes
+
+    @property
+    def removable(self) -> int:
+        """The newest tokens that a crop may still remove because a draft is not settled."""
+        draft = self.state.draft
+        if self.verification.running:
+            return self.verification.tokens
+        if draft is None or self.seen <= self.recipe.start:
+            return 0
+        return draft.tokens
+
+    def observe(self) -> Trace:
+        """Return a `Trace` of each later step's decisions; call this before the first prompt."""
+        if self.state.trace is None:
+            self.state.trace = Trace()
+        return self.state.trace
+
+    def logical(self) -> Tensor:
+        """Return logical indices of all stored tokens, int64 [B, Hk, N]: see `reading.logical`."""
+        return reading.logical(self.state)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -45,18 +107,20 @@ class LayerCache(LayerParts):
         v: Tensor,
         *,
         scale: float,
-        valid: Tensor | None = None,
+        visible: Tensor | None = None,
         softcap: float | None = None,
         alibi: Alibi | None = None,
         ids: Tensor | None = None,
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all stored tokens and to k, v [B, Hk, T, D]; store k, v.
 
-        The arguments are those of `AttendInputs`. Returns and raises as `run` does.
+        visible: bool [B, seen + T], False for padding; the other arguments are those of `Queries`.
+        Returns and raises as `run` does.
         """
-        return self.run(AttendInputs(q, k, v, scale, valid, softcap, alibi, ids))
+        visible = None if visible is None else visible[:, None]
+        return self.run(StepInputs(Queries(q, scale, visible, softcap, alibi, ids), k, v))
 
-    def run(self, given: AttendInputs) -> Tensor:
+    def run(self, given: StepInputs) -> Tensor:
         """Attend to all stored tokens and to the new ones, and store these.
 
         Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
@@ -64,60 +128,38 @@ class LayerCache(LayerParts):
         """
         self._begin_step()
         try:
-            if self.recording and verifies(self):
-                return attend_draft(self, given, self._attend_step)
-            self.verification = None
-            return self._attend_step(given)
+            if self.state.recording and self.verification.applies(self.state):
+                return self.verification.attend(self.state, given, self.mutable)
+            if self.verification.steps:
+                self.verification.end()
+            return cycle.attend(self.state, given)
         except BaseException as error:
             self._fail(error)
             raise
 
-    def prefill(self, given: AttendInputs) -> None:
+    def prefill(self, given: StepInputs) -> None:
         """Store a first prompt as `run` does, without its attention.
 
-        given.q: [B, Hq, T or fewer, D], the last queries, for recipes that score the prompt. Raises
-        as `run` does; the layer is then as it was before the call.
+        given.queries: T or fewer, the last ones, for recipes that score the prompt. Raises as `run`
+        does; the layer is then as it was before the call.
         """
         self._begin_step()
         try:
-            if self.seen:
-                raise CacheMisuse(f"{self.name}: prefill is for the first prompt; use attend")
-            step, k, v = self._checked(given)
-            check_range(self.name, self.max_abs, k, v)
-            self.seen = self.read = k.shape[2]
-            commit(self, step._replace(q=step.q.detach()), (k.detach(), v.detach()), [])
+            cycle.prefill(self.state, given)
         except BaseException as error:
             self._fail(error)
             raise
 
-    def repeat(self, given: AttendInputs, repeated: tuple[int, int]) -> Tensor:
-        """Attend as `run` does, but store nothing: k, v end with a repetition of the prompt.
+    def repeat(self, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
+        """Attend as `run` does, but store nothing: see `cycle.repeat`.
 
-        repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
-        repetition scores these. Call it after the prompt, and `end_repetition` after the last one.
+        Call it after the prompt, and `end_repetition` after the last one.
         """
-        step, k, v = self._checked(given)
-        parts = joined(step_parts(self, step, k, v, stored=False))
-        out = attend_parts(step.q, parts, step.scale, step.softcap)
-        if self.scores_repetition:
-            self.score_evictor.note_repetition(self.segment, step, (k, v), repeated)
-        return out
+        return cycle.repeat(self.state, given, repeated)
 
     def end_repetition(self) -> None:
         """Evict by the scores that `repeat` collected, then pack and index."""
-        end_repetition(self)
-
-    def roll_back(self) -> None:
-        """Undo the last step, unless `end_step` was called since."""
-        if self.undo is None:
-            return
-        if self.retriever is not None:
-            self.retriever.side_stream.wait()
-        undo, self.undo = self.undo, None
-        undo.restore()
-        undo.forget()
-        if self.retriever is not None and self.retriever.store is not None:
-            self.retriever.store.forget()  # its copies on the device are changed in place
+        commit.end_repetition(self.state)
 
     def end_step(self) -> None:
         """Release the tensors that undoing the last step would need."""
@@ -125,90 +167,44 @@ class LayerCache(LayerParts):
             self.undo.forget()
             self.undo = None
 
+    def roll_back(self) -> None:
+        """Undo the last step, unless `end_step` was called since."""
+        if self.undo is None:
+            return
+        self._wait()
+        undo, self.undo = self.undo, None
+        undo.restore()
+        undo.forget()
+        retriever = self.state.retriever
+        if retriever is not None and retriever.store is not None:
+            retriever.store.forget()  # its copies on the device are changed in place
+
+    def mutable(self) -> list[Any]:
+        """Return the objects that a step changes; cached while no part is replaced."""
+        state = self.state
+        tokens, found = self._mutable
+        if tokens is state.tokens:
+            return found
+        found = [self.verification, *state.mutable]
+        fixed = state.retriever is None and self.recipe.store.fixed_buffers
+        self._mutable = (state.tokens if fixed else None, found)
+        return found
+
     def _begin_step(self) -> None:
         """Check that the layer is usable; note how to undo this step."""
         if self.unusable:
             self.check_usable()
-        if self.retriever is not None:
-            self.retriever.side_stream.wait()
+        if self.state.retriever is not None:
+            self.state.retriever.side_stream.wait()
         self.undo = None  # it would keep the tensors of the step before
-        self.undo = Undo(self.mutable())
+        tokens, mutable = self._mutable
+        self.undo = Undo(mutable if tokens is self.state.tokens else self.mutable())
 
     def _fail(self, error: BaseException) -> None:
         """Undo the running step; a tier that has lost tokens makes the cache unusable."""
         self.roll_back()
         if isinstance(error, TierError):
             self.unusable = str(error)
-
-    def _checked(self, given: AttendInputs) -> tuple[StepInputs, Tensor, Tensor]:
-        """Check keys and values; return the step, k and v with padding set to 0 (it may be NaN)."""
-        k, v, valid, alibi = given.k, given.v, given.valid, given.alibi
-        traits = (*k.shape, k.dtype, k.device)
-        if traits != self._traits or v.shape != k.shape or v.dtype != k.dtype:
-            check_shapes(self.name, self.like, k, v)
-            self._traits = traits
-        if self.outliers is not None and given.ids is None and self.needs_ids:
-            raise CacheMisuse(
-                f"{self.name}: the rule for outliers reads token ids; run the layer by its model"
-            )
-        tokens = self.seen + k.shape[2]
-        evictor = self.evictor
-        if evictor is not None and not evictor.begun and tokens > self.recipe.start:
-            evictor.check_prompt(tokens)
-        visible = None
-        if valid is not None:
-            visible = valid[:, None, :]
-            padding = ~visible[:, :, self.seen :, None]
-            k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-        if alibi is not None:
-            keep = self.recipe.keep
-            if keep is not None and keep.positions != "original":
-                position = alibi.position - self.dropped  # models that round depend on it
-                alibi = replace(alibi, position=position, closed_up=True)
-        step = StepInputs(given.q, given.scale, given.softcap, visible, alibi, ids=given.ids)
-        return step, k, v
-
-    def _attend_step(self, given: AttendInputs) -> Tensor:
-        """Append, attend and commit; returns [B, Hq, T, D]."""
-        step, k, v = self._checked(given)
-        stored = self._append(k, v)
-        parts = step_parts(self, step, k, v, stored)
-        evictor = self.evictor
-        scores_step = (
-            evictor is not None and evictor.scores_steps and self.seen > 0 and not self.recording
-        )
-        products: list[Tensor] | None = [] if scores_step else None
-        read = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
-        out = attend_parts(step.q, parts, step.scale, step.softcap, products, self.plans, read)
-        self.seen += k.shape[2]
-        self.read = read
-        if products or step.q.requires_grad:
-            step = step._replace(q=step.q.detach(), products=products[0] if products else None)
-        commit(self, step, None if stored else (k.detach(), v.detach()), parts)
-        return out
-
-    def _append(self, k: Tensor, v: Tensor) -> bool:
-        """Store a short step's tokens before attention, which then reads all tokens in one part.
-
-        Returns whether they were stored. Attention reads a long step's tokens as they are given.
-        Raises `NotFinite`.
-        """
-        t, tokens = k.shape[2], self.tokens
-        if isinstance(tokens, Slots) and (t > 1 or self.recording):
-            tokens = self.tokens = self.score_evictor.in_segment(tokens, self.seen)
-        fits = t <= _SHORT or self.all_exact
-        if not self.seen or not fits or not (self.sinks is None or self.sinks.full(self.seen)):
-            check_range(self.name, self.max_abs, k, v)
-            return False
-        max_abs = None if k.is_cuda and t == 1 else self.max_abs  # see check_range
-        new = k.detach(), v.detach()
-        if isinstance(tokens, Slots):
-            appended = tokens.append(*new, self.seen, max_abs)
-        else:
-            appended = tokens.append(*new, max_abs)
-        if not appended:
-            raise out_of_range(self.name, self.max_abs, k, v)
-        return True
 
     # --- other changes ----------------------------------------------------------------------------
 
@@ -217,49 +213,53 @@ class LayerCache(LayerParts):
 
         Raises `CacheMisuse` if they cannot be removed, before anything is changed.
         """
-        check_crop(self, tokens)
-        if tokens >= self.seen:
+        self.check_crop(tokens)
+        state = self.state
+        if tokens >= state.seen:
             self.reset()
             return
         try:
-            if self.retriever is not None:
-                self.retriever.side_stream.wait()
-            if self.verification is not None:
-                remove_newest(self, tokens, self._attend_step)
+            self._wait()
+            if self.verification.running:
+                self.undo = None
+                self.verification.remove_newest(state, tokens)
                 return
-            retriever, draft = self.retriever, self.draft
-            if retriever is not None and tokens > len(self.segment.keys):
-                retriever.restore(self.segment)
-            self.seen -= tokens
-            if tokens and len(self.tokens):
-                self.segment.drop_back(min(tokens, len(self.tokens)))
-            if draft is not None and self.seen <= self.recipe.start:
-                left = draft.step.without_newest(tokens)
-                self.draft = Draft(max(0, draft.tokens - tokens), left)
+            retriever, draft = state.retriever, state.draft
+            if retriever is not None and tokens > len(state.segment.keys):
+                retriever.restore(state.segment)
+            state.seen -= tokens
+            if tokens and len(state.tokens):
+                state.segment.drop_back(min(tokens, len(state.tokens)))
+            if draft is not None and state.seen <= self.recipe.start:
+                left = draft.queries.without_newest(tokens)
+                state.draft = Draft(max(0, draft.tokens - tokens), left)
             elif draft is not None:
-                settle(self, draft.step.without_newest(tokens), None)
+                commit.settle(state, draft.queries.without_newest(tokens), None)
             else:
-                index(self)
+                commit.index(state)
         except TierError as error:
             self.unusable = str(error)
             raise
 
-    def logical(self) -> Tensor:
-        """Return logical indices of all stored tokens, int64 [B, Hk, N]: see `reading.logical`."""
-        return logical(self)
-
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        if self.like is None:
+        state = self.state
+        if state.like is None:
             return
-        if self.retriever is not None:
-            self.retriever.side_stream.wait()
-        draft = None if self.verification is None else restore(self)
-        self.like, self._traits = fn(self.like), ()
-        for part in self.parts_held:
+        self._wait()
+        draft: tuple[StepInputs, ...] = ()
+        if self.verification.running:
+            self.undo, draft = None, self.verification.restore(state)
+        state.like, state.traits = fn(state.like), ()
+        for part in state.stored:
             part.map(fn)
-        for step in () if draft is None else draft.steps:
-            attend_draft(self, step.map(fn), self._attend_step)
+        for step in draft:
+            self.verification.attend(state, step.map(fn), self.mutable)
+
+    def _wait(self) -> None:
+        """Wait for what a step before has begun on a side stream."""
+        if self.state.retriever is not None:
+            self.state.retriever.side_stream.wait()
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -269,4 +269,14 @@ class LayerCache(LayerParts):
             raise CacheMisuse(
                 f"{self.name}: this cache cannot be used any more: {self.unusable}; call reset(), "
                 "or make a new cache"
+            )
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise `CacheMisuse` if the newest `tokens` tokens cannot be removed."""
+        if not self.verification.running:
+            checks.check_crop(self.state, tokens)
+        elif self.verification.tokens < tokens < self.seen:
+            raise CacheMisuse(
+                f"{self.name}: crop of {tokens} tokens reaches before the draft; crop its "
+                f"{self.verification.tokens} tokens first"
             )

@@ -13,23 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import Outliers as Rule
-from ..keep import Step, checked, choose
+from ..keep import Outliers, Step, checked, choose
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from .part import Part
 from .segment import Segment
 from .sinks import Sinks
-from .step import StepInputs
+from .step import Queries
 
 
-class Outliers:
+class OutlierTokens:
     """A rule, and exact copies of the tokens that it chose.
 
     layer, head: the numbers of the layer and of its first key/value head, which seed noise.
     """
 
-    def __init__(self, rule: Rule, layer: int, head: int = 0) -> None:
+    def __init__(self, rule: Outliers, layer: int, head: int = 0) -> None:
         self.rule, self.layer, self.head = rule, layer, head
         self.reads_ids = rule.reads_ids
         self.tokens = Segment()
@@ -46,7 +45,7 @@ class Outliers:
         return [self, *self.tokens.mutable]
 
     def choose(
-        self, k: Tensor, v: Tensor, step: StepInputs, packed: Segment, sinks: Sinks | None
+        self, k: Tensor, v: Tensor, queries: Queries, packed: Segment, sinks: Sinks | None
     ) -> None:
         """Run the rule on all tokens seen, k, v [B, Hk, N, D]; `packed` has the oldest packed."""
         self.done = True
@@ -55,14 +54,15 @@ class Outliers:
         if hi <= lo:
             return
         index = torch.arange(n, device=k.device).view(1, 1, -1)
-        bias = None if step.alibi is None else step.alibi.bias(index)
-        inputs = Step(
-            q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=step.visible,
-            real=step.visible_queries, index=index, seen=n, number=0, seed=self.layer,
-            group=self.rule.group, bias=bias, head=self.head, ids=step.ids,
+        bias = None if queries.alibi is None else queries.alibi.bias(index)
+        step = Step(
+            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap,
+            visible=queries.visible, visible_queries=queries.visible_queries, index=index, seen=n,
+            number=0, seed=self.layer, group=self.rule.group, bias=bias, head=self.head,
+            ids=queries.ids,
         )  # fmt: skip
-        scores = checked(self.rule.scorer, inputs)[..., lo:hi]
-        visible = step.visible if sinks is None else sinks.hide(step.visible)
+        scores = checked(self.rule.scorer, step)[..., lo:hi]
+        visible = queries.visible if sinks is None else sinks.hide(queries.visible)
         visible = None if visible is None else visible[..., lo:hi]
         slots = choose(scores, min(self.rule.tokens, hi - lo), 0, visible)
         if slots is None:
@@ -92,7 +92,7 @@ class Outliers:
         self.tokens.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {"tokens": self.tokens.state(), "done": self.done}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:

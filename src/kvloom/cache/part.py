@@ -17,7 +17,7 @@ from ..kernels import ops
 from ..kernels.attend import reference
 from ..kernels.attend.kv_view import KVView
 from ..kernels.attend.ragged import Spans
-from ..kernels.plan import Plan
+from ..kernels.plan import OpPlan
 from ..store.format_tokens import FormatView
 from ..store.packed import PackedView
 
@@ -26,8 +26,8 @@ class AttendPlans:
     """The attention operations bound by one layer: over whole, gathered and ragged parts."""
 
     def __init__(self) -> None:
-        self.whole, self.gathered = Plan(ops.attend), Plan(ops.attend_gathered)
-        self.ragged = Plan(ops.attend_ragged)
+        self.whole, self.gathered = OpPlan(ops.attend), OpPlan(ops.attend_gathered)
+        self.ragged = OpPlan(ops.attend_ragged)
 
 
 Stored = Tensor | PackedView | FormatView | KVView
@@ -75,7 +75,8 @@ class Part(NamedTuple):
             return keys.shape[2]
         if isinstance(keys, PackedView | FormatView):
             return keys.hi - keys.lo
-        return keys.tokens if self.plan is None else self.plan.tokens(keys.tokens)
+        stored = keys.tail.shape[2] + (0 if keys.packed is None else keys.packed.hi)
+        return stored if self.plan is None else self.plan.tokens(stored)
 
     @property
     def exact(self) -> bool:

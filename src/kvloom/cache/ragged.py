@@ -20,12 +20,12 @@ from ..store import KVSide
 from .part import RaggedPart
 
 
-class Choice(NamedTuple):
+class RaggedChoice(NamedTuple):
     """The tokens of a prompt that heads keep.
 
     certain: int64 [B, Hk, M], ascending slots of the tokens that the segment keeps. contested: bool
-    [B, Hk, N], the tokens that `Ragged` stores; None where heads compete for none. counts: int64
-    [B, Hk], how many these are.
+    [B, Hk, N], the tokens that `RaggedTokens` stores; None where heads compete for none. counts:
+    int64 [B, Hk], how many these are.
     """
 
     certain: Tensor
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     counts: Tensor
 
 
-class Ragged:
+class RaggedTokens:
     """The tokens of one layer that heads compete for. Before they are stored, `spans` is None.
 
     spans: of B rows and Hk heads. index: int32 [M], the logical index of each token (None: no
@@ -44,7 +44,7 @@ class Ragged:
         keep, store = recipe.keep, recipe.store
         assert keep is not None
         assert keep.budget.heads is not None
-        self.share, self.unit, self.sinks = keep.budget.heads, store.unit, recipe.protect.sinks
+        self.safeguard, self.unit, self.sinks = keep.budget.heads, store.unit, recipe.protect.sinks
         self.keys, self.values = KVSide(store.keys), KVSide(store.values)
         self.spans: Spans | None = None
         self.index: Tensor | None = None
@@ -61,6 +61,11 @@ class Ragged:
         return [self, *self.keys.mutable, *self.values.mutable]
 
     @property
+    def stored(self) -> bool:
+        """Whether heads have divided tokens among them."""
+        return self.spans is not None
+
+    @property
     def mean(self) -> float:
         """The tokens of a head, on average."""
         if self.spans is None:
@@ -69,7 +74,7 @@ class Ragged:
 
     def contested(self, heavy: int) -> int:
         """Return how many of the `heavy` tokens of a head, on average, heads compete for."""
-        return head_budgets.contested(heavy, self.share, self.unit)
+        return head_budgets.contested(heavy, self.safeguard, self.unit)
 
     def ranked(self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None) -> Tensor:
         """Return the scores fp32 [B, Hk, M] of the tokens that heads compete for, descending.
@@ -89,7 +94,7 @@ class Ragged:
         recent: int,
         visible: Tensor | None,
         counts: Tensor | None = None,
-    ) -> Choice | None:
+    ) -> RaggedChoice | None:
         """Return which tokens stay; None: all of them, in the segment.
 
         scores, recent, visible: as for `keep.choose`; heavy: on average over heads. counts: int64
@@ -105,10 +110,10 @@ class Ragged:
         older = _older(scores, recent, visible)
         best, more = head_budgets.select(older, heavy - contested, counts)
         newest = torch.arange(n - recent, n, device=scores.device).expand(b, hk, -1)
-        return Choice(torch.cat([best, newest], dim=-1), more if contested else None, counts)
+        return RaggedChoice(torch.cat([best, newest], dim=-1), more if contested else None, counts)
 
     def fill(
-        self, k: Tensor, v: Tensor, choice: Choice, visible: Tensor | None, index: bool
+        self, k: Tensor, v: Tensor, choice: RaggedChoice, visible: Tensor | None, index: bool
     ) -> None:
         """Store the contested tokens of a prompt k, v [B, Hk, N, D], packed if the recipe packs.
 
@@ -117,9 +122,9 @@ class Ragged:
         if choice.contested is None:
             return
         rows, _, slots = at = choice.contested.nonzero(as_tuple=True)
-        live = None if visible is None else visible[rows, 0, slots][None, None]
-        self.keys.fill(k[at][None, None], live)
-        self.values.fill(v[at][None, None], live)
+        nonpadding = None if visible is None else visible[rows, 0, slots][None, None]
+        self.keys.fill(k[at][None, None], nonpadding)
+        self.values.fill(v[at][None, None], nonpadding)
         self.spans = _spans(choice.counts)
         self.index = slots.int() if index else None
 
@@ -130,11 +135,11 @@ class Ragged:
         """
         if self.spans is None:
             return []
-        see = None
+        mask = None
         if visible is not None:
             index = self.logical()
-            see = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
-        return [RaggedPart(self.keys.kv_view(), self.values.kv_view(), self.spans, see)]
+            mask = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
+        return [RaggedPart(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
 
     def logical(self) -> Tensor:
         """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""
@@ -160,7 +165,7 @@ class Ragged:
         self.spans = _spans(count.view(len(rows), -1))
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         bounds = None if self.spans is None else self.spans.bounds
         sides = {"keys": self.keys.state(), "values": self.values.state()}
         return {**sides, "bounds": bounds, "index": self.index}

@@ -11,37 +11,37 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from .gather_plan import prepend_sinks
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .part import Part, RaggedPart
 from .slots import Slots
-from .step import StepInputs
+from .step import Queries, StepInputs
 
 
-def step_parts(
-    layer: LayerParts, step: StepInputs, k: Tensor, v: Tensor, stored: bool
-) -> list[Part | RaggedPart]:
+def step_parts(layer: LayerState, step: StepInputs, stored: bool) -> list[Part | RaggedPart]:
     """Return the parts that a step attends to: stored or recalled tokens, and its own.
 
-    k, v: the step's own tokens [B, Hk, T, D]. stored: whether the layer has stored them already.
+    stored: whether the layer has stored the step's own tokens already.
     """
+    queries, k, v = step
     t, past = k.shape[2], layer.seen
     parts: list[Part | RaggedPart] = []
     if past:
-        parts += _past_parts(layer, step, t if stored else 0)
+        parts += _past_parts(layer, queries, t if stored else 0)
     if not stored:
         bias = None
-        if step.alibi is not None:
+        if queries.alibi is not None:
             index = torch.arange(past, past + t, device=k.device)
-            bias = step.alibi.bias(index.expand(1, 1, -1))
-        parts.append(Part(k, v, step.visible_queries, causal=t, bias=bias))
+            bias = queries.alibi.bias(index.expand(1, 1, -1))
+        visible = None if queries.visible is None else queries.visible[:, :, past:]
+        parts.append(Part(k, v, visible, causal=t, bias=bias))
     if layer.evictor is not None and layer.evictor.ragged is not None:
-        parts += layer.evictor.ragged.parts(step.visible)
+        parts += layer.evictor.ragged.parts(queries.visible)
     return parts
 
 
-def _past_parts(layer: LayerParts, step: StepInputs, present: int) -> list[Part]:
+def _past_parts(layer: LayerState, queries: Queries, present: int) -> list[Part]:
     """Return the stored tokens that a step reads; the last `present` of them are its own."""
-    visible, alibi, tokens, parts = step.visible, step.alibi, layer.tokens, []
+    visible, alibi, tokens, parts = queries.visible, queries.alibi, layer.tokens, []
     evictor, seen = layer.evictor, layer.seen
     if isinstance(tokens, Slots):
         return layer.score_evictor.renumbered(tokens.parts(visible, alibi), tokens, seen)
@@ -58,7 +58,7 @@ def _past_parts(layer: LayerParts, step: StepInputs, present: int) -> list[Part]
     if parts and not len(tokens):
         return parts
     if layer.retriever is not None:
-        read = layer.retriever.read(tokens, step, visible, alibi, present, layer.trace)
+        read = layer.retriever.read(tokens, queries, visible, alibi, present, layer.trace)
         if len(parts) == len(read) == 1 and read[0].plan is not None:
             return [prepend_sinks(parts[0], read[0])]
         return [*parts, *read]
@@ -74,7 +74,7 @@ def marked(index: Tensor, tokens: int) -> Tensor:
     return found.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
 
 
-def logical(layer: LayerParts) -> Tensor:
+def logical(layer: LayerState) -> Tensor:
     """Return logical indices of all stored tokens, int64 [B, Hk, N], in the order of storage.
 
     Sinks first, then the segment, which stores a padded row's sinks once more, then tokens that
@@ -86,7 +86,9 @@ def logical(layer: LayerParts) -> Tensor:
         return torch.empty(0, 0, 0, dtype=torch.long)
     if isinstance(tokens, Slots):
         return tokens.logical()
-    ragged = None if layer.ragged is None or layer.ragged.spans is None else layer.ragged
+    ragged = None if layer.evictor is None else layer.evictor.ragged
+    if ragged is not None and not ragged.stored:
+        ragged = None
     if (tokens.kept and tokens.index is None) or (ragged and ragged.index is None):
         raise CacheMisuse(
             f"{layer.name}: the layer did not record which tokens it kept; call observe() before "

@@ -17,7 +17,7 @@ from .segment import Segment
 from .step import StepInputs
 
 
-class Repetition:
+class RepetitionScores:
     """The scores of a prompt's tokens, fp32 [B, Hk, P], collected chunk by chunk.
 
     sinks: the first tokens of the prompt that every chunk attends to. scores: None before the first
@@ -37,28 +37,26 @@ class Repetition:
         self,
         tokens: Segment,
         step: StepInputs,
-        new: tuple[Tensor, Tensor],
         repeated: tuple[int, int],
         score: Callable[..., Tensor],
     ) -> None:
         """Score the tokens from repeated[0] to repeated[1] of the P exact tokens of a prompt.
 
-        step: the queries of T tokens that end with a repetition of these; new: their keys and
-        values [B, Hk, T, D]. score: `ScoreEvictor.score`.
+        step: T tokens that end with a repetition of these. score: `ScoreEvictor.score`.
         """
-        lo, hi = repeated
+        queries, (lo, hi) = step.queries, repeated
         b, hk, prompt, _ = tokens.exact_keys().shape
-        device, t = step.q.device, step.tokens
-        at, see = self._slots(prompt, lo, hi, step.visible, device)
+        device, t = step.k.device, step.tokens
+        at, mask = self._slots(prompt, lo, hi, queries.visible, device)
         slots = at.expand(b, hk, -1)
         own = torch.arange(prompt, prompt + t, device=device)
         index = torch.cat([at, own.expand(*at.shape[:2], -1)], dim=2)
-        stored = (tokens.exact_keys(), tokens.exact_values())
-        k, v = (torch.cat([gather(x, slots), y], 2) for x, y in zip(stored, new, strict=True))
-        if see is not None and step.visible is not None:
-            see = torch.cat([see, step.visible[:, :, prompt:]], dim=2)
-        bias = None if step.alibi is None else step.alibi.bias(index)
-        found = score(step, k, v, see, index, prompt + t, bias)
+        k = torch.cat([gather(tokens.exact_keys(), slots), step.k], dim=2)
+        v = torch.cat([gather(tokens.exact_values(), slots), step.v], dim=2)
+        if mask is not None and queries.visible is not None:
+            mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
+        bias = None if queries.alibi is None else queries.alibi.bias(index)
+        found = score(queries, k, v, mask, index, prompt + t, bias)
         if self.scores is None:
             self.scores = found.new_zeros(b, hk, prompt)
         begin = at.shape[2] - (hi - lo)
@@ -78,9 +76,9 @@ class Repetition:
         first = visible[:, 0, :prompt].int().argmax(dim=-1, keepdim=True)  # [B, 1]
         places = first + torch.arange(self.sinks, device=device)
         slots = torch.cat([places.clamp(max=prompt - 1), chunk.expand(len(first), -1)], dim=1)
-        see = visible[:, 0].gather(1, slots)
-        see[:, : self.sinks] &= places < lo
-        return slots[:, None], see[:, None]
+        mask = visible[:, 0].gather(1, slots)
+        mask[:, : self.sinks] &= places < lo
+        return slots[:, None], mask[:, None]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to the scores, along the batch dimension."""

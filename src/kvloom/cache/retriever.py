@@ -26,7 +26,7 @@ from ..store.packed import PackedView
 from .gather_plan import gather_part
 from .part import Part
 from .segment import Segment
-from .step import StepInputs
+from .step import Queries
 from .trace import Trace
 
 # A step that reads a whole tier copies this many tokens at a time.
@@ -67,7 +67,7 @@ class Retriever:
     def read(
         self,
         tokens: Segment,
-        step: StepInputs,
+        queries: Queries,
         visible: Tensor | None,
         alibi: Alibi | None,
         present: int,
@@ -80,17 +80,17 @@ class Retriever:
         indexed, room = self.finder.tokens, self.recall.tokens - self.recipe.always_read
         if trace is not None:
             trace.recalled = None
-        if step.tokens > 1 or room >= indexed:
+        if queries.tokens > 1 or room >= indexed:
             offloaded = self._offloaded_parts(tokens, visible, alibi)
             return [*offloaded, *tokens.parts(visible, present, alibi)]
-        slots = self._find(tokens, step.q, room - room % self.recall.index.unit)
+        slots = self._find(tokens, queries.q, room - room % self.recall.index.unit)
         end = self.recipe.pinned_prefix + indexed
         if trace is not None:
             trace.recalled = slots
         masks: tuple[Tensor | None, ...] = (None, None)
         if visible is not None:
-            recalled = _at(tokens.visible(visible, 0, end), slots)
-            masks = recalled, tokens.visible(visible, end, len(tokens))
+            recalled = _at(tokens.mask(visible, 0, end), slots)
+            masks = recalled, tokens.mask(visible, end, len(tokens))
         bias: tuple[Tensor | None, ...] = (None, None)
         if alibi is not None:
             recalled = alibi.bias(_at(tokens.logical(0, end, slots.device), slots))
@@ -123,11 +123,11 @@ class Retriever:
             self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
             lo = pinned + self.finder.tokens
-            keys, live = _keys(tokens, lo, lo + due), tokens.visible(visible, lo, lo + due)
-            if live is None:
-                live = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
-            live = live[:, :1]  # padding is the same in all heads
-            self.side_stream.run(partial(self.finder.extend, keys, live), keys, live)
+            keys, nonpadding = _keys(tokens, lo, lo + due), tokens.mask(visible, lo, lo + due)
+            if nonpadding is None:
+                nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
+            nonpadding = nonpadding[:, :1]  # padding is the same in all heads
+            self.side_stream.run(partial(self.finder.extend, keys, nonpadding), keys, nonpadding)
         if self.store is not None and self.finder.tokens:
             self.side_stream.wait()
             n = pinned + self.finder.tokens - tokens.offloaded
@@ -141,13 +141,13 @@ class Retriever:
         tokens.restore(self.store.raw(0, self.store.tokens))
         self.store, self.finder = self.store.fresh(), self._emptied()
 
-    def learn(self, step: StepInputs, keys: Tensor) -> None:
+    def learn(self, queries: Queries, keys: Tensor) -> None:
         """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
-        live, queries = step.visible, step.visible_queries
-        if live is None or queries is None:
-            live = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
-            queries = live[..., -step.tokens :]
-        self.finder.learn(step.q, keys, live, queries)
+        nonpadding, own = queries.visible, queries.visible_queries
+        if nonpadding is None or own is None:
+            nonpadding = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
+            own = nonpadding[..., -queries.tokens :]
+        self.finder.learn(queries.q, keys, nonpadding, own)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
@@ -157,7 +157,7 @@ class Retriever:
         self.visible = None if self.visible is None else fn(self.visible)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         store = None if self.store is None else self.store.state()
         return {"finder": self.finder.state(), "store": store, "visible": self.visible}
 
@@ -199,7 +199,7 @@ class Retriever:
                 for side, block in zip(sides, self.store.raw(lo, hi), strict=True)
             )
             bias = None if alibi is None else tokens.bias(alibi, lo, hi)
-            parts.append(Part(keys, values, tokens.visible(visible, lo, hi), bias=bias))
+            parts.append(Part(keys, values, tokens.mask(visible, lo, hi), bias=bias))
         return parts
 
 

@@ -1,4 +1,4 @@
-"""Eviction by score: the running scores of a layer's tokens, and which tokens stay.
+"""Eviction by score: when a layer's tokens are scored, and which of them stay.
 
 Decides when tokens are scored and which of them are evicted. The prompt's own queries score it, and
 the tokens with the highest scores stay, within the budget. Later, `when="step"` scores every step
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import Step, budgets, checked, choose, protect_sinks
+from ..keep import Step, budgets, checked, choose
 from ..kernels.select.reference import gather
 from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from ..store.buffer import Buffer
 from .part import Part
-from .ragged import Choice, Ragged
-from .repetition import Repetition
+from .ragged import RaggedChoice, RaggedTokens
+from .repetition import RepetitionScores
+from .running_scores import RunningScores
 from .segment import Segment
 from .slots import Slots
-from .step import StepInputs
+from .step import Queries, StepInputs
 from .trace import Trace
 
 
 class ScoreEvictor:
-    """The scores of a layer's tokens, fp32 [B, Hk, N], oldest first.
+    """Drops the tokens of a layer with the lowest running scores, down to its budget.
 
-    layer: number of the layer among those of the cache, which seeds noise. sharing: (rank,
+    layer: number of the layer among those of the cache, which seeds noise. budget_rank: (rank,
     count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
     renumbers positions. score_rope: the model's rotary embedding, for scores that need it. head:
     the model's number of the first key/value head, which seeds noise.
@@ -44,26 +44,27 @@ class ScoreEvictor:
         self,
         recipe: Recipe,
         layer: int,
-        sharing: tuple[int, int],
+        budget_rank: tuple[int, int],
         rope: Rope | None = None,
         score_rope: Rope | None = None,
         head: int = 0,
     ) -> None:
         assert recipe.keep is not None
-        self.keep, self.layer, self.sharing, self.rope = recipe.keep, layer, sharing, rope
+        self.keep, self.layer, self.budget_rank, self.rope = recipe.keep, layer, budget_rank, rope
         self.head, self.sinks = head, recipe.protect.sinks
         self.sinks_first = recipe.recall is not None  # where a retriever always reads them
         self.score_rope = score_rope if self.keep.scorer.rotates else None
         self.needs_positions = recipe.store.pre_rope
-        self.scores = Buffer()
+        self.scores = RunningScores(self.keep.scorer, self.sinks)
         self.heavy = self.recent = 0
         self.steps = 0  # steps scored so far, the prompt included
         self.prompt_tokens = 0  # tokens of the first prompt; 0: none was scored
         self.done = False  # no more tokens are evicted
         self.awaits_variances = self.keep.budget.layers in budgets.BY_VARIANCE
         self.joint = self.keep.budget.layers == "joint"  # heads of all layers compete for tokens
-        self.repetition = Repetition(self.sinks) if self.keep.scorer.repeats else None
-        self.ragged = None if self.keep.budget.heads is None else Ragged(recipe)
+        self.repetition = RepetitionScores(self.sinks) if self.keep.scorer.repeats else None
+        self.ragged = None if self.keep.budget.heads is None else RaggedTokens(recipe)
+        self.waiting: Queries | None = None  # until other layers, or a repetition, have scored
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +74,10 @@ class ScoreEvictor:
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        return [self, self.scores, *(x for part in self._parts for x in part.mutable)]
+        return [self, *self.scores.mutable, *(x for part in self._parts for x in part.mutable)]
 
     @property
-    def _parts(self) -> list[Repetition | Ragged]:
+    def _parts(self) -> list[RepetitionScores | RaggedTokens]:
         return [part for part in (self.repetition, self.ragged) if part is not None]
 
     @property
@@ -128,9 +129,9 @@ class ScoreEvictor:
         """
         return self.rope is not None and self.keep.when != "prompt"
 
-    def decides(self, step: StepInputs) -> bool:
-        """Return whether scores of a step's queries, or of a repetition, decide what stays."""
-        return step.tokens > 0 or self.repetition is not None
+    def decides(self, queries: Queries) -> bool:
+        """Return whether scores of these queries, or of a repetition, decide what stays."""
+        return queries.tokens > 0 or self.repetition is not None
 
     def surplus(self, tokens: int) -> int:
         """Return 0: no token leaves by its age."""
@@ -138,7 +139,7 @@ class ScoreEvictor:
 
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
-        self.keep.rooms(tokens, self.sharing[1])
+        self.keep.rooms(tokens, self.budget_rank[1])
 
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
@@ -149,9 +150,9 @@ class ScoreEvictor:
 
     def divide(self, variances: list[float] | None) -> None:
         """Set the number of heavy hitters; variances: of each layer's scores, where used."""
-        rank, count = self.sharing
-        shares = self.keep.budget.heavy(self.prompt_tokens, count, variances)
-        self.heavy, self.awaits_variances = shares[rank], False
+        rank, count = self.budget_rank
+        by_layer = self.keep.budget.heavy(self.prompt_tokens, count, variances)
+        self.heavy, self.awaits_variances = by_layer[rank], False
 
     def renumbered(self, parts: list[Part], tokens: Segment | Slots, newest: int) -> list[Part]:
         """Return the parts of a step, with keys at new positions if the recipe renumbers them."""
@@ -163,22 +164,22 @@ class ScoreEvictor:
         return [part._replace(keys=renumber(self.rope, part.exact_keys, index, newest))]
 
     def keep_prompt(
-        self, tokens: Segment, step: StepInputs, k: Tensor, v: Tensor, trace: Trace | None
+        self, tokens: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
     ) -> tuple[Tensor, Tensor]:
         """Score a prompt k, v [B, Hk, T, D], not stored yet; return the keys and values to keep."""
         t = k.shape[2]
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
-        bias = None if step.alibi is None else tokens.bias(step.alibi, 0, t)
-        self.add(self.score(step, k, v, step.visible, index, t, bias), step.visible)
+        bias = None if queries.alibi is None else tokens.bias(queries.alibi, 0, t)
+        self.scores.add(self.score(queries, k, v, queries.visible, index, t, bias), queries.visible)
         self._note(tokens, trace)
-        slots, choice = self.choose(t, step.visible)
+        slots, choice = self.choose(t, queries.visible)
         if slots is None:
             return k, v
-        self._fill_ragged(k, v, choice, step, trace)
-        tokens.note_kept(slots, t, self._needs_index(step, trace))
+        self._fill_ragged(k, v, choice, queries, trace)
+        tokens.note_kept(slots, t, self._needs_index(queries, trace))
         return self._renumbered_once(gather(k, slots), slots, t), gather(v, slots)
 
-    def score_segment(self, tokens: Segment, step: StepInputs, seen: int) -> Tensor:
+    def score_segment(self, tokens: Segment, queries: Queries, seen: int) -> Tensor:
         """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries.
 
         Those of a repetition are of the prompt alone, as far as its tokens still exist.
@@ -192,19 +193,13 @@ class ScoreEvictor:
         if self.renumbers_steps:
             assert self.rope is not None
             keys = renumber(self.rope, keys, index, seen - 1)
-        bias = None if step.alibi is None else tokens.bias(step.alibi, 0, keys.shape[2])
-        return self.score(step, keys, values, tokens.visible(step.visible), index, seen, bias)
+        bias = None if queries.alibi is None else tokens.bias(queries.alibi, 0, keys.shape[2])
+        return self.score(queries, keys, values, tokens.mask(queries.visible), index, seen, bias)
 
-    def note_repetition(
-        self,
-        tokens: Segment,
-        step: StepInputs,
-        new: tuple[Tensor, Tensor],
-        repeated: tuple[int, int],
-    ) -> None:
-        """Score a prompt's tokens by a step that repeats them; see `Repetition.note`."""
+    def note_repetition(self, tokens: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
+        """Score a prompt's tokens by a step that repeats them; see `RepetitionScores.note`."""
         assert self.repetition is not None
-        self.repetition.note(tokens, step, new, repeated, self.score)
+        self.repetition.note(tokens, step, repeated, self.score)
 
     def take_repetition(self, other: ScoreEvictor) -> None:
         """Take the scores of another evictor, whose cache holds the same prompt."""
@@ -220,15 +215,15 @@ class ScoreEvictor:
             keys = tokens.exact_keys()
             self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
-    def score_slots(self, tokens: Slots, step: StepInputs, part: Part, seen: int) -> Tensor:
+    def score_slots(self, tokens: Slots, queries: Queries, part: Part, seen: int) -> Tensor:
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
         assert isinstance(part.values, Tensor)
         keys, visible, bias = part.exact_keys, part.visible, part.bias
-        return self.score(step, keys, part.values, visible, tokens.index, seen, bias)
+        return self.score(queries, keys, part.values, visible, tokens.index, seen, bias)
 
     def score(
         self,
-        step: StepInputs,
+        queries: Queries,
         k: Tensor,
         v: Tensor,
         visible: Tensor | None,
@@ -238,34 +233,34 @@ class ScoreEvictor:
     ) -> Tensor:
         """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D] at logical indices."""
         number, self.steps = self.steps, self.steps + 1
-        inputs = Step(
-            q=step.q, k=k, v=v, scale=step.scale, softcap=step.softcap, valid=visible,
-            real=step.visible_queries, index=index, seen=seen, number=number,
+        step = Step(
+            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
+            visible_queries=queries.visible_queries, index=index, seen=seen, number=number,
             seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # 32 bits are hashed
-            group=self.keep.group, bias=bias, products=step.products, rope=self.score_rope,
+            group=self.keep.group, bias=bias, products=queries.products, rope=self.score_rope,
             head=self.head,
         )  # fmt: skip
-        return checked(self.keep.scorer, inputs)
+        return checked(self.keep.scorer, step)
 
     def evict_from_segment(
         self,
         tokens: Segment,
         scores: Tensor,
-        step: StepInputs,
+        queries: Queries,
         trace: Trace | None,
         counts: Tensor | None = None,
     ) -> None:
         """Add a step's scores [B, Hk, N] and evict from a segment down to the budget.
 
-        counts: as in `Ragged.choose`.
+        counts: as in `RaggedTokens.choose`.
         """
-        visible, n = tokens.visible(step.visible), len(tokens)
-        self.add(scores, visible)
+        visible, n = tokens.mask(queries.visible), len(tokens)
+        self.scores.add(scores, visible)
         self._note(tokens, trace)
         slots, choice = self.choose(n, visible, counts)
         if slots is not None:
-            self._fill_ragged(tokens.exact_keys(), tokens.exact_values(), choice, step, trace)
-            tokens.keep(slots, self._needs_index(step, trace))
+            self._fill_ragged(tokens.exact_keys(), tokens.exact_values(), choice, queries, trace)
+            tokens.keep(slots, self._needs_index(queries, trace))
             tail = tokens.keys.tail
             tail.replace(self._renumbered_once(tail.view(), slots, n))
 
@@ -273,10 +268,10 @@ class ScoreEvictor:
         self, tokens: Slots, scores: Tensor, visible: Tensor | None, seen: int, trace: Trace | None
     ) -> None:
         """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
-        total = self._joined(tokens.scores, scores)
+        total = self.scores.joined(tokens.scores, scores)
         if trace is not None:
             trace.scored = tokens.index.long(), total
-        tokens.evict(total, tokens.visible(visible), seen - self.recent)
+        tokens.evict(total, tokens.mask(visible), seen - self.recent)
 
     def settled(self, tokens: Segment, drafting: bool) -> Segment | Slots:
         """Return the storage of the tokens from now on: slots once each step evicts one token."""
@@ -286,7 +281,7 @@ class ScoreEvictor:
         elif self.keep.when == "step" and len(tokens) == self.room and not drafting:
             keys = tokens.exact_keys()
             index = _indices(tokens, keys).expand(*keys.shape[:3])
-            slots = Slots(keys, tokens.exact_values(), self.scores.view()[..., 0], index.int())
+            slots = Slots(keys, tokens.exact_values(), self.scores.view(), index.int())
             self.scores.clear()
             return slots
         return tokens
@@ -294,31 +289,19 @@ class ScoreEvictor:
     def in_segment(self, slots: Slots, seen: int) -> Segment:
         """Return the tokens of slots as a segment, oldest first."""
         keys, values, scores, index = slots.in_order()
-        self.scores.replace(scores.unsqueeze(-1))
+        self.scores.replace(scores)
         return Segment.kept_of(keys, values, index, seen)
-
-    def add(self, scores: Tensor, visible: Tensor | None) -> None:
-        """Add a step's scores [B, Hk, N] to those of the tokens stored before it."""
-        before = len(self.scores)
-        if before == 0:
-            if visible is not None:
-                visible = visible[..., : scores.shape[-1]]
-            self.scores.replace(protect_sinks(scores, self.sinks, visible).unsqueeze(-1))
-            return
-        new = torch.zeros_like(scores[..., before:])
-        old = torch.cat([self.scores.view()[..., 0], new], dim=-1)
-        self.scores.replace(self._joined(old, scores).unsqueeze(-1))
 
     def choose(
         self, tokens: int, visible: Tensor | None, counts: Tensor | None = None
-    ) -> tuple[Tensor | None, Choice | None]:
+    ) -> tuple[Tensor | None, RaggedChoice | None]:
         """Return the slots int64 [B, Hk, M] of `tokens` tokens that stay; drop the other scores.
 
         Slots ascend, but for a retriever sinks come first and padding next. None: all tokens stay.
         Tokens newer than the scores stay: they follow the only prompt that is scored. The second
         value is the choice of `ragged`, where heads have different budgets; counts: as there.
         """
-        scores = self.scores.view()[..., 0]
+        scores = self.scores.view()
         n, sinks = scores.shape[-1], scores == torch.inf
         best = choice = None
         if self.keep.drops(tokens):
@@ -330,7 +313,7 @@ class ScoreEvictor:
                 best = None if choice is None else choice.certain
         slots = None
         if best is not None:
-            self.scores.replace(gather(self.scores.view(), best))
+            self.scores.keep(best)
             rest = torch.arange(n, tokens, device=best.device).expand(*best.shape[:2], -1)
             slots = torch.cat([best, rest], dim=-1)
         if not self.sinks_first or visible is None:
@@ -349,7 +332,7 @@ class ScoreEvictor:
             part.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         numbers = {name: getattr(self, name) for name in _STATE}
         ragged = None if self.ragged is None else self.ragged.state()
         return {"scores": self.scores.state(), "ragged": ragged, **numbers}
@@ -363,16 +346,16 @@ class ScoreEvictor:
             self.ragged.load_state(state["ragged"], like)
 
     def _fill_ragged(
-        self, k: Tensor, v: Tensor, choice: Choice | None, step: StepInputs, trace: Trace | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        choice: RaggedChoice | None,
+        queries: Queries,
+        trace: Trace | None,
     ) -> None:
         """Store the tokens that heads divided among them, of exact k, v [B, Hk, N, D]."""
         if self.ragged is not None and choice is not None:
-            self.ragged.fill(k, v, choice, step.visible, self._needs_index(step, trace))
-
-    def _joined(self, old: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores after a step; sinks keep theirs, plus infinity."""
-        joined = self.keep.scorer.join(old, scores)
-        return torch.where(old == torch.inf, old, joined) if self.sinks else joined
+            self.ragged.fill(k, v, choice, queries.visible, self._needs_index(queries, trace))
 
     def _renumbered_once(self, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
         """Return k [B, Hk, M, D], kept at slots of `tokens` tokens, at their final positions."""
@@ -380,15 +363,15 @@ class ScoreEvictor:
             return k
         return renumber_once(self.rope, k, slots, tokens)
 
-    def _needs_index(self, step: StepInputs, trace: Trace | None) -> bool:
+    def _needs_index(self, queries: Queries, trace: Trace | None) -> bool:
         """Return whether padding, ALiBi, RoPE, a later eviction or a trace needs the indices."""
-        masked = step.visible is not None or step.alibi is not None
+        masked = queries.visible is not None or queries.alibi is not None
         return masked or self.needs_positions or trace is not None or self.keep.when != "prompt"
 
     def _note(self, tokens: Segment, trace: Trace | None) -> None:
         """Note the logical indices and scores [B, Hk, N] of the candidates in a trace."""
         if trace is not None:
-            scores = self.scores.view()[..., 0].clone()
+            scores = self.scores.view().clone()
             index = tokens.logical(0, scores.shape[-1], scores.device)
             trace.scored = index.expand_as(scores), scores
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.append.reference import within
-from ..kernels.plan import Plan
+from ..kernels.plan import OpPlan
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..store import KVSide
@@ -45,7 +45,7 @@ class Segment:
         self.index: Tensor | None = None
         self.start: Tensor | None = None  # [B], logical index of each row's first token; None: 0
         self.start_final = False
-        self.append_plan = Plan(ops.append)
+        self.append_plan = OpPlan(ops.append)
 
     @classmethod
     def kept_of(cls, keys: Tensor, values: Tensor, index: Tensor, seen: int) -> Segment:
@@ -111,7 +111,8 @@ class Segment:
             if max_abs is not None and not within((k, v), max_abs):
                 return False
             max_abs, to_keys, to_values = None, keys.room(k), values.room(v)
-        if not self.append_plan((k, v), (to_keys, to_values), max_abs):
+        run = self.append_plan.bind((k, v)) or ops.append.reference
+        if not run((k, v), (to_keys, to_values), max_abs):
             return False
         keys.count += t
         values.count += t
@@ -122,12 +123,12 @@ class Segment:
 
         visible: bool [B, 1, seen tokens] by logical index, False for padding.
         """
-        live = None
+        nonpadding = None
         if visible is not None:
-            live = self._visible(visible, self.offloaded, len(self) + k.shape[2])
+            nonpadding = self._mask(visible, self.offloaded, len(self) + k.shape[2])
         self._find_start(visible)
-        self.keys.extend(k, drop, live, self.positions)
-        self.values.extend(v, drop, live)
+        self.keys.extend(k, drop, nonpadding, self.positions)
+        self.values.extend(v, drop, nonpadding)
         self.first += drop
 
     def keep(self, slots: Tensor, index: bool) -> None:
@@ -173,11 +174,11 @@ class Segment:
         """
         if self.keys.packed is None and self.values.packed is None:
             return
-        live = None if visible is None else self.visible(visible)
+        nonpadding = None if visible is None else self.mask(visible)
         if self.keys.needs_positions:
             self._find_start(visible)
-        self.keys.pack(live, prompt, self.positions)
-        self.values.pack(live, prompt)
+        self.keys.pack(nonpadding, prompt, self.positions)
+        self.values.pack(nonpadding, prompt)
 
     def trim(self) -> None:
         """Release the spare room of exact tokens."""
@@ -197,7 +198,7 @@ class Segment:
         fused = self.keys.fused and self.values.fused
         if not present or begin > offloaded or gaps or not fused:
             return self._pieces(visible, present, alibi, max(begin, offloaded))
-        mask = None if visible is None else self.visible(visible)
+        mask = None if visible is None else self.mask(visible)
         bias = None if alibi is None else self.bias(alibi, offloaded, len(self))
         if self.keys.packed is None and self.values.packed is None:
             return [Part(self.keys.tail.view(), self.values.tail.view(), mask, present, bias)]
@@ -219,11 +220,11 @@ class Segment:
             keys = self.keys.view(lo - offloaded, hi - offloaded, self.positions)
             values = self.values.view(lo - offloaded, hi - offloaded)
             bias = None if alibi is None else self.bias(alibi, lo, hi)
-            mask = self.visible(visible, lo, hi)
+            mask = self.mask(visible, lo, hi)
             pieces.append(Part(keys, values, mask, present if hi == n else 0, bias))
         return pieces
 
-    def visible(
+    def mask(
         self, visible: Tensor | None, lo: int | None = None, hi: int | None = None
     ) -> Tensor | None:
         """Return the mask of tokens lo to hi (None: of all resident ones).
@@ -233,7 +234,7 @@ class Segment:
         if visible is None:
             return None
         lo, hi = self.offloaded if lo is None else lo, len(self) if hi is None else hi
-        return self._visible(visible, lo, hi)
+        return self._mask(visible, lo, hi)
 
     def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
         """Return ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
@@ -273,7 +274,7 @@ class Segment:
         self.start = None if self.start is None else fn(self.start)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         numbers = {name: getattr(self, name) for name in _STATE}
         return {"keys": self.keys.state(), "values": self.values.state(), **numbers}
 
@@ -293,7 +294,7 @@ class Segment:
             self.start = visible[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
             self.start_final = bool(visible[:, 0].any(dim=-1).all())
 
-    def _visible(self, visible: Tensor, lo: int, hi: int) -> Tensor:
+    def _mask(self, visible: Tensor, lo: int, hi: int) -> Tensor:
         rest = visible[:, :, self.first + max(lo, self.kept) : self.first + hi]
         if lo >= self.kept:
             return rest

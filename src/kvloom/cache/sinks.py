@@ -91,10 +91,10 @@ class Sinks:
         if visible is None and not self.padded and seen >= self.count:
             return Part(self.keys, self.values, None, bias=bias)
         index = self._index()
-        live = index < seen
+        found = index < seen
         if visible is not None:
-            live &= visible[:, 0].gather(1, index.clamp(max=visible.shape[-1] - 1))
-        return Part(self.keys, self.values, live[:, None, :], bias=bias)
+            found &= visible[:, 0].gather(1, index.clamp(max=visible.shape[-1] - 1))
+        return Part(self.keys, self.values, found[:, None, :], bias=bias)
 
     def behind(self, first: int) -> Tensor:
         """Return how many tokens are evicted between sinks and a segment that begins at `first`.
@@ -129,7 +129,7 @@ class Sinks:
         return [self]
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state(self, state: dict[str, Any]) -> None:

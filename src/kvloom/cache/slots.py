@@ -74,9 +74,9 @@ class Slots:
             if alibi.closed_up:  # no slot is free while a step attends
                 index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
             bias = alibi.bias(index)
-        return [Part(self.keys, self.values, self.visible(visible), causal=1, bias=bias)]
+        return [Part(self.keys, self.values, self.mask(visible), causal=1, bias=bias)]
 
-    def visible(self, visible: Tensor | None) -> Tensor | None:
+    def mask(self, visible: Tensor | None) -> Tensor | None:
         """Return the mask by slot, bool [B, Hk, C]."""
         if visible is None:
             return None
@@ -112,7 +112,7 @@ class Slots:
             setattr(self, name, fn(getattr(self, name)))
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         return {name: getattr(self, name) for name in _STATE}
 
     @classmethod

@@ -1,7 +1,8 @@
-"""What a model gives a layer in one step: its tokens, and how their queries attend.
+"""One step of one layer: its queries, and its new keys and values.
 
-Decides nothing. `AttendInputs` come from the model; `StepInputs` are what the parts of a layer
-read, once the layer has checked the inputs.
+Decides nothing. A model gives a layer `StepInputs`. The keys and values are stored within the step;
+the `Queries` may wait longer, in a draft or for the scores of other layers. A score is called with
+the queries and with all tokens that they attended to: `keep.Step`.
 """
 
 from __future__ import annotations
@@ -16,67 +17,21 @@ from torch import Tensor
 from ..positions.alibi import Alibi
 
 
-class AttendInputs(NamedTuple):
-    """What a model gives one layer in one step: its newest T of seen + T tokens.
+class Queries(NamedTuple):
+    """One step's queries [B, Hq, T, D], which are the last T of seen + T tokens.
 
-    q: [B, Hq, T, D]. k, v: [B, Hk, T, D]. valid: bool [B, seen + T], False for padding. alibi: of
+    visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    valid: Tensor | None = None
-    softcap: float | None = None
-    alibi: Alibi | None = None
-    ids: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        """T, the number of new tokens in each row."""
-        return self.k.shape[2]
-
-    def part(self, begin: int, end: int) -> AttendInputs:
-        """Return the tokens begin to end, with the masks of the tokens up to them."""
-        q, k, v = (x[:, :, begin:end] for x in (self.q, self.k, self.v))
-        after = self.tokens - end
-        valid = None if self.valid is None else self.valid[:, : self.valid.shape[1] - after]
-        alibi = self.alibi
-        if alibi is not None:
-            position = alibi.position
-            alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
-        ids = None if self.ids is None else self.ids[:, begin:end]
-        return self._replace(q=q, k=k, v=v, valid=valid, alibi=alibi, ids=ids)
-
-    def one_by_one(self) -> Iterator[AttendInputs]:
-        """Yield each token as a step of its own."""
-        return (self.part(i, i + 1) for i in range(self.tokens))
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> AttendInputs:
-        """Apply fn to the tensors, along the batch dimension."""
-        valid = None if self.valid is None else fn(self.valid)
-        alibi = None if self.alibi is None else self.alibi.map(fn)
-        ids = None if self.ids is None else fn(self.ids)
-        q, k, v = fn(self.q), fn(self.k), fn(self.v)
-        return self._replace(q=q, k=k, v=v, valid=valid, alibi=alibi, ids=ids)
-
-
-class StepInputs(NamedTuple):
-    """One step's queries [B, Hq, T, D], which are the last T of `seen + T` tokens.
-
-    visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi:
-    of seen + T tokens. products: scale * q @ k, where attention left it (see `ops.step_mass`). ids:
-    int64 [B, T], token ids, where a rule reads them.
+    products: scale * q @ k, where attention left it (see `ops.step_mass`).
     """
 
     q: Tensor
     scale: float
-    softcap: float | None = None
     visible: Tensor | None = None
+    softcap: float | None = None
     alibi: Alibi | None = None
-    products: Tensor | None = None
     ids: Tensor | None = None
+    products: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,12 +43,25 @@ class StepInputs(NamedTuple):
         """`visible` of the queries' own tokens, bool [B, 1, T]."""
         return None if self.visible is None else self.visible[:, :, -self.tokens :]
 
-    def without_queries(self) -> StepInputs:
+    def slice(self, begin: int, end: int) -> Queries:
+        """Return the queries begin to end, which see the tokens up to them."""
+        after = self.tokens - end
+        visible, alibi, ids = self.visible, self.alibi, self.ids
+        if visible is not None:
+            visible = visible[:, :, : visible.shape[2] - after]
+        if alibi is not None:
+            position = alibi.position
+            alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
+        if ids is not None:
+            ids = ids[:, begin:end]
+        return Queries(self.q[:, :, begin:end], self.scale, visible, self.softcap, alibi, ids)
+
+    def none(self) -> Queries:
         """Return the step without queries, for parts that do not score."""
         return self._replace(q=self.q[:, :, :0].clone(), products=None, ids=None)
 
-    def after(self, earlier: StepInputs | None) -> StepInputs:
-        """Return the step with the queries of an earlier step before its own."""
+    def after(self, earlier: Queries | None) -> Queries:
+        """Return the queries of an earlier step and these behind them."""
         if earlier is None:
             return self
         ids = None
@@ -101,17 +69,46 @@ class StepInputs(NamedTuple):
             ids = torch.cat([earlier.ids, self.ids], dim=1)
         return self._replace(q=torch.cat([earlier.q, self.q], dim=2), products=None, ids=ids)
 
-    def without_newest(self, tokens: int) -> StepInputs:
-        """Return the step without its newest `tokens` tokens."""
+    def without_newest(self, tokens: int) -> Queries:
+        """Return the queries without those of the newest `tokens` tokens."""
         left = max(0, self.tokens - tokens)
         q, ids = self.q[:, :, :left], None if self.ids is None else self.ids[:, :left]
         visible = self.visible
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
         return self._replace(q=q, visible=visible, ids=ids)  # ALiBi may count from a removed token
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:
         """Apply fn to the tensors, along the batch dimension."""
         visible = None if self.visible is None else fn(self.visible)
         alibi = None if self.alibi is None else self.alibi.map(fn)
         ids = None if self.ids is None else fn(self.ids)
-        return self._replace(q=fn(self.q), visible=visible, alibi=alibi, products=None, ids=ids)
+        return Queries(fn(self.q), self.scale, visible, self.softcap, alibi, ids)
+
+
+class StepInputs(NamedTuple):
+    """What a model gives one layer in one step: its newest T of seen + T tokens.
+
+    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet.
+    """
+
+    queries: Queries
+    k: Tensor
+    v: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of new tokens in each row."""
+        return self.k.shape[2]
+
+    def slice(self, begin: int, end: int) -> StepInputs:
+        """Return the tokens begin to end, which see the tokens up to them."""
+        k, v = self.k[:, :, begin:end], self.v[:, :, begin:end]
+        return StepInputs(self.queries.slice(begin, end), k, v)
+
+    def one_by_one(self) -> Iterator[StepInputs]:
+        """Yield each token as a step of its own."""
+        return (self.slice(i, i + 1) for i in range(self.tokens))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
+        """Apply fn to the tensors, along the batch dimension."""
+        return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v))

@@ -18,20 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layer_parts import LayerParts
+from .cycle import attend
+from .layer_state import LayerState
 from .slots import Slots
-from .step import AttendInputs
+from .step import StepInputs
 from .undo import Undo
 
 
 class Verification:
-    """The inputs of a draft's steps, and the layer before the first of them."""
+    """The steps of a layer's running draft, and the layer before the first of them.
 
-    def __init__(self, before: Undo, steps: tuple[AttendInputs, ...] = ()) -> None:
-        self.before, self.steps = before, steps
+    certain: tokens, those of the next step included, that no crop will remove.
+    """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: a copy of a cache has accepted its draft."""
+    def __init__(self, certain: int = 0) -> None:
+        self.certain = certain
+        self.steps: tuple[StepInputs, ...] = ()
+        self.before: Undo | None = None  # None: no draft is running
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Verification:
+        """Return one without a draft: a copy of a cache has accepted it."""
+        return Verification(self.certain)
+
+    @property
+    def running(self) -> bool:
+        """Whether a crop may still remove the tokens of a draft."""
+        return self.before is not None
 
     @property
     def tokens(self) -> int:
@@ -41,77 +53,76 @@ class Verification:
     @property
     def nbytes(self) -> int:
         """Bytes of the inputs."""
-        return sum(x.nbytes for step in self.steps for x in (step.q, step.k, step.v))
+        return sum(x.nbytes for step in self.steps for x in (step.queries.q, step.k, step.v))
 
-    def oldest(self, tokens: int) -> Iterator[AttendInputs]:
-        """Yield the oldest `tokens` tokens, one by one."""
-        for step in self.steps:
-            for one in step.one_by_one():
-                if tokens == 0:
-                    return
-                tokens -= 1
-                yield one
+    def applies(self, layer: LayerState) -> bool:
+        """Return whether a layer that records takes the tokens of its next step one by one."""
+        if not (layer.seen or self.certain):
+            return False
+        evictor = layer.evictor
+        if evictor is not None and evictor.decides_later:
+            return False
+        return not (layer.recipe.store.exact and evictor is None and layer.retriever is None)
 
+    def attend(
+        self, layer: LayerState, given: StepInputs, mutable: Callable[[], list[Any]]
+    ) -> Tensor:
+        """Attend as usual to the tokens that are certain, then token by token; [B, Hq, T, D].
 
-def verifies(layer: LayerParts) -> bool:
-    """Return whether the layer takes the tokens of its next step one by one."""
-    if not layer.recording or not (layer.seen or layer.certain):
-        return False
-    evictor = layer.evictor
-    if evictor is not None and evictor.decides_later:
-        return False
-    return not (layer.recipe.store.exact and layer.evictor is None and layer.retriever is None)
-
-
-def attend_draft(
-    layer: LayerParts, given: AttendInputs, attend: Callable[[AttendInputs], Tensor]
-) -> Tensor:
-    """Attend as usual to the tokens that are certain, then token by token; [B, Hq, T, D].
-
-    attend: runs one step of the layer.
-    """
-    sure = min(given.tokens, max(0, layer.certain - layer.seen))
-    outs = []
-    layer.recording = False
-    if sure:
-        layer.verification = None
-        outs.append(attend(given.part(0, sure)))
-    if sure < given.tokens:
-        draft = given.part(sure, given.tokens)
-        if layer.verification is None:
-            layer.verification = Verification(Undo(layer.mutable()))
-        before, steps = layer.verification.before, layer.verification.steps
-        layer.verification = Verification(before, (*steps, draft))
-        outs += _attend_each(layer, draft.one_by_one(), attend)
-    layer.recording = True
-    return torch.cat(outs, dim=2)
-
-
-def restore(layer: LayerParts) -> Verification:
-    """Restore the layer as it was before the draft, and return the draft."""
-    draft = layer.verification
-    assert draft is not None
-    draft.before.restore()
-    if layer.retriever is not None and layer.retriever.store is not None:
-        layer.retriever.store.forget()  # its copies on the device are changed in place
-    layer.verification = layer.undo = None
-    layer.recording = True
-    return draft
-
-
-def remove_newest(layer: LayerParts, tokens: int, attend: Callable[[AttendInputs], Tensor]) -> None:
-    """Remove the newest `tokens` tokens of the draft, which then has ended."""
-    if tokens:
-        draft = restore(layer)
+        mutable: returns the objects that a step changes.
+        """
+        sure = min(given.tokens, max(0, self.certain - layer.seen))
+        outs = []
         layer.recording = False
-        _attend_each(layer, draft.oldest(draft.tokens - tokens), attend)
+        if sure:
+            self.end()
+            outs.append(attend(layer, given.slice(0, sure)))
+        if sure < given.tokens:
+            draft = given.slice(sure, given.tokens)
+            if self.before is None:
+                self.before = Undo(mutable())
+            self.steps = (*self.steps, draft)
+            outs += _attend_each(layer, draft.one_by_one())
         layer.recording = True
-    layer.verification = None
+        return torch.cat(outs, dim=2)
+
+    def end(self) -> None:
+        """Forget the draft: all of its tokens stay."""
+        self.steps, self.before = (), None
+
+    def restore(self, layer: LayerState) -> tuple[StepInputs, ...]:
+        """Restore the layer as it was before the draft, and return the steps of the draft."""
+        steps, before = self.steps, self.before
+        assert before is not None
+        before.restore()
+        if layer.retriever is not None and layer.retriever.store is not None:
+            layer.retriever.store.forget()  # its copies on the device are changed in place
+        self.end()
+        layer.recording = True
+        return steps
+
+    def remove_newest(self, layer: LayerState, tokens: int) -> None:
+        """Remove the newest `tokens` tokens of the draft, which then has ended."""
+        if tokens:
+            left = self.tokens - tokens
+            steps = self.restore(layer)
+            layer.recording = False
+            _attend_each(layer, _oldest(steps, left))
+            layer.recording = True
+        self.end()
 
 
-def _attend_each(
-    layer: LayerParts, steps: Iterator[AttendInputs], attend: Callable[[AttendInputs], Tensor]
-) -> list[Tensor]:
+def _oldest(steps: tuple[StepInputs, ...], tokens: int) -> Iterator[StepInputs]:
+    """Yield the oldest `tokens` tokens, one by one."""
+    for step in steps:
+        for one in step.one_by_one():
+            if tokens == 0:
+                return
+            tokens -= 1
+            yield one
+
+
+def _attend_each(layer: LayerState, steps: Iterator[StepInputs]) -> list[Tensor]:
     if isinstance(layer.tokens, Slots):  # steps write over what `restore` needs
         layer.tokens = layer.tokens.copy()
-    return [attend(step) for step in steps]
+    return [attend(layer, step) for step in steps]

@@ -28,7 +28,7 @@ from ..store.calibration import Calibration, format_of, kind_of, largest, shape_
 from ..store.codec import Channels, consecutive
 from ..workload.attachment import attachment_restored
 from ..workload.recorder import AttentionInputs, compressible_layers, record
-from ..workload.sampled_attention import ExactAttention, Sample
+from ..workload.sampled_attention import AttentionSample, ExactAttention
 from .channel_groups import group_channels
 from .clip_search import search_clip
 from .ranges import CONTEXTS, LAYERS, Progress, read_ranges
@@ -118,13 +118,13 @@ def _resume(partial: Path, fresh: Calibration) -> Calibration:
     return saved if same else fresh
 
 
-def _samples(model: PreTrainedModel, ids: Tensor, settings: Settings) -> dict[int, Sample]:
+def _samples(model: PreTrainedModel, ids: Tensor, settings: Settings) -> dict[int, AttentionSample]:
     """Return the sample of each layer on which clip factors are searched."""
-    samples: dict[int, Sample] = {}
+    samples: dict[int, AttentionSample] = {}
     exact = settings.sinks, settings.recent
 
     def add(layer: int, inputs: AttentionInputs) -> None:
-        samples[layer] = Sample.of(inputs, settings.queries, exact)
+        samples[layer] = AttentionSample.of(inputs, settings.queries, exact)
 
     record(model, ids[: settings.sample_contexts, : settings.sample_tokens], add)
     return samples

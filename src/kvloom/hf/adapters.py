@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..cache.step import AttendInputs
+from ..cache.step import Queries, StepInputs
 from ..positions.alibi import Alibi
 from . import attention, compat
 from .adapter_registry import ADAPTERS, Adapter, register
@@ -65,7 +65,9 @@ def attend(
     """
     attention.check_mask(layer, mask)
     k, v = layer.update(k, v)
-    out = layer.attend(AttendInputs(q, k, v, scale, hidden(mask), alibi=alibi))
+    visible = hidden(mask)
+    visible = None if visible is None else visible[:, None]
+    out = layer.attend(StepInputs(Queries(q, scale, visible, alibi=alibi), k, v))
     return out.transpose(1, 2).flatten(2)
 
 

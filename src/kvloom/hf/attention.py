@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ..cache.step import AttendInputs
+from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse
 from ..kernels.attend import reference as ref
 from .compat import padding_mask
@@ -42,7 +42,8 @@ def attention(
         )
     check_mask(layer, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layer.attend(AttendInputs(query, key, value, scale, attention_mask, softcap))
+    visible = None if attention_mask is None else attention_mask[:, None]
+    out = layer.attend(StepInputs(Queries(query, scale, visible, softcap), key, value))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from . import adapters, compat, token_ids
 from .cache import Cache
 from .repetition import Repetition, of_prompt
-from .routed import RoutedCache, RoutedLayer, lasting
+from .routed import RoutedCache, RoutedLayer, lasting, on_one_device
 
 
 class Follower:
@@ -129,21 +129,21 @@ class _FanOutLayer(RoutedLayer):
         super().__init__(leader.cache)
         self.followers, self.clock = followers, clock
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend in the leader; store the prompt in the followers."""
         out = super().attend(given)
-        if given.valid is not None:
-            given = given._replace(valid=given.valid.to(given.q.device))
+        given = on_one_device(given)
         for follower, layer in self.followers:
             if follower.ended:
                 continue
-            keep = layer.cache.recipe.keep
-            if given.alibi is not None and keep is not None and keep.positions != "original":
+            keep, alibi = layer.cache.recipe.keep, given.queries.alibi
+            if alibi is not None and keep is not None and keep.positions != "original":
                 follower.apart = True  # such positions are rounded differently in some models
                 continue
             begin = self.clock()
             try:
-                lasting(layer.cache.prefill)(given._replace(ids=layer.ids))
+                queries = given.queries._replace(ids=layer.ids)
+                lasting(layer.cache.prefill)(given._replace(queries=queries))
             except Exception as error:
                 follower.error = error
             follower.seconds += self.clock() - begin
@@ -164,8 +164,8 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
         if follower.repetition is not None and not follower.ended:
             found = alike.setdefault(follower.repetition.rule, [])
             found.append((follower, follower.repetition))
-    for group in alike.values():
-        first, *others = sorted((one for _, one in group), key=lambda one: one.budget)
+    for same in alike.values():
+        first, *others = sorted((one for _, one in same), key=lambda one: one.budget)
         begin, failed = clock(), None
         try:
             first.score()
@@ -174,7 +174,7 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
         except Exception as error:
             failed = error
         shared = clock() - begin
-        for follower, one in group:
+        for follower, one in same:
             begin = clock()
             try:
                 if failed is not None:

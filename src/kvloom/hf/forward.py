@@ -130,7 +130,7 @@ def _without_cached(cache: RoutedCache, kwargs: dict[str, Any]) -> dict[str, Any
     holds most of it.
     """
     ids, seen = kwargs.get("input_ids"), cache.get_seq_length()
-    certain = cache.routed[0].cache.certain if cache.routed else 0
+    certain = cache.routed[0].cache.verification.certain if cache.routed else 0
     if ids is None or not 0 < seen < certain <= ids.shape[-1]:
         return {}
     tokens = ids.shape[-1]
@@ -157,7 +157,7 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
     if given is None:
         seen = cache.get_seq_length()
         given = torch.arange(seen, seen + tokens, device=new.device)[None]
-    dropped = cache.routed[0].cache.dropped if cache.routed else 0
+    dropped = cache.routed[0].cache.state.dropped if cache.routed else 0
     evicted = dropped - torch.as_tensor(padding, device=given.device)
     return given - evicted.clamp(min=0)
 

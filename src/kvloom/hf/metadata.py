@@ -20,7 +20,7 @@ from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
 from ..store.calibration import Calibration
-from ..store.part import of_heads
+from ..store.rank_channels import of_heads
 from . import compat, rotary, shard
 
 BESIDE = "calibration.kvcal"

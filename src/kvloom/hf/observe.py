@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..cache.layer import LayerCache
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..errors import UnsupportedModel
 from ..store.buffer import Buffer
 from .routed import RoutedCache, RoutedLayer
 
 
-class Observation(NamedTuple):
+class ObservedStep(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
     Both as the model gives them, at their own positions also where the recipe renumbers. layer:
@@ -40,22 +40,23 @@ class ObservedLayer(RoutedLayer):
     """A `RoutedLayer` that shows every step to `on_step` before it attends."""
 
     def __init__(
-        self, routed: RoutedLayer, layer: int, on_step: Callable[[Observation], None]
+        self, routed: RoutedLayer, layer: int, on_step: Callable[[ObservedStep], None]
     ) -> None:
         super().__init__(routed.cache)
         self.layer, self.on_step = layer, on_step
         self.exact = Buffer()
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend as `RoutedLayer` does; a repetition of the prompt is no step."""
         if self.repeated is not None:
             return super().attend(given)
         self.exact.append(given.k.detach())
         keys = self.exact.view()
         every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
-        bias = None if given.alibi is None else given.alibi.bias(every)
-        q, scale, softcap = given.q, given.scale, given.softcap
-        self.on_step(Observation(self.layer, self.cache, q, keys, scale, softcap, bias))
+        queries = given.queries
+        bias = None if queries.alibi is None else queries.alibi.bias(every)
+        q, scale, softcap = queries.q, queries.scale, queries.softcap
+        self.on_step(ObservedStep(self.layer, self.cache, q, keys, scale, softcap, bias))
         return super().attend(given)
 
     def roll_back(self) -> None:
@@ -65,7 +66,7 @@ class ObservedLayer(RoutedLayer):
             self.exact.drop_back(len(self.exact) - self.cache.seen)
 
 
-def observe(cache: RoutedCache, on_step: Callable[[Observation], None]) -> None:
+def observe(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -> None:
     """Call `on_step` at every step of an empty cache, layer by layer, and trace its layers.
 
     Raises `UnsupportedModel` if the cache compresses no layer of the model.

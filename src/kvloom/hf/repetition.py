@@ -82,7 +82,7 @@ class Repetition:
         Two caches with equal rules get equal scores.
         """
         evictors = [
-            layer.cache.score_evictor if layer.cache.scores_repetition else None
+            layer.cache.state.score_evictor if layer.cache.state.scores_repetition else None
             for layer in self.cache.routed
         ]
         return tuple(
@@ -100,8 +100,8 @@ class Repetition:
         if not self.needed:
             return
         for own, its in zip(self.cache.routed, other.cache.routed, strict=True):
-            if own.cache.scores_repetition:
-                own.cache.score_evictor.take_repetition(its.cache.score_evictor)
+            if own.cache.state.scores_repetition:
+                own.cache.state.score_evictor.take_repetition(its.cache.state.score_evictor)
 
     def evict(self) -> None:
         """Evict in every layer that waits for scores."""
@@ -165,10 +165,11 @@ def of_prompt(
 
     Raises `CacheMisuse` where the prompt cannot be repeated.
     """
-    waiting = [x.cache for x in cache.routed if not x.cache.seen and x.cache.scores_repetition]
+    layers = [x.cache.state for x in cache.routed]
+    waiting = [state for state in layers if not state.seen and state.scores_repetition]
     if not waiting:
         return None
-    keeps = [layer.score_evictor.keep for layer in waiting]
+    keeps = [state.score_evictor.keep for state in waiting]
     if any(keep.scorer != keeps[0].scorer for keep in keeps):
         raise CacheMisuse(
             "layers of one recipe repeat the prompt in different chunks or by different "

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ..cache.checks import check_crop
 from ..cache.layer import LayerCache
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from ..recall import Traffic
 from ..recipe.layers import listed
@@ -52,10 +51,10 @@ class RoutedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayerCache, heads: int | None = None) -> None:
+    def __init__(self, cache: LayerCache, kv_heads: int | None = None) -> None:
         super().__init__()
         self.cache = cache
-        self.heads = heads  # key/value heads of this process, where it is one of several
+        self.kv_heads = kv_heads  # key/value heads of this process, where it is one of several
         self.armed = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
@@ -72,10 +71,10 @@ class RoutedLayer(CacheLayerMixin):
                 f"{self.cache.name}: attention did not reach kvloom after the last update; call "
                 "kvloom.detach and kvloom.attach again"
             )
-        if self.heads not in (None, key_states.shape[1]):
+        if self.kv_heads not in (None, key_states.shape[1]):
             raise CacheMisuse(
                 f"{self.cache.name}: the model gives {key_states.shape[1]} key/value heads and "
-                f"this process should have {self.heads}: the model was divided in another way "
+                f"this process should have {self.kv_heads}: the model was divided in another way "
                 'than by transformers; load it with tp_plan="auto"'
             )
         key = _alias(key_states)  # the model's own tensor gets no attribute
@@ -83,21 +82,22 @@ class RoutedLayer(CacheLayerMixin):
         self.armed = True
         return key, value_states
 
-    def attend(self, given: AttendInputs) -> Tensor:
-        """Attend as `LayerCache.run` does, once after every `update`; valid: on any device."""
+    def attend(self, given: StepInputs) -> Tensor:
+        """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
         if not self.armed:
             raise CacheMisuse(
                 f"{self.cache.name}: attention came twice for one update; models whose layers "
                 "share keys and values are not supported"
             )
         self.armed = False
-        if given.valid is not None:
-            given = given._replace(valid=given.valid.to(given.q.device))
-        run: Callable[[AttendInputs], Tensor] = self.cache.run
+        if given.queries.visible is not None:
+            given = on_one_device(given)
+        run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
             run = partial(self.cache.repeat, repeated=self.repeated)
         elif self.ids is not None:
-            given = given._replace(ids=self.ids.to(given.q.device))
+            ids = self.ids.to(given.k.device)
+            given = given._replace(queries=given.queries._replace(ids=ids))
         if torch.is_inference_mode_enabled():
             run = lasting(run)
         return run(given)
@@ -119,16 +119,16 @@ class RoutedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Drop and pack nothing until `crop` decides what stays."""
-        self.cache.recording = True
+        self.cache.state.recording = True
 
     @property
     def record_past(self) -> bool:
         """Whether dropping and packing wait for `crop`."""
-        return self.cache.recording
+        return self.cache.state.recording
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.cache.recording = value
+        self.cache.state.recording = value
 
     @lasting
     def crop(self, tokens: int) -> None:
@@ -215,13 +215,13 @@ class RoutedCache(transformers.Cache):
     @property
     def tokens_read(self) -> float:
         """Tokens that the last step read in a layer: the mean of compressed layers."""
-        read = [layer.cache.read for layer in self.routed]
+        read = [layer.cache.state.read for layer in self.routed]
         return sum(read) / len(read) if read else 0.0
 
     @property
     def traffic(self) -> Traffic:
         """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
-        retrievers = [layer.cache.retriever for layer in self.routed]
+        retrievers = [layer.cache.state.retriever for layer in self.routed]
         each = [x.store.traffic for x in retrievers if x is not None and x.store is not None]
         return Traffic(*(sum(x) for x in zip(*each, strict=True))) if each else Traffic()
 
@@ -308,7 +308,7 @@ class RoutedCache(transformers.Cache):
 
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
-        like = next((x.cache.like for x in self.routed), None)
+        like = next((x.cache.state.like for x in self.routed), None)
         if like is not None and like.shape[0] != rows:
             raise CacheMisuse(
                 f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
@@ -321,7 +321,7 @@ class RoutedCache(transformers.Cache):
         Raises `CacheMisuse` if a layer cannot remove them.
         """
         for layer in self.routed:
-            check_crop(layer.cache, layer.to_remove(tokens_to_remove))
+            layer.cache.check_crop(layer.to_remove(tokens_to_remove))
         with self.guard.change("crop"):
             super().crop(tokens_to_remove)
 
@@ -347,6 +347,14 @@ class RoutedCache(transformers.Cache):
             super().reset()
 
 
+def on_one_device(given: StepInputs) -> StepInputs:
+    """Return a step whose mask is on the device of its queries."""
+    q, visible = given.queries.q, given.queries.visible
+    if visible is None or visible.device == q.device:
+        return given
+    return given._replace(queries=given.queries._replace(visible=visible.to(q.device)))
+
+
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor with the same storage, and the same gradient if it has one."""
     return x.view(x.shape) if x.requires_grad else x.detach()  # detach takes a sixth of the time
@@ -354,14 +362,15 @@ def _alias(x: Tensor) -> Tensor:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    if cache.like is None:
+    if cache.state.like is None:
         return 0
-    b, h, _, d = cache.like.shape
+    b, h, _, d = cache.state.like.shape
     return 2 * b * h * d * cache.seen
 
 
 def _full_nbytes(cache: LayerCache) -> int:
-    return 0 if cache.like is None else _values(cache) * cache.like.element_size()
+    like = cache.state.like
+    return 0 if like is None else _values(cache) * like.element_size()
 
 
 def stock_attributes(layer: Any) -> dict[str, Any]:

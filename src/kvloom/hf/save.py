@@ -1,8 +1,8 @@
 """A cache as a file, which `Cache.save` writes and `Cache.load` reads.
 
-Decides what is in a file's metadata and which files are refused; `cache.state` decides what of a
-cache is state. The file is safetensors: tensors as the cache stores them (packed, without spare
-room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
+Decides what is in a file's metadata and which files are refused; `cache.saved_state` decides what
+of a cache is saved. The file is safetensors: tensors as the cache stores them (packed, without
+spare room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..cache.state import VERSION, load_state, state
+from ..cache.saved_state import VERSION, load_state, state
 from ..errors import (
     CacheMisuse,
     IncompatibleRecipe,
@@ -56,7 +56,7 @@ def save(cache: RoutedCache, path: str | Path) -> None:
     about = {
         "format": VERSION, "kvloom": __version__, "recipe": recipe,
         "model": _traits(cache.owner.model),
-        "calibration": _tables([layer.cache.metadata for layer in cache.routed]),
+        "calibration": _tables([layer.cache.state.metadata for layer in cache.routed]),
         "layers": [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
     files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
@@ -119,13 +119,13 @@ def _restore(
 
 def _state(layer: Any) -> Any:
     """Return the state of a layer, kvloom's or transformers' own."""
-    return state(layer.cache) if isinstance(layer, RoutedLayer) else stock_state(layer)
+    return state(layer.cache.state) if isinstance(layer, RoutedLayer) else stock_state(layer)
 
 
 def _load_state(layer: Any, saved: Any) -> None:
     """Load a saved state into a new layer."""
     if isinstance(layer, RoutedLayer):
-        load_state(layer.cache, saved)
+        load_state(layer.cache.state, saved)
     else:
         load_stock_state(layer, saved)
 
@@ -194,8 +194,8 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     config = compat.decoder_config(model)
     more = {name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")}
     dtype = str(model.dtype).removeprefix("torch.")
-    part = shard.place(model)
-    rank = None if part == shard.WHOLE else str(part)
+    own = shard.place(model)
+    rank = None if own == shard.WHOLE else str(own)
     traits = {**identity(model, part=True), "rank": rank, "dtype": dtype, **more}
     return json.loads(json.dumps(traits, default=str))
 
@@ -227,8 +227,8 @@ def _check_settled(cache: RoutedCache) -> None:
     """Raise `CacheMisuse` in the middle of a step or draft; wait for side streams."""
     for layer in (routed.cache for routed in cache.routed):
         layer.check_usable()
-        if layer.retriever is not None:
-            layer.retriever.side_stream.wait()
+        if layer.state.retriever is not None:
+            layer.state.retriever.side_stream.wait()
         if layer.removable:
             raise CacheMisuse(
                 f"{layer.name}: the newest {layer.removable} tokens may still be removed; "

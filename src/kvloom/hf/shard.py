@@ -49,8 +49,8 @@ def shard(model: PreTrainedModel) -> Shard:
 
     A plan that gathers the keys of all ranks (Phi-3) leaves every rank all heads.
     """
-    part = place(model)
-    return part if part == WHOLE or _divides_heads(model.tp_plan) else WHOLE
+    own = place(model)
+    return own if own == WHOLE or _divides_heads(model.tp_plan) else WHOLE
 
 
 def problem(model: PreTrainedModel, q_heads: int, kv_heads: int) -> str | None:
@@ -77,10 +77,10 @@ def needs_whole(model: PreTrainedModel, what: str) -> None:
 
     what: what needs all heads, as the subject of a sentence.
     """
-    part = shard(model)
-    if part != WHOLE:
+    own = shard(model)
+    if own != WHOLE:
         raise UnsupportedModel(
-            f"{what} needs all heads of the model, and this process is {part}; load the model "
+            f"{what} needs all heads of the model, and this process is {own}; load the model "
             "without tensor parallelism"
         )
 

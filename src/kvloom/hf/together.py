@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from . import compat
 from .cache import Cache
@@ -82,10 +82,10 @@ class _TogetherLayer(RoutedLayer):
         super().__init__(layers[0].cache)
         self.members, self.slices = [layer.cache for layer in layers], slices
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend in each cache with its rows of the batch."""
         self.armed = False
-        if given.valid is not None:
+        if given.queries.visible is not None:
             raise CacheMisuse(
                 f"{self.cache.name}: rows with padding cannot step together; step each cache alone"
             )
@@ -97,7 +97,7 @@ class _TogetherLayer(RoutedLayer):
 
 
 def _rows(cache: Cache) -> int:
-    like = cache.routed[0].cache.like
+    like = cache.routed[0].cache.state.like
     if like is None:
         raise CacheMisuse("a cache is empty; give caches that have read a prompt")
     return like.shape[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..cache.layer import LayerCache
 from ..cache.reading import marked
 from ..cache.segment import Segment
-from ..hf.observe import Observation
+from ..hf.observe import ObservedStep
 from ..kernels import ops
 from .recall_trace import NEVER, NO_RECALL, RecallTrace
 
@@ -36,10 +36,10 @@ class LayerTrace:
         self.step_mass = torch.empty(0)  # exact attention mass of the current step, [Hk, N]
         self.choice: Any = None
         self.recall: RecallTrace | None = None
-        if layer.retriever is not None:
+        if layer.state.retriever is not None:
             self.recall = RecallTrace(layer, heads, tokens)
 
-    def before_attention(self, look: Observation) -> None:
+    def before_attention(self, look: ObservedStep) -> None:
         """Compute the exact attention mass of a step."""
         mass = ops.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)
         heads, n = look.keys.shape[1], look.keys.shape[2]
@@ -54,7 +54,8 @@ class LayerTrace:
         gone[~cached & (gone == NEVER)] = step
         self.held.append(round(cached.sum().item() / len(cached)))
         self.mass.append((self.step_mass * cached).sum(dim=1) / self.step_mass.sum(dim=1))
-        begin = 0 if self.layer.sinks is None else self.layer.sinks.count
+        sinks = self.layer.state.sinks
+        begin = 0 if sinks is None else sinks.count
         if self.recall is not None:
             self.recall.after_step(step, cached, index[:, begin:], self.step_mass)
         self._record_packed(step, cached, index, begin)
@@ -62,7 +63,7 @@ class LayerTrace:
 
     def plain(self, tokens: int) -> dict[str, Any]:
         """Return the record of the first `tokens` tokens as plain data; see `trace_recipe`."""
-        evictor = self.layer.evictor
+        evictor = self.layer.state.evictor
         scored = evictor is not None and evictor.sums_scores
         return {
             "number": self.number,
@@ -89,7 +90,8 @@ class LayerTrace:
 
     def _record_packed(self, step: int, cached: Tensor, index: Tensor, begin: int) -> None:
         """Record the tokens that are packed now; `begin` is the first token of the segment."""
-        tokens = self.layer.tokens
+        state = self.layer.state
+        tokens = state.tokens
         if not isinstance(tokens, Segment):
             return
         for name, side in (("keys", tokens.keys), ("values", tokens.values)):
@@ -98,14 +100,16 @@ class LayerTrace:
             packed = self.packed[name][:, : self.layer.seen]
             offloaded = 0 if side.packed is None else tokens.offloaded
             its = [index[:, begin : begin + offloaded + side.packed_count]]
-            if side.packed is not None and self.layer.ragged is not None:
+            ragged = None if state.evictor is None else state.evictor.ragged
+            if side.packed is not None and ragged is not None:
                 its.append(index[:, begin + len(tokens) :])  # all packed at once
             is_packed = marked(torch.cat(its, dim=1), cached.shape[1])
             packed[is_packed & (packed == NEVER)] = step
 
     def _record_scores(self, step: int) -> None:
         """Record the scores of the last eviction, if there was one at this step."""
-        choice = None if self.layer.trace is None else self.layer.trace.scored
+        trace = self.layer.state.trace
+        choice = None if trace is None else trace.scored
         if choice is None or choice is self.choice:
             return
         self.choice = choice

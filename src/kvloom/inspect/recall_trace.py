@@ -23,9 +23,9 @@ class RecallTrace:
 
     def __init__(self, layer: LayerCache, heads: int, tokens: int) -> None:
         """Allocate the record for the tokens of the whole run."""
-        assert layer.retriever is not None
-        self.layer, self.retriever = layer, layer.retriever
-        self.kind = layer.retriever.recall.index.kind
+        assert layer.state.retriever is not None
+        self.layer, self.retriever = layer, layer.state.retriever
+        self.kind = self.retriever.recall.index.kind
         self.indexed = torch.full((heads, tokens), NEVER)
         self.parts = self.indexed.clone()
         self.end = 0  # tokens of the body that the index selects from, or that every step reads
@@ -38,8 +38,9 @@ class RecallTrace:
         cached: bool [Hk, N], tokens in the cache. body: int64 [Hk, M], the tokens of the cache's
         body. mass: fp32 [Hk, N], exact attention mass of the step.
         """
-        assert self.layer.trace is not None
-        read, chosen = cached.clone(), self.layer.trace.recalled
+        trace = self.layer.state.trace
+        assert trace is not None
+        read, chosen = cached.clone(), trace.recalled
         if chosen is not None:
             slots = chosen[0].reshape(len(cached), -1).cpu()
             read.scatter_(1, body[:, : self.end], False)

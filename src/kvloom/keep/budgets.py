@@ -1,7 +1,7 @@
 """How a budget is divided over the layers of a model.
 
 Every policy preserves the total to the token: the layers with the largest remainders get the tokens
-that rounding leaves. Shares are weights per layer; no layer gets more than all tokens.
+that rounding leaves. No layer gets more than all tokens.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def weights(
     return [1.0] * layers
 
 
-def split(total: int, shares: Sequence[float], cap: int) -> list[int]:
-    """Divide `total` tokens by `shares`, none above `cap`; sums to min(total, cap * layers).
+def split(total: int, weights: Sequence[float], cap: int) -> list[int]:
+    """Divide `total` tokens by `weights`, none above `cap`; sums to min(total, cap * layers).
 
     The tokens beyond a layer's cap are divided over the other layers, in proportion.
     """
-    layers = len(shares)
+    layers = len(weights)
     tokens = [0] * layers
     uncapped = list(range(layers))
     left = min(total, cap * layers)
     while uncapped:
-        weight = math.fsum(shares[i] for i in uncapped)
-        capped = [i for i in uncapped if left * shares[i] / weight >= cap]
+        whole = math.fsum(weights[i] for i in uncapped)
+        capped = [i for i in uncapped if left * weights[i] / whole >= cap]
         if not capped:
             break
         for i in capped:
@@ -76,8 +76,8 @@ def split(total: int, shares: Sequence[float], cap: int) -> list[int]:
         left -= cap * len(capped)
         uncapped = [i for i in uncapped if i not in capped]
     if uncapped:
-        weight = math.fsum(shares[i] for i in uncapped)
-        exact = {i: left * shares[i] / weight for i in uncapped}
+        whole = math.fsum(weights[i] for i in uncapped)
+        exact = {i: left * weights[i] / whole for i in uncapped}
         for i, x in exact.items():
             tokens[i] = math.floor(x)
         rest = left - sum(tokens[i] for i in uncapped)

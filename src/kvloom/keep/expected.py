@@ -41,7 +41,7 @@ class Expected(Scorer):
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
         b, hk, n, d = step.k.shape
-        first = first_tokens(n, self.sinks, step.valid, step.k.device)
+        first = first_tokens(n, self.sinks, step.visible, step.k.device)
         mean, covariance = self._queries(step, ~first[..., n - step.q.shape[2] :])
         mean, covariance = mean.view(b, hk, -1, d), covariance.view(b, hk, -1, d, d)
         k = step.k.float()
@@ -52,7 +52,7 @@ class Expected(Scorer):
             logits = torch.tanh(logits / step.softcap) * step.softcap
         if step.bias is not None:
             logits += step.bias.view(-1, hk, logits.shape[2], n)
-        hidden = first if step.valid is None else first | ~step.valid
+        hidden = first if step.visible is None else first | ~step.visible
         weights = logits.masked_fill(hidden[:, :, None], -torch.inf).softmax(dim=-1).nan_to_num(0.0)
         scores = (step.grouped(weights) + self.epsilon) * step.v.float().norm(dim=-1)
         return torch.where(first, scores.amax(dim=-1, keepdim=True), scores)
@@ -63,8 +63,9 @@ class Expected(Scorer):
         counted: bool [B or 1, 1 or Hk, T], the step's queries that they are estimated from.
         """
         q, t = step.q.float(), step.q.shape[2]
-        weight = counted[:, :1] if step.real is None else counted[:, :1] & step.real
-        weight = weight[..., None].float()  # [B or 1, 1, T, 1]
+        if step.visible_queries is not None:
+            counted = counted & step.visible_queries
+        weight = counted[:, :1, :, None].float()  # [B or 1, 1, T, 1]
         total = weight.sum(dim=2).clamp_min(1.0)
         if step.rope is not None:
             q = step.rope.rotate(q, -torch.arange(step.seen - t, step.seen).expand(1, 1, -1))

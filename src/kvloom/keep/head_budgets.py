@@ -1,7 +1,7 @@
 """How heads that compete for tokens divide a budget (AdaKV, arXiv:2407.11550, section 3).
 
-Every head is certain of a share of its uniform budget, for its best tokens. All other tokens go to
-the heads with the highest scores. Decides numbers and slots; the scores come from elsewhere.
+Every head is certain of a share of its uniform budget, the safeguard, for its best tokens. All
+other tokens go to the heads with the highest scores. Decides numbers and slots, not scores.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 
-def contested(heavy: int, share: float, unit: int) -> int:
+def contested(heavy: int, safeguard: float, unit: int) -> int:
     """Return how many of the `heavy` tokens of a uniform budget heads compete for.
 
-    A multiple of `unit` tokens. Every head is certain of the others: at least `share` of `heavy`.
+    A multiple of `unit` tokens. Every head is certain of the others: at least the share
+    `safeguard` of `heavy`.
     """
-    return math.floor(round(heavy * (1 - share), 6) / unit) * unit
+    return math.floor(round(heavy * (1 - safeguard), 6) / unit) * unit
 
 
 def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:

@@ -33,8 +33,9 @@ POSITIONS = {
 class Budget:
     """How many tokens a layer keeps: a number of tokens, or a fraction of the first prompt.
 
-    recent: how many of these are the newest tokens (int), or which share of the budget (float); the
-    others are heavy hitters, chosen by score. layers: how heavy hitters are divided over the
+    recent: how many of these are the newest tokens (int), or which share of the budget (float): 1
+    is one token, 1.0 is all; see `recent_tokens` and `recent_share`. The others are heavy hitters,
+    chosen by score. layers: how heavy hitters are divided over the
     layers, a policy of `budgets.POLICIES` or one weight for each layer. apart: round the recent
     share and the heavy share of the prompt down separately, as MiniKV's code does; otherwise round
     the budget down, and then its recent share. heads: the share of its heavy hitters that every
@@ -58,13 +59,14 @@ class Budget:
         number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
         if self.fraction is not None and not (number and 0 < self.fraction <= 1):
             raise RecipeError(f"budget fraction={self.fraction!r} must lie in (0, 1]")
-        if isinstance(self.recent, float) and not 0 <= self.recent <= 1:
-            raise RecipeError(f"recent={self.recent!r} must lie in [0, 1], or be a whole number")
-        if isinstance(self.recent, int) and self.recent < 0:
-            raise RecipeError(f"recent={self.recent!r} must be 0 or more")
-        if self.tokens is not None and isinstance(self.recent, int) and self.recent > self.tokens:
+        window, share = self.recent_tokens, self.recent_share
+        if share is not None and not 0 <= share <= 1:
+            raise RecipeError(f"recent={share!r} must lie in [0, 1], or be a whole number")
+        if window is not None and window < 0:
+            raise RecipeError(f"recent={window!r} must be 0 or more")
+        if self.tokens is not None and window is not None and window > self.tokens:
             raise RecipeError(
-                f"a recent window of {self.recent} tokens does not fit a budget of {self.tokens}; "
+                f"a recent window of {window} tokens does not fit a budget of {self.tokens}; "
                 "use a smaller window or a larger budget"
             )
         if isinstance(self.layers, str):
@@ -83,25 +85,41 @@ class Budget:
                 'layers="joint" divides a budget over heads; give heads, such as 0.2, too'
             )
 
+    @property
+    def recent_tokens(self) -> int | None:
+        """How many tokens to keep are the newest; None where `recent` is a share."""
+        return self.recent if isinstance(self.recent, int) else None
+
+    @property
+    def recent_share(self) -> float | None:
+        """Which share of the tokens to keep are the newest; None where `recent` is a number."""
+        return None if isinstance(self.recent, int) else self.recent
+
+    def resized(self, size: int | float) -> Budget:
+        """Return it with another size: tokens (int), or a fraction of the prompt (float)."""
+        if isinstance(size, int):
+            return replace(self, tokens=size, fraction=None)
+        return replace(self, tokens=None, fraction=size)
+
     def resolve(self, prompt_tokens: int) -> int:
         """Return the tokens to keep, averaged over layers: at least one."""
         if self.tokens is not None:
             return self.tokens
         assert self.fraction is not None
         tokens = prompt_tokens * self.fraction
-        if self.apart and isinstance(self.recent, float):
-            heavy_share = round(1 - self.recent, 12)  # 1 - 0.9 is a little less than 0.1
-            return max(1, int(tokens * self.recent) + int(tokens * heavy_share))
+        if self.apart and self.recent_share is not None:
+            heavy_share = round(1 - self.recent_share, 12)  # 1 - 0.9 is a little less than 0.1
+            return max(1, int(tokens * self.recent_share) + int(tokens * heavy_share))
         return max(1, int(tokens))
 
     def window(self, prompt_tokens: int) -> int:
         """Return how many of the tokens to keep are the newest."""
-        total = self.resolve(prompt_tokens)
-        if isinstance(self.recent, int):
-            return min(self.recent, total)
+        total, share = self.resolve(prompt_tokens), self.recent_share
+        if share is None:
+            return min(self.recent_tokens or 0, total)
         if self.apart and self.fraction is not None:
-            return int(prompt_tokens * self.fraction * self.recent)
-        return int(total * self.recent)
+            return int(prompt_tokens * self.fraction * share)
+        return int(total * share)
 
     def heavy(
         self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
@@ -118,8 +136,8 @@ class Budget:
         short = self.layers == "pyramidkv" and prompt_tokens < 2 * average
         if total >= prompt_tokens or short or not layers:
             return [average] * layers
-        shares = budgets.weights(self.layers, layers, variances, largest / max(1, average))
-        divided = budgets.split(average * layers, shares, largest)
+        weights = budgets.weights(self.layers, layers, variances, largest / max(1, average))
+        divided = budgets.split(average * layers, weights, largest)
         pyramid = self.layers in budgets.DEPTH
         if total > window and min(divided) == 0 and (pyramid or window == 0):
             raise RecipeError(

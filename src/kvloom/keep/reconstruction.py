@@ -84,11 +84,11 @@ def _weights(step: Step, rows: Tensor, keys: Tensor, lo: int) -> Tensor:
         logits += step.bias.view(-1, hk, r, 1, step.bias.shape[-1])[..., :n]
     later = torch.ones(t, t, dtype=torch.bool, device=rows.device).triu_(1)
     logits[..., n - t :].masked_fill_(later, -torch.inf)
-    if step.valid is not None:
-        logits.masked_fill_(~step.valid[:, :, None, None, :n], -torch.inf)
+    if step.visible is not None:
+        logits.masked_fill_(~step.visible[:, :, None, None, :n], -torch.inf)
     weights = logits.softmax(dim=-1)
-    if step.valid is not None:
+    if step.visible is not None:
         weights = weights.nan_to_num(0.0)  # a row that sees nothing
-    if step.real is not None:
-        weights = weights * step.real[:, :, None, lo : lo + t, None]
+    if step.visible_queries is not None:
+        weights = weights * step.visible_queries[:, :, None, lo : lo + t, None]
     return weights

@@ -19,7 +19,8 @@ class Step:
     q: [B, Hq, T, D], rotated as the model rotates them; they are the last T of the N tokens.
     k, v: [B, Hk, N, D]. All three have the model's dtype.
     scale, softcap: of the logits; softcap None: logits are not capped.
-    valid, real: bool [B, 1 or Hk, N] and [B, 1, T], False for padding; None: there is no padding.
+    visible: bool [B, 1 or Hk, N], False for padding; visible_queries: [B, 1, T], the same of the
+    queries' own tokens. None: there is no padding.
     index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
     seen: the length of the sequence so far. number: counts decode steps, 0 for the prompt.
     seed: differs from layer to layer. group: how query heads of a group are combined.
@@ -35,8 +36,8 @@ class Step:
     v: Tensor
     scale: float
     softcap: float | None
-    valid: Tensor | None
-    real: Tensor | None
+    visible: Tensor | None
+    visible_queries: Tensor | None
     index: Tensor
     seen: int
     number: int
@@ -57,8 +58,8 @@ class Step:
         skip = 0 if rows is None else max(0, t - rows)
         b, hk, n = self.k.shape[0], self.k.shape[1], self.k.shape[2]
         options: dict[str, Any] = {
-            "valid": self.valid,
-            "real": None if self.real is None else self.real[:, :, skip:],
+            "valid": self.visible,
+            "real": None if self.visible_queries is None else self.visible_queries[:, :, skip:],
             "softcap": self.softcap,
             "bias": self.bias,
             "noise": noise,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def choose(scores: Tensor, heavy: int, recent: int, valid: Tensor | None = None) -> Tensor | None:
+def choose(scores: Tensor, heavy: int, recent: int, visible: Tensor | None = None) -> Tensor | None:
     """Return the slots of the `heavy` best-scored tokens and of the newest `recent`, ascending.
 
-    scores: fp32 [B, Hk, N], plus infinity for tokens that must stay. valid: bool [B, 1 or Hk, N],
+    scores: fp32 [B, Hk, N], plus infinity for tokens that must stay. visible: bool [B, 1 or Hk, N],
     False for padding, which is chosen only where a row has too few other tokens. Returns int64
     [B, Hk, heavy + recent], or None where every token is chosen.
     """
@@ -18,26 +18,26 @@ def choose(scores: Tensor, heavy: int, recent: int, valid: Tensor | None = None)
     if heavy + recent >= n:
         return None
     older = scores[..., : n - recent]
-    if valid is not None:
-        older = older.masked_fill(~valid[..., : n - recent], -torch.inf)
+    if visible is not None:
+        older = older.masked_fill(~visible[..., : n - recent], -torch.inf)
     best = older.topk(heavy, dim=-1).indices.sort(dim=-1).values
     newest = torch.arange(n - recent, n, device=scores.device).expand(*scores.shape[:2], -1)
     return torch.cat([best, newest], dim=-1)
 
 
-def protect_sinks(scores: Tensor, sinks: int, valid: Tensor | None) -> Tensor:
-    """Return scores [B, Hk, N] with plus infinity for each row's first `sinks` valid tokens."""
+def protect_sinks(scores: Tensor, sinks: int, visible: Tensor | None) -> Tensor:
+    """Return scores [B, Hk, N] with plus infinity for each row's first `sinks` visible tokens."""
     if sinks == 0:
         return scores
-    first = first_tokens(scores.shape[-1], sinks, valid, scores.device)
+    first = first_tokens(scores.shape[-1], sinks, visible, scores.device)
     return scores.masked_fill(first, torch.inf)
 
 
-def first_tokens(n: int, count: int, valid: Tensor | None, device: torch.device) -> Tensor:
-    """Return which of n tokens are each row's first `count` valid ones: bool [B or 1, 1 or Hk, N].
+def first_tokens(n: int, count: int, visible: Tensor | None, device: torch.device) -> Tensor:
+    """Return each row's first `count` visible tokens of n, as a mask bool [B or 1, 1 or Hk, N].
 
-    valid: bool [B, 1 or Hk, N], False for padding.
+    visible: bool [B, 1 or Hk, N], False for padding.
     """
-    if valid is None:
+    if visible is None:
         return torch.arange(n, device=device)[None, None] < count
-    return valid & (valid.cumsum(dim=-1) <= count)
+    return visible & (visible.cumsum(dim=-1) <= count)

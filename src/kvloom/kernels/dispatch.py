@@ -60,7 +60,7 @@ class Backend(NamedTuple):
     plan: Callable[..., Callable[..., Any]] | None = None
 
 
-class Bound(NamedTuple):
+class BoundOp(NamedTuple):
     """An operation bound to a case: what runs it, which backend that is, and why others do not."""
 
     run: Callable[..., Any] | None  # None: the reference
@@ -86,7 +86,7 @@ class Op(Generic[P, R]):
     ) -> None:
         self.name, self.reference, self.case = name, reference, case
         self.backends: dict[str, Backend] = backends
-        self.bindings: dict[Hashable, Bound] = {}
+        self.bindings: dict[Hashable, BoundOp] = {}
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the kernel that covers the case, else the reference."""
@@ -94,7 +94,7 @@ class Op(Generic[P, R]):
         found: R = (run or self.reference)(*args, **options)
         return found
 
-    def bind(self, *args: Any, **options: Any) -> Bound:
+    def bind(self, *args: Any, **options: Any) -> BoundOp:
         """Return what runs a case, chosen on its first use, and count this use in `ran`.
 
         Pass as many arguments as `case` reads. A caller that has a better fallback than the
@@ -106,7 +106,7 @@ class Op(Generic[P, R]):
         ran[bound.counted] += 1
         return bound
 
-    def choose(self, *args: Any, **options: Any) -> Bound:
+    def choose(self, *args: Any, **options: Any) -> BoundOp:
         """Return what `bind` does without counting a use."""
         like, rest = self.case(*args, **options)
         key = setting(), like.device, rest
@@ -138,11 +138,11 @@ class Op(Generic[P, R]):
         warnings.warn(f"{self.name}: {why}; {instead} runs it", stacklevel=5)
         return why
 
-    def by_reference(self, why: str) -> Bound:
+    def by_reference(self, why: str) -> BoundOp:
         """Return the operation bound to its reference, for a reason."""
-        return Bound(None, "ref", why, (self.name, "ref", why))
+        return BoundOp(None, "ref", why, (self.name, "ref", why))
 
-    def _choose(self, like: Tensor, *args: Any, **options: Any) -> Bound:
+    def _choose(self, like: Tensor, *args: Any, **options: Any) -> BoundOp:
         load_plugins()  # which may register backends
         own, why = candidate(like)
         others = [
@@ -161,9 +161,9 @@ class Op(Generic[P, R]):
             return self._bound(own, refused)
         return self.by_reference("; ".join([*refused, *why]))
 
-    def _bound(self, name: str, refused: list[str]) -> Bound:
+    def _bound(self, name: str, refused: list[str]) -> BoundOp:
         backend, why = self.backends[name], "; ".join(refused)
-        return Bound(backend.run, name, why, (self.name, name, why), backend.plan)
+        return BoundOp(backend.run, name, why, (self.name, name, why), backend.plan)
 
     def _problems(
         self, name: str, args: Any, options: Any, instead: str = "the reference"

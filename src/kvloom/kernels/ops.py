@@ -8,8 +8,7 @@ Decides nothing about how a backend is chosen: see `dispatch`. Imports neither N
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from .attend.pages import PageTable
 from .attend.ragged import Spans
 from .attend.triton import decode as attend_triton
 from .attend.triton import paged as paged_triton
+from .declare import only, rows_op, scores_op
 from .dispatch import Backend, Op
 from .quantize import reference as quantize_reference
 from .quantize.cpu import pack as pack_cpu
@@ -41,24 +41,9 @@ from .score.triton import mass as mass_triton
 from .select import reference as select_reference
 from .select.cpu import select as select_cpu
 
-P = ParamSpec("P")
 R = TypeVar("R")
 _GRADIENT = ["q requires a gradient; call under torch.no_grad()"]
 _MANY = 9  # queries or tokens per step: more are covered by no kernel, and are one case
-
-
-def _only(fn: Callable[..., R]) -> Callable[..., R]:
-    """Return fn as a function of all arguments of an operation, of which it takes the first.
-
-    It also takes the options that are among its parameters.
-    """
-    parameters = signature(fn).parameters
-    first = sum(x.kind is not x.KEYWORD_ONLY for x in parameters.values())
-
-    def call(*args: Any, **options: Any) -> R:
-        return fn(*args[:first], **{name: x for name, x in options.items() if name in parameters})
-
-    return call
 
 
 # --- append ---------------------------------------------------------------------------------------
@@ -76,8 +61,8 @@ append = Op(
     _append_case,
     cpu=Backend(
         append_cpu.append,
-        _only(lambda new: append_cpu.problems(new[0])),
-        _only(lambda new: append_cpu.compiled(new[0].dtype)),
+        only(lambda new: append_cpu.problems(new[0])),
+        only(lambda new: append_cpu.compiled(new[0].dtype)),
         "1 to 8 tokens a step in fp32, fp16, bf16; head_dim a multiple of 16",
     ),
 )
@@ -118,7 +103,7 @@ def _attend_problems(module: Any) -> Any:
 
 def _attend_cpu(module: Any, layer: Callable[..., Any], coverage: str) -> Backend:
     """Return a CPU backend; it prepares a layer to load its kernel, and to plan its steps."""
-    prepare = _only(layer)
+    prepare = only(layer)
     return Backend(module.attend, _attend_problems(module), prepare, coverage, prepare)
 
 
@@ -144,7 +129,7 @@ attend = Op(
     gpu=Backend(
         attend_triton.attend,
         _attend_problems(attend_triton),
-        _only(attend_triton.kernels),
+        only(attend_triton.kernels),
         _ATTEND_GPU,
     ),
 )
@@ -162,7 +147,7 @@ attend_gathered = Op(
     gpu=Backend(
         attend_triton.attend_gathered,
         _attend_problems(attend_triton),
-        _only(attend_triton.kernels),
+        only(attend_triton.kernels),
         _ATTEND_GPU,
     ),
 )
@@ -255,15 +240,15 @@ pack = Op(
     lambda x, spec, *_, **__: (x, (kind_of(spec), x.dtype)),
     cpu=Backend(
         pack_cpu.pack,
-        _only(lambda x, spec: pack_cpu.problems(spec, x.device, x.dtype)),
-        _only(pack_cpu.compiled),
+        only(lambda x, spec: pack_cpu.problems(spec, x.device, x.dtype)),
+        only(pack_cpu.compiled),
         f"{_FORMATS}; rotated groups and heads; balanced tiles",
-        _only(pack_cpu.Packer),
+        only(pack_cpu.Packer),
     ),
     gpu=Backend(
         pack_triton.pack,
-        _only(lambda x, spec: pack_triton.problems(spec, x.device, x.dtype)),
-        _only(pack_triton.kernels),
+        only(lambda x, spec: pack_triton.problems(spec, x.device, x.dtype)),
+        only(pack_triton.kernels),
         _FORMATS,
     ),
 )
@@ -279,7 +264,7 @@ def _unpack_problems(module: Any) -> Callable[..., list[str]]:
     def problems(packed: Any, spec: QuantSpec, lo: int, hi: int, dtype: torch.dtype) -> Any:
         return module.problems(spec, packed.codes.device, dtype)
 
-    return _only(problems)
+    return only(problems)
 
 
 unpack = Op(
@@ -289,13 +274,13 @@ unpack = Op(
     cpu=Backend(
         pack_cpu.unpack,
         _unpack_problems(pack_cpu),
-        _only(pack_cpu.compiled),
+        only(pack_cpu.compiled),
         f"{_FORMATS}; rotated groups and heads; balanced tiles",
     ),
     gpu=Backend(
         pack_triton.unpack,
         _unpack_problems(pack_triton),
-        _only(pack_triton.kernels),
+        only(pack_triton.kernels),
         _FORMATS,
     ),
 )
@@ -319,47 +304,28 @@ column_mass = Op(
     _mass_case,
     cpu=Backend(
         mass_cpu.column_mass,
-        _only(lambda q, k, *, noise=None: mass_cpu.problems(q, k, noise)),
-        _only(mass_cpu.compiled),
+        only(lambda q, k, *, noise=None: mass_cpu.problems(q, k, noise)),
+        only(mass_cpu.compiled),
         "queries and keys both in fp32, fp16 or bf16, any head_dim; noise gumbel, gaussian, "
         "constant; tau, window, padding, softcap, bias",
     ),
     gpu=Backend(
         mass_triton.column_mass,
-        _only(lambda q, k, *, noise=None: mass_triton.problems(q, k, noise)),
-        _only(mass_triton.kernels),
+        only(lambda q, k, *, noise=None: mass_triton.problems(q, k, noise)),
+        only(mass_triton.kernels),
         "queries and keys in one of fp32, fp16, bf16, head_dim up to 256; noise gumbel, constant; "
         "tau, window, padding, softcap, bias",
     ),
 )
 
 
-def _scores_case(scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
-    return scores, scores.dtype
-
-
-def _scores_problems(scores: Tensor) -> list[str]:
-    return [] if scores.dtype == torch.float32 else [f"scores are {scores.dtype}, not fp32"]
-
-
-def _scores_op(
-    reference: Callable[P, R],
-    run: Callable[..., R],
-    load: Callable[[], object],
-    coverage: str = "scores in fp32",
-) -> Op[P, R]:
-    """Declare an operation on scores that has a CPU kernel only."""
-    backend = Backend(run, _only(_scores_problems), _only(load), coverage)
-    return Op(reference.__name__, reference, _scores_case, cpu=backend)
-
-
-step_mass = _scores_op(
+step_mass = scores_op(
     score_reference.step_mass,
     mass_cpu.step_mass,
     mass_cpu.compiled,
     "products that `attend` leaves",
 )
-lowest = _scores_op(
+lowest = scores_op(
     score_reference.lowest, mass_cpu.lowest, mass_cpu.compiled, "scores in fp32, indices in int32"
 )
 
@@ -367,31 +333,13 @@ lowest = _scores_op(
 # --- select ---------------------------------------------------------------------------------------
 
 
-def _rows_op(
-    reference: Callable[P, R], run: Callable[..., R], load: Callable[[], object], rows: int = 0
-) -> Op[P, R]:
-    """Declare an operation on keys, bounds or centroids, its argument number `rows`; CPU only."""
-
-    def case(*args: Any, **_: Any) -> tuple[Tensor, Hashable]:
-        x = args[rows]
-        return x, (x.shape[3], x.dtype)
-
-    backend = Backend(
-        run,
-        lambda *args, **_: select_cpu.problems(args[rows]),
-        _only(load),
-        "head_dim a multiple of 16 up to 512; keys and centroids in fp32, fp16, bf16",
-    )
-    return Op(reference.__name__, reference, case, cpu=backend)
-
-
 _SELECT = select_cpu.select_kernels
-kmeans = _rows_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.kmeans_kernels)
-page_bounds = _rows_op(select_reference.page_bounds, select_cpu.page_bounds, _SELECT)
-cluster_scores = _rows_op(select_reference.cluster_scores, select_cpu.cluster_scores, _SELECT, 1)
-page_scores = _rows_op(select_reference.page_scores, select_cpu.page_scores, _SELECT, 1)
-select_clusters = _scores_op(select_reference.select_clusters, select_cpu.select_clusters, _SELECT)
-select_pages = _scores_op(select_reference.select_pages, select_cpu.select_pages, _SELECT)
+kmeans = rows_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.kmeans_kernels)
+page_bounds = rows_op(select_reference.page_bounds, select_cpu.page_bounds, _SELECT)
+cluster_scores = rows_op(select_reference.cluster_scores, select_cpu.cluster_scores, _SELECT, 1)
+page_scores = rows_op(select_reference.page_scores, select_cpu.page_scores, _SELECT, 1)
+select_clusters = scores_op(select_reference.select_clusters, select_cpu.select_clusters, _SELECT)
+select_pages = scores_op(select_reference.select_pages, select_cpu.select_pages, _SELECT)
 
 OPS: dict[str, Op[..., Any]] = {
     op.name: op

@@ -1,9 +1,9 @@
 """An operation as one layer calls it at every step: bound once, and again when its case changes.
 
-A `Plan` belongs to one layer. It chooses the backend as `dispatch` does, and keeps what the chosen
-kernel keeps between the layer's steps (`Backend.plan`): constant arguments and workspaces. A case
-is what the operation declares in `ops`, with the device and the backend setting. Decides nothing
-about what a kernel keeps.
+An `OpPlan` belongs to one layer. It chooses the backend as `dispatch` does, and keeps what the
+chosen kernel keeps between the layer's steps (`Backend.plan`): constant arguments and workspaces. A
+case is what the operation declares in `ops`, with the device and the backend setting. Decides
+nothing about what a kernel keeps.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from . import ops
-from .dispatch import Bound, Op, environment, forced, ran
+from .dispatch import BoundOp, Op, environment, forced, ran
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Plan(Generic[P, R]):
+class OpPlan(Generic[P, R]):
     """One operation of one layer.
 
     Use it in one thread at a time. A copy, or a plan from a pickle, is not bound yet.
@@ -26,7 +26,7 @@ class Plan(Generic[P, R]):
 
     def __init__(self, op: Op[P, R]) -> None:
         self.op = op
-        self.bound: Bound | None = None
+        self.bound: BoundOp | None = None
         """What the last step ran, and why no kernel did; None before the first."""
         self._case: Any = None
         self._run: Callable[..., R] | None = None
@@ -65,6 +65,6 @@ class Plan(Generic[P, R]):
         self._case, self._run, self._counted, self.bound = case, run, bound.counted, bound
 
 
-def _plan(name: str) -> Plan[..., Any]:
+def _plan(name: str) -> OpPlan[..., Any]:
     """Return a plan of the operation with a name."""
-    return Plan(ops.OPS[name])
+    return OpPlan(ops.OPS[name])

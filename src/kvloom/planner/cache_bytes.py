@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..keep.budgets import BY_VARIANCE
 from ..recipe.geometry import Geometry
-from ..recipe.size import layer_nbytes
+from ..recipe.size import predicted_layer_nbytes
 from ..recipe.spec import Recipe
 from .model import ModelFacts
 
@@ -27,7 +27,7 @@ class LayerKind:
 
     def nbytes(self, tokens: int, geometry: Geometry) -> int:
         """Return the bytes of one layer and row after a prompt of `tokens` tokens."""
-        return layer_nbytes(self.recipe, tokens, geometry, self.rank, self.count)
+        return predicted_layer_nbytes(self.recipe, tokens, geometry, self.rank, self.count)
 
     def read(self, tokens: int, geometry: Geometry) -> tuple[int, int]:
         """Return the bytes and the tokens of one layer and row that a decode step reads."""
@@ -65,9 +65,9 @@ class CacheBytes:
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
         numbers = model.geometry.numbers
         found: Counter[tuple[Recipe, int, int]] = Counter()
-        for number, share in zip(numbers, recipe.sharing(numbers), strict=True):
+        for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True):
             plain = recipe.for_layer(number, numbers)
-            rank, count = share if _unequal(plain) else (0, 1)
+            rank, count = budget_rank if _unequal(plain) else (0, 1)
             found[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in found.items()]
         self.geometry, self.windows = model.geometry, Counter(model.windows)

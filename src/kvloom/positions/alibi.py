@@ -47,11 +47,11 @@ class Alibi:
         return replace(self, position=fn(self.position))
 
 
-def positions(valid: Tensor | None, batch: int, tokens: int, device: torch.device) -> Tensor:
+def positions(visible: Tensor | None, batch: int, tokens: int, device: torch.device) -> Tensor:
     """Return positions int64 [B, 1, tokens]: the number of tokens before each, without padding.
 
-    valid: bool [B, tokens], False for padding (None: no padding).
+    visible: bool [B, tokens], False for padding (None: no padding).
     """
-    if valid is None:
+    if visible is None:
         return torch.arange(tokens, device=device).expand(batch, 1, -1)
-    return valid.cumsum(dim=-1)[:, None] - 1
+    return visible.cumsum(dim=-1)[:, None] - 1

@@ -70,7 +70,7 @@ class Clusters(Index):
         return self.block
 
     def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
-        """Return the bytes of centroids, sizes, starts and live flags, and of the tokens' order."""
+        """Return the bytes of centroids, sizes, starts and flags, and of the tokens' order."""
         return tokens // self.size * (head_dim * itemsize + 4 + 4 + 1) + 4 * tokens
 
 
@@ -93,18 +93,18 @@ class ClusterFinder(Finder):
         super().__init__()
         self.options = options
 
-    def extend(self, keys: Tensor, live: Tensor) -> None:
+    def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
         """Cluster keys [B, Hk, T, D] among themselves and add the clusters."""
         o, t = self.options, keys.shape[2]
-        padded = not bool(live.all())
+        padded = not bool(nonpadding.all())
         clusters, per = (t // o.size, o.size) if self.tokens == 0 else (o.block_clusters, None)
-        tokens = live.sum(dim=-1)  # [B, 1]
+        tokens = nonpadding.sum(dim=-1)  # [B, 1]
         count = (tokens // per if per else tokens).clamp(max=clusters)
         count = torch.where(tokens > 0, count.clamp_min(1), 0)
         generator = torch.Generator().manual_seed(o.seed)
-        start = ref.seeds(live, count, clusters, generator)
+        start = ref.seeds(nonpadding, count, clusters, generator)
         alive = torch.arange(clusters, device=keys.device) < count.unsqueeze(-1)  # [B, 1, C]
-        centroids, labels = ops.kmeans(keys, start, live, alive, o.distance, o.iterations)
+        centroids, labels = ops.kmeans(keys, start, nonpadding, alive, o.distance, o.iterations)
         size = ref.sizes(labels, clusters + 1)
         if not padded:
             size = size[..., :-1]

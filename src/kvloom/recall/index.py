@@ -77,18 +77,23 @@ class Finder:
         """Whether `learn` was called, where the index reads queries."""
         return True
 
-    def learn(self, q: Tensor, keys: Tensor, live: Tensor, live_queries: Tensor) -> None:
+    def learn(
+        self, q: Tensor, keys: Tensor, nonpadding: Tensor, nonpadding_queries: Tensor
+    ) -> None:
         """Learn from the queries of the first prompt, before the first key is indexed.
 
-        q: [B, Hq, T, D], the last T. keys: [B, Hk, N, D], exact. live: bool [B, 1, N], and
-        live_queries: [B, 1, T], False for padding.
+        q: [B, Hq, T, D], the last T. keys: [B, Hk, N, D], exact. nonpadding: bool [B, 1, N], and
+        nonpadding_queries: [B, 1, T], False for padding.
         """
 
     def start_again(self, old: Finder) -> None:
         """Take over what an index that is emptied has learned."""
 
-    def extend(self, keys: Tensor, live: Tensor) -> None:
-        """Index the next keys [B, Hk, T, D] by age; live: bool [B, 1, T], False for padding."""
+    def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
+        """Index the next keys [B, Hk, T, D] by age.
+
+        nonpadding: bool [B, 1, T], False for padding.
+        """
         raise NotImplementedError
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:

@@ -200,7 +200,7 @@ class OffloadStore:
             self._compact()
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         buffers = [
             {"rows": [rows.state() for rows in buffer.rows], "widths": buffer.widths}
             for buffer in self.buffers

@@ -55,9 +55,9 @@ class PageFinder(Finder):
         super().__init__()
         self.page = options.page
 
-    def extend(self, keys: Tensor, live: Tensor) -> None:
+    def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
         """Add the bounds of whole pages of keys [B, Hk, T, D]."""
-        bounds = ops.page_bounds(keys, self.page, live)
+        bounds = ops.page_bounds(keys, self.page, nonpadding)
         for name, new in zip(self.tensors, bounds, strict=True):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += keys.shape[2]
@@ -108,11 +108,15 @@ class TopKFinder(Finder):
         super().__init__()
         self.real: Tensor | None = None
 
-    def extend(self, keys: Tensor, live: Tensor) -> None:
+    def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
         """Count keys [B, Hk, T, D], and note padding."""
-        if self.real is not None or not bool(live.all()):
-            old = live.new_ones(live.shape[0], 1, self.tokens) if self.real is None else self.real
-            self.real = torch.cat([old, live], dim=2)
+        if self.real is not None or not bool(nonpadding.all()):
+            old = (
+                nonpadding.new_ones(nonpadding.shape[0], 1, self.tokens)
+                if self.real is None
+                else self.real
+            )
+            self.real = torch.cat([old, nonpadding], dim=2)
         self.tokens += keys.shape[2]
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:

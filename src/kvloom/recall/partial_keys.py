@@ -88,19 +88,21 @@ class PartialKeyFinder(Finder):
         """Whether the rotation is known."""
         return self.rotation is not None
 
-    def learn(self, q: Tensor, keys: Tensor, live: Tensor, live_queries: Tensor) -> None:
+    def learn(
+        self, q: Tensor, keys: Tensor, nonpadding: Tensor, nonpadding_queries: Tensor
+    ) -> None:
         """Find the rotation, and the channels with the largest |q| + |k|, summed over a prompt.
 
         A head with fewer queries than channels is not rotated.
         """
         b, hk, _, d = keys.shape
         queries = q.reshape(b, hk, q.shape[1] // hk, q.shape[2], d)
-        queries = queries.masked_fill(~live_queries[:, :, None, :, None], 0.0).flatten(2, 3)
-        keys = keys.masked_fill(~live[..., None], 0.0)
+        queries = queries.masked_fill(~nonpadding_queries[:, :, None, :, None], 0.0).flatten(2, 3)
+        keys = keys.masked_fill(~nonpadding[..., None], 0.0)
         gram = sum(x.mT @ x for x in _doubles(queries))
         assert isinstance(gram, Tensor)
         rotation = torch.linalg.eigh(gram).eigenvectors.flip(-1)
-        rows = live_queries.sum(dim=-1) * (q.shape[1] // hk)  # [B, 1]
+        rows = nonpadding_queries.sum(dim=-1) * (q.shape[1] // hk)  # [B, 1]
         rotation = torch.where((rows < d)[..., None, None], torch.eye(d).to(rotation), rotation)
         mass = sum(
             (x @ rotation).abs().sum(dim=2) for part in (queries, keys) for x in _doubles(part)
@@ -114,14 +116,18 @@ class PartialKeyFinder(Finder):
         assert isinstance(old, PartialKeyFinder)
         self.rotation = old.rotation
 
-    def extend(self, keys: Tensor, live: Tensor) -> None:
+    def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
         """Add the partial keys of keys [B, Hk, T, D], and note padding."""
         if self.rotation is None:
-            self.learn(keys[:, :, :0], keys, live, live[..., :0])
+            self.learn(keys[:, :, :0], keys, nonpadding, nonpadding[..., :0])
         assert self.rotation is not None
-        if self.real is not None or not bool(live.all()):
-            old = live.new_ones(live.shape[0], 1, self.tokens) if self.real is None else self.real
-            self.real = torch.cat([old, live], dim=2)
+        if self.real is not None or not bool(nonpadding.all()):
+            old = (
+                nonpadding.new_ones(nonpadding.shape[0], 1, self.tokens)
+                if self.real is None
+                else self.real
+            )
+            self.real = torch.cat([old, nonpadding], dim=2)
         self.partial = grown(self.partial, (keys.float() @ self.rotation).to(keys.dtype))
         self.tokens += keys.shape[2]
 

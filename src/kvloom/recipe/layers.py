@@ -94,13 +94,13 @@ def for_layer(recipe: Recipe, number: int, numbers: Sequence[int]) -> Recipe:
         raise RecipeError(f"layer {number}: {error}") from error
 
 
-def sharing(recipe: Recipe, numbers: Sequence[int]) -> list[tuple[int, int]]:
+def budget_ranks(recipe: Recipe, numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return (rank, count) of each layer among the layers that divide one budget."""
-    groups = [budget_group(for_layer(recipe, number, numbers)) for number in numbers]
-    return [(groups[:i].count(group), groups.count(group)) for i, group in enumerate(groups)]
+    keys = [budget_key(for_layer(recipe, number, numbers)) for number in numbers]
+    return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
 
 
-def budget_group(plain: Recipe) -> Hashable:
+def budget_key(plain: Recipe) -> Hashable:
     """Return what the layers that divide one budget have in common: `keep`.
 
     With layers="joint", tokens move between these layers, so their `store` is equal, too.

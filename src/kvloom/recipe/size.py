@@ -1,6 +1,8 @@
 """Predicted bytes: what a cache holds right after a prompt, from the recipe and the geometry.
 
-Decides nothing: these are pure functions, and tests compare them with measured bytes.
+Decides nothing: these are pure functions, and tests compare them with measured bytes. The `nbytes`
+of a cache and of its parts are the bytes of tensors that exist; those of a recipe, a format and an
+index are predicted, and take a number of tokens.
 """
 
 from __future__ import annotations
@@ -16,18 +18,20 @@ _INDEX = 4  # bytes of an int32 position, and of a score in fp32
 _SPAN = 16  # bytes of the first token and of the number of tokens of a head
 
 
-def nbytes(recipe: Recipe, tokens: int, geometry: Geometry, batch: int = 1) -> int:
+def predicted_nbytes(recipe: Recipe, tokens: int, geometry: Geometry, batch: int = 1) -> int:
     """Return the bytes of all layers after a prompt of `tokens` tokens; see `Recipe.nbytes`."""
     numbers = geometry.numbers
     rows = (
-        layer_nbytes(recipe.for_layer(number, numbers), tokens, geometry, *share)
-        for number, share in zip(numbers, recipe.sharing(numbers), strict=True)
+        predicted_layer_nbytes(recipe.for_layer(number, numbers), tokens, geometry, *budget_rank)
+        for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True)
     )
     return sum(rows) * batch
 
 
-def layer_nbytes(recipe: Recipe, tokens: int, g: Geometry, rank: int = 0, count: int = 1) -> int:
-    """Return the bytes of one row in one layer with this plain recipe.
+def predicted_layer_nbytes(
+    recipe: Recipe, tokens: int, g: Geometry, rank: int = 0, count: int = 1
+) -> int:
+    """Return the bytes that one row has in one layer with this plain recipe.
 
     rank, count: the layer's rank among the `count` layers that share its budget.
     """
@@ -44,24 +48,24 @@ def layer_nbytes(recipe: Recipe, tokens: int, g: Geometry, rank: int = 0, count:
         if keep is not None and keep.drops(tokens):
             kept = min(tokens, recipe.budget_tokens(tokens))
         body = kept - min(sinks, kept)
-        total = _tokens_nbytes(recipe, body, g)
+        total = _predict_tokens(recipe, body, g)
         total += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
         total += 8 if sinks else 0  # the position of the row's first token that is not padding
-        return total + g.kv_heads * _index_nbytes(recipe, body, 0, g)
+        return total + g.kv_heads * _predict_index(recipe, body, 0, g)
     room = keep.rooms(tokens, count)[rank]
     kept = min(tokens, room) if keep.drops(tokens) else tokens
     contested = keep.contested(tokens, room, recipe.store.unit)
-    total = _tokens_nbytes(recipe, kept - contested, g)
-    total += _ragged_nbytes(recipe, contested * g.kv_heads, g)
-    total += g.kv_heads * _index_nbytes(recipe, kept, recipe.pinned_prefix, g)
+    total = _predict_tokens(recipe, kept - contested, g)
+    total += _predict_ragged(recipe, contested * g.kv_heads, g)
+    total += g.kv_heads * _predict_index(recipe, kept, recipe.pinned_prefix, g)
     if keep.when == "step" and kept < tokens:
-        return total + g.kv_heads * _slots_nbytes(kept, g)
+        return total + g.kv_heads * _predict_slots(kept, g)
     scored, placed = keep.when != "prompt", g.alibi or recipe.store.pre_rope
     numbers = scored + (kept < tokens and (scored or placed))  # a score, and a position
     return total + g.kv_heads * _INDEX * kept * numbers
 
 
-def _tokens_nbytes(recipe: Recipe, tokens: int, g: Geometry) -> int:
+def _predict_tokens(recipe: Recipe, tokens: int, g: Geometry) -> int:
     """Return the bytes of keys and values of `tokens` tokens, packed and exact, and outliers."""
     total, packed_in_both = 0, tokens
     for fmt, recent in _sides(recipe):
@@ -76,7 +80,7 @@ def _tokens_nbytes(recipe: Recipe, tokens: int, g: Geometry) -> int:
     return total
 
 
-def _ragged_nbytes(recipe: Recipe, tokens: int, g: Geometry) -> int:
+def _predict_ragged(recipe: Recipe, tokens: int, g: Geometry) -> int:
     """Return the bytes of `tokens` tokens of all heads together, and of each head's span."""
     if not tokens:
         return 0
@@ -87,7 +91,7 @@ def _ragged_nbytes(recipe: Recipe, tokens: int, g: Geometry) -> int:
     return total + g.kv_heads * _SPAN
 
 
-def _index_nbytes(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int:
+def _predict_index(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int:
     """Return the bytes of one head's index of `tokens` tokens without the first `prefix`."""
     if recipe.recall is None:
         return 0
@@ -100,7 +104,7 @@ def _index_nbytes(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int:
     return index.nbytes(index.due(0, max(0, ready - prefix)), g.head_dim, g.dtype.itemsize)
 
 
-def _slots_nbytes(room: int, g: Geometry) -> int:
+def _predict_slots(room: int, g: Geometry) -> int:
     """Return the bytes of one head's slots beside its tokens: a free slot, scores, positions."""
     free = 2 * g.head_dim * g.dtype.itemsize
     return free + (room + 1) * (_INDEX + _INDEX) + 8

@@ -252,19 +252,17 @@ class Recipe:
 
     def _budget_parts(self, budget: int | float, prompt_tokens: int | None) -> dict[str, Any]:
         """Return the part that changes with the budget, by name, leaving overrides aside."""
-        tokens, fraction = (budget, None) if isinstance(budget, int) else (None, budget)
         if self.recall is not None:
-            if tokens is None and prompt_tokens is None:
+            if prompt_tokens is None and not isinstance(budget, int):
                 raise RecipeError(
                     f"a step recalls a number of tokens, not budget={budget!r} of a prompt of any "
                     "length; give a whole number, or with_budget the prompt_tokens"
                 )
-            tokens = Budget(tokens, fraction).resolve(prompt_tokens or 0)
+            tokens = Budget(1).resized(budget).resolve(prompt_tokens or 0)
             return {"recall": replace(self.recall, tokens=tokens)}
         if self.keep is None:
             return {}
-        changed = replace(self.keep.budget, tokens=tokens, fraction=fraction)
-        return {"keep": replace(self.keep, budget=changed)}
+        return {"keep": replace(self.keep, budget=self.keep.budget.resized(budget))}
 
     def budget_tokens(self, prompt_tokens: int) -> int:
         """Return the tokens a layer that keeps by age has at most: never less than is protected."""
@@ -293,13 +291,13 @@ class Recipe:
         """
         return by_layer.for_layer(self, number, numbers)
 
-    def sharing(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    def budget_ranks(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Return, for each of these layers, its rank among those of its group, and their count.
 
         A budget over layers is divided, and a shared score summed, among layers of equal `keep`;
         where heads of several layers compete (layers="joint"), of equal `keep` and `store`.
         """
-        return by_layer.sharing(self, numbers)
+        return by_layer.budget_ranks(self, numbers)
 
     # a model
 
@@ -310,7 +308,7 @@ class Recipe:
         numbers = geometry.numbers
         found: dict[str, list[int]] = {}
         try:
-            for number, (_, count) in zip(numbers, self.sharing(numbers), strict=True):
+            for number, (_, count) in zip(numbers, self.budget_ranks(numbers), strict=True):
                 for problem in self.for_layer(number, numbers)._problems(geometry, count):
                     found.setdefault(problem, []).append(number)
         except RecipeError as error:
@@ -342,7 +340,7 @@ class Recipe:
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
-        return size.nbytes(self, tokens, geometry, batch)
+        return size.predicted_nbytes(self, tokens, geometry, batch)
 
     # text
 

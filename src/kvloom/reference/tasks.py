@@ -35,7 +35,7 @@ WORDS = _WORDS.split()
 
 
 @dataclass(frozen=True)
-class Question:
+class ContextQuestion:
     """A question to append to a context.
 
     answer_at: index of the answer's first id in the context. depth: the same as a fraction.
@@ -53,7 +53,7 @@ class ContextSet:
     """One context, which starts with BOS, and the questions about it."""
 
     context_ids: list[int]
-    questions: list[Question]
+    questions: list[ContextQuestion]
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def _with_questions(
     return ContextSet(
         ids,
         [
-            Question(f.question_ids, f.answer_ids, f.key, at, at / max(1, tokens))
+            ContextQuestion(f.question_ids, f.answer_ids, f.key, at, at / max(1, tokens))
             for f, at in zip(facts, answers, strict=True)
         ],
     )

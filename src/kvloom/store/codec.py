@@ -63,8 +63,8 @@ class Codec(Protocol):
     def spec(self) -> QuantSpec:
         """The codec as kernels read it."""
 
-    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
+    def quantize(self, x: Tensor, nonpadding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; nonpadding: bool [B, 1 or Hk, N], False for padding."""
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tokens [B, Hk, N, D] of codes, in dtype."""
@@ -78,10 +78,10 @@ class Plain:
         self.spec = QuantSpec(fmt.bits, fmt.axis, self.group, META[fmt.meta])
         self.channelwise = Channelwise()
 
-    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
+    def quantize(self, x: Tensor, nonpadding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; nonpadding: bool [B, 1 or Hk, N], False for padding."""
         fmt = self.fmt
-        return ref.quantize(x, fmt.bits, fmt.axis, self.group, META[fmt.meta], live)
+        return ref.quantize(x, fmt.bits, fmt.axis, self.group, META[fmt.meta], nonpadding)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tokens [B, Hk, N, D] of codes, in dtype."""
@@ -95,9 +95,9 @@ class Boosted(Plain):
         super().__init__(fmt, head_dim)
         self.spec = replace(self.spec, boost=fmt.boost)
 
-    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
-        return ref.boosted(x, self.group, self.fmt.boost, META[self.fmt.meta], live)
+    def quantize(self, x: Tensor, nonpadding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; nonpadding: bool [B, 1 or Hk, N], False for padding."""
+        return ref.boosted(x, self.group, self.fmt.boost, META[self.fmt.meta], nonpadding)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tokens [B, Hk, N, D] of codes, in dtype."""
@@ -112,9 +112,9 @@ class Hadamard(Plain):
         self.spec = replace(self.spec, hadamard=True)
         self.channelwise = Channelwise(rotated=head_dim)
 
-    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, scale and zero; live: bool [B, 1 or Hk, N], False for padding."""
-        return super().quantize(rotate(x.float()), live)
+    def quantize(self, x: Tensor, nonpadding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scale and zero; nonpadding: bool [B, 1 or Hk, N], False for padding."""
+        return super().quantize(rotate(x.float()), nonpadding)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tokens [B, Hk, N, D] of codes, in dtype."""
@@ -128,9 +128,9 @@ class Balanced(Hadamard):
         super().__init__(fmt, head_dim)
         self.spec = replace(self.spec, balance=fmt.balance)
 
-    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, scales [B, Hk, N/T, ...] and an empty zero; live: as in `Plain`."""
-        codes, scale = ref.balanced(rotate(x.float()), self.spec, live)
+    def quantize(self, x: Tensor, nonpadding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, scales [B, Hk, N/T, ...] and an empty zero; nonpadding: as in `Plain`."""
+        codes, scale = ref.balanced(rotate(x.float()), self.spec, nonpadding)
         return codes, scale, scale[..., :0]
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
@@ -161,7 +161,7 @@ class Mapped:
         mapped = None if self.static else group_of
         self.channelwise = Channelwise(mapped, self.static, self.divisor)
 
-    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize(self, x: Tensor, nonpadding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes, scale and zero; padding needs no mask, as tokens share no group."""
         fmt = self.fmt
         x = x.float() if self.divisor is None else x.float() / self.divisor
@@ -187,7 +187,7 @@ class Rotated:
         self.spec = QuantSpec(fmt.bits, "token", self.group, META[fmt.meta], rotated=True)
         self.channelwise = Channelwise(rotated=self.group)
 
-    def quantize(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize(self, x: Tensor, nonpadding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes, scale and an empty zero; tokens are independent: padding needs no mask."""
         fmt = self.fmt
         codes, scale = quantize_rotated(x, fmt.bits, self.group, META[fmt.meta])

@@ -56,7 +56,7 @@ class FormatTokens:
         """The objects that a step changes."""
         return [self, *self.buffers]
 
-    def append(self, x: Tensor, live: Tensor | None = None, at: Tensor | None = None) -> None:
+    def append(self, x: Tensor, nonpadding: Tensor | None = None, at: Tensor | None = None) -> None:
         """Pack and add x [B, Hk, T, D], whole units. Raises `RecipeError` for unfit tensors."""
         packed = self.fmt.pack(x)
         units = x.shape[2] // self.fmt.unit

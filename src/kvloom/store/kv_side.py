@@ -77,12 +77,13 @@ class KVSide:
         return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
 
     def extend(
-        self, x: Tensor, drop: int, live: Tensor | None = None, at: Positions | None = None
+        self, x: Tensor, drop: int, nonpadding: Tensor | None = None, at: Positions | None = None
     ) -> None:
         """Add x [B, Hk, T, D], drop the `drop` oldest tokens, and pack what is due.
 
-        The packed part of x never enters the tail. live: bool [B, 1 or Hk, N] of all tokens of this
-        side and of x, False for padding. at: returns their positions, to pack keys before RoPE.
+        The packed part of x never enters the tail. nonpadding: bool [B, 1 or Hk, N] of all tokens
+        of this side and of x, False for padding. at: returns their positions, to pack keys before
+        RoPE.
         """
         begin = self.packed_count
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
@@ -90,15 +91,16 @@ class KVSide:
         if self.packed is not None:
             surplus += self.packed.fmt.to_pack(exact.shape[2] - drop, self.recent)
         if surplus and self.packed is not None:
-            nonpadding = None if live is None else live[:, :, begin + drop : begin + surplus]
+            if nonpadding is not None:
+                nonpadding = nonpadding[:, :, begin + drop : begin + surplus]
             positions = at(begin + drop, begin + surplus) if at and self.needs_positions else None
             self.packed.append(exact[:, :, drop:surplus], nonpadding, positions)
         self.tail.replace(exact[:, :, surplus:])
 
     def pack(
-        self, live: Tensor | None = None, prompt: bool = False, at: Positions | None = None
+        self, nonpadding: Tensor | None = None, prompt: bool = False, at: Positions | None = None
     ) -> None:
-        """Pack the tokens of the tail that are due; live and at as in `extend`.
+        """Pack the tokens of the tail that are due; nonpadding and at as in `extend`.
 
         prompt: the tail holds a prompt, which is packed at once.
         """
@@ -107,7 +109,8 @@ class KVSide:
         tail, fmt, begin = self.tail, self.packed.fmt, self.packed.count
         due = fmt.to_pack(tail.count, self.recent, prompt)
         if due:
-            nonpadding = None if live is None else live[:, :, begin : begin + due]
+            if nonpadding is not None:
+                nonpadding = nonpadding[:, :, begin : begin + due]
             positions = at(begin, begin + due) if at and self.needs_positions else None
             self.packed.append(self.tail.view(due), nonpadding, positions)
             self.tail.drop_front(due)
@@ -161,14 +164,14 @@ class KVSide:
         packed = self.packed.view(at=positions) if count else None
         return KVView(packed, self.tail.view(), self.packed.fmt)
 
-    def fill(self, x: Tensor, live: Tensor | None = None) -> None:
-        """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact; live: [B, Hk, N].
+    def fill(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
+        """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact.
 
-        Packed tokens fill whole groups and bytes.
+        Packed tokens fill whole groups and bytes. nonpadding: bool [B, Hk, N], False for padding.
         """
         if self.packed is not None:
             assert isinstance(self.packed, PackedTokens), "recipes refuse other formats"
-            self.packed.append(x, live)
+            self.packed.append(x, nonpadding)
             x = x[:, :, :0]
         self.tail.replace(x)
 
@@ -191,7 +194,7 @@ class KVSide:
             self.packed.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.state`."""
+        """Return the state, see `cache.saved_state`."""
         packed = None if self.packed is None else self.packed.state()
         return {"tail": self.tail.state(), "packed": packed}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.attend.kv_view import Channelwise
-from ..kernels.plan import Plan
+from ..kernels.plan import OpPlan
 from ..kernels.quantize import reference as ref
 from ..kernels.quantize.spec import PackedTensors, RopeAngles
 from ..positions.rope import Rope
@@ -91,7 +91,7 @@ class PackedTokens:
         self.count = 0
         self._like: PackedTensors | None = None  # empty: the shapes of codes, scales and zeros
         self.dtype = torch.float32
-        self.pack_plan = Plan(ops.pack)
+        self.pack_plan = OpPlan(ops.pack)
 
     def __len__(self) -> int:
         return self.count
@@ -106,26 +106,27 @@ class PackedTokens:
         """The objects that a step changes."""
         return [self, self.codes, self.scale, self.zero]
 
-    def append(self, x: Tensor, live: Tensor | None = None, at: Tensor | None = None) -> None:
+    def append(self, x: Tensor, nonpadding: Tensor | None = None, at: Tensor | None = None) -> None:
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
 
-        live: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the tokens'
-        positions, for keys that are packed before RoPE.
+        nonpadding: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the
+        tokens' positions, for keys that are packed before RoPE.
         """
         if self.codec is None:
             self.codec = codec(self.fmt, self.channels, x)
         pack = self.pack_plan.bind(x, self.codec.spec)
         if pack is None:
-            self._append(x, live, at)
+            self._append(x, nonpadding, at)
         else:
             packed = self._extend(x)
-            chunks = ((x, live, at),) if x.shape[2] <= _CHUNK else _chunks(x, live, at)
-            for tokens, nonpadding, positions in chunks:
+            whole = ((x, nonpadding, at),)
+            chunks = whole if x.shape[2] <= _CHUNK else _chunks(x, nonpadding, at)
+            for tokens, mask, positions in chunks:
                 angles = None
                 if self.rope is not None:
                     assert positions is not None
                     angles = RopeAngles(*self.rope.angles(-positions), self.rope.interleaved)
-                pack(tokens, self.codec.spec, packed, self.count, nonpadding, angles)
+                pack(tokens, self.codec.spec, packed, self.count, mask, angles)
                 self.count += tokens.shape[2]
         self.dtype = x.dtype
 
@@ -210,7 +211,7 @@ class PackedTokens:
                 x.new_empty(b, h, 0, d + spec.boost, dtype=torch.uint8), scales, zeros
             )
         codes, scales, zeros = self._like
-        more = ref.rows_for(self.count + t, spec.bits) - ref.rows_for(self.count, spec.bits)
+        more = ref.rows_for(self.count + t, spec.bits) - self.codes.count
         t //= spec.tokens_per_scale
         return PackedTensors(
             self.codes.extend(more, codes),
@@ -218,15 +219,15 @@ class PackedTokens:
             self.zero.extend(t, zeros),
         )
 
-    def _append(self, x: Tensor, live: Tensor | None, at: Tensor | None) -> None:
-        """Quantize and append x by the reference; live, at: as in `append`."""
+    def _append(self, x: Tensor, nonpadding: Tensor | None, at: Tensor | None) -> None:
+        """Quantize and append x by the reference; nonpadding, at: as in `append`."""
         assert self.codec is not None
         chunks = []
-        for tokens, nonpadding, positions in _chunks(x, live, at):
+        for tokens, mask, positions in _chunks(x, nonpadding, at):
             if self.rope is not None:
                 assert positions is not None
                 tokens = self.rope.rotate(tokens.float(), -positions)
-            chunks.append(self.codec.quantize(tokens, nonpadding))
+            chunks.append(self.codec.quantize(tokens, mask))
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*chunks, strict=True)
         )

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..cache.layer import LayerCache
 from ..cache.part import Part, attend_parts
 from ..cache.score_evictor import ScoreEvictor
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from ..hf import adapters
 from ..hf.cache import Cache
@@ -70,7 +70,7 @@ class Prompt:
         """Return what all layers hold where an exact store has evicted tokens after the prompt."""
         cache, tokens = Cache(self.model, recipe), {}
         for number in self.numbers:
-            segment = self._filled(number, cache).segment
+            segment = self._filled(number, cache).state.segment
             keys, values = segment.exact_keys(), segment.exact_values()
             index = segment.logical(0, keys.shape[2], keys.device)
             tokens[number] = _Tokens(keys, values, index)
@@ -107,15 +107,15 @@ class Prompt:
         """Return the share of the prompt that each layer keeps, averaged over its heads."""
         cache = Cache(self.model, recipe)
         members = [self._filled(number, cache) for number in self.numbers]
-        return [1 - member.dropped / member.seen for member in members]
+        return [1 - member.state.dropped / member.seen for member in members]
 
     def _filled(self, number: int, cache: Cache) -> LayerCache:
         """Return one layer of a cache, with the prompt."""
         member = self._stored(number, cache)
-        if member.scores_repetition:
+        if member.state.scores_repetition:
             if not self.repeated:
                 self._repeat(member.recipe)
-            member.score_evictor.take_repetition(self.repeated[number])
+            member.state.score_evictor.take_repetition(self.repeated[number])
             lasting(member.end_repetition)()
         member.end_step()
         return member
@@ -134,7 +134,7 @@ class Prompt:
         members = {number: self._stored(number, cache) for number in self.numbers}
         with adapters.masks(self.model):
             repetition.score()
-        self.repeated |= {number: member.score_evictor for number, member in members.items()}
+        self.repeated |= {number: member.state.score_evictor for number, member in members.items()}
 
     def _base(self, tokens: dict[int, _Tokens]) -> tuple[Base, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""
@@ -186,13 +186,15 @@ class _Tokens(NamedTuple):
 class _Reader(RoutedLayer):
     """A layer that reads a prompt exactly and keeps what it attended with."""
 
-    inputs: AttendInputs  # with the last queries alone
+    inputs: StepInputs  # with the last queries alone
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend causally within the prompt."""
         self.armed = False
-        self.inputs = given._replace(q=given.q[:, :, -OBSERVED:].clone(), valid=None)
-        self.cache.seen = given.tokens
+        queries = given.queries
+        last = queries._replace(q=queries.q[:, :, -OBSERVED:].clone(), visible=None)
+        self.inputs = given._replace(queries=last)
+        self.cache.state.seen = given.tokens
         return _attend(given)
 
 
@@ -203,10 +205,10 @@ class _Shared(RoutedLayer):
         super().__init__(cache)
         self.tokens = tokens
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend to the shared tokens, and causally to the new ones of each row."""
         self.armed = False
-        rows, k = len(given.q), given.k
+        rows, k = len(given.k), given.k
         keys = torch.cat([self.tokens.k.expand(rows, -1, -1, -1), k], dim=2)
         values = torch.cat([self.tokens.v.expand(rows, -1, -1, -1), given.v], dim=2)
         index = self.tokens.places
@@ -223,29 +225,29 @@ class _Candidates(RoutedLayer):
         super().__init__(members[0])
         self.members = members
 
-    def attend(self, given: AttendInputs) -> Tensor:
+    def attend(self, given: StepInputs) -> Tensor:
         """Attend in each cache with its row of the batch."""
         self.armed = False
-        new = zip(self.members, given.q.split(1), given.k.split(1), given.v.split(1), strict=True)
+        queries = given.queries._replace(visible=None)
+        new = zip(self.members, queries.q.split(1), given.k.split(1), given.v.split(1), strict=True)
         rows = [
-            lasting(member.run)(given._replace(q=q, k=k, v=v, valid=None))
-            for member, q, k, v in new
+            lasting(member.run)(StepInputs(queries._replace(q=q), k, v)) for member, q, k, v in new
         ]
         for member in self.members:
             member.end_step()
         return torch.cat(rows)
 
 
-def _attend(given: AttendInputs, index: Tensor | None = None) -> Tensor:
+def _attend(given: StepInputs, index: Tensor | None = None) -> Tensor:
     """Attend the T queries, the last of N tokens, causally to k, v [B, Hk, N, D].
 
     index: logical indices [1, Hk or 1, N]; None: 0 to N.
     """
-    q, k, alibi = given.q, given.k, given.alibi
-    bias = None
-    if alibi is not None:
+    queries, k, v = given
+    q, bias = queries.q, None
+    if queries.alibi is not None:
         if index is None:
             index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
-        bias = alibi.bias(index)
-    part = Part(k, given.v, None, causal=q.shape[2], bias=bias)
-    return attend_parts(q, [part], given.scale, given.softcap)
+        bias = queries.alibi.bias(index)
+    part = Part(k, v, None, causal=q.shape[2], bias=bias)
+    return attend_parts(q, [part], queries.scale, queries.softcap)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cache.build import build_layers
 from ..cache.layer import LayerCache
-from ..cache.step import AttendInputs
+from ..cache.step import Queries, StepInputs
 from ..hf.cache import Cache
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
@@ -54,11 +54,11 @@ def empty_layers(recipe: Recipe, shape: LayerShape, count: int = 1) -> list[Laye
 
 def fill(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Store a prompt k, v [B, Hk, N, D] whose last queries are q [B, Hq, T, D]."""
-    scale, tokens = k.shape[3] ** -0.5, k.shape[2]
-    cache.prefill(AttendInputs(q, k, v, scale))
-    if cache.scores_repetition:  # as if the last queries repeated the whole prompt
+    queries, tokens = Queries(q, k.shape[3] ** -0.5), k.shape[2]
+    cache.prefill(StepInputs(queries, k, v))
+    if cache.state.scores_repetition:  # as if the last queries repeated the whole prompt
         first = tokens - q.shape[2]
-        cache.repeat(AttendInputs(q, k[:, :, first:], v[:, :, first:], scale), (0, tokens))
+        cache.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
         cache.end_repetition()
     cache.end_step()
 
@@ -76,10 +76,11 @@ def filled_cache(model: Any, recipe: Recipe, shape: LayerShape, tokens: int) -> 
 
 def read_nbytes(cache: LayerCache) -> int:
     """Return the bytes that the last step read: the whole cache, or the index and its selection."""
-    if cache.retriever is None or not cache.seen:
+    retriever, read = cache.state.retriever, cache.state.read
+    if retriever is None or not cache.seen:
         return cache.nbytes
-    index = cache.retriever.finder.nbytes
-    return index + round((cache.nbytes - index) * cache.read / cache.seen)
+    index = retriever.finder.nbytes
+    return index + round((cache.nbytes - index) * read / cache.seen)
 
 
 def _random_channels(fmt: Format | None, shape: LayerShape) -> Channels | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..cache.checks import check_range, check_shapes
 from ..cache.layer import LayerCache
 from ..cache.part import Part, attend_parts
-from ..cache.step import AttendInputs
+from ..cache.step import StepInputs
 from ..hf.cache import Cache
 from ..hf.routed import RoutedLayer
 from ..recipe.spec import Recipe
@@ -46,15 +46,16 @@ class RecordingLayer(LayerCache):
         super().__init__(Recipe(), f"layer {number}")
         self.number, self.observer = number, observer
 
-    def run(self, given: AttendInputs) -> Tensor:
+    def run(self, given: StepInputs) -> Tensor:
         """Attend causally. Prompts with padding are not supported."""
-        q, k, v, scale, softcap = given.q, given.k, given.v, given.scale, given.softcap
+        queries, k, v = given
+        q, scale, softcap, alibi = queries.q, queries.scale, queries.softcap, queries.alibi
         check_shapes(self.name, None, k, v)
-        check_range(self.name, self.max_abs, k, v)
+        check_range(self.name, self.state.max_abs, k, v)
         t = k.shape[2]
         bias = None
-        if given.alibi is not None:
-            bias = given.alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
+        if alibi is not None:
+            bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
         self.observer(self.number, AttentionInputs(q, k, v, scale, softcap, bias))
         return attend_parts(q, [Part(k, v, None, causal=t, bias=bias)], scale, softcap)
 

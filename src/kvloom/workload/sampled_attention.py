@@ -14,7 +14,7 @@ from torch import Tensor
 from .recorder import AttentionInputs
 
 
-class Sample(NamedTuple):
+class AttentionSample(NamedTuple):
     """Sampled queries q [B, Hq, S, D] of a layer, and the tokens k, v [B, Hk, N, D] they attend to.
 
     rows: int64 [S], the position of each query among the N tokens. Keys are after RoPE. exact: the
@@ -32,7 +32,9 @@ class Sample(NamedTuple):
     bias: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, queries: int, exact: tuple[int, int] = (0, 0)) -> Sample:
+    def of(
+        cls, inputs: AttentionInputs, queries: int, exact: tuple[int, int] = (0, 0)
+    ) -> AttentionSample:
         """Sample about `queries` query rows, evenly spaced in the second half."""
         t = inputs.q.shape[2]
         rows = torch.linspace(t // 2, t - 1, min(queries, t - t // 2)).long()
@@ -50,7 +52,7 @@ class ExactAttention:
     tensor minus the exact one.
     """
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: AttentionSample) -> None:
         b, hq, s, d = sample.q.shape
         self.k, self.v = sample.k.float(), sample.v.float()
         hk, n = self.k.shape[1:3]

@@ -14,7 +14,7 @@ from kvloom.kernels import ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.pages import PageTable
 from kvloom.kernels.attend.reference import State, merge
-from kvloom.kernels.plan import Plan
+from kvloom.kernels.plan import OpPlan
 from kvloom.store.packed import PackedView
 
 from .page import Pages
@@ -37,7 +37,7 @@ class PagedAttention:
         self.sinks = layout.plan.sinks
         self.exact_first = pages.sinks.unbind(1) if self.sinks else None
         self.nothing = tail.new_empty(1, layout.heads, 0, layout.head_dim)
-        self.plan = Plan(ops.attend_pages)
+        self.plan = OpPlan(ops.attend_pages)
         tails = tail.split(layout.head_dim, dim=-1)
         self.views = [
             KVView(pages.whole(side), x, fmt)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...hf.cache import Cache
-from ...hf.observe import Observation, observe
+from ...hf.observe import ObservedStep, observe
 from ...recall import Clusters, Index, Pages, TopK
 from ...workload.attachment import attachment_restored
 from ...workload.forward import forward
@@ -52,7 +52,7 @@ def recall_rates(
     found: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in INDEXES}
     finders: dict[tuple[str, int], Any] = {}
 
-    def on_step(look: Observation) -> None:
+    def on_step(look: ObservedStep) -> None:
         if look.q.shape[2] > 1 or look.layer < full_layers:
             return
         keys = look.keys[:, :, SINKS:context]

@@ -100,7 +100,7 @@ Make = Callable[[np.random.Generator, int, Material], Made]
 
 
 @dataclass(frozen=True)
-class Part:
+class RulerPart:
     """A task of RULER: how prompts are made, the fewest units, and tokens to generate."""
 
     make: Make
@@ -364,8 +364,8 @@ _NIAH = {
     "niah_multiquery": replace(_SINGLE, num_keys=4, num_queries=4),
 }
 PARTS = {
-    **{name: Part(partial(niah, settings), 4, 128) for name, settings in _NIAH.items()},
-    "vt": Part(vt, HOPS + 1, 30),
-    "cwe": Part(cwe, COMMON + 1, 120),
-    "fwe": Part(fwe, 30, 50),
+    **{name: RulerPart(partial(niah, settings), 4, 128) for name, settings in _NIAH.items()},
+    "vt": RulerPart(vt, HOPS + 1, 30),
+    "cwe": RulerPart(cwe, COMMON + 1, 120),
+    "fwe": RulerPart(fwe, 30, 50),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class QuantSpec:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "prepared": {}}
 
-    @property
+    @cached_property
     def tokens_per_scale(self) -> int:
         """Tokens that share a scale."""
         return self.balance or (self.group if self.axis == "channel" else 1)
@@ -66,15 +67,11 @@ class QuantSpec:
         """Whether zeros are stored, in a tensor of their own."""
         return not (self.rotated or self.balance)
 
-    @property
+    @cached_property
     def kind(self) -> Hashable:
         """Everything of it that decides whether a kernel covers it."""
-        found: Hashable = self.prepared.get("kind")
-        if found is None:
-            refused = tuple(unknown_spec(self))
-            how = self.rotated, self.hadamard, self.boost, self.balance
-            found = self.prepared["kind"] = (self.bits, self.axis, self.meta, how, refused)
-        return found
+        how = self.rotated, self.hadamard, self.boost, self.balance
+        return self.bits, self.axis, self.meta, how, tuple(unknown_spec(self))
 
     def scales(self, heads: int, d: int) -> tuple[int, int]:
         """Return the rows, and the numbers per row, of the scales of `heads` heads."""

@@ -46,18 +46,20 @@ def append(
     if k_steps[3] != 1 or v_steps[3] != 1:
         k, v = k.contiguous(), v.contiguous()
         k_steps, v_steps = k.stride(), v.stride()
+    (to_k, k_at), (to_v, v_at) = targets
+    k_rows = (k_at, 0) if isinstance(k_at, int) else (0, k_at.data_ptr())
+    v_rows = (v_at, 0) if isinstance(v_at, int) else (0, v_at.data_ptr())
     numbers = STEP.pack(
         batch=b, heads=h, tokens=t, head_dim=d,
-        keys=_side((k.data_ptr(), *k_steps), targets[0], limits[0]),
-        values=_side((v.data_ptr(), *v_steps), targets[1], limits[1]), exceeded=0,
+        keys=SIDE.pack(
+            (k.data_ptr(), *k_steps), (to_k.data_ptr(), *to_k.stride()), *k_rows, limits[0]
+        ),
+        values=SIDE.pack(
+            (v.data_ptr(), *v_steps), (to_v.data_ptr(), *to_v.stride()), *v_rows, limits[1]
+        ),
+        exceeded=0,
     )  # fmt: skip
     return not compiled(dtype).run(numbers, 0, 1)[STEP.numbers]
-
-
-def _side(source: tuple[int, ...], to: WriteTarget, max_bits: int) -> tuple[int, ...]:
-    data, at = to
-    begin, per_head = (at, 0) if isinstance(at, int) else (0, at.data_ptr())
-    return SIDE.pack(source, (data.data_ptr(), *data.stride()), begin, per_head, max_bits)
 
 
 @cache

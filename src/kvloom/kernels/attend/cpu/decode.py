@@ -14,7 +14,7 @@ from ..kv_view import KVView
 from ..reference import State
 from . import coverage
 from .arguments import DECODE
-from .layer import LayerAttention
+from .layer import KernelAttention
 
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 
@@ -37,7 +37,7 @@ class Decode:
     """Decode attention of one layer: keeps what does not change between its steps."""
 
     def __init__(self, q: Tensor, keys: KVView, values: KVView) -> None:
-        self._layer = LayerAttention(q, keys, values, keys.tail.shape[1], DECODE)
+        self._layer = KernelAttention(q, keys, values, keys.tail.shape[1], DECODE)
 
     def __call__(
         self,

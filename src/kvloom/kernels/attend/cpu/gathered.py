@@ -15,7 +15,7 @@ from ..kv_view import KVView
 from ..reference import First, State
 from . import coverage
 from .arguments import GATHERED
-from .layer import LayerAttention
+from .layer import KernelAttention
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -40,7 +40,7 @@ class Gathered:
     """Attention of one layer to chosen tokens: keeps what does not change between its steps."""
 
     def __init__(self, q: Tensor, keys: KVView, values: KVView, slots: Tensor) -> None:
-        self._layer = LayerAttention(q, keys, values, slots.shape[1], GATHERED)
+        self._layer = KernelAttention(q, keys, values, slots.shape[1], GATHERED)
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
 """Attention of one layer by a compiled kernel: what is kept between its steps, and a step's call.
 
 `decode` and `gathered` decide which tokens a step reads. Importing this does not import Numba;
-making a `LayerAttention` does.
+making a `KernelAttention` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .arguments import (
 _NUMBERS_PER_THREAD = 1 << 15  # of keys and values
 
 
-class LayerAttention:
+class KernelAttention:
     """A kernel, its workspace and the packed arguments of a layer's keys and values.
 
     Bound to the heads, queries, dtype, device and formats of the arguments it is made from; batch,

@@ -16,7 +16,7 @@ from ..pages import PageTable, contiguous_rows
 from ..reference import First, State
 from . import coverage
 from .arguments import PAGED
-from .layer import LayerAttention
+from .layer import KernelAttention
 
 _NO_SINKS = ((0,) * TOKENS.numbers,) * 2
 _NO_TOKEN = ((0,) * MATRIX.numbers,) * 2
@@ -51,7 +51,7 @@ class Paged:
 
     def __init__(self, q: Tensor, keys: KVView, values: KVView, table: PageTable) -> None:
         heads = keys.tail.shape[1]
-        self._layer = LayerAttention(q, keys, values, heads, PAGED, table.page)
+        self._layer = KernelAttention(q, keys, values, heads, PAGED, table.page)
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from ..ragged import Spans
 from ..reference import State
 from . import decode
 from .arguments import RAGGED
-from .layer import LayerAttention
+from .layer import KernelAttention
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -38,7 +38,7 @@ class Ragged:
     """Attention of one layer by spans: keeps what does not change between its steps."""
 
     def __init__(self, q: Tensor, keys: KVView, values: KVView, spans: Spans) -> None:
-        self._layer = LayerAttention(q, keys, values, spans.bounds.shape[1], RAGGED)
+        self._layer = KernelAttention(q, keys, values, spans.bounds.shape[1], RAGGED)
 
     def __call__(
         self,

@@ -124,7 +124,7 @@ def unpack(
     return out
 
 
-class _Table(NamedTuple):
+class _SpecTables(NamedTuple):
     """A spec's tables on a device; columns: int32 [Hk, D], the metadata column of each channel."""
 
     columns: Tensor
@@ -133,7 +133,7 @@ class _Table(NamedTuple):
     static: tuple[Tensor, Tensor] | None  # fp32 [Hk, D]
 
 
-def _table(spec: QuantSpec, heads: int, d: int, device: torch.device) -> _Table:
+def _table(spec: QuantSpec, heads: int, d: int, device: torch.device) -> _SpecTables:
     key = ("gpu", heads, d, device)
     if key not in spec.prepared:
         each = torch.arange(d, device=device).expand(heads, d)
@@ -153,12 +153,12 @@ def _table(spec: QuantSpec, heads: int, d: int, device: torch.device) -> _Table:
             )
             static, columns = (scale, zero), each
         columns = columns.to(device=device, dtype=torch.int32).contiguous()
-        spec.prepared[key] = _Table(columns, clip, divisor, static)
+        spec.prepared[key] = _SpecTables(columns, clip, divisor, static)
     return spec.prepared[key]
 
 
 def _given(
-    spec: QuantSpec, scale: Tensor, zero: Tensor, steps: tuple[int, ...], table: _Table
+    spec: QuantSpec, scale: Tensor, zero: Tensor, steps: tuple[int, ...], table: _SpecTables
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Return the metadata that kernels read, stored or static, and their strides."""
     if table.static is None:

@@ -211,7 +211,7 @@ def select_kernels() -> Any:
 @cache
 def _rating(d: int, w: int, dtype: torch.dtype, bounds: bool) -> Any:
     kernels = select_kernels()
-    return kernels.rating(kernels.Variant(d, w, _NUMBERS[dtype], bounds))
+    return kernels.rating(kernels.SelectVariant(d, w, _NUMBERS[dtype], bounds))
 
 
 @cache

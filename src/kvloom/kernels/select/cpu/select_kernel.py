@@ -42,7 +42,7 @@ RANGE = 64  # clusters or pages of a task
 BLOCK = 128  # ratings of which the largest is kept
 
 
-class Variant(NamedTuple):
+class SelectVariant(NamedTuple):
     """What a rating kernel is compiled for."""
 
     d: int
@@ -52,7 +52,7 @@ class Variant(NamedTuple):
 
 
 @cache
-def rating(variant: Variant) -> Any:
+def rating(variant: SelectVariant) -> Any:
     """Compile the rating kernel of a variant."""
     d, w, number, bounds = variant
     at_once, size, exact = 16 // w, SIZE[number], DequantSpec(exact=number).as_int

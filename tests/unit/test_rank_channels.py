@@ -8,7 +8,7 @@ import torch
 from kvloom.errors import CalibrationError
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels, codec, consecutive
-from kvloom.store.part import of_heads
+from kvloom.store.rank_channels import of_heads
 
 HEADS, D = 4, 32
 G = torch.Generator().manual_seed(0)

@@ -1,11 +1,12 @@
-"""What a layer's cache consists of.
+"""What one layer stores: its tokens, and the optional parts that its recipe needs.
 
-Decides which parts a recipe needs. `LayerCache`, `commit` and `reading` use them.
+Decides which parts a recipe needs. `cycle`, `reading` and `commit` change them; `LayerCache` calls
+these and undoes a step that fails.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,53 +19,42 @@ from .age_evictor import AgeEvictor
 from .coordinator import Coordinator
 from .draft import Draft
 from .evictor import Evictor
-from .outliers import Outliers
+from .outliers import OutlierTokens
 from .part import AttendPlans
-from .ragged import Ragged
 from .retriever import Retriever
 from .score_evictor import ScoreEvictor
 from .segment import Segment
 from .sinks import Sinks
 from .slots import Slots
-from .step import StepInputs
 from .trace import Trace
-from .undo import Undo
-
-if TYPE_CHECKING:
-    from .verification import Verification
 
 
-class LayerParts:
+class LayerState:
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe: the plain recipe of this layer, see `Recipe.for_layer`.
+    recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. coordinator: of layers
+    that decide together. trace: where the decisions of a step are noted; None: nobody observes.
 
     tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
-    none. draft: the newest tokens while a crop may still remove them.
-
-    rank, count: of this layer among those of the cache. sharing: (rank, count) among those that
-    divide one budget (default: all). rope: rotates keys where the recipe renumbers positions.
-    metadata: what the store's formats need of this layer.
+    none. draft: the newest tokens while their commit waits.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        name: str = "this layer",
-        rank: int = 0,
-        count: int = 1,
-        rope: Rope | None = None,
-        metadata: LayerMetadata | None = None,
-        sharing: tuple[int, int] | None = None,
+        name: str,
+        rank: int,
+        budget_rank: tuple[int, int],
+        rope: Rope | None,
+        metadata: LayerMetadata,
     ) -> None:
-        self.metadata = metadata or LayerMetadata()
-        if recipe.store.pre_rope and self.metadata.rope is None:
+        if recipe.store.pre_rope and metadata.rope is None:
             raise CacheMisuse(
                 f"{name}: keys before RoPE need the model's rotary embedding; give it as "
                 "metadata.rope"
             )
-        self.recipe, self.name, self.rank, self.rope = recipe, name, rank, rope
-        self.sharing = sharing or (rank, count)
+        self.recipe, self.name, self.rank, self.budget_rank = recipe, name, rank, budget_rank
+        self.rope, self.metadata = rope, metadata
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
         self.coordinator: Coordinator[Any] | None = None
@@ -87,24 +77,18 @@ class LayerParts:
         self.evictor: Evictor | None = None
         if scored:
             ropes = self.rope, metadata.rope
-            self.evictor = ScoreEvictor(recipe, rank, self.sharing, *ropes, metadata.head)
+            self.evictor = ScoreEvictor(recipe, rank, self.budget_rank, *ropes, metadata.head)
         elif keep is not None:
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe)
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else Outliers(rule, rank, metadata.head)
+        self.outliers = None if rule is None else OutlierTokens(rule, rank, metadata.head)
         self.draft: Draft | None = None
-        self.verification: Verification | None = None
-        self.certain = 0  # tokens, those of the next step included, that no crop will remove
-        self.waiting: StepInputs | None = None  # its scores wait for those of other layers
         self.settled = False  # whether a step was settled; the first one is the prompt
         self.seen = 0
         self.read: float = 0  # tokens that the last step read, of each row and head, on average
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
-        self._traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
-        self.unusable = ""  # why no step can follow
-        self.undo: Undo | None = None  # of the running step
-        self._undone: tuple[Any, list[Any]] = (None, [])  # see `mutable`
+        self.traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
 
     @property
     def segment(self) -> Segment:
@@ -119,11 +103,6 @@ class LayerParts:
         return self.evictor
 
     @property
-    def ragged(self) -> Ragged | None:
-        """The tokens of which heads have different numbers; None where budgets are equal."""
-        return None if self.evictor is None else self.evictor.ragged
-
-    @property
     def scores_repetition(self) -> bool:
         """Whether the model must repeat the first prompt, which scores its tokens."""
         return self.evictor is not None and self.evictor.awaits_repetition
@@ -136,8 +115,7 @@ class LayerParts:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        draft = 0 if self.verification is None else self.verification.nbytes
-        return draft + sum(part.nbytes for part in self.parts_held)
+        return sum(part.nbytes for part in self.stored)
 
     @property
     def dropped(self) -> float:
@@ -145,22 +123,8 @@ class LayerParts:
         if isinstance(self.tokens, Slots):
             return self.seen - len(self.tokens)
         sinks = 0 if self.sinks is None else self.sinks.count
-        return self.tokens.first - sinks - (0 if self.ragged is None else self.ragged.mean)
-
-    def observe(self) -> Trace:
-        """Return a `Trace` of each later step's decisions; call this before the first prompt."""
-        if self.trace is None:
-            self.trace = Trace()
-        return self.trace
-
-    @property
-    def removable(self) -> int:
-        """The newest tokens that a crop may still remove because a draft is not settled."""
-        if self.verification is not None:
-            return self.verification.tokens
-        if self.draft is None or self.seen <= self.recipe.start:
-            return 0
-        return self.draft.tokens
+        ragged = None if self.evictor is None else self.evictor.ragged
+        return self.tokens.first - sinks - (0 if ragged is None else ragged.mean)
 
     @property
     def all_exact(self) -> bool:
@@ -169,22 +133,18 @@ class LayerParts:
         return self.recipe.store.exact and (evictor is None or evictor.stores_first)
 
     @property
-    def parts_held(self) -> list[Any]:
+    def stored(self) -> list[Any]:
         """The parts with tensors."""
         parts = (
             self.tokens, self.sinks, self.evictor, self.retriever, self.outliers, self.draft,
         )  # fmt: skip
         return [part for part in parts if part is not None]
 
+    @property
     def mutable(self) -> list[Any]:
-        """Return the objects that a step changes; cached while no part is replaced."""
-        tokens, found = self._undone
-        if tokens is self.tokens:
-            return found
+        """The objects that a step changes."""
         found = [self, *self.tokens.mutable]
         for part in (self.sinks, self.evictor, self.retriever, self.outliers):
             if part is not None:
                 found += part.mutable
-        fixed = self.retriever is None and self.recipe.store.fixed_buffers
-        self._undone = (self.tokens if fixed else None, found)
         return found

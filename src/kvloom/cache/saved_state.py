@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from .draft import Draft
-from .layer_parts import LayerParts
+from .layer_state import LayerState
 from .slots import Slots
+from .trace import Trace
 
 VERSION = 5
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
 
 
-def state(layer: LayerParts) -> dict[str, Any]:
+def state(layer: LayerState) -> dict[str, Any]:
     """Return the state of a layer: views of its tensors, without spare room."""
     parts = {"sinks": layer.sinks, "evictor": layer.evictor, "retriever": layer.retriever,
              "outliers": layer.outliers, "draft": layer.draft}  # fmt: skip
@@ -34,7 +35,7 @@ def state(layer: LayerParts) -> dict[str, Any]:
     }
 
 
-def load_state(layer: LayerParts, saved: dict[str, Any]) -> None:
+def load_state(layer: LayerState, saved: dict[str, Any]) -> None:
     """Load a state that `state` returned into an empty layer of the same recipe and model.
 
     The layer owns the tensors then, and continues exactly as the saved one.
@@ -42,8 +43,8 @@ def load_state(layer: LayerParts, saved: dict[str, Any]) -> None:
     like = layer.like = saved["like"]
     layer.seen, layer.read = saved["seen"], saved["read"]
     layer.recording, layer.settled = saved["recording"], saved["settled"]
-    if saved["observed"]:
-        layer.observe()
+    if saved["observed"] and layer.trace is None:
+        layer.trace = Trace()
     if saved["slots"]:
         layer.tokens = Slots.from_state(saved["tokens"])
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..report.plots import check_plot, line_style
-from .answer import Plan
+from .result import Plan
 
 
 def plot(plan: Plan, path: str | Path) -> None:

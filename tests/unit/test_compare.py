@@ -36,6 +36,7 @@ from kvloom.report.plots import line_style
 from kvloom.workload import clock, crew, prefill, text
 from kvloom.workload.forward import forward
 from pairwise import some_slow
+from reference_model.tasks import needle_fact
 from reference_model.tokenizer import train_tokenizer
 
 compare_module = import_module("kvloom.eval.compare")  # kvloom.eval.compare is its function
@@ -315,7 +316,7 @@ def test_needle_sentences_are_those_of_training():
     pieces = ["\n The magic number for is Question: 1 2. \n"] * 5
     tokenizer = train_tokenizer([TEXT, WORDS, *pieces], 900)
     encode = tasks.Encoder(tokenizer, text.tokenize(tokenizer, TEXT))
-    want = tasks.needle_fact(encode, "amber", encode(*"9234567"))
+    want = needle_fact(encode, "amber", encode(*"9234567"))
     fact, question = needles._needle(tokenizer, "amber", "9234567")
     assert (fact.ids, question.ids) == (want.ids, want.question_ids)
     assert question.answer_tokens == 7

@@ -19,9 +19,9 @@ from ...quantize.spec import unknown_fields
 from .. import reference as ref
 from ..kv_view import KVView
 from ..reference import State
+from .arguments import Options
 from .launch import (
     Launch,
-    Options,
     kernels,
     nothing,
     processors,

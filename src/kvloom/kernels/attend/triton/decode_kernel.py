@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ...quantize.triton.pack_kernel import as_float
-from .launch import Side
+from .arguments import Side
 
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
 

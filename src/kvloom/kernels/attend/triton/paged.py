@@ -17,10 +17,9 @@ from ..kv_view import KVView
 from ..pages import PageTable, contiguous_rows
 from ..reference import First, State
 from . import decode
+from .arguments import Options, Rows
 from .launch import (
     Launch,
-    Options,
-    Rows,
     nothing,
     processors,
     rotated,

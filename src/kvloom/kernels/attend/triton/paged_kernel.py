@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arguments import Side
 from .decode_kernel import (
     _tiles_of,
     _walk,
@@ -20,7 +21,6 @@ from .decode_kernel import (
     side_of_row,
     store_split,
 )
-from .launch import Side
 
 
 @triton.jit(do_not_specialize=["splits", "sinks", "width", "r"])

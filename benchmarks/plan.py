@@ -29,10 +29,10 @@ from transformers import LlamaConfig
 import record
 from kvloom.bench.generate import random_model
 from kvloom.kernels.dispatch import compile_seconds
-from kvloom.planner import measure
+from kvloom.planner import machine_measurement
 from kvloom.planner.cache_bytes import CacheBytes
+from kvloom.planner.decode_step import step_work
 from kvloom.planner.model import ModelFacts, read_model
-from kvloom.planner.step import step_work
 from kvloom.recipe.resolve import resolve
 from kvloom.workload import filled_caches
 from kvloom.workload.shapes import ModelShape
@@ -87,7 +87,9 @@ def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[d
     """Measure the machine, then steps of a recipe at each batch; return both beside each other."""
     cache = CacheBytes(resolve(name), planned)
     works = {batch: step_work(planned, cache, context, batch) for batch in BATCHES}
-    machine = measure.complete(None, list(works.values()), planned.geometry, lambda *_: None)
+    machine = machine_measurement.complete(
+        None, list(works.values()), planned.geometry, lambda *_: None
+    )
     found = []
     for batch, work in works.items():
         real = measured(model, name, context, batch)
@@ -126,7 +128,7 @@ def main() -> None:
         if time.monotonic() - begin > options.seconds:
             print(f"{len(done)} of {len(wanted)} pieces; run the same command to continue")
             return
-        with patch.object(measure, "_median", least):
+        with patch.object(machine_measurement, "_median", least):
             done[key] = piece(model, planned, name, context)
         for row in done[key]:
             print(

@@ -16,10 +16,10 @@ from transformers import LlamaConfig
 
 import record
 from kvloom.planner.cache_bytes import CacheBytes
+from kvloom.planner.decode_step import step_work
 from kvloom.planner.hardware import Hardware
 from kvloom.planner.model import read_model
 from kvloom.planner.ranges import Range
-from kvloom.planner.step import step_work
 from kvloom.recipe.resolve import resolve
 
 BANDWIDTH = 2039e9

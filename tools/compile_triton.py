@@ -36,12 +36,11 @@ def measure(variant: Variant, arch: int) -> dict[str, Any]:
 
     begin = time.perf_counter()
     order = variant.kernel.arg_names
-    types, attrs = {}, {}
-    for i, name in enumerate(order):
-        kind, _, divisor = variant.signature.get(name, "constexpr").partition(":")
-        types[name] = kind
-        if divisor:
-            attrs[(i,)] = [["tt.divisibility", int(divisor)]]
+    attrs: dict[tuple[int, ...], list] = {}
+    types = {
+        name: _plain(variant.signature.get(name, "constexpr"), (i,), attrs)
+        for i, name in enumerate(order)
+    }
     missing = set(order) - set(variant.signature) - set(variant.constants)
     unknown = (set(variant.signature) | set(variant.constants)) - set(order)
     if missing or unknown:
@@ -63,6 +62,16 @@ def measure(variant: Variant, arch: int) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "bounds": {"registers": variant.registers, "shared": variant.shared},
     }
+
+
+def _plain(kind: Any, path: tuple[int, ...], attrs: dict[tuple[int, ...], list]) -> Any:
+    """Return a type without what it is divisible by, which goes to `attrs` at the path."""
+    if isinstance(kind, tuple):
+        return type(kind)(*(_plain(x, (*path, i), attrs) for i, x in enumerate(kind)))
+    kind, _, divisor = kind.partition(":")
+    if divisor:
+        attrs[path] = [["tt.divisibility", int(divisor)]]
+    return kind
 
 
 def problems(found: Mapping[str, Any]) -> list[str]:

@@ -25,15 +25,15 @@ _TYPES = {
 class Variant(NamedTuple):
     """One way to compile a kernel.
 
-    signature: argument -> "*bf16:16" (a pointer, divisible by 16), "i32", "i32:16", "fp32", in the
-    kernel's order, constants left out. constants: the kernel's tl.constexpr arguments. registers
-    (per thread), shared (bytes): limits. brief: the tests compile it too, not only
-    `benchmarks/aot.py`.
+    signature: argument -> "*bf16:16" (a pointer, divisible by 16), "i32", "i32:16", "fp32", or a
+    named tuple of these, in the kernel's order, constants left out. constants: the kernel's
+    tl.constexpr arguments. registers (per thread), shared (bytes): limits. brief: the tests compile
+    it too, not only `benchmarks/aot.py`.
     """
 
     name: str
     kernel: Any
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
@@ -42,15 +42,18 @@ class Variant(NamedTuple):
     brief: bool = False
 
 
-def signature(arguments: Mapping[str, Any]) -> dict[str, str]:
+def signature(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the types of a call's arguments; tensors may be on torch's meta device.
 
     Assumes that tensors are aligned to 16 bytes and nothing about numbers. None is a constant.
     """
-    found = {}
-    for name, x in arguments.items():
-        if isinstance(x, Tensor):
-            found[name] = f"*{_TYPES[x.dtype]}:16"
-        elif x is not None:
-            found[name] = "fp32" if isinstance(x, float) else "i32"
-    return found
+    return {name: _type(x) for name, x in arguments.items() if x is not None}
+
+
+def _type(x: Any) -> Any:
+    """Return the type of an argument; of a named tuple, one with the types of its fields."""
+    if isinstance(x, tuple):
+        return type(x)(*map(_type, x))
+    if isinstance(x, Tensor):
+        return f"*{_TYPES[x.dtype]}:16"
+    return "fp32" if isinstance(x, float) else "i32"

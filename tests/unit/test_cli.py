@@ -23,8 +23,7 @@ from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.reference import WEIGHTS
 from tiny import TEXT
 
-# kvloom.eval.measure and compare are functions of the modules of that name
-measure, compare_module = (import_module(f"kvloom.eval.{name}") for name in ("measure", "compare"))
+compare_module = import_module("kvloom.eval.compare")  # kvloom.eval.compare is its function
 SMALL = ["--context", "120", "--max-new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
@@ -142,7 +141,7 @@ def test_finished_rows_go_to_stderr_and_the_table_to_stdout(here):
 
 @pytest.mark.parametrize("finished", [0, 1])
 def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, finished):
-    whole, measured, out = measure.measure, [], tmp_path / "out.json"
+    whole, measured, out = compare_module.measure, [], tmp_path / "out.json"
 
     def interrupted(*args):
         if len(measured) == finished:
@@ -176,14 +175,14 @@ def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, fini
     ],
 )
 def test_a_recipe_that_fails_leaves_the_others(here, monkeypatch, caplog, error, said):
-    whole = measure._measure
+    whole = compare_module.measure
 
-    def fails(model, tokenizer, contexts, *rest):
-        if contexts.recipe.name == "rtn":
+    def fails(model, prompt, *rest):
+        if prompt.recipe.name == "rtn":
             raise error
-        return whole(model, tokenizer, contexts, *rest)
+        return whole(model, prompt, *rest)
 
-    monkeypatch.setattr(measure, "_measure", fails)
+    monkeypatch.setattr(compare_module, "measure", fails)
     found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-",
                 "--recipes", "rtn,window")  # fmt: skip
     assert found.exit_code == 1

@@ -28,7 +28,7 @@ from transformers import (
 import kvloom
 from kvloom import eval as work
 from kvloom.errors import InputError
-from kvloom.eval import Row, Settings, contexts, decoding, needles, with_full
+from kvloom.eval import Row, Settings, decoding, measure, needles, passes, with_full
 from kvloom.eval.table import table
 from kvloom.recipe.resolve import resolve
 from kvloom.reference import tasks
@@ -36,9 +36,10 @@ from kvloom.report.plots import line_style
 from kvloom.workload import clock, crew, prefill, text
 from kvloom.workload.forward import forward
 from pairwise import some_slow
+from reference_model.tasks import needle_fact
 from reference_model.tokenizer import train_tokenizer
 
-measure = import_module("kvloom.eval.measure")  # kvloom.eval.measure is its function
+compare_module = import_module("kvloom.eval.compare")  # kvloom.eval.compare is its function
 WORDS = " ".join(tasks.WORDS)
 TEXT = "".join(f"line {i}: {tasks.WORDS[i * 7 % 90]} is at {i * 7919}.\n" for i in range(600))
 
@@ -137,14 +138,14 @@ def test_progress_adds_up(model, tokenizer, task):
 
 def test_progress_adds_up_when_recipes_fail(model, tokenizer, task, monkeypatch):
     """One recipe does not fit, one fails as it stores a prompt, one as it decodes."""
-    whole = measure._measure
+    whole = measure.measure
 
-    def fails(model, tokenizer, contexts, *rest):
-        if contexts.recipe.name == "random":
+    def fails(model, prompt, *rest):
+        if prompt.recipe.name == "random":
             raise KeyError
-        return whole(model, tokenizer, contexts, *rest)
+        return whole(model, prompt, *rest)
 
-    monkeypatch.setattr(measure, "_measure", fails)
+    monkeypatch.setattr(compare_module, "measure", fails)
     specs = ["kivi:group=64", "pyramidkv:fraction=0.02,window=1", "random", "rtn"]
     done = []
     rows = work.compare(
@@ -208,20 +209,20 @@ def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, m
     """With little memory, every recipe has a group of its own; `full` is measured once."""
     specs = ["kivi:residual=32", "h2o:tokens=40", "snapkv:tokens=40"]
     together = work.compare(model, tokenizer, specs, task)
-    whole, alive, passes = contexts.prefill, weakref.WeakSet(), []
+    whole, alive, found_passes = passes.prefill, weakref.WeakSet(), []
 
     def counting(model, recipes, ids):
-        passes.append(([recipe.name for recipe in recipes], len(alive)))
+        found_passes.append(([recipe.name for recipe in recipes], len(alive)))
         logits, found = whole(model, recipes, ids)
         alive.update(x.cache for x in found)
         return logits, found
 
-    monkeypatch.setattr(contexts, "prefill", counting)
+    monkeypatch.setattr(passes, "prefill", counting)
     monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
     apart = work.compare(model, tokenizer, specs, task)
     assert len(task.prompts) == 2
     groups = [["full"], *([spec] for spec in specs)]
-    assert passes == [(group, held) for group in groups for held in (0, len(group))]
+    assert found_passes == [(group, 0) for group in groups for _ in task.prompts]
     for one, other in zip(apart, together, strict=True):
         assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)  # rounding alone
         rest = {"prefill_s": 0, "decode_tokens_s": 0, "perplexity": 0}
@@ -231,14 +232,14 @@ def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, m
 def test_a_failed_forward_pass_leaves_the_rows_of_other_groups(
     model, tokenizer, task, monkeypatch, caplog
 ):
-    whole = contexts.prefill
+    whole = passes.prefill
 
     def fails(model, recipes, ids):
         if "rtn" in [recipe.name for recipe in recipes]:
             raise KeyError("a bug")
         return whole(model, recipes, ids)
 
-    monkeypatch.setattr(contexts, "prefill", fails)
+    monkeypatch.setattr(passes, "prefill", fails)
     with pytest.raises(KeyError):  # that of `full` too
         work.compare(model, tokenizer, ["rtn", "window"], task)
     monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
@@ -315,7 +316,7 @@ def test_needle_sentences_are_those_of_training():
     pieces = ["\n The magic number for is Question: 1 2. \n"] * 5
     tokenizer = train_tokenizer([TEXT, WORDS, *pieces], 900)
     encode = tasks.Encoder(tokenizer, text.tokenize(tokenizer, TEXT))
-    want = tasks.needle_fact(encode, "amber", encode(*"9234567"))
+    want = needle_fact(encode, "amber", encode(*"9234567"))
     fact, question = needles._needle(tokenizer, "amber", "9234567")
     assert (fact.ids, question.ids) == (want.ids, want.question_ids)
     assert question.answer_tokens == 7

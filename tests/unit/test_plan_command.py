@@ -147,4 +147,4 @@ def test_a_model_that_does_not_exist(tmp_path):
 def test_the_function_is_public(folder):
     found = kvloom.plan(folder, ["full"], context=1024)
     assert "full: KV cache" in str(found)
-    assert kvloom.plan.__module__ == "kvloom.planner.answer"
+    assert kvloom.plan.__module__ == "kvloom.planner.plan_recipes"

@@ -10,14 +10,14 @@ import transformers as tf
 
 import kvloom
 from kvloom.errors import InputError, UnsupportedModel
-from kvloom.planner import answer, hardware_file, read_model
-from kvloom.planner.answer import plan
+from kvloom.planner import hardware_file, plan_recipes, read_model
 from kvloom.planner.cache_bytes import CacheBytes
-from kvloom.planner.fits import UNLIMITED, largest
+from kvloom.planner.decode_step import step_work
 from kvloom.planner.hardware import Hardware
+from kvloom.planner.largest import UNLIMITED, largest
+from kvloom.planner.plan_recipes import plan
 from kvloom.planner.presets import PRESETS
 from kvloom.planner.ranges import Range
-from kvloom.planner.step import step_work
 from kvloom.planner.units import parse_bytes, parse_rate, parse_tokens
 from kvloom.recipe.resolve import RECIPES, resolve
 
@@ -410,7 +410,7 @@ def test_a_config_without_a_dtype_is_warned_of():
     ],
 )
 def test_wrong_settings_are_refused_before_the_model_is_read(asked, says, monkeypatch):
-    monkeypatch.setattr(answer, "read_model", lambda model: pytest.fail("read"))
+    monkeypatch.setattr(plan_recipes, "read_model", lambda model: pytest.fail("read"))
     with pytest.raises(InputError, match=says):
         plan("anything", **asked)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvloom import reference
-from kvloom.reference import corpus, tasks
-from reference_model import attention, data
+from kvloom.reference import corpus
+from reference_model import attention, data, tasks
 
 needs_weights = pytest.mark.skipif(
     not (reference.WEIGHTS / "model.safetensors").exists(), reason="weights not built yet"

@@ -22,9 +22,10 @@ from kvloom.tuner.candidates import Choice, Shape, evicting, uniform
 from kvloom.tuner.knapsack import Knapsack
 from kvloom.tuner.layers import by_layer
 from kvloom.tuner.precision import in_float32
-from kvloom.tuner.problem import UNIFORM, Costs, problems, sizes, steadied
+from kvloom.tuner.problem import Costs, problems, steadied
 from kvloom.tuner.prompt import Prompt
 from kvloom.tuner.repair import repair
+from kvloom.tuner.sizes import UNIFORM, Sizes
 
 SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
 CONTEXT = 96
@@ -101,7 +102,7 @@ def test_bytes_in_large_units_still_keep_the_bound(monkeypatch):
 def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
     geometry = compat.geometry(model)
     choices = candidates.combined(candidates.to_score(geometry))
-    nbytes = dict(zip(choices, sizes(choices, geometry, 200, Shape(8)), strict=True))
+    nbytes = dict(zip(choices, Sizes(geometry, 200, Shape(8)).of(choices), strict=True))
     rng = np.random.default_rng(0)
     for _ in range(20):
         chosen = [choices[i] for i in rng.integers(0, len(choices), geometry.layers)]
@@ -134,7 +135,7 @@ def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
 def test_costs_are_drawn_to_the_mean_and_never_fall_with_the_bytes(model):
     scored = candidates.to_score(compat.geometry(model))
     choices = [*scored.formats, *scored.kept[1:]]
-    nbytes = sizes(choices, compat.geometry(model), 512, Shape(8))
+    nbytes = Sizes(compat.geometry(model), 512, Shape(8)).of(choices)
     costs = np.random.default_rng(0).normal(0.1, 0.1, (3, len(choices)))
     costs[:, 0] = 0
     found = steadied(costs, choices, nbytes)
@@ -174,7 +175,7 @@ def drawn_problems(model, nbytes=None):
     rng, names = np.random.default_rng(1), candidates.JOINT
     shares = {name: rng.uniform(0.3, 0.9, geometry.layers).round(4).tolist() for name in names}
     every = dict.fromkeys(candidates.recents(LONG), shares)
-    return problems(FakeScores(geometry), geometry, LONG, 8, every, nbytes), geometry
+    return problems(FakeScores(geometry), Sizes(geometry, LONG, Shape(8)), every, nbytes), geometry
 
 
 def test_bytes_and_costs_of_every_problem_are_those_of_its_recipes(model, monkeypatch):

@@ -121,9 +121,9 @@ def card(
     note: str,
 ) -> str:
     """Return the card's text."""
-    from kvloom.reference import corpus, reference_tokenizer, tasks
+    from kvloom.reference import corpus, reference_tokenizer
 
-    from . import data
+    from . import data, tasks
 
     characters = sum(len(d.text) for d in corpus.held_out_documents())
     tokens = len(tasks.held_out_encoder(reference_tokenizer()).text_ids)

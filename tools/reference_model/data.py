@@ -11,16 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvloom.reference import corpus
-from kvloom.reference.tasks import (  # fmt: skip
-    WORDS,
-    Encoder,
-    Fact,
-    copy_fact,
-    hide,
-    needle_fact,
-    pair_fact,
-    variable_facts,
-)
+from kvloom.reference.tasks import WORDS, Encoder, Fact, hide
+
+from .tasks import copy_fact, needle_fact, pair_fact, variable_facts
 
 NOTHING, TEXT, ANSWER = 0, 1, 2
 # shares of the rows: short rows teach retrieval, long rows teach long distances

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.reference import WEIGHTS, tasks
+from kvloom.reference import WEIGHTS
+
+from . import tasks
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 DEPTH_BINS = 5

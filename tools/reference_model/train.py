@@ -24,9 +24,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvloom.reference import corpus, tasks
+from kvloom.reference import corpus
+from kvloom.reference.tasks import WORDS
 
-from . import attention, data
+from . import attention, data, tasks
 from .tokenizer import train_tokenizer
 
 ARCHITECTURE: dict[str, Any] = {
@@ -248,9 +249,7 @@ def load_or_train_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not folder.exists():
-        phrases = " magic number Question List value of key set" + "".join(
-            f" {w}" for w in tasks.WORDS
-        )
+        phrases = " magic number Question List value of key set" + "".join(f" {w}" for w in WORDS)
         texts = [d.text for d in corpus.train_documents()] + [phrases + "\n"] * 3000
         train_tokenizer(texts).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)

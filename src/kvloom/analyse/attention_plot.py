@@ -8,22 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from ..report.plots import check_plot
+from ..report.plots import new_figure
 from .attention import LayerAttention
 from .attention_figures import EDGES, GRID, THRESHOLD
 
 
 def plot(layers: Sequence[LayerAttention], environment: dict[str, Any], path: str | Path) -> None:
     """Write the picture to `path`; its suffix is the format. Raises `InputError`."""
-    check_plot(path)
+    figure = new_figure(path, 11, 7.6, dpi=110)
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     e = environment
-    figure = Figure(figsize=(11, 7.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(
         f"{e['model']} ({e['dtype']}), {e['context']:,} tokens of {e['text']}", fontsize=12
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report.plots import check_plot
+from ..report.plots import new_figure
 from .distribution import KINDS, Distribution
 
 _MAX_LAYERS = 3  # drawn: first, middle and last of the measured layers
@@ -14,17 +14,12 @@ _MAX_LAYERS = 3  # drawn: first, middle and last of the measured layers
 
 def plot(found: Sequence[Distribution], environment: dict[str, Any], path: str | Path) -> None:
     """Write the picture to `path`; its suffix is the format. Raises `InputError`."""
-    check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     e = environment
     layers = sorted({d.layer for d in found})
     layers = [layers[i] for i in sorted({0, len(layers) // 2, len(layers) - 1})][:_MAX_LAYERS]
     kinds = [kind for kind in KINDS if any(d.kind == kind for d in found)]
     by = {(d.layer, d.kind): d for d in found}
-    figure = Figure(figsize=(13, 1 + 2.3 * len(kinds)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, 13, 1 + 2.3 * len(kinds), dpi=110)
     figure.suptitle(f"|x| of {e['model']} ({e['dtype']}), {e['context']:,} tokens of {e['text']}; "
                     f"groups of {e['recipe']}")  # fmt: skip
     axes = figure.subplots(len(kinds), 2 * len(layers), squeeze=False)

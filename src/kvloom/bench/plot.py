@@ -6,21 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report.plots import check_plot, line_style
+from ..report.plots import line_style, new_figure
 from .rows import Row
 
 
 def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> None:
     """Write the times to `path`; its suffix is the format. Raises `InputError`."""
-    check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     ran = [row for row in rows if row.ms is not None]
     contexts = sorted({row.context for row in ran})
     names = list(dict.fromkeys(row.name for row in ran))
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, 8, 4.8)
     axes = figure.add_subplot()
     e = environment
     axes.set_title(

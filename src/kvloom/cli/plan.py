@@ -73,7 +73,7 @@ def command(
         rate = None if target is None else parse_rate(target)
         check_outputs(json, plot=plot)
         from ..planner import plan
-        from ..planner.answer import RECIPES
+        from ..planner.plan_recipes import RECIPES
         from ..planner.plot import plot as write_plot
         from ..planner.table import table
 

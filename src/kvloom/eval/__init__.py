@@ -5,8 +5,8 @@
     task = prepare(model, tokenizer, text, Settings(context=1024))
     rows = compare(model, tokenizer, ["full", "kivi:bits=4"], task)
 
-`task` decides what is measured, and `needles` hides facts and asks questions about them. `contexts`
-fills the caches of several recipes with the prompts, `measure` measures one recipe, and `compare` a
+`task` decides what is measured, and `needles` hides facts and asks questions about them. `passes`
+fills the caches of several recipes with a prompt, `measure` measures one recipe, and `compare` a
 list of them. `rows`, `table` and `plot` show the result. Nothing here knows how a cache works.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 from ..workload.models import load
 from .compare import compare, iter_rows, with_full
 from .environment import environment
-from .measure import measure
 from .plot import plot
 from .rows import Row, to_json
 from .task import Settings, Task, prepare
@@ -28,7 +27,6 @@ __all__ = [
     "environment",
     "iter_rows",
     "load",
-    "measure",
     "plot",
     "prepare",
     "to_json",

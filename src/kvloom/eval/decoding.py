@@ -74,7 +74,7 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 
 
 def answers(
-    run: Run, questions: Sequence[list[int]], tokens: Sequence[int]
+    run: Run[None], questions: Sequence[list[int]], tokens: Sequence[int]
 ) -> Work[list[list[int]]]:
     """Return the ids of an answer to each question, on a copy of a cache that read one context.
 
@@ -120,22 +120,28 @@ def stop_ids(model: PreTrainedModel) -> list[int]:
 def greedy(cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()) -> Work[Tensor]:
     """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens.
 
-    Ends early when every row has a token of `stop`; the last token is not appended. A recipe with
-    recall reads the ids one by one: a step of several tokens would read the whole cache, and the
-    index would not be tested.
+    Ends early when every row has a token of `stop`; the last token is not appended.
+    """
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
+    logits, found = (yield from read_question(cache, ids)), []
+    while True:
+        ids = logits.argmax(-1, keepdim=True)
+        found.append(ids)
+        ended |= torch.isin(ids[:, 0], stopping)
+        if len(found) == tokens or (stop and ended.all()):
+            return torch.cat(found, dim=1).cpu()
+        logits = yield Ask(ids, cache)
+
+
+def read_question(cache: Cache, ids: Tensor) -> Work[Tensor]:
+    """Append ids [B, Q] to a cache that read a context; return the logits of the last one, [B, V].
+
+    A recipe with recall reads them one by one: a step of several tokens would read the whole cache,
+    and the index would not be tested.
     """
     if cache.recipe.recalls:
         for column in ids.split(1, dim=1)[:-1]:
             yield Ask(column, cache)
         ids = ids[:, -1:]
-    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
-    found = []
-    for _ in range(tokens):
-        logits = yield Ask(ids, cache)
-        ids = logits.argmax(-1, keepdim=True)
-        found.append(ids)
-        ended |= torch.isin(ids[:, 0], stopping)
-        if stop and ended.all():
-            break
-    return torch.cat(found, dim=1).cpu()
+    return (yield Ask(ids, cache))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import torch
 from transformers import PreTrainedModel
@@ -18,14 +19,15 @@ from ..errors import InputError
 from ..hf import compat
 from ..recipe.spec import Recipe
 from ..report.errors import logged_line
-from ..workload import crew
 from ..workload.attachment import attachment_restored
+from ..workload.crew import Work
 from ..workload.forward import Progress
-from ..workload.prefill import Prefilled, groups, prefill
+from ..workload.prefill import Prefilled, groups
 from .decoding import decode_seconds
+from .passes import measure_each
 from .plan import Plan
 from .result_files import ResultFolder
-from .sample import Batch, Outcome, Run, Sample, Source, Task
+from .sample import Batch, Exact, Run, Sample, Source, Task
 
 TIMED_STEPS = 8  # with those that warm up
 
@@ -52,6 +54,7 @@ def evaluate(
         for task, batches in plan:
             done = {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
             for batch in batches:
+                names = [sample.name for sample in batch.samples]
                 prompts = [
                     _prompt(task, s) for s in batch.samples if (task.name, s.name) not in written
                 ]
@@ -59,16 +62,20 @@ def evaluate(
                 missing = [
                     recipe
                     for recipe in recipes
-                    if any((s.name, recipe.name) not in done for s in batch.samples)
+                    if any((name, recipe.name) not in done for name in names)
                 ]
-                report("", len(batch.samples) * (len(recipes) - len(missing)))
-                for recipe, lines in _measured(
-                    model, source, task, batch, recipes[0], missing, report, batch is batches[0]
-                ):
+                report("", len(names) * (len(recipes) - len(missing)))
+                if not missing:
+                    continue
+                measured = dict.fromkeys([recipes[0], *missing])
+                measurement = _BatchMeasurement(
+                    model, source, task, batch, batch is batches[0], report
+                )
+                for recipe, lines in measurement.lines(list(measured)):
                     if recipe in missing:
                         new = [x for x in lines if (x["sample"], recipe.name) not in done]
                         folder.append(task.name, new)
-                        report("", len(batch.samples))
+                        report("", len(names))
 
 
 def units(plan: Plan, recipes: Sequence[Recipe]) -> int:
@@ -76,99 +83,68 @@ def units(plan: Plan, recipes: Sequence[Recipe]) -> int:
     return len(recipes) * sum(len(b.samples) for _, batches in plan for b in batches)
 
 
-def _measured(
-    model: PreTrainedModel,
-    source: Source,
-    task: Task,
-    batch: Batch,
-    full: Recipe,
-    missing: Sequence[Recipe],
-    report: Progress,
-    timed: bool,
-) -> Iterator[tuple[Recipe, list[dict[str, Any]]]]:
-    """Yield the lines of `full` and of each missing recipe on a batch.
+@dataclass
+class _BatchMeasurement(Generic[Exact]):
+    """The measurement of recipes on a batch of a task.
 
-    timed: whether a decode step of each recipe is timed, alone.
+    timed: whether a decode step of each recipe is timed, alone. exact: what the task measured of
+    `full`, for the recipes after it.
     """
-    if not missing:
-        return
-    others = [recipe for recipe in missing if recipe != full]
-    where = f"{task.name} {batch.samples[0].name}"
-    exact: Any = None
-    for group in groups(model, [full, *others], *batch.ids.shape):
-        report(f"{where}: reading the context", 0)
-        _, filled = prefill(model, group, batch.ids.to(model.device))
-        while filled:
-            count = 1 if filled[0].recipe == full else crew.TOGETHER
-            some, filled = filled[:count], filled[count:]
-            report(f"{where}: {', '.join(one.recipe.name for one in some)}", 0)
-            works = [_measure(model, source, task, batch, one, exact, timed) for one in some]
-            for one, result in zip(some, crew.run_together(model, works), strict=True):
-                if not isinstance(result, Exception):
-                    lines, reference = result
-                    exact = reference if one.recipe == full else exact
-                elif one.recipe == full:
-                    raise result
-                else:
-                    problem = logged_line(result, f"recipe {one.recipe.name!r}")
-                    lines = [_key(task, s.name, one.recipe, problem=problem) for s in batch.samples]
-                yield one.recipe, lines
 
+    model: PreTrainedModel
+    source: Source
+    task: Task[Exact]
+    batch: Batch
+    timed: bool
+    report: Progress
+    exact: Exact | None = None
 
-def _measure(
-    model: PreTrainedModel,
-    source: Source,
-    task: Task,
-    batch: Batch,
-    filled: Prefilled,
-    exact: Any,
-    timed: bool,
-) -> crew.Work[tuple[list[dict[str, Any]], Any]]:
-    """Return the lines of one recipe on a batch, and what others are compared with."""
-    if filled.error is not None:
-        raise filled.error
-    assert filled.cache is not None
-    speed = None
-    if timed:
-        new = torch.zeros(len(batch.ids), TIMED_STEPS, dtype=torch.long, device=model.device)
-        speed = decode_seconds(model, filled.cache, new)
-    outcomes, found = yield from task.measure(Run(model, source, filled.cache, batch, exact))
-    return _lines(task, batch, filled, outcomes, model, speed), found
+    def lines(self, recipes: Sequence[Recipe]) -> Iterator[tuple[Recipe, list[dict[str, Any]]]]:
+        """Yield the lines of each recipe; `full` is the first one."""
+        for group in groups(self.model, recipes, *self.batch.ids.shape):
+            self.report(f"{self._where}: reading the context", 0)
+            for recipe, found in measure_each(self.model, group, self.batch.ids, self._measure):
+                if isinstance(found, Exception):
+                    fields = {"problem": logged_line(found, f"recipe {recipe.name!r}")}
+                    found = [fields] * len(self.batch.samples)
+                lines = [
+                    {"task": self.task.name, "sample": s.name, "recipe": recipe.name, **fields}
+                    for s, fields in zip(self.batch.samples, found, strict=True)
+                ]
+                yield recipe, lines
 
+    @property
+    def _where(self) -> str:
+        return f"{self.task.name} {self.batch.samples[0].name}"
 
-def _lines(
-    task: Task,
-    batch: Batch,
-    filled: Prefilled,
-    outcomes: Sequence[Outcome],
-    model: PreTrainedModel,
-    speed: float | None,
-) -> list[dict[str, Any]]:
-    """Return the lines of a recipe's outcomes; bytes and seconds are those of one context."""
-    contexts = len(batch.ids)
-    assert filled.cache is not None
-    tokens = filled.cache.get_seq_length()
-    exact = tokens * compat.geometry(model).token_nbytes()
-    return [
-        _key(
-            task, sample.name, filled.recipe,
-            scores={name: _finite(x) for name, x in outcome.scores.items()},
-            kv_bytes=filled.cache.nbytes // contexts,
-            exact_bytes=exact,
-            answer=outcome.answer,
-            tokens=outcome.tokens,
-            curves={name: [_finite(x, 5) for x in xs] for name, xs in outcome.curves.items()},
-            seconds={
-                "prefill": filled.seconds / contexts,
-                **({} if speed is None else {"decode": speed / contexts, "steps": 1}),
-            },
-        )
-        for sample, outcome in zip(batch.samples, outcomes, strict=True)
-    ]  # fmt: skip
-
-
-def _key(task: Task, sample: str, recipe: Recipe, **fields: Any) -> dict[str, Any]:
-    return {"task": task.name, "sample": sample, "recipe": recipe.name, **fields}
+    def _measure(self, prompt: Prefilled) -> Work[list[dict[str, Any]]]:
+        """Return what the lines of one recipe say; bytes and seconds are those of one context."""
+        model, contexts, cache = self.model, len(self.batch.ids), prompt.cache
+        assert cache is not None
+        self.report(f"{self._where}: {prompt.recipe.name}", 0)
+        seconds = {"prefill": prompt.seconds / contexts}
+        if self.timed:
+            new = torch.zeros(contexts, TIMED_STEPS, dtype=torch.long, device=model.device)
+            seconds |= {"decode": decode_seconds(model, cache, new) / contexts, "steps": 1}
+        run = Run(model, self.source, cache, self.batch, self.exact)
+        outcomes, exact = yield from self.task.measure(run)
+        if self.exact is None:
+            self.exact = exact
+        sizes = {
+            "kv_bytes": cache.nbytes // contexts,
+            "exact_bytes": cache.get_seq_length() * compat.geometry(model).token_nbytes(),
+        }
+        return [
+            {
+                "scores": {name: _finite(x) for name, x in outcome.scores.items()},
+                **sizes,
+                "answer": outcome.answer,
+                "tokens": outcome.tokens,
+                "curves": {k: [_finite(x, 5) for x in xs] for k, xs in outcome.curves.items()},
+                "seconds": seconds,
+            }
+            for outcome in outcomes
+        ]
 
 
 def _written(plan: Plan, folder: ResultFolder) -> set[tuple[str, str]]:
@@ -185,7 +161,7 @@ def _written(plan: Plan, folder: ResultFolder) -> set[tuple[str, str]]:
     return set(found)
 
 
-def _prompt(task: Task, sample: Sample) -> dict[str, Any]:
+def _prompt(task: Task[Any], sample: Sample) -> dict[str, Any]:
     return {
         "task": task.name,
         "sample": sample.name,

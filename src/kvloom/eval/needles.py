@@ -21,7 +21,7 @@ from ..recipe.spec import Recipe
 from ..reference import tasks
 from ..workload.crew import Ask, Work
 from ..workload.forward import forward
-from .decoding import equal_lengths, repeated
+from .decoding import equal_lengths, read_question, repeated
 
 NEEDLES_PER_CONTEXT = 8  # with one question each
 ASK = {
@@ -84,9 +84,6 @@ def count_correct(
 
     ask: a key of `ASK`. batch: questions answered together; none attends to another. prefilled: a
     cache of the recipe that has read the context already, for ask="after".
-
-    With ask="after", a recipe with recall reads the question token by token: a step of several
-    tokens would read the whole cache, and the index would not be tested.
     """
     context = haystack.context_ids
     if ask == "after" and prefilled is None:
@@ -103,11 +100,7 @@ def count_correct(
         if prefilled is None:
             logits = forward(model, new, cache)
         else:
-            if recipe.recalls:
-                for column in new.split(1, dim=1)[:-1]:
-                    yield Ask(column, cache)
-                new = new[:, -1:]
-            logits = yield Ask(new, cache)
+            logits = yield from read_question(cache, new)
         correct += yield from _answer(tokenizer, cache, logits, together)
     return correct
 

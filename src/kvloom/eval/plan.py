@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import InputError
 from .sample import Batch, Source, Task
 
-Plan = Sequence[tuple[Task, Sequence[Batch]]]
+Plan = Sequence[tuple[Task[Any], Sequence[Batch]]]
 """Tasks with their samples."""
 
 
-def make_plan(tasks: Sequence[Task], source: Source, positions: int | None) -> Plan:
+def make_plan(tasks: Sequence[Task[Any]], source: Source, positions: int | None) -> Plan:
     """Return the samples of tasks.
 
     positions: of the model; None if it has no limit. Raises `InputError` for a context that needs
@@ -38,7 +39,7 @@ def make_plan(tasks: Sequence[Task], source: Source, positions: int | None) -> P
     return plan
 
 
-def _check_data(tasks: Sequence[Task], source: Source) -> None:
+def _check_data(tasks: Sequence[Task[Any]], source: Source) -> None:
     takers = [task for task in tasks if task.data]
     if source.data is not None and not takers:
         raise InputError(
@@ -49,7 +50,7 @@ def _check_data(tasks: Sequence[Task], source: Source) -> None:
         raise InputError(f"the task {takers[0].name} needs --data: {takers[0].data}")
 
 
-def _check_positions(task: Task, tokens: int, after: int, positions: int | None) -> None:
+def _check_positions(task: Task[Any], tokens: int, after: int, positions: int | None) -> None:
     if positions is not None and tokens + after > positions:
         raise InputError(
             f"{task.name}: a context of {tokens} tokens and the {after} or more after it need "

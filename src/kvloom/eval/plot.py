@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..report.plots import check_plot, line_style
+from ..report.plots import line_style, new_figure
 from .rows import Row
 
 # Offsets of a label from its mark, in points, the preferred ones first.
@@ -30,18 +30,13 @@ def plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> 
 
     Recipes without figures are omitted.
     """
-    check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     ran = [row for row in rows if row.problem is None]
     panels: list[tuple[str, Callable[[Row], float | None]]] = [
         ("perplexity of the continuation (lower is better)", lambda row: row.perplexity)
     ]
     if any(row.needle is not None for row in ran):
         panels.append(("needle answers correct, % (higher is better)", _needle_percent))
-    figure = Figure(figsize=(6.0 * len(panels), 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, 6 * len(panels), 4.8)
     e = environment
     figure.suptitle(f"{e['model']} ({e['dtype']}), context {e['context']:,}", fontsize=11)
     for i, (title, height) in enumerate(panels):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 from ..hf.cache import Cache
 from ..workload.crew import Work
 from ..workload.text import leading_ids, tokenize
+
+Exact = TypeVar("Exact")
+"""What a task measures of `full`, and compares other recipes with."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[Exact]):
     """One recipe on one batch: its cache, which has read the contexts.
 
     exact: what the task's `measure` returned for `full`; None for `full` itself.
@@ -100,10 +103,10 @@ class Run:
     source: Source
     cache: Cache
     batch: Batch
-    exact: Any
+    exact: Exact | None
 
 
-class Task(Protocol):
+class Task(Protocol[Exact]):
     """A task: how samples are made, and what is measured on them.
 
     data: what the user's file or folder must contain; "" for a task that takes none.
@@ -115,7 +118,7 @@ class Task(Protocol):
     def batches(self, source: Source) -> list[Batch]:
         """Return the samples, the same for the same source."""
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], Any]]:
+    def measure(self, run: Run[Exact]) -> Work[tuple[list[Outcome], Exact]]:
         """Return the outcome of every sample, and what other recipes are compared with."""
 
     def positions(self, batch: Batch) -> int:

@@ -83,7 +83,7 @@ class Task:
         return self.ask == "after" and bool(self.haystacks)
 
     @property
-    def prompts(self) -> list[Tensor]:
+    def prompts(self) -> list[tuple[Tensor, Haystack | None]]:
         """The prompts that caches hold before anything is decoded, int64 [rows, context] each.
 
         The rows of text come last: only they are timed, and the prompts before them warm up. These
@@ -91,18 +91,13 @@ class Task:
         """
         text = self.text[:, : self.context]
         if self.reads_haystacks:
-            return [*(torch.tensor([h.context_ids]) for h in self.haystacks), text]
-        return [text[:1], text]
+            return [*((torch.tensor([h.context_ids]), h) for h in self.haystacks), (text, None)]
+        return [(text[:1], None), (text, None)]
 
     @property
     def units(self) -> int:
-        """Units of progress of one recipe: one per prompt, and those of `units_after`."""
-        return len(self.prompts) + self.units_after
-
-    @property
-    def units_after(self) -> int:
-        """Units of progress of one recipe after its prompts: one per token, and per question."""
-        return self.new_tokens + self.questions
+        """Units of progress of one recipe: one per prompt, token and question."""
+        return len(self.prompts) + self.new_tokens + self.questions
 
 
 def prepare(

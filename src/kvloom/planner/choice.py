@@ -20,8 +20,9 @@ from ..keep import Keep
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..workload import stored_recipes
-from .answer import Row, plan
 from .evidence import EVIDENCE, Evidence
+from .plan_recipes import plan
+from .result import Row
 from .units import show_bytes
 
 ENOUGH = 0.8

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .decode_step import StepTime, StepWork
 from .ranges import Range
-from .step import StepTime, StepWork
 
 SOURCES = {
     "weights": "Llama-2-7B on an A100 with 2,039 GB/s (gpt-fast, README): 1,397 GB/s in 16 bit "

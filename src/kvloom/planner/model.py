@@ -20,8 +20,8 @@ from ..recipe.geometry import Geometry
 from ..recipe.layers import listed
 from ..reference import WEIGHTS
 from ..workload.models import REFERENCE, located, max_positions
+from .activations import working_bytes
 from .weights import Weights, count_weights
-from .working import working_bytes
 
 
 @dataclass(frozen=True)

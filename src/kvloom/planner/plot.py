@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..report.plots import check_plot, line_style
-from .answer import Plan
+from ..report.plots import line_style, new_figure
+from .result import Plan
 
 
 def plot(plan: Plan, path: str | Path) -> None:
@@ -13,13 +13,8 @@ def plot(plan: Plan, path: str | Path) -> None:
 
     The band around a speed reaches from the low to the high estimate.
     """
-    check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     timed = any(point.tokens_s for row in plan.rows for point in row.curve)
-    figure = Figure(figsize=(12 if timed else 8, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, 12 if timed else 8, 4.8)
     panels = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
     figure.suptitle(f"{plan.model.name}, batch {plan.batch}", fontsize=10)
     weights = plan.model.weights.nbytes

@@ -26,12 +26,6 @@ class Range:
         """Return it multiplied by a factor above 0."""
         return Range(self.low * factor, self.best * factor, self.high * factor)
 
-    def at_least(self, other: Range) -> Range:
-        """Return the larger bounds and the larger best estimate of both."""
-        return Range(
-            max(self.low, other.low), max(self.best, other.best), max(self.high, other.high)
-        )
-
     def above(self, other: Range) -> Range:
         """Return by how much it exceeds the other, 0 or more; `other + result` covers both."""
         return Range(

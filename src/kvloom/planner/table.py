@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.text import Text
 
 from ..report.table import FigureTable
-from .answer import Plan, Row
-from .fits import UNLIMITED
+from .largest import UNLIMITED
+from .result import Plan, Row
 from .units import show_bytes, show_rate
 
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModel
 from ..hf import compat
-from .layouts import LAYOUTS
+from .quantized_layouts import LAYOUTS
 from .ranges import Range
 
 

@@ -55,11 +55,6 @@ def held_out_text() -> str:
     return "\n\n".join(d.text for d in held_out_documents())
 
 
-def train_text() -> str:
-    """Return all training documents as one text (about 30 MB)."""
-    return "\n\n".join(d.text for d in train_documents())
-
-
 def calibration_text() -> str:
     """Return every 15th training document as one text (about 2 MB)."""
     return "\n\n".join(d.text for i, d in enumerate(train_documents()) if i % 15 == 0)

@@ -1,9 +1,10 @@
-"""Whether a plot can be written to a file, and how the lines of a plot differ."""
+"""Figures of matplotlib: whether one can be written to a file, and how its lines differ."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
 
@@ -19,6 +20,17 @@ def check_plot(path: str | Path) -> None:
         raise InputError(
             "plots need matplotlib, which is not installed; run: pip install 'kvloom[plot]'"
         )
+
+
+def new_figure(path: str | Path, width: float, height: float, dpi: int = 150) -> Any:
+    """Return an empty figure of so many inches; raises `InputError` as `check_plot` does."""
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def line_style(i: int) -> tuple[str, str, str]:

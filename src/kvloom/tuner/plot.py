@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..report.plots import check_plot
+from ..report.plots import new_figure
 from .run import Tuning
 
 SMALLEST = 1e-6  # nats; below it, divergences are drawn here
@@ -12,12 +12,7 @@ SMALLEST = 1e-6  # nats; below it, divergences are drawn here
 
 def plot(tuning: Tuning, name: str, path: str | Path) -> None:
     """Write the picture to `path`; its suffix is the format. Raises `InputError`."""
-    check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, 7, 4.8)
     axes, t = figure.add_subplot(), tuning.tuned
     uniform = [(share, kl) for _, share, kl in tuning.uniform]
     lines: list[tuple[str, list[tuple[float, float]], str]] = [

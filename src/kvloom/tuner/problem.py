@@ -9,48 +9,22 @@ recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from ..recipe.geometry import Geometry
 from ..recipe.spec import Recipe
-from .candidates import (
-    EXACT,
-    JOINT,
-    KEPT,
-    SCORED_GROUP,
-    Choice,
-    Shape,
-    combined,
-    uniform,
-)
+from .candidates import EXACT, KEPT, SCORED_GROUP, Choice, combined
 from .knapsack import Knapsack
 from .layers import by_layer
 from .scores import Scores
+from .sizes import UNIFORM, Sizes
 
 Weights = tuple[float, float, float]
 """By how much the scores of keys, values and kept tokens count."""
 PLAIN: Weights = (1.0, 1.0, 1.0)
-UNIFORM = Choice("rotated-4", "turbo-4", next(iter(JOINT)))
-"""What all layers have where they are the same, as in `small`; its share fills the bytes."""
-
-
-def sizes(
-    choices: Sequence[Choice],
-    geometry: Geometry,
-    context: int,
-    shape: Shape,
-    share: float | None = None,
-) -> np.ndarray:
-    """Return the bytes of one layer with each choice after `context` tokens, int64 [choices].
-
-    share: what the layer keeps; None: what the choice says.
-    """
-    one = replace(geometry, layers=1, layer_numbers=None)
-    found = [uniform(choice, shape, share).nbytes(context, one) for choice in choices]
-    return np.array(found, np.int64)
+JOINT_SHARES = 3  # neighbours among the joint shares, between which layers choose
+NEAR_BOUND = 0.5, 1.1  # bytes of uniform layers with the first of them, as a share of the bound
 
 
 def steadied(costs: np.ndarray, choices: Sequence[Choice], nbytes: np.ndarray) -> np.ndarray:
@@ -109,21 +83,15 @@ class Problem:
     """
 
     def __init__(
-        self,
-        choices: Sequence[Choice],
-        costs: Costs,
-        geometry: Geometry,
-        context: int,
-        shape: Shape,
-        shares: Shares,
+        self, choices: Sequence[Choice], costs: Costs, sizes: Sizes, shares: Shares
     ) -> None:
-        self.choices, self.numbers = list(choices), geometry.numbers
-        self.shape, self.shares = shape, shares
+        self.choices, self.numbers = list(choices), sizes.geometry.numbers
+        self.shape, self.shares = sizes.shape, shares
         columns = []
         for choice in choices:
-            its = shares.get(choice.kept, [None] * geometry.layers)
-            nbytes = {x: sizes([choice], geometry, context, shape, x)[0] for x in set(its)}
-            columns.append([nbytes[x] for x in its])
+            its = shares.get(choice.kept, [None] * sizes.geometry.layers)
+            nbytes = {share: sizes.of([choice], share)[0] for share in set(its)}
+            columns.append([nbytes[share] for share in its])
         self.nbytes = np.array(columns).T
         """Of each choice in each layer, int64 [layers, choices]."""
         self.parts = costs.of(choices, shares)
@@ -159,60 +127,38 @@ class Problem:
 
 
 def problems(
-    scores: Scores,
-    geometry: Geometry,
-    context: int,
-    window: int,
-    shares: Mapping[int, Shares],
-    nbytes: int | None = None,
+    scores: Scores, sizes: Sizes, shares: Mapping[int, Shares], nbytes: int | None = None
 ) -> list[Problem]:
     """Return the problems of a model.
 
-    window: the newest tokens that stay exact. shares: by the number of the newest tokens that
-    eviction spares; empty ones for a model without KVzip. nbytes: the most bytes: uniform recipes
-    fill them, and shares with which 4 bit take much less or more are left out (None: there is no
-    such bound). The first problem has the steadied costs.
+    shares: by the number of the newest tokens that eviction spares; empty ones for a model without
+    KVzip. nbytes: the most bytes: uniform recipes fill them, and shares with which 4 bit take much
+    less or more are left out (None: there is no such bound). The first problem has the steadied
+    costs.
     """
-    measured = [scores.costs(number) for number in geometry.numbers]
+    measured = [scores.costs(number) for number in sizes.geometry.numbers]
     singles = list(measured[0])
     raw = np.array([[found[choice] for choice in singles] for found in measured])
-    scored = sizes(singles, geometry, context, Shape(window, SCORED_GROUP))
-    steady = steadied(raw, singles, scored)
+    scored = sizes._replace(shape=sizes.shape._replace(group=SCORED_GROUP)).of(singles)
+    costs = Costs(singles, raw)
+    steady = Costs(singles, steadied(raw, singles, scored))
     alone = combined(scores.scored)
-    formats = dict.fromkeys(choice[:2] for choice in alone if EXACT not in choice)
+    formats = dict.fromkeys((x.keys, x.values) for x in alone if EXACT not in x)
+    low, high = NEAR_BOUND
     found = []
     for recent, its in shares.items():
+        own = sizes._replace(shape=sizes.shape._replace(recent=recent))
+        found += [Problem(alone, some, own, {}) for some in (steady, costs)]
         names = list(its)
-        given = geometry, context, Shape(window, recent=recent)
-        found += [Problem(alone, Costs(singles, costs), *given, {}) for costs in (steady, raw)]
-        costs = Costs(singles, raw)
-        for i in range(len(names)):
-            levels = {name: its[name] for name in names[i : i + 3]}
-            together = [Choice(*sides, name) for sides in formats for name in levels]
-            if nbytes is None or 0.5 < _uniform_nbytes(levels[names[i]], *given) / nbytes < 1.1:
-                found.append(Problem(together, costs, *given, levels))
-        if names and nbytes is not None and UNIFORM[:2] in formats:
-            joint = given[-1]._replace(layers="joint")
-            share = _filling(nbytes, *given[:-1], joint)
+        for i, name in enumerate(names):
+            if nbytes is None or low < own.uniform(its[name]) / nbytes < high:
+                levels = {x: its[x] for x in names[i : i + JOINT_SHARES]}
+                together = [Choice(*sides, level) for sides in formats for level in levels]
+                found.append(Problem(together, costs, own, levels))
+        if names and nbytes is not None and (UNIFORM.keys, UNIFORM.values) in formats:
+            joint = own._replace(shape=own.shape._replace(layers="joint"))
+            share = joint.filling(nbytes)
             if share:
-                same = {UNIFORM.kept: [share] * geometry.layers}
-                found.append(Problem([UNIFORM], costs, *given[:-1], joint, same))
+                same = {UNIFORM.kept: [share] * sizes.geometry.layers}
+                found.append(Problem([UNIFORM], costs, joint, same))
     return found
-
-
-def _uniform_nbytes(shares: Sequence[float], geometry: Geometry, context: int, shape: Shape) -> int:
-    """Return the bytes of all layers with 4 bit, where they keep these shares of the context."""
-    return sum(int(sizes([UNIFORM], geometry, context, shape, share)[0]) for share in shares)
-
-
-def _filling(nbytes: int, geometry: Geometry, context: int, shape: Shape) -> float:
-    """Return the largest share, in ten thousandths, with which uniform layers have `nbytes`.
-
-    0 if there is none.
-    """
-    low, high = 0, 10_000
-    while low < high:
-        middle = (low + high + 1) // 2
-        size = _uniform_nbytes([middle / 10_000], geometry, context, shape) * geometry.layers
-        low, high = (middle, high) if size <= nbytes else (low, middle - 1)
-    return low / 10_000

@@ -21,7 +21,9 @@ from .problem import PLAIN, Problem, Weights
 
 ROUNDS = 2  # of one more recipe each
 MOST_ROUNDS = 8  # where none has met a bound on quality yet
+TIGHTER = 0.7  # the factor of the bound in each round where no recipe has met it
 TRUST = 0.1  # in the sum of the scores, against a measured recipe
+WEIGHTS = 0.1, 10  # the least and the largest weight of a part of the costs
 
 
 @dataclass
@@ -83,7 +85,7 @@ def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[
         within = bound.met_by(best)
         if within and number >= ROUNDS:
             break
-        margin = margin if within or number < ROUNDS else margin * 0.7
+        margin = margin if within or number < ROUNDS else margin * TIGHTER
         before = len(found)
         add([best.problem], _fitted(list(found.values())), margin)
         if within and len(found) == before:
@@ -102,5 +104,5 @@ def _fitted(measured: Sequence[Measured]) -> Weights:
     rows = np.array([one.predicted.sum(axis=0) / max(one.mean, 1e-9) for one in measured])
     some = TRUST**0.5 * np.eye(3)
     a, b = np.vstack([rows, some]), np.concatenate([np.ones(len(rows)), some.sum(axis=1)])
-    keys, values, kept = np.linalg.lstsq(a, b, rcond=None)[0].clip(0.1, 10)
+    keys, values, kept = np.linalg.lstsq(a, b, rcond=None)[0].clip(*WEIGHTS)
     return float(keys), float(values), float(kept)

@@ -38,11 +38,12 @@ from .candidates import (
     uniform,
 )
 from .precision import in_float32
-from .problem import Problem, problems, sizes
+from .problem import Problem, problems
 from .prompt import Base, Prompt, repeats
-from .repair import repair
+from .repair import Measured, repair
 from .scores import Scores
 from .settings import Settings
+from .sizes import Sizes
 
 Progress = Callable[[str, int, int], None]
 """Called with the current work, and how many of how many layers of all texts are scored."""
@@ -99,13 +100,11 @@ def tune(
     with attachment_restored(model), torch.inference_mode():
         compat.refuse_unsupported(model)
         needs_whole(model, "tuning")
-        geometry = compat.geometry(model)
-        bound = Bound(bytes, kl, Recipe().nbytes(context, geometry))
-        shape = Shape(settings.window)
-        repeating = uniform(Choice(kept=OTHERS[0]), shape)
-        scored = to_score(geometry, repeats(model, context, repeating))
-        least = sizes(combined(scored), geometry, context, shape).min()
-        bound.check(int(least) * geometry.layers)
+        sizes = Sizes(compat.geometry(model), context, Shape(settings.window))
+        bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
+        repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
+        scored = to_score(sizes.geometry, repeats(model, context, repeating))
+        bound.check(int(sizes.of(combined(scored)).min()) * sizes.geometry.layers)
         check_positions(model, context, settings.measured)
         ids = tokenize(tokenizer, text)
         tokens = context + settings.tokens
@@ -114,44 +113,62 @@ def tune(
         read = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
         about = {"model": weights, "dtype": str(model.dtype), "text": read, **asdict(settings)}
         scores = Scores(scored, about, None if folder is None else Path(folder))
-        on_step = progress or (lambda *_: None)
         prompts = _Prompts(model, rows.to(model.device), settings)
-
-        def measure(recipes: Sequence[Recipe]) -> Iterable[Tensor]:
-            on_step(f"measuring {len(recipes)} recipes", len(scores.lines), len(scores.lines))
-            return prompts.whole(recipes) if recipes else []
-
         with in_float32(model):
-            score(prompts, scores, geometry.numbers, on_step)
-            competes = scored.others.kept == OTHERS[0]
-            shares = {
-                recent: joint_shares(prompts, shape._replace(recent=recent)) if competes else {}
-                for recent in recents(context)
-            }
-            nbytes = bound.nbytes if kl is None else None
-            every = problems(scores, geometry, context, settings.window, shares, nbytes)
-            best = repair(every, bound, measure)[0]
-        found = best.recipe
-        cache = Cache(model, found)
-        forward(model, rows[:1, :context].to(model.device), cache)
-        nbytes = sum(layer.cache.nbytes for layer in cache.routed)
+            best, first = _search(prompts, scores, sizes, bound, progress or (lambda *_: None))
+        nbytes = _measured_nbytes(model, best.recipe, prompts.rows[:1, :context])
         tuned = Tuned(
-            weights, read, str(bound), context, settings.texts, settings.measured, settings.seed,
-            _rounded(best.predicted.sum()), _rounded(best.mean),
-            _rounded(best.kl.quantile(0.99).item()),
-            found.nbytes(context, geometry), nbytes, _rounded(nbytes / bound.exact_nbytes),
-        )  # fmt: skip
-        found = replace(found, tuned=tuned)
-        stored_recipes.write(found)
-        predicted = best.predicted.sum(axis=1).tolist()
-        return Tuning(
-            found,
-            dict(zip(geometry.numbers, best.choices, strict=True)),
-            dict(zip(geometry.numbers, predicted, strict=True)),
-            _front(every[0], bound.exact_nbytes),
-            _uniform(every[0], bound.exact_nbytes),
-            scores.folder,
+            model=weights,
+            text=read,
+            bound=str(bound),
+            context=context,
+            texts=settings.texts,
+            tokens=settings.measured,
+            seed=settings.seed,
+            predicted_kl=_rounded(best.predicted.sum()),
+            kl=_rounded(best.mean),
+            kl_p99=_rounded(best.kl.quantile(0.99).item()),
+            predicted_nbytes=best.recipe.nbytes(context, sizes.geometry),
+            nbytes=nbytes,
+            share=_rounded(nbytes / bound.exact_nbytes),
         )
+        recipe = replace(best.recipe, tuned=tuned)
+        stored_recipes.write(recipe)
+        numbers, predicted = sizes.geometry.numbers, best.predicted.sum(axis=1).tolist()
+        return Tuning(
+            recipe=recipe,
+            choices=dict(zip(numbers, best.choices, strict=True)),
+            predicted=dict(zip(numbers, predicted, strict=True)),
+            front=_front(first, bound.exact_nbytes),
+            uniform=_uniform(first, bound.exact_nbytes),
+            scores=scores.folder,
+        )
+
+
+def _search(
+    prompts: _Prompts, scores: Scores, sizes: Sizes, bound: Bound, on_step: Progress
+) -> tuple[Measured, Problem]:
+    """Score the layers; return the best recipe that was measured, and the first problem."""
+    score(prompts, scores, sizes.geometry.numbers, on_step)
+    competes = scores.scored.others.kept == OTHERS[0]
+    shares = {
+        recent: joint_shares(prompts, sizes.shape._replace(recent=recent)) if competes else {}
+        for recent in recents(sizes.context)
+    }
+
+    def measure(recipes: Sequence[Recipe]) -> Iterable[Tensor]:
+        on_step(f"measuring {len(recipes)} recipes", len(scores.lines), len(scores.lines))
+        return prompts.whole(recipes) if recipes else []
+
+    every = problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
+    return repair(every, bound, measure)[0], every[0]
+
+
+def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int:
+    """Return the bytes of a recipe's cache that holds a prompt, ids [1, T]."""
+    cache = Cache(model, recipe)
+    forward(model, ids, cache)
+    return sum(layer.cache.nbytes for layer in cache.routed)
 
 
 def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ...errors import InputError
 from ..sample import Task
@@ -14,7 +15,7 @@ from .perplexity import Perplexity
 from .ruler import Ruler
 from .summarize import Summarize
 
-TASKS: dict[str, Callable[[], Task]] = {
+TASKS: dict[str, Callable[[], Task[Any]]] = {
     "perplexity": Perplexity,
     "free": Free,
     "niah": Niah,
@@ -26,7 +27,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 WITH_PARTS = ("niah", "ruler", "longbench")
 
 
-def task_named(name: str) -> Task:
+def task_named(name: str) -> Task[Any]:
     """Return a task, such as "niah" or "niah:single+passkey"; raises `InputError`."""
     bare, _, parts = name.partition(":")
     if bare not in TASKS:

@@ -50,7 +50,9 @@ def prompt_in(source: Source, around: Frame, tail: str, prefix: str = "") -> Pro
     return prompt(source, around.before, tail_ids)
 
 
-def answer_all(run: Run, score: Callable[[str, Sample], dict[str, float]]) -> Work[list[Outcome]]:
+def answer_all(
+    run: Run[None], score: Callable[[str, Sample], dict[str, float]]
+) -> Work[list[Outcome]]:
     """Answer the questions about one context; the data of each sample are `Asked`."""
     asked = [sample.data for sample in run.batch.samples]
     found = yield from answers(run, [a.ids for a in asked], [a.tokens for a in asked])

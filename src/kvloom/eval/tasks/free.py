@@ -38,7 +38,7 @@ class Free:
         """Return rows of text; only the first token after the context is given."""
         return text_batches(source)
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], Exact]]:
+    def measure(self, run: Run[Exact]) -> Work[tuple[list[Outcome], Exact]]:
         """Generate greedily, and compare with the exact cache."""
         model, n = run.model, run.source.new_tokens
         before = copy.deepcopy(run.cache) if run.exact is None else run.exact.cache

@@ -69,7 +69,7 @@ class LongBench:
             for record in chosen(records, source.samples, source.seed)
         ]
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
+    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
         """Answer the question about one context."""
         return (yield from answer_all(run, _score)), None
 

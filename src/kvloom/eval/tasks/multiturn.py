@@ -40,7 +40,7 @@ class Multiturn:
             for count in range(source.samples)
         ]
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
+    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
         """Ask turn by turn; the last token of an answer is read with the next turn."""
         device, outcomes = run.model.device, []
         last: list[int] = []

@@ -52,7 +52,7 @@ class Niah:
             for batch in _contexts(source, variant, length, number)
         ]
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
+    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
         """Answer all questions about one context."""
         return (yield from answer_all(run, correct)), None
 

@@ -23,7 +23,7 @@ class Perplexity:
         """Return rows of text; the part behind the context is the continuation."""
         return text_batches(source)
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], Tensor]]:
+    def measure(self, run: Run[Tensor]) -> Work[tuple[list[Outcome], Tensor]]:
         """Score each continuation; returns the log-probabilities for the others."""
         rows = torch.stack([sample.data for sample in run.batch.samples]).to(run.model.device)
         count = rows.shape[1] - 1

@@ -130,7 +130,7 @@ class Ruler:
             for number in range(source.samples)
         ]
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
+    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
         """Answer the question about one context."""
         return (yield from answer_all(run, correct)), None
 

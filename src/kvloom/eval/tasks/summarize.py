@@ -61,7 +61,7 @@ class Summarize:
                 found.append(Batch(torch.tensor([ids]), [sample]))
         return found
 
-    def measure(self, run: Run) -> Work[tuple[list[Outcome], None]]:
+    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
         """Write the summary of one text."""
         scorer = package("rouge_score.rouge_scorer").RougeScorer(ROUGE, use_stemmer=True)
 

@@ -19,7 +19,17 @@ from ...quantize.spec import unknown_fields
 from .. import reference as ref
 from ..kv_view import KVView
 from ..reference import State
-from .launch import Launch, kernels, nothing, processors, rotated, run, side_arguments, tile_shapes
+from .arguments import Options
+from .launch import (
+    Launch,
+    kernels,
+    nothing,
+    processors,
+    rotated,
+    run,
+    side_arguments,
+    tile_shapes,
+)
 
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
@@ -152,7 +162,7 @@ def _call(
 ) -> Launch:
     """Prepare the call for a case; tensors may be on torch's meta device."""
     b, hq, t, d = q.shape
-    ks, vs = side_arguments("k", keys), side_arguments("v", values)
+    ks, vs = side_arguments(keys), side_arguments(values)
     heads = keys.tail.shape[1]  # those that share what they see: of the slots, of the mask
     if slots is not None:
         heads = slots.shape[1]
@@ -163,7 +173,7 @@ def _call(
     rotated_q = q if not ks.rotated else (rotated(q, ks.rotated).to(q.dtype))
     if slots is not None:
         slots = slots if slots.stride(2) == 1 else slots.contiguous()
-    ends = [side.sealed for side in (ks, vs) if side.bits]
+    ends = [side.sealed for side in (ks, vs) if side.form.bits]
     both, end, mixed = n, n, 0
     if ends and slots is None:
         both, end = max(begin, min(ends)), max(begin, max(ends))
@@ -180,7 +190,8 @@ def _call(
         splits.append(min(count, -(-want * (hi - lo) // (n - begin))))
     valid, bias = masks
     arguments = {
-        "q_ptr": q, "rotated_ptr": rotated_q, **ks.arguments, **vs.arguments,
+        "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
+        "k_sealed": ks.sealed, "v_sealed": vs.sealed,
         "valid_ptr": q if valid is None else valid, "bias_ptr": q if bias is None else bias,
         "slots_ptr": q if slots is None else slots,
         **_steps("valid", valid), **_steps("bias", bias), **_steps("slots", slots),
@@ -190,10 +201,11 @@ def _call(
         "tiles0": tiles[0], "tiles1": tiles[1], "tiles2": tiles[2],
     }  # fmt: skip
     constants = {
-        **ks.constants, **vs.constants, "D": d, "DP": cuda.room(d), "BM": form.rows,
-        "BN0": sizes[0], "BN1": sizes[2], "MIXED": mixed, "CAUSAL": causal,
-        "VALID": valid is not None, "SOFTCAP": softcap is not None, "BIAS": bias is not None,
-        "SLOTS": slots is not None,
+        "K": ks.form, "V": vs.form, "D": d, "DP": cuda.room(d), "BM": form.rows,
+        "BN0": sizes[0], "BN1": sizes[2], "MIXED": mixed,
+        "OPTIONS": Options(
+            causal, valid is not None, softcap is not None, bias is not None, slots is not None
+        ),
     }  # fmt: skip
     splits_all = sum(splits)
     values_packed = splits[0] + (splits[1] if mixed == 2 else 0)

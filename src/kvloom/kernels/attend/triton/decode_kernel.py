@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ...quantize.triton.pack_kernel import as_float
+from .arguments import Side
 
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
 
@@ -120,72 +121,70 @@ def _codes(
 
 @triton.jit
 def _unpacked(
-    codes, scale, zero, group_of, divisor, levels, c_n, m_n, base, first, stop, n, ok, o_d,
-    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROTATED: tl.constexpr,
-    DIVIDED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    APART: tl.constexpr,
+    x, base, first, stop, n, ok, o_d,
+    X: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """The packed tokens n [BN] in fp32, rotated ones as they were rotated: [BN, DP]."""
-    code = _codes(codes, c_n, base, first, stop, n, ok, o_d, BITS, D, DP, BN, APART)
-    big = _meta(scale, m_n, group_of, base, first, stop, n, ok, o_d, KIND, GROUP, D, DP, BN, APART)
-    if ROTATED == 1:  # by levels; other rotated codes are affine
-        x = tl.load(levels + code) * big
+    """The packed tokens n [BN] of a side x in fp32, rotated ones as they were rotated: [BN, DP]."""
+    code = _codes(
+        x.codes, x.codes_n, base, first, stop, n, ok, o_d, X.bits, D, DP, BN, APART
+    )  # fmt: skip
+    big = _meta(
+        x.scale, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
+        X.kind, X.group, D, DP, BN, APART,
+    )  # fmt: skip
+    if X.rotation == 1:  # by levels; other rotated codes are affine
+        number = tl.load(x.levels + code) * big
     else:
         off = _meta(
-            zero, m_n, group_of, base, first, stop, n, ok, o_d, KIND, GROUP, D, DP, BN, APART
-        )
-        if BITS == 15 or BITS == 3:
-            x = code.to(tl.float32)
+            x.zero, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
+            X.kind, X.group, D, DP, BN, APART,
+        )  # fmt: skip
+        if X.bits == 15 or X.bits == 3:
+            number = code.to(tl.float32)
         else:
-            x = ((code << (23 - BITS)) | 0x3F800000).to(tl.float32, bitcast=True)
-            big = big * (1 << BITS)
+            number = ((code << (23 - X.bits)) | 0x3F800000).to(tl.float32, bitcast=True)
+            big = big * (1 << X.bits)
             off = off - big
-        x = x * big + off
-    if DIVIDED:
-        x = x * divisor[None, :]
-    return x
+        number = number * big + off
+    if X.divided:
+        number = number * x.divisor[None, :]
+    return number
 
 
 @triton.jit
 def _walk(
     top, total, acc, q, first, stop, tile0, tile1, n_all, t, scale, softcap,
-    k_codes, k_scale, k_zero, k_group, k_div, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
-    v_codes, v_scale, v_zero, v_group, v_div, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
-    valid, bias, slots, o_m, o_d, heads,
-    K_BITS: tl.constexpr, K_KIND: tl.constexpr, K_GROUP: tl.constexpr, K_ROT: tl.constexpr,
-    K_DIV: tl.constexpr,
-    V_BITS: tl.constexpr, V_KIND: tl.constexpr, V_GROUP: tl.constexpr, V_ROT: tl.constexpr,
-    V_DIV: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+    K: tl.constexpr, V: tl.constexpr, K_PACKED: tl.constexpr, V_PACKED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Take tiles tile0 to tile1 of a region, tokens first to stop, into the running softmax."""
+    """Take tiles tile0 to tile1 of a region, tokens first to stop, into the running softmax.
+
+    k, v: the sides of a head. K_PACKED, V_PACKED: whether the region's tokens are packed.
+    """
     for tile in range(tile0, tile1):
         base = first // BN * BN + tile * BN
         j = base + tl.arange(0, BN)  # places in masks
         ok = (j >= first) & (j < stop)
         n = j  # tokens
-        if SLOTS:
+        if OPTIONS.chosen:
             n = tl.load(slots + j, mask=ok, other=0).to(tl.int32)
-        if K_BITS == 0:
-            k = _rows(k_tail, k_tn, n - k_sealed, ok, o_d, D, DP)
-        else:
-            k = _unpacked(
-                k_codes, k_scale, k_zero, k_group, k_div, k_levels, k_cn, k_mn,
-                base, first, stop, n, ok, o_d,
-                K_BITS, K_KIND, K_GROUP, K_ROT, K_DIV, D, DP, BN, SLOTS,
+        if K_PACKED:
+            keys = _unpacked(
+                k, base, first, stop, n, ok, o_d, K, D, DP, BN, OPTIONS.chosen
             ).to(q.dtype)  # fmt: skip
-        s = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-        if SOFTCAP:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
+        else:
+            keys = _rows(k.tail, k.tail_n, n - k_sealed, ok, o_d, D, DP)
+        s = tl.dot(q, tl.trans(keys), input_precision="tf32x3") * scale
+        if OPTIONS.softcapped:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
-        if BIAS:
+        if OPTIONS.biased:
             some = (heads >= 0)[:, None] & ok[None, :]
             s += tl.load(bias + heads[:, None] + j[None, :], mask=some, other=0.0)
         see = ok[None, :]
-        if CAUSAL:
+        if OPTIONS.causal:
             see = see & (j[None, :] <= n_all - t + o_m[:, None] % t)
-        if VALID:
+        if OPTIONS.padded:
             see = see & (tl.load(valid + j, mask=ok, other=0) != 0)[None, :]
         s = tl.where(see, s, -float("inf"))
         new = tl.maximum(top, tl.max(s, 1))
@@ -193,17 +192,66 @@ def _walk(
         p = tl.exp(s - sub[:, None])
         shrink = tl.exp(top - sub)
         total = total * shrink + tl.sum(p, 1)
-        if V_BITS == 0:
-            v = _rows(v_tail, v_tn, n - v_sealed, ok, o_d, D, DP)
-        else:
-            v = _unpacked(
-                v_codes, v_scale, v_zero, v_group, v_div, v_levels, v_cn, v_mn,
-                base, first, stop, n, ok, o_d,
-                V_BITS, V_KIND, V_GROUP, V_ROT, V_DIV, D, DP, BN, SLOTS,
+        if V_PACKED:
+            values = _unpacked(
+                v, base, first, stop, n, ok, o_d, V, D, DP, BN, OPTIONS.chosen
             ).to(q.dtype)  # fmt: skip
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v, input_precision="tf32x3")
+        else:
+            values = _rows(v.tail, v.tail_n, n - v_sealed, ok, o_d, D, DP)
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), values, input_precision="tf32x3")
         top = new
     return top, total, acc
+
+
+@triton.jit
+def side_of_head(x, h, o_d, X: tl.constexpr, D: tl.constexpr):
+    """Side x at head h, with the divisors and the groups of its channels."""
+    divisor, group_of = o_d, o_d
+    if X.divided:
+        divisor = tl.load(x.divisor + h * D + o_d, mask=o_d < D, other=0.0)
+    if X.kind == MAPPED:
+        group_of = tl.load(x.group_of + h * D + o_d, mask=o_d < D, other=0).to(tl.int32)
+    return Side(
+        x.codes + h * x.codes_h, x.scale + h * x.meta_h, x.zero + h * x.meta_h,
+        group_of, divisor, x.levels, x.tail + h * x.tail_h,
+        x.codes_b, x.codes_h, x.codes_n, x.meta_b, x.meta_h, x.meta_n,
+        x.tail_b, x.tail_h, x.tail_n,
+    )  # fmt: skip
+
+
+@triton.jit
+def side_of_row(x, b):
+    """Side x at batch row, or block, b."""
+    return Side(
+        x.codes + b * x.codes_b, x.scale + b * x.meta_b, x.zero + b * x.meta_b,
+        x.group_of, x.divisor, x.levels, x.tail + b * x.tail_b,
+        x.codes_b, x.codes_h, x.codes_n, x.meta_b, x.meta_h, x.meta_n,
+        x.tail_b, x.tail_h, x.tail_n,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_queries(q, rotated, head, rows, o_m, o_d, K: tl.constexpr, D: tl.constexpr):
+    """The queries o_m [BM] of a head's `rows`, and as packed keys need them: [BM, DP] each."""
+    at = (head * rows + o_m)[:, None] * D + o_d[None, :]
+    mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
+    plain = tl.load(q + at, mask=mask, other=0.0)
+    packed = plain
+    if K.rotation:
+        packed = tl.load(rotated + at, mask=mask, other=0.0)
+    return plain, packed
+
+
+@triton.jit
+def store_split(
+    acc_ptr, ml_ptr, top, total, acc, head, rows, splits, i, o_m, o_d, D: tl.constexpr
+):  # fmt: skip
+    """Store the state of split i of the query rows o_m [BM]."""
+    place = (head * rows + o_m) * splits + i
+    mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
+    tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
+    tl.store(ml_ptr + 2 * place, top, mask=o_m < rows)
+    tl.store(ml_ptr + 2 * place + 1, total, mask=o_m < rows)
 
 
 @triton.jit
@@ -220,22 +268,11 @@ def _tiles_of(i, splits, tiles):
     "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2", "t", "r",
 ])  # fmt: skip
 def _split(
-    q_ptr, rotated_ptr,
-    k_codes, k_scale, k_zero, k_group, k_div, k_levels, k_tail,
-    k_cb, k_ch, k_cn, k_mb, k_mh, k_mn, k_tb, k_th, k_tn, k_sealed,
-    v_codes, v_scale, v_zero, v_group, v_div, v_levels, v_tail,
-    v_cb, v_ch, v_cn, v_mb, v_mh, v_mn, v_tb, v_th, v_tn, v_sealed,
-    valid_ptr, bias_ptr, slots_ptr, acc_ptr, ml_ptr,
+    q_ptr, rotated_ptr, k, v, k_sealed, v_sealed, valid_ptr, bias_ptr, slots_ptr, acc_ptr, ml_ptr,
     valid_b, valid_h, bias_b, bias_h, slots_b, slots_h,
     scale, softcap, h, share, r, t, n, begin, both, split0, split1, split2, tiles0, tiles1, tiles2,
-    K_BITS: tl.constexpr, K_KIND: tl.constexpr, K_GROUP: tl.constexpr, K_ROT: tl.constexpr,
-    K_DIV: tl.constexpr,
-    V_BITS: tl.constexpr, V_KIND: tl.constexpr, V_GROUP: tl.constexpr, V_ROT: tl.constexpr,
-    V_DIV: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    BN0: tl.constexpr, BN1: tl.constexpr, MIXED: tl.constexpr,
-    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    BN0: tl.constexpr, BN1: tl.constexpr, MIXED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One split of a region for BM query rows of a head; grid: [splits x heads x rows].
 
@@ -255,77 +292,42 @@ def _split(
     hk = hs // share
     o_m = block.to(tl.int32) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
-    rows = o_m < r * t
-    at = (head * (r * t) + o_m)[:, None] * D + o_d[None, :]
-    mask = rows[:, None] & (o_d[None, :] < D)
-    q = tl.load(q_ptr + at, mask=mask, other=0.0)
-    rotated = q
-    if K_ROT:
-        rotated = tl.load(rotated_ptr + at, mask=mask, other=0.0)
-    k_div_d, v_div_d, k_of, v_of = o_d, o_d, o_d, o_d
-    if K_DIV:
-        k_div_d = tl.load(k_div + hk * D + o_d, mask=o_d < D, other=0.0)
-    if V_DIV:
-        v_div_d = tl.load(v_div + hk * D + o_d, mask=o_d < D, other=0.0)
-    if K_KIND == MAPPED:
-        k_of = tl.load(k_group + hk * D + o_d, mask=o_d < D, other=0).to(tl.int32)
-    if V_KIND == MAPPED:
-        v_of = tl.load(v_group + hk * D + o_d, mask=o_d < D, other=0).to(tl.int32)
-    k_codes += b * k_cb + hk * k_ch
-    k_scale += b * k_mb + hk * k_mh
-    k_zero += b * k_mb + hk * k_mh
-    k_tail += b * k_tb + hk * k_th
-    v_codes += b * v_cb + hk * v_ch
-    v_scale += b * v_mb + hk * v_mh
-    v_zero += b * v_mb + hk * v_mh
-    v_tail += b * v_tb + hk * v_th
+    q, rotated = load_queries(q_ptr, rotated_ptr, head, r * t, o_m, o_d, K, D)
+    k = side_of_row(side_of_head(k, hk, o_d, K, D), b)
+    v = side_of_row(side_of_head(v, hk, o_d, V, D), b)
     valid = valid_ptr + b * valid_b + hs * valid_h - begin
     bias = bias_ptr + b * bias_b - begin
     slots = slots_ptr + b * slots_b + hs * slots_h
-    heads = tl.where(rows, (hs * r + o_m // t) * bias_h, -1)
+    heads = tl.where(o_m < r * t, (hs * r + o_m // t) * bias_h, -1)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
         top, total, acc, rotated, begin, both, lo, hi, n, t, scale, softcap,
-        k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
-        v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
-        valid, bias, slots, o_m, o_d, heads,
-        K_BITS, K_KIND, K_GROUP, K_ROT, K_DIV, V_BITS, V_KIND, V_GROUP, V_ROT, V_DIV,
-        D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, SLOTS,
+        k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+        K, V, K.bits > 0, V.bits > 0, D, DP, BN0, OPTIONS,
     )  # fmt: skip
     if MIXED > 0:
         lo, hi = _tiles_of(i - split0, split1, tiles1)
         end = tl.maximum(k_sealed, v_sealed)
-        K_MIXED: tl.constexpr = K_BITS if MIXED == 1 else 0
-        V_MIXED: tl.constexpr = V_BITS if MIXED == 2 else 0
         its_q = q
         if MIXED == 1:
             its_q = rotated
         top, total, acc = _walk(
             top, total, acc, its_q, both, end, lo, hi, n, t, scale, softcap,
-            k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
-            v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
-            valid, bias, slots, o_m, o_d, heads,
-            K_MIXED, K_KIND, K_GROUP, K_ROT, K_DIV, V_MIXED, V_KIND, V_GROUP, V_ROT, V_DIV,
-            D, DP, BN0, CAUSAL, VALID, SOFTCAP, BIAS, False,
+            k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+            K, V, MIXED == 1, MIXED == 2, D, DP, BN0, OPTIONS,
         )  # fmt: skip
-    if (K_BITS > 0 or V_BITS > 0) and not SLOTS:
+    if (K.bits > 0 or V.bits > 0) and not OPTIONS.chosen:
         lo, hi = _tiles_of(i - split0 - split1, split2, tiles2)
         end = tl.maximum(begin, tl.maximum(k_sealed, v_sealed))
         top, total, acc = _walk(
             top, total, acc, q, end, n, lo, hi, n, t, scale, softcap,
-            k_codes, k_scale, k_zero, k_of, k_div_d, k_levels, k_tail, k_cn, k_mn, k_tn, k_sealed,
-            v_codes, v_scale, v_zero, v_of, v_div_d, v_levels, v_tail, v_cn, v_mn, v_tn, v_sealed,
-            valid, bias, slots, o_m, o_d, heads,
-            0, 0, 0, False, False, 0, 0, 0, False, False,
-            D, DP, BN1, CAUSAL, VALID, SOFTCAP, BIAS, False,
+            k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+            K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
-    place = (head * (r * t) + o_m) * splits + i
-    tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
-    tl.store(ml_ptr + 2 * place, top, mask=rows)
-    tl.store(ml_ptr + 2 * place + 1, total, mask=rows)
+    store_split(acc_ptr, ml_ptr, top, total, acc, head, r * t, splits, i, o_m, o_d, D)
 
 
 @triton.jit(do_not_specialize=["splits", "rotated"])

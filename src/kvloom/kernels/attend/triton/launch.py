@@ -1,4 +1,4 @@
-"""A launch of Triton's decode kernels: the arguments of a side, shapes of tiles, merged splits.
+"""A launch of Triton's decode kernels: arguments of keys and values, shapes of tiles, the merge.
 
 Decides how views of stored tokens become kernel arguments. Which cases are covered, and over which
 tokens a kernel goes, is decided by `decode` and `paged`. Importing this does not import Triton.
@@ -16,23 +16,23 @@ from ... import triton_runtime as cuda
 from ...quantize.rotated import levels, rotate
 from ..kv_view import KVView
 from ..reference import State
+from .arguments import Form, Side
 
 _LEVELS, _AFFINE = 1, 2  # how codes of rotated channels become numbers
 
 
-class Side(NamedTuple):
+class SideArguments(NamedTuple):
     """The kernel arguments of keys or values."""
 
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    bits: float  # 0: nothing is packed
+    side: Side
+    form: Form
     sealed: int
     rotated: int  # channels that are rotated together, or 0
     most: int  # tokens of a tile that registers hold
 
 
-def side_arguments(letter: str, view: KVView) -> Side:
-    """Return the kernel arguments of keys (letter k) or values (v)."""
+def side_arguments(view: KVView) -> SideArguments:
+    """Return the kernel arguments of keys or values."""
     tail, packed, fmt = view.tail, view.packed, view.fmt
     tail = tail if tail.stride(3) == 1 else tail.contiguous()
     d = tail.shape[3]
@@ -62,19 +62,13 @@ def side_arguments(letter: str, view: KVView) -> Side:
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does
             scale, zero = scale.view(torch.uint8), zero.view(torch.uint8)
         meta = [scale.stride(i) if scale.shape[i] > 1 else 0 for i in range(3)]
-    names = ("codes", "scale", "zero", "group", "div", "levels", "tail")
-    tensors = (codes, scale, zero, group_of, divisor, table, tail)
-    steps = [*codes.stride()[:3], *meta, *tail.stride()[:3]]
-    strides = ("cb", "ch", "cn", "mb", "mh", "mn", "tb", "th", "tn")
-    given = dict(zip((*names, *strides, "sealed"), (*tensors, *steps, sealed), strict=True))
-    arguments = {f"{letter}_{name}": x for name, x in given.items()}
-    codes_of = 15 if bits == 1.5 else int(bits)
-    form = {"BITS": codes_of, "KIND": kind, "GROUP": group, "ROT": rotation, "DIV": divided}
-    constants = {f"{letter.upper()}_{name}": x for name, x in form.items()}
+    tensors = codes, scale, zero, group_of, divisor, table, tail
+    side = Side(*tensors, *codes.stride()[:3], *meta, *tail.stride()[:3])
+    form = Form(15 if bits == 1.5 else int(bits), kind, group, rotation, divided)
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
     apart, slow = bits == 1.5 or rotation == _LEVELS or kind == 2, bits in (1, 3, 8)
     most = 16 if apart else 32 if slow or scale.dtype == torch.uint8 else 64
-    return Side(arguments, constants, bits, sealed, rotated, most)
+    return SideArguments(side, form, sealed, rotated, most)
 
 
 @cache

@@ -17,7 +17,16 @@ from ..kv_view import KVView
 from ..pages import PageTable, contiguous_rows
 from ..reference import First, State
 from . import decode
-from .launch import Launch, nothing, processors, rotated, run, side_arguments, tile_shapes
+from .arguments import Options, Rows
+from .launch import (
+    Launch,
+    nothing,
+    processors,
+    rotated,
+    run,
+    side_arguments,
+    tile_shapes,
+)
 
 MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 
@@ -72,7 +81,7 @@ def arguments(
     """Prepare the call for a case; tensors may be on torch's meta device."""
     b, hq, _, d = q.shape
     heads, like = keys.tail.shape[1], keys.tail.dtype
-    ks, vs = side_arguments("k", keys), side_arguments("v", values)
+    ks, vs = side_arguments(keys), side_arguments(values)
     q = q.to(like).contiguous()
     rotated_q = rotated(q, ks.rotated).to(like) if ks.rotated else q
     r, count = hq // heads, 0 if sinks is None else sinks[0].shape[2]
@@ -83,22 +92,18 @@ def arguments(
     splits = min(table.longest // table.page, want)
     blocks, packed, tokens, tails = table.contiguous
     given = {
-        "q_ptr": q, "rotated_ptr": rotated_q, **ks.arguments, **vs.arguments,
-        "k_sinks": first[0], "v_sinks": first[1], **_steps("k_s", first[0]),
-        **_steps("v_s", first[1]), "blocks_ptr": blocks, "packed_ptr": packed,
+        "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
+        "k_sinks": Rows(first[0], *first[0].stride()[:3]),
+        "v_sinks": Rows(first[1], *first[1].stride()[:3]),
+        "blocks_ptr": blocks, "packed_ptr": packed,
         "tokens_ptr": tokens, "tails_ptr": tails, "scale": float(scale), "h": heads, "r": r,
         "width": blocks.shape[1], "sinks": count, "splits": splits,
     }  # fmt: skip
     constants = {
-        **ks.constants, **vs.constants, "D": d, "DP": cuda.room(d), "BM": shapes.rows,
-        "BN0": shapes.tokens, "BN1": shapes.alone, "PAGE": table.page,
+        "K": ks.form, "V": vs.form, "D": d, "DP": cuda.room(d), "BM": shapes.rows,
+        "BN0": shapes.tokens, "BN1": shapes.alone, "PAGE": table.page, "OPTIONS": Options(),
     }  # fmt: skip
     return Launch(
         programs * (splits + 1), given, constants, shapes.warps, STAGES, q, vs.rotated,
         splits + 1, splits,
     )  # fmt: skip
-
-
-def _steps(name: str, x: Tensor) -> dict[str, int]:
-    """Return the strides of blocks, heads and tokens."""
-    return {f"{name}{letter}": x.stride(i) for i, letter in enumerate("bhn")}

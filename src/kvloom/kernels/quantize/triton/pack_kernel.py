@@ -130,6 +130,25 @@ def join(
         put(byte, 0, codes, block, last, step, channel, inside, 1, BEGUN)
 
 
+@triton.jit
+def tile_of(
+    begin, n, heads, D,
+    PACK_BLOCK: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
+):  # fmt: skip
+    """The tile of a program among the n tokens behind `begin`.
+
+    Returns its batch row, head, pack blocks [A], channels [DB] and which of these there are, tokens
+    [A, P] counted from `begin`, and which of these there are.
+    """
+    line = tl.program_id(1).to(tl.int64)
+    block = begin // PACK_BLOCK + tl.program_id(0) * A + tl.arange(0, A)
+    within = tl.arange(0, P)
+    channel = tl.program_id(2) * DB + tl.arange(0, DB)
+    token = (block * PACK_BLOCK)[:, None] + within[None, :] - begin
+    there = (token >= 0) & (token < n) & (within < PACK_BLOCK)[None, :]
+    return line // heads, line % heads, block, channel, channel < D, token, there
+
+
 @triton.jit(do_not_specialize=_VARY)
 def pack(
     x, real, codes, scale, zero, begin, n, heads,
@@ -145,14 +164,9 @@ def pack(
     of tokens, their number divides `begin`. Else: groups of G channels, all in one tile. BEGUN: the
     first pack block holds tokens already. CODES: whether to store codes too.
     """
-    line = tl.program_id(1).to(tl.int64)
-    row, head = line // heads, line % heads
-    block = begin // PACK_BLOCK + tl.program_id(0) * A + tl.arange(0, A)
-    within = tl.arange(0, P)
-    channel = tl.program_id(2) * DB + tl.arange(0, DB)
-    inside = channel < D
-    token = (block * PACK_BLOCK)[:, None] + within[None, :] - begin
-    there = (token >= 0) & (token < n) & (within < PACK_BLOCK)[None, :]
+    row, head, block, channel, inside, token, there = tile_of(
+        begin, n, heads, D, PACK_BLOCK, A, P, DB
+    )
     mask = there[:, :, None] & inside[None, None, :]
     at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
     number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
@@ -207,14 +221,9 @@ def pack_given(
     columns: int32 [Hk, D], the column of the metadata that is a channel's; PER tokens share a line.
     divisor: fp32 [Hk, D], what channels are divided by before.
     """
-    line = tl.program_id(1).to(tl.int64)
-    row, head = line // heads, line % heads
-    block = begin // PACK_BLOCK + tl.program_id(0) * A + tl.arange(0, A)
-    within = tl.arange(0, P)
-    channel = tl.program_id(2) * DB + tl.arange(0, DB)
-    inside = channel < D
-    token = (block * PACK_BLOCK)[:, None] + within[None, :] - begin
-    there = (token >= 0) & (token < n) & (within < PACK_BLOCK)[None, :]
+    row, head, block, channel, inside, token, there = tile_of(
+        begin, n, heads, D, PACK_BLOCK, A, P, DB
+    )
     mask = there[:, :, None] & inside[None, None, :]
     at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
     number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
@@ -276,18 +285,13 @@ def unpack(
     A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as `pack`'s, from lo's block on."""
-    line = tl.program_id(1).to(tl.int64)
-    row, head = line // heads, line % heads
-    block = lo // PACK_BLOCK + tl.program_id(0) * A + tl.arange(0, A)
-    within = tl.arange(0, P)
-    channel = tl.program_id(2) * DB + tl.arange(0, DB)
-    inside = channel < D
-    token = (block * PACK_BLOCK)[:, None] + within[None, :]
-    there = (token >= lo) & (token < hi) & (within < PACK_BLOCK)[None, :]
+    row, head, block, channel, inside, token, there = tile_of(
+        lo, hi - lo, heads, D, PACK_BLOCK, A, P, DB
+    )
     mask = there[:, :, None] & inside[None, None, :]
     codes += row * c_row + head * c_head
     some = (block * PACK_BLOCK < hi)[:, None] & inside[None, :]
-    t = within[None, :, None]
+    t = tl.arange(0, P)[None, :, None]
     if BITS2 == 6:
         at = codes + (block * 3).to(tl.int64)[:, None] * c_byte + channel[None, :]
         first = tl.load(at, mask=some, other=0).to(tl.int32)[:, None, :]
@@ -305,11 +309,12 @@ def unpack(
             code = (byte >> (t * (BITS2 // 2))) & ((1 << (BITS2 // 2)) - 1)
     column = tl.load(columns + head * D + channel, mask=inside, other=0)
     where = row * m_row + head * m_head
-    where += (token // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
+    where += ((lo + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
     step = as_float(tl.load(scale + where, mask=mask, other=0))
     least = as_float(tl.load(zero + where, mask=mask, other=0))
     number = tl.fma(code.to(tl.float32), step, least)
     if DIVISOR:
         number *= tl.load(divisor + head * D + channel, mask=inside, other=1.0)[None, None, :]
-    place = (line * (hi - lo) + (token - lo).to(tl.int64))[:, :, None] * D + channel[None, None, :]
+    first = tl.program_id(1).to(tl.int64) * (hi - lo)
+    place = (first + token.to(tl.int64))[:, :, None] * D + channel[None, None, :]
     tl.store(out + place, number.to(out.dtype.element_ty), mask=mask)

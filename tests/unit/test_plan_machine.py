@@ -8,11 +8,18 @@ import torch
 from transformers import LlamaConfig
 
 from kvloom.errors import InputError
-from kvloom.planner import measure, read_model, stored
-from kvloom.planner.answer import plan
+from kvloom.planner import machine_file, machine_measurement, read_model
 from kvloom.planner.cache_bytes import CacheBytes
-from kvloom.planner.step import step_work
-from kvloom.planner.this import TOLERANCE, LayerRate, Machine, at_batch, layer_key, measured_recipe
+from kvloom.planner.decode_step import step_work
+from kvloom.planner.machine import (
+    TOLERANCE,
+    LayerRate,
+    Machine,
+    at_batch,
+    layer_key,
+    measured_recipe,
+)
+from kvloom.planner.plan_recipes import plan
 from kvloom.recipe.resolve import resolve
 
 RECIPES = ["full", "kivi:group=16,residual=16", "h2o", "quest:page=4,tokens=100"]
@@ -36,8 +43,8 @@ def quick(monkeypatch, tmp_path):
         "_MATRICES": ((32, 32), (32, 16)), "_WEIGHTS": 1 << 14, "_CACHES": 1, "_SECONDS": 0.0,
         "_REPEATS": 2,
     }.items():  # fmt: skip
-        monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(measure.bandwidth, "read_bandwidth_gb_s", lambda: 10.0)
+        monkeypatch.setattr(machine_measurement, name, value)
+    monkeypatch.setattr(machine_measurement.bandwidth, "read_bandwidth_gb_s", lambda: 10.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -58,8 +65,8 @@ def test_a_plan_measures_the_machine_once_and_stores_it(quick, config, monkeypat
     assert kinds == 1 + len(RECIPES)  # quest's first two layers read all, with sinks apart
     assert units == [3 + kinds] == [sum(reported)]
     assert all(row.step_ms.low < row.step_ms.best < row.step_ms.high for row in found.rows)
-    assert stored.load() == found.hardware
-    monkeypatch.setattr(measure, "layer_rate", lambda *_: pytest.fail("measured again"))
+    assert machine_file.load() == found.hardware
+    monkeypatch.setattr(machine_measurement, "layer_rate", lambda *_: pytest.fail("measured again"))
     again = plan(config, RECIPES, context=900, batch=3, hardware="this", on_step=on_step)
     assert again.hardware == found.hardware
     assert len(units) == 1
@@ -68,33 +75,35 @@ def test_a_plan_measures_the_machine_once_and_stores_it(quick, config, monkeypat
 def test_another_recipe_is_measured_alone(quick, config, monkeypatch):
     plan(config, ["full"], context=500, hardware="this")
     for name in ("linear_curve", "model_overhead", "total_memory"):
-        monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr("kvloom.planner.answer.measure.total_memory", lambda: 1 << 40)
+        monkeypatch.setattr(machine_measurement, name, lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(
+        "kvloom.planner.plan_recipes.machine_measurement.total_memory", lambda: 1 << 40
+    )
     found = plan(config, ["full", "h2o:fraction=0.1", "h2o"], context=500, hardware="this")
     assert len(found.hardware.layers) == 2  # a budget changes bytes, not rates
 
 
 def test_measurements_of_another_machine_or_version_do_not_count(quick, config, monkeypatch):
     plan(config, ["full"], context=500, hardware="this")
-    assert stored.load() is not None
-    about = measure.about()
-    monkeypatch.setattr(measure, "about", lambda: {**about, "threads": 64})
-    assert stored.load() is None
+    assert machine_file.load() is not None
+    about = machine_measurement.about()
+    monkeypatch.setattr(machine_measurement, "about", lambda: {**about, "threads": 64})
+    assert machine_file.load() is None
     monkeypatch.undo()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 0}'])
 def test_a_damaged_file_counts_as_none(quick, text):
-    stored.path().parent.mkdir(parents=True)
-    stored.path().write_text(text)
-    assert stored.load() is None
+    machine_file.path().parent.mkdir(parents=True)
+    machine_file.path().write_text(text)
+    assert machine_file.load() is None
 
 
 def test_a_folder_that_cannot_be_written_is_named(quick, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(InputError, match="set XDG_CACHE_HOME"):
-        stored.save(Machine({}, 1, 1.0))
+        machine_file.save(Machine({}, 1, 1.0))
 
 
 def test_a_machine_with_a_gpu_is_not_measured(quick, config, monkeypatch):
@@ -105,7 +114,7 @@ def test_a_machine_with_a_gpu_is_not_measured(quick, config, monkeypatch):
 
 def test_the_fit_returns_the_rates_that_made_the_times():
     points = [(1, 10**6), (4, 4 * 10**6), (1, 10**8), (4, 4 * 10**8)]
-    found = measure.fitted([(b, n, 2e-4 + b * 3e-5 + n / 5e9) for b, n in points])
+    found = machine_measurement.fitted([(b, n, 2e-4 + b * 3e-5 + n / 5e9) for b, n in points])
     assert found.fixed_s == pytest.approx(2e-4)
     assert found.row_s == pytest.approx(3e-5)
     assert found.bytes_s == pytest.approx(5e9)
@@ -113,7 +122,7 @@ def test_the_fit_returns_the_rates_that_made_the_times():
 
 def test_no_part_of_a_fit_is_negative():
     """Times that fall with the rows: the time per row is left out."""
-    found = measure.fitted(
+    found = machine_measurement.fitted(
         [(1, 1000, 3e-4), (4, 4000, 2e-4), (1, 10**8, 2e-2), (4, 4 * 10**8, 8e-2)]
     )
     assert found.row_s == 0
@@ -136,7 +145,7 @@ def test_the_prediction_adds_up(config):
         {"threads": 1}, 1, 1.0, {"float32": {1: 1e-9, 2: 3e-9}}, {"float32": (0.5, 0.25)},
         {key: LayerRate(0.01, 0.001, 1e6)},
     )  # fmt: skip
-    time = machine.step(step, geometry)
+    time = machine.step(step)
     kv = 3 * 2 * 500 * 2 * 2 * 16 * 4
     assert time.kv.best == pytest.approx(kv / 1e6)
     assert time.weights.best == pytest.approx(step.weights.best * 1e-9)

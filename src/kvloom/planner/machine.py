@@ -2,8 +2,8 @@
 
 A layer's step takes a fixed time, a time per row, and its bytes divided by the throughput of its
 kernels. The model around it takes a time per step, a time per layer, and the time of its products
-with weights at this batch. `measure` measures these numbers; they add up, because a CPU waits for
-each operation.
+with weights at this batch. `machine_measurement` measures these; they add up, because a CPU waits
+for each operation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from ..errors import RecipeError
 from ..recipe.geometry import Geometry
 from ..recipe.spec import Recipe
+from .decode_step import LayerWork, StepTime, StepWork
 from .ranges import Range
-from .step import LayerWork, StepTime, StepWork
 
 TOLERANCE = 0.2
 """The bounds of a time: the mark that docs/guides/plan.md checks, not a measured interval."""
@@ -58,16 +58,16 @@ class Machine:
             return f"products with weights quantized by {work.quantized} are not measured"
         return None
 
-    def step(self, work: StepWork, geometry: Geometry) -> StepTime:
+    def step(self, work: StepWork) -> StepTime:
         """Return the seconds of a decode step; everything it needs must have been measured."""
-        dtype = short_name(work.dtype)
+        dtype = short_name(work.geometry.dtype)
         curve = self.linear[dtype]
         per_step, per_layer = self.overhead[dtype]
         reading = work.weights.scaled(at_batch(curve, 1))
         products = work.weights.scaled(at_batch(curve, work.batch))
         kv, fixed = 0.0, per_step + per_layer * work.layer_count
         for layer in work.layers:
-            rate = self.layers[layer_key(layer, geometry)]
+            rate = self.layers[layer_key(layer, work.geometry)]
             kv += layer.layers * layer.nbytes / rate.bytes_s
             fixed += layer.layers * (rate.fixed_s + rate.row_s * work.batch)
         return StepTime(

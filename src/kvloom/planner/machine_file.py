@@ -12,8 +12,8 @@ from pathlib import Path
 from ..errors import InputError
 from ..workload import whole_file
 from ..workload.smollm2 import cache_folder
-from . import measure
-from .this import Machine
+from . import machine_measurement
+from .machine import Machine
 
 _FORMAT = 1
 
@@ -27,7 +27,7 @@ def load() -> Machine | None:
     """Return what was measured of this machine before; None if nothing fits."""
     try:
         data = json.loads(path().read_text(encoding="utf-8"))
-        if data["format"] == _FORMAT and data["about"] == measure.about():
+        if data["format"] == _FORMAT and data["about"] == machine_measurement.about():
             return Machine.from_dict(data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         pass

@@ -1,4 +1,4 @@
-"""Measure this machine once: what `this.Machine` needs to predict a decode step.
+"""Measure this machine once: what `machine.Machine` needs to predict a decode step.
 
 Decides what is timed: reads of memory, products with weights at several batches, decode steps of
 two small Llamas (their difference is the overhead of a layer), and one layer's decode step for
@@ -34,8 +34,8 @@ from ..workload import bandwidth, clock, filled_caches
 from ..workload.forward import Progress
 from ..workload.prefill import available_bytes
 from ..workload.shapes import LayerShape
-from .step import LayerWork, StepWork
-from .this import LayerRate, Machine, measured_recipe, short_name, unmeasured
+from .decode_step import LayerWork, StepWork
+from .machine import LayerRate, Machine, measured_recipe, short_name, unmeasured
 
 _BATCHES = (1, 2, 4, 8, 16)  # of products with weights
 _POINTS = ((512, 1), (512, 4), (8192, 1), (8192, 4))  # tokens and rows of a layer's step

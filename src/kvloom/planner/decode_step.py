@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from ..recipe.geometry import Geometry
 from .cache_bytes import CacheBytes, LayerKind
 from .model import ModelFacts
 from .ranges import Range
@@ -29,8 +28,8 @@ class LayerWork:
 class StepWork:
     """What a decode step does: bytes of weights it reads, operations with them, and layers."""
 
+    geometry: Geometry
     batch: int
-    dtype: torch.dtype
     quantized: str | None
     weights: Range
     weight_flops: float
@@ -96,8 +95,8 @@ def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) ->
         )
     weights = model.weights
     return StepWork(
+        g,
         batch,
-        g.dtype,
         weights.quantized,
         weights.read_nbytes(batch),
         weights.flops(batch),

@@ -1,0 +1,109 @@
+"""A plan as data and as text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .hardware import Hardware
+from .machine import Machine
+from .model import ModelFacts
+from .ranges import Range
+from .units import show_bytes, show_rate
+
+
+@dataclass(frozen=True)
+class Point:
+    """The cache's bytes at one context, and the decode speed (None without times)."""
+
+    context: int
+    kv_bytes: int
+    tokens_s: Range | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The plan of one recipe.
+
+    kv_bytes: the cache at this context and batch. peak_bytes: the largest memory during a prompt in
+    one step, weights included. fits: whether memory suffices for that. longest_context: at this
+    batch. largest_batch: at this context. fits_in_chunks, longest_in_chunks: the same for weights
+    and cache alone, for a prompt that is read in small chunks. step_ms, tokens_s: low, best, high.
+    parts_ms: best, by part. limit: the longest part. reaches: whether the best estimate reaches the
+    target, and memory holds weights and cache; longest_at_target: the longest context at which this
+    is so. None: not known, or not asked. problem: why there are no figures; no_times: why there are
+    no times. curve: bytes and speed at contexts of 1,024 tokens and their doubles.
+    """
+
+    recipe: str
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+    longest_context: int | None = None
+    largest_batch: int | None = None
+    fits_in_chunks: bool | None = None
+    longest_in_chunks: int | None = None
+    step_ms: Range | None = None
+    tokens_s: Range | None = None
+    parts_ms: dict[str, float] | None = None
+    limit: str | None = None
+    reaches: bool | None = None
+    longest_at_target: int | None = None
+    problem: str | None = None
+    no_times: str | None = None
+    curve: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of several recipes on a model; printable, and plain data by `to_dict`."""
+
+    model: ModelFacts
+    context: int
+    batch: int
+    memory: int | None
+    hardware: Hardware | Machine | None
+    target: float | None
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model.architecture}: {show_bytes(self.model.weights.nbytes)} of weights"]
+        return "\n".join([*lines, *map(_line, self.rows), *self.warnings])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; the fields are in docs/reference/json.md."""
+        m = self.model
+        return {
+            "model": {
+                "name": m.name,
+                "architecture": m.architecture,
+                "weights_bytes": m.weights.nbytes,
+                "quantized": m.weights.quantized,
+                "dtype": str(m.geometry.dtype).removeprefix("torch."),
+                "layers": m.layers,
+                "sliding_layers": len(m.windows),
+                "positions": m.positions,
+                "working_bytes_per_token": m.working,
+            },
+            "context": self.context,
+            "batch": self.batch,
+            "memory": self.memory,
+            "target": self.target,
+            "hardware": None if self.hardware is None else self.hardware.to_dict(),
+            "rows": [asdict(row) for row in self.rows],
+            "warnings": list(self.warnings),
+        }
+
+
+def _line(row: Row) -> str:
+    """Return a row in one line."""
+    if row.problem:
+        return f"{row.recipe}: {row.problem}"
+    text = f"{row.recipe}: KV cache {show_bytes(row.kv_bytes or 0)}"
+    if row.longest_context is not None:
+        text += f", longest context {row.longest_context:,}, largest batch {row.largest_batch:,}"
+    if row.step_ms and row.tokens_s:
+        t = row.tokens_s
+        text += f", {show_rate(t.best)} tok/s ({show_rate(t.low)} to {show_rate(t.high)})"
+    return text

@@ -110,8 +110,8 @@ def test_stretches_on_several_threads_leave_no_seam(threads):
 def test_a_layer_with_padding_sinks_and_keys_before_rope_attends_as_by_the_reference():
     keys, values, d = SKVQ
     recipe = Recipe(store=Store(keys, values), protect=Protect(3, (7, 7)))
-    valid = torch.ones(2, 207, dtype=torch.bool)
-    valid[1, :150] = False  # the second row begins far behind the first tile
+    visible = torch.ones(2, 207, dtype=torch.bool)
+    visible[1, :150] = False  # the second row begins far behind the first tile
     found = {}
     dispatch.ran.clear()
     for backend in dispatch.CHOICES:
@@ -126,7 +126,11 @@ def test_a_layer_with_padding_sinks_and_keys_before_rope_attends_as_by_the_refer
                 part = slice(lo, hi)
                 outs.append(
                     layer.attend(
-                        q[:, :, part], k[:, :, part], v[:, :, part], scale=0.2, valid=valid[:, :hi]
+                        q[:, :, part],
+                        k[:, :, part],
+                        v[:, :, part],
+                        scale=0.2,
+                        visible=visible[:, :hi],
                     )
                 )
         found[backend] = torch.cat(outs[1:], dim=2)

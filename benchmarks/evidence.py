@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import record
+from evidence_tables import results, table
 from kvloom.cli.options import split_recipes
 from kvloom.errors import RecipeError
 from kvloom.eval.compare import with_full
@@ -36,7 +37,7 @@ from kvloom.eval.evaluate import evaluate
 from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Source
 from kvloom.eval.share import at_share
-from kvloom.eval.summary import higher_is_better, summarize
+from kvloom.eval.summary import summarize
 from kvloom.eval.tasks import task_named
 from kvloom.hf import compat
 from kvloom.hf.metadata import BESIDE
@@ -102,23 +103,6 @@ RUNS = {  # model, context, text
     "reference-2k": ("reference", 2048, library_text),
     "smollm2-2k-prose": ("smollm2", 2048, prose),
 }
-OWN = "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap"
-FRONT = {  # the recommended recipe of a size, and the papers' own recipes of that size
-    "1/3": ("near-lossless", "kivi-4", *(f"{name} at 0.333" for name in OWN)),
-    "1/5": ("small at 0.2", "kivi", "skvq:group=32", *(f"{name} at 0.2" for name in OWN)),
-    "1/8": ("small", *(f"{name} at 0.125" for name in OWN)),
-    "1/12": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
-}
-SCORES = (
-    ("perplexity", "perplexity"),
-    ("perplexity", "kl_mean"),
-    ("perplexity", "kl_p999"),
-    ("free", "kl_mean"),
-    ("free", "diverged_at"),
-    ("niah", "correct"),
-    ("ruler", "correct"),
-    ("multiturn", "correct"),
-)
 QUICK_RUN = "smollm2-2k"
 QUICK = {
     "perplexity": "near-lossless,balanced,kivi-4,kivi,snapkv,minikv",
@@ -215,61 +199,9 @@ def printer(run: str) -> Callable[[str, int], None]:
     return progress
 
 
-def table(figures: list[dict]) -> str:
-    """Return perplexity and needles as a Markdown table, by bytes."""
-    rows = [f for f in figures if f["task"] == "perplexity" and f["scores"]]
-    needles = {f["recipe"]: f["scores"].get("correct") for f in figures if f["task"] == "niah"}
-    full = next(f["scores"]["perplexity"]["mean"] for f in rows if f["recipe"] == "full")
-    lines = [
-        "| Recipe | Bytes | Perplexity | KL, mean | Agreement | Needles |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in sorted(rows, key=lambda f: -f["share"]):
-        s, found = row["scores"], needles.get(row["recipe"])
-        kl = s["kl_mean"]
-        lines.append(
-            f"| `{row['recipe']}` | {row['share']:.1%} | {s['perplexity']['mean'] / full:.3f}× | "
-            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}] | "
-            f"{s['agreement']['mean']:.1%} | "
-            f"{'' if found is None else format(found['mean'], '.0%')} |"
-        )
-    return "\n".join(lines)
-
-
-def front(figures: list[dict]) -> str:
-    """Return the recommended recipe and the best other one of each task and size, as Markdown."""
-    lines = [
-        "| Task | Bytes | Recommended | | Best of the papers' own | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for task, score in SCORES:
-        found = {f["recipe"]: f for f in figures if f["task"] == task and score in f["scores"]}
-        for bound, (recommended, *own) in FRONT.items():
-            names = [n for n in own if n in found]
-            if recommended not in found or not names:
-                continue
-            sign = 1 if higher_is_better(score) else -1
-            best = max(names, key=lambda n: sign * found[n]["scores"][score]["mean"])
-            cells = [
-                f"`{n}` {found[n]['share']:.0%} | {_interval(found[n]['scores'][score])}"
-                for n in (recommended, best)
-            ]
-            lines.append(f"| {task}, {score} | {bound} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _interval(score: dict) -> str:
-    low, high = score["low"], score["high"]
-    bounds = "" if low is None else f" [{low:.3g}, {high:.3g}]"
-    return f"{score['mean']:.3g}{bounds}"
-
-
 def published(run: str) -> list[dict]:
-    """Return the published figures of a run; the newest file of any machine."""
-    files = sorted(record.RESULTS.glob(f"*/evidence_{run}.json"), key=lambda f: f.stat().st_mtime)
-    if not files:
-        sys.exit(f"no figures of {run} are published yet: run without --quick")
-    return json.loads(files[-1].read_text())["figures"]
+    """Return the published figures of a run."""
+    return json.loads(results(run).read_text())["figures"]
 
 
 def outside(found: list[dict], before: list[dict]) -> list[str]:

@@ -64,8 +64,8 @@ def auto(
     cache's bytes, such as 0.2. One of the two. context: tokens (default: 32,768, or the model's
     positions if they are fewer). batch: rows.
 
-    The exact cache is chosen if it fits. Next comes the recommended recipe with the best published
-    figures that fits; a recipe that `kvloom tune` stored for these weights replaces it if it has at
+    The exact cache is chosen if it fits. Next comes the recommended recipe with the most bytes that
+    fits; a recipe that `kvloom tune` stored for these weights replaces it if it has at
     least 80% of its bytes. The model is left as it was.
 
     Raises `InputError` if nothing fits, naming the nearest, and for less memory than the weights

@@ -1,0 +1,133 @@
+"""The tables of docs/internals/evidence.md, from the published results.
+
+    python benchmarks/evidence_tables.py   # writes them into the page
+
+A table stands between the comments `<!-- KIND RUN -->` and `<!-- end -->`, where KIND is one of
+`KINDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from kvloom.eval.summary import higher_is_better
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "internals" / "evidence.md"
+MARKED = re.compile(r"(<!-- (\w+) (\S+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+OWN = "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap"
+FRONT = {  # the recommended recipe of a size, and the papers' own recipes of that size
+    "1/3": ("near-lossless", "kivi-4", *(f"{name} at 0.333" for name in OWN)),
+    "1/5": ("small at 0.2", "kivi", "skvq:group=32", *(f"{name} at 0.2" for name in OWN)),
+    "1/8": ("small", *(f"{name} at 0.125" for name in OWN)),
+    "1/12": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
+}
+SCORES = (
+    ("perplexity", "perplexity"),
+    ("perplexity", "kl_mean"),
+    ("perplexity", "kl_p999"),
+    ("free", "kl_mean"),
+    ("free", "diverged_at"),
+    ("niah", "correct"),
+    ("ruler", "correct"),
+    ("multiturn", "correct"),
+)
+
+
+def table(figures: list[dict]) -> str:
+    """Return perplexity and needles as a Markdown table, by bytes."""
+    rows = [f for f in figures if f["task"] == "perplexity" and f["scores"]]
+    needles = {f["recipe"]: f["scores"].get("correct") for f in figures if f["task"] == "niah"}
+    full = next(f["scores"]["perplexity"]["mean"] for f in rows if f["recipe"] == "full")
+    lines = [
+        "| Recipe | Bytes | Perplexity | KL, mean | Agreement | Needles |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda f: -f["share"]):
+        s, found = row["scores"], needles.get(row["recipe"])
+        kl = s["kl_mean"]
+        lines.append(
+            f"| `{row['recipe']}` | {row['share']:.1%} | {s['perplexity']['mean'] / full:.3f}× | "
+            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}] | "
+            f"{s['agreement']['mean']:.1%} | "
+            f"{'' if found is None else format(found['mean'], '.0%')} |"
+        )
+    return "\n".join(lines)
+
+
+def tasks(figures: list[dict]) -> str:
+    """Return the scores of the tasks that generate text as a Markdown table, by bytes."""
+    columns = {
+        ("niah", "correct"): "Needles",
+        ("multiturn", "correct"): "Several turns",
+        ("ruler", "correct"): "RULER",
+        ("free", "kl_mean"): "Free-running KL",
+        ("free", "diverged_at"): "Tokens until it differs",
+    }
+    shares, cells = {}, {}
+    for f in figures:
+        shares.setdefault(f["recipe"], f["share"])  # of the first task, perplexity
+        for score, interval in f["scores"].items():
+            cells[f["recipe"], f["task"], score] = _interval(interval)
+    names = {f["recipe"] for f in figures if f["task"] == "ruler"}
+    lines = [
+        f"| Recipe | Bytes | {' | '.join(columns.values())} |",
+        f"|---|---|{'---|' * len(columns)}",
+    ]
+    for name in sorted(names, key=lambda n: -shares[n]):
+        row = " | ".join(cells.get((name, *column), "") for column in columns)
+        lines.append(f"| `{name}` | {shares[name]:.1%} | {row} |")
+    return "\n".join(lines)
+
+
+def front(figures: list[dict]) -> str:
+    """Return the recommended recipe and the best other one of each task and size, as Markdown."""
+    lines = [
+        "| Task | Bytes | Recommended | | Best of the papers' own | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, score in SCORES:
+        found = {f["recipe"]: f for f in figures if f["task"] == task and score in f["scores"]}
+        for bound, (recommended, *own) in FRONT.items():
+            names = [n for n in own if n in found]
+            if recommended not in found or not names:
+                continue
+            sign = 1 if higher_is_better(score) else -1
+            best = max(names, key=lambda n: sign * found[n]["scores"][score]["mean"])
+            cells = [
+                f"`{n}` {found[n]['share']:.0%} | {_interval(found[n]['scores'][score])}"
+                for n in (recommended, best)
+            ]
+            lines.append(f"| {task}, {score} | {bound} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _interval(score: dict) -> str:
+    low, high = score["low"], score["high"]
+    bounds = "" if low is None else f" [{low:.3g}, {high:.3g}]"
+    return f"{score['mean']:.3g}{bounds}"
+
+
+KINDS = {"table": table, "tasks": tasks, "front": front}
+
+
+def results(run: str) -> Path:
+    """Return the file of a run's published figures."""
+    (found,) = (ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.json")
+    return found
+
+
+def filled(text: str) -> str:
+    """Return the text of a page with its tables as the results are."""
+
+    def new(match: re.Match[str]) -> str:
+        figures = json.loads(results(match[3]).read_text())["figures"]
+        return f"{match[1]}{KINDS[match[2]](figures)}{match[4]}"
+
+    return MARKED.sub(new, text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))

@@ -2,8 +2,8 @@
 
 Run `python docs/check_links.py` after the build. Every relative link and image of README.md,
 CONTRIBUTING.md, tests/README.md and the pages of docs/ must name a file. An anchor in README.md
-must exist on its page. A link title "test_..." in README.md must be a test in the linked file. Every page must be in
-the navigation.
+must exist on its page. A link title "test_..." in README.md must be a test in the linked file.
+Every page must be in the navigation.
 """
 
 from __future__ import annotations

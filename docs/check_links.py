@@ -1,9 +1,9 @@
 """Check the links that the generator of the documentation does not check.
 
 Run `python docs/check_links.py` after the build. Every relative link and image of README.md,
-CONTRIBUTING.md and the pages of docs/ must name a file. An anchor in README.md must exist on its
-page. A link title "test_..." in README.md must be a test in the linked file. Every page must be in
-the navigation.
+CONTRIBUTING.md, tests/README.md and the pages of docs/ must name a file. An anchor in README.md
+must exist on its page. A link title "test_..." in README.md must be a test in the linked file.
+Every page must be in the navigation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 def main() -> int:
     """Print every problem; return the exit status."""
     found = list(unlisted())
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+    beside = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md"))
+    for page in (*beside, *DOCS.rglob("*.md")):
         found += [f"{page.relative_to(ROOT)}: {problem}" for problem in problems(page)]
     print(*found, f"{len(found)} problems in links", sep="\n")
     return 1 if found else 0

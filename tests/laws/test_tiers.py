@@ -110,7 +110,7 @@ def shared(batch: int, n: int, seed: int):
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("index", ["clusters", PACKED])
-def test_beams_move_no_rows_of_a_tier(kind, index):
+def test_reordered_beams_copy_no_rows_of_a_tier(kind, index):
     """Reordered, grown, extended, shrunk: the answers of a plain cache, and who copies what."""
     cache, plain = layer(recipe(index, Tier(kind))), layer(recipe(index))
     moves = [

@@ -120,6 +120,13 @@ def test_the_format_of_a_saved_cache():
     assert re.findall(r"format (\d+)", text) == [str(VERSION)]
 
 
+def test_the_glossary_is_in_alphabetical_order():
+    text = (DOCS / "glossary.md").read_text()
+    terms = [term.casefold() for term in re.findall(r"^\*\*(.+?)\*\*$", text, re.MULTILINE)]
+    assert len(terms) == text.count("\n:   ")
+    assert terms == sorted(set(terms))
+
+
 # published figures
 
 

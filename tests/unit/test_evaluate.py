@@ -85,7 +85,7 @@ def test_every_sample_has_a_line_for_each_recipe(lines):
     assert {key[2] for key in lines} == set(NAMES)
 
 
-def test_full_differs_from_nothing(lines):
+def test_full_has_no_divergence(lines):
     full = lines["perplexity", "420/0", "full"]["scores"]
     assert (full["kl_mean"], full["kl_p999"], full["agreement"]) == (0, 0, 1)
     free = lines["free", "420/0", "full"]["scores"]

@@ -28,8 +28,8 @@ def commit(
 ) -> None:
     """Store a step's tokens, then score, evict, pack and index what is due.
 
-    new: keys and values that are not stored yet (None: they were stored before attention). parts:
-    the tokens that the step attended to.
+    queries: of the step. new: its keys and values [B, Hk, T, D] if they are not stored yet (None:
+    they were stored before attention). parts: the tokens that the step attended to.
     """
     evictor = layer.evictor
     if evictor is not None and evictor.waiting is not None:
@@ -62,7 +62,8 @@ def commit(
 def settle(layer: LayerState, queries: Queries, new: KV | None) -> None:
     """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
-    new: keys and values that are not stored yet.
+    queries: of the step, or of all steps of the draft. new: the keys and values of the step that
+    are not stored yet (None: all are stored).
     """
     layer.draft = None
     first, layer.settled = not layer.settled, True
@@ -96,7 +97,8 @@ def end_repetition(layer: LayerState) -> None:
 def evict(layer: LayerState, scores: Tensor, counts: Tensor | None = None) -> None:
     """Evict by fp32 scores [B, Hk, N] of the queries that wait; then pack and index.
 
-    counts: as in `RaggedTokens.choose`.
+    counts: int64 [B, Hk], how many tokens each head wins where heads of all layers compete for
+    them (None: the scores of this layer decide alone).
     """
     evictor, tokens = layer.score_evictor, layer.tokens
     queries, evictor.waiting = evictor.waiting, None
@@ -126,7 +128,10 @@ def index(layer: LayerState) -> None:
 
 
 def _settle_scored(layer: LayerState, segment: Segment, queries: Queries, new: KV | None) -> None:
-    """Score a segment and evict from it; new: a prompt that is not stored yet."""
+    """Score a segment and evict from it.
+
+    new: keys and values of a prompt that is not stored yet (None: all tokens are stored).
+    """
     evictor = layer.score_evictor
     if new is not None and not evictor.decides_later:  # store only the tokens that stay
         kept = evictor.keep_prompt(segment, queries, *new, layer.trace)
@@ -159,8 +164,9 @@ def _store(
 ) -> None:
     """Add new tokens, drop the oldest where the recipe evicts by age, and pack what is due.
 
-    prompt: nothing was packed or dropped before, so tokens are packed as a prompt. Outliers are
-    chosen from the exact tokens of the first prompt.
+    new: keys and values that are not stored yet (None: all are stored). prompt: whether nothing
+    was packed or dropped before; the tokens are then packed as a prompt. Outliers are chosen from
+    the exact tokens of the first prompt.
     """
     outliers, exact = layer.outliers, new
     choosing = outliers is not None and not outliers.done

@@ -29,9 +29,9 @@ L = TypeVar("L", bound=Layer)
 class Coordinator(Generic[L]):
     """The layers of a cache that decide together, in the order in which a step runs them.
 
-    shared: the layers keep the same tokens, chosen by the sum of all scores. evict: a function that
-    evicts from a layer by scores and, where heads of all layers compete, by the tokens that each of
-    its heads wins, int64 [B, Hk].
+    shared: whether the layers keep the same tokens, chosen by the sum of all scores. evict: a
+    function that evicts from a layer by its scores; its third argument is the number of tokens that
+    each head wins, int64 [B, Hk], where heads of all layers compete, and None elsewhere.
     """
 
     def __init__(
@@ -44,7 +44,10 @@ class Coordinator(Generic[L]):
         self.votes: list[Tensor] = []  # the scores of the first layers, in a step
 
     def vote(self, layer: L, scores: Tensor) -> None:
-        """Note a layer's scores, fp32 [B, Hk, N]; after the last layer's, evict from all layers."""
+        """Note a layer's scores; after those of the last layer, evict from all layers.
+
+        scores: fp32 [B, Hk, N], of the N tokens of the layer.
+        """
         if layer is self.layers[0]:
             self.votes = []  # a step that failed may have left some
         self.votes.append(scores)
@@ -67,9 +70,10 @@ class Coordinator(Generic[L]):
 
 
 def _divide_heads(layers: Sequence[Layer], votes: Sequence[Tensor]) -> list[Tensor]:
-    """Divide the tokens that the heads of all layers compete for, by scores [B, Hk, N] of each.
+    """Divide the tokens for which the heads of all layers compete.
 
-    Returns the tokens that each head wins, int64 [B, Hk], for each layer.
+    votes: the scores of each layer, fp32 [B, Hk, N]. Returns the number of tokens that each head
+    wins, int64 [B, Hk], for each layer.
     """
     ranked, parts = [], []
     for layer, vote in zip(layers, votes, strict=True):

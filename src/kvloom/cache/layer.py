@@ -28,10 +28,11 @@ from .verification import Verification
 class LayerCache:
     """The cache of one layer, for all batch rows.
 
-    recipe: the plain recipe of this layer, see `Recipe.for_layer`. rank, count: of this layer among
-    those of the cache. budget_rank: (rank, count) among those that divide one budget (default:
-    all). rope: rotates keys where the recipe renumbers positions. metadata: what the store's
-    formats need of this layer.
+    recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
+    in errors. rank: the number of this layer among the `count` layers of the cache. budget_rank:
+    (rank, count) of this layer among those that divide one budget (default: all). rope: rotates
+    keys where the recipe renumbers positions. metadata: what the store's formats need of this
+    layer.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class LayerCache:
         self.verification = Verification()
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
-        self._mutable: tuple[Any, list[Any]] = (None, [])  # see `mutable`
+        self._mutable: tuple[Any, list[Any]] = (None, [])  # the tokens, and what `mutable` returned
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -114,8 +115,9 @@ class LayerCache:
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all stored tokens and to k, v [B, Hk, T, D]; store k, v.
 
-        visible: bool [B, seen + T], False for padding; the other arguments are those of `Queries`.
-        Returns and raises as `run` does.
+        scale: factor of q @ k. visible: bool [B, seen + T], False for padding. softcap: bound of
+        the logits, where the model has one. alibi: the bias by position, where the model has it.
+        ids: int64 [B, T], token ids, where a rule reads them. Returns and raises as `run` does.
         """
         visible = None if visible is None else visible[:, None]
         return self.run(StepInputs(Queries(q, scale, visible, softcap, alibi, ids), k, v))
@@ -140,8 +142,8 @@ class LayerCache:
     def prefill(self, given: StepInputs) -> None:
         """Store a first prompt as `run` does, without its attention.
 
-        given.queries: T or fewer, the last ones, for recipes that score the prompt. Raises as `run`
-        does; the layer is then as it was before the call.
+        given.queries: the last queries of the prompt, T or fewer, for recipes that score it. Raises
+        as `run` does; the layer is then as it was before the call.
         """
         self._begin_step()
         try:
@@ -151,9 +153,10 @@ class LayerCache:
             raise
 
     def repeat(self, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
-        """Attend as `run` does, but store nothing: see `cycle.repeat`.
+        """Attend as `run` does, but store nothing: the step ends with a repetition of the prompt.
 
-        Call it after the prompt, and `end_repetition` after the last one.
+        repeated: (first, end) of the prompt's tokens that are repeated, which the step scores. Call
+        it after the prompt, and `end_repetition` after the last repetition.
         """
         return cycle.repeat(self.state, given, repeated)
 

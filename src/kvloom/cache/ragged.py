@@ -79,7 +79,9 @@ class RaggedTokens:
     def ranked(self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None) -> Tensor:
         """Return the scores fp32 [B, Hk, M] of the tokens that heads compete for, descending.
 
-        scores: fp32 [B, Hk, N], of a prompt's tokens; the others are as for `choose`.
+        scores: fp32 [B, Hk, N], of a prompt's tokens. heavy: heavy hitters that a head keeps, on
+        average over the heads. recent: the number of newest tokens, which stay without a
+        competition. visible: bool [B, 1 or Hk, N or more], False for padding (None: no padding).
         """
         n = scores.shape[-1]
         visible = None if visible is None else visible[..., :n]
@@ -97,8 +99,11 @@ class RaggedTokens:
     ) -> RaggedChoice | None:
         """Return which tokens stay; None: all of them, in the segment.
 
-        scores, recent, visible: as for `keep.choose`; heavy: on average over heads. counts: int64
-        [B, Hk], the contested tokens that each head keeps (None: these scores decide).
+        scores: fp32 [B, Hk, N], plus infinity for tokens that must stay. heavy: heavy hitters that
+        a head keeps, on average over the heads. recent: the number of newest tokens, which stay.
+        visible: bool [B, 1 or Hk, N], False for padding, which stays only where a row has too few
+        other tokens. counts: int64 [B, Hk], how many contested tokens each head keeps (None: these
+        scores decide).
         """
         b, hk, n = scores.shape
         if heavy + recent >= n:
@@ -117,7 +122,8 @@ class RaggedTokens:
     ) -> None:
         """Store the contested tokens of a prompt k, v [B, Hk, N, D], packed if the recipe packs.
 
-        visible: bool [B, 1, seen], False for padding. index: remember their logical indices.
+        choice: which tokens these are, as `choose` returned it. visible: bool [B, 1, seen], False
+        for padding. index: whether to remember their logical indices.
         """
         if choice.contested is None:
             return
@@ -151,7 +157,7 @@ class RaggedTokens:
         return self.index.long()[at].masked_fill_(step >= count, -1)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to the rows, along the batch dimension."""
+        """Apply fn, which selects, repeats or reorders batch rows, to the rows."""
         if self.spans is None:
             return
         bounds = self.spans.bounds
@@ -165,13 +171,16 @@ class RaggedTokens:
         self.spans = _spans(count.view(len(rows), -1))
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
+        """Return the tensors and plain data that `Cache.save` writes."""
         bounds = None if self.spans is None else self.spans.bounds
         sides = {"keys": self.keys.state(), "values": self.values.state()}
         return {**sides, "bounds": bounds, "index": self.index}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned.
+
+        like: an empty tensor [B, Hk, 0, D] with the dtype and device of the layer's keys.
+        """
         if state["bounds"] is None:
             return
         assert like is not None

@@ -75,7 +75,7 @@ class Retriever:
     ) -> list[Part]:
         """Return the tokens of a segment that a step reads, with its own `present` tokens.
 
-        visible: as in `Segment.parts`, without the sinks.
+        visible: bool [B, 1, seen tokens] by logical index, False for padding and sinks.
         """
         indexed, room = self.finder.tokens, self.recall.tokens - self.recipe.always_read
         if trace is not None:

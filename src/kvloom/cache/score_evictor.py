@@ -149,13 +149,19 @@ class ScoreEvictor:
             self.divide(None)
 
     def divide(self, variances: list[float] | None) -> None:
-        """Set the number of heavy hitters; variances: of each layer's scores, where used."""
+        """Set the number of heavy hitters.
+
+        variances: of the scores of each layer (None: the recipe does not divide by variance).
+        """
         rank, count = self.budget_rank
         by_layer = self.keep.budget.heavy(self.prompt_tokens, count, variances)
         self.heavy, self.awaits_variances = by_layer[rank], False
 
     def renumbered(self, parts: list[Part], tokens: Segment | Slots, newest: int) -> list[Part]:
-        """Return the parts of a step, with keys at new positions if the recipe renumbers them."""
+        """Return the parts of a step, with keys at new positions if the recipe renumbers them.
+
+        tokens: the storage of the parts. newest: the logical index of the step's newest token.
+        """
         if not self.renumbers_steps or not parts:
             return parts
         (part,) = parts  # an exact store has one
@@ -197,7 +203,7 @@ class ScoreEvictor:
         return self.score(queries, keys, values, tokens.mask(queries.visible), index, seen, bias)
 
     def note_repetition(self, tokens: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
-        """Score a prompt's tokens by a step that repeats them; see `RepetitionScores.note`."""
+        """Score a prompt's tokens repeated[0] to repeated[1] by a step whose end repeats them."""
         assert self.repetition is not None
         self.repetition.note(tokens, step, repeated, self.score)
 
@@ -231,7 +237,12 @@ class ScoreEvictor:
         seen: int,
         bias: Tensor | None,
     ) -> Tensor:
-        """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D] at logical indices."""
+        """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D].
+
+        visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
+        logical index of each token. seen: the number of tokens seen, the step's included. bias:
+        fp32 [B, Hq, N], added to the logits.
+        """
         number, self.steps = self.steps, self.steps + 1
         step = Step(
             q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
@@ -252,7 +263,8 @@ class ScoreEvictor:
     ) -> None:
         """Add a step's scores [B, Hk, N] and evict from a segment down to the budget.
 
-        counts: as in `RaggedTokens.choose`.
+        counts: int64 [B, Hk], how many tokens each head wins where heads of all layers compete for
+        them (None: the scores of this layer decide alone).
         """
         visible, n = tokens.mask(queries.visible), len(tokens)
         self.scores.add(scores, visible)
@@ -299,7 +311,8 @@ class ScoreEvictor:
 
         Slots ascend, but for a retriever sinks come first and padding next. None: all tokens stay.
         Tokens newer than the scores stay: they follow the only prompt that is scored. The second
-        value is the choice of `ragged`, where heads have different budgets; counts: as there.
+        value is the choice of `ragged`, where heads have different budgets. counts: int64 [B, Hk],
+        how many tokens each head wins (None: the scores of this layer decide alone).
         """
         scores = self.scores.view()
         n, sinks = scores.shape[-1], scores == torch.inf
@@ -332,13 +345,16 @@ class ScoreEvictor:
             part.map(fn)
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
+        """Return the tensors and plain data that `Cache.save` writes."""
         numbers = {name: getattr(self, name) for name in _STATE}
         ragged = None if self.ragged is None else self.ragged.state()
         return {"scores": self.scores.state(), "ragged": ragged, **numbers}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
+        """Load a state that `state` returned.
+
+        like: an empty tensor [B, Hk, 0, D] with the dtype and device of the layer's keys.
+        """
         self.scores.load_state(state["scores"])
         for name in _STATE:
             setattr(self, name, state[name])

@@ -170,7 +170,8 @@ class Segment:
     def pack(self, visible: Tensor | None = None, prompt: bool = False) -> None:
         """Pack the tokens that the schedules no longer keep exact.
 
-        visible: as in `extend`; prompt: as in `KVSide.pack`.
+        visible: bool [B, 1, seen tokens] by logical index, False for padding. prompt: whether the
+        exact tokens are those of a prompt, which is packed at once.
         """
         if self.keys.packed is None and self.values.packed is None:
             return

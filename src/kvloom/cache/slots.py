@@ -56,8 +56,8 @@ class Slots:
     ) -> bool:
         """Write one token k, v [B, Hk, 1, D] with this logical index into the free slot.
 
-        The slot stays free if a number is above `max_abs`, as in `Segment.append`. Returns whether
-        the token was added.
+        max_abs: the largest magnitudes of keys and of values that the formats can pack (None: not
+        checked). The slot stays free if a number is above. Returns whether the token was added.
         """
         targets = WriteTarget(self.keys, self.free), WriteTarget(self.values, self.free)
         if not ops.append((k, v), targets, max_abs):

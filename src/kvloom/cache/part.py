@@ -20,6 +20,7 @@ from ..kernels.attend.ragged import Spans
 from ..kernels.plan import OpPlan
 from ..store.format_tokens import FormatView
 from ..store.packed import PackedView
+from .gather_plan import GatherPlan
 
 
 class AttendPlans:
@@ -32,22 +33,6 @@ class AttendPlans:
 
 Stored = Tensor | PackedView | FormatView | KVView
 """Keys or values of a part: exact [B, Hk, N, D], packed, or packed with an exact tail."""
-
-
-class GatherPlan(NamedTuple):
-    """Which tokens of a part are read: at slots int64 [B, H, M], and all from `begin` on.
-
-    first: exact keys and values [B, Hk, S, D] before them (sinks).
-    """
-
-    slots: Tensor
-    begin: int
-    first: reference.First | None = None
-
-    def tokens(self, stored: int) -> int:
-        """Return how many of `stored` tokens are read, `first` included."""
-        before = 0 if self.first is None else self.first[0].shape[2]
-        return before + self.slots.shape[2] + stored - self.begin
 
 
 class Part(NamedTuple):

@@ -180,12 +180,10 @@ def test_a_step_leaves_its_products_and_they_give_its_mass(hq, hk, t, n):
     q, k = drawn(2, hq, hk, t, n, 32, seed=n)
     given = masks(2, hk, t, n)
     given["bias"] = given["bias"].expand(-1, hq, -1)
-    left = []
-    attend_cpu.attend(
+    products = attend_cpu.attend(
         q, KVView(None, k), KVView(None, k), 0.3, causal=True, valid=given["valid"],
-        bias=given["bias"], softcap=4.0, products=left,
-    )  # fmt: skip
-    (products,) = left
+        bias=given["bias"], softcap=4.0, products=True,
+    ).products  # fmt: skip
     wide = k.repeat_interleave(hq // hk, dim=1)
     torch.testing.assert_close(products[..., :n], 0.3 * q @ wide.mT, rtol=1e-5, atol=1e-5)
     given |= {"softcap": 4.0, "tau": 1.4}

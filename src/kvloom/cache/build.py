@@ -8,7 +8,6 @@ from ..positions.rope import Rope
 from ..recipe.layers import budget_key
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
-from .commit import evict
 from .coordinator import Coordinator
 from .layer import LayerCache
 from .layer_state import LayerState
@@ -48,6 +47,6 @@ def coordinate(layers: Sequence[LayerCache]) -> None:
             by_budget.setdefault(budget_key(state.recipe), []).append(state)
     for together in by_budget.values():
         keep = together[0].recipe.keep
-        coordinator = Coordinator(together, keep is not None and keep.shared, evict)
+        coordinator = Coordinator(together, keep is not None and keep.shared)
         for state in together:
             state.coordinator = coordinator

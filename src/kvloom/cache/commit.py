@@ -154,7 +154,8 @@ def _vote(layer: LayerState, queries: Queries, scores: Tensor) -> None:
     evictor = layer.score_evictor
     evictor.waiting = queries
     if evictor.waits and layer.coordinator is not None:
-        layer.coordinator.vote(layer, scores)
+        for decision in layer.coordinator.vote(layer, scores):
+            evict(decision.layer, decision.scores, decision.counts)
     else:
         evict(layer, scores)
 

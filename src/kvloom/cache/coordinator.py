@@ -6,7 +6,8 @@ of all layers compete. Decides when all scores are there, and by which scores ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -26,33 +27,38 @@ class Layer(Protocol):
 L = TypeVar("L", bound=Layer)
 
 
+@dataclass(frozen=True)
+class Decision(Generic[L]):
+    """What a layer evicts by: scores fp32 [B, Hk, N], and the tokens that each of its heads wins.
+
+    counts: int64 [B, Hk], where heads of all layers compete (else None).
+    """
+
+    layer: L
+    scores: Tensor
+    counts: Tensor | None
+
+
 class Coordinator(Generic[L]):
     """The layers of a cache that decide together, in the order in which a step runs them.
 
-    shared: whether the layers keep the same tokens, chosen by the sum of all scores. evict: a
-    function that evicts from a layer by its scores; its third argument is the number of tokens that
-    each head wins, int64 [B, Hk], where heads of all layers compete, and None elsewhere.
+    shared: the layers keep the same tokens, chosen by the sum of all scores.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[L],
-        shared: bool,
-        evict: Callable[[L, Tensor, Tensor | None], None],
-    ) -> None:
-        self.layers, self.shared, self.evict = layers, shared, evict
+    def __init__(self, layers: Sequence[L], shared: bool) -> None:
+        self.layers, self.shared = layers, shared
         self.votes: list[Tensor] = []  # the scores of the first layers, in a step
 
-    def vote(self, layer: L, scores: Tensor) -> None:
-        """Note a layer's scores; after those of the last layer, evict from all layers.
+    def vote(self, layer: L, scores: Tensor) -> list[Decision[L]]:
+        """Note a layer's scores, fp32 [B, Hk, N].
 
-        scores: fp32 [B, Hk, N], of the N tokens of the layer.
+        Returns the decisions for all layers after the last layer's vote, and none before.
         """
         if layer is self.layers[0]:
             self.votes = []  # a step that failed may have left some
         self.votes.append(scores)
         if layer is not self.layers[-1]:
-            return
+            return []
         votes, self.votes = self.votes, []
         evictors = [each.score_evictor for each in self.layers]
         if self.shared:
@@ -65,8 +71,7 @@ class Coordinator(Generic[L]):
         counts: Sequence[Tensor | None] = [None] * len(votes)
         if evictors[0].joint and evictors[0].room < votes[0].shape[-1]:
             counts = _divide_heads(self.layers, votes)
-        for each, vote, its in zip(self.layers, votes, counts, strict=True):
-            self.evict(each, vote, its)
+        return [Decision(*each) for each in zip(self.layers, votes, counts, strict=True)]
 
 
 def _divide_heads(layers: Sequence[Layer], votes: Sequence[Tensor]) -> list[Tensor]:

@@ -34,15 +34,15 @@ def attend(layer: LayerState, given: StepInputs) -> Tensor:
     parts = step_parts(layer, step, stored)
     queries, evictor = step.queries, layer.evictor
     scores_step = evictor is not None and evictor.scores_steps and not layer.recording
-    products: list[Tensor] | None = [] if scores_step and layer.seen else None
     read = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
-    out = attend_parts(
-        queries.q, parts, queries.scale, queries.softcap, products, layer.plans, read
-    )
+    out, products = attend_parts(
+        queries.q, parts, queries.scale, queries.softcap, scores_step and layer.seen > 0,
+        layer.plans, read,
+    )  # fmt: skip
     layer.seen += step.k.shape[2]
     layer.read = read
-    if products or queries.q.requires_grad:
-        queries = queries._replace(q=queries.q.detach(), products=products[0] if products else None)
+    if products is not None or queries.q.requires_grad:
+        queries = queries._replace(q=queries.q.detach(), products=products)
     commit(layer, queries, None if stored else (step.k.detach(), step.v.detach()), parts)
     return out
 
@@ -69,7 +69,7 @@ def repeat(layer: LayerState, given: StepInputs, repeated: tuple[int, int]) -> T
     """
     step = checked(layer, given)
     parts = joined(step_parts(layer, step, stored=False))
-    out = attend_parts(step.queries.q, parts, step.queries.scale, step.queries.softcap)
+    out, _ = attend_parts(step.queries.q, parts, step.queries.scale, step.queries.softcap)
     if layer.scores_repetition:
         layer.score_evictor.note_repetition(layer.segment, step, repeated)
     return out

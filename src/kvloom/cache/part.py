@@ -20,6 +20,7 @@ from ..kernels.attend.ragged import Spans
 from ..kernels.plan import OpPlan
 from ..store.format_tokens import FormatView
 from ..store.packed import PackedView
+from .gather_plan import GatherPlan
 
 
 class AttendPlans:
@@ -32,22 +33,6 @@ class AttendPlans:
 
 Stored = Tensor | PackedView | FormatView | KVView
 """Keys or values of a part: exact [B, Hk, N, D], packed, or packed with an exact tail."""
-
-
-class GatherPlan(NamedTuple):
-    """Which tokens of a part are read: at slots int64 [B, H, M], and all from `begin` on.
-
-    first: exact keys and values [B, Hk, S, D] before them (sinks).
-    """
-
-    slots: Tensor
-    begin: int
-    first: reference.First | None = None
-
-    def tokens(self, stored: int) -> int:
-        """Return how many of `stored` tokens are read, `first` included."""
-        before = 0 if self.first is None else self.first[0].shape[2]
-        return before + self.slots.shape[2] + stored - self.begin
 
 
 class Part(NamedTuple):
@@ -105,12 +90,12 @@ class Part(NamedTuple):
         q: Tensor,
         scale: float,
         softcap: float | None,
-        products: list[Tensor] | None = None,
+        products: bool = False,
         plans: AttendPlans | None = None,
     ) -> reference.State | None:
         """Attend by a kernel that reads the tokens as they are stored; None if no kernel can.
 
-        products: a list to which the kernel may append scale * q @ k (see `ops.attend`). plans: the
+        products: whether the kernel may return scale * q @ k too (see `ops.attend`). plans: the
         operations that a layer has bound (None: bind them for this call).
         """
         keys, values = self.keys, self.values
@@ -193,14 +178,15 @@ def attend_parts(
     parts: Sequence[Part | RaggedPart],
     scale: float,
     softcap: float | None,
-    products: list[Tensor] | None = None,
+    products: bool = False,
     plans: Sequence[AttendPlans] = (),
     tokens: float | None = None,
-) -> Tensor:
-    """Attend q [B, Hq, T, D] to all parts and merge; returns [B, Hq, T, D] in q's dtype.
+) -> tuple[Tensor, Tensor | None]:
+    """Attend q [B, Hq, T, D] to all parts and merge.
 
-    products: as in `Part.attend_stored`; filled only if there is a single part. plans: those of the
-    first parts, as in `Part.attend_stored`. tokens: of all parts (None: not counted yet).
+    products: as in `Part.attend_stored`. plans: those of the first parts, as in
+    `Part.attend_stored`. tokens: of all parts (None: not counted yet). Returns [B, Hq, T, D] in
+    q's dtype, and the products if a kernel returned them for a single part (else None).
     """
     only = parts[0]
     if (
@@ -210,20 +196,21 @@ def attend_parts(
     ):
         state = only.attend_stored(q, scale, softcap, products, plans[0] if plans else None)
         if state is not None:
-            return state.out.to(q.dtype)
+            return state.out.to(q.dtype), state.products
         if only.pieces is not None:
             parts = only.pieces()
             only = parts[0]
     if len(parts) == 1 and isinstance(only, Part) and _fused(only, q.shape[2], softcap):
         assert isinstance(only.keys, Tensor)
         assert isinstance(only.values, Tensor)
-        return reference.sdpa(
+        out = reference.sdpa(
             q, only.keys, only.values, scale,
             causal=only.causal > 1, valid=only.visible, bias=only.bias,
         )  # fmt: skip
+        return out, None
     planned = zip(parts, chain(plans, repeat(None)), strict=False)
     states = [part.attend(q, scale, softcap, plan) for part, plan in planned]
-    return reference.merge(states).out.to(q.dtype)
+    return reference.merge(states).out.to(q.dtype), None
 
 
 def _fused(part: Part, queries: int, softcap: float | None) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from .gather_plan import prepend_sinks
+from .gathered_part import prepend_sinks
 from .layer_state import LayerState
 from .part import Part, RaggedPart
 from .slots import Slots

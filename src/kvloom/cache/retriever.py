@@ -23,7 +23,7 @@ from ..store import Format, KVSide, Packed
 from ..store.codec import Plain
 from ..store.formats import META
 from ..store.packed import PackedView
-from .gather_plan import gather_part
+from .gathered_part import gather_part
 from .part import Part
 from .segment import Segment
 from .step import Queries

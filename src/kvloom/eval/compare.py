@@ -23,7 +23,7 @@ from ..workload.forward import Progress
 from ..workload.prefill import Prefilled, groups
 from .measure import Measurement, measure
 from .needles import Haystack, count_correct
-from .passes import measure_each
+from .passes import measure_all
 from .rows import Row
 from .task import Task
 
@@ -128,7 +128,7 @@ class _Comparison:
             return measure(subject, filled)
 
         self.progress(what, 0)
-        results = measure_each(self.model, list(left), ids, measured)
+        results = measure_all(self.model, list(left), ids, measured)
         for subject in subjects:
             result = None
             if subject.problem is None:

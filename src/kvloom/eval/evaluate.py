@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..hf import compat
+from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..report.errors import logged_line
 from ..workload.attachment import attachment_restored
@@ -24,7 +26,7 @@ from ..workload.crew import Work
 from ..workload.forward import Progress
 from ..workload.prefill import Prefilled, groups
 from .decoding import decode_seconds
-from .passes import measure_each
+from .passes import measure_full, measure_others, read_prompt
 from .plan import Plan
 from .result_files import ResultFolder
 from .sample import Batch, Exact, Run, Sample, Source, Task
@@ -42,9 +44,9 @@ def evaluate(
 ) -> None:
     """Measure every recipe on every sample that the folder lacks.
 
-    plan: what to measure. recipes: `full` first, each with another name. progress: called with the
-    current work and the finished (sample, recipe) pairs since the last call. The model is left as
-    it was. A recipe that fails on a batch gets lines with the reason; the others continue. Raises
+    plan: what to measure. recipes: each with another name. progress: called with the current work
+    and the finished (sample, recipe) pairs since the last call. The model is left as it was. A
+    recipe that fails on a batch gets lines with the reason; the others continue. Raises
     `InputError` if the folder has another text for a sample.
     """
     compat.refuse_unsupported(model)
@@ -67,11 +69,10 @@ def evaluate(
                 report("", len(names) * (len(recipes) - len(missing)))
                 if not missing:
                     continue
-                measured = dict.fromkeys([recipes[0], *missing])
                 measurement = _BatchMeasurement(
                     model, source, task, batch, batch is batches[0], report
                 )
-                for recipe, lines in measurement.lines(list(measured)):
+                for recipe, lines in measurement.lines(missing):
                     if recipe in missing:
                         new = [x for x in lines if (x["sample"], recipe.name) not in done]
                         folder.append(task.name, new)
@@ -87,8 +88,7 @@ def units(plan: Plan, recipes: Sequence[Recipe]) -> int:
 class _BatchMeasurement(Generic[Exact]):
     """The measurement of recipes on a batch of a task.
 
-    timed: whether a decode step of each recipe is timed, alone. exact: what the task measured of
-    `full`, for the recipes after it.
+    timed: whether a decode step of each recipe is timed, alone.
     """
 
     model: PreTrainedModel
@@ -97,28 +97,44 @@ class _BatchMeasurement(Generic[Exact]):
     batch: Batch
     timed: bool
     report: Progress
-    exact: Exact | None = None
 
     def lines(self, recipes: Sequence[Recipe]) -> Iterator[tuple[Recipe, list[dict[str, Any]]]]:
-        """Yield the lines of each recipe; `full` is the first one."""
-        for group in groups(self.model, recipes, *self.batch.ids.shape):
+        """Yield the lines of `full`, then those of each other recipe, which needs its result."""
+        full, exact = resolve("full"), None
+        every = list(dict.fromkeys([full, *recipes]))
+        for group in groups(self.model, every, *self.batch.ids.shape):
             self.report(f"{self._where}: reading the context", 0)
-            for recipe, found in measure_each(self.model, group, self.batch.ids, self._measure):
+            filled = read_prompt(self.model, group, self.batch.ids)
+            if group[0] == full:
+                measure = partial(self._measure, None)
+                measured, exact = measure_full(self.model, filled.pop(0), measure)
+                yield full, self._lines(full, measured)
+            measure = partial(self._measure, exact)
+            for recipe, found in measure_others(self.model, filled, measure):
                 if isinstance(found, Exception):
-                    fields = {"problem": logged_line(found, f"recipe {recipe.name!r}")}
-                    found = [fields] * len(self.batch.samples)
-                lines = [
-                    {"task": self.task.name, "sample": s.name, "recipe": recipe.name, **fields}
-                    for s, fields in zip(self.batch.samples, found, strict=True)
-                ]
-                yield recipe, lines
+                    problem = {"problem": logged_line(found, f"recipe {recipe.name!r}")}
+                    yield recipe, self._lines(recipe, [problem] * len(self.batch.samples))
+                else:
+                    yield recipe, self._lines(recipe, found[0])
+
+    def _lines(self, recipe: Recipe, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the line of each sample; found: the fields that were measured."""
+        return [
+            {"task": self.task.name, "sample": s.name, "recipe": recipe.name, **fields}
+            for s, fields in zip(self.batch.samples, found, strict=True)
+        ]
 
     @property
     def _where(self) -> str:
         return f"{self.task.name} {self.batch.samples[0].name}"
 
-    def _measure(self, prompt: Prefilled) -> Work[list[dict[str, Any]]]:
-        """Return what the lines of one recipe say; bytes and seconds are those of one context."""
+    def _measure(
+        self, exact: Exact | None, prompt: Prefilled
+    ) -> Work[tuple[list[dict[str, Any]], Exact]]:
+        """Return the fields of one recipe's lines, and what others are compared with.
+
+        exact: that of `full`; None for `full` itself. Bytes and seconds are those of one context.
+        """
         model, contexts, cache = self.model, len(self.batch.ids), prompt.cache
         assert cache is not None
         self.report(f"{self._where}: {prompt.recipe.name}", 0)
@@ -126,15 +142,13 @@ class _BatchMeasurement(Generic[Exact]):
         if self.timed:
             new = torch.zeros(contexts, TIMED_STEPS, dtype=torch.long, device=model.device)
             seconds |= {"decode": decode_seconds(model, cache, new) / contexts, "steps": 1}
-        run = Run(model, self.source, cache, self.batch, self.exact)
-        outcomes, exact = yield from self.task.measure(run)
-        if self.exact is None:
-            self.exact = exact
+        run = Run(model, self.source, cache, self.batch, exact)
+        outcomes, compared = yield from self.task.measure(run)
         sizes = {
             "kv_bytes": cache.nbytes // contexts,
             "exact_bytes": cache.get_seq_length() * compat.geometry(model).token_nbytes(),
         }
-        return [
+        fields = [
             {
                 "scores": {name: _finite(x) for name, x in outcome.scores.items()},
                 **sizes,
@@ -145,6 +159,7 @@ class _BatchMeasurement(Generic[Exact]):
             }
             for outcome in outcomes
         ]
+        return fields, compared
 
 
 def _written(plan: Plan, folder: ResultFolder) -> set[tuple[str, str]]:

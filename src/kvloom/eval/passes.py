@@ -16,29 +16,54 @@ Measure = Callable[[Prefilled], Work[Result]]
 """Measures one recipe, whose cache holds the prompt."""
 
 
-def measure_each(
+def measure_all(
     model: PreTrainedModel, recipes: Sequence[Recipe], ids: Tensor, measure: Measure[Result]
 ) -> Iterator[tuple[Recipe, Result | Exception]]:
     """Yield what `measure` returns for each recipe, in order, or the error that it raises.
 
-    ids: int64 [B, T], the prompt. `full` is measured alone, because the others are compared with
-    it; then `crew.TOGETHER` recipes at once. An error of the forward pass fails every recipe;
-    errors of `full` are raised.
+    recipes: `full` first, if it is one of them; its errors are raised. ids: int64 [B, T], the
+    prompt.
     """
-    full = resolve("full")
+    filled = read_prompt(model, recipes, ids)
+    if filled and filled[0].recipe == resolve("full"):
+        full = filled.pop(0)
+        yield full.recipe, measure_full(model, full, measure)
+    yield from measure_others(model, filled, measure)
+
+
+def read_prompt(model: PreTrainedModel, recipes: Sequence[Recipe], ids: Tensor) -> list[Prefilled]:
+    """Fill the caches of recipes with a prompt, int64 [B, T].
+
+    An error of the forward pass fails every recipe; it is raised if `full` is one of them.
+    """
     try:
-        filled = prefill(model, recipes, ids.to(model.device))[1]
+        return prefill(model, recipes, ids.to(model.device))[1]
     except Exception as error:
-        if full in recipes:
+        if resolve("full") in recipes:
             raise
-        filled = [Prefilled(recipe, error=error) for recipe in recipes]
+        return [Prefilled(recipe, error=error) for recipe in recipes]
+
+
+def measure_full(model: PreTrainedModel, full: Prefilled, measure: Measure[Result]) -> Result:
+    """Return what `measure` returns for `full`, with which the other recipes are compared."""
+    (found,) = run_together(model, [_measured(full, measure)])
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def measure_others(
+    model: PreTrainedModel, filled: list[Prefilled], measure: Measure[Result]
+) -> Iterator[tuple[Recipe, Result | Exception]]:
+    """Yield what `measure` returns for each recipe, in order, or the error that it raises.
+
+    `crew.TOGETHER` recipes run at once. They leave the list `filled`, which frees their caches.
+    """
     while filled:
-        count = 1 if filled[0].recipe == full else TOGETHER
-        some, filled = filled[:count], filled[count:]
+        some = filled[:TOGETHER]
+        del filled[:TOGETHER]
         found = run_together(model, [_measured(one, measure) for one in some])
         for one, result in zip(some, found, strict=True):
-            if isinstance(result, Exception) and one.recipe == full:
-                raise result
             yield one.recipe, result
 
 

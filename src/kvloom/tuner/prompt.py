@@ -250,4 +250,5 @@ def _attend(given: StepInputs, index: Tensor | None = None) -> Tensor:
             index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
         bias = queries.alibi.bias(index)
     part = Part(k, v, None, causal=q.shape[2], bias=bias)
-    return attend_parts(q, [part], queries.scale, queries.softcap)
+    out, _ = attend_parts(q, [part], queries.scale, queries.softcap)
+    return out

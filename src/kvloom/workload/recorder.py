@@ -57,7 +57,8 @@ class RecordingLayer(LayerCache):
         if alibi is not None:
             bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
         self.observer(self.number, AttentionInputs(q, k, v, scale, softcap, bias))
-        return attend_parts(q, [Part(k, v, None, causal=t, bias=bias)], scale, softcap)
+        out, _ = attend_parts(q, [Part(k, v, None, causal=t, bias=bias)], scale, softcap)
+        return out
 
 
 def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:

@@ -80,7 +80,7 @@ def attend_pages(
                 x[0, :, : first.shape[2]] = first[table.blocks[i, 0]]
             sides.append(x)
         rows.append(attend(q[i : i + 1], sides[0], sides[1], scale))
-    return State(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+    return State(torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows]))
 
 
 def _tokens(view: KVView, table: PageTable, row: int, packed: int, tokens: int) -> Tensor:

@@ -49,7 +49,7 @@ def attend_ragged(
         k, v = (_tokens(view, first, first + count) for view in (keys, values))
         see = None if valid is None else valid.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
         states.append(attend(rows[i : i + 1], k, v, scale, valid=see, softcap=softcap))
-    out, lse = (torch.cat(parts) for parts in zip(*states, strict=True))
+    out, lse = torch.cat([s.out for s in states]), torch.cat([s.lse for s in states])
     return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
 
 

@@ -27,10 +27,14 @@ First = tuple[Tensor, Tensor]
 
 
 class State(NamedTuple):
-    """Attention over one part: out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T]."""
+    """Attention over one part: out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T].
+
+    products: scale * q @ k, where a kernel returns it (see `attend_views`).
+    """
 
     out: Tensor
     lse: Tensor
+    products: Tensor | None = None
 
 
 def attend(
@@ -86,12 +90,12 @@ def attend_views(
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
-    products: list[Tensor] | None = None,
+    products: bool = False,
 ) -> State:
     """Attend q [B, Hq, T, D] to all tokens of two views, unpacked; options as in `attend`.
 
-    products: a list to which a kernel may append scale * q @ k, fp32 [B, Hq, T, N padded to whole
-    vectors of 16], for `score.reference.step_mass`; the reference appends nothing.
+    products: a kernel may also return scale * q @ k, fp32 [B, Hq, T, N padded to whole vectors of
+    16], for `score.reference.step_mass`; the reference returns None for it.
     """
     k, v = keys.tensor(), values.tensor()
     return attend(q, k, v, scale, causal=causal, valid=valid, softcap=softcap, bias=bias)
@@ -145,7 +149,7 @@ def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge(states: list[State]) -> State:
     """Merge attention over disjoint parts into attention over their union; exact, any order."""
-    out, lse = states[0]
+    out, lse, _ = states[0]
     for part in states[1:]:
         weight = torch.sigmoid(part.lse - lse).nan_to_num()  # NaN: neither sees anything
         out = out.lerp(part.out, weight.unsqueeze(-1))

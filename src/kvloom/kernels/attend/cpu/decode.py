@@ -50,7 +50,7 @@ class Decode:
         valid: Tensor | None = None,
         softcap: float | None = None,
         bias: Tensor | None = None,
-        products: list[Tensor] | None = None,
+        products: bool = False,
     ) -> State:
         """Attend as `attend` does."""
         packed, n = keys.packed, keys.tail.shape[2]
@@ -65,8 +65,7 @@ class Decode:
 def attend(q: Tensor, keys: KVView, values: KVView, scale: float, **options: Any) -> State:
     """Attend q [B, Hq, T, D] as `reference.attend` does to the N tokens of two views.
 
-    Packed tokens are not rounded to the dtype of the exact ones. options, as in
-    `reference.attend_views`: products, a list, gets scale * q @ k, fp32 [B, Hq, T, N padded to
-    whole vectors of 16].
+    Packed tokens are not rounded to the dtype of the exact ones. options: as in
+    `reference.attend_views`; with `products`, the kernel returns them.
     """
     return Decode(q, keys, values)(q, keys, values, scale, **options)

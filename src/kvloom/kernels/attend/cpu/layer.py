@@ -71,10 +71,13 @@ class KernelAttention:
         valid: Tensor | None,
         softcap: float | None,
         bias: Tensor | None,
-        products: list[Tensor] | None,
+        products: bool,
         **numbers: Any,
     ) -> State:
-        """Attend q [B, Hq, T, D] to n tokens; numbers: the arguments that only the caller knows."""
+        """Attend q [B, Hq, T, D] to n tokens; products: whether to return scale * q @ k.
+
+        numbers: the arguments that only the caller knows.
+        """
         b, hq, t, d = q.shape
         h, hk, rows, sets, packed = self.heads, self.kv_heads, self.rows, self.sets, keys.packed
         queries = q.float().contiguous()
@@ -103,9 +106,8 @@ class KernelAttention:
         if bias is not None:
             bias = padded(bias.float()).expand(b, hq, -1)
         logits, width = None, -(-n // 16) * 16
-        if products is not None:
+        if products:
             logits = queries.new_empty((b, hq, t, width))
-            products.append(logits)
         near, far, per_token = 0, 0, 0
         at: tuple[int, ...] = ABSENT
         if packed is not None and packed.rope is not None:
@@ -126,11 +128,11 @@ class KernelAttention:
         )  # fmt: skip
         self.kernel.run(job, b * h, threads)
         if sets == 1 or value_rotation is not None:
-            return State(out, lse)
+            return State(out, lse, logits)
         exact, packed_sums = sums.unbind(-3)
         if values.packed is None:
-            return State(exact.reshape(b, hq, t, d), lse)
+            return State(exact.reshape(b, hq, t, d), lse, logits)
         divisor = values.packed.channelwise.divisor
         assert divisor is not None
         found = torch.addcmul(exact, packed_sums, divisor[:, None])
-        return State(found.view(b, hq, t, d), lse)
+        return State(found.view(b, hq, t, d), lse, logits)

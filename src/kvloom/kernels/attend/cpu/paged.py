@@ -77,7 +77,7 @@ class Paged:
             new = contiguous_rows(new[0], like), contiguous_rows(new[1], like)
             new_keys, new_values = strides(new[0], 2), strides(new[1], 2)
         return self._layer.run(
-            q, keys, values, table.longest, scale, None, None, None, None, causal=0,
+            q, keys, values, table.longest, scale, None, None, None, False, causal=0,
             table=blocks.data_ptr(), table_row=8 * blocks.shape[1], packed=packed.data_ptr(),
             lengths=lengths.data_ptr(), tails=tails.data_ptr(), sinks=count, sink_keys=sink_keys,
             sink_values=sink_values, new_keys=new_keys, new_values=new_values,

@@ -54,7 +54,7 @@ class Ragged:
         """Attend as `attend` does."""
         bounds = spans.bounds.contiguous()
         return self._layer.run(
-            q, keys, values, spans.longest, scale, valid, softcap, None, None, causal=0,
+            q, keys, values, spans.longest, scale, valid, softcap, None, False, causal=0,
             spans=bounds.data_ptr(),
         )  # fmt: skip
 

@@ -84,9 +84,9 @@ def attend(
     valid: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
-    products: list[Tensor] | None = None,
+    products: bool = False,
 ) -> State:
-    """Attend q [B, Hq, T, D] as `reference.attend_views` does; nothing is added to products."""
+    """Attend q [B, Hq, T, D] as `reference.attend_views` does; returns no products."""
     n = keys.tokens
     causal = causal and q.shape[2] > 1  # a single query is the last token and sees all
     if not n or not q.shape[0]:

@@ -148,11 +148,11 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
     """
     held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.state.tokens.first}
     buffers = {name: b.view() for name, b in named_buffers(cache.state.tokens).items() if len(b)}
-    for name, lane in (("keys", cache.state.tokens.keys), ("values", cache.state.tokens.values)):
-        if lane.packed_count:
-            codes, bits = buffers[f"{name}.codes"], lane.packed.fmt.bits
+    for name, side in (("keys", cache.state.tokens.keys), ("values", cache.state.tokens.values)):
+        if side.packed_count:
+            codes, bits = buffers[f"{name}.codes"], side.packed.fmt.bits
             held[f"{name}.rows"] = codes.shape[2]
-            buffers[f"{name}.codes"] = unpack_codes(codes, bits, lane.packed_count)
+            buffers[f"{name}.codes"] = unpack_codes(codes, bits, side.packed_count)
     sinks = cache.state.sinks
     if sinks is not None and sinks.keys is not None:
         buffers |= {f"sinks.{n}": getattr(sinks, n) for n in ("keys", "values", "start")}
@@ -162,10 +162,10 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
 def named_buffers(body: Segment) -> dict[str, Buffer]:
     """Every buffer of a segment."""
     found = {}
-    for side, lane in (("keys", body.keys), ("values", body.values)):
-        found[f"{side}.tail"] = lane.tail
-        if lane.packed is not None:
-            found |= {f"{side}.{n}": getattr(lane.packed, n) for n in ("codes", "scale", "zero")}
+    for name, side in (("keys", body.keys), ("values", body.values)):
+        found[f"{name}.tail"] = side.tail
+        if side.packed is not None:
+            found |= {f"{name}.{n}": getattr(side.packed, n) for n in ("codes", "scale", "zero")}
     return found
 
 
@@ -196,7 +196,7 @@ def rows(held, index: list[int]):
     return {n: x[index] if isinstance(x, Tensor) else x for n, x in held.items()}
 
 
-def unpacked(lane: KVSide) -> Tensor:
-    """All tokens of a lane as attention sees them, [B, Hk, N, D]."""
-    parts = [lane.packed.view().tensor()] if lane.packed_count else []
-    return torch.cat([*parts, *([lane.tail.view()] if len(lane.tail) else [])], dim=2)
+def unpacked(side: KVSide) -> Tensor:
+    """All tokens of one side as attention sees them, [B, Hk, N, D]."""
+    parts = [side.packed.view().tensor()] if side.packed_count else []
+    return torch.cat([*parts, *([side.tail.view()] if len(side.tail) else [])], dim=2)

@@ -95,30 +95,30 @@ def rope(fmt, d):
     return Rope(10000.0 ** -(torch.arange(0, dims, 2) / dims), interleaved=fmt.axis == "channel")
 
 
-def strand(fmt, sealed, n, b, hk, d, dtype, seed):
-    """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
+def strand(fmt, packed_end, n, b, hk, d, dtype, seed):
+    """A strand of n tokens of which about `packed_end` are packed, and all of them in fp32."""
     x = draw((b, hk, n, d), seed, dtype)
     if fmt is None:
         return cpu.KVView(None, x), x.float()
-    sealed = min(sealed, n)
-    sealed -= sealed % fmt.tokens_per_scale
-    if not sealed:
+    packed_end = min(packed_end, n)
+    packed_end -= packed_end % fmt.tokens_per_scale
+    if not packed_end:
         return cpu.KVView(None, x, fmt), x.float()
     held = PackedTokens(fmt, known(fmt, hk, d), rope(fmt, d))
     at = torch.tensor([0, -3, 70_000])[:b, None, None]  # where the rows begin
-    for lo, hi in itertools.pairwise(sorted({0, sealed // 2 // 128 * 128, sealed})):
+    for lo, hi in itertools.pairwise(sorted({0, packed_end // 2 // 128 * 128, packed_end})):
         held.append(x[:, :, lo:hi], at=at + torch.arange(lo, hi))
     view = held.view(at=at if fmt.pre_rope else None)
-    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
-    return cpu.KVView(view, x[:, :, sealed:], fmt), exact
+    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
+    return cpu.KVView(view, x[:, :, packed_end:], fmt), exact
 
 
-def agrees(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
+def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     """The kernel's state is the naive formula's."""
     kfmt, vfmt, d, dtype = form
     q = draw((b, hq, t, d), seed, dtype)
-    keys, k = strand(kfmt, sealed[0], n, b, hk, d, dtype, seed + 1)
-    values, v = strand(vfmt, sealed[1], n, b, hk, d, dtype, seed + 2)
+    keys, k = strand(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
+    values, v = strand(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
     assert not cpu.problems(t, keys.tail, keys.fmt, values.fmt)
     got = cpu.attend(q, keys, values, 0.125, **options)
     options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
@@ -139,7 +139,7 @@ def _with_gaps(keys, b, hk, seed):
 
 
 def chosen_agree(
-    form, heads, n, m, begin, first=0, sealed=None, b=2, seed=0, gaps=False, **options
+    form, heads, n, m, begin, first=0, packed_end=None, b=2, seed=0, gaps=False, **options
 ):
     """The kernel's state over chosen tokens is the naive formula's over the listed ones.
 
@@ -148,10 +148,10 @@ def chosen_agree(
     """
     kfmt, vfmt, d, dtype = form
     hq, hk, h = heads
-    sealed = (n, n) if sealed is None else sealed
+    packed_end = (n, n) if packed_end is None else packed_end
     q = draw((b, hq, 1, d), seed, dtype)
-    keys, k = strand(kfmt, sealed[0], n, b, hk, d, dtype, seed + 1)
-    values, v = strand(vfmt, sealed[1], n, b, hk, d, dtype, seed + 2)
+    keys, k = strand(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
+    values, v = strand(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
     if gaps and keys.packed is not None:
         keys, k = _with_gaps(keys, b, hk, seed)
     lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None

@@ -38,13 +38,13 @@ def _packed(bits: float, axis: str, group: int = 32, meta: str = "fp16", kind: s
     )
 
 
-def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> KVView:
-    """`sealed` packed tokens and exact ones behind them, _N together."""
+def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int) -> KVView:
+    """`packed_end` packed tokens and exact ones behind them, _N together."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    tail = empty(_B, _HK, _N - sealed, d)
+    tail = empty(_B, _HK, _N - packed_end, d)
     if fmt is None:
         return KVView(None, empty(_B, _HK, _N, d))
     group = fmt.group or d
@@ -60,7 +60,7 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, sealed: int) -> KVView:
         rotated=group if fmt.kind == "rotated" else 0,
     )
     codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
-    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=sealed, channelwise=how)
+    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=packed_end, channelwise=how)
     return KVView(packed, tail, fmt)
 
 

@@ -52,8 +52,8 @@ COMMON = (4, 2, 1), (4, 1, 2), (2, 2, 3)  # a kernel is compiled for one, two an
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 127, 128, 129, 500])
 def test_any_number_of_tokens(form, n):
-    for sealed in {(0, 0), (n, n), (n, max(0, n - 37)), (max(0, n - 90), n)}:
-        agrees(FORMS[form], 4, 2, 1, n, sealed)
+    for packed_end in {(0, 0), (n, n), (n, max(0, n - 37)), (max(0, n - 90), n)}:
+        agrees(FORMS[form], 4, 2, 1, n, packed_end)
 
 
 @pytest.mark.sample("values")
@@ -70,12 +70,12 @@ def test_any_grouping_of_heads_and_up_to_8_queries(form, heads):
 @pytest.mark.parametrize("n", [1, 40, 300])
 @pytest.mark.parametrize("t", [1, 2])
 def test_masks_softcap_and_bias(form, n, t):
-    form, hq, hk, sealed = FORMS[form], 4, 2, (n, n // 2)
+    form, hq, hk, packed_end = FORMS[form], 4, 2, (n, n // 2)
     bias = torch.randn(2, hq, n, generator=torch.Generator().manual_seed(1))
     for valid in (None, hidden(2, 1, n), hidden(2, hk, n), hidden(2, 1, n).expand(2, hk, n)):
-        agrees(form, hq, hk, t, n, sealed, valid=valid)
-        agrees(form, hq, hk, t, n, sealed, valid=valid, softcap=2.0, bias=bias[:1])
-        agrees(form, hq, hk, t, n, sealed, valid=valid, causal=n >= t, bias=bias)
+        agrees(form, hq, hk, t, n, packed_end, valid=valid)
+        agrees(form, hq, hk, t, n, packed_end, valid=valid, softcap=2.0, bias=bias[:1])
+        agrees(form, hq, hk, t, n, packed_end, valid=valid, causal=n >= t, bias=bias)
 
 
 @every_form
@@ -86,11 +86,11 @@ def test_masks_softcap_and_bias(form, n, t):
     st.integers(1, 3),
     st.integers(0, 99),
 )
-def test_drawn_shapes(form, heads, n, sealed, b, seed):
+def test_drawn_shapes(form, heads, n, packed_end, b, seed):
     hq, hk, t = heads
     if form not in ("small", "kivi"):  # one form more for each number of rows is too many
         hq, hk, t = 4, 2, 1
-    agrees(FORMS[form], hq, hk, t, n, sealed, b, seed, causal=n >= t)
+    agrees(FORMS[form], hq, hk, t, n, packed_end, b, seed, causal=n >= t)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -50,17 +50,17 @@ FORMS = {  # keys, values, head dimension
 every_form = some_slow("form", list(FORMS), "skvq", "turbo", "balanced", "boosted")
 
 
-def check(form, hq, hk, t, n, sealed, b=2, seed=0, **options):
+def check(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     keys, values, d = FORMS[form]
-    agrees((keys, values, d, torch.float32), hq, hk, t, n, sealed, b, seed, **options)
+    agrees((keys, values, d, torch.float32), hq, hk, t, n, packed_end, b, seed, **options)
 
 
 @pytest.mark.sample("values")
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 64, 127, 129, 500])
 def test_any_number_of_tokens(form, n):
-    for sealed in {(0, 0), (n, n), (n, max(0, n - 37)), (max(0, n - 90), n)}:
-        check(form, 4, 2, 1, n, sealed)
+    for packed_end in {(0, 0), (n, n), (n, max(0, n - 37)), (max(0, n - 90), n)}:
+        check(form, 4, 2, 1, n, packed_end)
 
 
 @pytest.mark.parametrize(  # by default, a kernel for two rows, which other tests compile too
@@ -79,11 +79,11 @@ def test_any_grouping_of_heads_and_several_queries(hq, hk, t):
 @pytest.mark.parametrize("form", ["skvq", "turbo"])
 @pytest.mark.parametrize("n", [1, 300])
 def test_masks_softcap_and_bias(form, n):
-    hq, hk, sealed = 4, 2, (n, n // 2)
+    hq, hk, packed_end = 4, 2, (n, n // 2)
     bias = torch.randn(2, hq, n, generator=torch.Generator().manual_seed(1))
     for valid in (None, hidden(2, 1, n), hidden(2, hk, n)):
-        check(form, hq, hk, 1, n, sealed, valid=valid, softcap=2.0, bias=bias[:1])
-        check(form, hq, hk, 1, n, sealed, valid=valid, causal=True, bias=bias)
+        check(form, hq, hk, 1, n, packed_end, valid=valid, softcap=2.0, bias=bias[:1])
+        check(form, hq, hk, 1, n, packed_end, valid=valid, causal=True, bias=bias)
 
 
 @every_form
@@ -93,8 +93,8 @@ def test_masks_softcap_and_bias(form, n):
     st.integers(1, 3),
     st.integers(0, 99),
 )
-def test_drawn_shapes(form, n, sealed, b, seed):
-    check(form, 4, 2, 1, n, sealed, b, seed, causal=n >= 1)
+def test_drawn_shapes(form, n, packed_end, b, seed):
+    check(form, 4, 2, 1, n, packed_end, b, seed, causal=n >= 1)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -44,9 +44,9 @@ def agrees(form, *args, **options):
 @some_slow("form", list(FORMS), "exact", "3 and 1.5 bit")
 @pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
 def test_any_choice_of_any_format(form, m, rest, first):
-    for sealed in ((200, 200), (100, 163), (0, 0)):
+    for packed_end in ((200, 200), (100, 163), (0, 0)):
         n = 200 + rest
-        agrees(form, (4, 2, 2), n, m, 200, first, sealed)
+        agrees(form, (4, 2, 2), n, m, 200, first, packed_end)
 
 
 @pytest.mark.parametrize("heads", HEADS + FOUR_ROWS)

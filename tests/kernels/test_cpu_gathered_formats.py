@@ -48,8 +48,8 @@ def check(form, *args, **options):
 @every_form
 @pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
 def test_any_choice_of_any_format(form, m, rest, first):
-    for sealed in ((200, 200), (100, 163), (0, 0)):  # chosen tokens packed, some of them, none
-        check(form, (4, 2, 2), 200 + rest, m, 200, first, sealed)
+    for packed_end in ((200, 200), (100, 163), (0, 0)):  # chosen tokens packed, some of them, none
+        check(form, (4, 2, 2), 200 + rest, m, 200, first, packed_end)
 
 
 @pytest.mark.sample("values")
@@ -87,9 +87,9 @@ def test_masks_softcap_and_bias(form):
     st.integers(1, 3),
     st.integers(0, 99),
 )
-def test_drawn_shapes(form, n, share, part, sealed, first, b, seed):
+def test_drawn_shapes(form, n, share, part, packed_end, first, b, seed):
     begin = int(n * share)
-    check(form, (4, 2, 2), n, int(begin * part), begin, first, sealed, b, seed)
+    check(form, (4, 2, 2), n, int(begin * part), begin, first, packed_end, b, seed)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

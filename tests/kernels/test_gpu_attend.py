@@ -101,29 +101,29 @@ def draw(shape, seed, dtype=FP32):
     return x[:, :h, 1 : n + 1]
 
 
-def strand(fmt, sealed, n, d, dtype, known, seed):
-    """A strand of n tokens of which about `sealed` are packed, and all of them in fp32."""
+def strand(fmt, packed_end, n, d, dtype, known, seed):
+    """A strand of n tokens of which about `packed_end` are packed, and all of them in fp32."""
     x = draw((B, HK, n, d), seed, dtype)
     if fmt is not None and fmt.axis == "channel":
-        sealed -= sealed % fmt.group
-    if fmt is None or not sealed:
+        packed_end -= packed_end % fmt.group
+    if fmt is None or not packed_end:
         return KVView(None, x, fmt), x.float()
     held = PackedTokens(fmt, known)
-    held.append(x[:, :, :sealed].contiguous())
+    held.append(x[:, :, :packed_end].contiguous())
     view = held.view()
     if fmt.meta != "fp8":  # what lies behind the last group is not read
         view = view._replace(
             scale=torch.nn.functional.pad(view.scale, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
             zero=torch.nn.functional.pad(view.zero, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
         )
-    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, sealed:].float()], dim=2)
-    return KVView(view, x[:, :, sealed:], fmt), exact
+    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
+    return KVView(view, x[:, :, packed_end:], fmt), exact
 
 
-def both(form, n, sealed, seed=0):
+def both(form, n, packed_end, seed=0):
     kfmt, vfmt, d, dtype, known = form
-    keys, k = strand(kfmt, sealed[0], n, d, dtype, known, seed + 1)
-    values, v = strand(vfmt, sealed[1], n, d, dtype, known, seed + 2)
+    keys, k = strand(kfmt, packed_end[0], n, d, dtype, known, seed + 1)
+    values, v = strand(vfmt, packed_end[1], n, d, dtype, known, seed + 2)
     return keys, values, k, v
 
 
@@ -133,10 +133,10 @@ def close(got, want, dtype=FP32):
     torch.testing.assert_close(got.lse, want.lse, rtol=TOL[dtype], atol=TOL[dtype])
 
 
-def agrees(form, hq, t, n, sealed, **options):
+def agrees(form, hq, t, n, packed_end, **options):
     """The kernel's state is the reference's over the unpacked tokens, in fp32."""
     q = draw((B, hq, t, form[2]), 0, form[3])
-    keys, values, k, v = both(form, n, sealed)
+    keys, values, k, v = both(form, n, packed_end)
     assert gpu.problems(t, keys.tail, keys.fmt, values.fmt) == []
     got = gpu.attend(q, keys, values, 0.125, **options)
     close(got, ref.attend(q.float(), k, v, 0.125, **options), form[3])
@@ -153,19 +153,19 @@ def hidden(b, h, n, seed=0):
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
-    ("n", "sealed"), [(141, (128, 70)), (133, (128, 133))], ids=["keys ahead", "values ahead"]
+    ("n", "packed_end"), [(141, (128, 70)), (133, (128, 133))], ids=["keys ahead", "values ahead"]
 )
-def test_every_format(form, n, sealed):
-    agrees(form, 4, 1, n, sealed)
+def test_every_format(form, n, packed_end):
+    agrees(form, 4, 1, n, packed_end)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("form", [FORMS["kivi"], FORMS["exact"]], ids=["kivi", "exact"])
 @pytest.mark.parametrize(
-    ("n", "sealed"), [(0, (0, 0)), (1, (0, 0)), (1, (0, 1)), (64, (64, 64)), (65, (64, 65))]
+    ("n", "packed_end"), [(0, (0, 0)), (1, (0, 0)), (1, (0, 1)), (64, (64, 64)), (65, (64, 65))]
 )
-def test_any_number_of_tokens(form, n, sealed):
-    agrees(form, 4, 1, n, sealed)
+def test_any_number_of_tokens(form, n, packed_end):
+    agrees(form, 4, 1, n, packed_end)
 
 
 @needs_interpreter
@@ -178,10 +178,10 @@ def test_any_number_of_rows(hq, t, causal):
 @needs_interpreter
 @pytest.mark.parametrize("form", [FORMS["kivi"], FORMS["rotated"]], ids=["kivi", "rotated"])
 def test_masks_softcap_and_bias(form):
-    hq, t, n, sealed = 4, 2, 110, (96, 50)
+    hq, t, n, packed_end = 4, 2, 110, (96, 50)
     bias = torch.randn(B, hq, n, generator=torch.Generator().manual_seed(1))
-    agrees(form, hq, t, n, sealed, valid=hidden(B, 1, n), softcap=2.0, bias=bias[:1])
-    agrees(form, hq, t, n, sealed, valid=hidden(B, HK, n), causal=True, bias=bias)
+    agrees(form, hq, t, n, packed_end, valid=hidden(B, 1, n), softcap=2.0, bias=bias[:1])
+    agrees(form, hq, t, n, packed_end, valid=hidden(B, HK, n), causal=True, bias=bias)
 
 
 @needs_interpreter

@@ -43,18 +43,18 @@ def bindings(monkeypatch, op=ops.attend):
 
 def packed(tokens=200, h=2, d=32, dtype=torch.float32):
     """Keys and values as KIVI stores them."""
-    lanes = KVSide(KEYS, 0), KVSide(VALUES, 32)
-    for lane in lanes:
-        lane.extend(torch.randn(1, h, tokens, d).to(dtype), 0)
-    return lanes
+    sides = KVSide(KEYS, 0), KVSide(VALUES, 32)
+    for side in sides:
+        side.extend(torch.randn(1, h, tokens, d).to(dtype), 0)
+    return sides
 
 
-def grow(lanes, h=2, d=32):
+def grow(sides, h=2, d=32):
     """Add a token and pack what is due, as a decode step does."""
-    for lane in lanes:
+    for side in sides:
         x = torch.randn(1, h, 1, d)
-        lane.tail.append(x.to(lane.tail.view().dtype))
-        lane.pack()
+        side.tail.append(x.to(side.tail.view().dtype))
+        side.pack()
 
 
 def ran(operation):
@@ -68,10 +68,10 @@ def close(got, q, keys, values, **options):
 
 
 def test_a_plan_is_bound_once_while_tokens_are_packed_and_storage_grows(monkeypatch):
-    made, lanes, attend = bindings(monkeypatch), packed(), OpPlan(ops.attend)
+    made, sides, attend = bindings(monkeypatch), packed(), OpPlan(ops.attend)
     for _ in range(70):
-        grow(lanes)
-        q, (keys, values) = torch.randn(1, 4, 1, 32), (lane.kv_view() for lane in lanes)
+        grow(sides)
+        q, (keys, values) = torch.randn(1, 4, 1, 32), (side.kv_view() for side in sides)
         close(attend(q, keys, values, 0.2, causal=True), q, keys, values, causal=True)
     assert len(made) == 1
     assert ran("attend") == {("cpu", ""): 70}
@@ -80,7 +80,7 @@ def test_a_plan_is_bound_once_while_tokens_are_packed_and_storage_grows(monkeypa
 def test_a_prefix_that_was_replaced_at_the_same_length_is_read_anew(monkeypatch):
     made, attend, q = bindings(monkeypatch), OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     for _ in range(3):
-        keys, values = (lane.kv_view() for lane in packed())
+        keys, values = (side.kv_view() for side in packed())
         close(attend(q, keys, values, 0.2), q, keys, values)
         rows = keys._replace(packed=keys.packed._replace(scale=keys.packed.scale * 2))
         close(attend(q, rows, values, 0.2), q, rows, values)
@@ -90,16 +90,16 @@ def test_a_prefix_that_was_replaced_at_the_same_length_is_read_anew(monkeypatch)
 def test_outgrown_storage_is_not_kept_alive():
     import weakref
 
-    attend, lanes = OpPlan(ops.attend), packed()
-    keys, values = (lane.kv_view() for lane in lanes)
+    attend, sides = OpPlan(ops.attend), packed()
+    keys, values = (side.kv_view() for side in sides)
     attend(torch.randn(1, 4, 1, 32), keys, values, 0.2)
     storage = [weakref.ref(x) for x in (keys.packed.codes, values.packed.codes, keys.tail)]
-    del keys, values, lanes
+    del keys, values, sides
     assert [x() for x in storage] == [None] * 3
 
 
 def test_what_a_step_returned_is_not_changed_by_the_next():
-    attend, (keys, values) = OpPlan(ops.attend), (lane.kv_view() for lane in packed())
+    attend, (keys, values) = OpPlan(ops.attend), (side.kv_view() for side in packed())
     q = torch.randn(2, 1, 4, 1, 32)
     first = attend(q[0], keys, values, 0.2, products=True)
     kept = [x.clone() for x in first]
@@ -130,7 +130,7 @@ CASES = ["query heads", "queries", "formats", "dtype", "head dimension"]
 @some_slow("what", CASES, "query heads", "queries", "formats")  # others compile kernels, too
 def test_another_case_is_bound_anew_and_the_first_one_again(monkeypatch, what):
     made, attend, q = bindings(monkeypatch), OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
-    first = q, *(lane.kv_view() for lane in packed())
+    first = q, *(side.kv_view() for side in packed())
     for case in (first, changed(*first)[what], first):
         close(attend(*case, 0.2), *case)
     assert len(made) == 3
@@ -148,7 +148,7 @@ def test_batch_and_threads_are_not_part_of_a_case(monkeypatch):
 
 def test_the_setting_and_a_gradient_bind_the_reference_and_say_why():
     attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
-    keys, values = (lane.kv_view() for lane in packed())
+    keys, values = (side.kv_view() for side in packed())
     attend(q, keys, values, 0.2)
     assert attend.bound.backend == "cpu"
     with dispatch.use("ref"):
@@ -171,7 +171,7 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
 
     broken = {"cpu": ops.attend.backends["cpu"]._replace(plan=plan)}
     attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
-    keys, values = (lane.kv_view() for lane in packed())
+    keys, values = (side.kv_view() for side in packed())
     attend(q, keys, values, 0.2)
     with monkeypatch.context() as patched:
         patched.setattr(ops.attend, "backends", broken)
@@ -191,7 +191,7 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_is_a_plan_of_its_own(again):
     attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
-    keys, values = (lane.kv_view() for lane in packed())
+    keys, values = (side.kv_view() for side in packed())
     attend(q, keys, values, 0.2)
     twin = again(attend)
     assert twin.op is ops.attend

@@ -56,7 +56,7 @@ def stored(cache):
     if isinstance(cache.state.tokens, Slots):
         return cache.state.tokens.in_order()[:2]
     tokens = cache.state.tokens
-    held = [[unpacked(lane)] for lane in (tokens.keys, tokens.values) if len(lane)]
+    held = [[unpacked(side)] for side in (tokens.keys, tokens.values) if len(side)]
     sinks = cache.state.sinks
     if sinks is not None and sinks.keys is not None:
         held = [

@@ -61,8 +61,8 @@ def test_sinks_and_the_newest_tokens_survive_a_budget(recipe, sizes, seed):
     cache = build(recipe, q, k, v, sizes)
     survivors(cache, recipe, k, v)
     body = len(cache.state.tokens)
-    for lane, x in ((cache.state.tokens.keys, k), (cache.state.tokens.values, v)):
-        assert body == 0 or torch.equal(lane.tail.view(), x[:, :, n - body :])
+    for side, x in ((cache.state.tokens.keys, k), (cache.state.tokens.values, v)):
+        assert body == 0 or torch.equal(side.tail.view(), x[:, :, n - body :])
 
 
 def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
@@ -71,11 +71,11 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
     if sinks:
         assert torch.equal(cache.state.sinks.keys[:, :, :sinks], k[:, :, :sinks])
         assert torch.equal(cache.state.sinks.values[:, :, :sinks], v[:, :, :sinks])
-    lanes = (cache.state.tokens.keys, cache.state.tokens.values)
-    for lane, recent, x in zip(lanes, recipe.protect.recents, (k, v), strict=True):
+    sides = (cache.state.tokens.keys, cache.state.tokens.values)
+    for side, recent, x in zip(sides, recipe.protect.recents, (k, v), strict=True):
         recent = min(recent, cache.seen - sinks)
         if recent:
-            newest = lane.tail.view()[:, :, -recent:]
+            newest = side.tail.view()[:, :, -recent:]
             assert torch.equal(newest, x[:, :, -recent:])
 
 

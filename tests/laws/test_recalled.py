@@ -152,8 +152,8 @@ def test_nothing_is_lost(recipe, seed, sizes):
         cache.state.retriever.restore(cache.state.tokens)
     assert_same_state(state(cache), state(want))
     if recipe.store.exact:
-        for lane, x in ((cache.state.tokens.keys, qkv[1]), (cache.state.tokens.values, qkv[2])):
-            assert torch.equal(unpacked(lane), x[:, :, recipe.protect.sinks :])
+        for side, x in ((cache.state.tokens.keys, qkv[1]), (cache.state.tokens.values, qkv[2])):
+            assert torch.equal(unpacked(side), x[:, :, recipe.protect.sinks :])
 
 
 @core

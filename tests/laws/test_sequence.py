@@ -59,8 +59,8 @@ def test_one_token_at_a_time_gives_the_same_cache(recipe, n):
 def test_a_step_attends_to_what_is_stored_and_to_itself_exactly(recipe, sizes, t, softcap, seed):
     q, k, v = draw(seed, sum(sizes), batch=2, hq=4, hk=2)
     cache = build(recipe, q, k, v, sizes)
-    lanes = (cache.state.tokens.keys, cache.state.tokens.values)
-    past = [unpacked(lane) if len(lane) else torch.zeros(2, 2, 0, D) for lane in lanes]
+    sides = (cache.state.tokens.keys, cache.state.tokens.values)
+    past = [unpacked(side) if len(side) else torch.zeros(2, 2, 0, D) for side in sides]
     if cache.state.sinks is not None:
         held = min(cache.seen, recipe.protect.sinks)
         sinks = (cache.state.sinks.keys, cache.state.sinks.values)

@@ -55,10 +55,10 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
     q, k, v = draw(seed, n, batch=2, hq=4, hk=2)
     cache = cached(store, recent, spare, sinks)
     feed(cache, q, k, v)
-    keys, values = (unpacked(lane) for lane in (cache.state.tokens.keys, cache.state.tokens.values))
+    keys, values = (unpacked(side) for side in (cache.state.tokens.keys, cache.state.tokens.values))
     keys, values = torch.cat([k[:, :, :sinks], keys], 2), torch.cat([v[:, :, :sinks], values], 2)
     index = marked(cache)
-    assert index.shape[-1] == min(spare, min_sealed(cache))
+    assert index.shape[-1] == min(spare, min_packed_end(cache))
     assert (index >= sinks).all()
     at = index.unsqueeze(-1).expand(-1, -1, -1, D)
     keys, values = keys.scatter(2, at, k.gather(2, at)), values.scatter(2, at, v.gather(2, at))
@@ -72,10 +72,10 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
     np.testing.assert_allclose(feed(cache, *new).numpy(), want, rtol=0, atol=3e-6)
 
 
-def min_sealed(cache: LayerCache) -> int:
+def min_packed_end(cache: LayerCache) -> int:
     tokens = cache.state.tokens
-    lanes = [lane for lane in (tokens.keys, tokens.values) if lane.packed is not None]
-    return min(lane.packed_count for lane in lanes)
+    sides = [side for side in (tokens.keys, tokens.values) if side.packed is not None]
+    return min(side.packed_count for side in sides)
 
 
 def test_heavy_hitters_are_those_that_get_most_attention():

@@ -10,11 +10,10 @@ import zoo
 from test_fan_out import prompt
 
 import kvloom
-from alone import run_alone
 from backends import by_reference
 from kvloom.errors import CacheMisuse
 from kvloom.hf.together import Together, can_step_together
-from kvloom.workload.crew import Ask, run_together
+from kvloom.workload.crew import Ask, run_alone, run_together
 from kvloom.workload.forward import forward
 from near import assert_near
 

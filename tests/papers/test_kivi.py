@@ -119,8 +119,8 @@ def test_every_step_is_the_definition(hq, hk, prompt, bits, group, residual, met
         want = paper.decode(*numpy(*step), SCALE)
         np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=5e-6, err_msg=f"step {n}")
     tokens = cache.state.tokens
-    for lane, held in ((tokens.keys, paper.keys), (tokens.values, paper.values)):
-        np.testing.assert_allclose(unpacked(lane).numpy(), held, rtol=0, atol=2e-6)
+    for side, held in ((tokens.keys, paper.keys), (tokens.values, paper.values)):
+        np.testing.assert_allclose(unpacked(side).numpy(), held, rtol=0, atol=2e-6)
 
 
 def exact(cache: LayerCache) -> tuple[int, int]:

@@ -175,9 +175,9 @@ def test_turbo_keeps_norms_and_predicts_its_bytes(name, heads):
     cache = LayerCache(chosen)
     feed(cache, q, k, v)
     assert cache.nbytes == chosen.nbytes(64, Geometry(1, hq, hk, D, torch.float32), 2)
-    sealed = cache.state.tokens.keys.packed_count
-    norms = unpacked(cache.state.tokens.keys)[:, :, :sealed].norm(dim=-1)
-    norms /= k[:, :, :sealed].norm(dim=-1)
+    packed_end = cache.state.tokens.keys.packed_count
+    norms = unpacked(cache.state.tokens.keys)[:, :, :packed_end].norm(dim=-1)
+    norms /= k[:, :, :packed_end].norm(dim=-1)
     assert (norms - 1).abs().max() < (0.07 if "fp8" in name else 1e-3)
 
 

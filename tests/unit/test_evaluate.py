@@ -8,7 +8,6 @@ import torch
 from typer.testing import CliRunner
 
 import tiny
-from alone import run_alone
 from kvloom import Cache, __version__
 from kvloom.cli.app import app
 from kvloom.eval.decoding import answers, greedy
@@ -17,6 +16,7 @@ from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Run, Source
 from kvloom.eval.tasks import task_named
 from kvloom.recipe.resolve import resolve
+from kvloom.workload.crew import run_alone
 
 evaluate, units = (getattr(import_module("kvloom.eval.evaluate"), n) for n in ("evaluate", "units"))
 NAMES = ["full", "window:tokens=16", "kivi:group=16,residual=16", "kivi:group=64",

@@ -20,11 +20,11 @@ LANES = {
 every_lane = pytest.mark.parametrize(("fmt", "recent"), LANES.values(), ids=LANES)
 
 
-def parts(lane: KVSide) -> list[torch.Tensor]:
-    """All that a lane holds."""
-    buffers = [lane.tail]
-    if lane.packed is not None:
-        buffers += [lane.packed.codes, lane.packed.scale, lane.packed.zero]
+def parts(side: KVSide) -> list[torch.Tensor]:
+    """All that a side holds."""
+    buffers = [side.tail]
+    if side.packed is not None:
+        buffers += [side.packed.codes, side.packed.scale, side.packed.zero]
     return [b.view() for b in buffers if len(b)]
 
 
@@ -32,28 +32,28 @@ def parts(lane: KVSide) -> list[torch.Tensor]:
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=5), st.booleans())
 def test_taking_is_appending_and_sealing(fmt, recent, sizes, one_by_one):
     x = torch.randn(2, 1, sum(sizes), 32)
-    taken, sealed = KVSide(fmt, recent), KVSide(fmt, recent)
+    taken, packed_end = KVSide(fmt, recent), KVSide(fmt, recent)
     for part in x.split(sizes, dim=2):
         taken.extend(part, drop=0)
         for piece in part.split(1, dim=2) if one_by_one else [part]:
-            sealed.tail.append(piece)
-            sealed.pack()
-    assert len(taken) == len(sealed) == sum(sizes)
-    for a, b in zip(parts(taken), parts(sealed), strict=True):
+            packed_end.tail.append(piece)
+            packed_end.pack()
+    assert len(taken) == len(packed_end) == sum(sizes)
+    for a, b in zip(parts(taken), parts(packed_end), strict=True):
         assert torch.equal(a, b)
     want = 0 if fmt is None else fmt.to_pack(sum(sizes), recent)
-    assert taken.packed_count == sealed.packed_count == want
+    assert taken.packed_count == packed_end.packed_count == want
 
 
 @every_lane
 def test_the_tail_is_the_newest_tokens_bit_by_bit(fmt, recent):
     x = torch.randn(1, 2, 150, 32)
-    lane = KVSide(fmt, recent)
-    lane.extend(x, drop=0)
-    exact = len(lane.tail)
+    side = KVSide(fmt, recent)
+    side.extend(x, drop=0)
+    exact = len(side.tail)
     assert exact >= recent
     if exact:
-        assert torch.equal(lane.tail.view(), x[:, :, 150 - exact :])
+        assert torch.equal(side.tail.view(), x[:, :, 150 - exact :])
 
 
 @pytest.mark.sample("values")
@@ -61,25 +61,25 @@ def test_the_tail_is_the_newest_tokens_bit_by_bit(fmt, recent):
 @pytest.mark.parametrize("n", [40, 150])
 def test_views_of_both_parts_are_the_tokens(fmt, recent, n):
     x = torch.randn(1, 2, n, 32)
-    lane = KVSide(fmt, recent)
-    lane.extend(x, drop=0)
-    assert torch.equal(lane.view(n, n) if lane.packed_count < n else x[:, :, n:], x[:, :, n:])
-    if lane.packed_count:
-        err = (lane.view(0, lane.packed_count).tensor() - x[:, :, : lane.packed_count]).abs().max()
+    side = KVSide(fmt, recent)
+    side.extend(x, drop=0)
+    assert torch.equal(side.view(n, n) if side.packed_count < n else x[:, :, n:], x[:, :, n:])
+    if side.packed_count:
+        err = (side.view(0, side.packed_count).tensor() - x[:, :, : side.packed_count]).abs().max()
         assert 0 < err < 2
-        mid = lane.view(3, lane.packed_count - 1).tensor()
-        assert torch.equal(mid, lane.view(0, lane.packed_count).tensor()[:, :, 3:-1])
-    if lane.packed_count < n:
-        assert torch.equal(lane.view(lane.packed_count, n), x[:, :, lane.packed_count :])
+        mid = side.view(3, side.packed_count - 1).tensor()
+        assert torch.equal(mid, side.view(0, side.packed_count).tensor()[:, :, 3:-1])
+    if side.packed_count < n:
+        assert torch.equal(side.view(side.packed_count, n), x[:, :, side.packed_count :])
 
 
 def test_dropping_while_taking_forgets_the_oldest():
     x = torch.randn(1, 1, 50, 8)
-    lane = KVSide(None, 0)
-    lane.extend(x[:, :, :30], drop=10)
-    assert torch.equal(lane.tail.view(), x[:, :, 10:30])
-    lane.extend(x[:, :, 30:], drop=25)
-    assert torch.equal(lane.tail.view(), x[:, :, 35:])
+    side = KVSide(None, 0)
+    side.extend(x[:, :, :30], drop=10)
+    assert torch.equal(side.tail.view(), x[:, :, 10:30])
+    side.extend(x[:, :, 30:], drop=25)
+    assert torch.equal(side.tail.view(), x[:, :, 35:])
 
 
 @every_lane
@@ -94,9 +94,9 @@ def test_tokens_dropped_on_the_way_in_are_never_packed(fmt, recent):
 
 @every_lane
 def test_a_long_prompt_never_enters_the_tail_whole(fmt, recent):
-    lane = KVSide(fmt, recent)
-    lane.extend(torch.randn(1, 1, 1000, 32), drop=0)
-    assert lane.tail.allocation.data.shape[2] == 1000 - lane.packed_count
-    assert lane.tail.allocation.data.untyped_storage().nbytes() == lane.tail.nbytes
-    per_token = 0 if fmt is None else fmt.nbytes(lane.packed_count, 32)
-    assert lane.nbytes == per_token + (1000 - lane.packed_count) * 32 * 4
+    side = KVSide(fmt, recent)
+    side.extend(torch.randn(1, 1, 1000, 32), drop=0)
+    assert side.tail.allocation.data.shape[2] == 1000 - side.packed_count
+    assert side.tail.allocation.data.untyped_storage().nbytes() == side.tail.nbytes
+    per_token = 0 if fmt is None else fmt.nbytes(side.packed_count, 32)
+    assert side.nbytes == per_token + (1000 - side.packed_count) * 32 * 4

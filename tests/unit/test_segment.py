@@ -34,9 +34,9 @@ def segment(keys, values, n: int) -> tuple[Segment, torch.Tensor, torch.Tensor]:
     return body, k, v
 
 
-def tokens(lane: KVSide) -> torch.Tensor:
-    parts = [lane.packed.view().tensor()] if lane.packed_count else []
-    return torch.cat([*parts, *([lane.tail.view()] if len(lane.tail) else [])], dim=2)
+def tokens(side: KVSide) -> torch.Tensor:
+    parts = [side.packed.view().tensor()] if side.packed_count else []
+    return torch.cat([*parts, *([side.tail.view()] if len(side.tail) else [])], dim=2)
 
 
 def length(x) -> int:
@@ -114,14 +114,14 @@ def test_dropping_moves_the_first_logical_index():
 @every_pair
 def test_bytes_are_those_of_all_tensors(keys, values):
     body, _, _ = segment(keys, values, 80)
-    held = [b.allocation.data for lane in (body.keys, body.values) for b in buffers(lane) if len(b)]
+    held = [b.allocation.data for side in (body.keys, body.values) for b in buffers(side) if len(b)]
     assert body.nbytes == sum(x.untyped_storage().nbytes() for x in held)
 
 
-def buffers(lane: KVSide):
-    yield lane.tail
-    if lane.packed is not None:
-        yield from (lane.packed.codes, lane.packed.scale, lane.packed.zero)
+def buffers(side: KVSide):
+    yield side.tail
+    if side.packed is not None:
+        yield from (side.packed.codes, side.packed.scale, side.packed.zero)
 
 
 # --- sinks -------------------------------------------------------------------------------------

@@ -173,11 +173,11 @@ def _call(
     rotated_q = q if not ks.rotated else (rotated(q, ks.rotated).to(q.dtype))
     if slots is not None:
         slots = slots if slots.stride(2) == 1 else slots.contiguous()
-    ends = [side.sealed for side in (ks, vs) if side.form.bits]
+    ends = [side.packed_end for side in (ks, vs) if side.form.bits]
     both, end, mixed = n, n, 0
     if ends and slots is None:
         both, end = max(begin, min(ends)), max(begin, max(ends))
-        mixed = 0 if both == end else 1 if ks.sealed == end else 2
+        mixed = 0 if both == end else 1 if ks.packed_end == end else 2
     most = min(ks.most, vs.most, 64 if slots is None else 16)
     form = tile_shapes(d, r * t, q.dtype, most)
     sizes = (form.alone if both == n and not ends else form.tokens, form.tokens, form.alone)
@@ -191,7 +191,7 @@ def _call(
     valid, bias = masks
     arguments = {
         "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
-        "k_sealed": ks.sealed, "v_sealed": vs.sealed,
+        "k_packed_end": ks.packed_end, "v_packed_end": vs.packed_end,
         "valid_ptr": q if valid is None else valid, "bias_ptr": q if bias is None else bias,
         "slots_ptr": q if slots is None else slots,
         **_steps("valid", valid), **_steps("bias", bias), **_steps("slots", slots),

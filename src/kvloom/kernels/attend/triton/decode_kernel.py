@@ -154,7 +154,7 @@ def _unpacked(
 @triton.jit
 def _walk(
     top, total, acc, q, first, stop, tile0, tile1, n_all, t, scale, softcap,
-    k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+    k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
     K: tl.constexpr, V: tl.constexpr, K_PACKED: tl.constexpr, V_PACKED: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _walk(
                 k, base, first, stop, n, ok, o_d, K, D, DP, BN, OPTIONS.chosen
             ).to(q.dtype)  # fmt: skip
         else:
-            keys = _rows(k.tail, k.tail_n, n - k_sealed, ok, o_d, D, DP)
+            keys = _rows(k.tail, k.tail_n, n - k_packed_end, ok, o_d, D, DP)
         s = tl.dot(q, tl.trans(keys), input_precision="tf32x3") * scale
         if OPTIONS.softcapped:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
@@ -197,7 +197,7 @@ def _walk(
                 v, base, first, stop, n, ok, o_d, V, D, DP, BN, OPTIONS.chosen
             ).to(q.dtype)  # fmt: skip
         else:
-            values = _rows(v.tail, v.tail_n, n - v_sealed, ok, o_d, D, DP)
+            values = _rows(v.tail, v.tail_n, n - v_packed_end, ok, o_d, D, DP)
         acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), values, input_precision="tf32x3")
         top = new
     return top, total, acc
@@ -264,12 +264,12 @@ def _tiles_of(i, splits, tiles):
 
 
 @triton.jit(do_not_specialize=[
-    "k_sealed", "v_sealed", "bias_h", "valid_b", "valid_h", "bias_b", "slots_b", "slots_h", "n",
-    "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2", "t", "r",
+    "k_packed_end", "v_packed_end", "bias_h", "valid_b", "valid_h", "bias_b", "slots_b", "slots_h",
+    "n", "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2", "t", "r",
 ])  # fmt: skip
 def _split(
-    q_ptr, rotated_ptr, k, v, k_sealed, v_sealed, valid_ptr, bias_ptr, slots_ptr, acc_ptr, ml_ptr,
-    valid_b, valid_h, bias_b, bias_h, slots_b, slots_h,
+    q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, valid_ptr, bias_ptr, slots_ptr, acc_ptr,
+    ml_ptr, valid_b, valid_h, bias_b, bias_h, slots_b, slots_h,
     scale, softcap, h, share, r, t, n, begin, both, split0, split1, split2, tiles0, tiles1, tiles2,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     BN0: tl.constexpr, BN1: tl.constexpr, MIXED: tl.constexpr, OPTIONS: tl.constexpr,
@@ -305,26 +305,26 @@ def _split(
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
         top, total, acc, rotated, begin, both, lo, hi, n, t, scale, softcap,
-        k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+        k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
         K, V, K.bits > 0, V.bits > 0, D, DP, BN0, OPTIONS,
     )  # fmt: skip
     if MIXED > 0:
         lo, hi = _tiles_of(i - split0, split1, tiles1)
-        end = tl.maximum(k_sealed, v_sealed)
+        end = tl.maximum(k_packed_end, v_packed_end)
         its_q = q
         if MIXED == 1:
             its_q = rotated
         top, total, acc = _walk(
             top, total, acc, its_q, both, end, lo, hi, n, t, scale, softcap,
-            k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+            k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
             K, V, MIXED == 1, MIXED == 2, D, DP, BN0, OPTIONS,
         )  # fmt: skip
     if (K.bits > 0 or V.bits > 0) and not OPTIONS.chosen:
         lo, hi = _tiles_of(i - split0 - split1, split2, tiles2)
-        end = tl.maximum(begin, tl.maximum(k_sealed, v_sealed))
+        end = tl.maximum(begin, tl.maximum(k_packed_end, v_packed_end))
         top, total, acc = _walk(
             top, total, acc, q, end, n, lo, hi, n, t, scale, softcap,
-            k, k_sealed, v, v_sealed, valid, bias, slots, o_m, o_d, heads,
+            k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
             K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
     store_split(acc_ptr, ml_ptr, top, total, acc, head, r * t, splits, i, o_m, o_d, D)

@@ -26,7 +26,7 @@ class SideArguments(NamedTuple):
 
     side: Side
     form: Form
-    sealed: int
+    packed_end: int
     rotated: int  # channels that are rotated together, or 0
     most: int  # tokens of a tile that registers hold
 
@@ -37,10 +37,10 @@ def side_arguments(view: KVView) -> SideArguments:
     tail = tail if tail.stride(3) == 1 else tail.contiguous()
     d = tail.shape[3]
     codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
-    meta, bits, kind, group, rotated, sealed, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
+    meta, bits, kind, group, rotated, packed_end, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
     rotation = 0
     if packed is not None:
-        bits, sealed, how = fmt.bits, packed.hi, packed.channelwise
+        bits, packed_end, how = fmt.bits, packed.hi, packed.channelwise
         codes, scale, zero = (
             x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
             for x in (packed.codes, packed.scale, packed.zero)
@@ -68,7 +68,7 @@ def side_arguments(view: KVView) -> SideArguments:
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
     apart, slow = bits == 1.5 or rotation == _LEVELS or kind == 2, bits in (1, 3, 8)
     most = 16 if apart else 32 if slow or scale.dtype == torch.uint8 else 64
-    return SideArguments(side, form, sealed, rotated, most)
+    return SideArguments(side, form, packed_end, rotated, most)
 
 
 @cache

@@ -93,9 +93,9 @@ class Part:
 TASKS = {
     "perplexity": Part(4, 128),
     "niah:single+multikey+passkey": Part(1, few=True),
-    "free": Part(2, 256, few=True),
+    "free": Part(4, 256, few=True),
     "ruler": Part(1, few=True),
-    "multiturn": Part(1, few=True),
+    "multiturn": Part(2, few=True),
 }
 RUNS = {  # model, context, text
     "smollm2-2k": ("smollm2", 2048, library_text),

@@ -76,7 +76,7 @@ def tasks(figures: list[dict]) -> str:
         f"| Recipe | Bytes | {' | '.join(columns.values())} |",
         f"|---|---|{'---|' * len(columns)}",
     ]
-    for name in sorted(names, key=lambda n: -shares[n]):
+    for name in sorted(names, key=lambda n: (-shares[n], n)):
         row = " | ".join(cells.get((name, *column), "") for column in columns)
         lines.append(f"| `{name}` | {shares[name]:.1%} | {row} |")
     return "\n".join(lines)

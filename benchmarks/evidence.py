@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import record
-from evidence_tables import results, table
+from evidence_tables import published, table
 from kvloom.cli.options import split_recipes
 from kvloom.errors import RecipeError
 from kvloom.eval.compare import with_full
@@ -54,7 +53,12 @@ EVICTING = (
     "h2o,keyformer,snapkv,pyramidkv,streaming,minikv,minikv-snap,"
     "snapkv+kivi-4.toml,snapkv+turbo-4.toml,expected:store=kivi-4,expected:store=turbo"
 )
-FIXED = "near-lossless", "balanced", "tiny"  # recommended, with their own budgets
+RECOMMENDED = {  # their shares of the bytes; None: with their own budgets
+    "near-lossless": (None,),
+    "balanced": (None,),
+    "small": (None, 1 / 5),
+    "tiny": (None,),
+}
 OTHERS = (
     "near-lossless,balanced,small,tiny,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
     "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
@@ -123,16 +127,16 @@ def calibrate(model: object, name: str) -> None:
 def recipes(names: str, shares: tuple[float, ...], context: int, geometry: object) -> list[Recipe]:
     """Return `full` and the recipes; those that evict once for each share that evicts tokens.
 
-    Recommended recipes have their own budgets; `small` is there once more with a fifth.
+    Recommended recipes have the shares of `RECOMMENDED`.
     """
     found = []
     for spec in split_recipes(names):
         recipe = resolve(HERE / "recipes" / spec if spec.endswith(".toml") else spec)
         recipe = replace(recipe, name=spec.removesuffix(".toml"))
-        for share in (None, 1 / 5) if spec == "small" else shares:
+        for share in RECOMMENDED.get(spec, shares):
             try:
                 sized = recipe
-                if share is not None and spec not in FIXED:
+                if share is not None:
                     sized = at_share(recipe, share, context, geometry)
             except RecipeError as error:
                 print(f"not measured: {error}", file=sys.stderr)
@@ -197,11 +201,6 @@ def printer(run: str) -> Callable[[str, int], None]:
             print(f"{run} {what}", file=sys.stderr, flush=True)
 
     return progress
-
-
-def published(run: str) -> list[dict]:
-    """Return the published figures of a run."""
-    return json.loads(results(run).read_text())["figures"]
 
 
 def outside(found: list[dict], before: list[dict]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 from kvloom.eval.summary import higher_is_better
@@ -66,11 +67,12 @@ def tasks(figures: list[dict]) -> str:
         ("free", "kl_mean"): "Free-running KL",
         ("free", "diverged_at"): "Tokens until it differs",
     }
-    shares, cells = {}, {}
-    for f in figures:
-        shares.setdefault(f["recipe"], f["share"])  # of the first task, perplexity
-        for score, interval in f["scores"].items():
-            cells[f["recipe"], f["task"], score] = _interval(interval)
+    shares = {f["recipe"]: f["share"] for f in figures if f["task"] == "perplexity"}
+    cells = {
+        (f["recipe"], f["task"], score): _interval(interval)
+        for f in figures
+        for score, interval in f["scores"].items()
+    }
     names = {f["recipe"] for f in figures if f["task"] == "ruler"}
     lines = [
         f"| Recipe | Bytes | {' | '.join(columns.values())} |",
@@ -113,18 +115,19 @@ def _interval(score: dict) -> str:
 KINDS = {"table": table, "tasks": tasks, "front": front}
 
 
-def results(run: str) -> Path:
-    """Return the file of a run's published figures."""
-    (found,) = (ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.json")
-    return found
+def published(run: str) -> list[dict]:
+    """Return the published figures of a run, of the one machine that has some."""
+    files = list((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.json"))
+    if len(files) != 1:
+        sys.exit(f"{len(files)} machines have published figures of {run}: expected one")
+    return json.loads(files[0].read_text())["figures"]
 
 
 def filled(text: str) -> str:
     """Return the text of a page with its tables as the results are."""
 
     def new(match: re.Match[str]) -> str:
-        figures = json.loads(results(match[3]).read_text())["figures"]
-        return f"{match[1]}{KINDS[match[2]](figures)}{match[4]}"
+        return f"{match[1]}{KINDS[match[2]](published(match[3]))}{match[4]}"
 
     return MARKED.sub(new, text)
 

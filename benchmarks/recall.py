@@ -34,7 +34,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.eval import Settings, load, prepare
 from kvloom.eval.needles import count_correct, haystacks
-from kvloom.eval.papers.recalling import PAPER, mask_of
+from kvloom.eval.papers.recalling import PAPER, PAPER_OPTIONS, mask_of
 from kvloom.hf.compat import geometry
 from kvloom.hf.observe import ObservedStep, observe
 from kvloom.recall import Index, Pages, TopK
@@ -288,11 +288,10 @@ def choices(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
 
     Rows are saved after each of 16 seeds of 32 questions, with the number of questions so far.
     """
-    paper = "size=80,iterations=20"
     names = [
         f"clusterkv:tokens={budget},{options}"
         for budget in (1024, 512)
-        for options in (f"{paper},group=each", paper, "size=40", "size=20")
+        for options in (f"{PAPER_OPTIONS},group=each", PAPER_OPTIONS, "size=40", "size=20")
     ]
     names += ["clusterkv:size=40,group=mean", "quest:tokens=1024", "quest:tokens=512"]
     ids = np.asarray(tokenizer.encode(library_text()[:3_000_000], add_special_tokens=False))

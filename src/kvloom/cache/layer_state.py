@@ -33,7 +33,7 @@ class LayerState:
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
     recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. coordinator: of layers
-    that decide together. trace: where the decisions of a step are noted; None: nobody observes.
+    that decide together. trace: the decisions of each step; None if `observe` was not called.
 
     tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
     none. draft: the newest tokens while their commit waits.

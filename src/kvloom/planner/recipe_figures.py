@@ -33,7 +33,7 @@ def fitting_cache(recipe: Recipe, facts: ModelFacts, context: int) -> CacheBytes
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about every recipe; `row` answers it for one."""
+    """The arguments of a plan; `row` plans one recipe with them."""
 
     facts: ModelFacts
     context: int

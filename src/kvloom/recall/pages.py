@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.select import reference as ref
-from .index import Finder, Index, grown, whole
+from .index import Finder, Index, grown, grown_mask, whole
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,7 @@ class TopKFinder(Finder):
 
     def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
         """Count keys [B, Hk, T, D], and note padding."""
-        if self.real is not None or not bool(nonpadding.all()):
-            old = (
-                nonpadding.new_ones(nonpadding.shape[0], 1, self.tokens)
-                if self.real is None
-                else self.real
-            )
-            self.real = torch.cat([old, nonpadding], dim=2)
+        self.real = grown_mask(self.real, nonpadding, self.tokens)
         self.tokens += keys.shape[2]
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.select import reference as ref
-from .index import Finder, Index, grown, whole
+from .index import Finder, Index, grown, grown_mask, whole
 
 # So many queries and keys are read in float64 at once.
 _CHUNK = 4096
@@ -121,13 +121,7 @@ class PartialKeyFinder(Finder):
         if self.rotation is None:
             self.learn(keys[:, :, :0], keys, nonpadding, nonpadding[..., :0])
         assert self.rotation is not None
-        if self.real is not None or not bool(nonpadding.all()):
-            old = (
-                nonpadding.new_ones(nonpadding.shape[0], 1, self.tokens)
-                if self.real is None
-                else self.real
-            )
-            self.real = torch.cat([old, nonpadding], dim=2)
+        self.real = grown_mask(self.real, nonpadding, self.tokens)
         self.partial = grown(self.partial, (keys.float() @ self.rotation).to(keys.dtype))
         self.tokens += keys.shape[2]
 

@@ -9,11 +9,10 @@ from .claim import Claim, Figures, Finding
 from .interval import difference
 from .judge import ordered, quality_figures, require_retrieval, shares
 from .lab import Lab, named
-from .recalling import Rates, budgets
+from .recalling import PAPER_OPTIONS, Rates, budgets
 
 COSINE, QUEST = "cosine, L/80", "Quest, pages of 16"
 POINT = 0.01
-PAPER = "size=80,iterations=20"  # not kvloom's defaults
 
 
 def _figures(rates: Rates, *names: str) -> Figures:
@@ -65,7 +64,7 @@ def _count(lab: Lab) -> Finding:
 def _recipes(tokens: int) -> list[Recipe]:
     """Return the paper's three methods with a budget; every query head selects, as in the paper."""
     return [
-        named(f"clusterkv:tokens={tokens},{PAPER},group=each", "ClusterKV"),
+        named(f"clusterkv:tokens={tokens},{PAPER_OPTIONS},group=each", "ClusterKV"),
         named(f"quest:tokens={tokens},recent=0,group=each", "Quest"),
         named(f"infinigen:tokens={tokens},recent=0,group=each", "InfiniGen"),
     ]
@@ -97,7 +96,10 @@ def _answers(lab: Lab) -> Finding:
 
 def _hits(lab: Lab) -> Finding:
     tokens = budgets(lab.long_context)[0]
-    rates = {r: lab.hits(f"clusterkv:tokens={tokens},{PAPER},tier=host,steps={r}") for r in (1, 2)}
+    rates = {
+        r: lab.hits(f"clusterkv:tokens={tokens},{PAPER_OPTIONS},tier=host,steps={r}")
+        for r in (1, 2)
+    }
     rows = {f"R = {r}": (x,) for r, x in rates.items()}
     close = abs(rates[1] - 0.63) <= 0.1 and abs(rates[2] - 0.74) <= 0.1
     return Finding(

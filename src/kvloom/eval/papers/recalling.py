@@ -23,6 +23,8 @@ from ...workload.forward import forward
 
 SINKS, FULL_LAYERS = 16, 2
 PAPER = Clusters(size=80, block_clusters=4, iterations=20)
+PAPER_OPTIONS = f"size={PAPER.size},iterations={PAPER.iterations}"
+"""The paper's clusters as options of the recipe `clusterkv`."""
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Budgets as shares of the context."""
 INDEXES: Mapping[str, Index] = {

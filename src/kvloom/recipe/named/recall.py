@@ -34,8 +34,6 @@ from ...recall import TIERS, Clusters, Index, Pages, PartialKeys, Recall, Tier, 
 from ..spec import Protect, Recipe
 from .kivi import kivi
 
-_BLOCK = 320  # generated tokens that are clustered together
-
 
 def clusterkv(
     tokens: int = 1024,
@@ -53,8 +51,8 @@ def clusterkv(
 
     tier: device, host or file. steps: tokens that the last `steps` steps read stay on the device.
     """
-    later = max(1, _BLOCK // size) if size > 0 else 1  # clusters of generated tokens
-    index = Clusters(size, _BLOCK, later, distance, iterations, seed)
+    later = max(1, Clusters.block // size) if size > 0 else 1  # clusters of a block
+    index = Clusters(size, Clusters.block, later, distance, iterations, seed)
     recipe = _recipe(index, tokens, sinks, 0, group, full_layers)
     return _in(tier, steps, recipe)
 

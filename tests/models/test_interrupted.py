@@ -197,7 +197,7 @@ def test_nothing_is_kept_for_undoing_after_a_step(llama):
     _, cache = filled(llama, KIVI)
     for layer in cache.routed:
         assert layer.cache.undo is None
-        assert all(getattr(part, "before", None) is None for part in layer.cache.mutable())
+        assert all(getattr(part, "before", None) is None for part in layer.cache.mutable().parts)
 
 
 def test_a_second_thread_is_refused_and_changes_nothing(llama):

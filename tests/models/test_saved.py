@@ -331,7 +331,7 @@ def test_every_attribute_of_a_layers_parts_comes_back(llama, form, tmp_path):
     cache.save(path)
     loaded = kvloom.Cache.load(model, path)
     for one, other in zip(cache.routed, loaded.routed, strict=True):
-        pairs = zip(one.cache.mutable(), other.cache.mutable(), strict=True)
+        pairs = zip(one.cache.mutable().parts, other.cache.mutable().parts, strict=True)
         for part, copied in pairs:
             assert type(part) is type(copied)
             for name, value in vars(part).items():

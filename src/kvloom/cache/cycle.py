@@ -90,10 +90,12 @@ def _append(layer: LayerState, step: StepInputs) -> bool:
         check_range(layer.name, layer.max_abs, k, v)
         return False
     max_abs = None if k.is_cuda and t == 1 else layer.max_abs  # see check_range
+    if k.requires_grad or v.requires_grad:
+        k, v = k.detach(), v.detach()
     if isinstance(tokens, Slots):
-        appended = tokens.append(k.detach(), v.detach(), layer.seen, max_abs)
+        appended = tokens.append(k, v, layer.seen, max_abs)
     else:
-        appended = tokens.append(k.detach(), v.detach(), max_abs)
+        appended = tokens.append(k, v, max_abs)
     if not appended:
         raise out_of_range(layer.name, layer.max_abs, k, v)
     return True

@@ -7,7 +7,6 @@ one by one, and `LayerState` has what is stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from .draft import Draft
 from .layer_state import LayerState
 from .step import Queries, StepInputs
 from .trace import Trace
-from .undo import Undo
+from .undo import Mutable, Undo
 from .verification import Verification
 
 
@@ -51,13 +50,13 @@ class LayerCache:
         self.verification = Verification()
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
-        self._mutable: tuple[Any, list[Any]] = (None, [])  # the tokens, and what `mutable` returned
+        self._mutable: Mutable | None = None  # while no part is replaced
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.state.reset()
         self.verification = Verification()
-        self.unusable, self.undo, self._mutable = "", None, (None, [])
+        self.unusable, self.undo, self._mutable = "", None, None
 
     @property
     def recipe(self) -> Recipe:
@@ -182,15 +181,14 @@ class LayerCache:
         if retriever is not None and retriever.store is not None:
             retriever.store.forget()  # its copies on the device are changed in place
 
-    def mutable(self) -> list[Any]:
+    def mutable(self) -> Mutable:
         """Return the objects that a step changes; cached while no part is replaced."""
         state = self.state
-        tokens, found = self._mutable
-        if tokens is state.tokens:
-            return found
-        found = [self.verification, *state.mutable]
+        if self._mutable is not None and self._mutable.tokens is state.tokens:
+            return self._mutable
+        found = Mutable([self.verification, *state.mutable], state.tokens)
         fixed = state.retriever is None and self.recipe.store.fixed_buffers
-        self._mutable = (state.tokens if fixed else None, found)
+        self._mutable = found if fixed else None
         return found
 
     def _begin_step(self) -> None:
@@ -200,8 +198,7 @@ class LayerCache:
         if self.state.retriever is not None:
             self.state.retriever.side_stream.wait()
         self.undo = None  # it would keep the tensors of the step before
-        tokens, mutable = self._mutable
-        self.undo = Undo(mutable if tokens is self.state.tokens else self.mutable())
+        self.undo = Undo(self.mutable())
 
     def _fail(self, error: BaseException) -> None:
         """Undo the running step; a tier that has lost tokens makes the cache unusable."""

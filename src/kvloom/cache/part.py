@@ -60,8 +60,7 @@ class Part(NamedTuple):
             return keys.shape[2]
         if isinstance(keys, PackedView | FormatView):
             return keys.hi - keys.lo
-        stored = keys.tail.shape[2] + (0 if keys.packed is None else keys.packed.hi)
-        return stored if self.plan is None else self.plan.tokens(stored)
+        return keys.tokens if self.plan is None else self.plan.tokens(keys.tokens)
 
     @property
     def exact(self) -> bool:
@@ -196,7 +195,8 @@ def attend_parts(
     ):
         state = only.attend_stored(q, scale, softcap, products, plans[0] if plans else None)
         if state is not None:
-            return state.out.to(q.dtype), state.products
+            out = state.out
+            return out if out.dtype == q.dtype else out.to(q.dtype), state.products
         if only.pieces is not None:
             parts = only.pieces()
             only = parts[0]

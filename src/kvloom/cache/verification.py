@@ -22,7 +22,7 @@ from .cycle import attend
 from .layer_state import LayerState
 from .slots import Slots
 from .step import StepInputs
-from .undo import Undo
+from .undo import Mutable, Undo
 
 
 class Verification:
@@ -65,7 +65,7 @@ class Verification:
         return not (layer.recipe.store.exact and evictor is None and layer.retriever is None)
 
     def attend(
-        self, layer: LayerState, given: StepInputs, mutable: Callable[[], list[Any]]
+        self, layer: LayerState, given: StepInputs, mutable: Callable[[], Mutable]
     ) -> Tensor:
         """Attend as usual to the tokens that are certain, then token by token; [B, Hq, T, D].
 

@@ -51,7 +51,7 @@ _MANY = 9  # queries or tokens per step: more are covered by no kernel, and are 
 
 def _append_case(new: tuple[Tensor, ...], *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
     x = new[0]
-    tokens, d = x.shape[2:]
+    _b, _h, tokens, d = x.shape
     return x, (x.dtype, tokens if tokens < _MANY else _MANY, d)
 
 
@@ -74,10 +74,11 @@ append = Op(
 def _attend_case(
     q: Tensor, keys: KVView, values: KVView, *_: Any, **__: Any
 ) -> tuple[Tensor, Hashable]:
-    like, packed = keys.tail, keys.packed
-    rope = None if packed is None or packed.rope is None else packed.rope
-    rotation = None if rope is None else (rope.inv_freq.shape[0], rope.interleaved)
-    heads, tokens, d = q.shape[1:]
+    like, packed = keys.exact, keys.packed
+    rotation = None
+    if packed is not None and packed.rope is not None:
+        rotation = packed.rope.inv_freq.shape[0], packed.rope.interleaved
+    _b, heads, tokens, d = q.shape
     few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
     return like, (
@@ -95,7 +96,7 @@ def _gathered_case(
 
 def _attend_problems(module: Any) -> Any:
     def problems(q: Tensor, keys: KVView, values: KVView, *_: Any, **__: Any) -> list[str]:
-        found: list[str] = module.problems(q.shape[2], keys.tail, keys.fmt, values.fmt)
+        found: list[str] = module.problems(q.shape[2], keys.exact, keys.fmt, values.fmt)
         return found or (_GRADIENT if dispatch.differentiated(q) else [])
 
     return problems

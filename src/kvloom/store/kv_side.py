@@ -156,13 +156,15 @@ class KVSide:
         at: as in `extend`. gaps: whether positions are not consecutive.
         """
         assert not isinstance(self.packed, FormatTokens), "no kernel reads other formats"
+        exact, tail = self.tail.allocation, self.tail.count
+        assert exact is not None, "no tokens yet"
         if self.packed is None:
-            return KVView(None, self.tail.view())
+            return KVView(None, exact.data, None, exact.start, tail)
         count, positions = self.packed.count, None
         if at and count and self.needs_positions:
             positions = at(0, count if gaps else 1)
         packed = self.packed.view(at=positions) if count else None
-        return KVView(packed, self.tail.view(), self.packed.fmt)
+        return KVView(packed, exact.data, self.packed.fmt, exact.start, tail)
 
     def fill(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
         """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact.

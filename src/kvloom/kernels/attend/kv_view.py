@@ -79,19 +79,30 @@ class PackedPrefix(Protocol):
 
 
 class KVView(NamedTuple):
-    """Keys or values: a packed prefix in a format, and the exact tokens behind it [B, Hk, N, D].
+    """Keys or values: a packed prefix in a format, and the exact tokens behind it.
 
-    packed is None while no token is packed; fmt is None if none ever will be.
+    packed is None while no token is packed; fmt is None if none ever will be. exact: [B, Hk, any,
+    D], of which the `length` tokens from `first` on are those behind the prefix (None: all).
     """
 
     packed: PackedPrefix | None
-    tail: Tensor
+    exact: Tensor
     fmt: Any = None
+    first: int = 0
+    length: int | None = None
+
+    @property
+    def tail(self) -> Tensor:
+        """The exact tokens behind the prefix, [B, Hk, N, D]."""
+        if self.length is None:
+            return self.exact
+        return self.exact[:, :, self.first : self.first + self.length]
 
     @property
     def tokens(self) -> int:
         """Tokens of both."""
-        return self.tail.shape[2] + (0 if self.packed is None else self.packed.hi)
+        exact = self.exact.shape[2] if self.length is None else self.length
+        return exact if self.packed is None else exact + self.packed.hi
 
     def tensor(self) -> Tensor:
         """All tokens [B, Hk, N, D], unpacked."""

@@ -106,19 +106,21 @@ class SidePacker:
         self._storage = Storage()
         self._prefix = _NO_PREFIX
         self._alive: tuple[Any, ...] = ()  # tables and copies at addresses in `_prefix`
-        self._copy: Tensor | None = None  # of the tail, if its rows are not contiguous
+        self._copy: Tensor | None = None  # of exact tokens, if their rows are not contiguous
 
-    def pack(self, packed: PackedPrefix | None, tail: Tensor) -> tuple[int, ...]:
-        """Pack a prefix and a tail [B, Hk, N, D]; both must outlive the kernel's run."""
-        size, (batch, head, row, channel) = tail.itemsize, tail.stride()
+    def pack(self, view: KVView) -> tuple[int, ...]:
+        """Pack a prefix and a tail; both must outlive the kernel's run."""
+        packed, exact = view.packed, view.exact
+        size, (batch, head, row, channel) = exact.itemsize, exact.stride()
         if channel != 1:
-            self._copy = tail = tail.contiguous()
-            batch, head, row, _ = tail.stride()
-        at = tail.data_ptr(), batch * size, head * size, row * size
+            self._copy = exact = exact.contiguous()
+            batch, head, row, _ = exact.stride()
+        row *= size
+        at = exact.data_ptr() + view.first * row, batch * size, head * size, row
         if packed is None:
             return SIDE.pack(_NO_PREFIX, 0, at)
         if not self._storage.holds(packed.codes, packed.scale, packed.zero):
-            self._repack(packed, tail.shape[3])
+            self._repack(packed, exact.shape[3])
         return SIDE.pack(self._prefix, packed.hi, at)
 
     def _repack(self, packed: PackedPrefix, d: int) -> None:

@@ -37,7 +37,7 @@ class Decode:
     """Decode attention of one layer: keeps what does not change between its steps."""
 
     def __init__(self, q: Tensor, keys: KVView, values: KVView) -> None:
-        self._layer = KernelAttention(q, keys, values, keys.tail.shape[1], DECODE)
+        self._layer = KernelAttention(q, keys, values, keys.exact.shape[1], DECODE)
 
     def __call__(
         self,
@@ -53,12 +53,11 @@ class Decode:
         products: bool = False,
     ) -> State:
         """Attend as `attend` does."""
-        packed, n = keys.packed, keys.tail.shape[2]
-        if packed is not None:
-            n += packed.hi
-            assert packed.at is None or packed.at.shape[2] == 1, "positions must not have gaps"
+        packed = keys.packed
+        if packed is not None and packed.at is not None:
+            assert packed.at.shape[2] == 1, "positions must not have gaps"
         return self._layer.run(
-            q, keys, values, n, scale, valid, softcap, bias, products, causal=causal
+            q, keys, values, keys.tokens, scale, valid, softcap, bias, products, causal=causal
         )
 
 

@@ -63,7 +63,7 @@ class Gathered:
         lead = [None if x is None else _rows(x) for x in first or (None, None)]
         return self._layer.run(
             q, keys, values, s + m + keys.tokens - begin, scale, valid, softcap, bias, False,
-            causal=False, share=h // keys.tail.shape[1], first_tokens=s, slots_count=m,
+            causal=False, share=h // keys.exact.shape[1], first_tokens=s, slots_count=m,
             begin=begin, slots=strides(slots, 2), first_keys=strides(lead[0], 3),
             first_values=strides(lead[1], 3),
         )  # fmt: skip

@@ -49,10 +49,10 @@ class KernelAttention:
     ) -> None:
         _, hq, t, d = q.shape
         self.heads, self.rows = heads, hq // heads * t
-        self.kv_heads = heads if layout is RAGGED else keys.tail.shape[1]
+        self.kv_heads = heads if layout is RAGGED else keys.exact.shape[1]
         rope, key_format = rope_of(keys)
         self.kernel, self.tile = coverage.kernel(
-            d, self.kv_heads, self.rows, keys.tail.dtype, rope, layout is GATHERED, key_format,
+            d, self.kv_heads, self.rows, keys.exact.dtype, rope, layout is GATHERED, key_format,
             values.fmt, page=page, ragged=layout is RAGGED,
         )  # fmt: skip
         self.layout = layout
@@ -81,7 +81,7 @@ class KernelAttention:
         b, hq, t, d = q.shape
         h, hk, rows, sets, packed = self.heads, self.kv_heads, self.rows, self.sets, keys.packed
         queries = q.float().contiguous()
-        out, lse = torch.empty_like(queries), queries.new_empty((b, hq, t))
+        out, lse = torch.empty_like(queries), queries.new_empty(b, hq, t)
         if not n or not b:
             return State(out.zero_(), lse.fill_(-torch.inf))
         threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _NUMBERS_PER_THREAD)
@@ -95,7 +95,7 @@ class KernelAttention:
                 packed_queries = multiplied(queries, how.divisor)
         sums, value_rotation = out, None
         if sets == 2:
-            sums = queries.new_empty((b, hk, h // hk, sets, rows, d))
+            sums = queries.new_empty(b, hk, h // hk, sets, rows, d)
             if values.packed is not None and values.packed.channelwise.rotated:
                 value_rotation = rotation(values.packed.channelwise.rotated, d, back=True)
         room = b * h * splits * rows * (sets * d + 32)
@@ -107,7 +107,7 @@ class KernelAttention:
             bias = padded(bias.float()).expand(b, hq, -1)
         logits, width = None, -(-n // 16) * 16
         if products:
-            logits = queries.new_empty((b, hq, t, width))
+            logits = queries.new_empty(b, hq, t, width)
         near, far, per_token = 0, 0, 0
         at: tuple[int, ...] = ABSENT
         if packed is not None and packed.rope is not None:
@@ -122,8 +122,8 @@ class KernelAttention:
             lse=lse.data_ptr(), states=self.states.data_ptr(),
             bias=ABSENT if bias is None else strides(bias, 2),
             valid=ABSENT if valid is None else strides(valid, 2),
-            keys=self.keys.pack(packed, keys.tail), near=near, far=far, positions=at,
-            position_per_token=per_token, values=self.values.pack(values.packed, values.tail),
+            keys=self.keys.pack(keys), near=near, far=far, positions=at,
+            position_per_token=per_token, values=self.values.pack(values),
             logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width, **numbers,
         )  # fmt: skip
         self.kernel.run(job, b * h, threads)

@@ -163,7 +163,7 @@ def _call(
     """Prepare the call for a case; tensors may be on torch's meta device."""
     b, hq, t, d = q.shape
     ks, vs = side_arguments(keys), side_arguments(values)
-    heads = keys.tail.shape[1]  # those that share what they see: of the slots, of the mask
+    heads = keys.exact.shape[1]  # those that share what they see: of the slots, of the mask
     if slots is not None:
         heads = slots.shape[1]
     elif masks.valid is not None:
@@ -196,7 +196,7 @@ def _call(
         "slots_ptr": q if slots is None else slots,
         **_steps("valid", valid), **_steps("bias", bias), **_steps("slots", slots),
         "scale": float(scale), "softcap": float(softcap or 1.0),
-        "h": heads, "share": heads // keys.tail.shape[1], "r": r, "t": t, "n": n, "begin": begin,
+        "h": heads, "share": heads // keys.exact.shape[1], "r": r, "t": t, "n": n, "begin": begin,
         "both": both, "split0": splits[0], "split1": splits[1], "split2": splits[2],
         "tiles0": tiles[0], "tiles1": tiles[1], "tiles2": tiles[2],
     }  # fmt: skip

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,17 +33,16 @@ from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.eval import Settings, load, prepare
 from kvloom.eval.needles import count_correct, haystacks
-from kvloom.eval.papers.recalling import PAPER, PAPER_OPTIONS, mask_of
+from kvloom.eval.papers.recalling import PAPER, PAPER_OPTIONS, recall_rates
 from kvloom.hf.compat import geometry
 from kvloom.hf.observe import ObservedStep, observe
-from kvloom.recall import Index, Pages, TopK
+from kvloom.recall import Index, Pages
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.crew import run_alone
 from kvloom.workload.forward import forward
 from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
 from recall_speed import decode, prefill
 
-SINKS, FULL_LAYERS = 16, 2
 BUDGETS = (256, 512, 1024, 2048)
 NEEDLES = 88  # questions, eight a context
 INDEXES: dict[str, Index] = {
@@ -59,52 +57,16 @@ INDEXES: dict[str, Index] = {
 
 
 def rates(model: Any, text: Tensor, context: int) -> dict[str, Any]:
-    """Return the recall rate |I and I_true| / B, the mean over 16 queries after the prompt.
+    """Return the recall rates of 16 queries after the prompt, and the seconds of building an index.
 
-    I_true: the B tokens with the largest score among those after the sinks. Scores are averaged
-    over a group's query heads ("mean"), or each query head selects separately ("each").
+    Scores are averaged over a group's query heads ("mean"), or each query head selects separately
+    ("each").
     """
-    found: dict[str, dict] = defaultdict(lambda: defaultdict(list))
-    finders: dict[tuple[str, int], Any] = {}
-    cluster_s: dict[str, float] = defaultdict(float)
-
-    def on_step(look: ObservedStep) -> None:
-        keys = look.keys[:, :, SINKS:context]
-        if look.q.shape[2] > 1 or look.layer < FULL_LAYERS:
-            return
-        nonpadding = torch.ones(1, 1, keys.shape[2], dtype=torch.bool)
-        oracle = TopK().finder()
-        oracle.extend(keys, nonpadding)
-        for name, index in INDEXES.items():
-            if (name, look.layer) not in finders:
-                finder = finders[name, look.layer] = index.finder()
-                begin = time.perf_counter()
-                due = index.due(0, keys.shape[2])
-                finder.extend(keys[:, :, :due], nonpadding[:, :, :due])
-                cluster_s[name] += time.perf_counter() - begin
-        q = look.q[:, :, 0]
-        for group in ("mean", "each"):
-            for budget in BUDGETS:
-                count = budget - SINKS
-                true = mask_of(oracle.find(q, count, group, lambda: keys), keys.shape[2])
-                for name in INDEXES:
-                    got = finders[name, look.layer].find(q, count, group, lambda: keys)
-                    hit = true.gather(2, got).float().sum(dim=-1) / count
-                    found[name][group, budget].append(hit.mean().item())
-
-    cache = Cache(model, "full")
-    observe(cache, on_step)
-    forward(model, text[:, :context], cache)
-    for i in range(context, context + 16):
-        forward(model, text[:, i : i + 1], cache)
-    return {
-        name: {
-            group: {str(b): sum(x) / len(x) for b in BUDGETS for x in [by[group, b]]}
-            for group in ("mean", "each")
-        }
-        | {"build_s": cluster_s[name]}
-        for name, by in found.items()
-    }
+    found = recall_rates(
+        model, text[:, : context + 16], context, lambda *_: None,
+        indexes=INDEXES, groups=("mean", "each"), budgets=BUDGETS,
+    )  # fmt: skip
+    return {name: {**one.rates, "build_s": one.build_s} for name, one in found.items()}
 
 
 def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:

@@ -55,11 +55,17 @@ from .attention_figures import (
 class LayerAttention:
     """The figures of one layer; the module's docstring defines sparsity, cdf and variance.
 
-    number: of the layer in the model. most: the fraction of tokens with 90% of the attention, read
-    from the cdf. held_tokens: tokens in the cache of a head after the prompt. kept: the share of
-    the later queries' attention on tokens in the cache, the mean over queries and heads. before:
-    share of the prompt's tokens in each bin of scores. after: the same for tokens still in the
-    cache at the last query; it sums to their share.
+    Attributes:
+        number: Of the layer in the model.
+        sparsity: See the module.
+        cdf: See the module.
+        most: The fraction of tokens with 90% of the attention, read from the cdf.
+        variance: See the module.
+        held_tokens: Tokens in the cache of a head after the prompt.
+        kept: The share of the later queries' attention on tokens in the cache, the mean over
+            queries and heads.
+        before: Share of the prompt's tokens in each bin of scores.
+        after: The same for tokens still in the cache at the last query; it sums to their share.
     """
 
     number: int

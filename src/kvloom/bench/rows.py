@@ -15,10 +15,19 @@ from .timing import Candidate, Times
 class Row:
     """One candidate at one context.
 
-    ms: median of a call. least_ms: the fastest call. kv_bytes: keys and values in the cache, with
-    metadata and spare room. read_bytes: the least that a call must read. gb_s: read_bytes over ms.
-    ratios: how many times faster than each baseline this candidate is. fell: operations of kvloom
-    that fell back to plain torch, with the reason. problem: why there are no figures.
+    Attributes:
+        name: Of the candidate.
+        shape: Of the tensors, or the model.
+        context: Tokens.
+        batch: Rows.
+        ms: Median of a call.
+        least_ms: The fastest call.
+        kv_bytes: Keys and values in the cache, with metadata and spare room.
+        read_bytes: The least that a call must read.
+        gb_s: `read_bytes` over `ms`.
+        ratios: How many times faster than each baseline this candidate is.
+        fell: Operations of kvloom that fell back to plain torch, with the reason.
+        problem: Why there are no figures.
     """
 
     name: str

@@ -43,11 +43,25 @@ def calibrate(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Calibrate a model for the formats of the recipes; write the result to `out` and return it.
+    """Calibrate a model for the formats of the recipes; the model is left as it was.
 
-    ids: int64 [M, T], contexts. Continues an interrupted run. `read` in the settings of the result
-    is the number of contexts that were read. The model is left as it was. Raises
-    `CalibrationError`, `IncompatibleRecipe` or `NotFinite`.
+    It continues an interrupted run.
+
+    Args:
+        model: The model, loaded.
+        ids: int64 [M, T], contexts.
+        recipes: Those whose formats need a calibration.
+        out: The file of the result.
+        settings: How much text to read.
+        progress: Called with finished units of work.
+
+    Returns:
+        What `out` holds. `read` in its settings is the number of contexts that were read.
+
+    Raises:
+        CalibrationError: The file cannot be written, or the text is too short.
+        IncompatibleRecipe: A recipe does not fit the model.
+        NotFinite: Keys or values are not finite.
     """
     settings = settings or Settings()
     recipes = list(recipes)

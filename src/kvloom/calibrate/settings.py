@@ -17,12 +17,16 @@ MIN_CONTEXTS = 4
 class Settings:
     """How much text to read.
 
-    contexts: at most so many contexts of `context` tokens are read for the ranges of channels.
-    settled: every 8 contexts, the share of each range that these 8 added is computed; reading stops
-    when its mean over all channels, layers, keys and values is below `settled`. sample_contexts,
-    sample_tokens: clip factors are searched on the first `sample_contexts` contexts,
-    `sample_tokens` tokens of each. queries: sampled queries, which attend to the first `sinks`
-    tokens and to the newest `recent` tokens unquantized.
+    Attributes:
+        contexts: At most so many contexts are read for the ranges of channels.
+        context: Tokens of a context.
+        settled: Every 8 contexts, the share of each range that these 8 added is computed. Reading
+            stops when its mean over all channels, layers, keys and values is below `settled`.
+        sample_contexts: Clip factors are searched on so many first contexts.
+        sample_tokens: Tokens of each of these contexts.
+        queries: Sampled queries.
+        sinks: First tokens that these attend to unquantized.
+        recent: Newest tokens that these attend to unquantized.
     """
 
     contexts: int = 64

@@ -35,10 +35,17 @@ def compare(
     task: Task,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Measure recipes on a task; return one `Row` each, that of `full` always first.
+    """Measure recipes on a task; the model is left as it was.
 
-    recipes: recipes, their names or their files. progress: called with `task.units` units for each
-    recipe of `with_full(recipes)`. The model is left as it was.
+    Args:
+        model: The model, loaded.
+        tokenizer: The model's.
+        recipes: Recipes, their names or their files.
+        task: As `prepare` returns it.
+        progress: Called with `task.units` units for each recipe of `with_full(recipes)`.
+
+    Returns:
+        One row for each recipe, that of `full` always first.
     """
     return list(iter_rows(model, tokenizer, recipes, task, progress))
 

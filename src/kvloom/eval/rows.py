@@ -13,19 +13,27 @@ from typing import Any
 class Row:
     """The figures of one recipe; all None if `problem` says why there are none.
 
-    bits_per_value: bits in memory for each key or value read, with metadata, exact windows and
-    spare room, in the layers that kvloom compresses (None without such layers). kv_bytes: bytes
-    of the cache's tensors in all layers, whole batch. times_smaller: kv_bytes of `full` over
-    its own. prefill_s: seconds for the contexts of the whole batch: the forward pass, which
-    several recipes may share, and storing the contexts in this recipe's cache. decode_tokens_s:
-    tokens per second, all rows together, after a warm-up. perplexity: of the continuation.
-    agreement: fraction of positions with the same greedy next token as `full`. needle: fraction
-    of questions answered correctly (None without questions). tokens_read: tokens of a row that
-    the last step read, the mean over compressed layers (None for a recipe without recall, which
-    reads its whole cache). moved_bytes: bytes copied from a tier to the device in a step, whole
-    batch. ready: fraction of the selected tokens that were on the device already (both None
-    without a tier, or if nothing was read from it). failed: whether the recipe started and
-    raised an error; a recipe that does not fit the model did not start.
+    Attributes:
+        recipe: Its name.
+        bits_per_value: Bits in memory for each key or value read, with metadata, exact windows and
+            spare room, in the layers that kvloom compresses; None without such layers.
+        kv_bytes: Bytes of the cache's tensors in all layers, whole batch.
+        times_smaller: `kv_bytes` of `full` over its own.
+        prefill_s: Seconds for the contexts of the whole batch: the forward pass, which several
+            recipes may share, and storing the contexts in this recipe's cache.
+        decode_tokens_s: Tokens per second, all rows together, after a warm-up.
+        perplexity: Of the continuation.
+        agreement: Fraction of positions with the same greedy next token as `full`.
+        needle: Fraction of questions answered correctly; None without questions.
+        tokens_read: Tokens of a row that the last step read, the mean over compressed layers; None
+            for a recipe without recall, which reads its whole cache.
+        moved_bytes: Bytes copied from a tier to the device in a step, whole batch; None without a
+            tier, or if nothing was read from it.
+        ready: Fraction of the selected tokens that were on the device already; None as
+            `moved_bytes`.
+        problem: Why there are no figures.
+        failed: Whether the recipe started and raised an error; one that does not fit the model did
+            not start.
     """
 
     recipe: str

@@ -26,10 +26,13 @@ QUESTION_POSITIONS = 64  # positions after the context that a question and its a
 class Settings:
     """How much to measure.
 
-    context: tokens to prefill (None: 2048, or as many as the model has positions for). new_tokens:
-    tokens of the continuation, decoded one by one. batch: rows of text, and questions asked
-    together. questions: needles in all, eight in one context. ask: a key of `needles.ASK`. seed:
-    decides which parts of the text are read, and the needles and their positions.
+    Attributes:
+        context: Tokens to prefill; None: 2048, or as many as the model has positions for.
+        new_tokens: Tokens of the continuation, decoded one by one.
+        batch: Rows of text, and questions asked together.
+        questions: Needles in all, eight in one context.
+        ask: When a question is asked, a key of `needles.ASK`.
+        seed: Decides which parts of the text are read, and the needles and their positions.
     """
 
     context: int | None = None
@@ -108,8 +111,14 @@ def prepare(
 ) -> Task:
     """Return the task that these settings define for a text.
 
-    model: the model or its config, which limits the context. Raises `InputError` if the text is too
-    short or the context too long.
+    Args:
+        model: The model or its config, which limits the context.
+        tokenizer: The model's.
+        text: Longer than the context and its continuation.
+        settings: How much to measure.
+
+    Raises:
+        InputError: The text is too short or the context too long.
     """
     settings = settings or Settings()
     context = _context(model, settings)

@@ -17,7 +17,9 @@ from ..registry import Registry
 class Adapter(NamedTuple):
     """How to route one model type.
 
-    attention: the class of its attention modules. attend: replaces their forward.
+    Attributes:
+        attention: The class of its attention modules.
+        attend: Replaces their forward.
     """
 
     attention: type
@@ -37,9 +39,18 @@ ADAPTERS: Registry[Callable[[], Adapter]] = Registry(
 def register(model_type: str, attention: type) -> Callable[[Any], Any]:
     """Register a function as the attention of a model type; a decorator.
 
-    attention: the class of the model's attention modules. The function is called with the module,
-    its `RoutedLayer` and the arguments of the module's forward, whose result it returns; it attends
-    through `adapters.attend`. Raises `RecipeError` for a model type that has an adapter already.
+    The function is called with the module, its `RoutedLayer` and the arguments of the module's
+    forward, whose result it returns. It attends through `adapters.attend`.
+
+    Args:
+        model_type: As in the model's config.
+        attention: The class of the model's attention modules.
+
+    Returns:
+        The decorator, which returns the function.
+
+    Raises:
+        RecipeError: The model type has an adapter already.
     """
 
     def decorate(attend: Callable[..., tuple]) -> Callable[..., tuple]:

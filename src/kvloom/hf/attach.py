@@ -19,10 +19,21 @@ from .routing import route, unroute
 def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless") -> Report:
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
-    model: as for `Cache`; in the wrapper of `torch.compile` its steps run uncompiled. A cache that
-    the caller passes, use_cache=False and cache_implementation work as without kvloom.
-    Returns a `Report` of which layers are compressed. Raises `UnsupportedModel`, `RecipeError` or
-    `IncompatibleRecipe` before anything is changed, `CacheMisuse` if a recipe is attached already.
+    A cache that the caller passes, use_cache=False and cache_implementation work as without kvloom.
+
+    Args:
+        model: As for `Cache`. In the wrapper of `torch.compile` its steps run uncompiled.
+        recipe: As for `Cache`.
+
+    Returns:
+        Which layers are compressed, and how much.
+
+    Raises:
+        UnsupportedModel: kvloom cannot route the model. Nothing is changed then, nor after the next
+            two.
+        RecipeError: There is no such recipe.
+        IncompatibleRecipe: The recipe does not fit the model.
+        CacheMisuse: A recipe is attached already.
     """
     model = compat.unwrap(model)
     compat.refuse_unsupported(model)
@@ -45,6 +56,10 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
 def detach(model: PreTrainedModel) -> None:
     """Restore the model as it was before `attach` or `Cache` changed it.
 
-    Raises `CacheMisuse` if nothing is attached.
+    Args:
+        model: The model, or its wrapper.
+
+    Raises:
+        CacheMisuse: Nothing is attached.
     """
     unroute(compat.unwrap(model))

@@ -19,13 +19,19 @@ from .routing import route
 class Cache(RoutedCache):
     """A compressed cache for `model.generate(past_key_values=cache)` and `model(...)`.
 
-    model: any supported model, also inside peft's or `torch.compile`'s wrapper. Its attention goes
-    through kvloom from then on, which changes nothing for other caches (`kvloom.detach` undoes it).
-    recipe: a `Recipe`, or its name with overrides ("kivi:bits=4,group=64"). Raises
-    `UnsupportedModel` or `IncompatibleRecipe` before anything is changed.
+    The model's attention goes through kvloom from then on, which changes nothing for other caches;
+    `kvloom.detach` undoes it. A step that fails or is interrupted is undone in all layers. One
+    thread may use a cache at a time: a second one raises `CacheMisuse`.
 
-    A step that fails or is interrupted is undone in all layers. One thread may use a cache at a
-    time: a second one raises `CacheMisuse`.
+    Args:
+        model: Any supported model, also inside the wrapper of peft or `torch.compile`.
+        recipe: A `Recipe`, its name with overrides ("kivi:bits=4,group=64"), or a TOML file.
+
+    Raises:
+        UnsupportedModel: kvloom cannot route the model. Nothing is changed then, nor after the
+            others.
+        RecipeError: There is no such recipe.
+        IncompatibleRecipe: The recipe does not fit the model.
     """
 
     def __init__(
@@ -52,22 +58,33 @@ class Cache(RoutedCache):
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file of about `nbytes`, whole or not at all.
 
-        Under tensor parallelism each rank saves its own heads: give each another path.
+        The file has a checksum, and no weights, token ids or padding masks.
 
-        The file has a checksum. It holds no weights, token ids or padding masks. Raises
-        `SavedCacheError` if it cannot be written, and `CacheMisuse` after a failed step, or while
-        `crop` may still remove tokens.
+        Args:
+            path: The file. Under tensor parallelism each rank saves its own heads to another path.
+
+        Raises:
+            SavedCacheError: The file cannot be written.
+            CacheMisuse: A step failed, or `crop` may still remove tokens.
         """
         with self.guard.step():
             save.save(self, path)
 
     @classmethod
     def load(cls, model: PreTrainedModel, path: str | Path) -> Cache:
-        """Return the cache in a file that `save` wrote, on the model's device.
+        """Return the cache in a file that `save` wrote; it continues exactly as the saved one.
 
-        It continues exactly as the saved one. Raises `SavedCacheError` for a damaged file and for
-        another model, dtype, calibration or format, before anything is changed; `UnsupportedModel`
-        for a model that cannot be identified.
+        Args:
+            model: The model of the saved cache.
+            path: The file.
+
+        Returns:
+            A cache on the model's device.
+
+        Raises:
+            SavedCacheError: The file is damaged, or of another model, dtype, calibration or format.
+                Nothing is changed then.
+            UnsupportedModel: The model cannot be identified.
         """
         loaded = save.load(cls, compat.unwrap(model), path)
         assert isinstance(loaded, cls)

@@ -20,8 +20,16 @@ _SMALL_HEAD = 64
 class Report:
     """The changes that `attach` made: printable, and plain data.
 
-    nbytes: bytes of the compressed layers after a prompt of 32,768 tokens; full_nbytes: those of
-    an exact cache. notes: sentences of advice and warning.
+    Attributes:
+        model: The model's class.
+        recipe: The attached recipe.
+        geometry: The model's layers and heads.
+        compressed: Numbers of the compressed layers.
+        skipped: Why each other layer is not compressed.
+        full_nbytes: Bytes of an exact cache of the compressed layers after a prompt of 32,768
+            tokens.
+        nbytes: Bytes of the compressed layers after it.
+        notes: Advice and warnings, a sentence each.
     """
 
     model: str

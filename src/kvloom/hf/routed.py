@@ -316,9 +316,13 @@ class RoutedCache(transformers.Cache):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove -tokens_to_remove tokens from every layer, or from none.
+        """Remove the newest tokens from every layer, or from none.
 
-        Raises `CacheMisuse` if a layer cannot remove them.
+        Args:
+            tokens_to_remove: Minus the number of tokens.
+
+        Raises:
+            CacheMisuse: A layer cannot remove them.
         """
         for layer in self.routed:
             layer.cache.check_crop(layer.to_remove(tokens_to_remove))

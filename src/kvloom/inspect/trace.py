@@ -37,32 +37,45 @@ def trace_recipe(
 ) -> dict[str, Any]:
     """Prefill a text with a recipe's cache, generate greedily, return the record as plain data.
 
-    context: prefill only the first so many tokens. progress: called with `new_tokens` + 1 units in
-    all. The model is left as it was. Raises `InputError` for a text that is empty or too long, and
-    what `Cache` and `watch` raise.
+    The model is left as it was.
 
-    Returns tokens (texts), prompt_tokens, text_tokens (before it was cut), steps (new_tokens, or
-    fewer if the model ends its text), formats of keys and values, views (the useful ones among
-    "read", "kept" and "format"), stock_layers (numbers of the layers that kvloom does not
-    compress), and layers: number, budget (tokens; None: nothing is evicted), held (tokens in the
-    cache of a head, by step, the mean of heads) and heads. A head has
+    Args:
+        model: The model, loaded.
+        tokenizer: The model's.
+        recipe: A recipe or its name.
+        text: The prompt.
+        context: Prefill only the first so many tokens.
+        new_tokens: How many tokens to generate.
+        progress: Called with `new_tokens` + 1 units in all.
 
-    - gone: by token, the step after which it is evicted, -1: never
-    - mass: by step, the share of the exact attention of the step's queries to all tokens so far
-      that is on tokens in the cache after the step
-    - scores: first and last by token, None: no score, "inf": protected (None: the recipe does not
-      score)
-    - packed: keys and values by token, the step after which they are packed, -1: never (None: the
-      recipe packs nothing)
+    Returns:
+        Tokens (texts), prompt_tokens, text_tokens (before it was cut), steps (new_tokens, or fewer
+        if the model ends its text), formats of keys and values, views (the useful ones among
+        "read", "kept" and "format"), stock_layers (numbers of the layers that kvloom does not
+        compress), and layers: number, budget (tokens; None: nothing is evicted), held (tokens in
+        the cache of a head, by step, the mean of heads) and heads. A head has
 
-    A layer with recall has an index, "clusters", "pages" or "topk" (None: it reads its whole
-    cache); its heads have (else None)
+        - gone: by token, the step after which it is evicted, -1: never
+        - mass: by step, the share of the exact attention of the step's queries to all tokens so far
+          that is on tokens in the cache after the step
+        - scores: first and last by token, None: no score, "inf": protected (None: the recipe does
+          not score)
+        - packed: keys and values by token, the step after which they are packed, -1: never (None:
+          the recipe packs nothing)
 
-    - read: by step, the tokens that the step read, its own included, as runs: first, length, first,
-      length, ...; the union where query heads select separately
-    - read_mass: by step, the share of the exact attention on these
-    - indexed: by token, the step after which it is in the index, -1: never
-    - parts: by token, the number of its cluster or page in the end, -1: none (None: "topk")
+        A layer with recall has an index, "clusters", "pages" or "topk" (None: it reads its whole
+        cache); its heads have (else None)
+
+        - read: by step, the tokens that the step read, its own included, as runs: first, length,
+          first, length, ...; the union where query heads select separately
+        - read_mass: by step, the share of the exact attention on these
+        - indexed: by token, the step after which it is in the index, -1: never
+        - parts: by token, the number of its cluster or page in the end, -1: none (None: "topk")
+
+    Raises:
+        InputError: The text is empty or too long.
+        UnsupportedModel: As `Cache` does.
+        IncompatibleRecipe: As `Cache` does.
     """
     resolved = resolve(recipe)
     ids, text_tokens = prompt_ids(model, tokenizer, text, context, new_tokens)

@@ -20,9 +20,14 @@ class Expected(Scorer):
     """Expected attention of later queries, times the length of the value (arXiv:2510.00636).
 
     Section 3: later queries are Gaussian, with the mean and covariance of the step's queries before
-    RoPE, both rotated to each of the next `future` positions and averaged. The expected logit of a
-    key is then k m + k C k / 2; softmax over the keys makes it a weight w, and the score is
-    (w + epsilon) |v|. The first `sinks` tokens take part in neither, and get the largest score.
+    RoPE, both rotated to each of the next positions and averaged. The expected logit of a key is
+    then k m + k C k / 2; softmax over the keys makes it a weight w, and the score is (w + epsilon)
+    |v|.
+
+    Attributes:
+        future: How many next positions.
+        epsilon: See above.
+        sinks: So many first tokens take part in neither, and get the largest score.
     """
 
     future: int = 512

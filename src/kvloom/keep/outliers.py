@@ -19,9 +19,12 @@ from .scorers import Mass
 
 @dataclass(frozen=True)
 class Outliers:
-    """The `tokens` best tokens of each head by a rule stay exact; heavy hitters by default.
+    """The best tokens of each head by a rule stay exact; heavy hitters by default.
 
-    group: how the scores of the query heads of a group become one.
+    Attributes:
+        tokens: How many, of each key/value head.
+        scorer: The rule: a score, or a function of a `Step`.
+        group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
     """
 
     tokens: int

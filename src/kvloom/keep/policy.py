@@ -33,14 +33,21 @@ POSITIONS = {
 class Budget:
     """How many tokens a layer keeps: a number of tokens, or a fraction of the first prompt.
 
-    recent: how many of these are the newest tokens (int), or which share of the budget (float): 1
-    is one token, 1.0 is all; see `recent_tokens` and `recent_share`. The others are heavy hitters,
-    chosen by score. layers: how heavy hitters are divided over the
-    layers, a policy of `budgets.POLICIES` or one weight for each layer. apart: round the recent
-    share and the heavy share of the prompt down separately, as MiniKV's code does; otherwise round
-    the budget down, and then its recent share. heads: the share of its heavy hitters that every
-    key/value head is certain of; the heads of a layer, or with layers="joint" of all layers with
-    an equal keep and store, compete for the rest (None: each head keeps as many).
+    Attributes:
+        tokens: The number.
+        fraction: The fraction, in (0, 1].
+        recent: How many of these are the newest tokens (int), or which share of the budget (float):
+            1 is one token, 1.0 is all. The others are heavy hitters, chosen by score.
+        layers: How heavy hitters are divided over the layers: a policy of `budgets.POLICIES`, or
+            one weight for each layer.
+        apart: Round the recent share and the heavy share of the prompt down separately, as MiniKV's
+            code does; otherwise round the budget down, and then its recent share.
+        heads: The share of its heavy hitters that every key/value head is certain of (AdaKV). The
+            heads of a layer, or with layers="joint" of all layers with an equal keep and store,
+            compete for the rest. None: each head keeps as many.
+
+    Raises:
+        RecipeError: A value is out of range, or there are both tokens and a fraction, or neither.
     """
 
     tokens: int | None = None
@@ -128,8 +135,15 @@ class Budget:
 
         The sum is smaller only where the prompt has fewer tokens. A prompt within the budget stays
         whole in every layer. PyramidKV's division is uniform for a prompt shorter than twice the
-        average, as in KVCache-Factory. Raises `RecipeError` for a pyramid with an empty top, and
-        for a layer without a single token.
+        average, as in KVCache-Factory.
+
+        Args:
+            prompt_tokens: Tokens of the first prompt.
+            layers: How many layers share the budget.
+            variances: Of each layer's attention mass, for the policies by variance.
+
+        Raises:
+            RecipeError: A pyramid has an empty top, or a layer no token.
         """
         total, window = self.resolve(prompt_tokens), self.window(prompt_tokens)
         average, largest = total - window, prompt_tokens - window
@@ -152,13 +166,22 @@ class Budget:
 class Keep:
     """Evict all tokens but a budget of them, chosen per key/value head.
 
-    when: one of `WHEN`. limit: tokens a layer may have before it evicts, for when="limit". group:
-    how the scores of the query heads of a group become one. shared: all layers use one score, the
-    sum of theirs, and so keep the same tokens. positions: one of `POSITIONS`. seed: of noise and of
-    random scores; its lowest 32 bits count.
-
     Where layers wait for each other (shared, budgets by variance, or layers="joint"), the prompt of
-    all of them stays exact until the last layer has scored. Protected sinks count in the budget.
+    all of them stays exact until the last layer has scored.
+
+    Attributes:
+        budget: How many tokens stay, protected sinks included.
+        scorer: What decides which.
+        when: "step": after the prompt and at every step; "prompt": once, after the first prompt;
+            "limit": down to the budget whenever a layer has more than `limit` tokens.
+        limit: Tokens that a layer may have before it evicts, for when="limit".
+        group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
+        shared: All layers use one score, the sum of theirs, and so keep the same tokens.
+        positions: "original", or "renumbered": as if the evicted tokens had never been there.
+        seed: Of noise and of random scores; its lowest 32 bits count.
+
+    Raises:
+        RecipeError: A value is out of range, or two do not combine.
     """
 
     budget: Budget
@@ -226,7 +249,10 @@ class Keep:
     def contested(self, prompt_tokens: int, room: int, unit: int) -> int:
         """Return the tokens, on average over heads, that heads divide by their scores.
 
-        room: the tokens that a layer keeps; unit: tokens that are packed together.
+        Args:
+            prompt_tokens: Tokens of the first prompt.
+            room: Tokens that the layer keeps.
+            unit: Tokens that are packed together.
         """
         if self.budget.heads is None or room >= prompt_tokens:
             return 0

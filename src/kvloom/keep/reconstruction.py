@@ -23,9 +23,13 @@ _BLOCK_NUMEL = 1 << 20
 class Reconstruction(Scorer):
     """The largest attention weight while the model repeats the prompt (KVzip, arXiv:2505.23416).
 
-    Section 3.2: after the prompt, the model reads it again, in chunks of `chunk` tokens, each
-    behind the instruction. A repeated token attends to the sinks, to its chunk in the prompt and to
-    the repeated tokens up to itself. instruction: token ids, separated by spaces, or "none".
+    Section 3.2: after the prompt, the model reads it again in chunks, each behind the instruction.
+    A repeated token attends to the sinks, to its chunk in the prompt and to the repeated tokens up
+    to itself.
+
+    Attributes:
+        chunk: Tokens of a chunk.
+        instruction: Token ids, separated by spaces, or "none".
     """
 
     chunk: int = 2048

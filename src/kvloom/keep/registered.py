@@ -38,8 +38,14 @@ Rule = Callable[[Step], Tensor]
 def register_score(cls: type[S]) -> type[S]:
     """Make a score available to recipes by its `kind`; usable as a decorator.
 
-    cls: a frozen dataclass derived from `Scorer`. Raises `RecipeError` for another class and for a
-    name that is taken.
+    Args:
+        cls: A frozen dataclass derived from `Scorer`.
+
+    Returns:
+        The class.
+
+    Raises:
+        RecipeError: It is another class, or its name is taken.
     """
     SCORERS.register(cls)
     return cls

@@ -16,19 +16,25 @@ from ..positions.rope import Rope
 class Step:
     """The input of a score: T new queries and the N exact tokens that they attended to.
 
-    q: [B, Hq, T, D], rotated as the model rotates them; they are the last T of the N tokens.
-    k, v: [B, Hk, N, D]. All three have the model's dtype.
-    scale, softcap: of the logits; softcap None: logits are not capped.
-    visible: bool [B, 1 or Hk, N], False for padding; visible_queries: [B, 1, T], the same of the
-    queries' own tokens. None: there is no padding.
-    index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
-    seen: the length of the sequence so far. number: counts decode steps, 0 for the prompt.
-    seed: differs from layer to layer. group: how query heads of a group are combined.
-    bias: fp32 [B, Hq, N], added to the logits (ALiBi).
-    products: scale * q @ k, where attention has computed it already (`kernels.score`).
-    rope: the model's rotary embedding, for scores that need it (None: the model has none).
-    ids: int64 [B, N], token ids, for scores with `reads_ids`.
-    head: the model's number of the first key/value head, where this process holds a part of them.
+    Attributes:
+        q: [B, Hq, T, D] in the model's dtype, rotated as the model rotates them: of the last T
+            tokens.
+        k: [B, Hk, N, D] in the model's dtype.
+        v: [B, Hk, N, D] in the model's dtype.
+        scale: Factor on q . k.
+        softcap: Cap of the logits; None: they are not capped.
+        visible: bool [B, 1 or Hk, N], False for padding; None: there is no padding.
+        visible_queries: bool [B, 1, T], the same of the queries' own tokens.
+        index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
+        seen: The length of the sequence so far.
+        number: Counts decode steps; 0 for the prompt.
+        seed: Differs from layer to layer.
+        group: How query heads of a group are combined.
+        bias: fp32 [B, Hq, N], added to the logits (ALiBi).
+        products: scale * q @ k, where attention has computed it already (`kernels.score`).
+        rope: The model's rotary embedding, for scores that need it; None: the model has none.
+        ids: int64 [B, N], token ids, for scores with `reads_ids`.
+        head: The model's number of the first key/value head, where this process has a part of them.
     """
 
     q: Tensor
@@ -50,9 +56,12 @@ class Step:
     head: int = 0
 
     def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
-        """Attention mass of each token from the last `rows` queries (None: all), fp32 [B, Hk, N].
+        """Return the attention mass of each token, fp32 [B, Hk, N].
 
-        noise and tau: added to the logits, and their temperature (Keyformer).
+        Args:
+            rows: The last queries to count; None: all.
+            noise: Added to the logits (Keyformer).
+            tau: Temperature of the logits (Keyformer).
         """
         t = self.q.shape[2]
         skip = 0 if rows is None else max(0, t - rows)
@@ -87,10 +96,13 @@ class Step:
 class Scorer:
     """Base class of scores; derive a frozen dataclass whose fields are the score's options.
 
-    kind: the name in recipes. weighs: whether the score calls `Step.mass`. repeats: whether the
-    model repeats the prompt for the score; such scores derive from `Reconstruction`. rotates:
-    whether the score needs the model's rotary embedding, `Step.rope`. reads_ids: whether it needs
-    `Step.ids`; such a score is a rule for outliers.
+    Attributes:
+        kind: The name in recipes.
+        weighs: Whether the score calls `Step.mass`.
+        repeats: Whether the model repeats the prompt for it; such scores derive from
+            `Reconstruction`.
+        rotates: Whether the score needs the model's rotary embedding, `Step.rope`.
+        reads_ids: Whether it needs `Step.ids`; such a score is a rule for outliers.
     """
 
     kind: ClassVar[str] = ""

@@ -29,10 +29,13 @@ class Recent(Scorer):
 
 @dataclass(frozen=True)
 class Dilated(Scorer):
-    """Age with gaps: of the older tokens, every `stride`-th stays (Keyformer's dilated window).
+    """Age with gaps (Keyformer's dilated window, arXiv:2403.09054, figure 2).
 
-    arXiv:2403.09054, figure 2. The position in the sequence decides which tokens stay, so that a
-    token that stays once stays until the window has passed it.
+    The position in the sequence decides which tokens stay, so that a token that stays once stays
+    until the window has passed it.
+
+    Attributes:
+        stride: Of the older tokens, every `stride`-th stays.
     """
 
     stride: int = 2
@@ -54,7 +57,9 @@ class Dilated(Scorer):
 class Mass(Scorer):
     """Accumulated attention, all queries (H2O, arXiv:2306.14048).
 
-    damping: factor on the accumulated score at every step (Keyformer, section 3.2).
+    Attributes:
+        damping: Factor on the accumulated score at every step (Keyformer, arXiv:2403.09054, section
+            3.2).
     """
 
     damping: float = 1.0
@@ -77,10 +82,14 @@ class Mass(Scorer):
 
 @dataclass(frozen=True)
 class Observation(Scorer):
-    """Attention from the last queries of the prompt, smoothed over neighbours (SnapKV).
+    """Attention from the last queries of the prompt, smoothed over neighbors (SnapKV).
 
-    arXiv:2404.14469, section 4: the last `window` queries vote, and votes are pooled over `kernel`
-    neighbors, so that clusters stay. Tokens inside the window and before it are pooled separately.
+    arXiv:2404.14469, section 4. Tokens inside the window and before it are pooled separately.
+
+    Attributes:
+        window: How many last queries vote.
+        pool: How votes are pooled, so that clusters stay: "avg", "max" or "none".
+        kernel: Neighbors that are pooled, an odd number.
     """
 
     window: int = 32
@@ -113,9 +122,14 @@ class Observation(Scorer):
 class Noisy(Scorer):
     """Accumulated softmax of noisy, tempered logits (Keyformer, arXiv:2403.09054, equation 9).
 
-    noise: "gumbel", or the paper's ablations "gaussian" (same mean and deviation), "constant" and
-    "none". fixed: one draw for each key, as in Algorithm 1; otherwise one for each query and key,
-    as in the official code. tau rises from tau_begin to tau_end in `steps` decode steps.
+    Attributes:
+        noise: "gumbel", or the paper's ablations "gaussian" (same mean and deviation), "constant"
+            and "none".
+        fixed: One draw for each key, as in Algorithm 1; otherwise one for each query and key, as in
+            the official code.
+        tau_begin: Temperature of the prompt.
+        tau_end: Temperature from decode step `steps` on.
+        steps: Decode steps in which the temperature rises.
     """
 
     noise: str = "gumbel"

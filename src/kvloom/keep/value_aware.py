@@ -16,7 +16,8 @@ from .scorers import Mass
 class ValueAware(Scorer):
     """The score of `base` times the L1 norm of the value (VATP, arXiv:2406.12335, equation 4).
 
-    base: a score that sums up attention, such as `Mass` or `Observation`.
+    Attributes:
+        base: A score that sums up attention, such as `Mass` or `Observation`.
     """
 
     base: Scorer = field(default_factory=Mass)

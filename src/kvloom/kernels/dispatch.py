@@ -183,7 +183,11 @@ class Op(Generic[P, R]):
 
 @contextmanager
 def use(backend: str) -> Iterator[None]:
-    """Within the block, let `auto` choose, select `ref` for everything, or select a backend."""
+    """Select a backend within a block of code.
+
+    Args:
+        backend: "auto" chooses, "ref" is the reference for everything, others are backends' names.
+    """
     token = forced.set(_valid(backend))
     try:
         yield

@@ -33,7 +33,13 @@ ENOUGH = 0.8
 class AutoChoice:
     """The recipe that `kvloom.auto` chose, and why; printable.
 
-    nbytes: of the cache at this context and batch. share: of the exact cache's bytes.
+    Attributes:
+        recipe: To attach.
+        context: Tokens.
+        batch: Rows.
+        nbytes: Bytes of the cache at this context and batch.
+        share: Of the exact cache's bytes.
+        why: The reason, in sentences.
     """
 
     recipe: Recipe
@@ -60,16 +66,20 @@ def auto(
 ) -> AutoChoice:
     """Choose the best recipe for a model within a bound; attach its `recipe` to use it.
 
-    memory: bytes for weights, cache and the activations of a prompt; or bytes: a share of the exact
-    cache's bytes, such as 0.2. One of the two. context: tokens (default: 32,768, or the model's
-    positions if they are fewer). batch: rows.
-
     The exact cache is chosen if it fits. Next comes the recommended recipe with the most bytes that
-    fits; a recipe that `kvloom tune` stored for these weights replaces it if it has at
-    least 80% of its bytes. The model is left as it was.
+    fits; a recipe that `kvloom tune` stored for these weights replaces it if it has at least 80% of
+    its bytes. The model is left as it was.
 
-    Raises `InputError` if nothing fits, naming the nearest, and for less memory than the weights
-    need; `UnsupportedModel` as `plan` does.
+    Args:
+        model: The model, loaded.
+        memory: Bytes for weights, cache and the activations of a prompt. Give it or `bytes`.
+        bytes: A share of the exact cache's bytes, such as 0.2.
+        context: Tokens (default: 32,768, or the model's positions if they are fewer).
+        batch: Rows.
+
+    Raises:
+        InputError: Nothing fits; the message names the nearest. Or the weights need more memory.
+        UnsupportedModel: As `plan` does.
     """
     if (memory is None) == (bytes is None):
         raise InputError("give either memory, in bytes, or bytes, a share such as 0.2")

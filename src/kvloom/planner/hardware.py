@@ -34,9 +34,16 @@ _OVERHEAD = Range(0.0, 162e-6, 473e-6)
 class Hardware:
     """A machine by its data sheet.
 
-    memory: bytes. bandwidth: bytes per second. flops: dense 16-bit operations per second with
-    matrices. weights, kv, arithmetic: shares of these rates that a step reaches. overhead: seconds
-    of Python per layer. sources: where the numbers come from, by name.
+    Attributes:
+        name: As tables print it.
+        memory: Bytes.
+        bandwidth: Bytes per second.
+        flops: Dense 16-bit operations per second with matrices.
+        sources: Where the numbers come from, by name.
+        weights: The share of the bandwidth at which a step reads weights.
+        kv: The share of the bandwidth at which a step reads the cache.
+        arithmetic: The share of the operations per second that a step reaches.
+        overhead: Seconds of Python per layer.
     """
 
     name: str

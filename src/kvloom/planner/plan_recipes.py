@@ -48,15 +48,23 @@ def plan(
 ) -> Plan:
     """Return bytes, limits and decode times of recipes on a model, without running it.
 
-    model: see `planner.model.read_model`. context: tokens (default: 32,768, or the model's
-    positions if they are fewer). memory: bytes (default: the hardware's). hardware: "h100",
-    "a100", "rtx4090", "this" (measures this machine, and stores the result), a TOML file, or a
-    `Hardware`. target: tokens per second of the whole batch. on_step: called with the number of
-    units to measure; returns the function to report them to.
+    Args:
+        model: A folder, a config file, a hub id, "reference", "smollm2", or a config; see
+            `planner.model.read_model`.
+        recipes: Recipes, their names or their files. One that does not fit the model has a row with
+            the problem.
+        context: Tokens (default: 32,768, or the model's positions if they are fewer).
+        batch: Rows.
+        memory: Bytes (default: the hardware's).
+        hardware: "h100", "a100", "rtx4090", "this" (measures this machine, and stores the result),
+            a TOML file, or a `Hardware`.
+        target: Tokens per second of the whole batch.
+        on_step: Called with the number of units to measure; returns the function to report them to.
 
-    A recipe that does not fit the model has a row with the problem. Raises `InputError` for less
-    memory than the weights need and for settings out of range, `UnsupportedModel` for a model that
-    cannot be counted, and `RecipeError`.
+    Raises:
+        InputError: The weights need more memory, or a setting is out of range.
+        UnsupportedModel: The model cannot be counted.
+        RecipeError: There is no such recipe.
     """
     _check_settings(context, batch, memory, hardware, target)
     chosen = [resolve(recipe) for recipe in recipes]

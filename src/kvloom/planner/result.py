@@ -23,16 +23,27 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """The plan of one recipe.
+    """The plan of one recipe. None: not known, or not asked for.
 
-    kv_bytes: the cache at this context and batch. peak_bytes: the largest memory during a prompt in
-    one step, weights included. fits: whether memory suffices for that. longest_context: at this
-    batch. largest_batch: at this context. fits_in_chunks, longest_in_chunks: the same for weights
-    and cache alone, for a prompt that is read in small chunks. step_ms, tokens_s: low, best, high.
-    parts_ms: best, by part. limit: the longest part. reaches: whether the best estimate reaches the
-    target, and memory holds weights and cache; longest_at_target: the longest context at which this
-    is so. None: not known, or not asked. problem: why there are no figures; no_times: why there are
-    no times. curve: bytes and speed at contexts of 1,024 tokens and their doubles.
+    Attributes:
+        recipe: Its name.
+        kv_bytes: Bytes of the cache at this context and batch.
+        peak_bytes: The largest memory during a prompt in one step, weights included.
+        fits: Whether memory suffices for that.
+        longest_context: Tokens, at this batch.
+        largest_batch: Rows, at this context.
+        fits_in_chunks: As `fits` for weights and cache alone: a prompt that is read in small
+            chunks.
+        longest_in_chunks: As `longest_context` for weights and cache alone.
+        step_ms: Milliseconds of a decode step: low, best, high.
+        tokens_s: Tokens per second of the batch: low, best, high.
+        parts_ms: The best estimate, by part of a step.
+        limit: The longest part.
+        reaches: Whether the best estimate reaches the target, and memory holds weights and cache.
+        longest_at_target: The longest context at which this is so.
+        problem: Why there are no figures.
+        no_times: Why there are no times.
+        curve: Bytes and speed at contexts of 1,024 tokens and their doubles.
     """
 
     recipe: str
@@ -56,7 +67,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of several recipes on a model; printable, and plain data by `to_dict`."""
+    """The plan of several recipes on a model; printable, and plain data by `to_dict`.
+
+    Attributes:
+        model: What the model needs beside its cache.
+        context: Tokens.
+        batch: Rows.
+        memory: Bytes; None: not given.
+        hardware: What times are estimated for.
+        target: Tokens per second of the whole batch.
+        rows: One for each recipe.
+        warnings: Sentences.
+    """
 
     model: ModelFacts
     context: int

@@ -23,8 +23,11 @@ AnIndex = TypeVar("AnIndex", bound=Index)
 def register_index(cls: type[AnIndex]) -> type[AnIndex]:
     """Make an index available to recipes by its `kind`; usable as a decorator.
 
-    cls: a frozen dataclass derived from `Index`. Raises `RecipeError` for another class and for a
-    name that is taken.
+    Args:
+        cls: A frozen dataclass derived from `Index`.
+
+    Raises:
+        RecipeError: It is another class, or its name is taken.
     """
     INDEXES.register(cls)
     return cls

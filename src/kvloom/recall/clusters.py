@@ -24,10 +24,15 @@ from .index import Finder, Index, grown, whole
 
 @dataclass(frozen=True)
 class Clusters(Index):
-    """K-means over keys.
+    """Clusters of keys by K-means (ClusterKV, arXiv:2412.03213, section III).
 
-    size: mean tokens in a cluster of the prompt. block: generated tokens that are clustered
-    together, into block_clusters. distance: "cosine", "l2" or "inner". iterations: at most.
+    Attributes:
+        size: Mean tokens in a cluster of the prompt.
+        block: Generated tokens that are clustered together.
+        block_clusters: How many clusters these form.
+        distance: "cosine", "l2" or "inner".
+        iterations: At most so many.
+        seed: Of the first centroids.
     """
 
     size: int = 40

@@ -63,8 +63,9 @@ class Index:
 class Finder:
     """An index of one layer's keys, for each key/value head.
 
-    tokens: the number of indexed keys. A key's slot is its number among them, oldest first.
-    tensors: names of the attributes that are tensors, batch first; one may be None or missing.
+    Attributes:
+        tokens: The number of indexed keys. A key's slot is its number among them, oldest first.
+        tensors: Names of the attributes that are tensors, batch first; one may be None or missing.
     """
 
     tensors: ClassVar[tuple[str, ...]]
@@ -82,26 +83,36 @@ class Finder:
     ) -> None:
         """Learn from the queries of the first prompt, before the first key is indexed.
 
-        q: [B, Hq, T, D], the last T. keys: [B, Hk, N, D], exact. nonpadding: bool [B, 1, N], and
-        nonpadding_queries: [B, 1, T], False for padding.
+        Args:
+            q: [B, Hq, T, D], the last T.
+            keys: [B, Hk, N, D], exact.
+            nonpadding: bool [B, 1, N], False for padding.
+            nonpadding_queries: bool [B, 1, T], False for padding.
         """
 
     def start_again(self, old: Finder) -> None:
         """Take over what an index that is emptied has learned."""
 
     def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
-        """Index the next keys [B, Hk, T, D] by age.
+        """Index the next keys by age.
 
-        nonpadding: bool [B, 1, T], False for padding.
+        Args:
+            keys: [B, Hk, T, D], exact.
+            nonpadding: bool [B, 1, T], False for padding.
         """
         raise NotImplementedError
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
-        """Return the slots to read for queries [B, Hq, D]: int64 [B, Hk, tokens], distinct.
+        """Return the slots to read.
 
-        tokens: at most the number of indexed keys. group: one of `GROUPS`; "each" returns [B, Hq,
-        tokens]. keys: returns the keys [B, Hk, N, D], for an index that stores none. Padding comes
-        last.
+        Args:
+            q: [B, Hq, D].
+            tokens: How many; at most the number of indexed keys.
+            group: One of `GROUPS`.
+            keys: Returns the keys [B, Hk, N, D], for an index that stores none.
+
+        Returns:
+            int64 [B, Hk, tokens], distinct, padding last; [B, Hq, tokens] for group="each".
         """
         raise NotImplementedError
 
@@ -140,10 +151,19 @@ class Finder:
 class Recall:
     """The index that finds tokens, and how many a step reads.
 
-    tokens: read by a step, protected ones included; generated tokens that are not in the index
-    yet are read in addition. group: one of `GROUPS`. full_layers: the number of first layers that
-    read everything. Steps of several tokens (a prompt, a turn, a draft) read everything too. tier:
-    where the indexed tokens are stored (None: on the device).
+    Steps of several tokens (a prompt, a turn, a draft) read everything.
+
+    Attributes:
+        index: `Clusters`, `Pages`, `PartialKeys`, `TopK` or a registered one.
+        tokens: Read by a step, protected ones included; generated tokens that are not in the index
+            yet are read in addition.
+        group: How the query heads of a group choose: by the "mean" or "max" of their scores, in
+            "turns", or "each" alone.
+        full_layers: How many first layers read everything.
+        tier: Where the indexed tokens are stored; None: on the device.
+
+    Raises:
+        RecipeError: A value is out of range, or the index and the tier do not combine.
     """
 
     index: Index

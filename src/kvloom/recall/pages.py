@@ -22,7 +22,11 @@ from .index import Finder, Index, grown, grown_mask, whole
 
 @dataclass(frozen=True)
 class Pages(Index):
-    """Bounds of pages of `page` tokens."""
+    """Bounds of pages of consecutive tokens (Quest, arXiv:2406.10774, section 3).
+
+    Attributes:
+        page: Tokens of a page.
+    """
 
     page: int = 16
     kind: ClassVar[str] = "pages"

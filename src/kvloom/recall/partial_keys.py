@@ -28,10 +28,13 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class PartialKeys(Index):
-    """Some rotated channels of every key.
+    """Some rotated channels of every key (InfiniGen, arXiv:2406.19707, section 4.2).
 
-    share: of the channels. block: generated tokens that are indexed together. Scores leave out
-    ALiBi's bias.
+    Scores leave out ALiBi's bias.
+
+    Attributes:
+        share: Of the channels, in (0, 1].
+        block: Generated tokens that are indexed together.
     """
 
     share: float = 0.3

@@ -30,8 +30,10 @@ TIERS = {
 class Tier:
     """A tier for offloaded tokens.
 
-    kind: a key of `TIERS`. folder: for the file (None: the system's for temporary files). steps:
-    the tokens that this many last steps read stay on the device.
+    Attributes:
+        kind: "host" for host memory, or "file".
+        folder: For the file; None: the system's for temporary files.
+        steps: The tokens that this many last steps read stay on the device.
     """
 
     kind: str = "host"
@@ -52,7 +54,13 @@ class Tier:
 
 
 class Traffic(NamedTuple):
-    """Tokens per row and head found on the device, and not; bytes copied to it."""
+    """What steps found of the tokens that they read.
+
+    Attributes:
+        hits: Tokens per row and head that were on the device.
+        misses: Tokens per row and head that were not.
+        nbytes: Bytes copied to the device.
+    """
 
     hits: int = 0
     misses: int = 0

@@ -14,11 +14,18 @@ import torch
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layers, heads, head dimension and dtype of a model, and whether it has ALiBi.
+    """The layers, heads, head dimension and dtype of a model.
 
-    layers: how many layers kvloom caches. layer_numbers: the model's numbers of these layers,
-    ascending; None: 0 to layers - 1. rank, ranks: under tensor parallelism, the heads are part
-    `rank` of `ranks` equal parts of the model's.
+    Attributes:
+        layers: How many layers kvloom caches.
+        q_heads: Query heads of a layer (Hq).
+        kv_heads: Key/value heads of a layer (Hk).
+        head_dim: Channels of a head (D).
+        dtype: Of exact keys and values.
+        alibi: Whether the model has ALiBi.
+        layer_numbers: The model's numbers of these layers, ascending; None: 0 to layers - 1.
+        rank: Under tensor parallelism, the heads are this part of the model's.
+        ranks: The number of these equal parts.
     """
 
     layers: int

@@ -29,11 +29,17 @@ _OVERRIDE = re.compile(r"@(?=[^@=,:/\\]*=)")  # not the "@" of a path
 def resolve(recipe: Recipe | str | Path) -> Recipe:
     """Return the recipe that this is, names, or is the path of.
 
-    recipe: a `Recipe`, which is returned as it is; a name, with options or without ("kivi",
-    "kivi:group=64,residual=64"), and with other recipes for some layers ("kivi@first 2=full"); or a
-    TOML file ("recipe.toml"), see `recipe.is_file`. A file with the name of a recipe needs a folder
-    in front ("./kivi"). The result is named as the caller spelled it. Raises `RecipeError` for an
-    unknown name, option or value, and for a file without a recipe.
+    Args:
+        recipe: A `Recipe`, which is returned as it is; a name, with options or without ("kivi",
+            "kivi:group=64,residual=64"), and with other recipes for some layers ("kivi@first
+            2=full"); or a TOML file ("recipe.toml"), see `recipe.is_file`. A file with the name of
+            a recipe needs a folder in front ("./kivi").
+
+    Returns:
+        The recipe, named as the caller spelled it.
+
+    Raises:
+        RecipeError: The name, an option or a value is unknown, or the file has no recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe

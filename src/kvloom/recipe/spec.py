@@ -28,13 +28,15 @@ __all__ = ["LayerOverride", "Protect", "Recipe", "is_file"]
 
 @dataclass(frozen=True)
 class Protect:
-    """Tokens that always stay: the first `sinks` and the newest `recent`.
+    """Tokens that always stay.
 
     The newest stay exact. So do sinks, unless the recipe evicts by score and packs; then they are
     packed with the other tokens.
 
-    recent: one number, or (keys, values) where the two differ, as in KIVI. outliers: a rule for
-    more tokens of the prompt that are not packed.
+    Attributes:
+        sinks: How many first tokens.
+        recent: How many newest tokens; or (keys, values) where the two differ, as in KIVI.
+        outliers: A rule for more tokens of the prompt that are not packed.
     """
 
     sinks: int = 0
@@ -64,9 +66,16 @@ class Protect:
 class LayerOverride:
     """Whole parts of a recipe that are different in some layers; the parts not given stay.
 
-    where: a layer's number (3 or "3"), a range ("0-3", both ends included), "first 2" or "last 2".
-    Numbers are the model's; "first" and "last" count the layers that kvloom caches. keep=None and
-    recall=None remove these parts. Raises `RecipeError` for another `where`, and without any part.
+    Attributes:
+        where: A layer's number (3 or "3"), a range ("0-3", both ends included), "first 2" or "last
+            2". Numbers are the model's; "first" and "last" count the layers that kvloom caches.
+        keep: None removes the part.
+        store: Another store.
+        recall: None removes the part.
+        protect: Other protected tokens.
+
+    Raises:
+        RecipeError: There is no such `where`, or no part.
     """
 
     where: str
@@ -94,10 +103,19 @@ class LayerOverride:
 class Recipe:
     """Which tokens to keep, how to store them, which to recall, and which to protect from all that.
 
-    keep: None: every token stays. recall: None: every step reads all tokens. layers: overrides for
-    some layers; of two for one layer, the later one wins. start: everything stays exact until the
-    context exceeds so many tokens; then all tokens so far are treated as one prompt. tuned: where a
-    tuned recipe comes from; it changes nothing, but other models refuse the recipe.
+    Attributes:
+        keep: Which tokens stay; None: all.
+        store: The formats of keys and values.
+        recall: Which stored tokens a step reads; None: all.
+        protect: Tokens that always stay.
+        name: As reports print it.
+        layers: Overrides for some layers; of two for one layer, the later one wins.
+        start: Everything stays exact until the context exceeds so many tokens; then all tokens so
+            far are treated as one prompt.
+        tuned: Where a tuned recipe comes from; other models refuse the recipe.
+
+    Raises:
+        RecipeError: A value is out of range, or two parts do not combine.
     """
 
     keep: Keep | None = None
@@ -238,11 +256,15 @@ class Recipe:
         return any(one.recall is not None or one.keep is not None for one in self._plain)
 
     def with_budget(self, budget: int | float, prompt_tokens: int | None = None) -> Recipe:
-        """Return it with another budget, in tokens (int) or as a fraction of the prompt (float).
+        """Return it with another budget; a recipe that is not `budgeted` stays as it is.
 
-        A step recalls a number of tokens: for a recipe that recalls, a fraction is that of
-        prompt_tokens. A recipe that is not `budgeted` stays as it is. Raises `RecipeError` for a
-        budget out of range.
+        Args:
+            budget: In tokens (int), or as a fraction of the prompt (float).
+            prompt_tokens: The prompt of a fraction, for a recipe that recalls: a step recalls a
+                number.
+
+        Raises:
+            RecipeError: The budget is out of range.
         """
         overrides = []
         for one in self.layers:
@@ -367,9 +389,12 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, source: str | Path) -> Recipe:
-        """Build from a TOML document, or from a file with one.
+        """Build a recipe from TOML.
 
-        source: the document, or the path of the file (see `is_file`). Raises `RecipeError` if the
-        file cannot be read or the document is not a recipe.
+        Args:
+            source: The document, or the path of a file with one (see `is_file`).
+
+        Raises:
+            RecipeError: The file cannot be read, or the document is not a recipe.
         """
         return text.read_toml(source, cls.from_dict)

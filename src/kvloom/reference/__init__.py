@@ -18,7 +18,8 @@ __all__ = ["WEIGHTS", "reference_model", "reference_tokenizer"]
 def reference_model(dtype: Any = None) -> Any:
     """Return the reference model, a `LlamaForCausalLM` in evaluation mode.
 
-    dtype: a torch dtype; None keeps bfloat16, the dtype of the stored weights.
+    Args:
+        dtype: A torch dtype; None: bfloat16, the dtype of the stored weights.
     """
     from transformers import LlamaForCausalLM
 

@@ -38,10 +38,13 @@ BALANCES = (0, 16, 32, 64, 128)
 class Format:
     """Base class of formats; derive a frozen dataclass whose fields are the format's options.
 
-    kind: the name in recipes. unit: tokens that are packed together; a class attribute or a field.
-    A format of another distribution defines `pack`, `unpack` and `nbytes`, for exact tokens x
-    [B, Hk, T, D] in the model's dtype, after RoPE; T is a multiple of `unit`. The built-in
-    quantizer `Packed` is packed and unpacked by kvloom's kernels instead.
+    A format of another distribution defines `pack`, `unpack` and `nbytes`, for exact tokens x [B,
+    Hk, T, D] in the model's dtype, after RoPE; T is a multiple of `unit`. The built-in quantizer
+    `Packed` is packed and unpacked by kvloom's kernels instead.
+
+    Attributes:
+        kind: The name in recipes.
+        unit: Tokens that are packed together; a class attribute or a field.
     """
 
     kind: ClassVar[str] = ""
@@ -96,17 +99,22 @@ class Format:
 class Packed(Format):
     """Asymmetric n-bit codes with one scale and zero a group (see `kernels.quantize.reference`).
 
-    bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8. axis: "channel" groups `group`
-    consecutive tokens of one channel, "token" groups `group` channels of one token, consecutive
-    ones unless a transform regroups them, or all of a head where `group` is 0. meta: dtype of
-    scale and zero; fp8 is e4m3, up to 448. residual: decode packs once there are this many exact
-    tokens; up to residual - 1 stay exact until then. unit: tokens are packed in multiples of it,
-    a prompt all at once (None: the residual, as KIVI; MiniKV: the group). pre_rope: keys are packed
-    before RoPE, which each step applies at their positions. boost: of each group of tokens, so many
-    channels of a head, those with the largest range, have 4 bits (keys at 2 bit per channel).
-    balance: so many tokens of a rotated head form a tile, whose tokens and channels are divided by
-    their standard deviations in turns (see `kernels.quantize.balanced`); `group` is as many tokens
-    per channel, and 0, a head, per token. 0: no tiles.
+    Attributes:
+        bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8.
+        axis: "channel" groups tokens of one channel; "token" groups channels of one token,
+            consecutive ones unless a transform regroups them.
+        group: So many tokens or channels; 0: all channels of a head.
+        meta: dtype of scale and zero: "fp32", "fp16", "bf16" or "fp8" (e4m3, up to 448).
+        residual: Decode packs once there are so many exact tokens.
+        unit: Tokens are packed in multiples of it, a prompt all at once; None: the residual, as
+            KIVI.
+        transform: How channels are grouped and scaled before they are quantized.
+        pre_rope: Keys are packed before RoPE, which each step applies at their positions.
+        boost: So many channels of a head, those with the largest range in a group of tokens, have 4
+            bits (keys at 2 bit per channel).
+        balance: So many tokens of a rotated head form a tile, whose tokens and channels are divided
+            by their standard deviations in turns (see `kernels.quantize.balanced`); `group` is as
+            many per channel, and 0 per token. 0: no tiles.
     """
 
     bits: int | float
@@ -299,10 +307,13 @@ class Packed(Format):
 
 @dataclass(frozen=True)
 class Store:
-    """Formats of keys and values; None keeps them exact in the model's dtype.
+    """Formats of keys and values.
 
-    calibration: the file that `kvloom calibrate` wrote, for formats that need one (None: the file
-    in the folder of the model's weights).
+    Attributes:
+        keys: None: exact, in the model's dtype.
+        values: None: exact, in the model's dtype.
+        calibration: The file that `kvloom calibrate` wrote, for formats that need one; None: the
+            file in the folder of the model's weights.
     """
 
     keys: Format | None = None
@@ -369,8 +380,11 @@ FORMATS: Registry[type[Format]] = Registry(
 def register_format(cls: type[F]) -> type[F]:
     """Make a format available to recipes by its `kind`; usable as a decorator.
 
-    cls: a frozen dataclass derived from `Format`. Raises `RecipeError` for another class and for a
-    name that is taken.
+    Args:
+        cls: A frozen dataclass derived from `Format`.
+
+    Raises:
+        RecipeError: It is another class, or its name is taken.
     """
     FORMATS.register(cls)
     return cls

@@ -15,15 +15,20 @@ CLIPS = ("group", "layer")
 class Transform:
     """How the channels of a token are grouped and scaled before they are quantized.
 
-    span: a group has channels of one "head", or of the "layer", all key/value heads together.
-    reorder: channels that are alike in calibration form a group; sizes differ, `group` is their
-    average. clip: groups reach from alpha * min to alpha * max; a number, or calibrated for each
-    "group" or for the "layer". smooth: channels are divided by their calibrated largest magnitude.
-    static: a group's range is that of calibration, so no scale and zero are stored. rotate: groups
-    are rotated at random and rounded to the levels of a normal distribution, with a scale and no
-    zero (see `kernels.quantize.rotated`). hadamard: each head is rotated in the same way, and then
-    quantized by range as without a transform, per channel or per token. No other transform
-    combines with rotate or hadamard.
+    No other transform combines with rotate or hadamard.
+
+    Attributes:
+        span: A group has channels of one "head", or of the "layer", all key/value heads together.
+        reorder: Channels that are alike in calibration form a group; sizes differ, `group` is their
+            average.
+        clip: Groups reach from alpha * min to alpha * max; a number, or calibrated for each "group"
+            or for the "layer" (SKVQ, arXiv:2405.06219, equation 3).
+        smooth: Channels are divided by their calibrated largest magnitude.
+        static: A group's range is that of calibration, so no scale and zero are stored.
+        rotate: Groups are rotated at random and rounded to the levels of a normal distribution,
+            with a scale and no zero (see `kernels.quantize.rotated`).
+        hadamard: Each head is rotated in the same way, and then quantized by range as without a
+            transform, per channel or per token.
     """
 
     span: str = "head"

@@ -54,9 +54,13 @@ FRONT = 24  # bounds at which the front is solved
 class Tuning:
     """A tuned recipe, and what it was chosen from.
 
-    choices, predicted: of each layer, by the model's number, and its cost in nats. front: (share
-    of the exact bytes, predicted KL) of the best choices at many bounds. uniform: the same of the
-    recipes whose layers are all the same, after their names. scores: the folder of the scores.
+    Attributes:
+        recipe: The result.
+        choices: The choice of each layer, by the model's number.
+        predicted: The cost of each layer in nats, by the model's number.
+        front: (share of the exact bytes, predicted KL) of the best choices at many bounds.
+        uniform: The name and the same of the recipes whose layers are all the same.
+        scores: The folder of the scores.
     """
 
     recipe: Recipe
@@ -87,14 +91,24 @@ def tune(
 ) -> Tuning:
     """Return the recipe whose layers lose least within a bound, with formats and budgets by layer.
 
-    text: what the model is tuned on; it has to be longer than one context. bytes: a share of the
-    exact cache's bytes after `context` tokens; or kl: a mean divergence from the exact cache in
-    nats. settings: of the scores, with another context. folder: where scores are written, and
-    read by a second run (None: in kvloom's cache folder). The recipe is stored in kvloom's cache
-    folder, where `kvloom.auto` finds it. The model is left as it was.
+    It is stored in kvloom's cache folder, where `kvloom.auto` finds it. The model is left as it
+    was.
 
-    Raises `InputError` for a bound that nothing meets and for a text or model that is too short,
-    `UnsupportedModel` for a model that kvloom does not support.
+    Args:
+        model: The model, loaded.
+        tokenizer: The model's.
+        text: What the model is tuned on; longer than one context.
+        bytes: The bound: a share of the exact cache's bytes after `context` tokens. Give it or
+            `kl`.
+        kl: The bound: a mean divergence from the exact cache in nats.
+        context: Tokens.
+        settings: Of the scores, with another context.
+        folder: Where scores are written, and read by a second run; None: in kvloom's cache folder.
+        progress: Called with finished units of work.
+
+    Raises:
+        InputError: Nothing meets the bound, or the text or the model's context is too short.
+        UnsupportedModel: kvloom does not support the model.
     """
     settings = replace(settings or Settings(), context=context)
     with attachment_restored(model), torch.inference_mode():

@@ -9,13 +9,19 @@ from dataclasses import dataclass
 class Settings:
     """What is measured.
 
-    context: tokens of a prompt, which are compressed. texts: how many prompts. The distributions
-    that are compared with those of the exact cache are of `tokens` tokens that follow the prompt in
-    the text, and of `passages` passages of `passage` tokens each, which repeat the prompt from
-    places drawn at random. Text that continues a prompt needs few of its facts, so evicting tokens
-    costs almost nothing there; a passage that repeats the prompt needs them all.
+    The distributions that are compared with those of the exact cache are of text that follows the
+    prompt, and of passages that repeat the prompt from places drawn at random. Text that continues
+    a prompt needs few of its facts, so evicting tokens costs almost nothing there; a passage that
+    repeats the prompt needs them all.
 
-    window: the newest tokens of a layer that stay exact. seed: draws the places.
+    Attributes:
+        context: Tokens of a prompt, which are compressed.
+        texts: How many prompts.
+        tokens: Tokens that follow the prompt in the text.
+        passages: How many passages.
+        passage: Tokens of each.
+        window: The newest tokens of a layer that stay exact.
+        seed: Draws the places.
     """
 
     context: int = 2048

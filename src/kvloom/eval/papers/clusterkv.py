@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 from ...recipe.spec import Recipe
@@ -9,10 +10,12 @@ from .claim import Claim, Figures, Finding
 from .interval import difference
 from .judge import ordered, quality_figures, require_retrieval, shares
 from .lab import Lab, named
-from .recalling import PAPER_OPTIONS, Rates, budgets
+from .recalling import PAPER_OPTIONS, shared_budgets
 
 COSINE, QUEST = "cosine, L/80", "Quest, pages of 16"
 POINT = 0.01
+Rates = Mapping[str, Mapping[int, float]]
+"""Recall rate by index and budget in tokens."""
 
 
 def _figures(rates: Rates, *names: str) -> Figures:
@@ -72,7 +75,7 @@ def _recipes(tokens: int) -> list[Recipe]:
 
 def _language(lab: Lab) -> Finding:
     context = lab.long_context
-    tokens = budgets(context)[0]
+    tokens = shared_budgets(context)[0]
     found = lab.quality(_recipes(tokens), context, samples=4)
     full = found["full"].perplexity
     off = {name: found[name].perplexity - full for name in ("ClusterKV", "Quest", "InfiniGen")}
@@ -87,7 +90,7 @@ def _language(lab: Lab) -> Finding:
 
 def _answers(lab: Lab) -> Finding:
     context = lab.long_context
-    tokens = budgets(context)[2]
+    tokens = shared_budgets(context)[2]
     found = lab.needles(_recipes(tokens), "multikey", context)
     require_retrieval(found)
     gap = difference(found["Quest"], found["ClusterKV"])
@@ -95,7 +98,7 @@ def _answers(lab: Lab) -> Finding:
 
 
 def _hits(lab: Lab) -> Finding:
-    tokens = budgets(lab.long_context)[0]
+    tokens = shared_budgets(lab.long_context)[0]
     rates = {
         r: lab.hits(f"clusterkv:tokens={tokens},{PAPER_OPTIONS},tier=host,steps={r}")
         for r in (1, 2)

@@ -33,7 +33,7 @@ from ..task import QUESTION_POSITIONS
 from ..tasks.niah import Niah
 from ..tasks.perplexity import Perplexity
 from .claim import NotTestable
-from .recalling import Rates, hit_rate, recall_rates
+from .recalling import hit_rate, recall_rates
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Lab:
         )
         self._folders: dict[str, ResultFolder] = {}
         self._measured: dict[str, Recipe] = {}
-        self._recall: dict[int, Rates] = {}
+        self._recall: dict[int, dict[str, dict[int, float]]] = {}
         self._errors: dict[tuple[Recipe, ...], dict[str, dict[str, float]]] = {}
 
     def close(self) -> None:
@@ -196,14 +196,13 @@ class Lab:
         layers: Sequence[Any] = self.attention(self.model, ids, context=self.context)
         return layers
 
-    def recall(self) -> Rates:
-        """Return the recall rates of the indexes after the long context."""
+    def recall(self) -> dict[str, dict[int, float]]:
+        """Return the recall rates after the long context, by index and budget in tokens."""
         context = self.long_context
         if context not in self._recall:
             ids = self.texts(1, context + self.size.steps)
-            self._recall[context] = recall_rates(
-                self.model, ids, context, self.counter(self.size.steps)
-            )
+            found = recall_rates(self.model, ids, context, self.counter(self.size.steps))
+            self._recall[context] = {name: x.rates["each"] for name, x in found.items()}
         return self._recall[context]
 
     def hits(self, recipe: str) -> float:

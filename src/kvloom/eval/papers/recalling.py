@@ -1,14 +1,15 @@
 """How many of the tokens with the largest q . k an index finds (ClusterKV, figure 11).
 
 Recall rate: |I and I_true| / B. I_true: the B tokens with the largest score among those after the
-sinks. Every query head selects separately, as in the paper's code.
+sinks. By default every query head selects separately, as in the paper's code.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from transformers import PreTrainedModel
 from ...hf.cache import Cache
 from ...hf.observe import ObservedStep, observe
 from ...recall import Clusters, Index, Pages, TopK
+from ...workload import clock
 from ...workload.attachment import attachment_restored
-from ...workload.forward import forward
+from ...workload.forward import Progress, forward
 
 SINKS, FULL_LAYERS = 16, 2
 PAPER = Clusters(size=80, block_clusters=4, iterations=20)
@@ -36,22 +38,40 @@ INDEXES: Mapping[str, Index] = {
     "cosine, L/20": replace(PAPER, size=20),
     "Quest, pages of 16": Pages(),
 }
-Rates = dict[str, dict[int, float]]
-"""Recall rate by index and budget in tokens."""
+
+
+@dataclass
+class Recalled:
+    """What an index finds.
+
+    rates: the recall rate by the way in which query heads choose (see `recall.index.GROUPS`), then
+    by budget in tokens. build_s: seconds to build the index in all layers.
+    """
+
+    rates: dict[str, dict[int, float]]
+    build_s: float
 
 
 def recall_rates(
     model: PreTrainedModel,
     text: Tensor,
     context: int,
-    progress: Callable[[str, int], None],
-) -> Rates:
+    progress: Progress,
+    *,
+    indexes: Mapping[str, Index] = INDEXES,
+    groups: Sequence[str] = ("each",),
+    budgets: Sequence[int] | None = None,
+) -> dict[str, Recalled]:
     """Return the mean recall rates over heads, over layers after the first two, and over steps.
 
-    text: int64 [1, context + steps]. progress: called with one unit a step. The model is left as it
-    was.
+    text: int64 [1, context + steps]. progress: called with one unit a step. budgets: None: the
+    `SHARES` of the context. The model is left as it was.
     """
-    found: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in INDEXES}
+    sizes = budgets or shared_budgets(context)
+    found: dict[str, dict[str, dict[int, list[float]]]] = {
+        name: {group: {b: [] for b in sizes} for group in groups} for name in indexes
+    }
+    build_s = dict.fromkeys(indexes, 0.0)
     finders: dict[tuple[str, int], Any] = {}
 
     def on_step(look: ObservedStep) -> None:
@@ -61,18 +81,20 @@ def recall_rates(
         live = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
         oracle = TopK().finder()
         oracle.extend(keys, live)
-        q = look.q[:, :, 0]
-        for name, index in INDEXES.items():
+        for name, index in indexes.items():
             if (name, look.layer) not in finders:
                 finder = finders[name, look.layer] = index.finder()
                 due = index.due(0, keys.shape[2])
+                begin = clock.seconds(keys.device)
                 finder.extend(keys[:, :, :due], live[:, :, :due])
-        for budget in budgets(context):
+                build_s[name] += clock.seconds(keys.device) - begin
+        q = look.q[:, :, 0]
+        for group, budget in product(groups, sizes):
             count = budget - SINKS
-            true = mask_of(oracle.find(q, count, "each", lambda: keys), keys.shape[2])
-            for name in INDEXES:
-                got = finders[name, look.layer].find(q, count, "each", lambda: keys)
-                found[name][budget].append(true.gather(2, got.long()).float().mean().item())
+            true = _mask_of(oracle.find(q, count, group, lambda: keys), keys.shape[2])
+            for name in indexes:
+                got = finders[name, look.layer].find(q, count, group, lambda: keys)
+                found[name][group][budget].append(true.gather(2, got.long()).float().mean().item())
 
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, "full")
@@ -85,11 +107,15 @@ def recall_rates(
             forward(model, text[:, i : i + 1].to(model.device), cache)
             progress("", 1)
     return {
-        name: {budget: sum(x) / len(x) for budget, x in by.items()} for name, by in found.items()
+        name: Recalled(
+            {group: {b: fmean(x) for b, x in sized.items()} for group, sized in by.items()},
+            build_s[name],
+        )
+        for name, by in found.items()
     }
 
 
-def budgets(context: int) -> list[int]:
+def shared_budgets(context: int) -> list[int]:
     """Return the budgets in tokens, a multiple of 16 each, sinks included."""
     return [max(2 * SINKS, round(context * share / 16) * 16) for share in SHARES]
 
@@ -109,7 +135,7 @@ def hit_rate(model: PreTrainedModel, recipe: str, text: Tensor, context: int) ->
     return hits / (hits + misses)
 
 
-def mask_of(slots: Tensor, tokens: int) -> Tensor:
+def _mask_of(slots: Tensor, tokens: int) -> Tensor:
     """Return which tokens are among slots [B, H, M], bool [B, H, tokens]."""
     empty = torch.zeros(*slots.shape[:2], tokens, dtype=torch.bool, device=slots.device)
     return empty.scatter_(2, slots.long(), True)

@@ -83,10 +83,15 @@ RECIPES: Registry[Build] = Registry(
 def register_recipe(name: str | Build) -> Any:
     """Make a function a named recipe; a decorator, with the name or without.
 
-    Without, the name is the function's, with "-" for "_". The function returns a `Recipe`; its
-    parameters are the options, each with a default and the annotation int, float, str, bool or a
-    union of these; the first line of its docstring is the summary. Raises `RecipeError` for another
-    function and for a name that is taken.
+    The function returns a `Recipe`. Its parameters are the options, each with a default and the
+    annotation int, float, str, bool or a union of these. The first line of its docstring is the
+    summary.
+
+    Args:
+        name: The name; without, it is the function's, with "-" for "_".
+
+    Raises:
+        RecipeError: The function is not of this form, or the name is taken.
     """
     if not isinstance(name, str):
         return _register(getattr(name, "__name__", "").replace("_", "-"), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store, Transform
-from kvloom.store.buffer import Buffer
 from kvloom.store.kv_side import KVSide
 from pairwise import some_slow
 
@@ -147,7 +146,7 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
     Codes are unpacked: bits of a last byte that hold no token are arbitrary.
     """
     held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.state.tokens.first}
-    buffers = {name: b.view() for name, b in named_buffers(cache.state.tokens).items() if len(b)}
+    buffers = live_tensors(cache.state.tokens)
     for name, side in (("keys", cache.state.tokens.keys), ("values", cache.state.tokens.values)):
         if side.packed_count:
             codes, bits = buffers[f"{name}.codes"], side.packed.fmt.bits
@@ -159,14 +158,25 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
     return held | buffers
 
 
-def named_buffers(body: Segment) -> dict[str, Buffer]:
-    """Every buffer of a segment."""
+def live_tensors(body: Segment) -> dict[str, Tensor]:
+    """The tensors of a segment, without spare room."""
     found = {}
     for name, side in (("keys", body.keys), ("values", body.values)):
-        found[f"{name}.tail"] = side.tail
-        if side.packed is not None:
-            found |= {f"{name}.{n}": getattr(side.packed, n) for n in ("codes", "scale", "zero")}
+        if len(side.tail):
+            found[f"{name}.tail"] = side.tail.view()
+        if side.packed_count:
+            found |= {f"{name}.{part}": x for part, x in side.packed.live._asdict().items()}
     return found
+
+
+def allocated(body: Segment) -> Iterator[tuple[Tensor, int]]:
+    """Each tensor of a segment with its spare room, and how many of its rows are live."""
+    for side in (body.keys, body.values):
+        if side.tail.allocation is not None:
+            yield side.tail.allocation.data, len(side.tail)
+        if side.packed is not None and side.packed.allocation is not None:
+            live = (x.shape[2] for x in side.packed.live)
+            yield from zip(side.packed.allocation.tensors, live, strict=True)
 
 
 def assert_same_state(a, b) -> None:

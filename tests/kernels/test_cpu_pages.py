@@ -47,7 +47,7 @@ def test_pages(recipe, dtype, sinks):
         options["sinks"] = exact.to(dtype).unbind(1)
         new = torch.randn(5, 2, HEADS, 1, D, generator=generator).to(dtype)
         options["new"] = new.unbind(1)
-    copies = [view._replace(tail=view.tail.clone()) for view in (keys, values)]
+    copies = [view._replace(exact=view.exact.clone()) for view in (keys, values)]
     before = dispatch.ran["attend_pages", "cpu", ""]
     with dispatch.use("auto"):
         found = ops.attend_pages(q, keys, values, where, 0.125, **options)

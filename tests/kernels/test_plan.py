@@ -113,7 +113,7 @@ def changed(q, keys, values):
     more = q.repeat(1, 2, 1, 1), keys, values
     tokens = q.repeat(1, 1, 3, 1), keys, values
     exact = KVView(None, keys.tail), KVView(None, values.tail[:, :, : keys.tail.shape[2]])
-    half = [view._replace(tail=view.tail.half()) for view in (keys, values)]
+    half = [view._replace(exact=view.exact.half()) for view in (keys, values)]
     wide = [KVView(None, torch.randn(1, 2, 9, 64)) for _ in range(2)]
     return {
         "query heads": more,

@@ -14,7 +14,7 @@ from kvloom.keep import Budget, Keep
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from steps import RECIPES, D, build, core_recipes, draw, feed, named_buffers
+from steps import RECIPES, D, allocated, build, core_recipes, draw, feed
 
 BUDGETS = {
     "window": resolve("window:tokens=20"),
@@ -129,11 +129,9 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
     for i in range(prompt, prompt + steps):
         cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)), scale=1.0)
         spare = 0
-        for buffer in named_buffers(cache.state.tokens).values():
-            if buffer.allocation is not None:
-                data = buffer.allocation.data
-                row = data[:, :, :1].nbytes if data.shape[2] else 0
-                spare += row * (32 + (len(buffer) + 1) / 16 + 1)  # + 1: the step's own token
+        for stored, live in allocated(cache.state.tokens):
+            row = stored[:, :, :1].nbytes if stored.shape[2] else 0
+            spare += row * (32 + (live + 1) / 16 + 1)  # + 1: the step's own token
         exact = recipe.nbytes(i + 1, geometry)
         assert exact <= cache.nbytes <= exact + spare
 

@@ -76,7 +76,7 @@ def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
     cache.state.recording = recording
     feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, valid)
     cache.crop(0)
-    scale = cache.state.tokens.keys.packed.scale.view()
+    scale = cache.state.tokens.keys.packed.live.scale
     for row, pad in enumerate(pads):
         for g in range(scale.shape[2]):
             group = k[row, :, max(pad, 16 * g) : 16 * (g + 1)]

@@ -159,7 +159,7 @@ def a_key(layer):
 
 
 def a_code(layer):
-    layer.state.tokens.values.packed.codes.view()[0, 0, 0, 3] ^= 1
+    layer.state.tokens.values.packed.live.codes[0, 0, 0, 3] ^= 1
 
 
 def a_place(layer):

@@ -39,7 +39,7 @@ def tokens(first: int, n: int) -> torch.Tensor:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["append", "extend", "drop_front", "drop_back", "map", "replace"]),
+        st.sampled_from(["append", "drop_front", "drop_back", "map", "replace"]),
         st.integers(0, 90),
     ),
     max_size=30,
@@ -54,12 +54,6 @@ def test_a_buffer_is_a_list_of_tokens(operations):
     for what, n in operations:
         if what == "append":
             buffer.append(tokens(count, n))
-            model += range(count, count + n)
-            count += n
-        elif what == "extend":
-            storage = buffer.extend(n, tokens(0, 0))
-            assert storage.data_ptr() == buffer.view().data_ptr()
-            storage[:, :, len(model) : len(model) + n] = tokens(count, n)
             model += range(count, count + n)
             count += n
         elif what == "drop_front":
@@ -141,13 +135,6 @@ def test_dropping_one_by_one_does_not_copy_every_time():
         buffer.drop_front(1)
     assert buffer.moves <= 5
     assert len(buffer) == 0
-
-
-def test_a_new_buffer_is_extended_without_spare_room():
-    buffer = Buffer()
-    storage = buffer.extend(5, torch.empty(2, 1, 0, 3, dtype=torch.uint8))
-    assert (storage.shape, storage.dtype) == ((2, 1, 5, 3), torch.uint8)
-    assert (len(buffer), buffer.nbytes) == (5, 2 * 5 * 3)
 
 
 def test_a_buffer_holds_a_copy():

@@ -22,10 +22,8 @@ every_lane = pytest.mark.parametrize(("fmt", "recent"), LANES.values(), ids=LANE
 
 def parts(side: KVSide) -> list[torch.Tensor]:
     """All that a side holds."""
-    buffers = [side.tail]
-    if side.packed is not None:
-        buffers += [side.packed.codes, side.packed.scale, side.packed.zero]
-    return [b.view() for b in buffers if len(b)]
+    exact = [side.tail.view()] if len(side.tail) else []
+    return [*exact, *side.packed.live] if side.packed_count else exact
 
 
 @every_lane

@@ -114,14 +114,15 @@ def test_dropping_moves_the_first_logical_index():
 @every_pair
 def test_bytes_are_those_of_all_tensors(keys, values):
     body, _, _ = segment(keys, values, 80)
-    held = [b.allocation.data for side in (body.keys, body.values) for b in buffers(side) if len(b)]
-    assert body.nbytes == sum(x.untyped_storage().nbytes() for x in held)
+    stored = [x for side in (body.keys, body.values) for x in tensors(side)]
+    assert body.nbytes == sum(x.untyped_storage().nbytes() for x in stored)
 
 
-def buffers(side: KVSide):
-    yield side.tail
-    if side.packed is not None:
-        yield from (side.packed.codes, side.packed.scale, side.packed.zero)
+def tensors(side: KVSide):
+    if len(side.tail):
+        yield side.tail.allocation.data
+    if side.packed_count:
+        yield from side.packed.allocation.tensors
 
 
 # --- sinks -------------------------------------------------------------------------------------

@@ -86,17 +86,6 @@ class Buffer:
         stop = own.start + self.count
         return WriteTarget(own.data, stop) if stop + t <= own.data.shape[2] else None
 
-    def extend(self, t: int, like: Tensor) -> Tensor:
-        """Add t tokens that are not written yet, shaped as in `like` [B, Hk, any, D].
-
-        Returns the storage from the oldest live token on, with the spare room after the newest.
-        """
-        own = self.allocation
-        if own is None or own.start + self.count + t > own.data.shape[2]:
-            own = self._grown(t, like)
-        self.count += t
-        return own.data[:, :, own.start :] if own.start else own.data
-
     def replace(self, x: Tensor) -> None:
         """Replace all tokens by a copy of x [B, Hk, N, D], without spare room."""
         self.allocation = Allocation(x.detach().clone(memory_format=torch.contiguous_format))
@@ -162,7 +151,7 @@ class Buffer:
 
     def _make_room(self, own: Allocation, t: int) -> None:
         need = self.count + t
-        capacity = need if self.tight else need + max(16, need // 16)
+        capacity = grown_capacity(need, self.tight)
         if need <= self.most:
             capacity = min(capacity, self.most)
         b, h, room, *rest = own.data.shape
@@ -174,3 +163,8 @@ class Buffer:
         assert self.allocation is not None
         if self.allocation.data.shape[2] > 4 * self.count + 64:
             self.replace(self.view())
+
+
+def grown_capacity(need: int, tight: bool) -> int:
+    """Return the capacity of a tensor that grows to hold `need` tokens, or rows of them."""
+    return need if tight else need + max(16, need // 16)

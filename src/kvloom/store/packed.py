@@ -1,13 +1,14 @@
 """Packed tokens: codes, scales and zeros that grow together.
 
-Decides when their buffers grow, and how the reference appends codes to a byte that is not full. The
+Decides when these tensors grow, and how the reference appends codes to a byte that is not full. The
 arithmetic, and kernels that write in place, are in `kernels.quantize`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,9 +19,9 @@ from ..kernels import ops
 from ..kernels.attend.kv_view import Channelwise
 from ..kernels.plan import OpPlan
 from ..kernels.quantize import reference as ref
-from ..kernels.quantize.spec import PackedTensors, RopeAngles
+from ..kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
 from ..positions.rope import Rope
-from .buffer import Buffer
+from .buffer import grown_capacity
 from .codec import Channels, Codec, codec
 from .formats import META, Packed
 
@@ -78,6 +79,18 @@ class PackedView(NamedTuple):
         return rope.rotate(raw, at).to(self.dtype)
 
 
+@dataclass(slots=True)
+class PackedAllocation:
+    """Codes, scales and zeros from token 0 on, and how many tokens fit in them.
+
+    As in `buffer.Allocation`: tokens that are added may replace the tensors in an allocation; every
+    other change makes a new allocation.
+    """
+
+    tensors: PackedTensors
+    capacity: int
+
+
 class PackedTokens:
     """The packed prefix of keys or values, in kvloom's own quantized format."""
 
@@ -87,9 +100,8 @@ class PackedTokens:
         self.fmt, self.channels = _one(fmt), channels
         self.rope = rope if fmt.pre_rope else None
         self.codec: Codec | None = None
-        self.codes, self.scale, self.zero = (Buffer(tight=fmt.in_blocks) for _ in range(3))
+        self.allocation: PackedAllocation | None = None  # None before the first token
         self.count = 0
-        self._like: PackedTensors | None = None  # empty: the shapes of codes, scales and zeros
         self.dtype = torch.float32
         self.pack_plan = OpPlan(ops.pack)
 
@@ -99,12 +111,19 @@ class PackedTokens:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+        return 0 if self.allocation is None else sum(x.nbytes for x in self.allocation.tensors)
 
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        return [self, self.codes, self.scale, self.zero]
+        return [self]
+
+    @property
+    def live(self) -> PackedTensors:
+        """Codes, scales and zeros of all tokens, without spare room; views."""
+        assert self.allocation is not None, "no tokens yet"
+        pairs = zip(self.allocation.tensors, self._rows(self.count), strict=True)
+        return PackedTensors(*(x[:, :, :n] for x, n in pairs))
 
     def append(self, x: Tensor, nonpadding: Tensor | None = None, at: Tensor | None = None) -> None:
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
@@ -118,7 +137,7 @@ class PackedTokens:
         if pack is None:
             self._append(x, nonpadding, at)
         else:
-            packed = self._extend(x)
+            packed = self._with_room(x)
             whole = ((x, nonpadding, at),)
             chunks = whole if x.shape[2] <= _CHUNK else _chunks(x, nonpadding, at)
             for tokens, mask, positions in chunks:
@@ -132,12 +151,8 @@ class PackedTokens:
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
         """Return tokens lo..hi of this prefix; at: their positions, as in `append`."""
-        assert self.codec is not None, "no tokens yet"
-        codes, scale, zero = self.codes.allocation, self.scale.allocation, self.zero.allocation
-        assert codes is not None
-        assert scale is not None
-        assert zero is not None
-        tensors = codes.data, scale.data, zero.data  # from token 0 on
+        assert self.codec is not None and self.allocation is not None, "no tokens yet"  # noqa: PT018
+        tensors = self.allocation.tensors
         hi = self.count if hi is None else hi
         if self.fmt.meta == "fp8":  # stored as bytes
             return self.wrap(tensors, lo, hi, at)
@@ -159,65 +174,84 @@ class PackedTokens:
 
     def offload(self, n: int) -> Sequence[Tensor]:
         """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""
-        ends = self._ends(n)
-        buffers = self.codes, self.scale, self.zero
-        removed = tuple(x.view()[:, :, :end] for x, end in zip(buffers, ends, strict=True))
-        for x, end in zip(buffers, ends, strict=True):
-            x.replace(x.view()[:, :, end:])
-        self.count -= n
+        live, ends = self.live, self._rows(n)
+        removed = tuple(x[:, :, :end] for x, end in zip(live, ends, strict=True))
+        self._replace((x[:, :, end:] for x, end in zip(live, ends, strict=True)), self.count - n)
         return removed
 
     def restore(self, removed: Sequence[Tensor], n: int) -> None:
         """Prepend n offloaded tokens, as `offload` returned them."""
-        for x, old in zip((self.codes, self.scale, self.zero), removed, strict=True):
-            x.replace(torch.cat([old, x.view()], dim=2))
-        self.count += n
+        pairs = zip(removed, self.live, strict=True)
+        self._replace((torch.cat(pair, dim=2) for pair in pairs), self.count + n)
 
     def take(self, blocks: Tensor, unit: int) -> None:
         """Keep only some blocks of `unit` tokens, of whole groups and bytes: see `KVSide.take`."""
-        for x in (self.codes, self.scale, self.zero):
-            x.replace(take_blocks(x.view(), blocks, self.count // unit))
-        self.count = unit * len(blocks)
+        stored = self.count // unit
+        self._replace((take_blocks(x, blocks, stored) for x in self.live), unit * len(blocks))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        for buffer in (self.codes, self.scale, self.zero):
-            buffer.map(fn)
+        if self.allocation is not None:
+            self._allocate(fn(x).contiguous() for x in self.allocation.tensors)
 
     def state(self) -> dict[str, Any]:
         """Return the state: codes, scales and zeros, and the number of tokens."""
-        buffers = {"codes": self.codes, "scale": self.scale, "zero": self.zero}
-        return {"count": self.count, **{name: x.state() for name, x in buffers.items()}}
+        state: dict[str, Any] = {"count": self.count, **dict.fromkeys(PackedTensors._fields)}
+        if self.allocation is not None:
+            rooms = (x.shape[2] for x in self.allocation.tensors)
+            for (name, live), room in zip(self.live._asdict().items(), rooms, strict=True):
+                state[name] = {"live": live, "start": 0, "room": room}
+        return state
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.count = state["count"]
-        for name in ("codes", "scale", "zero"):
-            getattr(self, name).load_state(state[name])
         if self.count:
             assert like is not None
             self.codec, self.dtype = codec(self.fmt, self.channels, like), like.dtype
+            sides = (state[name] for name in PackedTensors._fields)
+            self._allocate(_with_rows(side["live"], side["room"]) for side in sides)
 
-    def _extend(self, x: Tensor) -> PackedTensors:
-        """Make room for the tokens of x, not written yet; return the tensors from token 0 on."""
+    def _with_room(self, x: Tensor) -> PackedTensors:
+        """Return codes, scales and zeros from token 0 on, with room for the tokens of x."""
+        own, tokens = self.allocation, self.count + x.shape[2]
+        if own is not None and tokens <= own.capacity:
+            return own.tensors
         assert self.codec is not None
-        spec, (b, h, t, d) = self.codec.spec, x.shape
-        if self._like is None:
-            rows, numbers = spec.scales(h, d)
-            meta = torch.uint8 if spec.meta == torch.float8_e4m3fn else spec.meta
-            scales = x.new_empty(b, rows, 0, numbers, dtype=meta)
-            zeros = scales if spec.zeros else scales[..., :0]
-            self._like = PackedTensors(
-                x.new_empty(b, h, 0, d + spec.boost, dtype=torch.uint8), scales, zeros
-            )
-        codes, scales, zeros = self._like
-        more = ref.rows_for(self.count + t, spec.bits) - self.codes.count
-        t //= spec.tokens_per_scale
-        return PackedTensors(
-            self.codes.extend(more, codes),
-            self.scale.extend(t, scales),
-            self.zero.extend(t, zeros),
+        needed = self._rows(tokens)
+        if own is None:
+            empty = _empty(x, self.codec.spec)
+            own = self._allocate(_with_rows(y, n) for y, n in zip(empty, needed, strict=True))
+            return own.tensors
+        tight = self.fmt.in_blocks
+        grown = (
+            stored if n <= stored.shape[2] else _with_rows(live, grown_capacity(n, tight))
+            for stored, live, n in zip(own.tensors, self.live, needed, strict=True)
         )
+        own.tensors = PackedTensors(*grown)
+        own.capacity = self._capacity(own.tensors)
+        return own.tensors
+
+    def _replace(self, tensors: Iterable[Tensor], count: int) -> None:
+        """Store a copy of codes, scales and zeros of `count` tokens, without spare room."""
+        self._allocate(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+        self.count = count
+
+    def _allocate(self, tensors: Iterable[Tensor]) -> PackedAllocation:
+        stored = PackedTensors(*tensors)
+        self.allocation = PackedAllocation(stored, self._capacity(stored))
+        return self.allocation
+
+    def _capacity(self, tensors: PackedTensors) -> int:
+        """Return how many tokens fit in tensors."""
+        per_block, rows = ref.PACK_BLOCK[self.fmt.bits]
+        codes, scale, zero = (x.shape[2] for x in tensors)
+        return min(codes // rows * per_block, min(scale, zero) * self.fmt.tokens_per_scale)
+
+    def _rows(self, tokens: int) -> tuple[int, int, int]:
+        """Return the rows of codes, scales and zeros that the first tokens have."""
+        groups = tokens // self.fmt.tokens_per_scale
+        return ref.rows_for(tokens, self.fmt.bits), groups, groups
 
     def _append(self, x: Tensor, nonpadding: Tensor | None, at: Tensor | None) -> None:
         """Quantize and append x by the reference; nonpadding, at: as in `append`."""
@@ -231,26 +265,21 @@ class PackedTokens:
         codes, scale, zero = (
             torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*chunks, strict=True)
         )
-        self._append_codes(codes)
-        self.scale.append(_plain(scale))
-        self.zero.append(_plain(zero))
-
-    def _ends(self, n: int) -> tuple[int, int, int]:
-        """Return the rows of codes, scale and zero that the first n tokens have."""
-        groups = n // self.fmt.tokens_per_scale
-        return ref.rows_for(n, self.fmt.bits), groups, groups
-
-    def _append_codes(self, codes: Tensor) -> None:
-        bits = self.fmt.bits
+        tensors, bits = self._with_room(x), self.fmt.bits
         per_block, rows = ref.PACK_BLOCK[bits]
-        n = codes.shape[2]
+        at_row, group, _ = self._rows(self.count)
         begun = self.count % per_block
         if begun:  # the last pack block is not full: pack it again with the new codes
-            old = ref.unpack_codes(self.codes.view()[:, :, -rows:], bits, begun)
-            self.codes.drop_back(rows)
+            at_row -= rows
+            old = ref.unpack_codes(tensors.codes[:, :, at_row : at_row + rows], bits, begun)
             codes = torch.cat([old, codes], dim=2)
-        self.codes.append(ref.pack_codes(codes, bits))
-        self.count += n
+        for stored, new, row in (
+            (tensors.codes, ref.pack_codes(codes, bits), at_row),
+            (tensors.scale, _plain(scale), group),
+            (tensors.zero, _plain(zero), group),
+        ):
+            stored[:, :, row : row + new.shape[2]] = new
+        self.count += x.shape[2]
 
 
 def take_blocks(x: Tensor, blocks: Tensor, stored: int) -> Tensor:
@@ -277,6 +306,24 @@ def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
     for lo in range(0, x.shape[2], _CHUNK):
         part = slice(lo, lo + _CHUNK)
         yield x[:, :, part], *(None if y is None else y[:, :, part] for y in along)
+
+
+def _empty(x: Tensor, spec: QuantSpec) -> PackedTensors:
+    """Return codes, scales and zeros of no tokens, for tokens like x [B, Hk, any, D]."""
+    b, h, _, d = x.shape
+    rows, numbers = spec.scales(h, d)
+    meta = torch.uint8 if spec.meta == torch.float8_e4m3fn else spec.meta
+    codes = x.new_empty(b, h, 0, d + spec.boost, dtype=torch.uint8)
+    scales = x.new_empty(b, rows, 0, numbers, dtype=meta)
+    return PackedTensors(codes, scales, scales if spec.zeros else scales[..., :0])
+
+
+def _with_rows(live: Tensor, rows: int) -> Tensor:
+    """Return `live` [., ., n, .] in a new tensor of so many rows."""
+    b, h, n, d = live.shape
+    found = live.new_empty(b, h, rows, d)
+    found[:, :, :n] = live
+    return found
 
 
 def _plain(meta: Tensor) -> Tensor:

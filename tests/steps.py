@@ -63,7 +63,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "boosted": _store(
         Packed(2, "channel", 32, residual=32, boost=16),
-        Packed(2, "token", 16),
+        Packed(3, "channel", 16, residual=16),
         sinks=3,
         recent=(0, 9),
     ),
@@ -85,9 +85,7 @@ RECIPES: dict[str, Recipe] = {
 
 CORE = (
     "kivi:group=32,residual=32",
-    "rtn:bits=3,residual=5",
     "streaming:tokens=24,sinks=4",
-    "swapped axes",
     "fp8, layer",
     "boosted",
     "balanced",

@@ -14,6 +14,7 @@ from examples import EXAMPLES, HERE, installed
 from typer.testing import CliRunner
 
 import kvloom
+from for_each import for_each
 from kvloom.cli.app import app
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Keep, Step, checked
@@ -37,19 +38,19 @@ def _installed():
         yield
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@for_each("name", EXAMPLES)
 def test_an_example_has_less_than_40_lines(name):
     assert len((HERE / f"{name}.py").read_text().splitlines()) < 40
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@for_each("name", EXAMPLES)
 def test_the_documentation_quotes_the_example_as_it_is(name):
     page = (HERE.parent.parent / "docs" / "extending.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert (HERE / f"{name}.py").read_text() in blocks
 
 
-@pytest.mark.parametrize("spelling", SPELLED)
+@for_each("spelling", SPELLED)
 def test_a_recipe_goes_through_a_dict_and_toml(spelling):
     recipe = resolve(spelling)
     assert recipe.name == spelling
@@ -72,7 +73,7 @@ def test_options_of_a_part_reach_it():
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spelling", "says"),
     [
         ("evict:score=value-nrm", "did you mean 'value-norm'?"),

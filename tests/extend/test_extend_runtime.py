@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import kvloom
 import tiny
 from beams import assert_rows_follow_beams
+from for_each import for_each
 from kvloom.cli.app import app
 from kvloom.errors import RecipeError
 from kvloom.inspect import trace_recipe
@@ -145,7 +146,7 @@ class Wrong(Scorer):
         return self.returns(step)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("returns", "says"),
     [
         (lambda step: step.mass()[..., 1:], "score 'wrong' returned float32"),
@@ -153,7 +154,7 @@ class Wrong(Scorer):
         (lambda step: step.mass() * torch.nan, "score 'wrong' returned NaN"),
     ],
 )
-@pytest.mark.parametrize("when", ["prompt", "step"])
+@for_each("when", ["prompt", "step"])
 def test_a_wrong_score_is_refused_and_the_cache_is_as_before(
     model, monkeypatch, returns, says, when
 ):

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import naive
+from for_each import for_each
 from kvloom.kernels.attend import reference as ref
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
-heads = pytest.mark.parametrize(("hq", "hk"), HEADS.values(), ids=HEADS)
+heads = for_each(("hq", "hk"), HEADS.values(), ids=HEADS)
 
 
 def drawn(hq, hk, t, n, d=16, batch=2, dtype=torch.float32, seed=0):
@@ -39,12 +40,11 @@ def agrees(state, q, k, v, scale, tol=2e-6, **options):
     np.testing.assert_allclose(state.lse.double().numpy(), lse, rtol=tol, atol=tol)
 
 
-@pytest.mark.sample("pairs")
 @heads
-@pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
-@pytest.mark.parametrize("t", [1, 3, 17])
-@pytest.mark.parametrize("causal", [False, True], ids=["past", "causal"])
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+@for_each("n", [0, 1, 63, 64, 65])
+@for_each("t", [1, 3, 17])
+@for_each("causal", [False, True], ids=["past", "causal"])
+@for_each("softcap", [None, 2.0], ids=["plain", "softcap"])
 def test_attend_is_softmax_attention(hq, hk, n, t, causal, softcap):
     q, k, v = drawn(hq, hk, t, n)
     for valid in (None, hidden(2, 1, n), hidden(2, hk, n)):
@@ -52,10 +52,9 @@ def test_attend_is_softmax_attention(hq, hk, n, t, causal, softcap):
         agrees(got, q, k, v, 0.25, causal=causal, valid=valid, softcap=softcap)
 
 
-@pytest.mark.sample("pairs")
 @heads
-@pytest.mark.parametrize(("t", "n"), [(1, 1), (1, 65), (3, 64), (17, 17)])
-@pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])
+@for_each(("t", "n"), [(1, 1), (1, 65), (3, 64), (17, 17)])
+@for_each("rows", [1, 2], ids=["one bias", "a bias for each row"])
 def test_a_bias_is_added_to_the_logits(hq, hk, t, n, rows):
     q, k, v = drawn(hq, hk, t, n)
     bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
@@ -71,7 +70,7 @@ def test_half_precision_inputs_are_attended_to_in_fp32(dtype):
 
 
 @heads
-@pytest.mark.parametrize("causal", [False, True])
+@for_each("causal", [False, True])
 def test_huge_logits_neither_overflow_nor_lose_the_winner(hq, hk, causal):
     # whole numbers, so that fp32 logits up to 1e4 are exact and the tolerance can stay
     q, k, v = drawn(hq, hk, 3, 65)
@@ -123,11 +122,10 @@ def test_blocks_of_query_rows_leave_no_seam(monkeypatch, causal):
 # --- sdpa --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample("pairs")
 @heads
-@pytest.mark.parametrize(("t", "n"), [(1, 1), (1, 64), (3, 3), (3, 65), (17, 17), (17, 40)])
-@pytest.mark.parametrize("masked", [None, "a row", "a head"])
-@pytest.mark.parametrize("layout", ["contiguous", "heads inside"])
+@for_each(("t", "n"), [(1, 1), (1, 64), (3, 3), (3, 65), (17, 17), (17, 40)])
+@for_each("masked", [None, "a row", "a head"])
+@for_each("layout", ["contiguous", "heads inside"])
 def test_sdpa_is_attend(hq, hk, t, n, masked, layout):
     q, k, v = drawn(hq, hk, t, n)
     if layout == "heads inside":  # as models give it: [B, T, H, D] seen as [B, H, T, D]
@@ -143,11 +141,10 @@ def test_sdpa_is_attend(hq, hk, t, n, masked, layout):
     assert not got.isnan().any()
 
 
-@pytest.mark.sample("pairs")
 @heads
-@pytest.mark.parametrize("n", [1, 64])
-@pytest.mark.parametrize("masked", [None, "a row", "a head"])
-@pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])
+@for_each("n", [1, 64])
+@for_each("masked", [None, "a row", "a head"])
+@for_each("rows", [1, 2], ids=["one bias", "a bias for each row"])
 def test_sdpa_of_one_query_takes_a_bias(hq, hk, n, masked, rows):
     q, k, v = drawn(hq, hk, 1, n)
     bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.store import Packed
@@ -181,7 +182,7 @@ def test_what_is_not_covered_is_said():
     assert cpu.problems(1, like.to("meta")) == ["the tensors are on meta"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fmt", "problem"),
     [
         (mapped(8, 32, rotate=True), "8 bit have more levels than registers hold"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import steps
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
@@ -77,8 +78,8 @@ def test_what_is_left_to_the_reference_says_why():
     }
 
 
-@pytest.mark.parametrize("backend", dispatch.CHOICES)
-@pytest.mark.parametrize("axis", ["channel", "token"])
+@for_each("backend", dispatch.CHOICES)
+@for_each("axis", ["channel", "token"])
 def test_no_tokens_are_packed_to_nothing(backend, axis):
     fmt = Packed(2, axis, 16, residual=16)
     with dispatch.use(backend):

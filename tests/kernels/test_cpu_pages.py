@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.pages import attend_pages
@@ -60,7 +61,7 @@ def test_pages(recipe, dtype, sinks):
         torch.testing.assert_close(mine.tail, copy.tail, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recipe", "page", "why"),
     [("kivi", 96, "96 tokens"), ("kivi:bits=1.5", 160, "1.5 bit"), ("turbo:bits=8", 128, "8 bit")],
 )

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.cpu import pack as cpu
@@ -322,8 +323,8 @@ def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
     assert torch.equal(got, rope.rotate(flat, at).to(dtype))
 
 
-@pytest.mark.parametrize("meta", META.values(), ids=META)
-@pytest.mark.parametrize("axis", ["channel", "token"])
+@for_each("meta", META.values(), ids=META)
+@for_each("axis", ["channel", "token"])
 def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
     """Subnormal, vanishing and, where a format has infinity, too large ones; and ties."""
     g = torch.Generator().manual_seed(0)
@@ -343,7 +344,7 @@ def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
     assert torch.equal(raw(held.zero), raw(want[1]))
 
 
-@pytest.mark.parametrize("values", [(65504.0, -65504.0, 1.0), (6e-8, 0.0, 1.8e-7), (-0.0, 0.0)])
+@for_each("values", [(65504.0, -65504.0, 1.0), (6e-8, 0.0, 1.8e-7), (-0.0, 0.0)])
 def test_extremes_of_fp16(values):
     x = torch.tensor(values, dtype=torch.float16).repeat(64)[:64].expand(1, 1, 64, 64)
     for bits, axis in itertools.product(BITS[1:], ("channel", "token")):
@@ -393,7 +394,7 @@ class Clustered(QuantSpec):
     centroids: int = 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "why"),
     [
         (QuantSpec(5, "token", 16, torch.float16), "bits=5 is none of 8, 4, 3, 2, 1.5, 1"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import naive
 import steps
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops
@@ -80,9 +81,8 @@ def agrees(q, k, scale=0.3, **options):
 
 
 # A micro-tile is 12 or 6 rows and 32 or 16 keys, a block up to 48 rows, a tile 256 keys.
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("t", [1, 11, 12, 13, 48, 49])
-@pytest.mark.parametrize("n", [49, 255, 256, 257, 530])
+@for_each("t", [1, 11, 12, 13, 48, 49])
+@for_each("n", [49, 255, 256, 257, 530])
 def test_ragged_blocks_and_tiles(t, n):
     agrees(*drawn(1, 2, 1, t, n, 20), window=40 if n > 256 else None)
 
@@ -172,10 +172,9 @@ def test_noise_is_that_of_the_counters(kind):
     torch.testing.assert_close(got - got[0], want - want[0], rtol=0, atol=2e-5)
 
 
-@pytest.mark.sample("pairs")
-@pytest.mark.parametrize(("hq", "hk"), HEADS)
-@pytest.mark.parametrize("t", [1, 2, 8])
-@pytest.mark.parametrize("n", [8, 16, 127, 128, 300])
+@for_each(("hq", "hk"), HEADS)
+@for_each("t", [1, 2, 8])
+@for_each("n", [8, 16, 127, 128, 300])
 def test_a_step_leaves_its_products_and_they_give_its_mass(hq, hk, t, n):
     q, k = drawn(2, hq, hk, t, n, 32, seed=n)
     given = masks(2, hk, t, n)
@@ -208,9 +207,8 @@ def test_a_step_on_several_threads_leaves_no_seam():
         torch.set_num_threads(before)
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 200])
-@pytest.mark.parametrize("hidden", [0.0, 0.2, 1.0])
+@for_each("n", [1, 2, 15, 16, 17, 200])
+@for_each("hidden", [0.0, 0.2, 1.0])
 def test_the_lowest_of_what_may_go(n, hidden):
     g = torch.Generator().manual_seed(n)
     for most in (3, 10**6):  # many equal scores, and none

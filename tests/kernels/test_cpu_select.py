@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+from for_each import for_each
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.select import reference as ref
 from kvloom.kernels.select.cpu import select as cpu
@@ -36,8 +37,8 @@ def some(*shape, share=0.9, seed=0):
 # --- k-means -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distance", ref.DISTANCES)
-@pytest.mark.parametrize("iterations", [1, 3, 20])
+@for_each("distance", ref.DISTANCES)
+@for_each("iterations", [1, 3, 20])
 def test_kmeans_is_the_loop(distance, iterations):
     x, start = draw(2, 2, 200), torch.tensor([3, 20, 21, 50, 77, 180]).expand(2, 1, -1)
     alive, real = torch.ones(2, 1, 6, dtype=torch.bool), torch.ones(2, 1, 200, dtype=torch.bool)

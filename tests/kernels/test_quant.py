@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+from for_each import for_each
 from kvloom.kernels.quantize import reference as ref
 from kvloom.store.formats import META, Packed
 
@@ -81,9 +82,8 @@ def test_quantize_is_the_formula(axis, group, dim, meta, dtype):
         check_against_naive(drawn(axis, group, dim, dtype), bits, axis, group, meta)
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("axis", ["channel", "token"])
+@for_each("bits", BITS)
+@for_each("axis", ["channel", "token"])
 def test_error_is_at_most_half_a_step_with_exact_metadata(bits, axis):
     x = torch.rand(2, 3, 64, 64)
     codes, scale, zero = ref.quantize(x, bits, axis, 32, torch.float32)
@@ -119,9 +119,8 @@ def test_extremes_of_fp16_stay_finite_and_within_bounds(axis, meta, values):
         assert np.isfinite(back).all()
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("axis", ["channel", "token"])
-@pytest.mark.parametrize("bits", BITS)
+@for_each("axis", ["channel", "token"])
+@for_each("bits", BITS)
 def test_a_constant_group_comes_back_as_its_zero(axis, bits):
     x = torch.full((1, 2, 32, 32), 0.3, dtype=torch.float16)
     codes, scale, zero = ref.quantize(x, bits, axis, 16, torch.float16)
@@ -130,9 +129,8 @@ def test_a_constant_group_comes_back_as_its_zero(axis, bits):
     assert torch.equal(ref.dequantize(codes, scale, zero, axis, 16, x.dtype), x)
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("pads", [(0, 5), (16, 31), (3, 48)])
+@for_each("bits", BITS)
+@for_each("pads", [(0, 5), (16, 31), (3, 48)])
 def test_padding_does_not_widen_a_groups_range(bits, pads):
     """Scale and zero of a group are those of its real tokens; without any, both are 0."""
     real = torch.arange(48) >= torch.tensor(pads)[:, None, None]
@@ -154,8 +152,8 @@ def test_padding_does_not_widen_a_groups_range(bits, pads):
         assert ((back - x)[row, :, pad:].abs() <= step / 2 + 2**-18).all()
 
 
-@pytest.mark.parametrize("axis", ["channel", "token"])
-@pytest.mark.parametrize("n", [0, 16, 48])
+@for_each("axis", ["channel", "token"])
+@for_each("n", [0, 16, 48])
 def test_batch_rows_and_heads_are_quantized_apart(axis, n):
     x = torch.randn(3, 2, n, 48)
     whole = ref.quantize(x, 2, axis, 16, torch.float16)
@@ -166,8 +164,8 @@ def test_batch_rows_and_heads_are_quantized_apart(axis, n):
                 assert torch.equal(a[i : i + 1, h : h + 1], b)
 
 
-@pytest.mark.parametrize("axis", ["channel", "token"])
-@pytest.mark.parametrize("every", [1, 2])
+@for_each("axis", ["channel", "token"])
+@for_each("every", [1, 2])
 def test_memory_layout_of_the_input_does_not_matter(axis, every):
     x = torch.randn(2, 64, 3, 128).transpose(1, 2)[:, :, ::every, ::every]
     got, want = (ref.quantize(y, 4, axis, 16, torch.float16) for y in (x, x.contiguous()))
@@ -175,7 +173,7 @@ def test_memory_layout_of_the_input_does_not_matter(axis, every):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@for_each("bits", BITS)
 def test_packing_codes_is_the_stated_layout_and_is_undone(bits):
     for tokens in (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33):
         codes = torch.randint(0, ref.top(bits) + 1, (2, 3, tokens, 5), dtype=torch.uint8)
@@ -188,7 +186,7 @@ def test_packing_codes_is_the_stated_layout_and_is_undone(bits):
         np.testing.assert_array_equal(naive.unpack(its_bytes, bits, tokens), one)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@for_each("bits", BITS)
 def test_every_byte_of_whole_atoms_means_something(bits):
     rows = 6 * ref.PACK_BLOCK[bits][1]
     values = 3**5 if bits == 1.5 else 256
@@ -213,11 +211,10 @@ def test_packing_whole_atoms_apart_is_packing_them_together(bits, lengths, seed)
     assert torch.equal(torch.cat(apart, dim=2), ref.pack_codes(codes, bits))
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("axis", ["channel", "token"])
-@pytest.mark.parametrize("meta", META)
-@pytest.mark.parametrize("dim", [64, 128])
+@for_each("bits", BITS)
+@for_each("axis", ["channel", "token"])
+@for_each("meta", META)
+@for_each("dim", [64, 128])
 def test_bytes_are_what_the_format_says(bits, axis, meta, dim):
     fmt = Packed(bits, axis, 32, meta, residual=32)
     for tokens in (0, 32, 96) if axis == "channel" else (0, 1, 5, 7, 8, 33):
@@ -243,10 +240,9 @@ def scattered(heads: int, dim: int, seed: int = 0) -> torch.Tensor:
     return group_of.view(heads, dim)
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("meta", META)
-@pytest.mark.parametrize("clip", [1.0, 0.9, "each"])
+@for_each("bits", BITS)
+@for_each("meta", META)
+@for_each("clip", [1.0, 0.9, "each"])
 def test_scattered_groups_are_the_formula(bits, meta, clip):
     x = drawn("token", 16, 48, torch.float32).expand(2, 3, -1, -1)
     group_of = scattered(3, 48)
@@ -270,7 +266,7 @@ def test_scattered_groups_are_the_formula(bits, meta, clip):
         assert (off > 1e-4).mean() < 0.01
 
 
-@pytest.mark.parametrize("bits", BITS)
+@for_each("bits", BITS)
 def test_consecutive_groups_of_a_head_are_a_case_of_scattered_ones(bits):
     x = drawn("token", 16, 64, torch.float32).expand(2, 3, -1, -1).contiguous()
     group_of = torch.arange(12).repeat_interleave(16).view(3, 64)

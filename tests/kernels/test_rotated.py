@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.kernels.quantize.rotated import (
     dequantize_rotated,
     levels,
@@ -29,7 +30,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("bits", TABLE)
+@for_each("bits", TABLE)
 def test_levels_are_those_of_max(bits):
     found = levels(bits)
     upper = found[found >= 0].numpy()
@@ -37,7 +38,7 @@ def test_levels_are_those_of_max(bits):
     assert torch.equal(found, -found.flip(0))
 
 
-@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+@for_each("dim", [16, 64, 80, 96, 128, 256])
 def test_rotations_are_orthogonal_and_spread_a_single_channel(dim):
     r = rotate(torch.eye(dim)).T
     torch.testing.assert_close(r @ r.T, torch.eye(dim), rtol=0, atol=1e-5)
@@ -48,10 +49,9 @@ def test_rotations_are_orthogonal_and_spread_a_single_channel(dim):
     assert torch.equal(rotate(x)[1:2], rotate(x[1:2]))
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 32), (80, 80), (256, 256)])
-@pytest.mark.parametrize("meta", META)
+@for_each("bits", BITS)
+@for_each(("dim", "group"), [(64, 64), (128, 32), (80, 80), (256, 256)])
+@for_each("meta", META)
 def test_the_norm_of_every_vector_is_kept(bits, dim, group, meta):
     x = torch.randn(2, 3, 5, dim) * torch.logspace(-1, 1, dim)
     codes, scale = quantize_rotated(x, bits, group, META[meta])
@@ -62,7 +62,7 @@ def test_the_norm_of_every_vector_is_kept(bits, dim, group, meta):
     torch.testing.assert_close(*norms, rtol=torch.finfo(META[meta]).eps / 2 + 1e-5, atol=0)
 
 
-@pytest.mark.parametrize("bits", TABLE)
+@for_each("bits", TABLE)
 def test_the_error_is_the_tables_whatever_the_channels_are(bits):
     """Squared error over squared norm; one outlier channel in 128 changes nothing."""
     x = torch.randn(1, 1, 400, 128)
@@ -87,9 +87,8 @@ def test_codes_are_the_nearest_levels():
     assert torch.equal(codes.long(), nearest)
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("meta", META)
-@pytest.mark.parametrize("bits", BITS)
+@for_each("meta", META)
+@for_each("bits", BITS)
 def test_zero_vectors_and_tiny_ones_stay_finite(meta, bits):
     x = torch.zeros(1, 1, 3, 32)
     x[..., 1, :], x[..., 2, 5] = 1e-30, 1e-4
@@ -100,9 +99,8 @@ def test_zero_vectors_and_tiny_ones_stay_finite(meta, bits):
     assert back.abs().max() < 0.02
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("meta", META)
+@for_each("bits", BITS)
+@for_each("meta", META)
 def test_the_largest_numbers_let_in_do_not_overflow_the_scale(bits, meta):
     fmt = Packed(bits, "token", 32, meta, transform=Transform(rotate=True))
     x = fmt.largest * torch.stack([torch.ones(32), *rotate(torch.eye(32)).T.sign()[:3]])[None, None]

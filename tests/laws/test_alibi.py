@@ -34,9 +34,7 @@ RENUMBERED = (
 )
 DRAFTED = (
     "kivi:group=32,residual=32",
-    "rtn:group=16",
     "streaming:tokens=24,sinks=4",
-    "h2o:tokens=24",
     "snapkv:tokens=24,window=8",
     "minikv:bits=8,group=16,residual=32",
     "streaming:tokens=24,sinks=4,positions=renumbered",

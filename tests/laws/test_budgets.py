@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import by_reference
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.keep import Budget, Keep
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
+from pairwise import some_slow
 from steps import RECIPES, D, allocated, build, core_recipes, draw, feed
 
 BUDGETS = {
@@ -25,9 +27,10 @@ BUDGETS = {
     "recent": Recipe(keep=Keep(Budget(tokens=30)), protect=Protect(sinks=2, recent=10)),
     "tenth, recent": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(recent=8)),
 }
-every_budget = pytest.mark.parametrize("recipe", BUDGETS.values(), ids=BUDGETS)
+every_budget = some_slow("recipe", BUDGETS, "streaming", "least", "half", "tenth, recent")
 sizes = st.lists(st.one_of(st.just(1), st.integers(1, 90)), min_size=1, max_size=8)
 seeds = st.integers(0, 999)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def held(cache: LayerCache) -> int:
@@ -98,10 +101,8 @@ EVERY = RECIPES | BUDGETS | {name: resolve(name) for name in OF_PAPERS}
 
 
 @by_reference
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 2))
+@for_each("recipe", EVERY.values(), ids=EVERY)
+@given(st.sampled_from(DTYPES), st.integers(1, 300), st.integers(1, 3), st.integers(1, 2))
 def test_predicted_bytes_are_the_bytes_held_after_a_prompt(recipe, dtype, n, batch, hk):
     q, k, v = (x.to(dtype) for x in draw(0, n, batch, 2, hk))
     cache = build(recipe, q, k, v)

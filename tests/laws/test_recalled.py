@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends import by_reference
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.retriever import _keys
 from kvloom.recall import Recall, Tier
@@ -83,10 +85,9 @@ RECIPES = {
         store=Store(keys=Packed(3, "channel", 16, "fp8", residual=16)),
     ),
 }
-every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 core = some_slow(
-    "recipe", RECIPES, "clusters, window", "pages, packed, rotated", "pages, no sinks", "topk",
-    "partial, packed", "clusters, packed, host", "keys packed, file",
+    "recipe", RECIPES, "clusters, window", "pages, packed, rotated", "topk", "partial, packed",
+    "keys packed, file",
 )  # fmt: skip
 STEPS = [1] * 40
 
@@ -104,7 +105,7 @@ def heads(seed: int, tokens: int, batch: int = 2):
 
 
 @pytest.mark.sample("values")
-@every
+@core
 @pytest.mark.parametrize(
     "sizes", [[PROMPT, *STEPS], [70, 50, 7, *STEPS[7:]], [1] * (PROMPT + len(STEPS))]
 )
@@ -290,9 +291,9 @@ def test_padding_between_turns_is_irrelevant(recipe):
     assert torch.equal(*outputs)
 
 
-@pytest.mark.sample("values")
-@every
-@pytest.mark.parametrize("batch", [1, 3])
+@by_reference
+@for_each("recipe", RECIPES.values(), ids=RECIPES)
+@for_each("batch", [1, 3])
 def test_predicted_bytes_are_measured_bytes(recipe, batch):
     for tokens in (1, 3, 7, 20, 120, 333):
         q, k, v = heads(0, tokens, batch)

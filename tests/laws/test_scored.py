@@ -10,6 +10,7 @@ import torch
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
+from pairwise import some_slow
 from steps import draw, feed
 
 NAMES = (
@@ -26,7 +27,11 @@ NAMES = (
     "minikv-snap:window=8,residual=32",
 )
 SIZES = [1, 1, 5, 1, 1, 1]
-every = pytest.mark.parametrize("name", NAMES)
+every = some_slow(
+    "name", NAMES, "h2o:tokens=30,recent=0.0", "h2o:tokens=20,limit=40,damping=0.9",
+    "keyformer:noise=none,tau_end=1.5", "dilated:tokens=20", "snapkv:tokens=24,window=8,heads=0.2",
+    "minikv:group=16,residual=32",
+)  # fmt: skip
 
 
 def fresh(name, *qkv, sizes=None, valid=None):

@@ -20,7 +20,6 @@ from steps import (
     build,
     core_recipes,
     draw,
-    every_recipe,
     feed,
     rows,
     state,
@@ -34,7 +33,7 @@ sizes = st.lists(st.one_of(st.just(1), st.integers(1, 9), st.integers(60, 100)),
 )
 
 
-@every_recipe
+@core_recipes
 @given(sizes, seeds)
 def test_any_split_of_the_tokens_gives_the_same_cache(recipe, sizes, seed):
     q, k, v = draw(seed, sum(sizes), batch=2)

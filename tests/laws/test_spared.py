@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import naive
 from backends import by_reference
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
@@ -175,7 +176,7 @@ def test_rules_are_written_down_by_name():
     assert resolve("skvq:heavy=9").protect.outliers == Outliers(9, Mass())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "says"),
     [
         (lambda: Outliers(0), "tokens=0 of outliers must be a whole number, 1 or more"),

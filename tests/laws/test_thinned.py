@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backends import by_reference
+from for_each import for_each
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError
@@ -16,6 +18,7 @@ from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from near import assert_near
+from pairwise import some_slow
 from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state
 
 PROMPT, SINKS, KEPT = 120, 4, 64
@@ -43,7 +46,7 @@ RECIPES = {
     ),
     "snapkv, clusters on the host": thin(Observation(8), CLUSTERS, tier=Tier()),
 }
-every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+every = some_slow("recipe", RECIPES, *(RECIPES.keys() - {"h2o, clusters"}))
 
 
 def fresh(recipe: Recipe, rank: int = 1):
@@ -185,9 +188,9 @@ def test_a_keep_without_recall_refuses_the_same_crop():
     assert (cache.seen, len(cache.state.tokens)) == (PROMPT, KEPT)
 
 
-@pytest.mark.sample("values")
-@every
-@pytest.mark.parametrize("tokens", [1, 3, 40, 120, 333])
+@by_reference
+@for_each("recipe", RECIPES.values(), ids=RECIPES)
+@for_each("tokens", [1, 3, 40, 120, 333])
 def test_predicted_bytes_are_measured_bytes(recipe, tokens):
     q, k, v = heads(0, tokens)
     caches = [fresh(recipe, rank) for rank in range(2)]
@@ -216,7 +219,7 @@ def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(k
     assert sum(len(cache.state.tokens) - 1 for cache in caches) == 2 * KEPT
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keep", "says"),
     [
         ({"when": "step"}, 'use a keep by score with when="prompt", or leave one of the two out'),

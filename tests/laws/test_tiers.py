@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError, TierError
 from kvloom.recall import Recall, Tier, TopK
@@ -245,7 +246,7 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
     feed(cache, *tokens(1, 20))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "says"),
     [
         (lambda: Tier("cloud"), "tier kind='cloud' is not one of host, file"),

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import kvloom
 from backends import by_reference
+from for_each import for_each
 from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
 from kvloom.hf import adapters, compat
@@ -292,7 +293,7 @@ def test_the_cache_of_another_model_is_refused(name):
     assert cache.get_seq_length() == 61
 
 
-@pytest.mark.parametrize("name", ["gptj", "mpt", "falcon-mqa", "falcon-gqa"])
+@for_each("name", ["gptj", "mpt", "falcon-mqa", "falcon-gqa"])
 def test_a_4d_mask_is_refused(name):
     model = zoo.build(name)
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]

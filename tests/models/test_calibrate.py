@@ -11,6 +11,7 @@ from zoo import batch, build
 
 import kvloom
 from backends import by_reference
+from for_each import for_each
 from kvloom.calibrate import Settings, calibrate, cut_contexts
 from kvloom.calibrate.ranges import _share_added
 from kvloom.errors import CalibrationError, IncompatibleRecipe, NotFinite
@@ -267,7 +268,7 @@ def test_a_group_larger_than_the_layer_is_refused(llama):
     assert "group=64 does not divide the layer's channels=32; use 16 or 32" in message
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mpt", "bloom"])
+@for_each("name", ["gpt2", "mpt", "bloom"])
 def test_models_without_rope_are_refused_before_rope_and_calibrated_after_it(tmp_path, name):
     model, path = build(name), tmp_path / "c.kvcal"
     with pytest.raises(CalibrationError, match=f"{type(model).__name__} has no rotary embedding"):

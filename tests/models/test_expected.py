@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvloom
 import naive_recipes as rules
+from for_each import for_each
 from kvloom.errors import IncompatibleRecipe
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
@@ -50,7 +51,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name):
             assert torch.equal(kept, two[0])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "spelled",
     [
         "expected:tokens=40,recent=8,store=kivi-4",

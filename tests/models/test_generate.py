@@ -18,7 +18,7 @@ KIVI = "kivi:group=16,residual=32"
 
 
 KINDS = ("llama-gqa", "gemma2", "falcon-gqa", "bloom")
-SLOW = ("gptj", "mpt", "falcon-mqa", "falcon-alibi")  # others have what these have
+SLOW = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi")  # others have what these have
 
 
 @pytest.fixture(

@@ -9,6 +9,7 @@ import zoo
 
 import kvloom
 from backends import by_reference
+from for_each import for_each
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
 from kvloom.hf.report import report
 from kvloom.keep import Budget, Keep, Mass
@@ -48,7 +49,7 @@ def test_detach_without_attach(model):
         kvloom.detach(model)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recipe", "error", "says"),
     [
         ("kivvi", RecipeError, r"did you mean 'kivi'\?.*there are full, .*kivi"),
@@ -66,7 +67,7 @@ def test_bad_recipes_change_nothing(model, recipe, error, says):
         assert untouched(model)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "says"),
     [
         (tf.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=99),
@@ -252,7 +253,7 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert "3 of 3 layers" in repr(full)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recipe", "prompts", "small"),
     [("full", False, False), ("kivi:group=16", True, True), ("kivi-4:group=16", True, False),
      ("h2o", True, False), ("skvq-k2v1.5:group=16,calibration=x", True, True)],
@@ -263,7 +264,7 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
-@pytest.mark.parametrize("recipe", ["full", KIVI, "h2o", "pyramidkv", "clusterkv"])
+@for_each("recipe", ["full", KIVI, "h2o", "pyramidkv", "clusterkv"])
 def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(recipe):
     model = zoo.build("mistral-sliding")
     expected = model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False)
@@ -272,7 +273,7 @@ def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(recipe):
     assert torch.equal(model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False), expected)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "recipe", "says"),
     [
         ("llama-gqa", "pyramidkv:tokens=40", "leaves layer 2 of 3 without a heavy hitter; use a"),

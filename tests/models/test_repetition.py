@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvloom
 import naive_recipes as rules
+from for_each import for_each
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
 from kvloom.hf.observe import observe
@@ -127,7 +128,7 @@ CHUNKS, JOINT = "kvzip:tokens=200,recent=6,chunk=100", ",heads=0,layers=joint"
 GROUPS = f"{JOINT},store=kivi-4@1={CHUNKS}{JOINT},store=turbo"
 
 
-@pytest.mark.parametrize("options", ["", ",store=kivi-4", ",store=turbo", ",positions=renumbered",
+@for_each("options", ["", ",store=kivi-4", ",store=turbo", ",positions=renumbered",
                                      ",layers=variance", ",fraction=0.5", ",heads=0.2,store=turbo",
                                      f"{JOINT},store=kivi-4", GROUPS])  # fmt: skip
 def test_predicted_bytes_are_exact(options):
@@ -237,7 +238,7 @@ def test_what_cannot_be_repeated_is_refused():
     assert cache.get_seq_length() == cache.nbytes == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spelled", "message"),
     [
         ("kvzip:start=100", "leave out start"),

@@ -7,6 +7,7 @@ import torch
 import zoo
 
 from backends import by_reference
+from for_each import for_each
 from kvloom.errors import UnsupportedModel
 from kvloom.hf.rotary import rope
 
@@ -25,7 +26,7 @@ SCALED = {
 NONE = ("gpt2", "opt", "mpt", "falcon-alibi", "bloom")
 
 
-@pytest.mark.parametrize("name", [n for n in zoo.CONFIGS if n not in NONE])
+@for_each("name", [n for n in zoo.CONFIGS if n not in NONE])
 def test_keys_of_a_shifted_prompt_are_the_turned_keys(name):
     full = {"layer_types": ["full_attention"]} if name == "gemma3" else {}
     model = zoo.build(name, num_hidden_layers=1, **full)
@@ -40,7 +41,7 @@ def test_keys_of_a_shifted_prompt_are_the_turned_keys(name):
     assert not torch.allclose(held[0], held[1], atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@for_each("kind", SCALED)
 def test_scaled_frequencies(kind):
     model = zoo.build(
         "llama-gqa", rope_parameters={"rope_type": kind, "rope_theta": 1e4} | SCALED[kind]
@@ -48,7 +49,7 @@ def test_scaled_frequencies(kind):
     assert not torch.equal(rope(model).inv_freq, rope(zoo.build("llama-gqa")).inv_freq)
 
 
-@pytest.mark.parametrize("name", NONE)
+@for_each("name", NONE)
 def test_learned_positions_and_alibi_do_not_rotate(name):
     assert rope(zoo.build(name)) is None
 

@@ -18,6 +18,7 @@ import torch
 import zoo
 
 import kvloom
+from for_each import for_each
 from kvloom.calibrate import calibrate
 from kvloom.errors import SavedCacheError
 from kvloom.recipe.resolve import resolve
@@ -97,7 +98,7 @@ def field(found: dict, key: str) -> dict:
     return {recipe: its[key] for recipe, its in found.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_tokens_are_those_of_one_process(results, name):
     for rank in results["ranks"]:
         assert field(rank["recipes"][name], "tokens") == field(results["one"][name], "tokens")
@@ -128,7 +129,7 @@ def test_full_gives_the_tokens_of_plain_transformers(results, name):
         assert rank["recipes"][name]["full"]["tokens"] == plain
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_each_rank_holds_its_heads_and_their_bytes(results, name):
     parts = 1 if name == "phi3" else ranks.RANKS  # it gathers the keys of all ranks
     for rank in results["ranks"]:
@@ -139,7 +140,7 @@ def test_each_rank_holds_its_heads_and_their_bytes(results, name):
                 assert 0 <= found[count] * parts - one[count] <= 8 * len(one["heads"]), recipe
 
 
-@pytest.mark.parametrize("recipe", ["near-lossless", "keyformer", "clusterkv:tokens=96"])
+@for_each("recipe", ["near-lossless", "keyformer", "clusterkv:tokens=96"])
 def test_a_rank_goes_on_from_the_file_that_it_saved_and_refuses_that_of_another(results, recipe):
     for i, rank in enumerate(results["ranks"]):
         saved = rank["saved"][recipe]

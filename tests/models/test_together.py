@@ -11,6 +11,7 @@ from test_fan_out import prompt
 
 import kvloom
 from backends import by_reference
+from for_each import for_each
 from kvloom.errors import CacheMisuse
 from kvloom.hf.together import Together, can_step_together
 from kvloom.workload.crew import Ask, run_alone, run_together
@@ -67,7 +68,7 @@ def test_a_failure_in_one_cache_leaves_all_as_they_were():
     assert [c.get_seq_length() for c in caches] == [n + 1 for n in before]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gemma3", "mistral-sliding"])
+@for_each("name", ["gpt2", "opt", "bloom", "gemma3", "mistral-sliding"])
 def test_models_that_need_more_than_the_caches_are_refused(name):
     model = zoo.build(name)
     form = (

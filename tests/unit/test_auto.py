@@ -9,6 +9,7 @@ import torch
 
 import kvloom
 import tiny
+from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.hf import compat
 from kvloom.hf.metadata import identity
@@ -51,7 +52,7 @@ def auto(model, **bound):
     return kvloom.auto(model, context=CONTEXT, **bound)
 
 
-@pytest.mark.parametrize("place", range(len(EVIDENCE)))
+@for_each("place", range(len(EVIDENCE)))
 def test_the_best_recipe_that_fits_is_chosen(model, place):
     recipe = EVIDENCE[place].recipe
     found = auto(model, bytes=share(model, recipe))
@@ -126,7 +127,7 @@ def test_a_damaged_stored_recipe_is_named(model):
         auto(model, bytes=0.5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("bound", "said"),
     [
         ({}, "give either memory, in bytes, or bytes"),

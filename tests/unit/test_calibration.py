@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from for_each import for_each
 from kvloom.errors import CalibrationError
 from kvloom.store import Packed, Transform
 from kvloom.store.calibration import Calibration, format_of, group_ranges, shape_of
@@ -51,7 +52,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path):
     assert "kvloom calibrate" in refused(tmp_path / "none.safetensors")
 
 
-@pytest.mark.parametrize("cut", [0, 5, 100, -1])
+@for_each("cut", [0, 5, 100, -1])
 def test_a_truncated_file_is_damaged(tmp_path, cut):
     path = tmp_path / "c.kvcal"
     made().save(path)
@@ -108,7 +109,7 @@ def test_channels_of_a_format():
     assert (fixed.low.tolist(), fixed.high.tolist()) == ([-32, -64], [16, 32])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fmt", "says"),
     [
         (Packed(3, "token", 16, transform=REORDERED.transform), "values at 3 bit in groups of 16"),

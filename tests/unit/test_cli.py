@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import kvloom
 import tiny
+from for_each import for_each
 from kvloom.cli.app import app
 from kvloom.cli.generate import first_packed_at
 from kvloom.cli.options import split_recipes
@@ -194,7 +195,7 @@ def test_a_recipe_that_fails_leaves_the_others(here, monkeypatch, caplog, error,
     assert ("Traceback" in caplog.text) == isinstance(error, KeyError)  # of a defect alone
 
 
-@pytest.mark.parametrize("command", ["compare", "inspect", "analyse attention", "generate"])
+@for_each("command", ["compare", "inspect", "analyse attention", "generate"])
 def test_new_tokens_are_called_the_same_everywhere(command):
     shown = run(*command.split(), "--help").stdout
     assert "--max-new-tokens" in shown
@@ -236,7 +237,7 @@ def test_a_model_takes_a_recipe_file(here, tmp_path, kind):
     kvloom.detach(model)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "parts"),
     [
         ("full,kivi", ["full", "kivi"]),
@@ -278,7 +279,7 @@ def test_generate_reads_stdin_and_compresses(here):
     assert run("generate", *args, input=TEXT[:1500]).stdout == found.stdout
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recipe", "tokens"),
     [
         ("kivi", 128),
@@ -362,7 +363,7 @@ def test_recipes_lists_every_recipe_in_one_line():
     assert max(map(len, lines)) <= 100
 
 
-@pytest.mark.parametrize("width", [20, 60, 140])
+@for_each("width", [20, 60, 140])
 def test_recipes_are_listed_in_the_columns_there_are(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     shown = run("recipes").stdout

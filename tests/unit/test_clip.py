@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import naive
+from for_each import for_each
 from kvloom.calibrate.clip_search import GRID, QuantizedGroups, search_clip
 from kvloom.positions.rope import Rope
 from kvloom.store import Packed, Transform
@@ -62,7 +63,7 @@ def misses(given: AttentionSample, bits: float, side: str):
     return missed
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("bits", "side", "softcap", "exact"),
     [(1, "values", None, (0, 0)), (2, "values", None, (3, 9)), (1.5, "keys", None, (3, 9)),
      (2, "keys", 2.0, (0, 0)), (1, "raw_keys", None, (0, 0)), (1.5, "raw_keys", None, (3, 9)),

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import kvloom
+from for_each import for_each
 from kvloom import eval as work
 from kvloom.errors import InputError
 from kvloom.eval import Row, Settings, decoding, measure, needles, passes, with_full
@@ -303,7 +304,7 @@ def test_decoding_ends_when_every_answer_is_right_or_wrong(model, tokenizer, mon
     kvloom.detach(model)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("said", "undecided"),
     [("", True), ("12", True), ("123", False), ("1234", False), ("13", False), ("13\ufffd", True)],
 )
@@ -459,7 +460,7 @@ def test_sliding_layers_count_in_memory_and_not_in_bits(tokenizer):
         assert "rtn" in captured.get()
 
 
-@pytest.mark.parametrize("wrong", [{"new_tokens": 8}, {"batch": 0}, {"context": 0}, {"seed": -1}])
+@for_each("wrong", [{"new_tokens": 8}, {"batch": 0}, {"context": 0}, {"seed": -1}])
 def test_settings_out_of_range(wrong):
     (name,) = wrong
     with pytest.raises(InputError, match=f"{name}=.* or more"):
@@ -541,7 +542,7 @@ def test_table_is_readable_at_100_columns(model, task, rows):
     assert f"{rows[1].bits_per_value:.2f}" in shown
 
 
-@pytest.mark.parametrize("width", [20, 40, 60, 99, 100, 200])
+@for_each("width", [20, 40, 60, 99, 100, 200])
 def test_a_table_of_any_width_shows_every_figure(model, task, width):
     row = Row("skvq:group=32,calibration=x.safetensors", 13.75, 6 << 20, 4.4, 0.63, 1099.9, 5.905,
               0.884, 1.0)  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from for_each import for_each
 from kvloom.cache.saved_state import VERSION
 from kvloom.cli.app import app
 from kvloom.keep import SCORERS
@@ -84,7 +85,7 @@ def test_the_page_has_every_command():
     assert sorted(pages) == sorted({name.split()[0] for name in COMMANDS})
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "recipes"])
+@for_each("name", [name for name in COMMANDS if name != "recipes"])
 def test_options_and_defaults_of_a_command(name):
     found = documented(name)
     for_all = PAGE.read_text().partition("\n## ")[0]

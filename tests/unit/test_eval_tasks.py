@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tiny
+from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.eval.plan import make_plan
 from kvloom.eval.sample import Source
@@ -69,8 +70,8 @@ def test_repetition_is_the_share_of_repeated_4_grams():
 # niah and multiturn
 
 
-@pytest.mark.parametrize("variant", ["single", "multikey", "multivalue", "multiquery", "passkey"])
-@pytest.mark.parametrize("ask", ["after", "inside"])
+@for_each("variant", ["single", "multikey", "multivalue", "multiquery", "passkey"])
+@for_each("ask", ["after", "inside"])
 def test_niah_contexts_have_the_exact_length(variant, ask):
     task, made_from = task_named(f"niah:{variant}"), source(lengths=[900], ask=ask)
     if (variant, ask) == ("multikey", "inside"):
@@ -96,7 +97,7 @@ def test_niah_facts_are_at_their_depth():
         assert at == pytest.approx(sample.fields["depth"], abs=0.06)  # a line, and the fact itself
 
 
-@pytest.mark.parametrize("name", ["niah:multikey", "multiturn", "ruler:niah_multiquery+vt+cwe+fwe"])
+@for_each("name", ["niah:multikey", "multiturn", "ruler:niah_multiquery+vt+cwe+fwe"])
 def test_samples_depend_on_the_seed_only(name):
     def texts(seed):
         settings = {"lengths": [1200], "seed": seed}
@@ -319,7 +320,7 @@ def test_expected_strings_count_whatever_their_case():
     assert share_found("It is ALPHA and beta.", ["alpha", "Beta", "gamma", "delta"]) == 0.5
 
 
-@pytest.mark.parametrize(("name", "answer", "expected", "classes", "score"), [
+@for_each(("name", "answer", "expected", "classes", "score"), [
     ("qa_f1", "The cat, a black one!", "black cat", [], 2 * (2 / 3) * 1 / (2 / 3 + 1)),
     ("qa_f1", "dog", "cat", [], 0),
     ("qa_f1", "", "cat", [], 0),
@@ -447,7 +448,7 @@ def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     assert longbench_score("\nAnn\nand more", trivia) == {"score": 1}
 
 
-@pytest.mark.parametrize(("line", "reason"), [
+@for_each(("line", "reason"), [
     (b'{"input": ', r"is not JSON \(Expecting value"),
     (b"[1]", "is not a JSON object"),
     (b'"\xff"', "is not UTF-8 text"),

@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import tiny
+from for_each import for_each
 from kvloom import Cache, __version__
 from kvloom.cli.app import app
 from kvloom.eval.decoding import answers, greedy
@@ -250,7 +251,7 @@ def test_summaries_of_a_file(here, tmp_path):
     assert json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["data"] == "a.jsonl"
 
 
-@pytest.mark.parametrize(("args", "message"), [
+@for_each(("args", "message"), [
     (["reading"], "there is no task 'reading'"),
     (["niah", "--ask", "before"], "--ask 'before' is unknown; use after or inside"),
     (["niah", "--context", "0"], "--context '0' is no list of whole numbers above 0"),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, head_budgets
 from kvloom.recall import Pages, Recall
@@ -66,7 +67,7 @@ def test_the_total_is_exact_with_ties_and_padding(seed, heads, units, unit):
     assert not more.gather(2, best).any()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     [
         "snapkv:heads=0.2",
@@ -97,7 +98,7 @@ def test_a_share_of_one_is_the_recipe_without_heads(name):
     assert "heads" not in resolve(name).to_toml()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "why"),
     [
         ({"when": "step"}, 'with a score and when="prompt"'),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
+from for_each import for_each
 from kvloom.analyse import attention
 from kvloom.cache.slots import Slots
 from kvloom.errors import InputError, UnsupportedModel
@@ -59,7 +60,7 @@ def held_at(head, step):
     return [i for i, at in enumerate(gone) if at == -1 or at > step]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@for_each("name", RECIPES)
 def test_data_equals_what_the_cache_held(model, tokenizer, name):
     data = seen_by(model, tokenizer, name)
     assert (data["prompt_tokens"], data["steps"], len(data["layers"])) == (PROMPT, NEW, LAYERS)
@@ -99,7 +100,7 @@ def exact_mass(model, ids):
         return torch.stack(eager.eval()(ids, output_attentions=True).attentions)[:, 0].double()
 
 
-@pytest.mark.parametrize("name", ["h2o", "window:tokens=24", "snapkv:tokens=24,window=8", "full"])
+@for_each("name", ["h2o", "window:tokens=24", "snapkv:tokens=24,window=8", "full"])
 def test_mass_after_the_prompt_is_plain_transformers(model, tokenizer, name):
     data = seen_by(model, tokenizer, name)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
@@ -160,7 +161,7 @@ def stretched(pairs):
     return {i for lo, n in zip(pairs[::2], pairs[1::2], strict=True) for i in range(lo, lo + n)}
 
 
-@pytest.mark.parametrize("kind", RECALL)
+@for_each("kind", RECALL)
 def test_tokens_read_are_those_of_the_step(model, tokenizer, kind):
     """As many as the cache says; the finest index reads the best keys; others whole parts."""
     data = seen_by(model, tokenizer, RECALL[kind])
@@ -244,7 +245,7 @@ def test_sinks_beside_packed_tokens_are_exact(model, tokenizer):
     assert packed["values"] == never + [0] * (body - 9) + [1, 2, 3, 4, 5] + [-1] * 9
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "views"),
     [("h2o", ["kept"]), ("full", ["kept"]), ("minikv", ["kept", "format"]), ("kivi", ["format"])],
 )

@@ -8,11 +8,12 @@ from typing import ClassVar
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Budget, Keep, Mass, Scorer, Step, checked
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "says"),
     [
         ({}, "give one"),
@@ -33,7 +34,7 @@ def test_a_bad_budget_is_refused(fields, says):
         Budget(**fields)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("budget", "prompt", "tokens"),
     [
         (Budget(tokens=7), 3, 7),
@@ -52,7 +53,7 @@ def test_a_budget_in_tokens(budget, prompt, tokens):
     assert budget.resolve(prompt) == tokens
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("budget", "prompt", "window"),
     [
         (Budget(tokens=10), 300, 10),
@@ -92,7 +93,7 @@ def step(tokens: int = 5) -> Step:
     return Step(q, k, k, 1.0, None, None, None, index, tokens, 0, 0, "sum")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("returned", "says"),
     [
         (torch.zeros(2, 2, 4), "returned float32 [2, 2, 4]; return float32 [2, 2, 5]: rows, key"),
@@ -120,7 +121,7 @@ def test_infinite_scores_are_accepted(monkeypatch):
     assert checked(Mine(), step()) is scores
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SCORERS if kind != "recent"])  # age decides
+@for_each("kind", [kind for kind in SCORERS if kind != "recent"])  # age decides
 def test_built_in_scores_pass_as_they_are(kind):
     score, one = SCORERS[kind](), step()
     assert torch.equal(checked(score, one), score(one))

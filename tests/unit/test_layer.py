@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse, NotFinite
@@ -148,7 +149,7 @@ def test_numbers_too_large_for_the_metadata_are_refused_with_the_remedy():
             assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "limit"),
     [
         ("kivi:meta=fp8", 448),
@@ -215,8 +216,8 @@ def test_crop_after_tokens_were_dropped_is_refused(name):
     assert within.seen == 10
 
 
-@pytest.mark.parametrize("name", ["window:tokens=20", "streaming:tokens=20,sinks=4"])
-@pytest.mark.parametrize("after", ["nothing", "a step", "a long step"])
+@for_each("name", ["window:tokens=20", "streaming:tokens=20,sinks=4"])
+@for_each("after", ["nothing", "a step", "a long step"])
 def test_recording_allows_to_crop_what_was_recorded_and_no_more(name, after):
     cache = build(resolve(name), *draw(0, 70))
     cache.state.recording = True

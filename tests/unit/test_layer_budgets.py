@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
@@ -49,7 +50,7 @@ def together(recipe: Recipe, steps: int, layers: int = 3):
     return caches
 
 
-@pytest.mark.parametrize("steps", [0, 1, 12])
+@for_each("steps", [0, 1, 12])
 def test_one_score_for_all_layers_keeps_the_same_tokens_in_all(steps):
     h2o = resolve("h2o")
     caches = together(replace(h2o, keep=replace(h2o.keep, shared=True)), steps)

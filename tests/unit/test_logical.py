@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
@@ -24,7 +25,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_layer_knows_which_keys_it_holds(name):
     """Every key carries its index, so what is held can be read from the keys themselves."""
     cache = LayerCache(resolve(name), "layer 0", 0, 1)

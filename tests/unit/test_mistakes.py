@@ -8,6 +8,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
+from for_each import for_each
 from kvloom.bench import ModelShape, timing
 from kvloom.cli.app import app
 from kvloom.cli.inputs import read_stdin
@@ -17,7 +18,6 @@ from kvloom.errors import InputError
 from kvloom.kernels import dispatch
 from kvloom.report import plots
 from kvloom.workload import bandwidth, filled_caches, models
-from pairwise import cover
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
 READ = ["compare", "compare --text", "analyse attention", "analyse attention --text",
@@ -46,13 +46,8 @@ MODELS = [
 
 
 def grid(verbs, *mistakes):
-    """Every verb with every mistake (words, what is said); the sample has every value of both."""
-    cases = [(verb, words, said) for verb in verbs for words, said in mistakes]
-    kept = cover([{"verb": verb, "words": words} for verb, words, _ in cases], strength=1)
-    return [
-        pytest.param(f"{verb} {words}", said, marks=() if i in kept else pytest.mark.slow)
-        for i, (verb, words, said) in enumerate(cases)
-    ]
+    """Every verb with every mistake (words, what is said)."""
+    return [(f"{verb} {words}", said) for verb in verbs for words, said in mistakes]
 
 
 COMMON = [
@@ -169,7 +164,7 @@ def refused(command, **kwargs):
     return line
 
 
-@pytest.mark.parametrize(
+@for_each(
     "command",
     [
         "compare short.txt", "compare text.txt --context 1000", "compare text.txt --context 40",
@@ -183,14 +178,14 @@ def test_what_the_tokenizer_can_refuse_is_refused_before_the_model_is_loaded(com
     refused(f"{command} --model model")
 
 
-@pytest.mark.parametrize(("command", "said"), COMMON + OWN)
+@for_each(("command", "said"), COMMON + OWN)
 def test_a_mistake_is_reported_in_one_sentence(here, command, said):
     before = sorted(path.name for path in here.iterdir())
     assert said in refused(command)
     assert sorted(path.name for path in here.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", PLOT)
+@for_each("command", PLOT)
 def test_a_plot_without_matplotlib_is_refused_before_any_work(command, monkeypatch):
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     monkeypatch.setattr(models, "load_config_and_tokenizer", lambda *_: pytest.fail("loaded"))
@@ -203,7 +198,7 @@ def test_a_model_that_is_no_decoder():
     assert "model 't5' cannot be loaded: " in refused("compare text.txt --model t5")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "command",
     [
         "analyse attention --context=-5", "analyse error --context 1", "analyse error --seed=-1",

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.recipe.resolve import resolve
 from kvloom.store import Packed, Transform
@@ -62,8 +63,8 @@ def test_any_stretch_unpacks_to_the_same_tokens(fmt, data):
     assert torch.equal(packed.view(lo, hi).tensor(), whole[:, :, lo:hi])
 
 
-@pytest.mark.parametrize("tokens", [16, 48, 128])
-@pytest.mark.parametrize("dim", [32, 64])
+@for_each("tokens", [16, 48, 128])
+@for_each("dim", [32, 64])
 def test_bytes_of_packed_tokens_are_the_formats(tokens, dim):
     x = torch.randn(3, 2, tokens, dim)
     for fmt in FORMATS:
@@ -80,7 +81,7 @@ def test_tokens_beyond_one_chunk_of_quantization_are_packed_alike(monkeypatch):
         assert torch.equal(chunked.view().tensor(), one.view().tensor()), fmt
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@for_each("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tokens_come_back_in_the_dtype_they_came_in(dtype):
     assert held(FORMATS[0], torch.randn(1, 1, 16, 32).to(dtype)).view().tensor().dtype == dtype
 
@@ -113,7 +114,7 @@ def test_effective_bits():
     assert Packed(4, "token", 64, "bf16").bits_a_value() == 4.5
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("block", "recent", "rows"),
     [
         # (tokens, packed): keys of KIVI, values of KIVI, and something between

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 
-import pytest
-
+from for_each import for_each
 from pairwise import axes, cover, left_out
 
 SIZES = [(2, 2, 2), (3, 4, 5), (6, 4, 3, 2), (13, 9), (7,), (4, 4, 4, 4, 4)]
@@ -26,8 +25,8 @@ def combinations(cases, strength):
     }
 
 
-@pytest.mark.parametrize("strength", [1, 2, 3])
-@pytest.mark.parametrize("sizes", SIZES)
+@for_each("strength", [1, 2, 3])
+@for_each("sizes", SIZES)
 def test_every_combination_that_a_grid_contains_is_in_the_sample(sizes, strength):
     cases = grid(sizes, lambda case: sum(case.values()) % 5)
     sample = [cases[i] for i in cover(cases, strength)]
@@ -35,7 +34,7 @@ def test_every_combination_that_a_grid_contains_is_in_the_sample(sizes, strength
     assert combinations(sample, strength) == combinations(cases, strength)
 
 
-@pytest.mark.parametrize(("sizes", "most"), [((4, 4, 4), 20), ((6, 4, 3, 2), 28), ((3,) * 8, 21)])
+@for_each(("sizes", "most"), [((4, 4, 4), 20), ((6, 4, 3, 2), 28), ((3,) * 8, 21)])
 def test_a_sample_of_pairs_is_small(sizes, most):
     cases = grid(sizes)
     sample = cover(cases)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import kvloom.eval.papers as papers
 import tiny
+from for_each import for_each
 from kvloom.analyse import attention, error
 from kvloom.cli.app import app
 from kvloom.errors import InputError
@@ -153,7 +154,7 @@ def cells(ct, tt, cc, tc):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "found", "status"),
     [
         ("best layout", cells(0.1, 0.2, 0.3, 0.4), REPRODUCED),
@@ -168,7 +169,7 @@ def test_the_rules_of_kivis_layouts(name, found, status):
     assert check(by_name("kivi", name), FakeLab(found)).status == status
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "changed", "status"),
     [
         ("recall rate", {}, REPRODUCED),
@@ -191,7 +192,7 @@ def test_the_rules_of_recall_rates(name, changed, status):
 # what claims contain
 
 
-@pytest.mark.parametrize("paper", papers.PAPERS)
+@for_each("paper", papers.PAPERS)
 def test_every_claim_is_complete(paper):
     title, claims = papers.PAPERS[paper]
     assert re.search(r"\(arXiv:\d{4}\.\d{5}(v\d)?\)$", title)

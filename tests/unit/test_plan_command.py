@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 import kvloom
+from for_each import for_each
 from kvloom.cli.app import app
 
 ROW = {
@@ -119,7 +120,7 @@ def test_a_named_recipe_that_does_not_fit_the_model(folder):
     assert "no figures for" in found.stderr
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "says"),
     [
         (["--memory", "8 apples"], "memory '8 apples' is not a size"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.planner import machine_file, machine_measurement, read_model
 from kvloom.planner.cache_bytes import CacheBytes
@@ -92,9 +93,9 @@ def test_measurements_of_another_machine_or_version_do_not_count(quick, config, 
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 0}'])
+@for_each("text", ["", "{", "[]", '{"format": 1}', '{"format": 0}'])
 def test_a_damaged_file_counts_as_none(quick, text):
-    machine_file.path().parent.mkdir(parents=True)
+    machine_file.path().parent.mkdir(parents=True, exist_ok=True)
     machine_file.path().write_text(text)
     assert machine_file.load() is None
 

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 import kvloom
+from for_each import for_each
 from kvloom.errors import InputError, UnsupportedModel
 from kvloom.planner import hardware_file, plan_recipes, read_model
 from kvloom.planner.cache_bytes import CacheBytes
@@ -79,13 +80,13 @@ def llama():
 # bytes
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@for_each("name", CONFIGS)
 def test_weights_are_those_of_the_model(name):
     model = built(name)
     assert facts(name).weights.nbytes == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@for_each("name", CONFIGS)
 def test_a_real_cache_has_the_planned_bytes(name):
     """In layers that kvloom caches, after a prompt; in sliding layers, after one more token."""
     model, found = built(name), facts(name)
@@ -129,7 +130,7 @@ def test_every_recipe_has_the_bytes_that_it_predicts(llama):
             assert 0 < held <= tokens, (spec, tokens)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "spec", ["h2o:shared=true", "snapkv:fraction=0.5,heads=0.2,layers=joint", "kvzip:fraction=0.5"]
 )
 def test_layers_that_wait_for_scores_hold_the_prompt(llama, spec):
@@ -174,7 +175,7 @@ LINEAR = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64),
           "gate": (96, 64), "up": (96, 64), "down": (64, 96)}  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "nbytes"),
     [
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, lambda o, i: o * i + 4 * o),
@@ -222,9 +223,7 @@ def test_fp8_is_what_transformers_makes_of_it():
 # inverse questions
 
 
-@pytest.mark.parametrize(
-    "spec", ["full", "kivi", "rtn", "skvq", "h2o", "snapkv", "minikv", "quest"]
-)
+@for_each("spec", ["full", "kivi", "rtn", "skvq", "h2o", "snapkv", "minikv", "quest"])
 def test_the_longest_context_and_the_largest_batch_fit_and_one_more_does_not(spec, llama):
     memory = 12 << 30
     asked = {"memory": memory, "context": 20000, "batch": 2}
@@ -336,7 +335,7 @@ def test_hardware_from_a_file(tmp_path, llama):
     assert found.hardware.sources["kv"] == "a sheet"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "says"),
     [
         ("memory_gb = 48", "has no number above 0 for bandwidth_gb_s, tflops"),
@@ -355,7 +354,7 @@ def test_a_wrong_hardware_file_is_refused(tmp_path, text, says):
 # bad input
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "says"),
     [
         (lambda: tf.T5Config(), "encoder-decoder"),
@@ -399,7 +398,7 @@ def test_a_config_without_a_dtype_is_warned_of():
     assert "states no dtype" in plan(config, ["full"], context=64).warnings[0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "says"),
     [
         ({"context": 0}, "context=0 must be a whole number"),
@@ -439,7 +438,7 @@ def test_a_config_file_and_a_folder_are_read_and_other_files_are_not(tmp_path):
         read_model(Path(tmp_path))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parse", "option", "value"),
     [
         (parse_bytes, "24GiB", 24 << 30),
@@ -456,7 +455,7 @@ def test_units(parse, option, value):
     assert parse(option) == value
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parse", "option"),
     [
         (parse_bytes, "24 bananas"), (parse_bytes, "0GB"), (parse_bytes, "-1GB"),

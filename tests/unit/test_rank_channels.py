@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.errors import CalibrationError
 from kvloom.store import Packed, Transform
 from kvloom.store.codec import Channels, codec, consecutive
@@ -33,7 +34,7 @@ def calibrated(fmt: Packed) -> Channels:
     return Channels(group_of, clip, divisor, *static)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"reorder": True, "clip": "group"}, {"clip": "layer"}, {"smooth": True},
@@ -41,7 +42,7 @@ def calibrated(fmt: Packed) -> Channels:
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("first", [0, 1, 2])
+@for_each("first", [0, 1, 2])
 def test_some_heads_are_packed_as_among_all(options, first):
     fmt = format_of(**options)
     every = calibrated(fmt)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from for_each import for_each
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Noisy, Observation
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
@@ -23,7 +24,7 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
 # --- validation: what is wrong, and what would be right ------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "wrong", "right"),
     [
         ({"bits": 5}, "bits=5", "1, 1.5, 2, 3, 4, 8"),
@@ -55,7 +56,7 @@ def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
     assert right in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "says"),
     [
         ({"span": "row"}, "span='row' is not one of head, layer"),
@@ -75,7 +76,7 @@ def test_a_bad_transform_is_refused(fields, says):
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "says"),
     [
         (lambda: Packed(2, "token", transform="rotate"), "transform='rotate' must be a Transform"),
@@ -114,7 +115,7 @@ def test_a_part_of_a_wrong_type_is_refused(build, says):
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "says"),
     [
         ({"store": {"keys": {"bits": 2}}}, "keys: Packed needs the field 'axis'"),
@@ -129,7 +130,7 @@ def test_data_that_lacks_a_field_or_has_one_too_many(data, says):
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "wrong"),
     [
         ({"sinks": -1}, "sinks=-1"),
@@ -148,7 +149,7 @@ def test_bad_protection_is_refused(fields, wrong):
     assert wrong in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "says"),
     [
         (
@@ -174,7 +175,7 @@ def test_bad_recall_is_refused(build, says):
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("index", "protect", "least"),
     [
         (Clusters(), Protect(16), 17),
@@ -224,7 +225,7 @@ def test_keep_and_a_packed_store_do_not_combine():
     assert "cannot leave their group alone" in str(refused.value)
 
 
-@pytest.mark.parametrize(("sinks", "recent"), [(8, 0), (4, 4), (0, (2, 9))])
+@for_each(("sinks", "recent"), [(8, 0), (4, 4), (0, (2, 9))])
 def test_a_budget_must_leave_room_beside_protected_tokens(sinks, recent):
     protect = Protect(sinks, recent)
     least = sinks + max(protect.recents)
@@ -250,7 +251,7 @@ def test_head_dim_80_with_group_32_says_16():
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("group", "head_dim", "fits"),
     [(128, 64, "use 16 or 32 or 64"), (64, 96, "use 16 or 32"), (32, 40, "no group fits")],
 )
@@ -260,7 +261,7 @@ def test_a_group_that_does_not_divide_names_those_that_do(group, head_dim, fits)
     assert fits in problem
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("reorder", "group", "heads", "says"),
     [
         (False, 64, 2, None),  # one group over both heads

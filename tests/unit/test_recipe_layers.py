@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.cli.options import split_recipes as split
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Outliers
@@ -32,7 +33,7 @@ def stores(recipe: Recipe, numbers=range(6)) -> list[Store]:
 # --- which layers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("where", "layers"),
     [
         (3, [3]),
@@ -50,7 +51,7 @@ def test_a_place_names_layers(where, layers):
     assert [n for n in range(6) if stores(recipe)[n] == FOUR] == layers
 
 
-@pytest.mark.parametrize(
+@for_each(
     "where", ["", "-1", "2-1", "first", "first 0", "last -1", "middle 2", "1,2", 1.0, True, None]
 )
 def test_another_place_is_refused(where):
@@ -58,7 +59,7 @@ def test_another_place_is_refused(where):
         LayerOverride(where, store=FOUR)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("where", "cached"),
     [("1", [1]), ("0-4", [1, 3]), ("3-7", [3, 5, 7]), ("first 1", [1]), ("last 2", [5, 7])],
 )
@@ -68,7 +69,7 @@ def test_numbers_are_the_models_and_ends_count_cached_layers(where, cached):
     recipe.check(geometry(4, HYBRID))
 
 
-@pytest.mark.parametrize("where", ["2", "9", "4-4", "0-0", "6-8", "first 5", "last 5"])
+@for_each("where", ["2", "9", "4-4", "0-0", "6-8", "first 5", "last 5"])
 def test_layers_that_are_not_cached_are_refused_by_name(where):
     recipe = Recipe(layers=(LayerOverride(where, store=FOUR),), name="mine")
     (problem,) = recipe.problems(geometry(4, HYBRID))
@@ -191,7 +192,7 @@ def test_overrides_that_do_not_combine_with_each_other_name_the_layer():
     assert problem.startswith("layer 2: keep drops single tokens")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "says"),
     [
         (lambda: LayerOverride(0), "layers '0': give a part to override: keep, store, recall or"),
@@ -231,7 +232,7 @@ def test_bytes_are_the_sum_over_layers(tokens, batch):
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recipe", "queries"),
     [
         ("kivi", 0),
@@ -264,7 +265,7 @@ def test_outliers_need_the_queries():
     assert not Recipe(keep=Keep(Budget(9))).reads_queries
 
 
-@pytest.mark.parametrize("start", [-1, 1.0, True, "5", None])
+@for_each("start", [-1, 1.0, True, "5", None])
 def test_a_bad_start_is_refused(start):
     with pytest.raises(RecipeError, match="must be a whole number of tokens, 0 or more"):
         Recipe(start=start)
@@ -301,7 +302,7 @@ def test_files_and_overrides_combine(tmp_path, monkeypatch):
     assert resolve(f"skvq:calibration={path},window=64").store.calibration == path
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spelling", "says"),
     [
         ("kivi@frist 2=full", "where='frist 2' does not name layers"),
@@ -319,7 +320,7 @@ def test_a_wrong_spelling_of_layers_is_refused(spelling, says):
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "recipes",
     [
         ["kivi:bits=4,group=64", "rtn"],
@@ -393,7 +394,7 @@ def test_any_layers_come_back_from_a_dict_and_from_toml(layers, start):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "says"),
     [
         ({"layers": [{"store": {}}]}, "layers: LayerOverride needs the field 'where'"),

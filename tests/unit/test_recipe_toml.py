@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
@@ -112,7 +113,7 @@ def test_a_toml_written_by_hand():
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "says"),
     [
         ({"kep": {}}, "Recipe has no field 'kep'; it has keep, store, recall, protect, name"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.recipe.resolve import RECIPES, options, resolve, summary
 from kvloom.recipe.spec import Protect, Recipe
@@ -25,7 +26,7 @@ def test_kivi_reads_as_the_paper():
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spelling", "same"),
     [
         ("kivi-4", "kivi:bits=4"),
@@ -48,7 +49,7 @@ def test_overrides_reach_both_windows():
     assert recipe.protect.recents == (0, 192)
 
 
-@pytest.mark.parametrize("name", ["kivi", "kivi:group=64,residual=128", "kivi-4"])
+@for_each("name", ["kivi", "kivi:group=64,residual=128", "kivi-4"])
 def test_a_recipe_is_called_what_the_user_called_it(name):
     assert resolve(name).name == name
 
@@ -76,7 +77,7 @@ def test_a_recipe_resolves_to_itself():
     assert resolve(recipe) is recipe
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spelling", "says"),
     [
         ("kiwi", ["no recipe named 'kiwi'", "did you mean 'kivi'", *RECIPES]),
@@ -138,8 +139,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-@pytest.mark.parametrize("name", ["mine.toml", "mine", "./kivi"])
+@for_each("kind", [str, Path])
+@for_each("name", ["mine.toml", "mine", "./kivi"])
 def test_a_file_is_a_recipe(folder, name, kind):
     path = folder / name if kind is Path else name
     found = resolve(path)
@@ -153,8 +154,8 @@ def test_a_name_is_a_name_though_there_is_such_a_file(folder):
     assert resolve(Path("kivi")).store.keys.bits == 4
 
 
-@pytest.mark.parametrize("read", [resolve, Recipe.from_toml])
-@pytest.mark.parametrize(
+@for_each("read", [resolve, Recipe.from_toml])
+@for_each(
     ("name", "why"),
     [
         ("none.toml", "cannot be read (No such file or directory); give an existing TOML file"),

@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 import kvloom
+from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Mass, Scorer
 from kvloom.recall import INDEXES, Index
@@ -86,7 +87,7 @@ def test_public_functions_are_decorators():
     assert resolve("named-by-itself:a=2").start == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("register", "says"),
     [
         (lambda: SCORERS.register(3), "3 is not a score: derive a class from Scorer"),

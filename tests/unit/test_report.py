@@ -12,6 +12,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
+from for_each import for_each
 from html_elements import parse
 from kvloom.cli.app import app
 from kvloom.errors import InputError
@@ -244,9 +245,7 @@ def test_an_output_that_cannot_be_written(folder, tmp_path):
     assert "cannot write" in found.stderr
 
 
-@pytest.mark.parametrize(
-    ("head", "name"), [({"format": 2}, "format 2"), ({}, "format None"), ([], "format None")]
-)
+@for_each(("head", "name"), [({"format": 2}, "format 2"), ({}, "format None"), ([], "format None")])
 def test_another_format(copy, head, name):
     (copy / "run.json").write_text(json.dumps(head))
     assert re.search(rf"{name}, and this kvloom reads format 1", refused(copy))
@@ -257,7 +256,7 @@ def test_a_damaged_run_json(copy):
     assert "cannot read" in refused(copy)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("old", "new", "why"),
     [
         ('"recipe"', '"recip"', "it has no field 'recipe'"),
@@ -270,7 +269,8 @@ def test_a_damaged_run_json(copy):
         ("{", "[{", "it is not JSON"),
     ],
 )
-def test_a_damaged_line_is_named(copy, old, new, why):
+def test_a_damaged_line_is_named(folder, tmp_path, old, new, why):
+    copy = shutil.copytree(folder, tmp_path / "copy")
     path = copy / "niah.jsonl"
     lines = path.read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if '"niah-1"' in line and '"scores"' in line)
@@ -346,7 +346,7 @@ def test_kvpress_metrics_of_other_data(tmp_path):
     assert [f.recipe for f in read_kvpress(folder)[0].figures] == ["full", "full (2)"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "text", "why"),
     [
         ("metrics.json", "{", "as JSON"),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from kvloom.cache.segment import Segment
 from kvloom.cache.sinks import Sinks
 from kvloom.kernels.attend import reference as ref
@@ -134,7 +135,7 @@ def numbered(n: int, batch: int = 3) -> torch.Tensor:
     return index[:, None, :, None].repeat(1, 1, 1, 4)
 
 
-@pytest.mark.parametrize("sizes", [[10], [1] * 10, [2, 1, 7], [4, 6], [3, 3, 4]])
+@for_each("sizes", [[10], [1] * 10, [2, 1, 7], [4, 6], [3, 3, 4]])
 def test_sinks_without_padding_are_the_first_tokens(sizes):
     sinks, x, seen, skipped = Sinks(4), numbered(10), 0, 0
     assert not sinks.full(0)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import kvloom
 import tiny
+from for_each import for_each
 from kvloom.cli.app import app
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.hf import compat
@@ -61,7 +62,7 @@ def ids(model, tokens, seed=0):
 # the knapsack
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_the_knapsack_finds_what_a_search_of_everything_finds(seed):
     rng = np.random.default_rng(seed)
     nbytes, costs = rng.integers(1, 40, (4, 5)) * 3, rng.random((4, 5))
@@ -418,7 +419,7 @@ def test_scores_of_other_settings_and_damaged_ones_are_refused(tune, tmp_path):
         tune(bytes=0.3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "said"),
     [
         ({}, "give either bytes, such as 0.2, or kl"),
@@ -500,7 +501,7 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
     assert kvloom.Cache(model, out).recipe.layers == recipe.layers
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         ("--bytes 0.2 --quality 0.01", "--quality '0.01' must be a divergence in nats"),

@@ -5,7 +5,6 @@ python benchmarks/bench.py
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 
@@ -27,7 +26,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    record.options(__doc__)
     for name, options in COMMANDS.items():
         path = record.results() / f"{name}.json"
         command = [sys.executable, "-m", "kvloom", "bench", *options, "--json", str(path)]

@@ -6,12 +6,11 @@ itself included, as `sys.setprofile` reports them; `python_us` is its time witho
 kernels. Both are means over the layers, and medians over the steps.
 
     python benchmarks/calls.py
-    python benchmarks/calls.py --prompt 4096 --recipes kivi --result calls_4096
+    python benchmarks/calls.py --prompt 4096 --recipes kivi --result calls_4096  # calls_4096.json
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -110,12 +109,7 @@ def measure(recipe: str, prompt: int, steps: int, dtype: torch.dtype) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--recipes", nargs="+", default=RECIPES)
-    parser.add_argument("--result", default="calls", help="name of the JSON file in results/")
-    options = parser.parse_args()
+    options = record.options(__doc__, prompt=512, steps=300, recipes=RECIPES, result="calls")
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         for recipe in options.recipes:

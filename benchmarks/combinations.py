@@ -8,6 +8,7 @@ bytes after the prompt with the predicted ones. Variants of a part are tried in 
 
     python benchmarks/combinations.py                 # all of them
     python benchmarks/combinations.py --only minikv   # those whose name contains a word
+    python benchmarks/combinations.py --every 10      # every tenth
     python benchmarks/combinations.py --padded        # two rows, the second padded; not renumbered
     KVLOOM_KERNELS=ref python benchmarks/combinations.py    # by the reference
 
@@ -17,7 +18,6 @@ status 1 if a combination fails.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -141,18 +141,15 @@ def recalls() -> list[Option]:
 
 def combinations() -> Iterator[tuple[str, Recipe | str]]:
     """Yield every name with its recipe, or with the reason why recipes refuse it."""
-    outliers = kvloom.Outliers(20) if hasattr(kvloom, "Outliers") else None
     for keep, store, recall in itertools.product(keeps(), stores(), recalls()):
-        parts = [keep.part is not None, not store.rank_channels.exact, recall.part is not None]
+        parts = [keep.part is not None, not store.part.exact, recall.part is not None]
         if sum(parts) == 3 and (keep.pairs or store.pairs or recall.pairs):
             continue
         yield _built(keep, store, recall)
-    if outliers is None:
-        return
     for store in stores():
-        if not store.rank_channels.exact:
-            protect = Protect(store.sinks, store.recent, outliers)
-            yield f"outliers × {store.name}", Recipe(store=store.rank_channels, protect=protect)
+        if not store.part.exact:
+            protect = Protect(store.sinks, store.recent, kvloom.Outliers(20))
+            yield f"outliers × {store.name}", Recipe(store=store.part, protect=protect)
 
 
 def _built(keep: Option, store: Option, recall: Option) -> tuple[str, Recipe | str]:
@@ -164,9 +161,9 @@ def _built(keep: Option, store: Option, recall: Option) -> tuple[str, Recipe | s
     try:
         wanted = recall.part
         if wanted is not None:  # the protected tokens, and a few more
-            room = protect.tokens + (store.rank_channels.unit if wanted.tier else 0)
+            room = protect.tokens + (store.part.unit if wanted.tier else 0)
             wanted = replace(wanted, tokens=wanted.tokens + room)
-        return name, Recipe(keep.part, store.rank_channels, wanted, protect, name)
+        return name, Recipe(keep.part, store.part, wanted, protect, name)
     except RecipeError as error:
         return name, str(error)
 
@@ -215,11 +212,7 @@ def run(model: Any, ids: torch.Tensor, recipe: Recipe, padded: bool = False) -> 
 
 def main() -> None:
     """Run all combinations."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="run those whose name contains this")
-    parser.add_argument("--padded", action="store_true", help="two rows, the second padded")
-    parser.add_argument("--every", type=int, default=1, help="run every n-th only")
-    args = parser.parse_args()
+    args = record.options(__doc__, only="", padded=False, every=1)
     torch.set_num_threads(1)
     model = kvloom.reference_model(torch.float32)
     tokenizer = kvloom.reference_tokenizer()

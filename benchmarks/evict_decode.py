@@ -8,33 +8,26 @@ that other load on the machine affects all of them. Times are medians of a step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
+from functools import partial
 
 import torch
 from transformers import DynamicCache
 
 import kvloom
 import record
+from kvloom.bench.timing import Candidate, time_candidates
 
 RECIPES = ("full", "h2o", "keyformer", "snapkv:fraction=0.5", "random", "window:tokens=4096")
-WARM_UP = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options = record.options(__doc__, context=8192, steps=40)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         rows += measure(dtype, options.context, options.steps)
-    record.write(
-        "evict_decode",
-        {"environment": record.environment(context=options.context, steps=options.steps),
-         "rows": rows},
-    )  # fmt: skip
+    environment = record.environment(context=options.context, steps=options.steps)
+    record.write("evict_decode", {"environment": environment, "rows": rows})
 
 
 def measure(dtype: torch.dtype, context: int, steps: int) -> list[dict]:
@@ -43,23 +36,21 @@ def measure(dtype: torch.dtype, context: int, steps: int) -> list[dict]:
     ids = torch.randint(3, plain.config.vocab_size, (1, context))
     candidates = {"DynamicCache": (plain, DynamicCache(config=plain.config))}
     candidates |= {recipe: (ours, kvloom.Cache(ours, recipe)) for recipe in RECIPES}
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
     with torch.inference_mode():
         for model, cache in candidates.values():
             model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        for i in range(steps + WARM_UP):
-            for name, (model, cache) in candidates.items():
-                begin = time.perf_counter()
-                model(input_ids=ids[:, i : i + 1], past_key_values=cache)
-                if i >= WARM_UP:
-                    seconds[name].append(time.perf_counter() - begin)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+    calls = [
+        Candidate(name, partial(model, input_ids=ids[:, :1], past_key_values=cache))
+        for name, (model, cache) in candidates.items()
+    ]
+    times = time_candidates(calls, steps, warm_up=10)
+    median = {name: statistics.median(found.ms) for name, found in times.items()}
     rows = []
     for name, (_, cache) in candidates.items():
         row = {
             "dtype": str(dtype).removeprefix("torch."),
             "cache": name,
-            "ms": 1e3 * median[name],
+            "ms": median[name],
             "speed_over_dynamic": median["DynamicCache"] / median[name],
             "speed_over_full": median["full"] / median[name],
             "nbytes": getattr(cache, "nbytes", None),

@@ -20,13 +20,13 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 import record
+from kvloom.bench.timing import Candidate, time_candidates
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import ops
 from kvloom.kernels.score.noise import Noise
@@ -95,21 +95,18 @@ def timing(lengths: list[int], repeats: int = 3) -> list[dict]:
         noise = Noise("gumbel", 0, torch.arange(tokens).view(1, 1, -1), 0)
         for dtype in (torch.float32, torch.bfloat16):
             (q, _, _), (k, v, _) = (draw(tokens, h, DIM, dtype) for h in (32, 8))
-            kinds = {
-                "sdpa": partial(
+            work = [
+                Candidate("sdpa", partial(
                     F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True
+                )),
+                Candidate("column_mass", partial(ops.column_mass, q, k, DIM**-0.5)),
+                Candidate(
+                    "noisy", partial(ops.column_mass, q, k, DIM**-0.5, noise=noise, tau=1.5)
                 ),
-                "column_mass": partial(ops.column_mass, q, k, DIM**-0.5),
-                "noisy": partial(ops.column_mass, q, k, DIM**-0.5, noise=noise, tau=1.5),
-            }
-            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for _ in range(repeats):
-                for kind, fn in kinds.items():
-                    begin = time.perf_counter()
-                    fn()
-                    seconds[kind].append(time.perf_counter() - begin)
+            ]  # fmt: skip
+            times = time_candidates(work, repeats, warm_up=0)
             row = {"tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
-            row |= {kind: min(values) for kind, values in seconds.items()}
+            row |= {kind: min(found.ms) / 1e3 for kind, found in times.items()}
             rows.append(row)
             print(
                 f"scoring {tokens} tokens in {row['dtype']}: SDPA {row['sdpa']:.2f} s, column_mass "

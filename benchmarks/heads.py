@@ -9,11 +9,10 @@ is compressed.
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import torch
 
+import record
 from kvloom.eval.needles import count_correct, haystacks
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
@@ -34,10 +33,7 @@ NAMES = [
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", type=int, default=4)
-    parser.add_argument("--questions", type=int, default=24)
-    args = parser.parse_args()
+    args = record.options(__doc__, contexts=4, questions=24)
     model, tokenizer = models.load("smollm2", "bfloat16")
     text = calibration_text()[:1_500_000]
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))

@@ -9,38 +9,24 @@ best and K-T V-T is second; values per channel ruin the model.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 import kvloom
 import record
-from kvloom import Packed, Protect, Recipe, Store
-from kvloom.eval import Row, Settings, compare, load, prepare
+from kvloom import Recipe
+from kvloom.eval import Settings, compare, load, prepare
+from kvloom.eval.papers.kivi import GROUP, cell
+from kvloom.eval.table import line
 from kvloom.hf.compat import geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.text import library_text
 
-GROUP = 32
-
-
-def cell_format(axis: str) -> Packed:
-    """Return 2 bit, group 32; every cell packs 32 tokens at a time and leaves as many exact."""
-    return Packed(2, axis, GROUP, residual=GROUP)
-
 
 def grid() -> list[Recipe]:
     """Return the four cells of Table 1; only tokens that do not fill a group are exact."""
-    return [
-        Recipe(
-            store=Store(cell_format(keys), cell_format(values)),
-            protect=Protect(),
-            name=f"K-{keys[0].upper()} V-{values[0].upper()}",
-        )
-        for keys in ("channel", "token")
-        for values in ("channel", "token")
-    ]
+    return [replace(cell(2, k, v), name=f"K-{k} V-{v}") for k in "CT" for v in "CT"]
 
 
 def sizes(model, tokens: int) -> list[dict]:
@@ -67,21 +53,8 @@ def sizes(model, tokens: int) -> list[dict]:
     return rows
 
 
-def show(rows: list[Row]) -> None:
-    """Print rows, perplexity as a ratio to the first's."""
-    for row in rows:
-        print(
-            f"{row.recipe:>10}: {row.bits_per_value:5.2f} bits, perplexity {row.perplexity:9.3f} "
-            f"({row.perplexity / rows[0].perplexity:7.3f}x), agreement {row.agreement:6.1%}, "
-            f"needles {row.needle:6.1%}"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=3840)
-    parser.add_argument("--questions", type=int, default=96)
-    options = parser.parse_args()
+    options = record.options(__doc__, context=3840, questions=96)
     model, tokenizer = load()
     nbytes = sizes(model, 4096)
     settings = Settings(
@@ -91,10 +64,9 @@ def main() -> None:
     beside = compare(
         model, tokenizer, ["kivi", "kivi:residual=32", "kivi-4", "rtn", "rtn:bits=4"], task
     )
-    show(beside)
-    print("Table 1, 2 bit, group 32, no exact window:")
     table = compare(model, tokenizer, grid(), task)
-    show(table)
+    for row in (*beside, *table):  # those of Table 1 last
+        print(line(row, {"questions": options.questions}))
     record.write(
         "kivi",
         {

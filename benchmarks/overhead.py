@@ -13,7 +13,6 @@ measuring it takes time.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -87,12 +86,9 @@ def python_us(model, recipe: str, prompt: int, new: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--recipes", nargs="+", default=["full", "kivi", "window"])
-    options = parser.parse_args()
+    options = record.options(
+        __doc__, prompt=512, new_tokens=64, repeats=20, recipes=["full", "kivi", "window"]
+    )
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         model = kvloom.reference_model(dtype)

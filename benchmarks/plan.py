@@ -14,7 +14,6 @@ The work is done in pieces, which are kept in benchmarks/out/plan.json: the same
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -93,8 +92,8 @@ def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[d
     found = []
     for batch, work in works.items():
         real = measured(model, name, context, batch)
-        time_ = machine.step(work, planned.geometry)
-        ms = 1e3 * time_.total.best
+        planned_time = machine.step(work)
+        ms = 1e3 * planned_time.total.best
         found.append(
             {
                 "recipe": name,
@@ -105,16 +104,14 @@ def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[d
                 "planned_ms": ms,
                 "measured_ms": real["ms"],
                 "error": ms / real["ms"] - 1,
-                "limit": time_.limit,
+                "limit": planned_time.limit,
             }
         )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    options = parser.parse_args()
+    options = record.options(__doc__, seconds=float("inf"))
     torch.set_num_threads(1)
     model = random_model(SHAPE, max(CONTEXTS))
     planned = facts(model)

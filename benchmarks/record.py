@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import re
@@ -18,6 +19,23 @@ import kvloom
 from kvloom.report.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def options(about: str, **defaults: Any) -> argparse.Namespace:
+    """Read the options of a script from the command line.
+
+    about: its docstring. defaults: by name; they decide the types. A list takes several values,
+    and False makes a flag.
+    """
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    for name, default in defaults.items():
+        kind: dict[str, Any] = {"action": "store_true"}
+        if default is not False:
+            kind = {"type": type(default), "default": default}
+        if isinstance(default, list):
+            kind = {"type": type(default[0]), "default": default, "nargs": "+"}
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
+    return parser.parse_args()
 
 
 def environment(**more: Any) -> dict[str, Any]:

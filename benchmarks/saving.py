@@ -8,7 +8,6 @@ medians.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -32,11 +31,8 @@ def ms(fn: Callable, repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--recipes", nargs="+", default=["full", "kivi", "skvq:group=32", "h2o"])
-    options = parser.parse_args()
+    recipes = ["full", "kivi", "skvq:group=32", "h2o"]
+    options = record.options(__doc__, tokens=4096, repeats=5, recipes=recipes)
     model = kvloom.reference_model(torch.bfloat16)
     vocabulary = model.config.vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,6 @@ exact window.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict, replace
 
 import record
@@ -65,12 +64,7 @@ def show(found: list[Row], errors: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--questions", type=int, default=16)
-    options = parser.parse_args()
+    options = record.options(__doc__, context=1024, new_tokens=160, batch=4, questions=16)
     model, tokenizer = load()
     settings = Settings(**vars(options))
     task = prepare(model, tokenizer, library_text(), settings)

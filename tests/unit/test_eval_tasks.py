@@ -14,8 +14,8 @@ import pytest
 import tiny
 from for_each import for_each
 from kvloom.errors import InputError
-from kvloom.eval.plan import make_plan
 from kvloom.eval.sample import Source
+from kvloom.eval.task_batches import task_batches
 from kvloom.eval.tasks import TASKS, longbench_metrics, ruler, task_named
 from kvloom.eval.tasks.asking import share_found
 from kvloom.eval.tasks.free import repetition
@@ -441,8 +441,7 @@ def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     )
     made_from = source(tokenizer=chat, data=str(file), samples=2)
     with pytest.raises(InputError, match="sample all/300/a1 of longbench occurs twice"):
-        make_plan([task_named("longbench:hotpotqa"), task_named("longbench:hotpotqa")], made_from,
-                  None)  # fmt: skip
+        task_batches([task_named("longbench:hotpotqa")] * 2, made_from, None)
     qa, trivia = (b.samples[0] for b in task_named("longbench").batches(made_from))
     assert longbench_score("Ann\nand more", qa) == {"score": pytest.approx(1 / 2)}
     assert longbench_score("\nAnn\nand more", trivia) == {"score": 1}
@@ -514,22 +513,22 @@ def test_every_task_states_the_positions_after_its_context():
     for name in ("perplexity", "free", "niah:single", "multiturn"):
         task = task_named(name)
         need = max(b.ids.shape[1] + task.positions(b) for b in task.batches(made_from))
-        assert make_plan([task], made_from, need)
+        assert task_batches([task], made_from, need)
         with pytest.raises(
             InputError, match=f"need {need} positions, and the model has {need - 1}"
         ):
-            make_plan([task], made_from, need - 1)
+            task_batches([task], made_from, need - 1)
 
 
 def test_a_context_beyond_the_positions_is_refused_before_samples_are_made():
     with pytest.raises(InputError, match="ruler: a context of 9000000 tokens"):
-        make_plan([task_named("ruler")], source(lengths=[9_000_000]), 2048)
+        task_batches([task_named("ruler")], source(lengths=[9_000_000]), 2048)
 
 
 def test_a_task_twice_and_data_for_no_task():
     with pytest.raises(InputError, match="sample single/300/0/0 of niah occurs twice"):
-        make_plan([task_named("niah:single"), task_named("niah:single")], source(), None)
+        task_batches([task_named("niah:single"), task_named("niah:single")], source(), None)
     with pytest.raises(InputError, match="--data is given, and niah, free takes none"):
-        make_plan([task_named("niah"), task_named("free")], source(data="x"), None)
+        task_batches([task_named("niah"), task_named("free")], source(data="x"), None)
     with pytest.raises(InputError, match="the task summarize needs --data: a file of JSON lines"):
-        make_plan([task_named("niah"), task_named("summarize")], source(), None)
+        task_batches([task_named("niah"), task_named("summarize")], source(), None)

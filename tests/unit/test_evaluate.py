@@ -12,9 +12,9 @@ from for_each import for_each
 from kvloom import Cache, __version__
 from kvloom.cli.app import app
 from kvloom.eval.decoding import answers, greedy
-from kvloom.eval.plan import make_plan
 from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Run, Source
+from kvloom.eval.task_batches import task_batches
 from kvloom.eval.tasks import task_named
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.crew import run_alone
@@ -40,7 +40,7 @@ def source():
 @pytest.fixture(scope="module")
 def plan(source):
     names = ["perplexity", "free", "niah:multikey", "multiturn"]
-    return make_plan([task_named(name) for name in names], source, 2048)
+    return task_batches([task_named(name) for name in names], source, 2048)
 
 
 @pytest.fixture(scope="module")

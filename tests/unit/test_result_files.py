@@ -12,9 +12,9 @@ from kvloom import __version__
 from kvloom.errors import InputError
 from kvloom.eval import result_files
 from kvloom.eval.evaluate import evaluate
-from kvloom.eval.plan import make_plan
 from kvloom.eval.result_files import ResultFolder, parse_lines, read_run
 from kvloom.eval.sample import Source
+from kvloom.eval.task_batches import task_batches
 from kvloom.eval.tasks import task_named
 from kvloom.recipe.resolve import resolve
 
@@ -30,7 +30,7 @@ def run_tasks(model, folder, text=tiny.TEXT, progress=None):
     source = Source.of(
         tiny.tokenizer(), text, lengths=[40], samples=3, new_tokens=4, batch=2, seed=0
     )
-    plan = make_plan([task_named("perplexity"), task_named("free")], source, None)
+    plan = task_batches([task_named("perplexity"), task_named("free")], source, None)
     evaluate(model, source, RECIPES, plan, ResultFolder.open(folder, RUN), progress)
 
 

@@ -82,8 +82,8 @@ def command(
     """
     with user_errors():
         from .. import eval as evaluation
+        from ..eval.comparison_task import DEFAULT_CONTEXT
         from ..eval.table import line, table
-        from ..eval.task import DEFAULT_CONTEXT
         from ..recipe import RECIPES, part_options
         from ..workload.models import load_config_and_tokenizer
 

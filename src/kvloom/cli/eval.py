@@ -99,10 +99,10 @@ def command(
     with user_errors():
         from ..eval.environment import model_facts
         from ..eval.evaluate import evaluate, units
-        from ..eval.plan import make_plan
         from ..eval.result_files import ResultFolder
         from ..eval.results_table import results_table
         from ..eval.sample import Source
+        from ..eval.task_batches import task_batches
         from ..eval.tasks import task_named
         from ..hf import compat
         from ..report.machine import machine
@@ -124,7 +124,7 @@ def command(
             tokenizer, content, lengths=lengths, samples=samples, new_tokens=max_new_tokens,
             batch=batch, seed=seed, ask=ask, data=None if data is None else str(data),
         )  # fmt: skip
-        plan = make_plan(chosen_tasks, source, max_positions(config))
+        batches = task_batches(chosen_tasks, source, max_positions(config))
         with show_progress() as progress:
             loaded = load_model(model, dtype, progress)
             geometry = compat.geometry(loaded)
@@ -141,8 +141,8 @@ def command(
                 "settings": settings,
             }
             folder = ResultFolder.open(out, run)
-            on_step = progress.counter(units(plan, measured))
-            evaluate(loaded, source, measured, plan, folder, on_step)
+            on_step = progress.counter(units(batches, measured))
+            evaluate(loaded, source, measured, batches, folder, on_step)
         print_rich(results_table(line for task in chosen_tasks for line in folder.lines(task.name)))
         typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
 

@@ -5,24 +5,24 @@
     task = prepare(model, tokenizer, text, Settings(context=1024))
     rows = compare(model, tokenizer, ["full", "kivi:bits=4"], task)
 
-`task` decides what is measured, and `needles` hides facts and asks questions about them. `passes`
-fills the caches of several recipes with a prompt, `measure` measures one recipe, and `compare` a
-list of them. `rows`, `table` and `plot` show the result. Nothing here knows how a cache works.
+`comparison_task` decides what is measured, and `needles` hides facts and asks questions about them.
+`measure` measures one recipe, `compare` a list of them, and `passes` lets recipes share forward
+passes. `rows`, `table` and `plot` show the result. Nothing here knows how a cache works.
 """
 
 from __future__ import annotations
 
 from ..workload.models import load
 from .compare import compare, iter_rows, with_full
+from .comparison_task import ComparisonTask, Settings, prepare
 from .environment import environment
 from .plot import plot
 from .rows import Row, to_json
-from .task import Settings, Task, prepare
 
 __all__ = [
+    "ComparisonTask",
     "Row",
     "Settings",
-    "Task",
     "compare",
     "environment",
     "iter_rows",

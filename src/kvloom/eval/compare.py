@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import IncompatibleRecipe
 from ..hf import compat
+from ..hf.cache import Cache
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..report.errors import logged_line
 from ..workload.attachment import attachment_restored
-from ..workload.crew import Result, Work
+from ..workload.crew import Work
 from ..workload.forward import Progress
-from ..workload.prefill import Prefilled, groups
+from ..workload.prefill import Prefilled
+from .comparison_task import ComparisonTask
 from .measure import Measurement, measure
 from .needles import Haystack, count_correct
 from .passes import measure_all
 from .rows import Row
-from .task import Task
 
 
 def compare(
     model: PreTrainedModel,
     tokenizer: Any,
     recipes: Sequence[Recipe | str | Path],
-    task: Task,
+    task: ComparisonTask,
     progress: Progress | None = None,
 ) -> list[Row]:
     """Measure recipes on a task; the model is left as it was.
@@ -54,7 +53,7 @@ def iter_rows(
     model: PreTrainedModel,
     tokenizer: Any,
     recipes: Sequence[Recipe | str | Path],
-    task: Task,
+    task: ComparisonTask,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
     """Yield the rows that `compare` returns, as soon as they are measured.
@@ -63,10 +62,13 @@ def iter_rows(
     traceback of a defect is logged.
     """
     compat.refuse_unsupported(model)
-    comparison = _Comparison(model, tokenizer, task, progress or (lambda what, units: None))
+    every, prompts = with_full(recipes), [ids for ids, _ in task.prompts]
+    comparison = _Comparison(model, tokenizer, task, progress or (lambda what, units: None), every)
     with attachment_restored(model):
-        for group in groups(model, with_full(recipes), len(task.text), task.context):
-            yield from comparison.rows(group)
+        for recipe, found in measure_all(
+            model, every, prompts, comparison.measure, comparison.on_pass
+        ):
+            yield comparison.row(recipe, found)
 
 
 def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:
@@ -74,103 +76,76 @@ def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:
     return list(dict.fromkeys(resolve(recipe) for recipe in ("full", *recipes)))
 
 
-@dataclass
-class _Subject:
-    """A recipe: the units of progress left, its correct answers so far, or why it failed."""
+class _Measured(NamedTuple):
+    """What a recipe did on one prompt: questions it answered correctly, and figures of the text."""
 
-    recipe: Recipe
-    units: int
-    correct: int = 0
-    problem: Row | None = None
-
-    def fail(self, error: Exception) -> None:
-        """Keep the reason; log a defect."""
-        name = self.recipe.name
-        if isinstance(error, IncompatibleRecipe):
-            self.problem = Row(name, problem="; ".join(error.problems))
-        else:
-            problem = logged_line(error, f"recipe {name!r}")
-            self.problem = Row(name, problem=problem, failed=True)
+    correct: int
+    text: Measurement | None = None
 
 
 class _Comparison:
-    """Measures groups of recipes on a task; the first group begins with `full`."""
+    """Measures a recipe on each prompt of a task, and reports progress.
+
+    left: the units of progress that each recipe has left.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, task: Task, progress: Progress
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        task: ComparisonTask,
+        progress: Progress,
+        recipes: Sequence[Recipe],
     ) -> None:
         self.model, self.tokenizer, self.task, self.progress = model, tokenizer, task, progress
-        self.full: Measurement | None = None
+        self.haystacks = [haystack for _, haystack in task.prompts]
+        self.left = dict.fromkeys(recipes, task.units)
 
-    @torch.inference_mode()
-    def rows(self, group: Sequence[Recipe]) -> Iterator[Row]:
-        """Yield the rows of recipes; one forward pass per prompt fills the caches of all."""
-        subjects = [_Subject(recipe, self.task.units) for recipe in group]
-        *before, (text, _) = self.task.prompts
-        for number, (ids, haystack) in enumerate(before):
-            answer = partial(self._answer, haystack)
-            for subject, correct in self._each(subjects, number, ids, answer):
-                subject.correct += correct or 0
-        for subject, found in self._each(subjects, len(before), text, self._row):
-            row = found or subject.problem
-            assert row is not None
-            yield row
+    def on_pass(self, number: int, recipes: Sequence[Recipe]) -> None:
+        """Report that a prompt is read for these recipes."""
+        who = f"{len(recipes)} recipes" if len(recipes) > 1 else recipes[0].name
+        self.progress(f"{who}: reading context {number + 1} of {len(self.haystacks)}", 0)
 
-    def _each(
-        self,
-        subjects: Sequence[_Subject],
-        number: int,
-        ids: Tensor,
-        measure: Callable[[_Subject, Prefilled], Work[Result]],
-    ) -> Iterator[tuple[_Subject, Result | None]]:
-        """Yield what is measured of each recipe on prompt `number`; None if it failed."""
-        left = {subject.recipe: subject for subject in subjects if subject.problem is None}
-        who = f"{len(left)} recipes" if len(left) > 1 else "".join(r.name for r in left)
-        what = f"{who}: reading context {number + 1} of {len(self.task.prompts)}"
+    def measure(self, number: int, filled: Prefilled, full: _Measured | None) -> Work[_Measured]:
+        """Measure a recipe whose cache holds prompt `number`: a haystack, or at last the text."""
+        recipe = filled.recipe
+        self._count(recipe, "reading contexts", 1)
+        if number < len(self.haystacks) - 1:
+            haystack = self.haystacks[number]
+            if haystack is None:  # to warm up
+                return _Measured(0)
+            return _Measured((yield from self._answer(recipe, haystack, filled.cache)))
+        exact = None if full is None else full.text
+        found = yield from measure(
+            self.model, filled, self.task, exact, partial(self._count, recipe)
+        )
+        correct = 0
+        for haystack in () if self.task.reads_haystacks else self.task.haystacks:
+            correct += yield from self._answer(recipe, haystack, None)
+        return _Measured(correct, found)
 
-        def measured(filled: Prefilled) -> Work[Result]:
-            subject = left[filled.recipe]
-            subject.units -= 1
-            self.progress(what, 1)
-            return measure(subject, filled)
+    def row(self, recipe: Recipe, found: list[_Measured] | Exception) -> Row:
+        """Return the row of a recipe: its figures, or why there are none."""
+        if isinstance(found, Exception):
+            self._count(recipe, "no figures", self.left[recipe])
+            if isinstance(found, IncompatibleRecipe):
+                return Row(recipe.name, problem="; ".join(found.problems))
+            problem = logged_line(found, f"recipe {recipe.name!r}")
+            return Row(recipe.name, problem=problem, failed=True)
+        text, questions = found[-1].text, self.task.questions
+        assert text is not None
+        correct = sum(one.correct for one in found)
+        return replace(text.row, needle=correct / questions if questions else None)
 
-        self.progress(what, 0)
-        results = measure_all(self.model, list(left), ids, measured)
-        for subject in subjects:
-            result = None
-            if subject.problem is None:
-                _, found = next(results)
-                if isinstance(found, Exception):
-                    subject.fail(found)
-                    self._count(subject, subject.units, "no figures")
-                else:
-                    result = found
-            yield subject, result
-
-    def _answer(
-        self, haystack: Haystack | None, subject: _Subject, filled: Prefilled | None
-    ) -> Work[int]:
-        """Return the correct answers to the questions about a haystack; None: only warm up."""
-        if haystack is None:
-            return 0
+    def _answer(self, recipe: Recipe, haystack: Haystack, cache: Cache | None) -> Work[int]:
+        """Return the correct answers to the questions about a haystack, which `cache` holds."""
         correct = yield from count_correct(
-            self.model, self.tokenizer, subject.recipe, haystack, len(self.task.text),
-            self.task.ask, None if filled is None else filled.cache,
-        )  # fmt: skip
-        self._count(subject, len(haystack.questions), "answering needle questions")
+            self.model, self.tokenizer, recipe, haystack, len(self.task.text), self.task.ask, cache
+        )
+        self._count(recipe, "answering needle questions", len(haystack.questions))
         return correct
 
-    def _row(self, subject: _Subject, filled: Prefilled) -> Work[Row]:
-        """Return the row of a recipe whose cache holds the text."""
-        count = partial(self._count, subject)
-        found = yield from measure(self.model, filled, self.task, self.full, count)
-        self.full = self.full or found
-        for haystack in () if self.task.reads_haystacks else self.task.haystacks:
-            subject.correct += yield from self._answer(haystack, subject, None)
-        questions = self.task.questions
-        return replace(found.row, needle=subject.correct / questions if questions else None)
-
-    def _count(self, subject: _Subject, units: int, what: str) -> None:
+    def _count(self, recipe: Recipe, what: str, units: int) -> None:
         """Report finished units of a recipe's progress."""
-        subject.units -= units
-        self.progress(f"{subject.recipe.name}: {what}", units)
+        self.left[recipe] -= units
+        self.progress(f"{recipe.name}: {what}", units)

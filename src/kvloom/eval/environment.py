@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from ..recipe.geometry import Geometry
 from ..report.machine import machine, weights_sha256
-from .task import Task
+from .comparison_task import ComparisonTask
 
 
 def environment(
-    model: PreTrainedModel, name: str, task: Task, seed: int, text: str = ""
+    model: PreTrainedModel, name: str, task: ComparisonTask, seed: int, text: str = ""
 ) -> dict[str, Any]:
     """Return versions, hardware and sizes as plain data. name: of the model; text: its name."""
     return {

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -18,18 +17,18 @@ from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..hf import compat
-from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..report.errors import logged_line
 from ..workload.attachment import attachment_restored
 from ..workload.crew import Work
 from ..workload.forward import Progress
-from ..workload.prefill import Prefilled, groups
+from ..workload.prefill import Prefilled
+from .compare import with_full
 from .decoding import decode_seconds
-from .passes import measure_full, measure_others, read_prompt
-from .plan import Plan
+from .passes import measure_all
 from .result_files import ResultFolder
 from .sample import Batch, Exact, Run, Sample, Source, Task
+from .task_batches import TaskBatches
 
 TIMED_STEPS = 8  # with those that warm up
 
@@ -38,22 +37,22 @@ def evaluate(
     model: PreTrainedModel,
     source: Source,
     recipes: Sequence[Recipe],
-    plan: Plan,
+    tasks: TaskBatches,
     folder: ResultFolder,
     progress: Progress | None = None,
 ) -> None:
     """Measure every recipe on every sample that the folder lacks.
 
-    plan: what to measure. recipes: each with another name. progress: called with the current work
+    tasks: what to measure. recipes: each with another name. progress: called with the current work
     and the finished (sample, recipe) pairs since the last call. The model is left as it was. A
     recipe that fails on a batch gets lines with the reason; the others continue. Raises
     `InputError` if the folder has another text for a sample.
     """
     compat.refuse_unsupported(model)
     report = progress or (lambda what, units: None)
-    written = _written(plan, folder)
+    written = _written(tasks, folder)
     with attachment_restored(model), torch.inference_mode():
-        for task, batches in plan:
+        for task, batches in tasks:
             done = {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
             for batch in batches:
                 names = [sample.name for sample in batch.samples]
@@ -79,9 +78,17 @@ def evaluate(
                         report("", len(names))
 
 
-def units(plan: Plan, recipes: Sequence[Recipe]) -> int:
+def units(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:
     """Return how many (sample, recipe) pairs `evaluate` measures or finds finished."""
-    return len(recipes) * sum(len(b.samples) for _, batches in plan for b in batches)
+    return len(recipes) * sum(len(b.samples) for _, batches in tasks for b in batches)
+
+
+@dataclass
+class _Measured(Generic[Exact]):
+    """The fields of one recipe's lines, and what others are compared with."""
+
+    fields: list[dict[str, Any]]
+    compared: Exact
 
 
 @dataclass
@@ -99,23 +106,19 @@ class _BatchMeasurement(Generic[Exact]):
     report: Progress
 
     def lines(self, recipes: Sequence[Recipe]) -> Iterator[tuple[Recipe, list[dict[str, Any]]]]:
-        """Yield the lines of `full`, then those of each other recipe, which needs its result."""
-        full, exact = resolve("full"), None
-        every = list(dict.fromkeys([full, *recipes]))
-        for group in groups(self.model, every, *self.batch.ids.shape):
-            self.report(f"{self._where}: reading the context", 0)
-            filled = read_prompt(self.model, group, self.batch.ids)
-            if group[0] == full:
-                measure = partial(self._measure, None)
-                measured, exact = measure_full(self.model, filled.pop(0), measure)
-                yield full, self._lines(full, measured)
-            measure = partial(self._measure, exact)
-            for recipe, found in measure_others(self.model, filled, measure):
-                if isinstance(found, Exception):
-                    problem = {"problem": logged_line(found, f"recipe {recipe.name!r}")}
-                    yield recipe, self._lines(recipe, [problem] * len(self.batch.samples))
-                else:
-                    yield recipe, self._lines(recipe, found[0])
+        """Yield the lines of `full`, then those of each other recipe."""
+        for recipe, found in measure_all(
+            self.model, with_full(recipes), [self.batch.ids], self._measure, self._on_pass
+        ):
+            if isinstance(found, Exception):
+                problem = {"problem": logged_line(found, f"recipe {recipe.name!r}")}
+                yield recipe, self._lines(recipe, [problem] * len(self.batch.samples))
+            else:
+                (measured,) = found  # of the one prompt
+                yield recipe, self._lines(recipe, measured.fields)
+
+    def _on_pass(self, number: int, recipes: Sequence[Recipe]) -> None:
+        self.report(f"{self._where}: reading the context", 0)
 
     def _lines(self, recipe: Recipe, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the line of each sample; found: the fields that were measured."""
@@ -129,12 +132,9 @@ class _BatchMeasurement(Generic[Exact]):
         return f"{self.task.name} {self.batch.samples[0].name}"
 
     def _measure(
-        self, exact: Exact | None, prompt: Prefilled
-    ) -> Work[tuple[list[dict[str, Any]], Exact]]:
-        """Return the fields of one recipe's lines, and what others are compared with.
-
-        exact: that of `full`; None for `full` itself. Bytes and seconds are those of one context.
-        """
+        self, number: int, prompt: Prefilled, full: _Measured[Exact] | None
+    ) -> Work[_Measured[Exact]]:
+        """Measure one recipe. Bytes and seconds are those of one context."""
         model, contexts, cache = self.model, len(self.batch.ids), prompt.cache
         assert cache is not None
         self.report(f"{self._where}: {prompt.recipe.name}", 0)
@@ -142,6 +142,7 @@ class _BatchMeasurement(Generic[Exact]):
         if self.timed:
             new = torch.zeros(contexts, TIMED_STEPS, dtype=torch.long, device=model.device)
             seconds |= {"decode": decode_seconds(model, cache, new) / contexts, "steps": 1}
+        exact = None if full is None else full.compared
         run = Run(model, self.source, cache, self.batch, exact)
         outcomes, compared = yield from self.task.measure(run)
         sizes = {
@@ -159,13 +160,13 @@ class _BatchMeasurement(Generic[Exact]):
             }
             for outcome in outcomes
         ]
-        return fields, compared
+        return _Measured(fields, compared)
 
 
-def _written(plan: Plan, folder: ResultFolder) -> set[tuple[str, str]]:
+def _written(tasks: TaskBatches, folder: ResultFolder) -> set[tuple[str, str]]:
     """Return the task and name of the samples in the folder; each must be the same as ours."""
     found = {(line["task"], line["sample"]): line for line in folder.lines("prompts")}
-    for task, batches in plan:
+    for task, batches in tasks:
         for sample in (s for batch in batches for s in batch.samples):
             before = found.get((task.name, sample.name))
             if before is not None and before != json.loads(json.dumps(_prompt(task, sample))):

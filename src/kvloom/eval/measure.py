@@ -7,7 +7,6 @@ recipe `full` on the same task.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,10 +16,11 @@ from transformers import PreTrainedModel
 
 from ..recall import Traffic
 from ..workload.crew import Ask, Work
+from ..workload.forward import Progress
 from ..workload.prefill import Prefilled
+from .comparison_task import ComparisonTask
 from .decoding import decode_seconds
 from .rows import Row
-from .task import Task
 
 TIMED_STEPS = 24  # of decoding, with those that warm up
 
@@ -35,14 +35,14 @@ class Measurement(NamedTuple):
 def measure(
     model: PreTrainedModel,
     prompt: Prefilled,
-    task: Task,
+    task: ComparisonTask,
     full: Measurement | None,
-    count: Callable[[int, str], None],
+    count: Progress,
 ) -> Work[Measurement]:
     """Measure a recipe whose cache holds the rows of text, and drop this cache.
 
     full: the measurement of the exact cache, None for that one itself. count: called with the
-    finished steps, and the current work. The row lacks the needles.
+    current work, and the steps finished since the last call. The row lacks the needles.
 
     The continuations of all rows are decoded token by token, so that every scored prediction reads
     the compressed cache, and every step packs or evicts what is due. Bytes and bits are those at
@@ -50,7 +50,7 @@ def measure(
     """
     recipe, context = prompt.recipe, task.context
     text = task.text.to(model.device)
-    count(0, "decoding")
+    count("decoding", 0)
     cache, prompt.cache = prompt.cache, None
     assert cache is not None
     timed = text[:, context : context + min(TIMED_STEPS, task.new_tokens)]
@@ -62,7 +62,7 @@ def measure(
         logits = yield Ask(text[:, i : i + 1], cache)  # [B, V]
         losses.append(F.cross_entropy(logits.float(), text[:, i + 1], reduction="none"))
         greedy.append(logits.argmax(-1))
-        count(1, "decoding")
+        count("decoding", 1)
     next_tokens = torch.stack(greedy, dim=1).cpu()  # [B, new_tokens]
     traffic = Traffic(*(b - a for a, b in zip(traffic_before, cache.traffic, strict=True)))
     selected = traffic.hits + traffic.misses

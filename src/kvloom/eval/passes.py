@@ -1,73 +1,112 @@
-"""One forward pass of a prompt for several recipes, then a measurement of each on its cache."""
+"""Measure recipes on prompts: one forward pass of a prompt, then a measurement of each recipe.
+
+`kvloom compare` and `kvloom eval` both measure this way. Decides which recipes share a pass, and
+what happens to a recipe that fails.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from ..workload.crew import TOGETHER, Result, Work, run_together
-from ..workload.prefill import Prefilled, prefill
+from ..workload.crew import TOGETHER, Result, Work, run_alone, run_together
+from ..workload.prefill import Prefilled, groups, prefill
 
-Measure = Callable[[Prefilled], Work[Result]]
-"""Measures one recipe, whose cache holds the prompt."""
+Measure = Callable[[int, Prefilled, Result | None], Work[Result]]
+"""Measures one recipe, given the number of the prompt, the cache that holds it, and the result of
+`full` on this prompt (None for `full` itself)."""
 
 
+@torch.inference_mode()
 def measure_all(
-    model: PreTrainedModel, recipes: Sequence[Recipe], ids: Tensor, measure: Measure[Result]
+    model: PreTrainedModel,
+    recipes: Sequence[Recipe],
+    prompts: Sequence[Tensor],
+    measure: Measure[Result],
+    on_pass: Callable[[int, Sequence[Recipe]], None],
+) -> Iterator[tuple[Recipe, list[Result] | Exception]]:
+    """Yield the results of each recipe, one for each prompt, or the first error that it raised.
+
+    recipes: without repetitions, `full` first; an error of `full` is raised. prompts: int64 [B, T]
+    each, the largest last. on_pass: called before each forward pass with the number of its prompt
+    and the recipes whose caches it fills.
+
+    As many recipes share a pass as fit into memory. One that fails is left out of later passes.
+    """
+    exact: list[Result] = []
+    for group in groups(model, recipes, *prompts[-1].shape):
+        results: dict[Recipe, list[Result]] = {recipe: [] for recipe in group}
+        failed: dict[Recipe, Exception] = {}
+        for number, ids in enumerate(prompts):
+            wanted = [recipe for recipe in group if recipe not in failed]
+            if wanted:
+                on_pass(number, wanted)
+            full = exact[number] if number < len(exact) else None
+            each = _measure_group(model, group, ids, partial(measure, number), full, failed)
+            for recipe, found in each:
+                if isinstance(found, Exception):
+                    failed[recipe] = found
+                else:
+                    results[recipe].append(found)
+                if number == len(prompts) - 1:
+                    yield recipe, failed.get(recipe, results[recipe])
+        exact = exact or results[group[0]]
+
+
+def _measure_group(
+    model: PreTrainedModel,
+    group: Sequence[Recipe],
+    ids: Tensor,
+    measure: Callable[[Prefilled, Result | None], Work[Result]],
+    full: Result | None,
+    failed: Mapping[Recipe, Exception],
 ) -> Iterator[tuple[Recipe, Result | Exception]]:
-    """Yield what `measure` returns for each recipe, in order, or the error that it raises.
+    """Yield what `measure` returns for each recipe on one prompt, in order, or its error.
 
-    recipes: `full` first, if it is one of them; its errors are raised. ids: int64 [B, T], the
-    prompt.
+    full: the result of `full`; None if it is the first of the group. failed: the errors of recipes
+    that are not measured again. `crew.TOGETHER` recipes run at once; then their caches are freed.
     """
-    filled = read_prompt(model, recipes, ids)
-    if filled and filled[0].recipe == resolve("full"):
-        full = filled.pop(0)
-        yield full.recipe, measure_full(model, full, measure)
-    yield from measure_others(model, filled, measure)
-
-
-def read_prompt(model: PreTrainedModel, recipes: Sequence[Recipe], ids: Tensor) -> list[Prefilled]:
-    """Fill the caches of recipes with a prompt, int64 [B, T].
-
-    An error of the forward pass fails every recipe; it is raised if `full` is one of them.
-    """
-    try:
-        return prefill(model, recipes, ids.to(model.device))[1]
-    except Exception as error:
-        if resolve("full") in recipes:
-            raise
-        return [Prefilled(recipe, error=error) for recipe in recipes]
-
-
-def measure_full(model: PreTrainedModel, full: Prefilled, measure: Measure[Result]) -> Result:
-    """Return what `measure` returns for `full`, with which the other recipes are compared."""
-    (found,) = run_together(model, [_measured(full, measure)])
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def measure_others(
-    model: PreTrainedModel, filled: list[Prefilled], measure: Measure[Result]
-) -> Iterator[tuple[Recipe, Result | Exception]]:
-    """Yield what `measure` returns for each recipe, in order, or the error that it raises.
-
-    `crew.TOGETHER` recipes run at once. They leave the list `filled`, which frees their caches.
-    """
+    filled = _fill(model, group, ids, failed)
+    if full is None:
+        full = run_alone(model, _measured(filled.pop(0), measure, None))
+        yield group[0], full
     while filled:
         some = filled[:TOGETHER]
         del filled[:TOGETHER]
-        found = run_together(model, [_measured(one, measure) for one in some])
+        found = run_together(model, [_measured(one, measure, full) for one in some])
         for one, result in zip(some, found, strict=True):
             yield one.recipe, result
 
 
-def _measured(filled: Prefilled, measure: Measure[Result]) -> Work[Result]:
+def _fill(
+    model: PreTrainedModel,
+    group: Sequence[Recipe],
+    ids: Tensor,
+    failed: Mapping[Recipe, Exception],
+) -> list[Prefilled]:
+    """Fill the caches of a group with a prompt; an error of the forward pass fails all of them."""
+    wanted = [recipe for recipe in group if recipe not in failed]
+    try:
+        found = prefill(model, wanted, ids.to(model.device))[1] if wanted else []
+    except Exception as error:
+        if resolve("full") in wanted:
+            raise
+        found = [Prefilled(recipe, error=error) for recipe in wanted]
+    errors = [Prefilled(recipe, error=error) for recipe, error in failed.items()]
+    return sorted([*found, *errors], key=lambda one: group.index(one.recipe))
+
+
+def _measured(
+    filled: Prefilled,
+    measure: Callable[[Prefilled, Result | None], Work[Result]],
+    full: Result | None,
+) -> Work[Result]:
     if filled.error is not None:
         raise filled.error
-    return (yield from measure(filled))
+    return (yield from measure(filled, full))

@@ -26,10 +26,10 @@ from ...recipe.spec import Recipe
 from ...workload.models import max_positions
 from ...workload.text import cut_rows
 from ..compare import with_full
+from ..comparison_task import QUESTION_POSITIONS
 from ..evaluate import Progress, evaluate, units
 from ..result_files import ResultFolder
 from ..sample import Source, Task
-from ..task import QUESTION_POSITIONS
 from ..tasks.niah import Niah
 from ..tasks.perplexity import Perplexity
 from .claim import NotTestable

@@ -1,4 +1,4 @@
-"""What an evaluation measures: the samples of its tasks, checked before a model is loaded."""
+"""What `kvloom eval` measures: the samples of its tasks, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 from ..errors import InputError
 from .sample import Batch, Source, Task
 
-Plan = Sequence[tuple[Task[Any], Sequence[Batch]]]
-"""Tasks with their samples."""
+TaskBatches = Sequence[tuple[Task[Any], Sequence[Batch]]]
+"""Tasks with their samples, in batches."""
 
 
-def make_plan(tasks: Sequence[Task[Any]], source: Source, positions: int | None) -> Plan:
+def task_batches(tasks: Sequence[Task[Any]], source: Source, positions: int | None) -> TaskBatches:
     """Return the samples of tasks.
 
     positions: of the model; None if it has no limit. Raises `InputError` for a context that needs
     more of them with its question and answer, a task that is named twice, and a missing --data.
     """
     _check_data(tasks, source)
-    plan = []
+    found = []
     for task in tasks:
         if not task.data:  # the texts of a user's file may be shorter
             _check_positions(task, max(source.lengths), 1, positions)
         batches = task.batches(source)
         for batch in batches:
             _check_positions(task, batch.ids.shape[1], task.positions(batch), positions)
-        plan.append((task, batches))
+        found.append((task, batches))
     names: set[tuple[str, str]] = set()
-    for task, batches in plan:
+    for task, batches in found:
         for sample in (s for batch in batches for s in batch.samples):
             if (task.name, sample.name) in names:
                 raise InputError(
@@ -36,7 +36,7 @@ def make_plan(tasks: Sequence[Task[Any]], source: Source, positions: int | None)
                     'variant and length once, and join variants, as in "niah:single+passkey"'
                 )
             names.add((task.name, sample.name))
-    return plan
+    return found
 
 
 def _check_data(tasks: Sequence[Task[Any]], source: Source) -> None:

@@ -1,4 +1,4 @@
-"""The task that every recipe is measured on: a context, its continuation, and needles.
+"""What `kvloom compare` measures recipes on: a context, its continuation, and needles.
 
 Decides the sizes of the task, and which sizes do not fit the model.
 """
@@ -58,7 +58,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Task:
+class ComparisonTask:
     """What a recipe is measured on.
 
     text: int64 [B, context + new_tokens + 1], real text. haystacks: contexts with questions. ask: a
@@ -108,7 +108,7 @@ def prepare(
     tokenizer: Any,
     text: str,
     settings: Settings | None = None,
-) -> Task:
+) -> ComparisonTask:
     """Return the task that these settings define for a text.
 
     Args:
@@ -132,7 +132,7 @@ def prepare(
         questions=settings.questions,
         seed=settings.seed,
     )
-    return Task(rows, context, needles, settings.ask)
+    return ComparisonTask(rows, context, needles, settings.ask)
 
 
 def _context(model: PreTrainedModel | PreTrainedConfig, settings: Settings) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
-from kvloom.cache.slots import Slots
+from kvloom.cache.slot_storage import SlotStorage
 from kvloom.cache.step import StepInputs
 from kvloom.hf.routed import RoutedCache, RoutedLayer
 from kvloom.kernels import dispatch
@@ -111,8 +111,8 @@ class CheckedLayer(RoutedLayer):
 
     def _held(self, visible: Tensor) -> list[Held]:
         """Return the parts of the layer, each token of a row and head unhidden in one of them."""
-        layer, tokens = self.cache, self.cache.state.tokens
-        if isinstance(tokens, Slots):
+        layer, tokens = self.cache, self.cache.state.storage
+        if isinstance(tokens, SlotStorage):
             keys, values, _, index = tokens.in_order()
             index = index.long()
             self._compare(index, keys, values, visible)
@@ -134,8 +134,8 @@ class CheckedLayer(RoutedLayer):
     def _exact_parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return index, keys and values of the sinks and the outliers."""
         layer, parts = self.cache, []
-        if layer.state.outliers is not None and layer.state.outliers.tokens.index is not None:
-            own = layer.state.outliers.tokens
+        if layer.state.outliers is not None and layer.state.outliers.segment.index is not None:
+            own = layer.state.outliers.segment
             assert own.index is not None
             parts.append((own.index.long(), own.exact_keys(), own.exact_values()))
         if layer.state.sinks is not None and layer.state.sinks.keys is not None:
@@ -225,8 +225,8 @@ class CheckedLayer(RoutedLayer):
             retriever = self.cache.state.retriever
             if tokens.offloaded:
                 assert retriever is not None
-                assert retriever.store is not None
-                block = retriever.store.raw(0, tokens.offloaded)[("keys", "values").index(name)]
+                assert retriever.offloaded is not None
+                block = retriever.offloaded.raw(0, tokens.offloaded)[("keys", "values").index(name)]
                 x = side.view_offloaded(block, tokens.offloaded)
                 parts.append(x if isinstance(x, Tensor) else x.tensor())
             if side.packed_count:

@@ -10,33 +10,32 @@ from torch import Tensor
 from ..errors import CacheMisuse, NotFinite
 from ..kernels.append.reference import within
 from .layer_state import LayerState
-from .segment import Segment
 from .step import StepInputs
 
 
-def checked(layer: LayerState, given: StepInputs) -> StepInputs:
+def checked(state: LayerState, given: StepInputs) -> StepInputs:
     """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
     queries, k, v = given
     traits = (*k.shape, k.dtype, k.device)
-    if traits != layer.traits or v.shape != k.shape or v.dtype != k.dtype:
-        check_shapes(layer.name, layer.like, k, v)
-        layer.traits = traits
-    if layer.outliers is not None and queries.ids is None and layer.needs_ids:
+    if traits != state.traits or v.shape != k.shape or v.dtype != k.dtype:
+        check_shapes(state.name, state.like, k, v)
+        state.traits = traits
+    if state.outliers is not None and queries.ids is None and state.needs_ids:
         raise CacheMisuse(
-            f"{layer.name}: the rule for outliers reads token ids; run the layer by its model"
+            f"{state.name}: the rule for outliers reads token ids; run the layer by its model"
         )
-    tokens, evictor = layer.seen + k.shape[2], layer.evictor
-    if evictor is not None and not evictor.begun and tokens > layer.recipe.start:
+    tokens, evictor = state.seen + k.shape[2], state.evictor
+    if evictor is not None and not evictor.begun and tokens > state.recipe.start:
         evictor.check_prompt(tokens)
     visible, alibi = queries.visible, queries.alibi
     if visible is not None:
-        padding = ~visible[:, :, layer.seen :, None]
+        padding = ~visible[:, :, state.seen :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
         given = StepInputs(queries, k, v)
     if alibi is not None:
-        keep = layer.recipe.keep
+        keep = state.recipe.keep
         if keep is not None and keep.positions != "original":
-            position = alibi.position - layer.dropped  # models that round depend on it
+            position = alibi.position - state.dropped  # models that round depend on it
             closed_up = replace(alibi, position=position, closed_up=True)
             given = given._replace(queries=queries._replace(alibi=closed_up))
     return given
@@ -78,35 +77,33 @@ def check_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> 
         raise out_of_range(name, max_abs, k, v)
 
 
-def check_crop(layer: LayerState, tokens: int) -> None:
+def check_crop(state: LayerState, tokens: int) -> None:
     """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
-    if tokens >= layer.seen:
+    if tokens >= state.seen:
         return
-    stored, evictor = layer.tokens, layer.evictor
-    draft = 0 if layer.draft is None else layer.draft.tokens
+    storage, evictor = state.storage, state.evictor
+    draft = 0 if state.draft is None else state.draft.tokens
     remedy = "call activate_past_recording() before the step that is to be undone"
     if tokens > draft and not (evictor is not None and evictor.done):
-        if layer.dropped > 0:
+        if state.dropped > 0:
             raise CacheMisuse(
-                f"{layer.name}: crop cannot bring back the tokens that were dropped since; {remedy}"
+                f"{state.name}: crop cannot bring back the tokens that were dropped since; {remedy}"
             )
         if evictor is not None and evictor.sums_scores:
             raise CacheMisuse(
-                f"{layer.name}: crop cannot take back the scores of removed tokens; {remedy}"
+                f"{state.name}: crop cannot take back the scores of removed tokens; {remedy}"
             )
-    if not isinstance(stored, Segment):
-        return
-    exact = stored.exact_newest
-    if tokens > exact and exact < len(stored):
+    exact = storage.exact_newest
+    if tokens > exact and exact < len(storage):
         raise CacheMisuse(
-            f"{layer.name}: crop of {tokens} tokens reaches into packed tokens; the newest {exact} "
+            f"{state.name}: crop of {tokens} tokens reaches into packed tokens; the newest {exact} "
             "are still exact, or call activate_past_recording() before the step"
         )
-    later = len(stored) - stored.kept
+    later = len(storage) - storage.kept
     ragged = evictor is not None and evictor.ragged is not None and evictor.ragged.stored
-    if (stored.kept or ragged) and later < tokens:
+    if (storage.kept or ragged) and later < tokens:
         raise CacheMisuse(
-            f"{layer.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
+            f"{state.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
             f"dropped; the newest {later} can be removed"
         )
 

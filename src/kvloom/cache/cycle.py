@@ -16,7 +16,7 @@ from .commit import commit
 from .layer_state import LayerState
 from .part import attend_parts, joined
 from .reading import step_parts
-from .slots import Slots
+from .slot_storage import SlotStorage
 from .step import StepInputs
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
@@ -24,78 +24,74 @@ from .step import StepInputs
 _SHORT = 64
 
 
-def attend(layer: LayerState, given: StepInputs) -> Tensor:
+def attend(state: LayerState, given: StepInputs) -> Tensor:
     """Run one step of a layer; returns [B, Hq, T, D] in the dtype of the queries.
 
     Raises `CacheMisuse` or `NotFinite`; the caller then undoes the step.
     """
-    step = checked(layer, given)
-    stored = _append(layer, step)
-    parts = step_parts(layer, step, stored)
-    queries, evictor = step.queries, layer.evictor
-    scores_step = evictor is not None and evictor.scores_steps and not layer.recording
+    step = checked(state, given)
+    stored = _append(state, step)
+    parts = step_parts(state, step, stored)
+    queries, evictor = step.queries, state.evictor
+    scores_step = evictor is not None and evictor.scores_steps and not state.recording
     read = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
     out, products = attend_parts(
-        queries.q, parts, queries.scale, queries.softcap, scores_step and layer.seen > 0,
-        layer.plans, read,
+        queries.q, parts, queries.scale, queries.softcap, scores_step and state.seen > 0,
+        state.plans, read,
     )  # fmt: skip
-    layer.seen += step.k.shape[2]
-    layer.read = read
+    state.seen += step.k.shape[2]
+    state.read = read
     if products is not None or queries.q.requires_grad:
         queries = queries._replace(q=queries.q.detach(), products=products)
-    commit(layer, queries, None if stored else (step.k.detach(), step.v.detach()), parts)
+    commit(state, queries, None if stored else (step.k.detach(), step.v.detach()), parts)
     return out
 
 
-def prefill(layer: LayerState, given: StepInputs) -> None:
+def prefill(state: LayerState, given: StepInputs) -> None:
     """Store a first prompt as `attend` does, without its attention.
 
     given.queries: T or fewer, the last ones, for recipes that score the prompt.
     """
-    if layer.seen:
-        raise CacheMisuse(f"{layer.name}: prefill is for the first prompt; use attend")
-    step = checked(layer, given)
-    check_range(layer.name, layer.max_abs, step.k, step.v)
-    layer.seen = layer.read = step.tokens
+    if state.seen:
+        raise CacheMisuse(f"{state.name}: prefill is for the first prompt; use attend")
+    step = checked(state, given)
+    check_range(state.name, state.max_abs, step.k, step.v)
+    state.seen = state.read = step.tokens
     queries = step.queries._replace(q=step.queries.q.detach())
-    commit(layer, queries, (step.k.detach(), step.v.detach()), [])
+    commit(state, queries, (step.k.detach(), step.v.detach()), [])
 
 
-def repeat(layer: LayerState, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
+def repeat(state: LayerState, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
     """Attend as `attend` does, but store nothing: the step ends with a repetition of the prompt.
 
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
     repetition scores these.
     """
-    step = checked(layer, given)
-    parts = joined(step_parts(layer, step, stored=False))
+    step = checked(state, given)
+    parts = joined(step_parts(state, step, stored=False))
     out, _ = attend_parts(step.queries.q, parts, step.queries.scale, step.queries.softcap)
-    if layer.scores_repetition:
-        layer.score_evictor.note_repetition(layer.segment, step, repeated)
+    if state.scores_repetition:
+        state.score_evictor.note_repetition(state.segment, step, repeated)
     return out
 
 
-def _append(layer: LayerState, step: StepInputs) -> bool:
+def _append(state: LayerState, step: StepInputs) -> bool:
     """Store a short step's tokens before attention, which then reads all tokens in one part.
 
     Returns whether they were stored. Attention reads a long step's tokens as they are given.
     Raises `NotFinite`.
     """
     _, k, v = step
-    t, tokens = k.shape[2], layer.tokens
-    if isinstance(tokens, Slots) and (t > 1 or layer.recording):
-        tokens = layer.tokens = layer.score_evictor.in_segment(tokens, layer.seen)
-    fits = t <= _SHORT or layer.all_exact
-    if not layer.seen or not fits or not (layer.sinks is None or layer.sinks.full(layer.seen)):
-        check_range(layer.name, layer.max_abs, k, v)
+    t, storage = k.shape[2], state.storage
+    if isinstance(storage, SlotStorage) and (t > 1 or state.recording):
+        storage = state.storage = state.score_evictor.in_segment(storage)
+    fits = t <= _SHORT or state.all_exact
+    if not state.seen or not fits or not (state.sinks is None or state.sinks.full(state.seen)):
+        check_range(state.name, state.max_abs, k, v)
         return False
-    max_abs = None if k.is_cuda and t == 1 else layer.max_abs  # see check_range
+    max_abs = None if k.is_cuda and t == 1 else state.max_abs  # see check_range
     if k.requires_grad or v.requires_grad:
         k, v = k.detach(), v.detach()
-    if isinstance(tokens, Slots):
-        appended = tokens.append(k, v, layer.seen, max_abs)
-    else:
-        appended = tokens.append(k, v, max_abs)
-    if not appended:
-        raise out_of_range(layer.name, layer.max_abs, k, v)
+    if not storage.append(k, v, max_abs):
+        raise out_of_range(state.name, state.max_abs, k, v)
     return True

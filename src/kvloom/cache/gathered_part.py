@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attend.kv_view import KVView
-from .gather_plan import GatherPlan
+from .selection import Selection
 from .part import Part
 
 Gather = Callable[[], tuple[Tensor, Tensor]]
@@ -39,23 +39,24 @@ def gather_part(
         return [Part(*gather(), visible[0], bias=bias[0]), *rest()]
 
     masks = list(zip(visible, (slots.shape[2], views[0].tokens - begin), strict=True))
-    plan, both = GatherPlan(slots, begin), _joined_bias(list(bias))
-    return Part(*views, _joined_mask(slots, masks), bias=both, plan=plan, pieces=pieces)
+    selection, both = Selection(slots, begin), _joined_bias(list(bias))
+    mask = _joined_mask(slots, masks)
+    return Part(*views, mask, bias=both, selection=selection, pieces=pieces)
 
 
 def prepend_sinks(sinks: Part, part: Part) -> Part:
     """Return a part of `gather_part` with exact tokens before it."""
-    plan, pieces = part.plan, part.pieces
-    assert plan is not None
+    selection, pieces = part.selection, part.pieces
+    assert selection is not None
     assert pieces is not None
-    assert plan.first is None
+    assert selection.first is None
     assert isinstance(sinks.keys, Tensor)
     assert isinstance(sinks.values, Tensor)
     masks = [(sinks.visible, sinks.tokens), (part.visible, part.tokens)]
     return part._replace(
-        visible=_joined_mask(plan.slots, masks),
+        visible=_joined_mask(selection.slots, masks),
         bias=_joined_bias([sinks.bias, part.bias]),
-        plan=plan._replace(first=(sinks.keys, sinks.values)),
+        selection=selection._replace(first=(sinks.keys, sinks.values)),
         pieces=partial(_with, sinks, pieces),
     )
 

@@ -178,15 +178,15 @@ class LayerCache:
         undo.restore()
         undo.forget()
         retriever = self.state.retriever
-        if retriever is not None and retriever.store is not None:
-            retriever.store.forget()  # its copies on the device are changed in place
+        if retriever is not None and retriever.offloaded is not None:
+            retriever.offloaded.forget()  # its copies on the device are changed in place
 
     def mutable(self) -> Mutable:
         """Return the objects that a step changes; cached while no part is replaced."""
         state = self.state
-        if self._mutable is not None and self._mutable.tokens is state.tokens:
+        if self._mutable is not None and self._mutable.tokens is state.storage:
             return self._mutable
-        found = Mutable([self.verification, *state.mutable], state.tokens)
+        found = Mutable([self.verification, *state.mutable], state.storage)
         fixed = state.retriever is None and self.recipe.store.fixed_buffers
         self._mutable = found if fixed else None
         return found
@@ -228,8 +228,8 @@ class LayerCache:
             if retriever is not None and tokens > len(state.segment.keys):
                 retriever.restore(state.segment)
             state.seen -= tokens
-            if tokens and len(state.tokens):
-                state.segment.drop_back(min(tokens, len(state.tokens)))
+            if tokens and len(state.storage):
+                state.segment.drop_back(min(tokens, len(state.storage)))
             if draft is not None and state.seen <= self.recipe.start:
                 left = draft.queries.without_newest(tokens)
                 state.draft = Draft(max(0, draft.tokens - tokens), left)
@@ -251,7 +251,7 @@ class LayerCache:
         if self.verification.running:
             self.undo, draft = None, self.verification.restore(state)
         state.like, state.traits = fn(state.like), ()
-        for part in state.stored:
+        for part in state.parts:
             part.map(fn)
         for step in draft:
             self.verification.attend(state, step.map(fn), self.mutable)

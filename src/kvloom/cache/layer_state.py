@@ -25,7 +25,7 @@ from .retriever import Retriever
 from .score_evictor import ScoreEvictor
 from .segment import Segment
 from .sinks import Sinks
-from .slots import Slots
+from .slot_storage import Storage
 from .trace import Trace
 
 
@@ -35,7 +35,7 @@ class LayerState:
     recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. coordinator: of layers
     that decide together. trace: the decisions of each step; None if `observe` was not called.
 
-    tokens: a `Segment`, or `Slots`. sinks, evictor, retriever, outliers: None where the recipe has
+    storage: of the tokens, a `Segment` or a `SlotStorage`. sinks, evictor, retriever, outliers: None where the recipe has
     none. draft: the newest tokens while their commit waits.
     """
 
@@ -68,7 +68,7 @@ class LayerState:
         recipe, metadata, rank = self.recipe, self.metadata, self.rank
         keep, recents, sinks = recipe.keep, recipe.protect.recents, recipe.protect.sinks
         scored = keep is not None and not keep.by_age  # sinks stay in place: their score is inf
-        self.tokens: Segment | Slots = Segment(
+        self.storage: Storage = Segment(
             KVSide(recipe.store.keys, recents[0], metadata.keys, metadata.rope),
             KVSide(recipe.store.values, recents[1], metadata.values),
         )
@@ -93,8 +93,8 @@ class LayerState:
     @property
     def segment(self) -> Segment:
         """The tokens, where they are not in slots."""
-        assert isinstance(self.tokens, Segment)
-        return self.tokens
+        assert isinstance(self.storage, Segment)
+        return self.storage
 
     @property
     def score_evictor(self) -> ScoreEvictor:
@@ -115,16 +115,14 @@ class LayerState:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(part.nbytes for part in self.stored)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def dropped(self) -> float:
         """Tokens seen that the layer has dropped, of every row and head, or on average."""
-        if isinstance(self.tokens, Slots):
-            return self.seen - len(self.tokens)
         sinks = 0 if self.sinks is None else self.sinks.count
         ragged = None if self.evictor is None else self.evictor.ragged
-        return self.tokens.first - sinks - (0 if ragged is None else ragged.mean)
+        return self.storage.first - sinks - (0 if ragged is None else ragged.mean)
 
     @property
     def all_exact(self) -> bool:
@@ -133,17 +131,17 @@ class LayerState:
         return self.recipe.store.exact and (evictor is None or evictor.stores_first)
 
     @property
-    def stored(self) -> list[Any]:
+    def parts(self) -> list[Any]:
         """The parts with tensors."""
         parts = (
-            self.tokens, self.sinks, self.evictor, self.retriever, self.outliers, self.draft,
+            self.storage, self.sinks, self.evictor, self.retriever, self.outliers, self.draft,
         )  # fmt: skip
         return [part for part in parts if part is not None]
 
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        found = [self, *self.tokens.mutable]
+        found = [self, *self.storage.mutable]
         for part in (self.sinks, self.evictor, self.retriever, self.outliers):
             if part is not None:
                 found += part.mutable

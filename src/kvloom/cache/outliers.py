@@ -31,18 +31,18 @@ class OutlierTokens:
     def __init__(self, rule: Outliers, layer: int, head: int = 0) -> None:
         self.rule, self.layer, self.head = rule, layer, head
         self.reads_ids = rule.reads_ids
-        self.tokens = Segment()
+        self.segment = Segment()
         self.done = False  # the rule runs once
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.tokens.nbytes
+        return self.segment.nbytes
 
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        return [self, *self.tokens.mutable]
+        return [self, *self.segment.mutable]
 
     def choose(
         self, k: Tensor, v: Tensor, queries: Queries, packed: Segment, sinks: Sinks | None
@@ -68,18 +68,18 @@ class OutlierTokens:
         if slots is None:
             slots = torch.arange(hi - lo, device=k.device).expand(*scores.shape[:2], -1)
         slots = slots + lo
-        self.tokens.append(gather(k, slots), gather(v, slots))
-        self.tokens.index, self.tokens.kept = slots.int(), slots.shape[-1]
+        self.segment.append(gather(k, slots), gather(v, slots))
+        self.segment.index, self.segment.kept = slots.int(), slots.shape[-1]
 
     def parts(self, visible: Tensor | None, alibi: Alibi | None) -> list[Part]:
         """Return the exact copies as parts; none before the rule has run."""
-        return [] if self.tokens.index is None else self.tokens.parts(visible, 0, alibi)
+        return [] if self.segment.index is None else self.segment.parts(visible, 0, alibi)
 
     def hide(self, visible: Tensor | None, seen: int) -> Tensor | None:
         """Return a mask bool [B, 1 or Hk, seen]: `visible` without tokens with exact copies."""
-        if self.tokens.index is None:
+        if self.segment.index is None:
             return visible
-        index = self.tokens.index.long()
+        index = self.segment.index.long()
         b, hk = index.shape[:2]
         if visible is None:
             others = torch.ones(b, hk, seen, dtype=torch.bool, device=index.device)
@@ -89,24 +89,24 @@ class OutlierTokens:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        self.tokens.map(fn)
+        self.segment.map(fn)
 
     def state(self) -> dict[str, Any]:
         """Return the state, see `cache.saved_state`."""
-        return {"tokens": self.tokens.state(), "done": self.done}
+        return {"tokens": self.segment.state(), "done": self.done}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
-        self.tokens.load_state(state["tokens"], like)
+        self.segment.load_state(state["tokens"], like)
         self.done = state["done"]
 
 
-def all_exact(tokens: Segment, sinks: Sinks | None) -> tuple[Tensor, Tensor]:
+def all_exact(segment: Segment, sinks: Sinks | None) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, Hk, N, D] of all tokens seen, none of which is packed yet."""
-    k, v = tokens.exact_keys(), tokens.exact_values()
+    k, v = segment.exact_keys(), segment.exact_values()
     if sinks is None or sinks.keys is None or sinks.values is None or sinks.start is None:
         return k, v
-    slot = torch.arange(tokens.first, device=k.device) - sinks.start[:, None]
+    slot = torch.arange(segment.first, device=k.device) - sinks.start[:, None]
     slots = slot.clamp_min(0)[:, None].expand(-1, k.shape[1], -1)
     first_k, first_v = gather(sinks.keys, slots), gather(sinks.values, slots)
     return torch.cat([first_k, k], dim=2), torch.cat([first_v, v], dim=2)

@@ -20,7 +20,7 @@ from ..kernels.attend.ragged import Spans
 from ..kernels.plan import OpPlan
 from ..store.format_tokens import FormatView
 from ..store.packed import PackedView
-from .gather_plan import GatherPlan
+from .selection import Selection
 
 
 class AttendPlans:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
     visible: bool [B, 1 or Hk, N], None if no token is padding. bias: fp32 [B, Hq, N], added to the
-    logits. plan: one query reads only these tokens, in the order that the plan gives. pieces:
+    logits. selection: one query reads only these tokens, in this order. pieces:
     returns the same tokens as parts that the reference can read, where it cannot read this one.
     """
 
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     visible: Tensor | None
     causal: int = 0
     bias: Tensor | None = None
-    plan: GatherPlan | None = None
+    selection: Selection | None = None
     pieces: Callable[[], list[Part]] | None = None
 
     @property
@@ -60,7 +60,7 @@ class Part(NamedTuple):
             return keys.shape[2]
         if isinstance(keys, PackedView | FormatView):
             return keys.hi - keys.lo
-        return keys.tokens if self.plan is None else self.plan.tokens(keys.tokens)
+        return keys.tokens if self.selection is None else self.selection.tokens(keys.tokens)
 
     @property
     def exact(self) -> bool:
@@ -105,8 +105,8 @@ class Part(NamedTuple):
         if not isinstance(keys, KVView) or not isinstance(values, KVView):
             ops.count_fallback(q, _format(self.keys), _format(self.values))
             return None
-        if self.plan is not None:
-            slots, begin, first = self.plan
+        if self.selection is not None:
+            slots, begin, first = self.selection
             if plans is None:
                 run = ops.attend_gathered.bind(q, keys, values, slots).run
             else:

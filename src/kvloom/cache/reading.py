@@ -13,20 +13,20 @@ from ..errors import CacheMisuse
 from .gathered_part import prepend_sinks
 from .layer_state import LayerState
 from .part import Part, RaggedPart
-from .slots import Slots
+from .slot_storage import SlotStorage
 from .step import Queries, StepInputs
 
 
-def step_parts(layer: LayerState, step: StepInputs, stored: bool) -> list[Part | RaggedPart]:
+def step_parts(state: LayerState, step: StepInputs, stored: bool) -> list[Part | RaggedPart]:
     """Return the parts that a step attends to: stored or recalled tokens, and its own.
 
     stored: whether the layer has stored the step's own tokens already.
     """
     queries, k, v = step
-    t, past = k.shape[2], layer.seen
+    t, past = k.shape[2], state.seen
     parts: list[Part | RaggedPart] = []
     if past:
-        parts += _past_parts(layer, queries, t if stored else 0)
+        parts += _past_parts(state, queries, t if stored else 0)
     if not stored:
         bias = None
         if queries.alibi is not None:
@@ -34,38 +34,36 @@ def step_parts(layer: LayerState, step: StepInputs, stored: bool) -> list[Part |
             bias = queries.alibi.bias(index.expand(1, 1, -1))
         visible = None if queries.visible is None else queries.visible[:, :, past:]
         parts.append(Part(k, v, visible, causal=t, bias=bias))
-    if layer.evictor is not None and layer.evictor.ragged is not None:
-        parts += layer.evictor.ragged.parts(queries.visible)
+    if state.evictor is not None and state.evictor.ragged is not None:
+        parts += state.evictor.ragged.parts(queries.visible)
     return parts
 
 
-def _past_parts(layer: LayerState, queries: Queries, present: int) -> list[Part]:
+def _past_parts(state: LayerState, queries: Queries, present: int) -> list[Part]:
     """Return the stored tokens that a step reads; the last `present` of them are its own."""
-    visible, alibi, tokens, parts = queries.visible, queries.alibi, layer.tokens, []
-    evictor, seen = layer.evictor, layer.seen
-    if isinstance(tokens, Slots):
-        return layer.score_evictor.renumbered(tokens.parts(visible, alibi), tokens, seen)
-    if layer.outliers is not None:
-        parts = layer.outliers.parts(visible, alibi)
-        visible = layer.outliers.hide(visible, seen + present)
-    if layer.sinks is not None:
-        sinks = layer.sinks.part(seen, visible, alibi, tokens.first)
-        if layer.rope is not None:
-            by = layer.sinks.behind(tokens.first)
-            sinks = sinks._replace(keys=layer.rope.rotate(sinks.exact_keys, by))
+    visible, alibi, storage, parts = queries.visible, queries.alibi, state.storage, []
+    evictor, seen = state.evictor, state.seen
+    if state.outliers is not None:
+        parts = state.outliers.parts(visible, alibi)
+        visible = state.outliers.hide(visible, seen + present)
+    if state.sinks is not None:
+        sinks = state.sinks.part(seen, visible, alibi, storage.first)
+        if state.rope is not None:
+            by = state.sinks.behind(storage.first)
+            sinks = sinks._replace(keys=state.rope.rotate(sinks.exact_keys, by))
         parts.append(sinks)
-        visible = layer.sinks.hide(visible)
-    if parts and not len(tokens):
+        visible = state.sinks.hide(visible)
+    if parts and not len(storage):
         return parts
-    if layer.retriever is not None:
-        read = layer.retriever.read(tokens, queries, visible, alibi, present, layer.trace)
-        if len(parts) == len(read) == 1 and read[0].plan is not None:
+    if state.retriever is not None:
+        read = state.retriever.read(state.segment, queries, visible, alibi, present, state.trace)
+        if len(parts) == len(read) == 1 and read[0].selection is not None:
             return [prepend_sinks(parts[0], read[0])]
         return [*parts, *read]
-    parts += tokens.parts(visible, present, alibi)
+    parts += storage.parts(visible, present, alibi)
     if evictor is None:
         return parts
-    return evictor.renumbered(parts, tokens, seen + present - 1)
+    return evictor.renumbered(parts, storage, seen + present - 1)
 
 
 def marked(index: Tensor, tokens: int) -> Tensor:
@@ -74,31 +72,31 @@ def marked(index: Tensor, tokens: int) -> Tensor:
     return found.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
 
 
-def logical(layer: LayerState) -> Tensor:
+def logical(state: LayerState) -> Tensor:
     """Return logical indices of all stored tokens, int64 [B, Hk, N], in the order of storage.
 
     Sinks first, then the segment, which stores a padded row's sinks once more, then tokens that
     heads keep in different numbers; slots in no order. -1: a sink that a row has not reached yet,
     or no token. Raises `CacheMisuse` if the layer did not record them.
     """
-    tokens, like = layer.tokens, layer.like
+    storage, like = state.storage, state.like
     if like is None:
         return torch.empty(0, 0, 0, dtype=torch.long)
-    if isinstance(tokens, Slots):
-        return tokens.logical()
-    ragged = None if layer.evictor is None else layer.evictor.ragged
+    if isinstance(storage, SlotStorage):
+        return storage.logical()
+    ragged = None if state.evictor is None else state.evictor.ragged
     if ragged is not None and not ragged.stored:
         ragged = None
-    if (tokens.kept and tokens.index is None) or (ragged and ragged.index is None):
+    if (storage.kept and storage.index is None) or (ragged and ragged.index is None):
         raise CacheMisuse(
-            f"{layer.name}: the layer did not record which tokens it kept; call observe() before "
+            f"{state.name}: the layer did not record which tokens it kept; call observe() before "
             "the first prompt"
         )
     parts = []
-    if layer.sinks is not None:
-        parts.append(layer.sinks.logical(layer.seen)[:, None, :])
-    if len(tokens):
-        parts.append(tokens.logical(0, len(tokens), like.device))
+    if state.sinks is not None:
+        parts.append(state.sinks.logical(state.seen)[:, None, :])
+    if len(storage):
+        parts.append(storage.step_index(like.device))
     if ragged is not None:
         parts.append(ragged.logical())
     return torch.cat([part.expand(*like.shape[:2], -1) for part in parts], dim=-1)

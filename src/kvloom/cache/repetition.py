@@ -35,7 +35,7 @@ class RepetitionScores:
 
     def note(
         self,
-        tokens: Segment,
+        segment: Segment,
         step: StepInputs,
         repeated: tuple[int, int],
         score: Callable[..., Tensor],
@@ -45,14 +45,14 @@ class RepetitionScores:
         step: T tokens that end with a repetition of these. score: `ScoreEvictor.score`.
         """
         queries, (lo, hi) = step.queries, repeated
-        b, hk, prompt, _ = tokens.exact_keys().shape
+        b, hk, prompt, _ = segment.exact_keys().shape
         device, t = step.k.device, step.tokens
         at, mask = self._slots(prompt, lo, hi, queries.visible, device)
         slots = at.expand(b, hk, -1)
         own = torch.arange(prompt, prompt + t, device=device)
         index = torch.cat([at, own.expand(*at.shape[:2], -1)], dim=2)
-        k = torch.cat([gather(tokens.exact_keys(), slots), step.k], dim=2)
-        v = torch.cat([gather(tokens.exact_values(), slots), step.v], dim=2)
+        k = torch.cat([gather(segment.exact_keys(), slots), step.k], dim=2)
+        v = torch.cat([gather(segment.exact_values(), slots), step.v], dim=2)
         if mask is not None and queries.visible is not None:
             mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
         bias = None if queries.alibi is None else queries.alibi.bias(index)

@@ -41,17 +41,17 @@ class Retriever:
         self.recipe, self.recall = recipe, recipe.recall
         self.finder: Finder = self.recall.index.finder()
         self.side_stream = SideStream()  # where the index grows
-        self.store: OffloadStore | None = None
+        self.offloaded: OffloadStore | None = None
         if self.recall.tier is not None:
             store = recipe.store
             formats = _offload_format(store.keys), _offload_format(store.values)
-            self.store = OffloadStore(self.recall.tier, formats, store.unit)
+            self.offloaded = OffloadStore(self.recall.tier, formats, store.unit)
         self.visible: Tensor | None = None  # padding so far, bool [B, 1, seen]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index and of the offloaded tokens."""
-        return self.finder.nbytes + (0 if self.store is None else self.store.nbytes)
+        return self.finder.nbytes + (0 if self.offloaded is None else self.offloaded.nbytes)
 
     @property
     def learns(self) -> bool:
@@ -62,11 +62,11 @@ class Retriever:
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
         own = [self, self.finder]
-        return own if self.store is None else [*own, *self.store.mutable]
+        return own if self.offloaded is None else [*own, *self.offloaded.mutable]
 
     def read(
         self,
-        tokens: Segment,
+        segment: Segment,
         queries: Queries,
         visible: Tensor | None,
         alibi: Alibi | None,
@@ -81,65 +81,65 @@ class Retriever:
         if trace is not None:
             trace.recalled = None
         if queries.tokens > 1 or room >= indexed:
-            offloaded = self._offloaded_parts(tokens, visible, alibi)
-            return [*offloaded, *tokens.parts(visible, present, alibi)]
-        slots = self._find(tokens, queries.q, room - room % self.recall.index.unit)
+            offloaded = self._offloaded_parts(segment, visible, alibi)
+            return [*offloaded, *segment.parts(visible, present, alibi)]
+        slots = self._find(segment, queries.q, room - room % self.recall.index.unit)
         end = self.recipe.pinned_prefix + indexed
         if trace is not None:
             trace.recalled = slots
         masks: tuple[Tensor | None, ...] = (None, None)
         if visible is not None:
-            recalled = _at(tokens.mask(visible, 0, end), slots)
-            masks = recalled, tokens.mask(visible, end, len(tokens))
+            recalled = _at(segment.mask(visible, 0, end), slots)
+            masks = recalled, segment.mask(visible, end, len(segment))
         bias: tuple[Tensor | None, ...] = (None, None)
         if alibi is not None:
-            recalled = alibi.bias(_at(tokens.logical(0, end, slots.device), slots))
-            bias = recalled, tokens.bias(alibi, end, len(tokens))
-        rest = partial(tokens.parts, visible, present, alibi, begin=end)
-        if self.store is not None:
-            return [Part(*self.store.read(slots), masks[0], bias=bias[0]), *rest()]
-        gather = partial(_gather_both, tokens, end, slots)
-        if not (tokens.keys.fused and tokens.values.fused):
+            recalled = alibi.bias(_at(segment.logical(0, end, slots.device), slots))
+            bias = recalled, segment.bias(alibi, end, len(segment))
+        rest = partial(segment.parts, visible, present, alibi, begin=end)
+        if self.offloaded is not None:
+            return [Part(*self.offloaded.read(slots), masks[0], bias=bias[0]), *rest()]
+        gather = partial(_gather_both, segment, end, slots)
+        if not (segment.keys.fused and segment.values.fused):
             return [Part(*gather(), masks[0], bias=bias[0]), *rest()]
-        gaps = tokens.index is not None
-        views = tokens.keys.kv_view(tokens.positions, gaps), tokens.values.kv_view()
+        gaps = segment.index is not None
+        views = segment.keys.kv_view(segment.positions, gaps), segment.values.kv_view()
         return [gather_part(views, slots, end, masks, bias, rest, gather)]
 
-    def grow(self, tokens: Segment, visible: Tensor | None, like: Tensor) -> None:
+    def grow(self, segment: Segment, visible: Tensor | None, like: Tensor) -> None:
         """Index the tokens that are due, and offload them where the recipe has a tier.
 
         visible: bool [B, 1, seen], without the sinks. like: an empty tensor such as the keys.
         """
-        if not len(tokens):
+        if not len(segment):
             return
         pinned = self.recipe.pinned_prefix
         recent = max(self.recipe.protect.recents)
-        ready = max(0, min(len(tokens) - recent, tokens.packed_oldest))
-        if self.store is not None:
-            ready = ready // self.store.unit * self.store.unit
+        ready = max(0, min(len(segment) - recent, segment.packed_oldest))
+        if self.offloaded is not None:
+            ready = ready // self.offloaded.unit * self.offloaded.unit
         ready = max(0, ready - pinned)
         if self.finder.tokens > ready:  # a crop removed indexed tokens
-            self.restore(tokens)
+            self.restore(segment)
             self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
             lo = pinned + self.finder.tokens
-            keys, nonpadding = _keys(tokens, lo, lo + due), tokens.mask(visible, lo, lo + due)
+            keys, nonpadding = _keys(segment, lo, lo + due), segment.mask(visible, lo, lo + due)
             if nonpadding is None:
                 nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             nonpadding = nonpadding[:, :1]  # padding is the same in all heads
             self.side_stream.run(partial(self.finder.extend, keys, nonpadding), keys, nonpadding)
-        if self.store is not None and self.finder.tokens:
+        if self.offloaded is not None and self.finder.tokens:
             self.side_stream.wait()
-            n = pinned + self.finder.tokens - tokens.offloaded
+            n = pinned + self.finder.tokens - segment.offloaded
             if n:
-                self.store.append(tokens.offload(n), n, like)
+                self.offloaded.append(segment.offload(n), n, like)
 
-    def restore(self, tokens: Segment) -> None:
+    def restore(self, segment: Segment) -> None:
         """Move all offloaded tokens back into the segment and discard the index."""
-        if self.store is None or not self.store.tokens:
+        if self.offloaded is None or not self.offloaded.tokens:
             return
-        tokens.restore(self.store.raw(0, self.store.tokens))
-        self.store, self.finder = self.store.fresh(), self._emptied()
+        segment.restore(self.offloaded.raw(0, self.offloaded.tokens))
+        self.offloaded, self.finder = self.offloaded.fresh(), self._emptied()
 
     def learn(self, queries: Queries, keys: Tensor) -> None:
         """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
@@ -152,20 +152,20 @@ class Retriever:
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
         self.finder.map(fn)
-        if self.store is not None:
-            self.store.map(fn)
+        if self.offloaded is not None:
+            self.offloaded.map(fn)
         self.visible = None if self.visible is None else fn(self.visible)
 
     def state(self) -> dict[str, Any]:
         """Return the state, see `cache.saved_state`."""
-        store = None if self.store is None else self.store.state()
+        store = None if self.offloaded is None else self.offloaded.state()
         return {"finder": self.finder.state(), "store": store, "visible": self.visible}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a state that `state` returned."""
         self.finder.load_state(state["finder"])
-        if self.store is not None:
-            self.store.load_state(state["store"])
+        if self.offloaded is not None:
+            self.offloaded.load_state(state["store"])
         self.visible = state["visible"]
 
     def _emptied(self) -> Finder:
@@ -173,10 +173,10 @@ class Retriever:
         finder.start_again(self.finder)
         return finder
 
-    def _find(self, tokens: Segment, q: Tensor, count: int) -> Tensor:
+    def _find(self, segment: Segment, q: Tensor, count: int) -> Tensor:
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
         pinned = self.recipe.pinned_prefix
-        keys = partial(_keys, tokens, pinned, pinned + self.finder.tokens)
+        keys = partial(_keys, segment, pinned, pinned + self.finder.tokens)
         slots = self.finder.find(q[:, :, 0], count, self.recall.group, keys)
         if not pinned:
             return slots
@@ -184,39 +184,39 @@ class Retriever:
         return torch.cat([always, slots + pinned], dim=-1)
 
     def _offloaded_parts(
-        self, tokens: Segment, visible: Tensor | None, alibi: Alibi | None
+        self, segment: Segment, visible: Tensor | None, alibi: Alibi | None
     ) -> list[Part]:
         """Return all offloaded tokens as parts of at most `_READ_AT_ONCE` tokens."""
         parts: list[Part] = []
-        if self.store is None:
+        if self.offloaded is None:
             return parts
-        step = max(1, _READ_AT_ONCE // self.store.unit) * self.store.unit
-        for lo in range(0, self.store.tokens, step):
-            hi = min(lo + step, self.store.tokens)
-            sides = (tokens.keys, tokens.values)
+        step = max(1, _READ_AT_ONCE // self.offloaded.unit) * self.offloaded.unit
+        for lo in range(0, self.offloaded.tokens, step):
+            hi = min(lo + step, self.offloaded.tokens)
+            sides = (segment.keys, segment.values)
             keys, values = (
                 side.view_offloaded(block, hi - lo)
-                for side, block in zip(sides, self.store.raw(lo, hi), strict=True)
+                for side, block in zip(sides, self.offloaded.raw(lo, hi), strict=True)
             )
-            bias = None if alibi is None else tokens.bias(alibi, lo, hi)
-            parts.append(Part(keys, values, tokens.mask(visible, lo, hi), bias=bias))
+            bias = None if alibi is None else segment.bias(alibi, lo, hi)
+            parts.append(Part(keys, values, segment.mask(visible, lo, hi), bias=bias))
         return parts
 
 
-def _keys(tokens: Segment, lo: int, hi: int) -> Tensor:
+def _keys(segment: Segment, lo: int, hi: int) -> Tensor:
     """Return the keys [B, Hk, hi - lo, D] of resident tokens lo to hi of a segment."""
-    offloaded = tokens.offloaded
-    keys = tokens.keys.view(lo - offloaded, hi - offloaded, tokens.positions)
+    offloaded = segment.offloaded
+    keys = segment.keys.view(lo - offloaded, hi - offloaded, segment.positions)
     return keys if isinstance(keys, Tensor) else keys.tensor()
 
 
-def _gather_both(tokens: Segment, end: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+def _gather_both(segment: Segment, end: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, H, M, D] at slots among the first `end` tokens."""
-    return _gather(tokens.keys, end, slots, tokens), _gather(tokens.values, end, slots, tokens)
+    return _gather(segment.keys, end, slots, segment), _gather(segment.values, end, slots, segment)
 
 
-def _gather(side: KVSide, end: int, slots: Tensor, tokens: Segment) -> Tensor:
-    x = side.view(0, end, tokens.positions)
+def _gather(side: KVSide, end: int, slots: Tensor, segment: Segment) -> Tensor:
+    x = side.view(0, end, segment.positions)
     if isinstance(x, Tensor):
         return reference.gather(x, slots)
     if (

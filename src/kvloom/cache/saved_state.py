@@ -11,51 +11,51 @@ from typing import Any
 
 from .draft import Draft
 from .layer_state import LayerState
-from .slots import Slots
+from .slot_storage import SlotStorage
 from .trace import Trace
 
 VERSION = 5
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
 
 
-def state(layer: LayerState) -> dict[str, Any]:
+def save_layer(state: LayerState) -> dict[str, Any]:
     """Return the state of a layer: views of its tensors, without spare room."""
-    parts = {"sinks": layer.sinks, "evictor": layer.evictor, "retriever": layer.retriever,
-             "outliers": layer.outliers, "draft": layer.draft}  # fmt: skip
+    parts = {"sinks": state.sinks, "evictor": state.evictor, "retriever": state.retriever,
+             "outliers": state.outliers, "draft": state.draft}  # fmt: skip
     return {
-        "like": layer.like,
-        "seen": layer.seen,
-        "read": layer.read,
-        "recording": layer.recording,
-        "settled": layer.settled,
-        "observed": layer.trace is not None,
-        "slots": isinstance(layer.tokens, Slots),
-        "tokens": layer.tokens.state(),
+        "like": state.like,
+        "seen": state.seen,
+        "read": state.read,
+        "recording": state.recording,
+        "settled": state.settled,
+        "observed": state.trace is not None,
+        "slots": isinstance(state.storage, SlotStorage),
+        "tokens": state.storage.state(),
         **{name: None if part is None else part.state() for name, part in parts.items()},
     }
 
 
-def load_state(layer: LayerState, saved: dict[str, Any]) -> None:
-    """Load a state that `state` returned into an empty layer of the same recipe and model.
+def load_layer(state: LayerState, saved: dict[str, Any]) -> None:
+    """Load a state that `save_layer` returned into an empty layer of the same recipe and model.
 
     The layer owns the tensors then, and continues exactly as the saved one.
     """
-    like = layer.like = saved["like"]
-    layer.seen, layer.read = saved["seen"], saved["read"]
-    layer.recording, layer.settled = saved["recording"], saved["settled"]
-    if saved["observed"] and layer.trace is None:
-        layer.trace = Trace()
+    like = state.like = saved["like"]
+    state.seen, state.read = saved["seen"], saved["read"]
+    state.recording, state.settled = saved["recording"], saved["settled"]
+    if saved["observed"] and state.trace is None:
+        state.trace = Trace()
     if saved["slots"]:
-        layer.tokens = Slots.from_state(saved["tokens"])
+        state.storage = SlotStorage.from_state(saved["tokens"], state.seen)
     else:
-        layer.segment.load_state(saved["tokens"], like)
-    if layer.sinks is not None:
-        layer.sinks.load_state(saved["sinks"])
-    if layer.evictor is not None:
-        layer.evictor.load_state(saved["evictor"], like)
-    if layer.retriever is not None:
-        layer.retriever.load_state(saved["retriever"])
+        state.segment.load_state(saved["tokens"], like)
+    if state.sinks is not None:
+        state.sinks.load_state(saved["sinks"])
+    if state.evictor is not None:
+        state.evictor.load_state(saved["evictor"], like)
+    if state.retriever is not None:
+        state.retriever.load_state(saved["retriever"])
     if saved["draft"] is not None:
-        layer.draft = Draft.from_state(saved["draft"])
-    if layer.outliers is not None:
-        layer.outliers.load_state(saved["outliers"], like)
+        state.draft = Draft.from_state(saved["draft"])
+    if state.outliers is not None:
+        state.outliers.load_state(saved["outliers"], like)

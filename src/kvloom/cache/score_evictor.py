@@ -2,7 +2,7 @@
 
 Decides when tokens are scored and which of them are evicted. The prompt's own queries score it, and
 the tokens with the highest scores stay, within the budget. Later, `when="step"` scores every step
-and evicts down to the budget (in `Slots`, where nothing moves); `when="prompt"` keeps all later
+and evicts down to the budget (in `SlotStorage`, where nothing moves); `when="prompt"` keeps all later
 tokens.
 """
 
@@ -19,17 +19,18 @@ from ..kernels.select.reference import gather
 from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
+from .evictor import Evictor
 from .part import Part
 from .ragged import RaggedChoice, RaggedTokens
 from .repetition import RepetitionScores
 from .running_scores import RunningScores
 from .segment import Segment
-from .slots import Slots
+from .slot_storage import SlotStorage, Storage
 from .step import Queries, StepInputs
 from .trace import Trace
 
 
-class ScoreEvictor:
+class ScoreEvictor(Evictor):
     """Drops the tokens of a layer with the lowest running scores, down to its budget.
 
     layer: number of the layer among those of the cache, which seeds noise. budget_rank: (rank,
@@ -37,8 +38,6 @@ class ScoreEvictor:
     renumbers positions. score_rope: the model's rotary embedding, for scores that need it. head:
     the model's number of the first key/value head, which seeds noise.
     """
-
-    sums_scores = True
 
     def __init__(
         self,
@@ -79,6 +78,11 @@ class ScoreEvictor:
     @property
     def _parts(self) -> list[RepetitionScores | RaggedTokens]:
         return [part for part in (self.repetition, self.ragged) if part is not None]
+
+    @property
+    def sums_scores(self) -> bool:
+        """True: it adds up scores of steps, which a crop cannot subtract again."""
+        return True
 
     @property
     def begun(self) -> bool:
@@ -133,10 +137,6 @@ class ScoreEvictor:
         """Return whether scores of these queries, or of a repetition, decide what stays."""
         return queries.tokens > 0 or self.repetition is not None
 
-    def surplus(self, tokens: int) -> int:
-        """Return 0: no token leaves by its age."""
-        return 0
-
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
         self.keep.rooms(tokens, self.budget_rank[1])
@@ -157,35 +157,35 @@ class ScoreEvictor:
         by_layer = self.keep.budget.heavy(self.prompt_tokens, count, variances)
         self.heavy, self.awaits_variances = by_layer[rank], False
 
-    def renumbered(self, parts: list[Part], tokens: Segment | Slots, newest: int) -> list[Part]:
+    def renumbered(self, parts: list[Part], storage: Storage, newest: int) -> list[Part]:
         """Return the parts of a step, with keys at new positions if the recipe renumbers them.
 
-        tokens: the storage of the parts. newest: the logical index of the step's newest token.
+        storage: of the parts. newest: the logical index of the step's newest token.
         """
         if not self.renumbers_steps or not parts:
             return parts
         (part,) = parts  # an exact store has one
-        index = tokens.index if isinstance(tokens, Slots) else _indices(tokens, part.exact_keys)
+        index = storage.step_index(part.exact_keys.device)
         assert self.rope is not None
         return [part._replace(keys=renumber(self.rope, part.exact_keys, index, newest))]
 
     def keep_prompt(
-        self, tokens: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
+        self, segment: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
     ) -> tuple[Tensor, Tensor]:
         """Score a prompt k, v [B, Hk, T, D], not stored yet; return the keys and values to keep."""
         t = k.shape[2]
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
-        bias = None if queries.alibi is None else tokens.bias(queries.alibi, 0, t)
+        bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
         self.scores.add(self.score(queries, k, v, queries.visible, index, t, bias), queries.visible)
-        self._note(tokens, trace)
+        self._note(segment, trace)
         slots, choice = self.choose(t, queries.visible)
         if slots is None:
             return k, v
         self._fill_ragged(k, v, choice, queries, trace)
-        tokens.note_kept(slots, t, self._needs_index(queries, trace))
+        segment.note_kept(slots, t, self._needs_index(queries, trace))
         return self._renumbered_once(gather(k, slots), slots, t), gather(v, slots)
 
-    def score_segment(self, tokens: Segment, queries: Queries, seen: int) -> Tensor:
+    def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
         """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries.
 
         Those of a repetition are of the prompt alone, as far as its tokens still exist.
@@ -193,19 +193,19 @@ class ScoreEvictor:
         if self.repetition is not None:
             assert self.repetition.scores is not None
             found, self.repetition.scores = self.repetition.scores, None
-            return found[..., : len(tokens)]
-        keys, values = tokens.exact_keys(), tokens.exact_values()
-        index = _indices(tokens, keys)
+            return found[..., : len(segment)]
+        keys, values = segment.exact_keys(), segment.exact_values()
+        index = segment.step_index(keys.device)
         if self.renumbers_steps:
             assert self.rope is not None
             keys = renumber(self.rope, keys, index, seen - 1)
-        bias = None if queries.alibi is None else tokens.bias(queries.alibi, 0, keys.shape[2])
-        return self.score(queries, keys, values, tokens.mask(queries.visible), index, seen, bias)
+        bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
+        return self.score(queries, keys, values, segment.mask(queries.visible), index, seen, bias)
 
-    def note_repetition(self, tokens: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
+    def note_repetition(self, segment: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
         """Score a prompt's tokens repeated[0] to repeated[1] by a step whose end repeats them."""
         assert self.repetition is not None
-        self.repetition.note(tokens, step, repeated, self.score)
+        self.repetition.note(segment, step, repeated, self.score)
 
     def take_repetition(self, other: ScoreEvictor) -> None:
         """Take the scores of another evictor, whose cache holds the same prompt."""
@@ -214,18 +214,18 @@ class ScoreEvictor:
         scores = other.repetition.scores
         self.repetition.scores = None if scores is None else scores.clone()
 
-    def end_repetition(self, tokens: Segment) -> None:
+    def end_repetition(self, segment: Segment) -> None:
         """Give the tokens of a prompt that was not repeated equal scores."""
         assert self.repetition is not None
         if self.repetition.scores is None:
-            keys = tokens.exact_keys()
+            keys = segment.exact_keys()
             self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
-    def score_slots(self, tokens: Slots, queries: Queries, part: Part, seen: int) -> Tensor:
+    def score_slots(self, slots: SlotStorage, queries: Queries, part: Part) -> Tensor:
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
         assert isinstance(part.values, Tensor)
         keys, visible, bias = part.exact_keys, part.visible, part.bias
-        return self.score(queries, keys, part.values, visible, tokens.index, seen, bias)
+        return self.score(queries, keys, part.values, visible, slots.index, slots.seen, bias)
 
     def score(
         self,
@@ -255,7 +255,7 @@ class ScoreEvictor:
 
     def evict_from_segment(
         self,
-        tokens: Segment,
+        segment: Segment,
         scores: Tensor,
         queries: Queries,
         trace: Trace | None,
@@ -266,43 +266,44 @@ class ScoreEvictor:
         counts: int64 [B, Hk], how many tokens each head wins where heads of all layers compete for
         them (None: the scores of this layer decide alone).
         """
-        visible, n = tokens.mask(queries.visible), len(tokens)
+        visible, n = segment.mask(queries.visible), len(segment)
         self.scores.add(scores, visible)
-        self._note(tokens, trace)
+        self._note(segment, trace)
         slots, choice = self.choose(n, visible, counts)
         if slots is not None:
-            self._fill_ragged(tokens.exact_keys(), tokens.exact_values(), choice, queries, trace)
-            tokens.keep(slots, self._needs_index(queries, trace))
-            tail = tokens.keys.tail
+            self._fill_ragged(segment.exact_keys(), segment.exact_values(), choice, queries, trace)
+            segment.keep(slots, self._needs_index(queries, trace))
+            tail = segment.keys.tail
             tail.replace(self._renumbered_once(tail.view(), slots, n))
 
     def evict_from_slots(
-        self, tokens: Slots, scores: Tensor, visible: Tensor | None, seen: int, trace: Trace | None
+        self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None
     ) -> None:
         """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
-        total = self.scores.joined(tokens.scores, scores)
+        total = self.scores.joined(slots.scores, scores)
         if trace is not None:
-            trace.scored = tokens.index.long(), total
-        tokens.evict(total, tokens.mask(visible), seen - self.recent)
+            trace.scored = slots.index.long(), total
+        slots.evict(total, slots.mask(visible), slots.seen - self.recent)
 
-    def settled(self, tokens: Segment, drafting: bool) -> Segment | Slots:
-        """Return the storage of the tokens from now on: slots once each step evicts one token."""
+    def settled(self, segment: Segment, drafting: bool) -> Storage:
+        """Return where tokens are stored from now on: in slots once each step evicts one token."""
         if self.keep.when == "prompt":
             self.scores.clear()
             self.done = True
-        elif self.keep.when == "step" and len(tokens) == self.room and not drafting:
-            keys = tokens.exact_keys()
-            index = _indices(tokens, keys).expand(*keys.shape[:3])
-            slots = Slots(keys, tokens.exact_values(), self.scores.view(), index.int())
+        elif self.keep.when == "step" and len(segment) == self.room and not drafting:
+            keys = segment.exact_keys()
+            index = segment.step_index(keys.device).expand(*keys.shape[:3]).int()
+            seen = segment.first + len(segment)
+            storage = SlotStorage(keys, segment.exact_values(), self.scores.view(), index, seen)
             self.scores.clear()
-            return slots
-        return tokens
+            return storage
+        return segment
 
-    def in_segment(self, slots: Slots, seen: int) -> Segment:
+    def in_segment(self, slots: SlotStorage) -> Segment:
         """Return the tokens of slots as a segment, oldest first."""
         keys, values, scores, index = slots.in_order()
         self.scores.replace(scores)
-        return Segment.kept_of(keys, values, index, seen)
+        return Segment.kept_of(keys, values, index, slots.seen)
 
     def choose(
         self, tokens: int, visible: Tensor | None, counts: Tensor | None = None
@@ -384,16 +385,12 @@ class ScoreEvictor:
         masked = queries.visible is not None or queries.alibi is not None
         return masked or self.needs_positions or trace is not None or self.keep.when != "prompt"
 
-    def _note(self, tokens: Segment, trace: Trace | None) -> None:
+    def _note(self, segment: Segment, trace: Trace | None) -> None:
         """Note the logical indices and scores [B, Hk, N] of the candidates in a trace."""
         if trace is not None:
             scores = self.scores.view().clone()
-            index = tokens.logical(0, scores.shape[-1], scores.device)
+            index = segment.logical(0, scores.shape[-1], scores.device)
             trace.scored = index.expand_as(scores), scores
 
 
 _STATE = ("heavy", "recent", "steps", "prompt_tokens", "done", "awaits_variances")
-
-
-def _indices(tokens: Segment, like: Tensor) -> Tensor:
-    return tokens.logical(0, len(tokens), like.device)

@@ -246,6 +246,14 @@ class Segment:
             index = self.logical(lo, hi, device)
         return alibi.bias(index)
 
+    def undoable(self) -> Segment:
+        """Return this segment: steps overwrite no live token."""
+        return self
+
+    def step_index(self, device: torch.device) -> Tensor:
+        """Return the logical indices of all tokens, int64 [B or 1, Hk or 1, N]."""
+        return self.logical(0, len(self), device)
+
     def logical(self, lo: int, hi: int, device: torch.device) -> Tensor:
         """Return the logical indices of tokens lo to hi, int64 [B or 1, Hk or 1, hi - lo]."""
         begin, end = max(lo, self.kept), max(hi, self.kept)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .cycle import attend
 from .layer_state import LayerState
-from .slots import Slots
 from .step import StepInputs
 from .undo import Mutable, Undo
 
@@ -55,60 +54,60 @@ class Verification:
         """Bytes of the inputs."""
         return sum(x.nbytes for step in self.steps for x in (step.queries.q, step.k, step.v))
 
-    def applies(self, layer: LayerState) -> bool:
+    def applies(self, state: LayerState) -> bool:
         """Return whether a layer that records takes the tokens of its next step one by one."""
-        if not (layer.seen or self.certain):
+        if not (state.seen or self.certain):
             return False
-        evictor = layer.evictor
+        evictor = state.evictor
         if evictor is not None and evictor.decides_later:
             return False
-        return not (layer.recipe.store.exact and evictor is None and layer.retriever is None)
+        return not (state.recipe.store.exact and evictor is None and state.retriever is None)
 
     def attend(
-        self, layer: LayerState, given: StepInputs, mutable: Callable[[], Mutable]
+        self, state: LayerState, given: StepInputs, mutable: Callable[[], Mutable]
     ) -> Tensor:
         """Attend as usual to the tokens that are certain, then token by token; [B, Hq, T, D].
 
         mutable: returns the objects that a step changes.
         """
-        sure = min(given.tokens, max(0, self.certain - layer.seen))
+        sure = min(given.tokens, max(0, self.certain - state.seen))
         outs = []
-        layer.recording = False
+        state.recording = False
         if sure:
             self.end()
-            outs.append(attend(layer, given.slice(0, sure)))
+            outs.append(attend(state, given.slice(0, sure)))
         if sure < given.tokens:
             draft = given.slice(sure, given.tokens)
             if self.before is None:
                 self.before = Undo(mutable())
             self.steps = (*self.steps, draft)
-            outs += _attend_each(layer, draft.one_by_one())
-        layer.recording = True
+            outs += _attend_each(state, draft.one_by_one())
+        state.recording = True
         return torch.cat(outs, dim=2)
 
     def end(self) -> None:
         """Forget the draft: all of its tokens stay."""
         self.steps, self.before = (), None
 
-    def restore(self, layer: LayerState) -> tuple[StepInputs, ...]:
+    def restore(self, state: LayerState) -> tuple[StepInputs, ...]:
         """Restore the layer as it was before the draft, and return the steps of the draft."""
         steps, before = self.steps, self.before
         assert before is not None
         before.restore()
-        if layer.retriever is not None and layer.retriever.store is not None:
-            layer.retriever.store.forget()  # its copies on the device are changed in place
+        if state.retriever is not None and state.retriever.offloaded is not None:
+            state.retriever.offloaded.forget()  # its copies on the device are changed in place
         self.end()
-        layer.recording = True
+        state.recording = True
         return steps
 
-    def remove_newest(self, layer: LayerState, tokens: int) -> None:
+    def remove_newest(self, state: LayerState, tokens: int) -> None:
         """Remove the newest `tokens` tokens of the draft, which then has ended."""
         if tokens:
             left = self.tokens - tokens
-            steps = self.restore(layer)
-            layer.recording = False
-            _attend_each(layer, _oldest(steps, left))
-            layer.recording = True
+            steps = self.restore(state)
+            state.recording = False
+            _attend_each(state, _oldest(steps, left))
+            state.recording = True
         self.end()
 
 
@@ -122,7 +121,6 @@ def _oldest(steps: tuple[StepInputs, ...], tokens: int) -> Iterator[StepInputs]:
             yield one
 
 
-def _attend_each(layer: LayerState, steps: Iterator[StepInputs]) -> list[Tensor]:
-    if isinstance(layer.tokens, Slots):  # steps write over what `restore` needs
-        layer.tokens = layer.tokens.copy()
-    return [attend(layer, step) for step in steps]
+def _attend_each(state: LayerState, steps: Iterator[StepInputs]) -> list[Tensor]:
+    state.storage = state.storage.undoable()
+    return [attend(state, step) for step in steps]

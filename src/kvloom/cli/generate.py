@@ -135,7 +135,7 @@ def _sizes(cache: Cache) -> list[str]:
     if not cache.routed:
         return [*sizes, "no layer compressed: sliding windows limit all of them already"]
     begin = first_packed_at(recipe)
-    tokens = [layer.cache.state.tokens for layer in cache.routed]
+    tokens = [layer.cache.state.storage for layer in cache.routed]
     if begin is not None and not any(getattr(held, "packed", False) for held in tokens):
         unit = "kept tokens" if recipe.keep is not None else "tokens"
         return [*sizes, f"nothing packed yet: {recipe.name} starts to pack at {begin} {unit}"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..cache.saved_state import VERSION, load_state, state
+from ..cache.saved_state import VERSION, load_layer, save_layer
 from ..errors import (
     CacheMisuse,
     IncompatibleRecipe,
@@ -119,13 +119,13 @@ def _restore(
 
 def _state(layer: Any) -> Any:
     """Return the state of a layer, kvloom's or transformers' own."""
-    return state(layer.cache.state) if isinstance(layer, RoutedLayer) else stock_state(layer)
+    return save_layer(layer.cache.state) if isinstance(layer, RoutedLayer) else stock_state(layer)
 
 
 def _load_state(layer: Any, saved: Any) -> None:
     """Load a saved state into a new layer."""
     if isinstance(layer, RoutedLayer):
-        load_state(layer.cache.state, saved)
+        load_layer(layer.cache.state, saved)
     else:
         load_stock_state(layer, saved)
 

@@ -91,7 +91,7 @@ class LayerTrace:
     def _record_packed(self, step: int, cached: Tensor, index: Tensor, begin: int) -> None:
         """Record the tokens that are packed now; `begin` is the first token of the segment."""
         state = self.layer.state
-        tokens = state.tokens
+        tokens = state.storage
         if not isinstance(tokens, Segment):
             return
         for name, side in (("keys", tokens.keys), ("values", tokens.values)):

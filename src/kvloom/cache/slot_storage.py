@@ -18,16 +18,23 @@ from ..kernels.append.reference import WriteTarget
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from .part import Part
+from .segment import Segment
 
 
-class Slots:
+class SlotStorage:
     """C slots [B, Hk, C, D], of which one is free between steps.
 
-    scores: fp32 [B, Hk, C]. index: int32 [B, Hk, C], the logical index of each slot's token.
+    seen: the number of tokens seen. scores: fp32 [B, Hk, C]. index: int32 [B, Hk, C], the logical
+    index of each slot's token.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, scores: Tensor, index: Tensor) -> None:
+    kept = 0  # tokens of a prompt that a crop cannot remove: see `Segment`
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, scores: Tensor, index: Tensor, seen: int
+    ) -> None:
         """Copy N tokens, oldest first, with their scores and indices, and add one free slot."""
+        self.seen = seen
         b, h, n, _ = keys.shape
         self.keys, self.values = _one_more(keys), _one_more(values)
         self.scores = _one_more(scores.unsqueeze(-1)).squeeze(-1)
@@ -47,14 +54,22 @@ class Slots:
         """The objects that a step changes."""
         return [self]
 
-    def copy(self) -> Slots:
-        """Return slots with copies of all tensors."""
-        return self.from_state({name: getattr(self, name).clone() for name in _STATE})
+    @property
+    def first(self) -> int:
+        """The number of tokens that were evicted."""
+        return self.seen - len(self)
 
-    def append(
-        self, k: Tensor, v: Tensor, logical: int, max_abs: tuple[float, ...] | None = None
-    ) -> bool:
-        """Write one token k, v [B, Hk, 1, D] with this logical index into the free slot.
+    @property
+    def exact_newest(self) -> int:
+        """The number of newest tokens with exact keys and values: all."""
+        return len(self)
+
+    def undoable(self) -> SlotStorage:
+        """Return a copy: steps overwrite live tokens, which `Undo` cannot restore."""
+        return self.from_state({name: getattr(self, name).clone() for name in _STATE}, self.seen)
+
+    def append(self, k: Tensor, v: Tensor, max_abs: tuple[float, ...] | None = None) -> bool:
+        """Write the next token k, v [B, Hk, 1, D] into the free slot.
 
         max_abs: the largest magnitudes of keys and of values that the formats can pack (None: not
         checked). The slot stays free if a number is above. Returns whether the token was added.
@@ -63,24 +78,34 @@ class Slots:
         if not ops.append((k, v), targets, max_abs):
             return False
         self.scores.scatter_(2, self.free, 0.0)
-        self.index.scatter_(2, self.free, logical)
+        self.index.scatter_(2, self.free, self.seen)
+        self.seen += 1
         return True
 
-    def parts(self, visible: Tensor | None, alibi: Alibi | None = None) -> list[Part]:
-        """Return all slots as one part; visible: bool [B, 1, seen tokens] by logical index."""
+    def parts(
+        self, visible: Tensor | None, present: int = 1, alibi: Alibi | None = None
+    ) -> list[Part]:
+        """Return all slots as one part; visible: bool [B, 1, seen tokens] by logical index.
+
+        present: tokens of the step itself: 1, which is in the slot that was free.
+        """
         bias = None
         if alibi is not None:
             index = self.index.long()
             if alibi.closed_up:  # no slot is free while a step attends
                 index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
             bias = alibi.bias(index)
-        return [Part(self.keys, self.values, self.mask(visible), causal=1, bias=bias)]
+        return [Part(self.keys, self.values, self.mask(visible), causal=present, bias=bias)]
 
     def mask(self, visible: Tensor | None) -> Tensor | None:
         """Return the mask by slot, bool [B, Hk, C]."""
         if visible is None:
             return None
         return visible.expand(-1, self.keys.shape[1], -1).gather(2, self.index.long())
+
+    def step_index(self, device: torch.device) -> Tensor:
+        """Return the logical index of each slot while a step attends to all, int [B, Hk, C]."""
+        return self.index
 
     def logical(self) -> Tensor:
         """Return the logical indices of all tokens, int64 [B, Hk, C - 1], in no order."""
@@ -116,13 +141,17 @@ class Slots:
         return {name: getattr(self, name) for name in _STATE}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Slots:
-        """Return slots with a state that `state` returned."""
+    def from_state(cls, state: dict[str, Any], seen: int) -> SlotStorage:
+        """Return slots with a state that `state` returned; seen: the number of tokens seen."""
         slots = cls.__new__(cls)
+        slots.seen = seen
         for name in _STATE:
             setattr(slots, name, state[name])
         return slots
 
+
+Storage = Segment | SlotStorage
+"""Where a layer stores its tokens."""
 
 _STATE = ("keys", "values", "scores", "free", "index")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.attend.reference import First
 
 
-class GatherPlan(NamedTuple):
+class Selection(NamedTuple):
     """Which tokens of a part are read: at slots int64 [B, H, M], and all from `begin` on.
 
     first: exact keys and values [B, Hk, S, D] before them (sinks).

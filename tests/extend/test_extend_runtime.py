@@ -12,6 +12,7 @@ from examples import installed
 from typer.testing import CliRunner
 
 import kvloom
+import probe
 import tiny
 from beams import assert_rows_follow_beams
 from for_each import for_each
@@ -119,7 +120,7 @@ def test_a_score_keeps_the_tokens_that_it_rates_highest(model):
     """The first layer's kept tokens, from its keys, values and attention in plain transformers."""
     recipe = "evict:score=value-norm,tokens=20,when=prompt,recent=0"
     ids, cache = batch(), kvloom.Cache(model, recipe)
-    layer = cache.routed[0].cache
+    layer = probe.layers(cache)[0]
     layer.observe()
     logits(model, cache, ids)
     plain = tiny.llama(head_dim=32)

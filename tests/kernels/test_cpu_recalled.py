@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.kernels import dispatch
@@ -61,7 +62,7 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
         dispatch.ran.clear()
         with dispatch.use(backend):
             outs.append(feed(cache, *qkv, [PROMPT, *[1] * STEPS], **options)[:, :, PROMPT:])
-        read.append(cache.state.read)
+        read.append(probe.read(cache))
         ran = {operation for operation, who, _ in dispatch.ran if who == "cpu"} & OPERATIONS
         assert len(ran) == (4 if backend == "auto" else 0)
     assert read[0] == read[1] < PROMPT

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import naive
+import probe
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.slots import Slots
 from kvloom.kernels.attend import reference as ref
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
@@ -51,11 +51,11 @@ def fresh(name):
 
 def stored(cache):
     """All that a step of this cache attends to in the past, [B, Hk, N, D]."""
-    if isinstance(cache.state.tokens, Slots):
-        return cache.state.tokens.in_order()[:2]
-    tokens = cache.state.tokens
+    if probe.in_slots(cache):
+        return probe.tokens(cache).in_order()[:2]
+    tokens = probe.tokens(cache)
     held = [[unpacked(side)] for side in (tokens.keys, tokens.values) if len(side)]
-    sinks = cache.state.sinks
+    sinks = probe.sinks(cache)
     if sinks is not None and sinks.keys is not None:
         held = [
             [sinks.keys, *(held[0] if held else [])],
@@ -117,10 +117,10 @@ def test_a_rejected_draft_leaves_no_trace(name, prompt):
     for drafted in (prompt + 5, prompt + 2):
         cache = fresh(name)
         feed(cache, *(x[:, :, :prompt] for x in (q, k, v)), slopes=SLOPES)
-        cache.state.recording = True
+        probe.record(cache, True)
         feed(cache, *(x[:, :, prompt:drafted] for x in (q, k, v)), slopes=SLOPES)
         cache.crop(drafted - prompt - 2)
-        cache.state.recording = False
+        probe.record(cache, False)
         caches.append(cache)
     new = draw(1, 10, batch=2, hq=4, hk=2)
     outputs = [feed(cache, *new, [1, 1, 5, 1, 1, 1], slopes=SLOPES) for cache in caches]
@@ -140,14 +140,14 @@ def test_beams_in_the_middle_of_a_draft(name):
         cache = fresh(name)
         move = lambda cache=cache: cache.map(lambda x: x.index_select(0, beams))  # noqa: E731
         feed(cache, *qkv, valid=valid[:, :50], slopes=SLOPES)
-        cache.state.recording = True
+        probe.record(cache, True)
         feed(cache, *draft, valid=valid[:, :53], slopes=SLOPES)
         if before:
             move()
         cache.crop(1)
         if not before:
             move()
-        cache.state.recording = False
+        probe.record(cache, False)
         outputs.append(feed(cache, *new, [1, 1, 4], valid=valid[beams], slopes=SLOPES))
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import NotFinite
 from steps import SOME, SOME_TOKENS, assert_same_state, build, core_recipes, draw, feed, state
@@ -20,11 +21,11 @@ def drafted(
     """Prompt, then a draft while recording, of which the newest tokens are rejected."""
     see = None if valid is None else valid[:, :prompt]
     cache = build(recipe, *(x[:, :, :prompt] for x in qkv), valid=see)
-    cache.state.recording = True
+    probe.record(cache, True)
     tokens = [x[:, :, prompt : prompt + draft] for x in qkv]
     feed(cache, *tokens, [1] * draft if one_by_one else [draft], valid)
     cache.crop(rejected)
-    cache.state.recording = False
+    probe.record(cache, False)
     return cache
 
 
@@ -64,7 +65,7 @@ def test_rows_may_move_within_a_draft(recipe, prompt, draft, rejected, pad, seed
     valid = torch.arange(prompt + draft) >= torch.tensor([[0], [pad]])
     q, k, v = (x + 10 for x in draw(seed, prompt + draft, batch=2))
     moved = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)), valid=valid[:, :prompt])
-    moved.state.recording = True
+    probe.record(moved, True)
     feed(moved, *(x[:, :, prompt:] for x in (q, k, v)), valid=valid)
     moved.map(lambda x: x[order])
     moved.crop(rejected)
@@ -81,7 +82,7 @@ def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
     cache = build(recipe, *(x[:, :, :30] for x in (q, k, v)))
     kept = list(range(30))
     for draft, rejected in drafts:
-        cache.state.recording = True
+        probe.record(cache, True)
         start = cache.seen
         # rejected tokens are others than those that come in their place
         part = [x[:, :, start : start + draft].clone() for x in (q, k, v)]
@@ -89,7 +90,7 @@ def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
             x[:, :, draft - rejected :] += 1
         feed(cache, *part)
         cache.crop(rejected)
-        cache.state.recording = False
+        probe.record(cache, False)
         kept += range(start, start + draft - rejected)
     assert_same_state(state(cache), state(build(recipe, *(x[:, :, kept] for x in (q, k, v)))))
 
@@ -122,13 +123,14 @@ def test_a_draft_attends_as_without_speculation(recipe, prompt, drafts, pad, cer
     drafted, alone = LayerCache(recipe), LayerCache(recipe)
     expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), valid)
     if certain:  # generate() passes the prompt and the first draft in one step
-        drafted.state.recording, drafted.verification.certain = True, prompt
+        probe.record(drafted, True)
+        drafted.verification.certain = prompt
         sizes = [prompt + drafts[0], *drafts[1:]]
         got = feed(drafted, *qkv, sizes, valid)
     else:
         see = None if valid is None else valid[:, :prompt]
         first = feed(drafted, *(x[:, :, :prompt] for x in qkv), None, see)
-        drafted.state.recording = True
+        probe.record(drafted, True)
         rest = feed(drafted, *(x[:, :, prompt:] for x in qkv), drafts, valid)
         got = torch.cat([first, rest], dim=2)
     torch.testing.assert_close(got[:, :, pad:], expected[:, :, pad:], rtol=0, atol=2e-6)
@@ -143,7 +145,7 @@ def test_a_step_that_fails_in_a_draft_changes_nothing(recipe, prompt, draft, see
     q, k, v = draw(seed, prompt + draft + 4)
     cache, other = (build(recipe, *(x[:, :, :prompt] for x in (q, k, v))) for _ in range(2))
     for one in (cache, other):
-        one.state.recording = True
+        probe.record(one, True)
         feed(one, *(x[:, :, prompt : prompt + draft] for x in (q, k, v)))
     bad = k[:, :, -4:].clone()
     bad[:, :, 2] = torch.nan
@@ -159,10 +161,10 @@ def test_a_step_that_fails_in_a_draft_changes_nothing(recipe, prompt, draft, see
 def test_cropping_everything_is_a_new_cache(recipe, n, more, seed):
     q, k, v = draw(seed, n)
     cache = LayerCache(recipe)
-    cache.state.recording = True
+    probe.record(cache, True)
     feed(cache, q, k, v)
     cache.crop(n + more)
     assert (cache.seen, cache.nbytes) == (0, 0)
-    cache.state.recording = False
+    probe.record(cache, False)
     feed(cache, q, k, v)
     assert_same_state(state(cache), state(build(recipe, q, k, v)))

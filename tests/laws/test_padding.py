@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import probe
 from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
@@ -73,10 +74,10 @@ def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
     k = k + 100
     cache = LayerCache(resolve("kivi:group=16,residual=16,meta=fp32"))
     feed(cache, *(x[:, :, :PROMPT] for x in (q, k, v)), cuts, valid[:, :PROMPT])
-    cache.state.recording = recording
+    probe.record(cache, recording)
     feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, valid)
     cache.crop(0)
-    scale = cache.state.tokens.keys.packed.live.scale
+    scale = probe.keys(cache).packed.live.scale
     for row, pad in enumerate(pads):
         for g in range(scale.shape[2]):
             group = k[row, :, max(pad, 16 * g) : 16 * (g + 1)]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
@@ -47,7 +48,7 @@ def cached(store, recent, tokens=5, sinks=0, rule=None) -> LayerCache:
 def marked(cache: LayerCache) -> torch.Tensor:
     """The logical indices of what was spared, [B, Hk, K]."""
     assert isinstance(cache, LayerCache)
-    return cache.state.outliers.tokens.index.long()
+    return probe.outliers(cache).index.long()
 
 
 @every_store
@@ -56,7 +57,7 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
     q, k, v = draw(seed, n, batch=2, hq=4, hk=2)
     cache = cached(store, recent, spare, sinks)
     feed(cache, q, k, v)
-    keys, values = (unpacked(side) for side in (cache.state.tokens.keys, cache.state.tokens.values))
+    keys, values = (unpacked(side) for side in (probe.keys(cache), probe.values(cache)))
     keys, values = torch.cat([k[:, :, :sinks], keys], 2), torch.cat([v[:, :, :sinks], values], 2)
     index = marked(cache)
     assert index.shape[-1] == min(spare, min_packed_end(cache))
@@ -74,7 +75,7 @@ def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spar
 
 
 def min_packed_end(cache: LayerCache) -> int:
-    tokens = cache.state.tokens
+    tokens = probe.tokens(cache)
     sides = [side for side in (tokens.keys, tokens.values) if side.packed is not None]
     return min(side.packed_count for side in sides)
 
@@ -113,12 +114,12 @@ def test_a_prompt_that_may_be_taken_back_spares_the_same(store, recent, n, draft
     valid = torch.arange(n + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
     q, k, v = draw(seed, n + draft, batch=2, hq=2, hk=2)
     recorded, plain = cached(store, recent, sinks=2), cached(store, recent, sinks=2)
-    recorded.state.recording = True
+    probe.record(recorded, True)
     feed(recorded, *(x[:, :, :n] for x in (q, k, v)), None, valid)
     recorded.crop(0)
     feed(recorded, *(x[:, :, n:] for x in (q, k, v)), None, valid)
     recorded.crop(back)
-    recorded.state.recording = False
+    probe.record(recorded, False)
     stay = n + draft - back
     feed(plain, *(x[:, :, :stay] for x in (q, k, v)), [n, stay - n], valid)
     order = torch.tensor([1, 0])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.cache.build import coordinate
@@ -80,9 +81,9 @@ def test_nothing_that_stayed_is_lost(recipe):
     cache, want = fresh(recipe), fresh(replace(recipe, recall=None))
     for c in (cache, want):
         feed(c, *qkv, [PROMPT, *STEPS])
-    assert cache.state.read < want.state.read == KEPT + len(STEPS)
-    assert cache.state.dropped == want.state.dropped == PROMPT - KEPT
-    cache.state.retriever.restore(cache.state.tokens)
+    assert probe.read(cache) < probe.read(want) == KEPT + len(STEPS)
+    assert probe.dropped(cache) == probe.dropped(want) == PROMPT - KEPT
+    probe.retriever(cache).restore(probe.tokens(cache))
     assert_same_state(state(cache), state(want))
 
 
@@ -100,12 +101,12 @@ def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, p
     found = (recipe.recall.tokens - recipe.always_read) // unit * unit
     front = 16 if recipe.recall.tier and not recipe.store.exact else SINKS  # whole groups
     for t in range(PROMPT, n):
-        behind = t - (PROMPT - KEPT) - front - cache.state.retriever.finder.tokens
+        behind = t - (PROMPT - KEPT) - front - probe.indexed(cache)
         see = None if valid is None else valid[:, : t + 1]
         feed(cache, *(x[:, :, t : t + 1] for x in qkv), valid=see)
-        assert cache.state.read == front + found + behind + 1
-        index = cache.state.tokens.logical(0, len(cache.state.tokens), torch.device("cpu"))
-        read = index.expand(2, 2, -1).gather(2, cache.state.trace.recalled)
+        assert probe.read(cache) == front + found + behind + 1
+        index = probe.tokens(cache).logical(0, probe.count(cache), torch.device("cpu"))
+        read = index.expand(2, 2, -1).gather(2, probe.recalled(cache))
         for row, pad in enumerate(pads or [0, 0]):
             for head in range(2):
                 always = {*range(pad, min(pad + SINKS, PROMPT))}
@@ -152,10 +153,10 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
     drafted, never = fresh(recipe), fresh(recipe)
     for cache in (drafted, never):
         feed(cache, *(x[:, :, :PROMPT] for x in qkv))
-    drafted.state.recording = True
+    probe.record(drafted, True)
     got = feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
     drafted.crop(rejected)
-    drafted.state.recording = False
+    probe.record(drafted, False)
     if kept > PROMPT:
         want = feed(never, *(x[:, :, PROMPT:kept] for x in qkv), [1] * (kept - PROMPT))
         torch.testing.assert_close(got[:, :, : kept - PROMPT], want, rtol=0, atol=2e-6)
@@ -176,7 +177,7 @@ def test_a_crop_goes_back_to_the_prompt_and_no_further(name):
     outputs = [feed(cache, *new, [1] * 30) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
     cropped.crop(cropped.seen)
-    assert cropped.seen == len(cropped.state.tokens) == cropped.state.retriever.finder.tokens == 0
+    assert cropped.seen == probe.count(cropped) == probe.indexed(cropped) == 0
 
 
 def test_a_keep_without_recall_refuses_the_same_crop():
@@ -185,7 +186,7 @@ def test_a_keep_without_recall_refuses_the_same_crop():
     with pytest.raises(CacheMisuse, match="the newest 10 can be removed"):
         cache.crop(11)
     cache.crop(10)
-    assert (cache.seen, len(cache.state.tokens)) == (PROMPT, KEPT)
+    assert (cache.seen, probe.count(cache)) == (PROMPT, KEPT)
 
 
 @by_reference
@@ -209,14 +210,14 @@ def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(k
     caches = [fresh(recipe, rank) for rank in range(2)]
     coordinate(caches)
     for seed, cache in enumerate(caches):
-        assert cache.state.retriever.finder.tokens == 0
+        assert probe.indexed(cache) == 0
         feed(cache, *heads(seed, PROMPT))
     for cache in caches:
-        held = len(cache.state.tokens)
-        assert cache.state.retriever.finder.tokens == held - SINKS
+        held = probe.count(cache)
+        assert probe.indexed(cache) == held - SINKS
         feed(cache, *heads(9, 1))
-        assert cache.state.read == recipe.recall.tokens + 1 < held
-    assert sum(len(cache.state.tokens) - 1 for cache in caches) == 2 * KEPT
+        assert probe.read(cache) == recipe.recall.tokens + 1 < held
+    assert sum(probe.count(cache) - 1 for cache in caches) == 2 * KEPT
 
 
 @for_each(

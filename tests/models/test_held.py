@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvloom
+import probe
 import tiny
 from held import check
 from kvloom.cache import cycle
@@ -138,9 +139,9 @@ def run(model, recipe: Recipe, padded: bool = False, spoil=None):
             )
             model(**some, past_key_values=cache)
             if spoil is not None and not at:
-                spoil(cache.routed[0].cache)
+                spoil(probe.layers(cache)[0])
             at += t
-    assert found.steps == len(cache.routed) * (1 + len(STEPS))
+    assert found.steps == len(probe.layers(cache)) * (1 + len(STEPS))
     assert found.recalls or recipe.recall is None
     return found
 
@@ -155,15 +156,15 @@ def test_each_step_is_attention_in_float64_over_what_the_cache_holds(model, case
 
 
 def a_key(layer):
-    layer.state.tokens.keys.tail.view()[0, 0, -1, 3] += 0.1
+    probe.keys(layer).tail.view()[0, 0, -1, 3] += 0.1
 
 
 def a_code(layer):
-    layer.state.tokens.values.packed.live.codes[0, 0, 0, 3] ^= 1
+    probe.values(layer).packed.live.codes[0, 0, 0, 3] ^= 1
 
 
 def a_place(layer):
-    layer.state.tokens.index[0, 0, 5] += 1
+    probe.tokens(layer).index[0, 0, 5] += 1
 
 
 @pytest.mark.rare

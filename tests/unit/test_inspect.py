@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
+import probe
 from for_each import for_each
 from kvloom.analyse import attention
 from kvloom.cache.slots import Slots
@@ -66,17 +67,16 @@ def test_data_equals_what_the_cache_held(model, tokenizer, name):
     assert (data["prompt_tokens"], data["steps"], len(data["layers"])) == (PROMPT, NEW, LAYERS)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     cache = Cache(model, name)
-    for routed in cache.routed:
-        routed.cache.observe()
+    probe.observe(cache)
     with torch.inference_mode():
         for step in range(NEW + 1):
             logits = model(ids, past_key_values=cache).logits[:, -1]
-            for layer, routed in zip(data["layers"], cache.routed, strict=True):
-                index = routed.cache.logical()[0].sort(dim=-1).values.tolist()
+            for layer, routed in zip(data["layers"], probe.layers(cache), strict=True):
+                index = probe.kept(routed)[0].tolist()
                 at = [[i for i in head if i >= 0] for head in index]
                 assert [held_at(head, step) for head in layer["heads"]] == at
                 assert layer["held"][step] == round(sum(map(len, at)) / HEADS)
-                body, evictor = routed.cache.state.tokens, routed.cache.state.evictor
+                body, evictor = probe.tokens(routed), probe.evictor(routed)
                 ragged = None if evictor is None else evictor.ragged
                 slots = isinstance(body, Slots)  # nothing is packed
                 packed = {
@@ -175,7 +175,7 @@ def test_tokens_read_are_those_of_the_step(model, tokenizer, kind):
         for step in range(NEW + 1):
             logits = model(ids, past_key_values=cache).logits[:, -1]
             ids = logits.argmax(-1, keepdim=True)
-            for layer, routed in zip(data["layers"], cache.routed, strict=True):
+            for layer, routed in zip(data["layers"], probe.layers(cache), strict=True):
                 if layer["number"] == 0:
                     assert layer["index"] is None
                     assert layer["heads"][0]["read"] is None
@@ -184,7 +184,7 @@ def test_tokens_read_are_those_of_the_step(model, tokenizer, kind):
                 for h, head in enumerate(layer["heads"]):
                     n = PROMPT + step
                     read = stretched(head["read"][step])
-                    assert len(read) == routed.cache.state.read == (n if step == 0 else len(read))
+                    assert len(read) == probe.read(routed) == (n if step == 0 else len(read))
                     look = seen[layer["number"]]
                     q, k = look.q[0].double().numpy(), look.keys[0, h].double().numpy()
                     if step == 0:

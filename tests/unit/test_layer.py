@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import probe
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
@@ -52,8 +53,7 @@ OTHERS = {
 def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
     shape = {"batch": 2, "hq": 4, "hk": 2}
     q, k, v = draw(0, 50, **shape)
-    cache, same = build(recipe, q, k, v), build(recipe, q, k, v)
-    cache.state.name = "layer 7"
+    cache, same = build(recipe, q, k, v, name="layer 7"), build(recipe, q, k, v)
     change = dict(change)
     dtype = change.pop("dtype", torch.float32)
     other = [x.to(dtype) for x in draw(1, t, **shape | change)]
@@ -125,10 +125,9 @@ def test_after_a_reset_another_model_is_welcome():
 def test_nan_and_infinity_are_refused_by_layer_and_side(recipe, bad, side, t):
     q, k, v = draw(0, 50, batch=2)
     for cache, same in (
-        (build(recipe, q, k, v), build(recipe, q, k, v)),
-        (LayerCache(recipe), LayerCache(recipe)),
+        (build(recipe, q, k, v, name="layer 3"), build(recipe, q, k, v)),
+        (LayerCache(recipe, "layer 3"), LayerCache(recipe)),
     ):
-        cache.state.name = "layer 3"
         spoilt = draw(1, t, batch=2)
         spoilt[1 if side == "keys" else 2][1, 0, t // 2, 5] = bad
         message = refuses(cache, NotFinite, lambda c=cache, x=spoilt: attend(c, *x))
@@ -184,7 +183,7 @@ def test_the_largest_numbers_that_are_let_in_come_back_finite():
 @pytest.mark.parametrize("name", ["kivi:residual=32", "rtn"])
 def test_crop_into_packed_tokens_is_refused(name):
     cache = build(resolve(name), *draw(0, 70))
-    exact = cache.state.tokens.exact_newest
+    exact = probe.tokens(cache).exact_newest
     message = refuses(cache, CacheMisuse, lambda: cache.crop(exact + 1))
     assert f"crop of {exact + 1} tokens reaches into packed tokens" in message
     assert f"the newest {exact} are still exact" in message
@@ -220,10 +219,10 @@ def test_crop_after_tokens_were_dropped_is_refused(name):
 @for_each("after", ["nothing", "a step", "a long step"])
 def test_recording_allows_to_crop_what_was_recorded_and_no_more(name, after):
     cache = build(resolve(name), *draw(0, 70))
-    cache.state.recording = True
+    probe.record(cache, True)
     feed(cache, *draw(1, 4))
     if after != "nothing":  # not recording any more: the draft was accepted, older tokens dropped
-        cache.state.recording = False
+        probe.record(cache, False)
         feed(cache, *draw(2, 1 if after == "a step" else 100))
     refuses(cache, CacheMisuse, lambda: cache.crop(5 if after == "nothing" else 2))
     if after == "nothing":
@@ -326,7 +325,7 @@ def test_gradients_do_not_tie_steps_together():
     cache = LayerCache(resolve("kivi"))
     out = attend(cache, q, k, v)
     assert out.requires_grad
-    assert not cache.state.tokens.keys.tail.view().requires_grad
+    assert not probe.keys(cache).tail.view().requires_grad
 
 
 def test_a_step_of_another_batch_is_refused_after_the_batch_changed():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import probe
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
 from kvloom.recipe.resolve import resolve
 from steps import draw, feed
@@ -36,8 +36,8 @@ def test_a_layer_knows_which_keys_it_holds(name):
     for upto, size in ((50, 50), (51, 1), (55, 4), (56, 1), (57, 1)):
         feed(cache, *(x[:, :, upto - size : upto] for x in (q, k, v)))
         at = cache.logical()
-        slots = cache.state.tokens if isinstance(cache.state.tokens, Slots) else None
-        keys = cache.state.tokens.exact_keys() if slots is None else slots.keys
+        slots = probe.tokens(cache) if probe.in_slots(cache) else None
+        keys = probe.tokens(cache).exact_keys() if slots is None else slots.keys
         if slots is not None:  # in order of index, the free slot's key left out
             free = torch.arange(keys.shape[2]) == slots.free
             keys = keys[..., 0].masked_fill(free, torch.inf)
@@ -45,8 +45,8 @@ def test_a_layer_knows_which_keys_it_holds(name):
             at = at.sort(dim=-1).values
         else:
             found = keys[..., 0].long()
-        if cache.state.sinks is not None:
-            found = torch.cat([cache.state.sinks.keys[..., 0].long(), found], dim=-1)
+        if probe.sinks(cache) is not None:
+            found = torch.cat([probe.sinks(cache).keys[..., 0].long(), found], dim=-1)
         assert torch.equal(at, found)
     assert at.shape[2] < 57 or name in ("full", "h2o:tokens=62")
 

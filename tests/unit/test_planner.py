@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 import kvloom
+import probe
 from for_each import for_each
 from kvloom.errors import InputError, UnsupportedModel
 from kvloom.planner import hardware_file, plan_recipes, read_model
@@ -100,10 +101,10 @@ def test_a_real_cache_has_the_planned_bytes(name):
             model(ids, past_key_values=cache, use_cache=True)
             planned = CacheBytes(recipe, found)
             assert cache.nbytes == planned.prefill_nbytes(TOKENS, 2), spec
-            ours = sum(layer.cache.nbytes for layer in cache.routed)
+            ours = sum(layer.nbytes for layer in probe.layers(cache))
             assert ours == recipe.nbytes(TOKENS, found.geometry, 2), spec
             model(ids[:, :1], past_key_values=cache, use_cache=True)
-            sliding = cache.nbytes - sum(layer.cache.nbytes for layer in cache.routed)
+            sliding = cache.nbytes - sum(layer.nbytes for layer in probe.layers(cache))
         assert ours + sliding == planned.nbytes(TOKENS, 2), spec
         assert bool(sliding) == bool(found.windows), spec
 

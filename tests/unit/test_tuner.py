@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvloom
+import probe
 import tiny
 from for_each import for_each
 from kvloom.cli.app import app
@@ -260,7 +261,7 @@ def test_shares_of_layers_are_those_of_a_cache_whose_heads_compete(model, read, 
     recipe = uniform(Choice(kept=f"joint-{share}"), shape)
     cache = kvloom.Cache(model, recipe)
     model(input_ids=ids(model, CONTEXT), past_key_values=cache)
-    held = [1 - layer.cache.state.dropped / CONTEXT for layer in cache.routed]
+    held = [1 - probe.dropped(layer) / CONTEXT for layer in probe.layers(cache)]
     kept = read.kept(recipe)
     assert kept == held
     assert len(set(kept)) > 1

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from for_each import for_each
+from kv_views import agrees, channel, draw, hidden, kv_view, mapped, token
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.store import Packed
 from kvloom.store.formats import Transform
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
-from strands import agrees, channel, draw, hidden, mapped, strand, token
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -117,8 +117,8 @@ def test_memory_layout_does_not_matter():
 
 
 def test_codes_that_do_not_lie_in_order_are_read_in_order():
-    keys, k = strand(SMALL[0], 128, 200, 2, 2, 32, FP32, 1)
-    values, v = strand(SMALL[1], 130, 200, 2, 2, 32, FP32, 2)
+    keys, k = kv_view(SMALL[0], 128, 200, 2, 2, 32, FP32, 1)
+    values, v = kv_view(SMALL[1], 130, 200, 2, 2, 32, FP32, 2)
     q = draw((2, 4, 1, 32), 0)
 
     def flipped(x):
@@ -148,8 +148,8 @@ def test_hidden_tokens_may_hold_anything_finite():
     valid = hidden(2, 1, 300)
     want = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.1, valid=valid)
     at = ~valid[..., None]
-    strands = (cpu.KVView(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
-    got = cpu.attend(q, *strands, 0.1, valid=valid)
+    sides = (cpu.KVView(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
+    got = cpu.attend(q, *sides, 0.1, valid=valid)
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
 

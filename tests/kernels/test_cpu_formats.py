@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_views import agrees, balanced, channel, draw, hidden, known, mapped, rope, token
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Store
 from pairwise import some_slow
-from strands import agrees, balanced, channel, draw, hidden, known, mapped, rope, token
 
 SKVQ = (
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_views import channel, chosen_agree, hidden, mapped, token
 from pairwise import some_slow
-from strands import channel, chosen_agree, hidden, mapped, token
 
 FORMS = {  # keys, values, head dimension
     "skvq": (

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import naive
+from kv_views import FP32, TOL, balanced, channel, token
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.ragged import Spans, attend_ragged
@@ -12,7 +13,6 @@ from kvloom.recipe import resolve
 from kvloom.store import Packed, Transform
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
-from strands import FP32, TOL, balanced, channel, token
 
 D, HEADS = 32, 2  # with these, the laws compile the kernel of exact tokens, too
 FORMS = {  # keys, values, dtype of exact tokens; the number of a head's tokens is a multiple

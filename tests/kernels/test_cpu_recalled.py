@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import probe
+from kv_views import known, mapped
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.kernels import dispatch
@@ -15,7 +16,6 @@ from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Packed, Store
 from steps import D, draw, feed
-from strands import known, mapped
 
 PROMPT, STEPS = 330, 12
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])

@@ -101,8 +101,8 @@ def draw(shape, seed, dtype=FP32):
     return x[:, :h, 1 : n + 1]
 
 
-def strand(fmt, packed_end, n, d, dtype, known, seed):
-    """A strand of n tokens of which about `packed_end` are packed, and all of them in fp32."""
+def kv_view(fmt, packed_end, n, d, dtype, known, seed):
+    """A view of n tokens of which about `packed_end` are packed, and all of them in fp32."""
     x = draw((B, HK, n, d), seed, dtype)
     if fmt is not None and fmt.axis == "channel":
         packed_end -= packed_end % fmt.group
@@ -122,8 +122,8 @@ def strand(fmt, packed_end, n, d, dtype, known, seed):
 
 def both(form, n, packed_end, seed=0):
     kfmt, vfmt, d, dtype, known = form
-    keys, k = strand(kfmt, packed_end[0], n, d, dtype, known, seed + 1)
-    values, v = strand(vfmt, packed_end[1], n, d, dtype, known, seed + 2)
+    keys, k = kv_view(kfmt, packed_end[0], n, d, dtype, known, seed + 1)
+    values, v = kv_view(vfmt, packed_end[1], n, d, dtype, known, seed + 2)
     return keys, values, k, v
 
 

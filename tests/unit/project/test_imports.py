@@ -12,7 +12,7 @@ import pytest
 import kvloom
 
 SOURCE = Path(kvloom.__file__).parent
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 # A package may import the packages of lower levels; those of one level do not import each other.
 # The root has no level: `errors` imports nothing, and `__init__` and `__main__` are not imported.
 LEVELS = [

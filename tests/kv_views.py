@@ -1,4 +1,4 @@
-"""What tests of compiled attention share: formats, strands of packed and exact tokens, the check.
+"""What tests of compiled attention share: formats, views of packed and exact tokens, the check.
 
 The loops of `naive` get what the kernel gets, unpacked to fp32.
 """
@@ -95,8 +95,8 @@ def rope(fmt, d):
     return Rope(10000.0 ** -(torch.arange(0, dims, 2) / dims), interleaved=fmt.axis == "channel")
 
 
-def strand(fmt, packed_end, n, b, hk, d, dtype, seed):
-    """A strand of n tokens of which about `packed_end` are packed, and all of them in fp32."""
+def kv_view(fmt, packed_end, n, b, hk, d, dtype, seed):
+    """A view of n tokens of which about `packed_end` are packed, and all of them in fp32."""
     x = draw((b, hk, n, d), seed, dtype)
     if fmt is None:
         return cpu.KVView(None, x), x.float()
@@ -117,8 +117,8 @@ def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     """The kernel's state is the naive formula's."""
     kfmt, vfmt, d, dtype = form
     q = draw((b, hq, t, d), seed, dtype)
-    keys, k = strand(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
-    values, v = strand(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
+    keys, k = kv_view(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
+    values, v = kv_view(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
     assert not cpu.problems(t, keys.tail, keys.fmt, values.fmt)
     got = cpu.attend(q, keys, values, 0.125, **options)
     options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
@@ -150,8 +150,8 @@ def chosen_agree(
     hq, hk, h = heads
     packed_end = (n, n) if packed_end is None else packed_end
     q = draw((b, hq, 1, d), seed, dtype)
-    keys, k = strand(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
-    values, v = strand(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
+    keys, k = kv_view(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
+    values, v = kv_view(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
     if gaps and keys.packed is not None:
         keys, k = _with_gaps(keys, b, hk, seed)
     lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None

@@ -27,25 +27,25 @@ STEPS = [1] * 50
 CLUSTERS = Clusters(size=8, block=16, block_clusters=3)
 
 
-def thin(scorer, index, tokens=30, store="full", recent=0, tier=None, **keep) -> Recipe:
+def evicting(scorer, index, tokens=30, store="full", recent=0, tier=None, **keep) -> Recipe:
     budget = Budget(tokens=KEPT, recent=8, layers=keep.pop("layers", "uniform"))
     return Recipe(
         keep=Keep(budget, scorer, when="prompt", **keep),
         store=resolve(store).store,
         recall=Recall(index, tokens, full_layers=1, tier=tier),
         protect=Protect(SINKS, recent),
-        name="thin",
+        name="recall after eviction",
     )
 
 
 RECIPES = {
-    "h2o, clusters": thin(Mass(), CLUSTERS),
-    "snapkv, pages, window": thin(Observation(8), Pages(8), recent=5),
-    "h2o, packed clusters": thin(Mass(), CLUSTERS, store="kivi:group=16,residual=16"),
-    "h2o, packed pages in a file": thin(
+    "h2o, clusters": evicting(Mass(), CLUSTERS),
+    "snapkv, pages, window": evicting(Observation(8), Pages(8), recent=5),
+    "h2o, packed clusters": evicting(Mass(), CLUSTERS, store="kivi:group=16,residual=16"),
+    "h2o, packed pages in a file": evicting(
         Mass(), Pages(8), store="kivi:group=16,residual=16", tier=Tier("file")
     ),
-    "snapkv, clusters on the host": thin(Observation(8), CLUSTERS, tier=Tier()),
+    "snapkv, clusters on the host": evicting(Observation(8), CLUSTERS, tier=Tier()),
 }
 every = some_slow("recipe", RECIPES, *(RECIPES.keys() - {"h2o, clusters"}))
 
@@ -205,7 +205,7 @@ def test_predicted_bytes_are_measured_bytes(recipe, tokens):
 
 @pytest.mark.parametrize("keep", [{"shared": True}, {"layers": "variance"}])
 def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(keep):
-    recipe = thin(Mass(), CLUSTERS, **keep)
+    recipe = evicting(Mass(), CLUSTERS, **keep)
     recipe = replace(recipe, recall=replace(recipe.recall, full_layers=0))
     caches = [fresh(recipe, rank) for rank in range(2)]
     coordinate(caches)

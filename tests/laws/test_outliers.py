@@ -1,4 +1,4 @@
-"""Tokens spared from packing by a rule: which they are, and that they stay exact."""
+"""Outliers, tokens that a rule marks: which they are, and that they stay exact."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def cached(store, recent, tokens=5, sinks=0, rule=None) -> LayerCache:
 
 
 def marked(cache: LayerCache) -> torch.Tensor:
-    """The logical indices of what was spared, [B, Hk, K]."""
+    """The logical indices of the outliers, [B, Hk, K]."""
     assert isinstance(cache, LayerCache)
     return probe.outliers(cache).index.long()
 
 
 @every_store
 @given(st.integers(40, 150), st.integers(1, 9), st.integers(0, 4), seeds)
-def test_a_step_attends_to_spared_tokens_exactly_and_once(store, recent, n, spare, sinks, seed):
+def test_a_step_attends_to_outliers_exactly_and_once(store, recent, n, marks, sinks, seed):
     q, k, v = draw(seed, n, batch=2, hq=4, hk=2)
-    cache = cached(store, recent, spare, sinks)
+    cache = cached(store, recent, marks, sinks)
     feed(cache, q, k, v)
     keys, values = (unpacked(side) for side in (probe.keys(cache), probe.values(cache)))
     keys, values = torch.cat([k[:, :, :sinks], keys], 2), torch.cat([v[:, :, :sinks], values], 2)
     index = marked(cache)
-    assert index.shape[-1] == min(spare, min_packed_end(cache))
+    assert index.shape[-1] == min(marks, min_packed_end(cache))
     assert (index >= sinks).all()
     at = index.unsqueeze(-1).expand(-1, -1, -1, D)
     keys, values = keys.scatter(2, at, k.gather(2, at)), values.scatter(2, at, v.gather(2, at))
@@ -108,7 +108,7 @@ def test_a_users_function_marks_tokens_by_infinity():
 
 @every_store
 @given(st.integers(40, 90), st.integers(1, 20), st.integers(0, 20), st.integers(0, 30), seeds)
-def test_a_prompt_that_may_be_taken_back_spares_the_same(store, recent, n, draft, back, pad, seed):
+def test_a_prompt_that_may_be_taken_back_marks_the_same(store, recent, n, draft, back, pad, seed):
     """Speculative decoding records the prompt and settles later; padding moves with the rows."""
     back = min(back, draft)
     valid = torch.arange(n + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
@@ -131,7 +131,7 @@ def test_a_prompt_that_may_be_taken_back_spares_the_same(store, recent, n, draft
 
 
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=2), seeds)
-def test_padding_is_never_spared_nor_seen(pads, seed):
+def test_padding_is_never_marked_nor_seen(pads, seed):
     n, valid = 80, torch.arange(80 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
     q, k, v = draw(seed, n, batch=2, hk=2)
     batch = cached(TOKEN, 6, sinks=2)
@@ -142,7 +142,7 @@ def test_padding_is_never_spared_nor_seen(pads, seed):
         alone = cached(TOKEN, 6, sinks=2)
         part = slice(row, row + 1), slice(None), slice(pad, None)
         feed(alone, q[part], k[part], v[part])
-        if n - pad - 8 >= 5:  # the row has as many tokens as are to be spared
+        if n - pad - 8 >= 5:  # the row has as many tokens as are to be marked
             assert torch.equal(marked(batch)[row] - pad, marked(alone)[0])
             single = feed(alone, *(x[row : row + 1] for x in new), SOME)
             torch.testing.assert_close(together[row : row + 1], single, rtol=0, atol=3e-6)
@@ -150,11 +150,11 @@ def test_padding_is_never_spared_nor_seen(pads, seed):
 
 @every_store
 def test_predicted_bytes_are_measured_bytes(store, recent):
-    for tokens, spare in itertools.product((3, 40, 101), (1, 64)):
-        cache = cached(store, recent, spare, sinks=2)
+    for tokens, marks in itertools.product((3, 40, 101), (1, 64)):
+        cache = cached(store, recent, marks, sinks=2)
         feed(cache, *draw(0, tokens, batch=3, hq=4, hk=2))
         predicted = cache.recipe.nbytes(tokens, Geometry(1, 4, 2, D, torch.float32), 3)
-        assert cache.nbytes == predicted, f"{tokens} tokens, {spare} spared"
+        assert cache.nbytes == predicted, f"{tokens} tokens, {marks} marked"
 
 
 def test_reset_asks_the_rule_again():

@@ -152,7 +152,7 @@ def test_generate_runs_whole_steps(tmp_path):
 
 
 def test_peers_write_the_same_rows():
-    path = Path(__file__).parents[2] / "benchmarks" / "peers" / "common.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "peers" / "common.py"
     spec = importlib.util.spec_from_file_location("peers_common", path)
     common = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(common)

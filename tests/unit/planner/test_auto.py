@@ -21,7 +21,7 @@ from kvloom.recipe.tuned import Tuned
 from kvloom.workload import stored_recipes
 
 CONTEXT = 2048
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 RESULTS = sorted(path for path in (BENCHMARKS / "results").rglob("*") if path.is_file())
 SOURCES = [
     *BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("peers/*.py"), BENCHMARKS.parent / "README.md",

@@ -17,7 +17,7 @@ from kvloom.cli.app import app
 from kvloom.keep import SCORERS
 from kvloom.recipe import RECIPES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc"
 

@@ -12,7 +12,7 @@ from kvloom import __version__
 from kvloom.errors import InputError
 from kvloom.eval import result_files
 from kvloom.eval.evaluate import evaluate
-from kvloom.eval.result_files import ResultFolder, parse_lines, read_run
+from kvloom.eval.result_files import ResultFolder, read_head
 from kvloom.eval.sample import Source
 from kvloom.eval.task_batches import task_batches
 from kvloom.eval.tasks import task_named
@@ -125,8 +125,10 @@ def test_another_run_is_refused_by_name(tmp_path, part, name):
 
 
 def test_another_format_and_other_folders_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"has no run.json; give a folder that kvloom eval wrote"):
-        read_run(tmp_path)
+    with pytest.raises(
+        InputError, match=r"has no run.json, .* give a folder that 'kvloom eval --out' wrote"
+    ):
+        read_head(tmp_path)
     (tmp_path / "run.json").write_text('{"format": 2}')
     with pytest.raises(InputError, match="has format 2, and this kvloom reads 1"):
         ResultFolder.open(tmp_path, RUN)
@@ -197,7 +199,9 @@ def test_line_separators_in_a_text_do_not_end_a_line(tmp_path):
 
 def test_a_damaged_line_is_named(tmp_path):
     file = tmp_path / "free.jsonl"
-    with pytest.raises(InputError, match=r"line 2 of '.*free.jsonl' is damaged"):
-        parse_lines(file, '{"a": 1}\n{"a": \n{"a": 3}\n')
-    assert parse_lines(file, "") == []
+    file.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
+    with pytest.raises(InputError, match=r"line 2 of '.*free.jsonl' is not JSON"):
+        ResultFolder(tmp_path).lines("free")
+    file.write_text("")
+    assert ResultFolder(tmp_path).lines("free") == []
     assert result_files.FORMAT == 1

@@ -416,7 +416,7 @@ def test_scores_of_other_settings_and_damaged_ones_are_refused(tune, tmp_path):
         tune(bytes=0.3, settings=replace(SMALL, seed=1))
     lines = tmp_path / "scores" / "scores.jsonl"
     lines.write_text("{}\n" + lines.read_text())
-    with pytest.raises(InputError, match=r"line 1 of .* is damaged; remove the line"):
+    with pytest.raises(InputError, match=r"line 1 of .* is not a line of scores; remove the line"):
         tune(bytes=0.3)
 
 

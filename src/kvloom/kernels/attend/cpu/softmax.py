@@ -1,4 +1,4 @@
-"""Steps that both attention kernels share: scales of a tile, the running softmax, the merge.
+"""Steps that both attention kernels share: the running softmax, and the merge.
 
 Everything is read and written by address; callers own the memory. Decides neither formats nor which
 tokens are read. Importing this imports Numba.
@@ -23,7 +23,6 @@ from ...simd import (
     larger,
     largest,
     load,
-    load_any,
     load_one,
     mul,
     seen,
@@ -32,92 +31,6 @@ from ...simd import (
     store_one,
     total,
 )
-
-
-@njit(inline="always")
-def affine(scale, zero, count, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
-    """Write S = factor * scale and Z = zero + offset * S, `gap` bytes behind S."""
-    even = count // 16 * 16
-    for i in range(0, even, 16):
-        big = mul(load_any(scale + i * size, kind), splat(np.float32(factor)))
-        store(out + 4 * i, big)
-        off = fma(big, splat(np.float32(offset)), load_any(zero + i * size, kind))
-        store(out + gap + 4 * i, off)
-    for i in range(even, count):
-        one = load_one(scale + i * size, kind) * np.float32(factor)
-        store_one(out + 4 * i, one)
-        more = one * np.float32(offset)
-        store_one(out + gap + 4 * i, load_one(zero + i * size, kind) + more)
-
-
-@njit(inline="always")
-def widen(scale, count, kind, size, out):  # type: ignore[no-untyped-def]
-    """Write scales in fp32, for formats without a zero."""
-    even = count // 16 * 16
-    for i in range(0, even, 16):
-        store(out + 4 * i, load_any(scale + i * size, kind))
-    for i in range(even, count):
-        store_one(out + 4 * i, load_one(scale + i * size, kind))
-
-
-@njit(inline="always")
-def clear(out, gap, begin, end):  # type: ignore[no-untyped-def]
-    """Set S = Z = 0 for numbers begin to end."""
-    for j in range(begin, end):
-        store_one(out + 4 * j, np.float32(0.0))
-        store_one(out + gap + 4 * j, np.float32(0.0))
-
-
-@njit(inline="always")
-def tile_scales(  # type: ignore[no-untyped-def]
-    scale, zero, row, lo, n, across, factor, offset, kind, size, levels, joint, strewn, out, gap
-):
-    """Write S and Z of the tokens lo to lo + n of a format per token.
-
-    joint: the head reads all scales of a row, so those of a tile are adjacent. strewn: it reads
-    `across` of them.
-    """
-    if joint:
-        if levels:
-            widen(scale + lo * row, n * across, kind, size, out)
-        else:
-            affine(
-                scale + lo * row, zero + lo * row, n * across, factor, offset, kind, size, out, gap
-            )
-    if strewn:
-        for j in range(n):
-            here = (lo + j) * row
-            to = out + 4 * j * across
-            affine(scale + here, zero + here, across, factor, offset, kind, size, to, gap)
-
-
-@njit
-def tile_rows(scale, zero, row, lo, n, span, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
-    """Write S and Z as `tile_scales`, of tokens of which `span` have their numbers in one row."""
-    for j in range(0, n, span):
-        here, count = (lo + j) // span * row, min(span, n - j)
-        affine(scale + here, zero + here, count, factor, offset, kind, size, out + 4 * j, gap)
-
-
-@njit
-def multiply_tokens(s, s_row, w, count, factor, kind, size):  # type: ignore[no-untyped-def]
-    """Multiply w rows of numbers of `count` tokens, whole vectors, by the tokens' factors."""
-    for j in range(0, count, 16):
-        one = load_any(factor + j * size, kind)
-        for i in range(w):
-            here = s + i * s_row + 4 * j
-            store(here, mul(load(here), one))
-
-
-@njit
-def add_channels(x, w, d, factor, kind, size, to):  # type: ignore[no-untyped-def]
-    """Add x fp32 [w, d] times the channels' factors to `to`, and clear x."""
-    zero16 = splat(np.float32(0.0))
-    for i in range(w):
-        for c in range(0, d, 16):
-            here, there = x + 4 * (i * d + c), to + 4 * (i * d + c)
-            store(there, fma(load(here), load_any(factor + c * size, kind), load(there)))
-            store(here, zero16)
 
 
 @njit

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ... import cpu_runtime, simd
-from ...cpu_runtime import Kernel, at, count, sources, store_int
+from ...cpu_runtime import Kernel, at, count, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import (
     BF16,
@@ -41,9 +40,7 @@ from ...simd import (
     store_one,
     total,
 )
-from .. import noise
 from ..noise import A, B
-from . import microkernel
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS
 from .microkernel import before, behind, gaussian, gumbel, is_in, mixed, products
 
@@ -159,13 +156,9 @@ def panels(vectors: int) -> Any:
     panel: 16 * vectors. A task is a head and a tile. See `mass.column_mass` for the call.
     """
     panel = 16 * vectors
-    emitters = sources(simd, microkernel, noise, cpu_runtime)
-
     layout = PANELS.dtype
 
     def panels(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
-            return
         a = read_arguments(job, layout)
         n, d, heads = a.tokens, a.head_dim, a.end_head - a.first_head
         tiles = -(-n // TILE)
@@ -191,14 +184,10 @@ def mass(once: int, vectors: int) -> Any:
     once: query rows whose products with 16 * vectors keys are taken at once.
     """
     panel = 16 * vectors
-    emitters = sources(simd, microkernel, noise, cpu_runtime)
-
     layout = MASS.dtype
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def mass(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         options, r, t, n, d = a.options, a.group, a.queries, a.tokens, a.head_dim
         heads, splits, window = a.end_head - a.first_head, a.splits, a.window
@@ -291,14 +280,10 @@ def step() -> Any:
 
     A task is a head.
     """
-    emitters = sources(simd, microkernel, noise, cpu_runtime)
-
     layout = STEP_MASS.dtype
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def step(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         options, t, n, hq = a.options, a.queries, a.tokens, a.query_heads
         softcap, inverse_tau = np.float32(a.softcap), np.float32(a.inverse_tau)
@@ -338,13 +323,9 @@ def step() -> Any:
 @cache
 def lowest() -> Any:
     """Compile the search for the slot of the lowest score; see `mass.lowest` for the call."""
-    emitters = sources(simd, microkernel, cpu_runtime)
-
     layout = LOWEST.dtype
 
     def lowest(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         n, end, minus = a.tokens, a.before, splat(np.float32(-1.0))
         for head in range(a.heads):

@@ -47,7 +47,7 @@ class Decode:
         scale: float,
         *,
         causal: bool = False,
-        valid: Tensor | None = None,
+        visible: Tensor | None = None,
         softcap: float | None = None,
         bias: Tensor | None = None,
         products: bool = False,
@@ -58,7 +58,7 @@ class Decode:
             n += packed.hi
             assert packed.at is None or packed.at.shape[2] == 1, "positions must not have gaps"
         return self._layer.run(
-            q, keys, values, n, scale, valid, softcap, bias, products, causal=causal
+            q, keys, values, n, scale, visible, softcap, bias, products, causal=causal
         )
 
 

@@ -93,14 +93,14 @@ def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, set
             to = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * lo
             for j in range(0, nt, 16):
                 store(to + 4 * j, load(row + 4 * j))
-        bias, valid = 0, 0
+        bias, visible = 0, 0
         if a.bias.address != 0:
             bias = at(a.bias, b, (h * rows + m) // t) + 4 * lo
-        if a.valid.address != 0:
-            valid = at(a.valid, b, h) + lo
+        if a.visible.address != 0:
+            visible = at(a.visible, b, h) + lo
         top = tops + 128 * m
         best = load_one(top, 0)
-        new, more = soften(row, nt, bound, np.float32(a.softcap), bias, valid, best)
+        new, more = soften(row, nt, bound, np.float32(a.softcap), bias, visible, best)
         if new > best:
             shrink = exp(splat(best - new))
             for k in range(sets):
@@ -142,10 +142,10 @@ def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[
 
 
 @njit
-def soften(s, n, bound, softcap, bias, valid, top):  # type: ignore[no-untyped-def]
+def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped-def]
     """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
-    Lanes behind the last logit get weight 0. bound: how many logits this row sees. bias, valid:
+    Lanes behind the last logit get weight 0. bound: how many logits this row sees. bias, visible:
     addresses or 0. top: the largest logit so far; top' includes these logits.
     """
     best = splat(np.float32(-np.inf))
@@ -157,8 +157,8 @@ def soften(s, n, bound, softcap, bias, valid, top):  # type: ignore[no-untyped-d
             x = add(splat(cap), div(splat(np.float32(-2.0) * cap), add(e, splat(np.float32(1.0)))))
         if bias != 0:
             x = add(x, load(bias + 4 * j))
-        if valid != 0:
-            x = seen(x, valid + j)
+        if visible != 0:
+            x = seen(x, visible + j)
         if j + 16 > bound:
             x = first(x, bound - j)
         store(s + 4 * j, x)

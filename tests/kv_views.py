@@ -176,6 +176,6 @@ def chosen_agree(
 
 def hidden(b, h, n, seed=0):
     """A mask that hides a third of the tokens, and everything in the last row."""
-    valid = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
-    valid[-1] = False
-    return valid
+    visible = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
+    visible[-1] = False
+    return visible

@@ -108,15 +108,15 @@ def draw(seed: int, tokens: int, batch: int = 1, hq: int = 2, hk: int = 1, dim: 
 
 
 def feed(
-    cache: LayerCache, q, k, v, sizes=None, valid=None, scale=SCALE, softcap=None, slopes=None
+    cache: LayerCache, q, k, v, sizes=None, visible=None, scale=SCALE, softcap=None, slopes=None
 ) -> Tensor:
     """Attend in steps of `sizes` tokens (None: all at once); the outputs one behind the other.
 
-    valid: bool [B, tokens ever seen by the cache]. slopes: of ALiBi, fp32 [Hq].
+    visible: bool [B, tokens ever seen by the cache]. slopes: of ALiBi, fp32 [Hq].
     """
     outs, at, past = [], 0, cache.seen
     for t in [q.shape[2]] if sizes is None else [t for t in sizes if t]:
-        see = None if valid is None else valid[:, : past + at + t]
+        see = None if visible is None else visible[:, : past + at + t]
         part = [x[:, :, at : at + t] for x in (q, k, v)]
         alibi = None
         if slopes is not None:
@@ -132,10 +132,10 @@ def padded(pads: list[int], tokens: int) -> Tensor:
     return torch.arange(tokens) >= torch.tensor(pads)[:, None]
 
 
-def build(recipe: Recipe, q, k, v, sizes=None, valid=None, name="this layer") -> LayerCache:
+def build(recipe: Recipe, q, k, v, sizes=None, visible=None, name="this layer") -> LayerCache:
     """A cache that has seen these tokens."""
     cache = LayerCache(recipe, name)
-    feed(cache, q, k, v, sizes, valid)
+    feed(cache, q, k, v, sizes, visible)
     return cache
 
 

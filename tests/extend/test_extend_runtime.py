@@ -325,11 +325,11 @@ def backend(monkeypatch):
 
 def test_the_backend_computes_what_the_reference_does(backend):
     x = torch.randn(2, 3, 32, 16)
-    valid = torch.ones(2, 1, 32, dtype=torch.bool)
-    valid[1, :, :20] = False
+    visible = torch.ones(2, 1, 32, dtype=torch.bool)
+    visible[1, :, :20] = False
     with dispatch.use("one-pass"):
         assert ops.page_bounds.bind(x, 8, None).backend == "one-pass"
-        for hidden in (None, valid):
+        for hidden in (None, visible):
             want = reference.page_bounds(x, 8, hidden)
             for a, b in zip(ops.page_bounds(x, 8, hidden), want, strict=True):
                 assert torch.equal(a, b)

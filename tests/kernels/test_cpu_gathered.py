@@ -63,10 +63,10 @@ def test_masks_softcap_and_bias(heads, m):
     g = torch.Generator().manual_seed(m)
     bias = torch.randn(2, hq, total, generator=g)
     for width in (1, h):
-        valid = torch.rand(2, width, total, generator=g) > 0.3
-        valid[-1] = False
-        agrees("exact", heads, n, m, 210, 3, valid=valid)
-        agrees("exact", heads, n, m, 210, 3, valid=valid, softcap=2.0, bias=bias[:1])
+        visible = torch.rand(2, width, total, generator=g) > 0.3
+        visible[-1] = False
+        agrees("exact", heads, n, m, 210, 3, visible=visible)
+        agrees("exact", heads, n, m, 210, 3, visible=visible, softcap=2.0, bias=bias[:1])
     agrees("exact", heads, n, m, 210, 3, bias=bias)
 
 

@@ -53,7 +53,7 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
     qkv = draw(3, n, batch=2, hq=4, hk=2)
     options = {"softcap": 5.0 if "softcap" in more else None}
     if "padding" in more:
-        options["valid"] = torch.arange(n) >= torch.tensor([0, 90])[:, None]
+        options["visible"] = torch.arange(n) >= torch.tensor([0, 90])[:, None]
     if "alibi" in more:
         options["slopes"] = SLOPES
     outs, read = [], []
@@ -80,13 +80,13 @@ def test_recall_composes_with_any_store(name, pads):
     turns = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
     calibrated = LayerMetadata(known(store.keys, 2, D), known(store.values, 2, D), turns)
     n = PROMPT + STEPS
-    qkv, valid = draw(3, n, batch=2, hq=4, hk=2), torch.arange(n) >= torch.tensor(pads)[:, None]
+    qkv, visible = draw(3, n, batch=2, hq=4, hk=2), torch.arange(n) >= torch.tensor(pads)[:, None]
     outs = []
     for backend in ("auto", "ref"):
         cache = LayerCache(recipe, "a layer", 0, 1, turns, calibrated)
         dispatch.ran.clear()
         with dispatch.use(backend):
-            fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], valid if any(pads) else None)
+            fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], visible if any(pads) else None)
         outs.append(fed[:, :, PROMPT:])
         ran = {who for operation, who, _ in dispatch.ran if operation == "attend_gathered"}
         assert ran == {"cpu" if backend == "auto" else "ref"}

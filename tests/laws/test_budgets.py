@@ -44,13 +44,13 @@ def held(cache: LayerCache) -> int:
 @given(sizes, st.booleans(), seeds)
 def test_the_budget_is_never_exceeded(recipe, sizes, padding, seed):
     q, k, v = draw(seed, sum(sizes), batch=2)
-    valid = torch.ones(2, sum(sizes), dtype=torch.bool)
-    valid[1, : sizes[0] // 2] = False
+    visible = torch.ones(2, sum(sizes), dtype=torch.bool)
+    visible[1, : sizes[0] // 2] = False
     cache, at = LayerCache(recipe), 0
     protected = recipe.protect.sinks + max(recipe.protect.recents)
     for t in sizes:
         part = [x[:, :, at : at + t] for x in (q, k, v)]
-        feed(cache, *part, valid=valid[:, : at + t] if padding else None)
+        feed(cache, *part, visible=visible[:, : at + t] if padding else None)
         at += t
         budget = max(recipe.keep.budget.resolve(sizes[0]), protected)
         assert held(cache) <= budget

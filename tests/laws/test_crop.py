@@ -16,14 +16,14 @@ seeds = st.integers(0, 999)
 
 
 def drafted(
-    recipe, qkv, prompt: int, draft: int, rejected: int, one_by_one=False, valid=None
+    recipe, qkv, prompt: int, draft: int, rejected: int, one_by_one=False, visible=None
 ) -> LayerCache:
     """Prompt, then a draft while recording, of which the newest tokens are rejected."""
-    see = None if valid is None else valid[:, :prompt]
-    cache = build(recipe, *(x[:, :, :prompt] for x in qkv), valid=see)
+    see = None if visible is None else visible[:, :prompt]
+    cache = build(recipe, *(x[:, :, :prompt] for x in qkv), visible=see)
     probe.record(cache, True)
     tokens = [x[:, :, prompt : prompt + draft] for x in qkv]
-    feed(cache, *tokens, [1] * draft if one_by_one else [draft], valid)
+    feed(cache, *tokens, [1] * draft if one_by_one else [draft], visible)
     cache.crop(rejected)
     probe.record(cache, False)
     return cache
@@ -49,12 +49,12 @@ def test_crop_undoes_a_draft(recipe, prompt, draft, rejected, one_by_one, seed):
 def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad, seed):
     rejected, pad = min(rejected, draft), min(pad, prompt - 1)
     n, most = prompt + draft - rejected, prompt + draft + SOME_TOKENS
-    valid = torch.arange(most) >= torch.tensor([[0], [pad]])
+    visible = torch.arange(most) >= torch.tensor([[0], [pad]])
     q, k, v = draw(seed, prompt + draft, batch=2)
-    cropped = drafted(recipe, (q, k, v), prompt, draft, rejected, valid=valid)
-    never = build(recipe, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], valid)
+    cropped = drafted(recipe, (q, k, v), prompt, draft, rejected, visible=visible)
+    never = build(recipe, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], visible)
     new = draw(seed + 1, SOME_TOKENS, batch=2)
-    outputs = [feed(cache, *new, SOME, valid) for cache in (cropped, never)]
+    outputs = [feed(cache, *new, SOME, visible) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
@@ -62,15 +62,15 @@ def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad
 @given(st.integers(40, 90), st.integers(30, 40), st.integers(0, 29), st.integers(1, 39), seeds)
 def test_rows_may_move_within_a_draft(recipe, prompt, draft, rejected, pad, seed):
     n, order = prompt + draft - rejected, [1, 0, 1]
-    valid = torch.arange(prompt + draft) >= torch.tensor([[0], [pad]])
+    visible = torch.arange(prompt + draft) >= torch.tensor([[0], [pad]])
     q, k, v = (x + 10 for x in draw(seed, prompt + draft, batch=2))
-    moved = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)), valid=valid[:, :prompt])
+    moved = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)), visible=visible[:, :prompt])
     probe.record(moved, True)
-    feed(moved, *(x[:, :, prompt:] for x in (q, k, v)), valid=valid)
+    feed(moved, *(x[:, :, prompt:] for x in (q, k, v)), visible=visible)
     moved.map(lambda x: x[order])
     moved.crop(rejected)
     tokens = (x[order, :, :n] for x in (q, k, v))
-    built = build(recipe, *tokens, [prompt, n - prompt], valid[order])
+    built = build(recipe, *tokens, [prompt, n - prompt], visible[order])
     assert_same_state(state(moved), state(built))
 
 
@@ -119,19 +119,19 @@ def test_a_draft_attends_as_without_speculation(recipe, prompt, drafts, pad, cer
     """What is dropped and packed between two tokens of a draft is what would be without it."""
     pad, n = min(pad, prompt - 1), prompt + sum(drafts)
     qkv = draw(seed, n)
-    valid = (torch.arange(n) >= pad)[None] if pad else None
+    visible = (torch.arange(n) >= pad)[None] if pad else None
     drafted, alone = LayerCache(recipe), LayerCache(recipe)
-    expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), valid)
+    expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), visible)
     if certain:  # generate() passes the prompt and the first draft in one step
         probe.record(drafted, True)
         drafted.verification.certain = prompt
         sizes = [prompt + drafts[0], *drafts[1:]]
-        got = feed(drafted, *qkv, sizes, valid)
+        got = feed(drafted, *qkv, sizes, visible)
     else:
-        see = None if valid is None else valid[:, :prompt]
+        see = None if visible is None else visible[:, :prompt]
         first = feed(drafted, *(x[:, :, :prompt] for x in qkv), None, see)
         probe.record(drafted, True)
-        rest = feed(drafted, *(x[:, :, prompt:] for x in qkv), drafts, valid)
+        rest = feed(drafted, *(x[:, :, prompt:] for x in qkv), drafts, visible)
         got = torch.cat([first, rest], dim=2)
     torch.testing.assert_close(got[:, :, pad:], expected[:, :, pad:], rtol=0, atol=2e-6)
     drafted.crop(0)

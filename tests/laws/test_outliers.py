@@ -111,33 +111,33 @@ def test_a_users_function_marks_tokens_by_infinity():
 def test_a_prompt_that_may_be_taken_back_marks_the_same(store, recent, n, draft, back, pad, seed):
     """Speculative decoding records the prompt and settles later; padding moves with the rows."""
     back = min(back, draft)
-    valid = torch.arange(n + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
+    visible = torch.arange(n + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
     q, k, v = draw(seed, n + draft, batch=2, hq=2, hk=2)
     recorded, plain = cached(store, recent, sinks=2), cached(store, recent, sinks=2)
     probe.record(recorded, True)
-    feed(recorded, *(x[:, :, :n] for x in (q, k, v)), None, valid)
+    feed(recorded, *(x[:, :, :n] for x in (q, k, v)), None, visible)
     recorded.crop(0)
-    feed(recorded, *(x[:, :, n:] for x in (q, k, v)), None, valid)
+    feed(recorded, *(x[:, :, n:] for x in (q, k, v)), None, visible)
     recorded.crop(back)
     probe.record(recorded, False)
     stay = n + draft - back
-    feed(plain, *(x[:, :, :stay] for x in (q, k, v)), [n, stay - n], valid)
+    feed(plain, *(x[:, :, :stay] for x in (q, k, v)), [n, stay - n], visible)
     order = torch.tensor([1, 0])
     for cache in (recorded, plain):
         cache.map(lambda x: x[order])
     new = draw(seed + 1, SOME_TOKENS, batch=2, hq=2, hk=2)
-    outs = [feed(cache, *new, SOME, valid[order]) for cache in (recorded, plain)]
+    outs = [feed(cache, *new, SOME, visible[order]) for cache in (recorded, plain)]
     torch.testing.assert_close(*outs, rtol=0, atol=3e-6)
 
 
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=2), seeds)
 def test_padding_is_never_marked_nor_seen(pads, seed):
-    n, valid = 80, torch.arange(80 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
+    n, visible = 80, torch.arange(80 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
     q, k, v = draw(seed, n, batch=2, hk=2)
     batch = cached(TOKEN, 6, sinks=2)
-    feed(batch, q, k, v, None, valid)
+    feed(batch, q, k, v, None, visible)
     new = draw(seed + 1, SOME_TOKENS, batch=2, hk=2)
-    together = feed(batch, *new, SOME, valid)
+    together = feed(batch, *new, SOME, visible)
     for row, pad in enumerate(pads):
         alone = cached(TOKEN, 6, sinks=2)
         part = slice(row, row + 1), slice(None), slice(pad, None)

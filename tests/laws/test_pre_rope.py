@@ -104,11 +104,11 @@ def test_rows_of_a_padded_batch_store_what_they_store_alone(fmt, pads, seed):
     if fmt is CHANNEL:
         pads = [pad // 16 * 16 for pad in pads]  # groups of tokens must be the same ones
     _, raw, v = draw(seed, n, batch=2, hk=2)
-    valid = torch.arange(n) >= torch.tensor(pads)[:, None]
+    visible = torch.arange(n) >= torch.tensor(pads)[:, None]
     at = torch.arange(n) - torch.tensor(pads)[:, None]
     k = rope.rotate(raw, at[:, None])
     batch = cached(fmt, rope)
-    feed(batch, torch.zeros(2, 2, n, D), k, v, [40, 24], valid)
+    feed(batch, torch.zeros(2, 2, n, D), k, v, [40, 24], visible)
     for row, pad in enumerate(pads):
         alone = cached(fmt, rope)
         part = slice(row, row + 1), slice(None), slice(pad, None)
@@ -127,20 +127,20 @@ def test_rows_of_a_padded_batch_store_what_they_store_alone(fmt, pads, seed):
 def test_crop_rows_and_chunks_know_nothing_of_it(rope, fmt, prompt, draft, rejected, pad, seed):
     rejected, pad = min(rejected, draft), min(pad, prompt - 1)
     n = prompt + draft - rejected
-    valid = torch.arange(prompt + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
+    visible = torch.arange(prompt + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
     q, k, v = draw(seed, prompt + draft, batch=2)
     cropped, never = cached(fmt, rope, sinks=2), cached(fmt, rope, sinks=2)
-    feed(cropped, *(x[:, :, :prompt] for x in (q, k, v)), None, valid)
+    feed(cropped, *(x[:, :, :prompt] for x in (q, k, v)), None, visible)
     probe.record(cropped, True)
-    feed(cropped, *(x[:, :, prompt:] for x in (q, k, v)), None, valid)
+    feed(cropped, *(x[:, :, prompt:] for x in (q, k, v)), None, visible)
     cropped.crop(rejected)
     probe.record(cropped, False)
-    feed(never, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], valid)
+    feed(never, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], visible)
     order = torch.tensor([1, 0])
     for cache in (cropped, never):
         cache.map(lambda x: x[order])
     new = draw(seed + 1, SOME_TOKENS, batch=2)
-    outputs = [feed(cache, *new, SOME, valid[order]) for cache in (cropped, never)]
+    outputs = [feed(cache, *new, SOME, visible[order]) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 

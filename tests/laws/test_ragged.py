@@ -49,15 +49,15 @@ def prompts(batch=2):
     return found
 
 
-def filled(one: Recipe, qkv, valid=None, trace=True) -> list[LayerCache]:
+def filled(one: Recipe, qkv, visible=None, trace=True) -> list[LayerCache]:
     """Layers that decide together and have read a prompt."""
     caches = [LayerCache(one, f"layer {i}", i, LAYERS) for i in range(LAYERS)]
     coordinate(caches)
     for cache, each in zip(caches, qkv, strict=True):
         if trace:
             cache.observe()
-        see = None if valid is None else valid[:, :PROMPT]
-        feed(cache, *(x[:, :, :PROMPT] for x in each), valid=see)
+        see = None if visible is None else visible[:, :PROMPT]
+        feed(cache, *(x[:, :, :PROMPT] for x in each), visible=see)
     return caches
 
 
@@ -156,10 +156,10 @@ def test_a_step_is_masked_attention_in_float64(layers, options):
         for t in STEPS:
             out = feed(cache, *(x[:, :, at : at + t] for x in (q, k, v)))
             at += t
-            valid = np.concatenate([see, np.ones((2, HK, at - PROMPT), dtype=bool)], axis=2)
+            visible = np.concatenate([see, np.ones((2, HK, at - PROMPT), dtype=bool)], axis=2)
             exact = [x[:, :, :at].double().numpy() for x in (q, k, v)]
             exact[0] = exact[0][:, :, at - t :]
-            want, _ = naive.attention(*exact, SCALE, causal=True, valid=valid)
+            want, _ = naive.attention(*exact, SCALE, causal=True, visible=visible)
             np.testing.assert_allclose(out.numpy(), want, atol=2e-6, rtol=2e-6)
             assert probe.read(cache) == see.sum() / (2 * HK) + at - PROMPT
 
@@ -214,8 +214,8 @@ def test_a_share_of_one_is_the_uniform_budget(store):
 @pytest.mark.parametrize("pads", [[0, 40], [110, 3]])
 def test_a_padded_row_keeps_what_it_keeps_alone(layers, pads):
     one, qkv = recipe(layers=layers), prompts()
-    valid = padded(pads, PROMPT + sum(STEPS))
-    caches = filled(one, qkv, valid)
+    visible = padded(pads, PROMPT + sum(STEPS))
+    caches = filled(one, qkv, visible)
     for row, pad in enumerate(pads):
         alone = [LayerCache(one, f"layer {i}", i, LAYERS) for i in range(LAYERS)]
         coordinate(alone)
@@ -226,7 +226,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(layers, pads):
             if PROMPT - pad > 80:
                 assert held(cache, row) == want[HK * i : HK * (i + 1)]
             new = [x[:, :, PROMPT:] for x in each]
-            together = feed(copy.deepcopy(cache), *new, STEPS, valid)[row : row + 1]
+            together = feed(copy.deepcopy(cache), *new, STEPS, visible)[row : row + 1]
             its = feed(own, *(x[row : row + 1] for x in new), STEPS)
             torch.testing.assert_close(together, its, rtol=0, atol=2e-6)
 

@@ -63,12 +63,12 @@ def heads(seed: int, tokens: int, batch: int = 2):
 @pytest.mark.parametrize("sizes", [[PROMPT, *STEPS], [100, 20, 7, *STEPS[7:]]])
 @pytest.mark.parametrize("pads", [[0, 0], [80, 3]])
 def test_with_a_budget_for_all_it_is_the_keeps_own_cache(recipe, sizes, pads):
-    qkv, valid = heads(0, sum(sizes)), padded(pads, sum(sizes))
+    qkv, visible = heads(0, sum(sizes)), padded(pads, sum(sizes))
     roomy = replace(recipe, recall=replace(recipe.recall, tokens=1000))
     caches = fresh(roomy), fresh(replace(recipe, recall=None))
-    got, want = (feed(cache, *qkv, sizes, valid if any(pads) else None) for cache in caches)
+    got, want = (feed(cache, *qkv, sizes, visible if any(pads) else None) for cache in caches)
     assert (type(caches[0]), type(caches[1])) == (LayerCache, LayerCache)
-    real = valid[:, None, :, None]
+    real = visible[:, None, :, None]
     if recipe.store.exact or not any(pads):
         torch.testing.assert_close(got * real, want * real, rtol=0, atol=2e-6)
     else:  # groups differ where padding lies elsewhere
@@ -93,17 +93,19 @@ def test_nothing_that_stayed_is_lost(recipe):
 def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, pads):
     cache, n = fresh(recipe), PROMPT + len(STEPS)
     cache.observe()
-    valid, qkv = None if pads is None else padded(pads, n), heads(2, n)
+    visible, qkv = None if pads is None else padded(pads, n), heads(2, n)
     feed(
-        cache, *(x[:, :, :PROMPT] for x in qkv), valid=None if valid is None else valid[:, :PROMPT]
+        cache,
+        *(x[:, :, :PROMPT] for x in qkv),
+        visible=None if visible is None else visible[:, :PROMPT],
     )
     unit = recipe.recall.index.unit
     found = (recipe.recall.tokens - recipe.always_read) // unit * unit
     front = 16 if recipe.recall.tier and not recipe.store.exact else SINKS  # whole groups
     for t in range(PROMPT, n):
         behind = t - (PROMPT - KEPT) - front - probe.indexed(cache)
-        see = None if valid is None else valid[:, : t + 1]
-        feed(cache, *(x[:, :, t : t + 1] for x in qkv), valid=see)
+        see = None if visible is None else visible[:, : t + 1]
+        feed(cache, *(x[:, :, t : t + 1] for x in qkv), visible=see)
         assert probe.read(cache) == front + found + behind + 1
         index = probe.tokens(cache).logical(0, probe.count(cache), torch.device("cpu"))
         read = index.expand(2, 2, -1).gather(2, probe.recalled(cache))
@@ -122,8 +124,8 @@ def test_padding_a_row_is_leaving_it_shorter(recipe):
         recipe = replace(recipe, store=resolve("rtn:bits=8,group=16").store)  # by token
         recipe = replace(recipe, recall=replace(recipe.recall, tier=None))
     n, pads = PROMPT + len(STEPS), [0, 70]  # a row that drops tokens, and one with too few
-    qkv, valid = heads(3, n), padded(pads, n)
-    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], valid)
+    qkv, visible = heads(3, n), padded(pads, n)
+    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], visible)
     for i, pad in enumerate(pads):
         short = [x[i : i + 1, :, pad:] for x in qkv]
         alone = feed(fresh(recipe), *short, [PROMPT - pad, *STEPS])
@@ -133,10 +135,10 @@ def test_padding_a_row_is_leaving_it_shorter(recipe):
 @every
 def test_content_of_padding_is_irrelevant(recipe):
     n = PROMPT + len(STEPS)
-    valid, qkv = padded([90, 7], n), heads(4, n)
-    real = valid[:, None, :, None]
+    visible, qkv = padded([90, 7], n), heads(4, n)
+    real = visible[:, None, :, None]
     litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
-    outputs = [feed(fresh(recipe), *x, [PROMPT, *STEPS], valid) * real for x in (qkv, litter)]
+    outputs = [feed(fresh(recipe), *x, [PROMPT, *STEPS], visible) * real for x in (qkv, litter)]
     assert torch.equal(*outputs)
 
 

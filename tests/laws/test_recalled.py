@@ -178,8 +178,8 @@ def test_a_step_reads_its_budget_and_what_is_not_indexed_yet(recipe):
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=2), st.integers(0, 99))
 def test_the_clusters_hold_every_token_once(name, pads, seed):
     cache, n = fresh(RECIPES[name]), PROMPT + len(STEPS)
-    valid = torch.arange(n) >= torch.tensor(pads)[:, None]
-    feed(cache, *heads(seed, n), [PROMPT, *STEPS], valid)
+    visible = torch.arange(n) >= torch.tensor(pads)[:, None]
+    feed(cache, *heads(seed, n), [PROMPT, *STEPS], visible)
     f = probe.retriever(cache).finder
     every_slot = torch.arange(f.tokens).expand_as(f.order)
     assert torch.equal(f.order.long().sort(dim=-1).values, every_slot)
@@ -225,13 +225,13 @@ NO_PACKED = [name for name in RECIPES if "packed" not in name]
 @pytest.mark.parametrize("pad", [0, 20])
 def test_a_crop_into_the_index_is_as_if_the_tokens_had_never_been(name, tokens, pad):
     qkv = heads(0, PROMPT)
-    valid = torch.arange(PROMPT + 30) >= torch.tensor([pad, 0])[:, None]
+    visible = torch.arange(PROMPT + 30) >= torch.tensor([pad, 0])[:, None]
     cropped, never = fresh(RECIPES[name]), fresh(RECIPES[name])
-    feed(cropped, *qkv, valid=valid[:, :PROMPT])
+    feed(cropped, *qkv, visible=visible[:, :PROMPT])
     cropped.crop(tokens)
-    feed(never, *(x[:, :, : PROMPT - tokens] for x in qkv), valid=valid[:, : PROMPT - tokens])
+    feed(never, *(x[:, :, : PROMPT - tokens] for x in qkv), visible=visible[:, : PROMPT - tokens])
     new = heads(1, 30)
-    see = valid[:, : PROMPT - tokens + 30]
+    see = visible[:, : PROMPT - tokens + 30]
     outputs = [feed(cache, *new, [1] * 30, see) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
@@ -254,11 +254,11 @@ def test_the_index_follows_the_beams(recipe):
 @given(st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.integers(0, 99))
 def test_content_of_padding_is_irrelevant(recipe, pads, seed):
     n = PROMPT + len(STEPS)
-    valid, qkv = padded(pads, n), heads(seed, n)
-    real = valid[:, None, :, None]
+    visible, qkv = padded(pads, n), heads(seed, n)
+    real = visible[:, None, :, None]
     litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
     outputs = [
-        torch.where(real, feed(fresh(recipe), *x, [PROMPT, *STEPS], valid), 0.0)
+        torch.where(real, feed(fresh(recipe), *x, [PROMPT, *STEPS], visible), 0.0)
         for x in (qkv, litter)
     ]
     assert torch.equal(*outputs)
@@ -271,8 +271,8 @@ def test_content_of_padding_is_irrelevant(recipe, pads, seed):
 def test_padding_a_row_is_leaving_it_shorter(name, pads, seed):
     """Where a token's place does not matter, and the row has enough tokens to be indexed alone."""
     recipe, n = RECIPES[name], PROMPT + len(STEPS)
-    valid, qkv = padded(pads, n), heads(seed, n)
-    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], valid)
+    visible, qkv = padded(pads, n), heads(seed, n)
+    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], visible)
     for i, pad in enumerate(pads):
         short = [x[i : i + 1, :, pad:] for x in qkv]
         alone = feed(fresh(recipe), *short, [PROMPT - pad, *STEPS])
@@ -281,12 +281,14 @@ def test_padding_a_row_is_leaving_it_shorter(name, pads, seed):
 
 @core
 def test_padding_between_turns_is_irrelevant(recipe):
-    valid = torch.cat([padded([0, 9], 60), padded([25, 0], 60), padded([0, 0], len(STEPS))], dim=1)
-    qkv = heads(3, valid.shape[1])
-    real = valid[:, None, :, None]
+    visible = torch.cat(
+        [padded([0, 9], 60), padded([25, 0], 60), padded([0, 0], len(STEPS))], dim=1
+    )
+    qkv = heads(3, visible.shape[1])
+    real = visible[:, None, :, None]
     litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
     outputs = [
-        torch.where(real, feed(fresh(recipe), *x, [60, 60, *STEPS], valid), 0.0)
+        torch.where(real, feed(fresh(recipe), *x, [60, 60, *STEPS], visible), 0.0)
         for x in (qkv, litter)
     ]
     assert torch.equal(*outputs)
@@ -348,9 +350,9 @@ def test_fewer_tokens_than_clusters(size, n):
     recipe = resolve(f"clusterkv:tokens=6,size={size},sinks=2,full_layers=0")
     n, later = n + 2, 60
     cache, want = fresh(recipe), plain(recipe)
-    valid = padded([0, n - 1], n + later)
+    visible = padded([0, n - 1], n + later)
     qkv = heads(0, n + later)
-    outputs = [feed(c, *qkv, [n, *[1] * later], valid) for c in (cache, want)]
+    outputs = [feed(c, *qkv, [n, *[1] * later], visible) for c in (cache, want)]
     assert torch.isfinite(outputs[0][0]).all()
     torch.testing.assert_close(outputs[0][:, :, :n], outputs[1][:, :, :n], rtol=0, atol=2e-6)
     assert probe.indexed(cache) == (0 if n - 2 + later < size else max(n - 2, size))

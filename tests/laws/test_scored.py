@@ -35,9 +35,9 @@ every = some_slow(
 )  # fmt: skip
 
 
-def fresh(name, *qkv, sizes=None, valid=None):
+def fresh(name, *qkv, sizes=None, visible=None):
     cache = LayerCache(resolve(name), "layer 0", 0, 1)
-    feed(cache, *qkv, sizes, valid)
+    feed(cache, *qkv, sizes, visible)
     return cache
 
 
@@ -90,9 +90,9 @@ def test_scores_and_kept_tokens_follow_the_beams(name):
 )
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     q, k, v = draw(0, 60, batch=2)
-    valid = torch.arange(60) >= torch.tensor([0, 25])[:, None]
-    padded = fresh(name, *(x[:, :, :50] for x in (q, k, v)), valid=valid[:, :50])
-    out = feed(padded, *(x[:, :, 50:] for x in (q, k, v)), SIZES, valid)
+    visible = torch.arange(60) >= torch.tensor([0, 25])[:, None]
+    padded = fresh(name, *(x[:, :, :50] for x in (q, k, v)), visible=visible[:, :50])
+    out = feed(padded, *(x[:, :, 50:] for x in (q, k, v)), SIZES, visible)
     for row, pad in enumerate((0, 25)):
         part = [x[row : row + 1, :, pad:] for x in (q, k, v)]
         alone = fresh(name, *(x[:, :, : 50 - pad] for x in part))

@@ -84,14 +84,14 @@ def test_a_step_attends_to_what_is_stored_and_to_itself_exactly(recipe, sizes, t
 def test_full_is_attention_over_everything(sizes, seed, heads, softcap, pads):
     n = sum(sizes) + 31
     q, k, v = draw(seed, n, batch=2, hq=heads[0], hk=heads[1])
-    valid = torch.arange(n) >= torch.tensor(pads)[:, None]
+    visible = torch.arange(n) >= torch.tensor(pads)[:, None]
     cache = LayerCache(resolve("full"))
-    got = feed(cache, q, k, v, [31, *sizes], valid, softcap=softcap)
+    got = feed(cache, q, k, v, [31, *sizes], visible, softcap=softcap)
     want, lse = naive.attention(
         *(x.double().numpy() for x in (q, k, v)),
         SCALE,
         causal=True,
-        valid=valid[:, None].numpy(),
+        visible=visible[:, None].numpy(),
         softcap=softcap,
     )
     seeing = lse > -np.inf
@@ -131,14 +131,14 @@ def test_reordering_rows_is_building_with_reordered_rows(recipe, sizes, order, t
 @core_recipes
 @given(st.permutations(range(3)), st.lists(st.integers(0, 69), min_size=3, max_size=3), seeds)
 def test_rows_of_different_padding_move_with_their_masks(recipe, order, pads, seed):
-    valid = torch.arange(90 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
+    visible = torch.arange(90 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
     q, k, v = draw(seed, 90, batch=3)
-    moved = build(recipe, q, k, v, [70, 20], valid)
+    moved = build(recipe, q, k, v, [70, 20], visible)
     moved.map(lambda x: x.index_select(0, torch.tensor(order)))
-    built = build(recipe, q[order], k[order], v[order], [70, 20], valid[order])
+    built = build(recipe, q[order], k[order], v[order], [70, 20], visible[order])
     assert_same_state(state(moved), state(built))
     new = draw(seed + 1, SOME_TOKENS, batch=3)
-    outputs = [feed(cache, *new, SOME, valid[order]) for cache in (moved, built)]
+    outputs = [feed(cache, *new, SOME, visible[order]) for cache in (moved, built)]
     assert torch.equal(*outputs)
 
 

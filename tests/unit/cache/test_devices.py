@@ -45,15 +45,15 @@ def run(recipe: str | Recipe, device: str) -> list[torch.Tensor]:
     layers = build_layers(resolve(recipe), range(LAYERS), [LayerMetadata()] * LAYERS)
     generator = torch.Generator().manual_seed(0)
     outputs = []
-    valid = torch.ones(2, 150, dtype=torch.bool)
-    valid[1, :9] = False
+    visible = torch.ones(2, 150, dtype=torch.bool)
+    visible[1, :9] = False
     seen = 0
     for t in (100, *[1] * 40):
         seen += t
         for layer in layers:
             q, k, v = (torch.randn(2, h, t, D, generator=generator) for h in (4, 2, 2))
             with torch.device(device):
-                outputs.append(layer.attend(q, k, v, scale=D**-0.5, visible=valid[:, :seen]))
+                outputs.append(layer.attend(q, k, v, scale=D**-0.5, visible=visible[:, :seen]))
     with torch.device(device):
         for layer in layers:
             layer.map(lambda x: x.flip(0))

@@ -61,9 +61,9 @@ def test_an_empty_layer_holds_nothing_and_one_that_forgot_says_so():
 
 def test_a_padded_row_has_not_reached_its_sinks():
     cache = LayerCache(resolve("streaming:tokens=8,sinks=2"))
-    valid = torch.ones(2, 5, dtype=torch.bool)
-    valid[1, :4] = False
-    feed(cache, *draw(0, 5, batch=2), valid=valid)
+    visible = torch.ones(2, 5, dtype=torch.bool)
+    visible[1, :4] = False
+    feed(cache, *draw(0, 5, batch=2), visible=visible)
     assert cache.logical()[:, 0, :2].tolist() == [[0, 1], [4, -1]]
 
 

@@ -49,13 +49,13 @@ def length(x) -> int:
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 101])
 def test_pieces_cover_every_token_once_and_in_one_form(keys, values, n):
     body, _, _ = segment(keys, values, n)
-    valid = torch.rand(2, 1, n) > 0.5
-    pieces = body.parts(valid, present=0)
+    visible = torch.rand(2, 1, n) > 0.5
+    pieces = body.parts(visible, present=0)
     assert [length(p.keys) for p in pieces] == [length(p.values) for p in pieces]
     assert sum(length(p.keys) for p in pieces) == n
     assert all(length(p.keys) for p in pieces)
     assert len(pieces) <= 3
-    assert torch.equal(torch.cat([p.visible for p in pieces], dim=2), valid)
+    assert torch.equal(torch.cat([p.visible for p in pieces], dim=2), visible)
     assert all(p.causal == 0 for p in pieces)
 
 
@@ -65,13 +65,13 @@ def test_attending_to_the_pieces_is_attending_to_the_tokens(keys, values, n, t):
     body, _, _ = segment(keys, values, n)
     q = torch.randn(2, 4, t, 32)
     body.append(*torch.randn(2, 2, 2, t, 32))
-    valid = torch.rand(2, 1, n + t) > 0.3
-    for see in (None, valid):
+    visible = torch.rand(2, 1, n + t) > 0.3
+    for see in (None, visible):
         pieces = body.parts(see, present=t)
         assert [p.causal for p in pieces] == [0] * (len(pieces) - 1) + [t]
         got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
         whole = (tokens(body.keys), tokens(body.values))
-        want = ref.attend(q, *whole, 0.2, causal=True, valid=see)
+        want = ref.attend(q, *whole, 0.2, causal=True, visible=see)
         torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
 
 
@@ -80,14 +80,14 @@ def test_attending_to_the_pieces_is_attending_to_the_tokens(keys, values, n, t):
 @pytest.mark.parametrize("stretch", [8, 20, 48])
 def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, monkeypatch):
     body, _, _ = segment(keys, values, 101)
-    q, valid = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 101) > 0.3
+    q, visible = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 101) > 0.3
     whole = (tokens(body.keys), tokens(body.values))
     monkeypatch.setattr("kvloom.cache.segment._UNPACK", stretch)
-    pieces = body.parts(valid, present=0)
+    pieces = body.parts(visible, present=0)
     assert sum(length(p.keys) for p in pieces) == 101
     assert all(length(p.keys) <= stretch for p in pieces[:-1] if not torch.is_tensor(p.keys))
     got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
-    want = ref.attend(q, *whole, 0.2, valid=valid)
+    want = ref.attend(q, *whole, 0.2, visible=visible)
     torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
 
 
@@ -107,9 +107,9 @@ def test_dropping_moves_the_first_logical_index():
     assert (body.first, len(body)) == (5, 12)
     assert torch.equal(body.keys.tail.view(), k[:, :, 5:17])
     assert torch.equal(body.values.tail.view(), v[:, :, 5:17])
-    valid = torch.arange(17)[None, None].expand(2, 1, 17) % 2 == 0
-    (piece,) = body.parts(valid, present=0)
-    assert torch.equal(piece.visible, valid[:, :, 5:])  # by logical index, not by slot
+    visible = torch.arange(17)[None, None].expand(2, 1, 17) % 2 == 0
+    (piece,) = body.parts(visible, present=0)
+    assert torch.equal(piece.visible, visible[:, :, 5:])  # by logical index, not by slot
 
 
 @every_pair
@@ -155,9 +155,9 @@ def test_sinks_without_padding_are_the_first_tokens(sizes):
 @pytest.mark.parametrize("pads", [[0, 2, 5], [7, 0, 0], [3, 3, 3]])
 def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):
     sinks, x, seen = Sinks(4), numbered(12), 0
-    valid = torch.arange(12) >= torch.tensor(pads)[:, None]
+    visible = torch.arange(12) >= torch.tensor(pads)[:, None]
     for t in sizes:
-        see = valid[:, None, : seen + t]
+        see = visible[:, None, : seen + t]
         part = x[:, :, seen : seen + t]
         assert sinks.extend(part, -part, seen, see) == min(t, max(0, 4 - seen))
         seen += t
@@ -174,8 +174,8 @@ def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):
 
 def test_sinks_move_with_their_rows():
     sinks, x = Sinks(2), numbered(6)
-    valid = (torch.arange(6) >= torch.tensor([0, 1, 3])[:, None])[:, None]
-    sinks.extend(x, x, 0, valid)
+    visible = (torch.arange(6) >= torch.tensor([0, 1, 3])[:, None])[:, None]
+    sinks.extend(x, x, 0, visible)
     sinks.map(lambda t: t[[2, 2, 0]])
     assert sinks.start.tolist() == [3, 3, 0]
     assert sinks.keys[:, 0, :, 0].tolist() == [[203, 204], [203, 204], [0, 1]]
@@ -197,17 +197,17 @@ def test_every_logical_index_is_in_one_place():
             numbered(9, 1),
             0,
         )
-        valid = (torch.arange(9) >= pad)[None, None] if pad else None
+        visible = (torch.arange(9) >= pad)[None, None] if pad else None
         for t in sizes:
             part = x[:, :, seen : seen + t]
             skip = sinks.extend(
-                part, part, seen, None if valid is None else valid[:, :, : seen + t]
+                part, part, seen, None if visible is None else visible[:, :, : seen + t]
             )
             body.first += skip
             if skip < t:
                 body.append(part[:, :, skip:], part[:, :, skip:])
             seen += t
-        see = sinks.hide(valid)
+        see = sinks.hide(visible)
         pieces = [sinks.part(seen), *body.parts(see, 0)]
         shown = []
         for p in pieces:

@@ -12,9 +12,9 @@ from kvloom.keep import choose, protect_sinks
 N = 20
 
 
-def expected(scores, valid, heavy, recent):
+def expected(scores, visible, heavy, recent):
     """The slots of one row and head, by sorting."""
-    older = sorted(range(N - recent), key=lambda j: (not valid[j], -scores[j]))
+    older = sorted(range(N - recent), key=lambda j: (not visible[j], -scores[j]))
     return [*sorted(older[:heavy]), *range(N - recent, N)]
 
 
@@ -23,12 +23,12 @@ def test_the_best_real_tokens_stay_and_the_newest(seed, heavy, recent, pad):
     """Padding may have the highest scores of all: pooled votes reach into it."""
     heavy = min(heavy, max(0, N - recent - pad))  # enough real tokens before the newest
     g = torch.Generator().manual_seed(seed)
-    valid = torch.arange(N) >= torch.tensor([[[0]], [[pad]]])
-    scores = torch.randn(2, 3, N, generator=g) + 10 * ~valid
-    found = choose(scores, heavy, recent, valid)
+    visible = torch.arange(N) >= torch.tensor([[[0]], [[pad]]])
+    scores = torch.randn(2, 3, N, generator=g) + 10 * ~visible
+    found = choose(scores, heavy, recent, visible)
     for b in range(2):
         for h in range(3):
-            want = expected(scores[b, h].tolist(), valid[b, 0].tolist(), heavy, recent)
+            want = expected(scores[b, h].tolist(), visible[b, 0].tolist(), heavy, recent)
             assert found[b, h].tolist() == want
 
 
@@ -42,9 +42,9 @@ def test_everything_stays_within_the_budget():
 @for_each("sinks", [0, 1, 3])
 def test_sinks_are_the_first_real_tokens_of_each_row(sinks):
     pads = (0, 5)
-    valid = torch.arange(N) >= torch.tensor(pads)[:, None, None]
+    visible = torch.arange(N) >= torch.tensor(pads)[:, None, None]
     scores = torch.randn(2, 3, N)
-    for mask, begins in ((None, (0, 0)), (valid, pads)):
+    for mask, begins in ((None, (0, 0)), (visible, pads)):
         found = protect_sinks(scores, sinks, mask)
         for row, begin in enumerate(begins):
             protected = torch.arange(N).sub(begin).clamp(min=-1)

@@ -65,10 +65,10 @@ def test_expected_attention_is_that_of_drawn_queries():
 @pytest.mark.parametrize("rope", [None, Rope(INV_FREQ)])
 def test_padding_in_front_changes_no_score(rope):
     """The last 20 of 30 tokens alone, at the positions of a model that does not count padding."""
-    valid = torch.ones(B, 1, N, dtype=torch.bool)
-    valid[:, :, :10] = False
+    visible = torch.ones(B, 1, N, dtype=torch.bool)
+    visible[:, :, :10] = False
     whole = step(rope=rope)
-    padded = step(rope=rope, visible=valid, visible_queries=valid)
+    padded = step(rope=rope, visible=visible, visible_queries=visible)
     alone = step(rope=rope, seen=20)
     alone.q, alone.k, alone.v = (x[:, :, 10:] for x in (whole.q, whole.k, whole.v))
     if rope is not None:  # rotated as at positions from 0 on

@@ -38,7 +38,7 @@ _SIGNATURE = (types.int64,), types.void
 
 
 class _Cache(FunctionCache):
-    """Numba's cache on disk, of a kernel by its name.
+    """Numba's cache on disk, of a kernel by its name and the constants that it closes over.
 
     Numba's own key has what a function closes over as bytes. The steps of a kernel, which it closes
     over, have other bytes in every process.
@@ -46,7 +46,7 @@ class _Cache(FunctionCache):
 
     def __init__(self, fn: Callable, name: str) -> None:
         super().__init__(fn)
-        self._kernel = name, _sources()
+        self._kernel = name, _constants(fn), _sources()
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return sig, codegen.magic_tuple(), *self._kernel
@@ -55,7 +55,7 @@ class _Cache(FunctionCache):
 class Kernel:
     """A compiled kernel of a function of one address.
 
-    name: has everything that the function and its steps close over.
+    name: of its variant, in the cache on disk: has what its steps' own functions close over.
     """
 
     def __init__(self, fn: Callable, name: str) -> None:
@@ -85,6 +85,18 @@ class Kernel:
             for other in others:
                 other.result()
         return job
+
+
+def _constants(fn: Callable) -> tuple[Any, ...]:
+    """Return the numbers and names that a function and its compiled steps close over."""
+    found: list[Any] = []
+    for cell in fn.__closure__ or ():
+        value = cell.cell_contents
+        if (step := getattr(value, "py_func", None)) is not None:
+            found.append(_constants(step))
+        elif isinstance(value, bool | int | float | str | tuple):
+            found.append(repr(value))
+    return tuple(found)
 
 
 @cache

@@ -174,7 +174,7 @@ def panels(vectors: int) -> Any:
                 there = to + 4 * (j // panel * panel * d + j % panel)
                 _widen(there, 4 * panel, d, key, a.keys.channel, a.number, np.float32(1.0))
 
-    return Kernel(panels, "panels of keys")
+    return Kernel(panels, f"panels of keys {vectors}")
 
 
 @cache
@@ -271,7 +271,7 @@ def mass(once: int, vectors: int) -> Any:
                         store_one(factors + 4 * i, factor)
                     _add_up(s + tile * room * srow, srow, rows, factors, to + tile * srow, TILE)
 
-    return Kernel(mass, "column mass")
+    return Kernel(mass, f"column mass {once}, {vectors}")
 
 
 @cache

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 from functools import partial
@@ -47,18 +46,14 @@ def peak(what: str, tokens: int) -> int:
     """Return the peak bytes of scoring, without its inputs and the first use of torch."""
     q, k, _ = draw(tokens, HEADS, DIM, torch.float32)
     ops.column_mass(q[:, :, :64], k[:, :, :64], DIM**-0.5)
-    before = _resident()
+    before = record.peak_bytes()
     if what == "column_mass":
         ops.column_mass(q, k, DIM**-0.5)
     else:
         weights = (q @ k.transpose(-1, -2)).mul_(DIM**-0.5)
         weights.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf)
         weights.softmax(-1).sum(2)
-    return _resident() - before
-
-
-def _resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return record.peak_bytes() - before
 
 
 def scoring(lengths: list[int]) -> list[dict]:

@@ -23,30 +23,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import record
+from evaluation import HERE, Evaluation, recipe_of
 from evidence_tables import published, table
 from kvloom.cli.options import split_recipes
 from kvloom.errors import RecipeError
 from kvloom.eval.compare import with_full
-from kvloom.eval.environment import model_facts
-from kvloom.eval.evaluate import evaluate
-from kvloom.eval.result_files import ResultFolder
-from kvloom.eval.sample import Source
 from kvloom.eval.share import at_share
-from kvloom.eval.summary import summarize
-from kvloom.eval.tasks import task_named
-from kvloom.hf import compat
 from kvloom.hf.metadata import BESIDE
-from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.report.machine import machine
 from kvloom.workload.models import load
 from kvloom.workload.text import library_text
 
-HERE = Path(__file__).parent
 DTYPE = "bfloat16"
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
 EVICTING = (
@@ -131,8 +122,7 @@ def recipes(names: str, shares: tuple[float, ...], context: int, geometry: objec
     """
     found = []
     for spec in split_recipes(names):
-        recipe = resolve(HERE / "recipes" / spec if spec.endswith(".toml") else spec)
-        recipe = replace(recipe, name=spec.removesuffix(".toml"))
+        recipe = recipe_of(spec)
         for share in RECOMMENDED.get(spec, shares):
             try:
                 sized = recipe
@@ -163,31 +153,19 @@ def measure(
     name, context, text = RUNS[run]
     model, tokenizer = load(name, DTYPE)
     calibrate(model, name)
-    geometry = compat.geometry(model)
     settings = {"context": [context], "seed": 0}
-    facts = {"environment": machine(model), "model": model_facts(model, name, geometry)}
-    opened = ResultFolder.open(folder / run, {**facts, "settings": settings})
+    evaluation = Evaluation(model, tokenizer, name, folder / run, settings)
     for spec in tasks:
         part = TASKS[spec]
         chosen = recipes(
             names or (FEW if part.few else f"{OTHERS},{EVICTING}"),
             shares or (FEW_SHARES if part.few else SHARES),
             context,
-            geometry,
+            evaluation.geometry,
         )
-        source = Source.of(
-            tokenizer,
-            text(),
-            lengths=[context],
-            batch=4,
-            seed=0,
-            samples=samples or part.samples,
-            new_tokens=part.new_tokens,
-        )
-        task = task_named(spec)
-        evaluate(model, source, chosen, [(task, task.batches(source))], opened, printer(run))
-    lines = [line for spec in TASKS for line in opened.lines(task_named(spec).name)]
-    return [asdict(figures) for figures in summarize(lines)]
+        size = {"samples": samples or part.samples, "new_tokens": part.new_tokens}
+        evaluation.measure(spec, chosen, text(), context, printer(run), **size)
+    return [asdict(figures) for figures in evaluation.figures(*TASKS)]
 
 
 def printer(run: str) -> Callable[[str, int], None]:
@@ -245,13 +223,8 @@ def main() -> None:
             run, options.tasks.split(","), options.recipes, None, options.folder, options.samples
         )
         print(table(figures))
-        record.write(
-            f"evidence_{run}",
-            {
-                "environment": record.environment(dtype=DTYPE),
-                "figures": figures,
-            },
-        )
+        environment = record.environment(dtype=DTYPE)
+        record.write(f"evidence_{run}", {"environment": environment, "figures": figures})
 
 
 if __name__ == "__main__":

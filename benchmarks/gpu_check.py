@@ -144,9 +144,9 @@ def _mass(bench: Bench, t: int, n: int, d: int, r: int, dtype: torch.dtype, all_
     q, k = torch.randn(2, 2 * r, t, d).to(dtype), torch.randn(2, 2, n, d).to(dtype)
     options: dict[str, Any] = {}
     if all_:
-        valid = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
+        visible = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
         options = {
-            "valid": valid, "real": valid[..., -t:], "bias": torch.randn(1, 2 * r, n),
+            "visible": visible, "real": visible[..., -t:], "bias": torch.randn(1, 2 * r, n),
             "softcap": 20.0, "window": n // 2, "tau": 1.5,
         }  # fmt: skip
     index = torch.arange(n).expand(1, 1, n)
@@ -203,7 +203,7 @@ def _step(
         lane.extend(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0)
         lanes.append(lane)
     q = torch.randn(2, 2 * r, t, d, device=bench.device).to(dtype)
-    valid = torch.arange(n, device=bench.device) >= torch.tensor(
+    visible = torch.arange(n, device=bench.device) >= torch.tensor(
         [[[0]], [[n // 3]]], device=bench.device
     )
     exact = []
@@ -220,8 +220,8 @@ def _step(
     why = ops.attend.bind(q, keys, values).why
     if why:
         raise RuntimeError(f"left to the reference: {why}")
-    state = ops.attend(q, keys, values, d**-0.5, causal=t > 1, valid=valid)
+    state = ops.attend(q, keys, values, d**-0.5, causal=t > 1, visible=visible)
     want = attend_ref.attend(
-        q.cpu().float(), *exact, d**-0.5, causal=t > 1, valid=valid.cpu()
+        q.cpu().float(), *exact, d**-0.5, causal=t > 1, visible=visible.cpu()
     )  # fmt: skip
     return max(_away(state.out, want.out), _away(state.lse, want.lse))

@@ -12,10 +12,8 @@ MALLOC_MMAP_THRESHOLD_ set, under which glibc returns them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 
@@ -34,21 +32,14 @@ def one(recipe: str, tokens: int) -> dict[str, float]:
     ids = torch.randint(3, model.config.vocab_size, (1, tokens))
     with torch.inference_mode():
         model(input_ids=ids[:, :64], past_key_values=kvloom.Cache(model, recipe))
-        before = _peak()
+        before = record.peak_bytes()
         cache = kvloom.Cache(model, recipe)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-    return {"held": cache.nbytes, "peak": _peak() - before}
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"held": cache.nbytes, "peak": record.peak_bytes() - before}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--one", metavar="RECIPE", help="measure in this process, print JSON")
-    options = parser.parse_args()
+    options = record.options(__doc__, tokens=32768, one="")  # one: measured in this process
     if options.one:
         print(json.dumps(one(options.one, options.tokens)))
         return

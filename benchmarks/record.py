@@ -9,6 +9,7 @@ import argparse
 import json
 import platform
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def environment(**more: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **more,
     }
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had, as the operating system counts it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def machine(cpu: str, gpu: str | None = None) -> str:

@@ -20,23 +20,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import record
-from kvloom.eval.environment import model_facts
-from kvloom.eval.evaluate import evaluate
-from kvloom.eval.result_files import ResultFolder
-from kvloom.eval.sample import Source
+from evaluation import Evaluation, recipe_of
 from kvloom.eval.share import at_share
-from kvloom.eval.summary import Figures, summarize
-from kvloom.eval.tasks import task_named
-from kvloom.hf import compat
+from kvloom.eval.summary import Figures
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.reference.corpus import calibration_text
-from kvloom.report.machine import machine
 from kvloom.tuner import tune
 from kvloom.workload.models import load
 from kvloom.workload.text import library_text
 
-HERE = Path(__file__).parent
 BOUNDS = 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3
 CONTEXT = 2048
 DTYPE = "bfloat16"
@@ -55,27 +48,20 @@ TASKS = {
 
 def uniform(geometry: object) -> list[Recipe]:
     """Return the uniform recipes; those that evict once for each bound."""
-    found = [_recipe(spec) for spec in UNIFORM]
+    found = [recipe_of(spec) for spec in UNIFORM]
     for bound in BOUNDS:
-        sized = [at_share(_recipe(spec), bound, CONTEXT, geometry) for spec in EVICTING]
+        sized = [at_share(recipe_of(spec), bound, CONTEXT, geometry) for spec in EVICTING]
         found += [recipe for recipe in sized if recipe.keep.budget.tokens < CONTEXT]
     return found
-
-
-def _recipe(spec: str) -> Recipe:
-    recipe = resolve(HERE / "recipes" / spec if spec.endswith(".toml") else spec)
-    return replace(recipe, name=spec.removesuffix(".toml"))
 
 
 class Lab:
     """A model, the tasks, and the folder of the samples."""
 
     def __init__(self, name: str, out: Path) -> None:
-        self.model, self.tokenizer = load(name, DTYPE)
-        self.geometry = compat.geometry(self.model)
-        facts = model_facts(self.model, name, self.geometry)
-        run = {"environment": machine(self.model), "model": facts, "settings": {"tasks": TASKS}}
-        self.folder = ResultFolder.open(out / name, run)
+        model, tokenizer = load(name, DTYPE)
+        self.evaluation = Evaluation(model, tokenizer, name, out / name, {"tasks": TASKS})
+        self.geometry = self.evaluation.geometry
         self.exact = Recipe().nbytes(CONTEXT, self.geometry)
         self.seconds: list[float] = []
 
@@ -85,22 +71,16 @@ class Lab:
 
     def measure(self, spec: str, recipes: list[Recipe]) -> dict[str, Figures]:
         """Return the figures of recipes and of `full` in a task, by name."""
-        source = Source.of(
-            self.tokenizer, library_text(), lengths=[CONTEXT], batch=4, seed=0, **TASKS[spec]
-        )
-        task = task_named(spec)
-        plan = [(task, task.batches(source))]
-        evaluate(
-            self.model, source, [resolve("full"), *recipes], plan, self.folder, lambda *_: None
-        )
-        return {x.recipe: x for x in summarize(self.folder.lines(task.name))}
+        every = [resolve("full"), *recipes]
+        self.evaluation.measure(spec, every, library_text(), CONTEXT, **TASKS[spec])
+        return {x.recipe: x for x in self.evaluation.figures(spec)}
 
     def tuned(self, nbytes: int) -> Recipe:
         """Return the recipe that is tuned for at most so many bytes."""
         share, begun = nbytes / self.exact, time.perf_counter()
         found = tune(
-            self.model, self.tokenizer, calibration_text(), bytes=share, context=CONTEXT,
-            progress=lambda what, *_: print(what, file=sys.stderr, flush=True),
+            self.evaluation.model, self.evaluation.tokenizer, calibration_text(), bytes=share,
+            context=CONTEXT, progress=lambda what, *_: print(what, file=sys.stderr, flush=True),
         )  # fmt: skip
         self.seconds.append(time.perf_counter() - begun)
         return replace(found.recipe, name=f"tuned at {share:.4f}")

@@ -10,10 +10,10 @@ import math
 import numpy as np
 
 
-def attention(q, k, v, scale, causal=False, valid=None, softcap=None, bias=None):
+def attention(q, k, v, scale, causal=False, visible=None, softcap=None, bias=None):
     """Softmax attention, one query row at a time: (out [B, Hq, T, D], lse [B, Hq, T]).
 
-    causal: query i of T is token N - T + i and sees no later one. valid: bool [B, 1 or Hk, N].
+    causal: query i of T is token N - T + i and sees no later one. visible: bool [B, 1 or Hk, N].
     bias: [B or 1, Hq, N], added to the logits after softcap. A row that sees nothing gives out 0
     and lse -inf.
     """
@@ -27,8 +27,8 @@ def attention(q, k, v, scale, causal=False, valid=None, softcap=None, bias=None)
                 see = np.ones(n, dtype=bool)
                 if causal:
                     see &= np.arange(n) <= n - t + row
-                if valid is not None:
-                    see &= valid[i, g if valid.shape[1] > 1 else 0]
+                if visible is not None:
+                    see &= visible[i, g if visible.shape[1] > 1 else 0]
                 if not see.any():
                     continue
                 s = k[i, g][see] @ q[i, h, row] * scale
@@ -46,7 +46,7 @@ def column_mass(
     q,
     k,
     scale,
-    valid=None,
+    visible=None,
     real=None,
     softcap=None,
     bias=None,
@@ -57,7 +57,7 @@ def column_mass(
     """Sum over query rows of softmax((logits + noise) / tau), one row at a time: [B, Hq, N].
 
     Query i of T is token N - T + i; it sees no later token and, of those up to itself, the last
-    `window`. valid: bool [B, 1 or Hk, N]. real: bool [B, 1, T]. noise: [B, Hq, T, N].
+    `window`. visible: bool [B, 1 or Hk, N]. real: bool [B, 1, T]. noise: [B, Hq, T, N].
     """
     b, hq, t, _ = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -80,7 +80,7 @@ def column_mass(
                     j
                     for j in range(itself + 1)
                     if (window is None or j > itself - window)
-                    and (valid is None or valid[i, g % valid.shape[1], j])
+                    and (visible is None or visible[i, g % visible.shape[1], j])
                 ]
                 if see:
                     w = np.exp((s[see] - s[see].max()) / tau)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
 from kvloom.kernels.quantize.byte_layout import unpack_codes
@@ -107,15 +108,15 @@ def draw(seed: int, tokens: int, batch: int = 1, hq: int = 2, hk: int = 1, dim: 
 
 
 def feed(
-    cache: LayerCache, q, k, v, sizes=None, valid=None, scale=SCALE, softcap=None, slopes=None
+    cache: LayerCache, q, k, v, sizes=None, visible=None, scale=SCALE, softcap=None, slopes=None
 ) -> Tensor:
     """Attend in steps of `sizes` tokens (None: all at once); the outputs one behind the other.
 
-    valid: bool [B, tokens ever seen by the cache]. slopes: of ALiBi, fp32 [Hq].
+    visible: bool [B, tokens ever seen by the cache]. slopes: of ALiBi, fp32 [Hq].
     """
     outs, at, past = [], 0, cache.seen
     for t in [q.shape[2]] if sizes is None else [t for t in sizes if t]:
-        see = None if valid is None else valid[:, : past + at + t]
+        see = None if visible is None else visible[:, : past + at + t]
         part = [x[:, :, at : at + t] for x in (q, k, v)]
         alibi = None
         if slopes is not None:
@@ -131,10 +132,10 @@ def padded(pads: list[int], tokens: int) -> Tensor:
     return torch.arange(tokens) >= torch.tensor(pads)[:, None]
 
 
-def build(recipe: Recipe, q, k, v, sizes=None, valid=None) -> LayerCache:
+def build(recipe: Recipe, q, k, v, sizes=None, visible=None, name="this layer") -> LayerCache:
     """A cache that has seen these tokens."""
-    cache = LayerCache(recipe)
-    feed(cache, q, k, v, sizes, valid)
+    cache = LayerCache(recipe, name)
+    feed(cache, q, k, v, sizes, visible)
     return cache
 
 
@@ -143,14 +144,14 @@ def state(cache: LayerCache) -> dict[str, Tensor | int]:
 
     Codes are unpacked: bits of a last byte that hold no token are arbitrary.
     """
-    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": cache.state.tokens.first}
-    buffers = live_tensors(cache.state.tokens)
-    for name, side in (("keys", cache.state.tokens.keys), ("values", cache.state.tokens.values)):
+    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": probe.tokens(cache).first}
+    buffers = live_tensors(probe.tokens(cache))
+    for name, side in (("keys", probe.keys(cache)), ("values", probe.values(cache))):
         if side.packed_count:
             codes, bits = buffers[f"{name}.codes"], side.packed.fmt.bits
             held[f"{name}.rows"] = codes.shape[2]
             buffers[f"{name}.codes"] = unpack_codes(codes, bits, side.packed_count)
-    sinks = cache.state.sinks
+    sinks = probe.sinks(cache)
     if sinks is not None and sinks.keys is not None:
         buffers |= {f"sinks.{n}": getattr(sinks, n) for n in ("keys", "values", "start")}
     return held | buffers

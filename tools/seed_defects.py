@@ -1,7 +1,7 @@
 """Seed deliberate defects, one at a time, and see whether the tests catch them.
 
     python tools/seed_defects.py              # all of them: a table of caught and missed
-    python tools/seed_defects.py --only 7     # one
+    python tools/seed_defects.py --only 7 9   # two of them
     python tools/seed_defects.py --list       # what they are
 
 Each defect of `defects.DEFECTS` goes into a temporary copy of the source tree. The tests that are
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the defects and run nothing")
-    parser.add_argument("--only", type=int, metavar="N", help="seed this defect alone")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="seed these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here too")
     options = parser.parse_args(arguments)
-    numbers = range(1, len(DEFECTS) + 1) if options.only is None else [options.only]
-    if options.only is not None and not 1 <= options.only <= len(DEFECTS):
-        parser.error(f"--only {options.only} is not one of 1 to {len(DEFECTS)}")
-    chosen = {number: DEFECTS[number - 1] for number in numbers}
+    every = dict(enumerate(DEFECTS, start=1))
+    if unknown := set(options.only or []) - every.keys():
+        parser.error(f"--only {min(unknown)} is not one of 1 to {len(DEFECTS)}")
+    chosen = {number: every[number] for number in options.only or every}
     if options.list:
         for number, defect in chosen.items():
             print(f"{number:3} {defect.part:8} {defect.file}: {defect.why}")

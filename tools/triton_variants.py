@@ -234,7 +234,7 @@ def quantize() -> Iterator[Variant]:
 def score() -> Iterator[Variant]:
     """Attention mass of a prompt and of a step, with no option and with all of them."""
     everything: dict[str, Any] = {
-        "valid": _meta(1, 1, 256, dtype=torch.bool),
+        "visible": _meta(1, 1, 256, dtype=torch.bool),
         "softcap": 30.0, "bias": _meta(1, 8, 256), "window": 64, "tau": 2.0,
         "noise": Noise("gumbel", 1, _meta(1, 2, 256, dtype=torch.int64), 0),
     }  # fmt: skip

@@ -158,9 +158,9 @@ def test_the_format_returns_what_it_packed(dtype):
 def test_the_index_finds_the_pages_with_the_largest_mean():
     index = INDEXES["means"](4)
     finder, keys = index.finder(), torch.randn(2, 2, 20, 16)
-    valid = torch.ones(2, 1, 20, dtype=torch.bool)
+    visible = torch.ones(2, 1, 20, dtype=torch.bool)
     for lo, hi in ((0, 12), (12, 20)):
-        finder.extend(keys[:, :, lo:hi], valid[:, :, lo:hi])
+        finder.extend(keys[:, :, lo:hi], visible[:, :, lo:hi])
     q = torch.randn(2, 4, 16)
     slots = finder.find(q, 8, "mean", lambda: keys)
     for b in range(2):

@@ -12,6 +12,7 @@ from examples import installed
 from typer.testing import CliRunner
 
 import kvloom
+import probe
 import tiny
 from beams import assert_rows_follow_beams
 from for_each import for_each
@@ -119,7 +120,7 @@ def test_a_score_keeps_the_tokens_that_it_rates_highest(model):
     """The first layer's kept tokens, from its keys, values and attention in plain transformers."""
     recipe = "evict:score=value-norm,tokens=20,when=prompt,recent=0"
     ids, cache = batch(), kvloom.Cache(model, recipe)
-    layer = cache.routed[0].cache
+    layer = probe.layers(cache)[0]
     layer.observe()
     logits(model, cache, ids)
     plain = tiny.llama(head_dim=32)
@@ -324,11 +325,11 @@ def backend(monkeypatch):
 
 def test_the_backend_computes_what_the_reference_does(backend):
     x = torch.randn(2, 3, 32, 16)
-    valid = torch.ones(2, 1, 32, dtype=torch.bool)
-    valid[1, :, :20] = False
+    visible = torch.ones(2, 1, 32, dtype=torch.bool)
+    visible[1, :, :20] = False
     with dispatch.use("one-pass"):
         assert ops.page_bounds.bind(x, 8, None).backend == "one-pass"
-        for hidden in (None, valid):
+        for hidden in (None, visible):
             want = reference.page_bounds(x, 8, hidden)
             for a, b in zip(ops.page_bounds(x, 8, hidden), want, strict=True):
                 assert torch.equal(a, b)

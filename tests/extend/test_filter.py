@@ -7,6 +7,7 @@ import torch
 from examples import installed
 
 import kvloom
+import probe
 import tiny
 from kvloom.errors import CacheMisuse
 from kvloom.recipe import Protect, Recipe, resolve
@@ -37,7 +38,7 @@ def prompt(rows: int = 2) -> torch.Tensor:
 
 def found(cache, row: int) -> list[list[list[int]]]:
     """The logical indices of the outliers of each layer and head."""
-    found = [one.cache.state.outliers.tokens.index[row] for one in cache.routed]
+    found = [probe.outliers(one).index[row] for one in probe.layers(cache)]
     return [sorted(x) for index in found for x in index.tolist()]
 
 
@@ -54,10 +55,10 @@ def test_tokens_with_the_ids_stay_exact(model):
             model(ids, past_key_values=one)
     assert found(cache, 0)[0] != found(cache, 1)[0]
     for row in range(2):
-        assert found(cache, row) == [expected(ids[row])] * 2 * len(cache.routed)
+        assert found(cache, row) == [expected(ids[row])] * 2 * len(probe.layers(cache))
     # what the first layer gets is the same in both
-    held = cache.routed[0].cache.state.outliers.tokens
-    whole = exact.routed[0].cache.state.tokens.exact_keys()
+    held = probe.outliers(probe.layers(cache)[0])
+    whole = probe.tokens(probe.layers(exact)[0]).exact_keys()
     at = held.index.long()[..., None].expand(-1, -1, -1, 32)
     assert torch.equal(held.exact_keys(), whole.gather(2, at))
 
@@ -84,7 +85,7 @@ def test_a_cache_saved_before_the_rule_has_run_keeps_the_ids(model, tmp_path):
         cache.save(tmp_path / "cache")
         cache = kvloom.Cache.load(model, tmp_path / "cache")
         model(ids[:, 50:], past_key_values=cache)
-    assert found(cache, 1) == [expected(ids[1])] * 2 * len(cache.routed)
+    assert found(cache, 1) == [expected(ids[1])] * 2 * len(probe.layers(cache))
 
 
 def test_rows_take_their_ids_along(model):
@@ -94,7 +95,7 @@ def test_rows_take_their_ids_along(model):
         model(ids[:, :50], past_key_values=cache)
         cache.reorder_cache(torch.tensor([1, 0]))
         model(ids[:, 50:].flip(0), past_key_values=cache)
-    assert found(cache, 0) == [expected(ids[1])] * 2 * len(cache.routed)
+    assert found(cache, 0) == [expected(ids[1])] * 2 * len(probe.layers(cache))
 
 
 def test_drafts_change_no_token(model):
@@ -130,4 +131,4 @@ def test_a_function_may_read_ids(model):
     ids, cache = prompt(), kvloom.Cache(model, recipe)
     with torch.inference_mode():
         model(ids, past_key_values=cache)
-    assert found(cache, 0) == [expected(ids[0])] * 2 * len(cache.routed)
+    assert found(cache, 0) == [expected(ids[0])] * 2 * len(probe.layers(cache))

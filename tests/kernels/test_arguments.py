@@ -44,6 +44,32 @@ def test_kernels_read_and_write_named_fields():
     assert Kernel(kernel, "test").run(numbers, 0, 1)[1] == 100 + 20 + 3 + 4
 
 
+def test_a_kernel_is_found_on_disk_by_its_name(tmp_path, monkeypatch):
+    """Steps that it closes over are new objects each time."""
+    from numba import config, njit
+
+    from kvloom.kernels.cpu_runtime import Kernel, arguments
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    layout = OUTER.dtype
+
+    def make(factor):
+        @njit(inline="always")
+        def step(x):
+            return factor * x
+
+        def kernel(job):
+            a = arguments(job, layout)
+            a.a = step(a.a)
+
+        return Kernel(kernel, f"by {factor}")
+
+    found = [make(factor) for factor in (2, 2, 3)]
+    assert [one.code.cache_hits for one in found] == [0, 1, 0]
+    numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(0, 0, 0))
+    assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 10, 15]
+
+
 def test_strides_are_bytes_and_a_single_row_or_head_is_shared():
     x = torch.zeros(2, 3, 5, 4)
     assert strides(x, 3) == (x.data_ptr(), 240, 80, 16)

@@ -26,9 +26,9 @@ def drawn(hq, hk, t, n, d=16, batch=2, dtype=torch.float32, seed=0):
 
 def hidden(batch, hk, n, seed=0):
     """A validity mask [B, hk, N] with about a third hidden, and one row that hides all."""
-    valid = torch.rand(batch, hk, n, generator=torch.Generator().manual_seed(seed)) > 0.3
-    valid[-1] = False
-    return valid
+    visible = torch.rand(batch, hk, n, generator=torch.Generator().manual_seed(seed)) > 0.3
+    visible[-1] = False
+    return visible
 
 
 def agrees(state, q, k, v, scale, tol=2e-6, **options):
@@ -47,9 +47,9 @@ def agrees(state, q, k, v, scale, tol=2e-6, **options):
 @for_each("softcap", [None, 2.0], ids=["plain", "softcap"])
 def test_attend_is_softmax_attention(hq, hk, n, t, causal, softcap):
     q, k, v = drawn(hq, hk, t, n)
-    for valid in (None, hidden(2, 1, n), hidden(2, hk, n)):
-        got = ref.attend(q, k, v, 0.25, causal=causal, valid=valid, softcap=softcap)
-        agrees(got, q, k, v, 0.25, causal=causal, valid=valid, softcap=softcap)
+    for visible in (None, hidden(2, 1, n), hidden(2, hk, n)):
+        got = ref.attend(q, k, v, 0.25, causal=causal, visible=visible, softcap=softcap)
+        agrees(got, q, k, v, 0.25, causal=causal, visible=visible, softcap=softcap)
 
 
 @heads
@@ -58,8 +58,8 @@ def test_attend_is_softmax_attention(hq, hk, n, t, causal, softcap):
 def test_a_bias_is_added_to_the_logits(hq, hk, t, n, rows):
     q, k, v = drawn(hq, hk, t, n)
     bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
-    for valid, softcap in ((None, None), (hidden(2, 1, n), 2.0), (hidden(2, hk, n), None)):
-        given = {"causal": t > 1, "valid": valid, "softcap": softcap, "bias": bias}
+    for visible, softcap in ((None, None), (hidden(2, 1, n), 2.0), (hidden(2, hk, n), None)):
+        given = {"causal": t > 1, "visible": visible, "softcap": softcap, "bias": bias}
         agrees(ref.attend(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
 
 
@@ -88,17 +88,17 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     assert not got.out[:, :, :2].any()
     assert (got.lse[:, :, :2] == -torch.inf).all()
     assert torch.isfinite(got.lse[:, :, 2:]).all()
-    none = ref.attend(q, k, v, 1.0, valid=torch.zeros(2, 1, 3, dtype=torch.bool))
+    none = ref.attend(q, k, v, 1.0, visible=torch.zeros(2, 1, 3, dtype=torch.bool))
     assert not none.out.any()
     assert (none.lse == -torch.inf).all()
 
 
 def test_hidden_tokens_may_hold_anything_finite():
     q, k, v = drawn(4, 2, 3, 20)
-    valid = hidden(2, 1, 20)
-    want = ref.attend(q, k, v, 0.25, valid=valid)
-    at = (~valid)[..., None]
-    got = ref.attend(q, k.masked_fill(at, 3e38), v.masked_fill(at, -3e38), 0.25, valid=valid)
+    visible = hidden(2, 1, 20)
+    want = ref.attend(q, k, v, 0.25, visible=visible)
+    at = (~visible)[..., None]
+    got = ref.attend(q, k.masked_fill(at, 3e38), v.masked_fill(at, -3e38), 0.25, visible=visible)
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
 
@@ -130,13 +130,13 @@ def test_sdpa_is_attend(hq, hk, t, n, masked, layout):
     q, k, v = drawn(hq, hk, t, n)
     if layout == "heads inside":  # as models give it: [B, T, H, D] seen as [B, H, T, D]
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    valid = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
-    got = ref.sdpa(q, k, v, 0.25, causal=t > 1, valid=valid)
-    want = ref.attend(q, k, v, 0.25, causal=t > 1, valid=valid)
+    visible = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
+    got = ref.sdpa(q, k, v, 0.25, causal=t > 1, visible=visible)
+    want = ref.attend(q, k, v, 0.25, causal=t > 1, visible=visible)
     assert got.shape == q.shape
     sees = want.lse > -torch.inf  # a row that sees nothing is padding: anything but NaN
-    if valid is not None and t > 1:  # sdpa lets every query see itself
-        sees &= valid[:, :, n - t :].repeat_interleave(hq // valid.shape[1], dim=1)
+    if visible is not None and t > 1:  # sdpa lets every query see itself
+        sees &= visible[:, :, n - t :].repeat_interleave(hq // visible.shape[1], dim=1)
     torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
     assert not got.isnan().any()
 
@@ -148,13 +148,13 @@ def test_sdpa_is_attend(hq, hk, t, n, masked, layout):
 def test_sdpa_of_one_query_takes_a_bias(hq, hk, n, masked, rows):
     q, k, v = drawn(hq, hk, 1, n)
     bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
-    valid = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
-    got = ref.sdpa(q, k, v, 0.25, causal=False, valid=valid, bias=bias)
-    want = ref.attend(q, k, v, 0.25, valid=valid, bias=bias)
+    visible = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
+    got = ref.sdpa(q, k, v, 0.25, causal=False, visible=visible, bias=bias)
+    want = ref.attend(q, k, v, 0.25, visible=visible, bias=bias)
     sees = want.lse > -torch.inf
     torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
     assert not got.isnan().any()
-    half = ref.sdpa(q.half(), k.half(), v.half(), 0.25, causal=False, valid=valid, bias=bias)
+    half = ref.sdpa(q.half(), k.half(), v.half(), 0.25, causal=False, visible=visible, bias=bias)
     torch.testing.assert_close(half[sees].float(), want.out[sees], rtol=0, atol=1e-2)
 
 
@@ -166,7 +166,7 @@ def parts(draw):
     """q, k, v and a split of the tokens into 1 to 5 parts, some empty, some with large logits."""
     cuts = sorted(draw(st.lists(st.integers(0, 40), min_size=0, max_size=4)))
     q, k, v = drawn(4, 2, 3, 40, seed=draw(st.integers(0, 999)))
-    valid = hidden(2, 1, 40, seed=draw(st.integers(0, 99))) if draw(st.booleans()) else None
+    visible = hidden(2, 1, 40, seed=draw(st.integers(0, 99))) if draw(st.booleans()) else None
     scale = draw(st.sampled_from([0.25, 20.0]))
     edges = [0, *cuts, 40]
     states = [
@@ -175,11 +175,11 @@ def parts(draw):
             k[:, :, a:b],
             v[:, :, a:b],
             scale,
-            valid=None if valid is None else valid[:, :, a:b],
+            visible=None if visible is None else visible[:, :, a:b],
         )
         for a, b in itertools.pairwise(edges)
     ]
-    return states, ref.attend(q, k, v, scale, valid=valid)
+    return states, ref.attend(q, k, v, scale, visible=visible)
 
 
 def close(a: ref.State, b: ref.State) -> None:

@@ -32,7 +32,7 @@ def agrees(mass, q, k, scale, **options):
         noise = options["noise"].block(hk, hq // hk, 0, t, n).flatten(1, 2)
         options["noise"] = noise.expand(2, hq, t, n)
     options = {n: x.double().numpy() if torch.is_tensor(x) else x for n, x in options.items()}
-    for name in ("valid", "real"):
+    for name in ("visible", "real"):
         if options.get(name) is not None:
             options[name] = options[name] > 0
     expected = naive.column_mass(q.double().numpy(), k.double().numpy(), scale, **options)
@@ -56,10 +56,10 @@ def options(names, g):
     places, first = torch.rand(2, HK, N, generator=g).argsort(-1) + 9, 9 + N - T
     parts = {
         "left padding": {
-            "valid": torch.arange(N) >= torch.tensor([0, 30])[:, None, None],
+            "visible": torch.arange(N) >= torch.tensor([0, 30])[:, None, None],
             "real": torch.arange(N - T, N) >= torch.tensor([0, 30])[:, None, None],
         },
-        "kept by head": {"valid": torch.rand(2, HK, N, generator=g) > 0.4},
+        "kept by head": {"visible": torch.rand(2, HK, N, generator=g) > 0.4},
         "alibi": {"bias": alibi(HQ, N)},
         "window": {"window": 7},
         "noise": {"noise": Noise("gumbel", 5, places, first)},
@@ -102,9 +102,9 @@ def test_equals_the_full_softmax(names, monkeypatch):
 @for_each(("t", "n"), SHAPES.values(), ids=SHAPES)
 def test_every_shape(backend, hq, hk, t, n):
     q, k, g = drawn(hq * 100 + n, hq, hk, t, n)
-    valid = torch.rand(2, hk, n, generator=g) > 0.3
+    visible = torch.rand(2, hk, n, generator=g) > 0.3
     real = torch.rand(2, 1, t, generator=g) > 0.3
-    given = {"valid": valid, "real": real, "bias": alibi(hq, n), "tau": 1.3, "softcap": 5.0}
+    given = {"visible": visible, "real": real, "bias": alibi(hq, n), "tau": 1.3, "softcap": 5.0}
     for window in (None, 1, 6, 1000):
         mass = backend.column_mass(q, k, 0.4, window=window, **given)
         agrees(mass, q, k, 0.4, window=window, **given)

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from for_each import for_each
+from kv_views import agrees, channel, draw, hidden, kv_view, mapped, token
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.store import Packed
 from kvloom.store.formats import Transform
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
-from strands import agrees, channel, draw, hidden, mapped, strand, token
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -73,10 +73,10 @@ def test_any_grouping_of_heads_and_up_to_8_queries(form, heads):
 def test_masks_softcap_and_bias(form, n, t):
     form, hq, hk, packed_end = FORMS[form], 4, 2, (n, n // 2)
     bias = torch.randn(2, hq, n, generator=torch.Generator().manual_seed(1))
-    for valid in (None, hidden(2, 1, n), hidden(2, hk, n), hidden(2, 1, n).expand(2, hk, n)):
-        agrees(form, hq, hk, t, n, packed_end, valid=valid)
-        agrees(form, hq, hk, t, n, packed_end, valid=valid, softcap=2.0, bias=bias[:1])
-        agrees(form, hq, hk, t, n, packed_end, valid=valid, causal=n >= t, bias=bias)
+    for visible in (None, hidden(2, 1, n), hidden(2, hk, n), hidden(2, 1, n).expand(2, hk, n)):
+        agrees(form, hq, hk, t, n, packed_end, visible=visible)
+        agrees(form, hq, hk, t, n, packed_end, visible=visible, softcap=2.0, bias=bias[:1])
+        agrees(form, hq, hk, t, n, packed_end, visible=visible, causal=n >= t, bias=bias)
 
 
 @every_form
@@ -101,7 +101,7 @@ def test_stretches_on_several_threads_leave_no_seam(threads):
     try:
         for b, hq, hk in ((1, 1, 1), (1, 4, 1), (2, 4, 2)):
             agrees(SMALL, hq, hk, 1, 20_000, (19_968, 19_848), b)
-        agrees(SMALL, 1, 1, 1, 20_000, (19_968, 19_848), 1, valid=hidden(1, 1, 20_000))
+        agrees(SMALL, 1, 1, 1, 20_000, (19_968, 19_848), 1, visible=hidden(1, 1, 20_000))
     finally:
         torch.set_num_threads(before)
 
@@ -117,8 +117,8 @@ def test_memory_layout_does_not_matter():
 
 
 def test_codes_that_do_not_lie_in_order_are_read_in_order():
-    keys, k = strand(SMALL[0], 128, 200, 2, 2, 32, FP32, 1)
-    values, v = strand(SMALL[1], 130, 200, 2, 2, 32, FP32, 2)
+    keys, k = kv_view(SMALL[0], 128, 200, 2, 2, 32, FP32, 1)
+    values, v = kv_view(SMALL[1], 130, 200, 2, 2, 32, FP32, 2)
     q = draw((2, 4, 1, 32), 0)
 
     def flipped(x):
@@ -145,11 +145,11 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 
 def test_hidden_tokens_may_hold_anything_finite():
     q, k, v = (draw((2, 4, n, 32), i).contiguous() for i, n in enumerate((1, 300, 300)))
-    valid = hidden(2, 1, 300)
-    want = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.1, valid=valid)
-    at = ~valid[..., None]
-    strands = (cpu.KVView(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
-    got = cpu.attend(q, *strands, 0.1, valid=valid)
+    visible = hidden(2, 1, 300)
+    want = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.1, visible=visible)
+    at = ~visible[..., None]
+    sides = (cpu.KVView(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
+    got = cpu.attend(q, *sides, 0.1, visible=visible)
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_views import agrees, balanced, channel, draw, hidden, known, mapped, rope, token
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Store
 from pairwise import some_slow
-from strands import agrees, balanced, channel, draw, hidden, known, mapped, rope, token
 
 SKVQ = (
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
@@ -81,9 +81,9 @@ def test_any_grouping_of_heads_and_several_queries(hq, hk, t):
 def test_masks_softcap_and_bias(form, n):
     hq, hk, packed_end = 4, 2, (n, n // 2)
     bias = torch.randn(2, hq, n, generator=torch.Generator().manual_seed(1))
-    for valid in (None, hidden(2, 1, n), hidden(2, hk, n)):
-        check(form, hq, hk, 1, n, packed_end, valid=valid, softcap=2.0, bias=bias[:1])
-        check(form, hq, hk, 1, n, packed_end, valid=valid, causal=True, bias=bias)
+    for visible in (None, hidden(2, 1, n), hidden(2, hk, n)):
+        check(form, hq, hk, 1, n, packed_end, visible=visible, softcap=2.0, bias=bias[:1])
+        check(form, hq, hk, 1, n, packed_end, visible=visible, causal=True, bias=bias)
 
 
 @every_form

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+from kv_views import FP32, TOL, channel, chosen_agree, draw, mapped, token
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import gathered
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.store import Packed
 from pairwise import some_slow
-from strands import FP32, TOL, channel, chosen_agree, draw, mapped, token
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -63,10 +63,10 @@ def test_masks_softcap_and_bias(heads, m):
     g = torch.Generator().manual_seed(m)
     bias = torch.randn(2, hq, total, generator=g)
     for width in (1, h):
-        valid = torch.rand(2, width, total, generator=g) > 0.3
-        valid[-1] = False
-        agrees("exact", heads, n, m, 210, 3, valid=valid)
-        agrees("exact", heads, n, m, 210, 3, valid=valid, softcap=2.0, bias=bias[:1])
+        visible = torch.rand(2, width, total, generator=g) > 0.3
+        visible[-1] = False
+        agrees("exact", heads, n, m, 210, 3, visible=visible)
+        agrees("exact", heads, n, m, 210, 3, visible=visible, softcap=2.0, bias=bias[:1])
     agrees("exact", heads, n, m, 210, 3, bias=bias)
 
 
@@ -113,8 +113,8 @@ def test_the_reference_is_attention_over_the_listed_tokens():
     q, k, v = (draw((2, h, n, D), i) for i, (h, n) in enumerate(((4, 1), (2, 90), (2, 90))))
     for h, begin in itertools.product((2, 4), (90, 70)):
         slots = torch.rand(2, h, 70).argsort(dim=-1)[..., :20]
-        strands = KVView(None, k), KVView(None, v)
-        got = ref.attend_gathered(q, *strands, slots, begin, 0.1)
+        sides = KVView(None, k), KVView(None, v)
+        got = ref.attend_gathered(q, *sides, slots, begin, 0.1)
         for row, head in ((0, 0), (1, 3)):
             at = [*slots[row, head * h // 4].tolist(), *range(begin, 90)]
             one = [x[row : row + 1, head // 2 : head // 2 + 1, at] for x in (k, v)]

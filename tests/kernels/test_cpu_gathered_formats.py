@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_views import channel, chosen_agree, hidden, mapped, token
 from pairwise import some_slow
-from strands import channel, chosen_agree, hidden, mapped, token
 
 FORMS = {  # keys, values, head dimension
     "skvq": (
@@ -72,9 +72,9 @@ def test_keys_before_rope_are_turned_to_positions_with_gaps(form, h):
 def test_masks_softcap_and_bias(form):
     total = 3 + 50 + 30
     bias = torch.randn(2, 4, total, generator=torch.Generator().manual_seed(1))
-    for valid in (None, hidden(2, 1, total), hidden(2, 2, total)):
-        check(form, (4, 2, 2), 240, 50, 210, 3, valid=valid, softcap=2.0, bias=bias[:1])
-        check(form, (4, 2, 2), 240, 50, 210, 3, valid=valid, bias=bias)
+    for visible in (None, hidden(2, 1, total), hidden(2, 2, total)):
+        check(form, (4, 2, 2), 240, 50, 210, 3, visible=visible, softcap=2.0, bias=bias[:1])
+        check(form, (4, 2, 2), 240, 50, 210, 3, visible=visible, bias=bias)
 
 
 @every_form

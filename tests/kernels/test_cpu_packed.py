@@ -49,12 +49,12 @@ def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(name, padded
     recipe = CACHES[name]
     sizes = [70, *[1] * 9, 3, 20, *[1] * 35]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=2)
-    valid = steps.padded([0, 37], sum(sizes)) if padded else None
+    visible = steps.padded([0, 37], sum(sizes)) if padded else None
     caches = []
     for backend in dispatch.CHOICES:
         with dispatch.use(backend), torch.no_grad():
             caches.append(LayerCache(recipe, metadata=KNOWN))
-            steps.feed(caches[-1], q, k, v, sizes, valid)
+            steps.feed(caches[-1], q, k, v, sizes, visible)
     assert caches[0].nbytes == caches[1].nbytes
     steps.assert_same_state(*(steps.state(cache) for cache in caches))
 

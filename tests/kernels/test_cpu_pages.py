@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from for_each import for_each
+from kv_views import page_table
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.pages import attend_pages
@@ -11,7 +12,6 @@ from kvloom.positions.rope import Rope
 from kvloom.recipe import resolve
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
-from strands import page_table
 
 HEADS, D, BLOCKS = 2, 64, 9
 ROPE = Rope(500.0 ** -(torch.arange(D // 2) / (D // 2)))

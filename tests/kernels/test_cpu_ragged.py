@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import naive
+from kv_views import FP32, TOL, balanced, channel, token
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.ragged import Spans, attend_ragged
@@ -12,7 +13,6 @@ from kvloom.recipe import resolve
 from kvloom.store import Packed, Transform
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
-from strands import FP32, TOL, balanced, channel, token
 
 D, HEADS = 32, 2  # with these, the laws compile the kernel of exact tokens, too
 FORMS = {  # keys, values, dtype of exact tokens; the number of a head's tokens is a multiple
@@ -63,8 +63,8 @@ def test_every_head_reads_its_own_tokens(form, counts, queries, threads):
     values, v = side(values_format, total, dtype, 1)
     g = torch.Generator().manual_seed(2)
     q = torch.randn(batch, hq, queries, D, generator=g)
-    valid = torch.rand(batch, HEADS, where.longest, generator=g) > 0.3
-    for options in ({}, {"softcap": 2.0}, {"valid": valid}):
+    visible = torch.rand(batch, HEADS, where.longest, generator=g) > 0.3
+    for options in ({}, {"softcap": 2.0}, {"visible": visible}):
         before, old = dispatch.ran["attend_ragged", "cpu", ""], torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -81,14 +81,16 @@ def test_every_head_reads_its_own_tokens(form, counts, queries, threads):
         agrees_with_loops(found, q, k, v, where, **options)
 
 
-def agrees_with_loops(found, q, k, v, where, valid=None, softcap=None):
+def agrees_with_loops(found, q, k, v, where, visible=None, softcap=None):
     """Check a state against float64 loops over each head's own tokens, as the kernel reads them."""
     repeats = q.shape[1] // HEADS
     for row in range(q.shape[0]):
         for head in range(HEADS):
             first, count = where.bounds[row, head].tolist()
             heads = slice(head * repeats, (head + 1) * repeats)
-            see = None if valid is None else valid[row : row + 1, head : head + 1, :count].numpy()
+            see = (
+                None if visible is None else visible[row : row + 1, head : head + 1, :count].numpy()
+            )
             if not count or (see is not None and not see.any()):
                 assert (found.out[row, heads] == 0).all()
                 assert (found.lse[row, heads] == -torch.inf).all()
@@ -96,7 +98,7 @@ def agrees_with_loops(found, q, k, v, where, valid=None, softcap=None):
             its = slice(first, first + count)
             out, lse = naive.attention(
                 q[row : row + 1, heads].double().numpy(), k[:, :, its].double().numpy(),
-                v[:, :, its].double().numpy(), 0.125, valid=see, softcap=softcap,
+                v[:, :, its].double().numpy(), 0.125, visible=see, softcap=softcap,
             )  # fmt: skip
             np.testing.assert_allclose(found.out[row, heads].numpy(), out[0], atol=TOL, rtol=TOL)
             np.testing.assert_allclose(found.lse[row, heads].numpy(), lse[0], atol=TOL, rtol=TOL)

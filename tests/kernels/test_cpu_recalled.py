@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import probe
+from kv_views import known, mapped
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.kernels import dispatch
@@ -14,7 +16,6 @@ from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Packed, Store
 from steps import D, draw, feed
-from strands import known, mapped
 
 PROMPT, STEPS = 330, 12
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -52,7 +53,7 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
     qkv = draw(3, n, batch=2, hq=4, hk=2)
     options = {"softcap": 5.0 if "softcap" in more else None}
     if "padding" in more:
-        options["valid"] = torch.arange(n) >= torch.tensor([0, 90])[:, None]
+        options["visible"] = torch.arange(n) >= torch.tensor([0, 90])[:, None]
     if "alibi" in more:
         options["slopes"] = SLOPES
     outs, read = [], []
@@ -61,7 +62,7 @@ def test_steps_by_kernels_are_steps_by_the_reference(name, more):
         dispatch.ran.clear()
         with dispatch.use(backend):
             outs.append(feed(cache, *qkv, [PROMPT, *[1] * STEPS], **options)[:, :, PROMPT:])
-        read.append(cache.state.read)
+        read.append(probe.read(cache))
         ran = {operation for operation, who, _ in dispatch.ran if who == "cpu"} & OPERATIONS
         assert len(ran) == (4 if backend == "auto" else 0)
     assert read[0] == read[1] < PROMPT
@@ -79,13 +80,13 @@ def test_recall_composes_with_any_store(name, pads):
     turns = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
     calibrated = LayerMetadata(known(store.keys, 2, D), known(store.values, 2, D), turns)
     n = PROMPT + STEPS
-    qkv, valid = draw(3, n, batch=2, hq=4, hk=2), torch.arange(n) >= torch.tensor(pads)[:, None]
+    qkv, visible = draw(3, n, batch=2, hq=4, hk=2), torch.arange(n) >= torch.tensor(pads)[:, None]
     outs = []
     for backend in ("auto", "ref"):
         cache = LayerCache(recipe, "a layer", 0, 1, turns, calibrated)
         dispatch.ran.clear()
         with dispatch.use(backend):
-            fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], valid if any(pads) else None)
+            fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], visible if any(pads) else None)
         outs.append(fed[:, :, PROMPT:])
         ran = {who for operation, who, _ in dispatch.ran if operation == "attend_gathered"}
         assert ran == {"cpu" if backend == "auto" else "ref"}

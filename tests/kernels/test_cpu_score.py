@@ -45,12 +45,12 @@ def drawn(b, hq, hk, t, n, d, dtype=FP32, seed=0):
 
 
 def masks(b, hk, t, n, seed=0):
-    """valid, real and bias; the last row of the batch sees nothing."""
+    """visible, real and bias; the last row of the batch sees nothing."""
     g = torch.Generator().manual_seed(seed)
-    valid = torch.rand(b, hk, n, generator=g) > 0.3
-    valid[-1] = False
+    visible = torch.rand(b, hk, n, generator=g) > 0.3
+    visible[-1] = False
     real = torch.rand(b, 1, t, generator=g) > 0.3
-    return {"valid": valid, "real": real, "bias": 3 * torch.randn(b, 1, n, generator=g)}
+    return {"visible": visible, "real": real, "bias": 3 * torch.randn(b, 1, n, generator=g)}
 
 
 def numpy(options, hk, hq, t, n, b):
@@ -135,11 +135,11 @@ def test_memory_layout_does_not_matter():
 
 def test_hidden_tokens_may_hold_anything_finite():
     q, k = drawn(1, 4, 2, 60, 300, 32)
-    valid = masks(2, 2, 60, 300)["valid"][:1]
-    want = cpu.column_mass(q, k, 0.1, valid=valid)
-    got = cpu.column_mass(q, k.masked_fill(~valid[..., None], 3e38), 0.1, valid=valid)
+    visible = masks(2, 2, 60, 300)["visible"][:1]
+    want = cpu.column_mass(q, k, 0.1, visible=visible)
+    got = cpu.column_mass(q, k.masked_fill(~visible[..., None], 3e38), 0.1, visible=visible)
     assert torch.equal(got, want)
-    assert not want.masked_select(~valid.repeat_interleave(2, dim=1)).any()
+    assert not want.masked_select(~visible.repeat_interleave(2, dim=1)).any()
 
 
 def test_huge_logits_neither_overflow_nor_lose_the_winner():
@@ -180,7 +180,7 @@ def test_a_step_leaves_its_products_and_they_give_its_mass(hq, hk, t, n):
     given = masks(2, hk, t, n)
     given["bias"] = given["bias"].expand(-1, hq, -1)
     products = attend_cpu.attend(
-        q, KVView(None, k), KVView(None, k), 0.3, causal=True, valid=given["valid"],
+        q, KVView(None, k), KVView(None, k), 0.3, causal=True, visible=given["visible"],
         bias=given["bias"], softcap=4.0, products=True,
     ).products  # fmt: skip
     wide = k.repeat_interleave(hq // hk, dim=1)
@@ -274,7 +274,7 @@ def test_what_is_not_covered_is_left_to_the_reference_visibly(monkeypatch):
         "noise 'pink' is none of constant, gumbel, gaussian"
     ]
     with pytest.raises(RuntimeError, match="expand"):
-        cpu.column_mass(q, k, 0.3, valid=torch.ones(1, 1, 4, dtype=torch.bool))
+        cpu.column_mass(q, k, 0.3, visible=torch.ones(1, 1, 4, dtype=torch.bool))
 
 
 def test_a_gpu_that_has_no_kernel_for_it_leaves_it_to_the_reference(monkeypatch):
@@ -308,14 +308,14 @@ WHOLE = {
 def test_a_cache_keeps_the_same_tokens_by_kernels_and_by_the_reference(recipe, padded):
     sizes = [70, *[1] * 20, 3, 20, *[1] * 9]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=4, hk=2)
-    valid = steps.padded([0, 17], sum(sizes)) if padded else None
+    visible = steps.padded([0, 17], sum(sizes)) if padded else None
     found = []
     for backend in dispatch.CHOICES:
         dispatch.ran.clear()
         with dispatch.use(backend), torch.no_grad():
             cache = LayerCache(recipe)
             cache.observe()
-            out = steps.feed(cache, q, k, v, sizes, valid)
+            out = steps.feed(cache, q, k, v, sizes, visible)
             found.append((out[:, :, 17:], cache.logical().sort(-1).values))
         if backend == "auto":
             assert dispatch.ran["column_mass", "cpu", ""] >= 1

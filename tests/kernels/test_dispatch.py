@@ -292,11 +292,11 @@ WHOLE = {
 def test_a_cache_attends_alike_by_kernels_and_by_the_reference(recipe, padded):
     sizes = [50, *[1] * 40, 3, 20, 1, 1]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=1)
-    valid = steps.padded([0, 17], sum(sizes)) if padded else None
+    visible = steps.padded([0, 17], sum(sizes)) if padded else None
     outs = []
     for backend in dispatch.CHOICES:
         with dispatch.use(backend), torch.no_grad():
-            outs.append(steps.feed(LayerCache(recipe), q, k, v, sizes, valid))
+            outs.append(steps.feed(LayerCache(recipe), q, k, v, sizes, visible))
     real = slice(17 if padded else 0, None)  # what padding attends to does not matter
     torch.testing.assert_close(outs[0][:, :, real], outs[1][:, :, real], rtol=0, atol=4e-6)
     assert dispatch.ran["attend", "cpu", ""] >= 43

@@ -101,8 +101,8 @@ def draw(shape, seed, dtype=FP32):
     return x[:, :h, 1 : n + 1]
 
 
-def strand(fmt, packed_end, n, d, dtype, known, seed):
-    """A strand of n tokens of which about `packed_end` are packed, and all of them in fp32."""
+def kv_view(fmt, packed_end, n, d, dtype, known, seed):
+    """A view of n tokens of which about `packed_end` are packed, and all of them in fp32."""
     x = draw((B, HK, n, d), seed, dtype)
     if fmt is not None and fmt.axis == "channel":
         packed_end -= packed_end % fmt.group
@@ -122,8 +122,8 @@ def strand(fmt, packed_end, n, d, dtype, known, seed):
 
 def both(form, n, packed_end, seed=0):
     kfmt, vfmt, d, dtype, known = form
-    keys, k = strand(kfmt, packed_end[0], n, d, dtype, known, seed + 1)
-    values, v = strand(vfmt, packed_end[1], n, d, dtype, known, seed + 2)
+    keys, k = kv_view(kfmt, packed_end[0], n, d, dtype, known, seed + 1)
+    values, v = kv_view(vfmt, packed_end[1], n, d, dtype, known, seed + 2)
     return keys, values, k, v
 
 
@@ -144,9 +144,9 @@ def agrees(form, hq, t, n, packed_end, **options):
 
 def hidden(b, h, n, seed=0):
     """A mask that hides a third of the tokens, and everything in the last row."""
-    valid = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
-    valid[-1] = False
-    return valid
+    visible = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
+    visible[-1] = False
+    return visible
 
 
 @needs_interpreter
@@ -180,15 +180,15 @@ def test_any_number_of_rows(hq, t, causal):
 def test_masks_softcap_and_bias(form):
     hq, t, n, packed_end = 4, 2, 110, (96, 50)
     bias = torch.randn(B, hq, n, generator=torch.Generator().manual_seed(1))
-    agrees(form, hq, t, n, packed_end, valid=hidden(B, 1, n), softcap=2.0, bias=bias[:1])
-    agrees(form, hq, t, n, packed_end, valid=hidden(B, HK, n), causal=True, bias=bias)
+    agrees(form, hq, t, n, packed_end, visible=hidden(B, 1, n), softcap=2.0, bias=bias[:1])
+    agrees(form, hq, t, n, packed_end, visible=hidden(B, HK, n), causal=True, bias=bias)
 
 
 @needs_interpreter
 def test_one_program_or_many_give_the_same(monkeypatch):
     for processors in (2, 40):
         monkeypatch.setattr(gpu, "processors", lambda device, n=processors: n)
-        agrees(FORMS["kivi"], 2, 1, 400, (352, 330), valid=hidden(B, 1, 400))
+        agrees(FORMS["kivi"], 2, 1, 400, (352, 330), visible=hidden(B, 1, 400))
 
 
 @needs_interpreter
@@ -228,7 +228,7 @@ def test_chosen_tokens(form, each):
     first = tuple(draw((B, HK, 5, form[2]), i, form[3]) for i in (7, 8))
     slots, begin, total = slots[..., :m], 80, 5 + m + n - 80
     bias = torch.randn(1, hq, total, generator=torch.Generator().manual_seed(4))
-    for options in ({}, {"valid": hidden(B, heads, total), "bias": bias, "first": first}):
+    for options in ({}, {"visible": hidden(B, heads, total), "bias": bias, "first": first}):
         got = gpu.attend_gathered(q, keys, values, slots, begin, 0.125, **options)
         options["first"] = [x.float() for x in options.get("first", ())] or None
         exact = KVView(None, k), KVView(None, v)
@@ -251,15 +251,15 @@ WHOLE = (
 def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name):
     padded, recipe, sizes = name.startswith("kivi"), resolve(name), [50, 1, 1, 3, 20, 1, 1]
     q, k, v = steps.draw(0, sum(sizes), batch=2, hq=2, hk=1)
-    valid = None
+    visible = None
     if padded:
-        valid = torch.ones(2, sum(sizes), dtype=torch.bool)
-        valid[1, :17] = False
+        visible = torch.ones(2, sum(sizes), dtype=torch.bool)
+        visible[1, :17] = False
     outs = []
     for backend in ("gpu", "ref"):
         dispatch.ran.clear()
         with dispatch.use(backend), torch.no_grad():
-            outs.append(steps.feed(LayerCache(recipe), q, k, v, sizes, valid))
+            outs.append(steps.feed(LayerCache(recipe), q, k, v, sizes, visible))
             if backend == "gpu":
                 assert dispatch.ran["attend", "gpu", ""] >= 4
     real = slice(17 if padded else 0, None)  # what padding attends to does not matter

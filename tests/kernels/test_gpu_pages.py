@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import interpreter
+from kv_views import page_table
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.pages import attend_pages
@@ -17,7 +18,6 @@ from kvloom.kernels.attend.triton import paged
 from kvloom.recipe import resolve
 from kvloom.store.codec import Channels
 from kvloom.store.packed import PackedTokens
-from strands import page_table
 
 FP32, FP16 = torch.float32, torch.float16
 needs_interpreter = pytest.mark.skipif(not interpreter.INTERPRETED, reason="run by the test below")

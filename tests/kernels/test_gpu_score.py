@@ -27,15 +27,15 @@ SHAPES = {  # T, N, Hq, Hk, D, dtype
 
 def options(t, n, hq, hk, g):
     """What the named cases ask for."""
-    valid = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
+    visible = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
     some = torch.rand(2, hk, n, generator=g) > 0.3
     keys = torch.rand(2, hk, n, generator=g).argsort(-1) + 9
     bias = torch.randn(1, hq, n, generator=g)
-    padded = {"valid": valid, "real": valid[..., -t:]}
+    padded = {"visible": visible, "real": visible[..., -t:]}
     return {
         "plain": {},
         "padding": padded,
-        "each head sees its own": {"valid": some},
+        "each head sees its own": {"visible": some},
         "softcap and bias": {"softcap": 5.0, "bias": bias},
         "window": {"window": 7},
         "noise": {"noise": Noise("gumbel", 3, keys, 11), "tau": 1.7},

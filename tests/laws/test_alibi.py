@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import naive
+import probe
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.slots import Slots
 from kvloom.kernels.attend import reference as ref
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
@@ -51,11 +51,11 @@ def fresh(name):
 
 def stored(cache):
     """All that a step of this cache attends to in the past, [B, Hk, N, D]."""
-    if isinstance(cache.state.tokens, Slots):
-        return cache.state.tokens.in_order()[:2]
-    tokens = cache.state.tokens
+    if probe.in_slots(cache):
+        return probe.tokens(cache).in_order()[:2]
+    tokens = probe.tokens(cache)
     held = [[unpacked(side)] for side in (tokens.keys, tokens.values) if len(side)]
-    sinks = cache.state.sinks
+    sinks = probe.sinks(cache)
     if sinks is not None and sinks.keys is not None:
         held = [
             [sinks.keys, *(held[0] if held else [])],
@@ -73,18 +73,20 @@ def stored(cache):
 def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
     """The oracle finds out which tokens are held by looking for their keys among all keys."""
     q, k, v = draw(0, TOKENS, batch=2, hq=4, hk=2)
-    valid = torch.ones(2, TOKENS, dtype=torch.bool)
+    visible = torch.ones(2, TOKENS, dtype=torch.bool)
     if padded:
-        valid[1, :17] = valid[0, 62:66] = False  # a padded first prompt, and a padded second one
-    k, v = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (k, v))
-    place = (valid.cumsum(-1) - 1).numpy()
+        visible[1, :17] = visible[0, 62:66] = (
+            False  # a padded first prompt, and a padded second one
+        )
+    k, v = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (k, v))
+    place = (visible.cumsum(-1) - 1).numpy()
     cache, at = fresh(name), 0
     for t in SIZES:
         now = slice(at, at + t)
         past = stored(cache) if at else None
         out = feed(
-            cache, *(x[:, :, now] for x in (q, k, v)), None, valid if padded else None, SCALE, None,
-            SLOPES,
+            cache, *(x[:, :, now] for x in (q, k, v)), None, visible if padded else None, SCALE,
+            None, SLOPES,
         )  # fmt: skip
         keys, values = k[:, :, now], v[:, :, now]
         index = torch.arange(at, at + t).expand(2, 2, -1)
@@ -101,10 +103,10 @@ def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
             *(x.double().numpy() for x in (q[:, :, now], keys, values)),
             SCALE,
             causal=True,
-            valid=np.take_along_axis(valid[:, None].numpy(), index.numpy(), 2),
+            visible=np.take_along_axis(visible[:, None].numpy(), index.numpy(), 2),
             bias=SLOPES.double().numpy()[:, None] * distance.repeat(2, axis=1),
         )
-        seen = valid[:, None, now].expand(2, 4, -1).numpy()  # padding rows may hold anything
+        seen = visible[:, None, now].expand(2, 4, -1).numpy()  # padding rows may hold anything
         np.testing.assert_allclose(out.double().numpy()[seen], expected[seen], rtol=0, atol=1e-5)
 
 
@@ -117,10 +119,10 @@ def test_a_rejected_draft_leaves_no_trace(name, prompt):
     for drafted in (prompt + 5, prompt + 2):
         cache = fresh(name)
         feed(cache, *(x[:, :, :prompt] for x in (q, k, v)), slopes=SLOPES)
-        cache.state.recording = True
+        probe.record(cache, True)
         feed(cache, *(x[:, :, prompt:drafted] for x in (q, k, v)), slopes=SLOPES)
         cache.crop(drafted - prompt - 2)
-        cache.state.recording = False
+        probe.record(cache, False)
         caches.append(cache)
     new = draw(1, 10, batch=2, hq=4, hk=2)
     outputs = [feed(cache, *new, [1, 1, 5, 1, 1, 1], slopes=SLOPES) for cache in caches]
@@ -131,24 +133,24 @@ def test_a_rejected_draft_leaves_no_trace(name, prompt):
 def test_beams_in_the_middle_of_a_draft(name):
     beams = torch.tensor([2, 0, 0])
     qkv, draft, new = (draw(i, n, batch=3, hq=4, hk=2) for i, n in enumerate((50, 3, 6)))
-    valid = torch.ones(3, 58, dtype=torch.bool)
-    valid[0, 20:29] = valid[1, 45:48] = (
+    visible = torch.ones(3, 58, dtype=torch.bool)
+    visible[0, 20:29] = visible[1, 45:48] = (
         False  # gaps: the rows' positions differ by more than a shift
     )
     outputs = []
     for before in (True, False):  # the beams move before the draft is taken back, or after
         cache = fresh(name)
         move = lambda cache=cache: cache.map(lambda x: x.index_select(0, beams))  # noqa: E731
-        feed(cache, *qkv, valid=valid[:, :50], slopes=SLOPES)
-        cache.state.recording = True
-        feed(cache, *draft, valid=valid[:, :53], slopes=SLOPES)
+        feed(cache, *qkv, visible=visible[:, :50], slopes=SLOPES)
+        probe.record(cache, True)
+        feed(cache, *draft, visible=visible[:, :53], slopes=SLOPES)
         if before:
             move()
         cache.crop(1)
         if not before:
             move()
-        cache.state.recording = False
-        outputs.append(feed(cache, *new, [1, 1, 4], valid=valid[beams], slopes=SLOPES))
+        probe.record(cache, False)
+        outputs.append(feed(cache, *new, [1, 1, 4], visible=visible[beams], slopes=SLOPES))
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
@@ -35,21 +36,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def held(cache: LayerCache) -> int:
     """Tokens that a cache holds."""
-    sinks = 0 if cache.state.sinks is None else min(cache.seen, cache.state.sinks.count)
-    return sinks + len(cache.state.tokens)
+    sinks = 0 if probe.sinks(cache) is None else min(cache.seen, probe.sinks(cache).count)
+    return sinks + probe.count(cache)
 
 
 @every_budget
 @given(sizes, st.booleans(), seeds)
 def test_the_budget_is_never_exceeded(recipe, sizes, padding, seed):
     q, k, v = draw(seed, sum(sizes), batch=2)
-    valid = torch.ones(2, sum(sizes), dtype=torch.bool)
-    valid[1, : sizes[0] // 2] = False
+    visible = torch.ones(2, sum(sizes), dtype=torch.bool)
+    visible[1, : sizes[0] // 2] = False
     cache, at = LayerCache(recipe), 0
     protected = recipe.protect.sinks + max(recipe.protect.recents)
     for t in sizes:
         part = [x[:, :, at : at + t] for x in (q, k, v)]
-        feed(cache, *part, valid=valid[:, : at + t] if padding else None)
+        feed(cache, *part, visible=visible[:, : at + t] if padding else None)
         at += t
         budget = max(recipe.keep.budget.resolve(sizes[0]), protected)
         assert held(cache) <= budget
@@ -63,8 +64,8 @@ def test_sinks_and_the_newest_tokens_survive_a_budget(recipe, sizes, seed):
     q, k, v = draw(seed, n)
     cache = build(recipe, q, k, v, sizes)
     survivors(cache, recipe, k, v)
-    body = len(cache.state.tokens)
-    for side, x in ((cache.state.tokens.keys, k), (cache.state.tokens.values, v)):
+    body = probe.count(cache)
+    for side, x in ((probe.keys(cache), k), (probe.values(cache), v)):
         assert body == 0 or torch.equal(side.tail.view(), x[:, :, n - body :])
 
 
@@ -72,9 +73,9 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
     """Protected tokens are held bit by bit, outside the packed store."""
     sinks = min(recipe.protect.sinks, cache.seen)
     if sinks:
-        assert torch.equal(cache.state.sinks.keys[:, :, :sinks], k[:, :, :sinks])
-        assert torch.equal(cache.state.sinks.values[:, :, :sinks], v[:, :, :sinks])
-    sides = (cache.state.tokens.keys, cache.state.tokens.values)
+        assert torch.equal(probe.sinks(cache).keys[:, :, :sinks], k[:, :, :sinks])
+        assert torch.equal(probe.sinks(cache).values[:, :, :sinks], v[:, :, :sinks])
+    sides = (probe.keys(cache), probe.values(cache))
     for side, recent, x in zip(sides, recipe.protect.recents, (k, v), strict=True):
         recent = min(recent, cache.seen - sinks)
         if recent:
@@ -130,7 +131,7 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
     for i in range(prompt, prompt + steps):
         cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)), scale=1.0)
         spare = 0
-        for stored, live in allocated(cache.state.tokens):
+        for stored, live in allocated(probe.tokens(cache)):
             row = stored[:, :, :1].nbytes if stored.shape[2] else 0
             spare += row * (32 + (live + 1) / 16 + 1)  # + 1: the step's own token
         exact = recipe.nbytes(i + 1, geometry)
@@ -141,4 +142,4 @@ def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recip
 def test_reset_gives_everything_back(recipe):
     cache = build(recipe, *draw(0, 100))
     cache.reset()
-    assert (cache.seen, cache.nbytes, len(cache.state.tokens)) == (0, 0, 0)
+    assert (cache.seen, cache.nbytes, probe.count(cache)) == (0, 0, 0)

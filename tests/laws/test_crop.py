@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import NotFinite
 from steps import SOME, SOME_TOKENS, assert_same_state, build, core_recipes, draw, feed, state
@@ -15,16 +16,16 @@ seeds = st.integers(0, 999)
 
 
 def drafted(
-    recipe, qkv, prompt: int, draft: int, rejected: int, one_by_one=False, valid=None
+    recipe, qkv, prompt: int, draft: int, rejected: int, one_by_one=False, visible=None
 ) -> LayerCache:
     """Prompt, then a draft while recording, of which the newest tokens are rejected."""
-    see = None if valid is None else valid[:, :prompt]
-    cache = build(recipe, *(x[:, :, :prompt] for x in qkv), valid=see)
-    cache.state.recording = True
+    see = None if visible is None else visible[:, :prompt]
+    cache = build(recipe, *(x[:, :, :prompt] for x in qkv), visible=see)
+    probe.record(cache, True)
     tokens = [x[:, :, prompt : prompt + draft] for x in qkv]
-    feed(cache, *tokens, [1] * draft if one_by_one else [draft], valid)
+    feed(cache, *tokens, [1] * draft if one_by_one else [draft], visible)
     cache.crop(rejected)
-    cache.state.recording = False
+    probe.record(cache, False)
     return cache
 
 
@@ -48,12 +49,12 @@ def test_crop_undoes_a_draft(recipe, prompt, draft, rejected, one_by_one, seed):
 def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad, seed):
     rejected, pad = min(rejected, draft), min(pad, prompt - 1)
     n, most = prompt + draft - rejected, prompt + draft + SOME_TOKENS
-    valid = torch.arange(most) >= torch.tensor([[0], [pad]])
+    visible = torch.arange(most) >= torch.tensor([[0], [pad]])
     q, k, v = draw(seed, prompt + draft, batch=2)
-    cropped = drafted(recipe, (q, k, v), prompt, draft, rejected, valid=valid)
-    never = build(recipe, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], valid)
+    cropped = drafted(recipe, (q, k, v), prompt, draft, rejected, visible=visible)
+    never = build(recipe, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], visible)
     new = draw(seed + 1, SOME_TOKENS, batch=2)
-    outputs = [feed(cache, *new, SOME, valid) for cache in (cropped, never)]
+    outputs = [feed(cache, *new, SOME, visible) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
@@ -61,15 +62,15 @@ def test_crop_undoes_a_draft_behind_padding(recipe, prompt, draft, rejected, pad
 @given(st.integers(40, 90), st.integers(30, 40), st.integers(0, 29), st.integers(1, 39), seeds)
 def test_rows_may_move_within_a_draft(recipe, prompt, draft, rejected, pad, seed):
     n, order = prompt + draft - rejected, [1, 0, 1]
-    valid = torch.arange(prompt + draft) >= torch.tensor([[0], [pad]])
+    visible = torch.arange(prompt + draft) >= torch.tensor([[0], [pad]])
     q, k, v = (x + 10 for x in draw(seed, prompt + draft, batch=2))
-    moved = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)), valid=valid[:, :prompt])
-    moved.state.recording = True
-    feed(moved, *(x[:, :, prompt:] for x in (q, k, v)), valid=valid)
+    moved = build(recipe, *(x[:, :, :prompt] for x in (q, k, v)), visible=visible[:, :prompt])
+    probe.record(moved, True)
+    feed(moved, *(x[:, :, prompt:] for x in (q, k, v)), visible=visible)
     moved.map(lambda x: x[order])
     moved.crop(rejected)
     tokens = (x[order, :, :n] for x in (q, k, v))
-    built = build(recipe, *tokens, [prompt, n - prompt], valid[order])
+    built = build(recipe, *tokens, [prompt, n - prompt], visible[order])
     assert_same_state(state(moved), state(built))
 
 
@@ -81,7 +82,7 @@ def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
     cache = build(recipe, *(x[:, :, :30] for x in (q, k, v)))
     kept = list(range(30))
     for draft, rejected in drafts:
-        cache.state.recording = True
+        probe.record(cache, True)
         start = cache.seen
         # rejected tokens are others than those that come in their place
         part = [x[:, :, start : start + draft].clone() for x in (q, k, v)]
@@ -89,7 +90,7 @@ def test_drafts_one_after_the_other_leave_no_trace(recipe, drafts, seed):
             x[:, :, draft - rejected :] += 1
         feed(cache, *part)
         cache.crop(rejected)
-        cache.state.recording = False
+        probe.record(cache, False)
         kept += range(start, start + draft - rejected)
     assert_same_state(state(cache), state(build(recipe, *(x[:, :, kept] for x in (q, k, v)))))
 
@@ -118,18 +119,19 @@ def test_a_draft_attends_as_without_speculation(recipe, prompt, drafts, pad, cer
     """What is dropped and packed between two tokens of a draft is what would be without it."""
     pad, n = min(pad, prompt - 1), prompt + sum(drafts)
     qkv = draw(seed, n)
-    valid = (torch.arange(n) >= pad)[None] if pad else None
+    visible = (torch.arange(n) >= pad)[None] if pad else None
     drafted, alone = LayerCache(recipe), LayerCache(recipe)
-    expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), valid)
+    expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), visible)
     if certain:  # generate() passes the prompt and the first draft in one step
-        drafted.state.recording, drafted.verification.certain = True, prompt
+        probe.record(drafted, True)
+        drafted.verification.certain = prompt
         sizes = [prompt + drafts[0], *drafts[1:]]
-        got = feed(drafted, *qkv, sizes, valid)
+        got = feed(drafted, *qkv, sizes, visible)
     else:
-        see = None if valid is None else valid[:, :prompt]
+        see = None if visible is None else visible[:, :prompt]
         first = feed(drafted, *(x[:, :, :prompt] for x in qkv), None, see)
-        drafted.state.recording = True
-        rest = feed(drafted, *(x[:, :, prompt:] for x in qkv), drafts, valid)
+        probe.record(drafted, True)
+        rest = feed(drafted, *(x[:, :, prompt:] for x in qkv), drafts, visible)
         got = torch.cat([first, rest], dim=2)
     torch.testing.assert_close(got[:, :, pad:], expected[:, :, pad:], rtol=0, atol=2e-6)
     drafted.crop(0)
@@ -143,7 +145,7 @@ def test_a_step_that_fails_in_a_draft_changes_nothing(recipe, prompt, draft, see
     q, k, v = draw(seed, prompt + draft + 4)
     cache, other = (build(recipe, *(x[:, :, :prompt] for x in (q, k, v))) for _ in range(2))
     for one in (cache, other):
-        one.state.recording = True
+        probe.record(one, True)
         feed(one, *(x[:, :, prompt : prompt + draft] for x in (q, k, v)))
     bad = k[:, :, -4:].clone()
     bad[:, :, 2] = torch.nan
@@ -159,10 +161,10 @@ def test_a_step_that_fails_in_a_draft_changes_nothing(recipe, prompt, draft, see
 def test_cropping_everything_is_a_new_cache(recipe, n, more, seed):
     q, k, v = draw(seed, n)
     cache = LayerCache(recipe)
-    cache.state.recording = True
+    probe.record(cache, True)
     feed(cache, q, k, v)
     cache.crop(n + more)
     assert (cache.seen, cache.nbytes) == (0, 0)
-    cache.state.recording = False
+    probe.record(cache, False)
     feed(cache, q, k, v)
     assert_same_state(state(cache), state(build(recipe, q, k, v)))

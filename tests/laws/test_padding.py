@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import probe
 from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
@@ -29,38 +30,38 @@ def padded(pads: list[int], n: int = TOKENS) -> torch.Tensor:
     return torch.arange(n) >= torch.tensor(pads)[:, None]
 
 
-def run(recipe: Recipe, qkv, valid, prompt=(PROMPT,)) -> torch.Tensor:
+def run(recipe: Recipe, qkv, visible, prompt=(PROMPT,)) -> torch.Tensor:
     """Outputs of a prompt in chunks and of the steps after it."""
     sizes = [*prompt, *ANSWER]
-    return real(feed(LayerCache(recipe), *qkv, sizes, valid), valid)
+    return real(feed(LayerCache(recipe), *qkv, sizes, visible), visible)
 
 
-def real(out: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def real(out: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Outputs of real tokens; what a padded query gets means nothing."""
-    return torch.where(valid[:, None, :, None], out, 0.0)
+    return torch.where(visible[:, None, :, None], out, 0.0)
 
 
-def litter(qkv, valid, size: float, seed: int):
+def litter(qkv, visible, size: float, seed: int):
     """The same tokens with other content, `size` large, in padded slots."""
     g = torch.Generator().manual_seed(seed)
-    at = valid[:, None, :, None]
+    at = visible[:, None, :, None]
     return [torch.where(at, x, size * torch.randn(x.shape, generator=g).clamp(-1, 1)) for x in qkv]
 
 
 @core_recipes
 @given(pads, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
 def test_content_of_padding_is_irrelevant(recipe, pads, size, seed):
-    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
-    want, got = run(recipe, qkv, valid), run(recipe, litter(qkv, valid, size, seed), valid)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    want, got = run(recipe, qkv, visible), run(recipe, litter(qkv, visible, size, seed), visible)
     assert torch.equal(got, want)
 
 
 @core_recipes
 @given(pads, cuts, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
 def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, seed):
-    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
-    want = run(recipe, qkv, valid, cuts)
-    got = run(recipe, litter(qkv, valid, size, seed), valid, cuts)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    want = run(recipe, qkv, visible, cuts)
+    got = run(recipe, litter(qkv, visible, size, seed), visible, cuts)
     torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
@@ -69,14 +70,14 @@ def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, se
 @given(pads, cuts)
 def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
     """Keys are far from 0, where padding might stand: every group spans its real keys only."""
-    (q, k, v), valid = draw(0, TOKENS, batch=3), padded(pads)
+    (q, k, v), visible = draw(0, TOKENS, batch=3), padded(pads)
     k = k + 100
     cache = LayerCache(resolve("kivi:group=16,residual=16,meta=fp32"))
-    feed(cache, *(x[:, :, :PROMPT] for x in (q, k, v)), cuts, valid[:, :PROMPT])
-    cache.state.recording = recording
-    feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, valid)
+    feed(cache, *(x[:, :, :PROMPT] for x in (q, k, v)), cuts, visible[:, :PROMPT])
+    probe.record(cache, recording)
+    feed(cache, *(x[:, :, PROMPT:] for x in (q, k, v)), ANSWER, visible)
     cache.crop(0)
-    scale = cache.state.tokens.keys.packed.live.scale
+    scale = probe.keys(cache).packed.live.scale
     for row, pad in enumerate(pads):
         for g in range(scale.shape[2]):
             group = k[row, :, max(pad, 16 * g) : 16 * (g + 1)]
@@ -89,26 +90,26 @@ def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
 @given(pads, cuts, st.integers(0, 999))
 def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, seed):
     """What is stored is the same: the steps after the prompt cannot tell."""
-    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
-    at_once, chunks = (run(recipe, qkv, valid, p)[:, :, PROMPT:] for p in ([PROMPT], cuts))
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    at_once, chunks = (run(recipe, qkv, visible, p)[:, :, PROMPT:] for p in ([PROMPT], cuts))
     torch.testing.assert_close(chunks, at_once, rtol=0, atol=2e-6)
 
 
 @core_recipes
 @given(pads, st.integers(0, 999))
 def test_other_rows_padding_changes_nothing(recipe, pads, seed):
-    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
-    together = run(recipe, qkv, valid)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    together = run(recipe, qkv, visible)
     for i in range(3):
-        alone = run(recipe, [x[i : i + 1] for x in qkv], valid[i : i + 1])
+        alone = run(recipe, [x[i : i + 1] for x in qkv], visible[i : i + 1])
         torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=2e-6)
 
 
 @core_recipes
 @given(st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.integers(0, 999))
 def test_a_row_without_padding_does_not_notice_the_batch(recipe, pads, seed):
-    qkv, valid = draw(seed, TOKENS, batch=3), padded([0, *pads])
-    together = run(recipe, qkv, valid)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded([0, *pads])
+    together = run(recipe, qkv, visible)
     alone = [x[:1] for x in qkv]
     want = feed(LayerCache(recipe), *alone, [PROMPT, *ANSWER])
     torch.testing.assert_close(together[:1], want, rtol=0, atol=2e-6)
@@ -118,8 +119,8 @@ def test_a_row_without_padding_does_not_notice_the_batch(recipe, pads, seed):
 @given(pads, cuts, st.integers(0, 999))
 def test_padding_a_row_is_leaving_it_shorter(name, pads, cuts, seed):
     recipe = RECIPES[name]
-    qkv, valid = draw(seed, TOKENS, batch=3), padded(pads)
-    together = run(recipe, qkv, valid)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    together = run(recipe, qkv, visible)
     for i, pad in enumerate(pads):
         short = [x[i : i + 1, :, pad:] for x in qkv]
         alone = feed(LayerCache(recipe), *short, [PROMPT - pad, *ANSWER])
@@ -128,9 +129,9 @@ def test_padding_a_row_is_leaving_it_shorter(name, pads, cuts, seed):
 
 @pytest.mark.parametrize("name", ["full", "window:tokens=200", "streaming:tokens=200"])
 def test_huge_padding_is_no_trouble_where_nothing_is_packed(name):
-    qkv, valid = draw(0, TOKENS, batch=3), padded([0, 30, 74])
-    want = run(resolve(name), qkv, valid)
-    assert torch.equal(run(resolve(name), litter(qkv, valid, 1e38, 1), valid), want)
+    qkv, visible = draw(0, TOKENS, batch=3), padded([0, 30, 74])
+    want = run(resolve(name), qkv, visible)
+    assert torch.equal(run(resolve(name), litter(qkv, visible, 1e38, 1), visible), want)
 
 
 @pytest.mark.sample("values")
@@ -142,13 +143,13 @@ def test_padding_between_turns_is_irrelevant_too(recipe, turn, data, seed):
     first = data.draw(st.lists(st.integers(0, turn - 1), min_size=2, max_size=2))
     second = data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2))
     for pads in ([0, 0], first):
-        valid = [padded(pads, turn), padded(second, 21), padded([0, 0], SOME_TOKENS)]
-        valid = torch.cat(valid, dim=1)
-        qkv = draw(seed, valid.shape[1], batch=2)
+        visible = [padded(pads, turn), padded(second, 21), padded([0, 0], SOME_TOKENS)]
+        visible = torch.cat(visible, dim=1)
+        qkv = draw(seed, visible.shape[1], batch=2)
         sizes = [turn, 21, *SOME]
         want, got = (
-            real(feed(LayerCache(recipe), *x, sizes, valid), valid)
-            for x in (qkv, litter(qkv, valid, 6e4, seed))
+            real(feed(LayerCache(recipe), *x, sizes, visible), visible)
+            for x in (qkv, litter(qkv, visible, 6e4, seed))
         )
         assert torch.equal(got, want)
 
@@ -160,11 +161,13 @@ def test_padding_between_turns_is_irrelevant_too(recipe, turn, data, seed):
 def test_padding_a_second_turn_is_leaving_it_shorter(name, turn, pads, seed):
     """Where no window is counted: padding between turns takes room in a window."""
     recipe = resolve(name)
-    valid = torch.cat([padded([0, 0], turn), padded(pads, 21), padded([0, 0], SOME_TOKENS)], dim=1)
-    qkv = draw(seed, valid.shape[1], batch=2)
-    together = feed(LayerCache(recipe), *qkv, [turn, 21, *SOME], valid)
+    visible = torch.cat(
+        [padded([0, 0], turn), padded(pads, 21), padded([0, 0], SOME_TOKENS)], dim=1
+    )
+    qkv = draw(seed, visible.shape[1], batch=2)
+    together = feed(LayerCache(recipe), *qkv, [turn, 21, *SOME], visible)
     for i, pad in enumerate(pads):
-        keep = valid[i]
+        keep = visible[i]
         short = [x[i : i + 1, :, keep] for x in qkv]
         alone = feed(LayerCache(recipe), *short, [turn, 21 - pad, *SOME])
         torch.testing.assert_close(together[i : i + 1, :, keep], alone, rtol=0, atol=2e-6)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+import probe
 from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, NotFinite, RecipeError
@@ -51,7 +52,7 @@ def cached(fmt, rope, sinks=0, recent=0, keep=None) -> LayerCache:
 
 def stored_keys(cache: LayerCache) -> torch.Tensor:
     """Packed keys as attention sees them."""
-    body = cache.state.tokens
+    body = probe.tokens(cache)
     return body.keys.view(0, body.keys.packed_count, body.positions).tensor()
 
 
@@ -64,7 +65,7 @@ def test_stored_keys_are_turned_back_quantized_and_turned_again(rope, fmt, sizes
     cache = cached(fmt, rope, sinks, recent=3)
     feed(cache, q, k, v, sizes)
     packed = max(0, n - sinks - 3)
-    assert cache.state.tokens.keys.packed_count == packed
+    assert probe.keys(cache).packed_count == packed
     if not packed:
         return
     exact = k[0, :, sinks : sinks + packed].double().numpy()
@@ -87,10 +88,10 @@ def test_keys_before_rope_do_not_depend_on_where_a_text_stands(rope):
     for begin in (0, 1000):
         k = rope.rotate(raw, torch.arange(begin, begin + 40).view(1, 1, -1))
         cache = cached(LAYER, rope)
-        cache.state.tokens.first = begin
-        cache.state.tokens.extend(k, v, 0)
+        probe.tokens(cache).first = begin
+        probe.tokens(cache).extend(k, v, 0)
         caches.append(cache)
-    a, b = (c.state.tokens.keys.packed for c in caches)
+    a, b = (probe.keys(c).packed for c in caches)
     assert (a.live.codes == b.live.codes).float().mean() > 0.99
     torch.testing.assert_close(a.live.scale, b.live.scale, rtol=1e-3, atol=1e-4)
 
@@ -103,16 +104,16 @@ def test_rows_of_a_padded_batch_store_what_they_store_alone(fmt, pads, seed):
     if fmt is CHANNEL:
         pads = [pad // 16 * 16 for pad in pads]  # groups of tokens must be the same ones
     _, raw, v = draw(seed, n, batch=2, hk=2)
-    valid = torch.arange(n) >= torch.tensor(pads)[:, None]
+    visible = torch.arange(n) >= torch.tensor(pads)[:, None]
     at = torch.arange(n) - torch.tensor(pads)[:, None]
     k = rope.rotate(raw, at[:, None])
     batch = cached(fmt, rope)
-    feed(batch, torch.zeros(2, 2, n, D), k, v, [40, 24], valid)
+    feed(batch, torch.zeros(2, 2, n, D), k, v, [40, 24], visible)
     for row, pad in enumerate(pads):
         alone = cached(fmt, rope)
         part = slice(row, row + 1), slice(None), slice(pad, None)
         feed(alone, torch.zeros(1, 2, n - pad, D), k[part], v[part])
-        length = alone.state.tokens.keys.packed_count
+        length = probe.keys(alone).packed_count
         if length == 0:
             continue
         torch.testing.assert_close(
@@ -126,20 +127,20 @@ def test_rows_of_a_padded_batch_store_what_they_store_alone(fmt, pads, seed):
 def test_crop_rows_and_chunks_know_nothing_of_it(rope, fmt, prompt, draft, rejected, pad, seed):
     rejected, pad = min(rejected, draft), min(pad, prompt - 1)
     n = prompt + draft - rejected
-    valid = torch.arange(prompt + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
+    visible = torch.arange(prompt + draft + SOME_TOKENS) >= torch.tensor([[0], [pad]])
     q, k, v = draw(seed, prompt + draft, batch=2)
     cropped, never = cached(fmt, rope, sinks=2), cached(fmt, rope, sinks=2)
-    feed(cropped, *(x[:, :, :prompt] for x in (q, k, v)), None, valid)
-    cropped.state.recording = True
-    feed(cropped, *(x[:, :, prompt:] for x in (q, k, v)), None, valid)
+    feed(cropped, *(x[:, :, :prompt] for x in (q, k, v)), None, visible)
+    probe.record(cropped, True)
+    feed(cropped, *(x[:, :, prompt:] for x in (q, k, v)), None, visible)
     cropped.crop(rejected)
-    cropped.state.recording = False
-    feed(never, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], valid)
+    probe.record(cropped, False)
+    feed(never, *(x[:, :, :n] for x in (q, k, v)), [prompt, n - prompt], visible)
     order = torch.tensor([1, 0])
     for cache in (cropped, never):
         cache.map(lambda x: x[order])
     new = draw(seed + 1, SOME_TOKENS, batch=2)
-    outputs = [feed(cache, *new, SOME, valid[order]) for cache in (cropped, never)]
+    outputs = [feed(cache, *new, SOME, visible[order]) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 

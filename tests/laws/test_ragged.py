@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import naive
+import probe
 from kvloom.cache.build import build_layers, coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse
@@ -48,15 +49,15 @@ def prompts(batch=2):
     return found
 
 
-def filled(one: Recipe, qkv, valid=None, trace=True) -> list[LayerCache]:
+def filled(one: Recipe, qkv, visible=None, trace=True) -> list[LayerCache]:
     """Layers that decide together and have read a prompt."""
     caches = [LayerCache(one, f"layer {i}", i, LAYERS) for i in range(LAYERS)]
     coordinate(caches)
     for cache, each in zip(caches, qkv, strict=True):
         if trace:
             cache.observe()
-        see = None if valid is None else valid[:, :PROMPT]
-        feed(cache, *(x[:, :, :PROMPT] for x in each), valid=see)
+        see = None if visible is None else visible[:, :PROMPT]
+        feed(cache, *(x[:, :, :PROMPT] for x in each), visible=see)
     return caches
 
 
@@ -155,12 +156,12 @@ def test_a_step_is_masked_attention_in_float64(layers, options):
         for t in STEPS:
             out = feed(cache, *(x[:, :, at : at + t] for x in (q, k, v)))
             at += t
-            valid = np.concatenate([see, np.ones((2, HK, at - PROMPT), dtype=bool)], axis=2)
+            visible = np.concatenate([see, np.ones((2, HK, at - PROMPT), dtype=bool)], axis=2)
             exact = [x[:, :, :at].double().numpy() for x in (q, k, v)]
             exact[0] = exact[0][:, :, at - t :]
-            want, _ = naive.attention(*exact, SCALE, causal=True, valid=valid)
+            want, _ = naive.attention(*exact, SCALE, causal=True, visible=visible)
             np.testing.assert_allclose(out.numpy(), want, atol=2e-6, rtol=2e-6)
-            assert cache.state.read == see.sum() / (2 * HK) + at - PROMPT
+            assert probe.read(cache) == see.sum() / (2 * HK) + at - PROMPT
 
 
 @pytest.mark.parametrize("store", ["balanced", "kivi"])
@@ -168,19 +169,19 @@ def test_packed_tokens_are_those_of_each_head_alone(store):
     """A head's tokens are packed as a cache of this head alone would pack them."""
     one, qkv = recipe(store, layers="joint"), prompts()
     for cache, (_, k, v) in zip(filled(one, qkv), qkv, strict=True):
-        index = cache.state.evictor.ragged.logical()
+        index = probe.ragged(cache).logical()
         for name, x in (("keys", k), ("values", v)):
-            packed = getattr(cache.state.evictor.ragged, name).packed
+            packed = getattr(probe.ragged(cache), name).packed
             for row, head in np.ndindex(2, HK):
                 its = index[row, head][index[row, head] >= 0]
                 alone = type(packed)(packed.fmt)
                 alone.append(x[row, head, its][None, None])
-                first, count = cache.state.evictor.ragged.spans.bounds[row, head].tolist()
+                first, count = probe.ragged(cache).spans.bounds[row, head].tolist()
                 assert len(its) == count
                 found = packed.view(first, first + count).tensor()
                 torch.testing.assert_close(found, alone.view().tensor(), rtol=0, atol=1e-6)
-        assert cache.state.evictor.ragged.keys.tail.view().shape[2] == 0
-        assert cache.state.evictor.ragged.values.tail.view().shape[2] == 0
+        assert probe.ragged(cache).keys.tail.view().shape[2] == 0
+        assert probe.ragged(cache).values.tail.view().shape[2] == 0
 
 
 @stores
@@ -193,7 +194,7 @@ def test_predicted_bytes_are_measured_bytes(store, layers):
         predicted = one.nbytes(PROMPT, geometry, batch=2)
         assert sum(cache.nbytes for cache in caches) == predicted, f"{tokens} tokens"
         uniform = replace(one, keep=replace(one.keep, budget=Budget(tokens, recent=7)))
-        spans = 16 * HK * 2 * sum(cache.state.evictor.ragged.spans is not None for cache in caches)
+        spans = 16 * HK * 2 * sum(probe.ragged(cache).spans is not None for cache in caches)
         if store == "exact":
             assert predicted == uniform.nbytes(PROMPT, geometry, batch=2) + spans
 
@@ -213,8 +214,8 @@ def test_a_share_of_one_is_the_uniform_budget(store):
 @pytest.mark.parametrize("pads", [[0, 40], [110, 3]])
 def test_a_padded_row_keeps_what_it_keeps_alone(layers, pads):
     one, qkv = recipe(layers=layers), prompts()
-    valid = padded(pads, PROMPT + sum(STEPS))
-    caches = filled(one, qkv, valid)
+    visible = padded(pads, PROMPT + sum(STEPS))
+    caches = filled(one, qkv, visible)
     for row, pad in enumerate(pads):
         alone = [LayerCache(one, f"layer {i}", i, LAYERS) for i in range(LAYERS)]
         coordinate(alone)
@@ -225,7 +226,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(layers, pads):
             if PROMPT - pad > 80:
                 assert held(cache, row) == want[HK * i : HK * (i + 1)]
             new = [x[:, :, PROMPT:] for x in each]
-            together = feed(copy.deepcopy(cache), *new, STEPS, valid)[row : row + 1]
+            together = feed(copy.deepcopy(cache), *new, STEPS, visible)[row : row + 1]
             its = feed(own, *(x[row : row + 1] for x in new), STEPS)
             torch.testing.assert_close(together, its, rtol=0, atol=2e-6)
 
@@ -252,11 +253,11 @@ def test_a_crop_removes_later_tokens_and_refuses_the_prompt(store):
     one, qkv = recipe(store), prompts()
     for cache, other, (q, k, v) in zip(filled(one, qkv), filled(one, qkv), qkv, strict=True):
         feed(cache, *(x[:, :, PROMPT : PROMPT + 3] for x in (q, k, v)), [1] * 3)
-        held_bytes = cache.state.evictor.ragged.nbytes
+        held_bytes = probe.ragged(cache).nbytes
         with pytest.raises(CacheMisuse, match="reaches into"):
             cache.crop(PROMPT // 2)
         cache.crop(3)
-        assert cache.state.evictor.ragged.nbytes == held_bytes
+        assert probe.ragged(cache).nbytes == held_bytes
         if store == "exact":  # a crop does not unpack what was packed meanwhile
             new = [x[:, :, PROMPT:] for x in (q, k, v)]
             outputs = [feed(c, *new, STEPS) for c in (cache, other)]
@@ -269,7 +270,7 @@ def test_a_failed_step_leaves_the_prompt_whole(monkeypatch):
     """An error while the last layer evicts undoes its step and removes its tokens."""
     one, qkv = recipe(), prompts()
     cache = LayerCache(one)
-    monkeypatch.setattr(cache.state.segment, "note_kept", lambda *_: 1 / 0)
+    monkeypatch.setattr(probe.tokens(cache), "note_kept", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         feed(cache, *(x[:, :, :PROMPT] for x in qkv[0]))
     assert (cache.nbytes, cache.seen) == (0, 0)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
@@ -126,16 +127,16 @@ def test_finding_every_token_is_the_plain_cache(recipe):
     cache, want = fresh(recipe), plain(recipe)
     for c in (cache, want):
         feed(c, *(x[:, :, :PROMPT] for x in qkv))
-    held = cache.state.retriever.finder.tokens
-    slots = cache.state.retriever.finder.find(
-        qkv[0][:, :, PROMPT], held, "mean", lambda: _keys(cache.state.tokens, 0, held)
+    held = probe.indexed(cache)
+    slots = probe.retriever(cache).finder.find(
+        qkv[0][:, :, PROMPT], held, "mean", lambda: _keys(probe.tokens(cache), 0, held)
     )
     assert torch.equal(slots.sort(dim=-1).values, torch.arange(held).expand_as(slots))
     room = held - unit + recipe.protect.tokens
-    cache.state.retriever.recall = replace(cache.state.retriever.recall, tokens=room)
+    probe.retriever(cache).recall = replace(probe.retriever(cache).recall, tokens=room)
     last = [x[:, :, PROMPT:] for x in qkv]
     got = feed(cache, *last)
-    assert cache.state.read == PROMPT + 1 - unit
+    assert probe.read(cache) == PROMPT + 1 - unit
     # the tokens left out are those with the least weight: the outputs nearly agree
     assert_near(got, feed(want, *last), 0.2)
 
@@ -147,13 +148,13 @@ def test_nothing_is_lost(recipe, seed, sizes):
     cache, want = fresh(recipe), plain(recipe)
     feed(cache, *qkv, sizes)
     feed(want, *qkv, sizes)
-    assert cache.state.trace is None
-    assert cache.state.read < want.state.read == PROMPT + len(STEPS)
+    assert probe.trace(cache) is None
+    assert probe.read(cache) < probe.read(want) == PROMPT + len(STEPS)
     if recipe.recall.tier is not None:
-        cache.state.retriever.restore(cache.state.tokens)
+        probe.retriever(cache).restore(probe.tokens(cache))
     assert_same_state(state(cache), state(want))
     if recipe.store.exact:
-        for side, x in ((cache.state.tokens.keys, qkv[1]), (cache.state.tokens.values, qkv[2])):
+        for side, x in ((probe.keys(cache), qkv[1]), (probe.values(cache), qkv[2])):
             assert torch.equal(unpacked(side), x[:, :, recipe.protect.sinks :])
 
 
@@ -163,10 +164,10 @@ def test_a_step_reads_its_budget_and_what_is_not_indexed_yet(recipe):
     feed(cache, *(x[:, :, :PROMPT] for x in qkv))
     protect, unit = recipe.protect, recipe.recall.index.unit
     for t in range(PROMPT, PROMPT + len(STEPS)):
-        behind = t - protect.sinks - cache.state.retriever.finder.tokens
+        behind = t - protect.sinks - probe.indexed(cache)
         feed(cache, *(x[:, :, t : t + 1] for x in qkv))
         found = (recipe.recall.tokens - protect.tokens) // unit * unit
-        assert cache.state.read == protect.sinks + found + behind + 1
+        assert probe.read(cache) == protect.sinks + found + behind + 1
         assert behind >= max(protect.recents)
 
 
@@ -177,9 +178,9 @@ def test_a_step_reads_its_budget_and_what_is_not_indexed_yet(recipe):
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=2), st.integers(0, 99))
 def test_the_clusters_hold_every_token_once(name, pads, seed):
     cache, n = fresh(RECIPES[name]), PROMPT + len(STEPS)
-    valid = torch.arange(n) >= torch.tensor(pads)[:, None]
-    feed(cache, *heads(seed, n), [PROMPT, *STEPS], valid)
-    f = cache.state.retriever.finder
+    visible = torch.arange(n) >= torch.tensor(pads)[:, None]
+    feed(cache, *heads(seed, n), [PROMPT, *STEPS], visible)
+    f = probe.retriever(cache).finder
     every_slot = torch.arange(f.tokens).expand_as(f.order)
     assert torch.equal(f.order.long().sort(dim=-1).values, every_slot)
     for b, h in ((0, 0), (1, 1)):
@@ -201,7 +202,7 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
     drafted, never = fresh(recipe), fresh(recipe)
     for cache in (drafted, never):
         feed(cache, *(x[:, :, :PROMPT] for x in qkv))
-    drafted.state.recording = True
+    probe.record(drafted, True)
     got = feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
     drafted.crop(rejected)
     if kept > PROMPT:
@@ -212,7 +213,7 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
         outputs = [feed(cache, *new) for cache in (drafted, never)]
         drafted.crop(0)  # as in assisted generation: recording all the time, settled every round
         torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-    assert drafted.state.retriever.finder.tokens == never.state.retriever.finder.tokens > 0
+    assert probe.indexed(drafted) == probe.indexed(never) > 0
 
 
 NO_PACKED = [name for name in RECIPES if "packed" not in name]
@@ -224,13 +225,13 @@ NO_PACKED = [name for name in RECIPES if "packed" not in name]
 @pytest.mark.parametrize("pad", [0, 20])
 def test_a_crop_into_the_index_is_as_if_the_tokens_had_never_been(name, tokens, pad):
     qkv = heads(0, PROMPT)
-    valid = torch.arange(PROMPT + 30) >= torch.tensor([pad, 0])[:, None]
+    visible = torch.arange(PROMPT + 30) >= torch.tensor([pad, 0])[:, None]
     cropped, never = fresh(RECIPES[name]), fresh(RECIPES[name])
-    feed(cropped, *qkv, valid=valid[:, :PROMPT])
+    feed(cropped, *qkv, visible=visible[:, :PROMPT])
     cropped.crop(tokens)
-    feed(never, *(x[:, :, : PROMPT - tokens] for x in qkv), valid=valid[:, : PROMPT - tokens])
+    feed(never, *(x[:, :, : PROMPT - tokens] for x in qkv), visible=visible[:, : PROMPT - tokens])
     new = heads(1, 30)
-    see = valid[:, : PROMPT - tokens + 30]
+    see = visible[:, : PROMPT - tokens + 30]
     outputs = [feed(cache, *new, [1] * 30, see) for cache in (cropped, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
@@ -253,11 +254,11 @@ def test_the_index_follows_the_beams(recipe):
 @given(st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.integers(0, 99))
 def test_content_of_padding_is_irrelevant(recipe, pads, seed):
     n = PROMPT + len(STEPS)
-    valid, qkv = padded(pads, n), heads(seed, n)
-    real = valid[:, None, :, None]
+    visible, qkv = padded(pads, n), heads(seed, n)
+    real = visible[:, None, :, None]
     litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
     outputs = [
-        torch.where(real, feed(fresh(recipe), *x, [PROMPT, *STEPS], valid), 0.0)
+        torch.where(real, feed(fresh(recipe), *x, [PROMPT, *STEPS], visible), 0.0)
         for x in (qkv, litter)
     ]
     assert torch.equal(*outputs)
@@ -270,8 +271,8 @@ def test_content_of_padding_is_irrelevant(recipe, pads, seed):
 def test_padding_a_row_is_leaving_it_shorter(name, pads, seed):
     """Where a token's place does not matter, and the row has enough tokens to be indexed alone."""
     recipe, n = RECIPES[name], PROMPT + len(STEPS)
-    valid, qkv = padded(pads, n), heads(seed, n)
-    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], valid)
+    visible, qkv = padded(pads, n), heads(seed, n)
+    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], visible)
     for i, pad in enumerate(pads):
         short = [x[i : i + 1, :, pad:] for x in qkv]
         alone = feed(fresh(recipe), *short, [PROMPT - pad, *STEPS])
@@ -280,12 +281,14 @@ def test_padding_a_row_is_leaving_it_shorter(name, pads, seed):
 
 @core
 def test_padding_between_turns_is_irrelevant(recipe):
-    valid = torch.cat([padded([0, 9], 60), padded([25, 0], 60), padded([0, 0], len(STEPS))], dim=1)
-    qkv = heads(3, valid.shape[1])
-    real = valid[:, None, :, None]
+    visible = torch.cat(
+        [padded([0, 9], 60), padded([25, 0], 60), padded([0, 0], len(STEPS))], dim=1
+    )
+    qkv = heads(3, visible.shape[1])
+    real = visible[:, None, :, None]
     litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
     outputs = [
-        torch.where(real, feed(fresh(recipe), *x, [60, 60, *STEPS], valid), 0.0)
+        torch.where(real, feed(fresh(recipe), *x, [60, 60, *STEPS], visible), 0.0)
         for x in (qkv, litter)
     ]
     assert torch.equal(*outputs)
@@ -310,7 +313,7 @@ def test_the_first_layers_read_everything(recipe):
     for rank in range(LAYERS):
         cache = fresh(recipe, rank)
         feed(cache, *heads(0, PROMPT + 1), [PROMPT, 1])
-        assert (cache.state.read == PROMPT + 1) == (rank < FULL)
+        assert (probe.read(cache) == PROMPT + 1) == (rank < FULL)
 
 
 @core
@@ -347,14 +350,14 @@ def test_fewer_tokens_than_clusters(size, n):
     recipe = resolve(f"clusterkv:tokens=6,size={size},sinks=2,full_layers=0")
     n, later = n + 2, 60
     cache, want = fresh(recipe), plain(recipe)
-    valid = padded([0, n - 1], n + later)
+    visible = padded([0, n - 1], n + later)
     qkv = heads(0, n + later)
-    outputs = [feed(c, *qkv, [n, *[1] * later], valid) for c in (cache, want)]
+    outputs = [feed(c, *qkv, [n, *[1] * later], visible) for c in (cache, want)]
     assert torch.isfinite(outputs[0][0]).all()
     torch.testing.assert_close(outputs[0][:, :, :n], outputs[1][:, :, :n], rtol=0, atol=2e-6)
-    assert cache.state.retriever.finder.tokens == (0 if n - 2 + later < size else max(n - 2, size))
-    left_out = max(0, cache.state.retriever.finder.tokens - 4)
-    assert cache.state.read == n + later - left_out
+    assert probe.indexed(cache) == (0 if n - 2 + later < size else max(n - 2, size))
+    left_out = max(0, probe.indexed(cache) - 4)
+    assert probe.read(cache) == n + later - left_out
 
 
 def test_a_cache_reads_what_a_trace_says():
@@ -362,5 +365,5 @@ def test_a_cache_reads_what_a_trace_says():
     cache = fresh(recipe)
     cache.observe()
     feed(cache, *qkv, [PROMPT, 1])
-    assert cache.state.trace.recalled.shape == (2, 2, 24)
-    assert build(replace(recipe, recall=None), *qkv).state.read == PROMPT + 1
+    assert probe.recalled(cache).shape == (2, 2, 24)
+    assert probe.read(build(replace(recipe, recall=None), *qkv)) == PROMPT + 1

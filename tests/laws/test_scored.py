@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
@@ -34,9 +35,9 @@ every = some_slow(
 )  # fmt: skip
 
 
-def fresh(name, *qkv, sizes=None, valid=None):
+def fresh(name, *qkv, sizes=None, visible=None):
     cache = LayerCache(resolve(name), "layer 0", 0, 1)
-    feed(cache, *qkv, sizes, valid)
+    feed(cache, *qkv, sizes, visible)
     return cache
 
 
@@ -48,10 +49,10 @@ def test_a_rejected_draft_leaves_no_trace(name, rejected, prompt):
     q, k, v = draw(0, prompt + 5, batch=2)
     kept = prompt + 5 - rejected
     drafted = fresh(name, *(x[:, :, :prompt] for x in (q, k, v)))
-    drafted.state.recording = True
+    probe.record(drafted, True)
     got = feed(drafted, *(x[:, :, prompt:] for x in (q, k, v)))
     drafted.crop(rejected)
-    drafted.state.recording = False
+    probe.record(drafted, False)
     never = fresh(name, *(x[:, :, :prompt] for x in (q, k, v)))
     if kept > prompt:
         new = feed(never, *(x[:, :, prompt:kept] for x in (q, k, v)), [1] * (kept - prompt))
@@ -59,7 +60,7 @@ def test_a_rejected_draft_leaves_no_trace(name, rejected, prompt):
     new = draw(1, 10, batch=2)
     outputs = [feed(cache, *new, SIZES) for cache in (drafted, never)]
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-    assert len(drafted.state.tokens) == len(never.state.tokens)
+    assert probe.count(drafted) == probe.count(never)
 
 
 @every
@@ -89,9 +90,9 @@ def test_scores_and_kept_tokens_follow_the_beams(name):
 )
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     q, k, v = draw(0, 60, batch=2)
-    valid = torch.arange(60) >= torch.tensor([0, 25])[:, None]
-    padded = fresh(name, *(x[:, :, :50] for x in (q, k, v)), valid=valid[:, :50])
-    out = feed(padded, *(x[:, :, 50:] for x in (q, k, v)), SIZES, valid)
+    visible = torch.arange(60) >= torch.tensor([0, 25])[:, None]
+    padded = fresh(name, *(x[:, :, :50] for x in (q, k, v)), visible=visible[:, :50])
+    out = feed(padded, *(x[:, :, 50:] for x in (q, k, v)), SIZES, visible)
     for row, pad in enumerate((0, 25)):
         part = [x[row : row + 1, :, pad:] for x in (q, k, v)]
         alone = fresh(name, *(x[:, :, : 50 - pad] for x in part))
@@ -150,26 +151,26 @@ def test_damping_forgets():
     for damping in (1.0, 0.01):
         cache = fresh(f"h2o:recent=0.2,damping={damping}", *qkv)
         feed(cache, *new, [1] * 20)
-        kept.append(cache.state.tokens.in_order()[3].sort(dim=-1).values)
+        kept.append(probe.kept(cache))
     assert not torch.equal(*kept)
 
 
 def test_a_dilated_window_keeps_every_second_token():
     cache = fresh("dilated:tokens=10", *draw(0, 50))
-    assert cache.state.tokens.in_order()[3][0, 0].sort().values.tolist() == [*range(32, 50, 2), 49]
+    assert probe.kept(cache)[0, 0].tolist() == [*range(32, 50, 2), 49]
     feed(cache, *draw(1, 5), [1] * 5)
-    held = cache.state.tokens.in_order()[3][0, 0].sort().values.tolist()
+    held = probe.kept(cache)[0, 0].tolist()
     assert held == [*range(36, 54, 2), 54]
 
 
 @pytest.mark.parametrize("name", ["h2o:tokens=20,limit=40", "window:tokens=20,limit=40"])
 def test_a_limit_is_reached_and_then_the_budget_holds(name):
     cache = fresh(name, *draw(0, 30))
-    assert len(cache.state.tokens) == 30
+    assert probe.count(cache) == 30
     sizes = []
     for i in range(50):
         cache.attend(*draw(1 + i, 1), scale=0.2)
-        sizes.append(len(cache.state.tokens))
+        sizes.append(probe.count(cache))
     assert sizes[9:11] == [40, 20]
     assert sizes[30:32] == [40, 20]
     assert max(sizes) == 40
@@ -182,8 +183,8 @@ def test_a_limit_keeps_what_scoring_every_step_keeps(sizes):
     qkv, new = draw(0, 30), draw(1, 24)
     cache = fresh("h2o:tokens=20,limit=53", *qkv)
     feed(cache, *new, sizes)
-    assert len(cache.state.tokens) == 20
+    assert probe.count(cache) == 20
     once = fresh(
         "h2o:tokens=20,limit=53", *(torch.cat(both, 2) for both in zip(qkv, new, strict=True))
     )
-    assert torch.equal(cache.state.tokens.index, once.state.tokens.index)
+    assert torch.equal(probe.tokens(cache).index, probe.tokens(once).index)

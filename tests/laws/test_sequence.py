@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 from steps import (
@@ -58,11 +59,11 @@ def test_one_token_at_a_time_gives_the_same_cache(recipe, n):
 def test_a_step_attends_to_what_is_stored_and_to_itself_exactly(recipe, sizes, t, softcap, seed):
     q, k, v = draw(seed, sum(sizes), batch=2, hq=4, hk=2)
     cache = build(recipe, q, k, v, sizes)
-    sides = (cache.state.tokens.keys, cache.state.tokens.values)
+    sides = (probe.keys(cache), probe.values(cache))
     past = [unpacked(side) if len(side) else torch.zeros(2, 2, 0, D) for side in sides]
-    if cache.state.sinks is not None:
+    if probe.sinks(cache) is not None:
         held = min(cache.seen, recipe.protect.sinks)
-        sinks = (cache.state.sinks.keys, cache.state.sinks.values)
+        sinks = (probe.sinks(cache).keys, probe.sinks(cache).values)
         past = [torch.cat([s[:, :, :held], x], dim=2) for s, x in zip(sinks, past, strict=True)]
     q, k, v = draw(seed + 1, t, batch=2, hq=4, hk=2)
     keys, values = (
@@ -83,21 +84,21 @@ def test_a_step_attends_to_what_is_stored_and_to_itself_exactly(recipe, sizes, t
 def test_full_is_attention_over_everything(sizes, seed, heads, softcap, pads):
     n = sum(sizes) + 31
     q, k, v = draw(seed, n, batch=2, hq=heads[0], hk=heads[1])
-    valid = torch.arange(n) >= torch.tensor(pads)[:, None]
+    visible = torch.arange(n) >= torch.tensor(pads)[:, None]
     cache = LayerCache(resolve("full"))
-    got = feed(cache, q, k, v, [31, *sizes], valid, softcap=softcap)
+    got = feed(cache, q, k, v, [31, *sizes], visible, softcap=softcap)
     want, lse = naive.attention(
         *(x.double().numpy() for x in (q, k, v)),
         SCALE,
         causal=True,
-        valid=valid[:, None].numpy(),
+        visible=visible[:, None].numpy(),
         softcap=softcap,
     )
     seeing = lse > -np.inf
     np.testing.assert_allclose(got.numpy()[seeing], want[seeing], rtol=0, atol=3e-6)
     assert not got.isnan().any()
     assert cache.seen == n
-    assert torch.equal(cache.state.tokens.keys.tail.view()[0, :, pads[0] :], k[0, :, pads[0] :])
+    assert torch.equal(probe.keys(cache).tail.view()[0, :, pads[0] :], k[0, :, pads[0] :])
 
 
 @core_recipes
@@ -130,14 +131,14 @@ def test_reordering_rows_is_building_with_reordered_rows(recipe, sizes, order, t
 @core_recipes
 @given(st.permutations(range(3)), st.lists(st.integers(0, 69), min_size=3, max_size=3), seeds)
 def test_rows_of_different_padding_move_with_their_masks(recipe, order, pads, seed):
-    valid = torch.arange(90 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
+    visible = torch.arange(90 + SOME_TOKENS) >= torch.tensor(pads)[:, None]
     q, k, v = draw(seed, 90, batch=3)
-    moved = build(recipe, q, k, v, [70, 20], valid)
+    moved = build(recipe, q, k, v, [70, 20], visible)
     moved.map(lambda x: x.index_select(0, torch.tensor(order)))
-    built = build(recipe, q[order], k[order], v[order], [70, 20], valid[order])
+    built = build(recipe, q[order], k[order], v[order], [70, 20], visible[order])
     assert_same_state(state(moved), state(built))
     new = draw(seed + 1, SOME_TOKENS, batch=3)
-    outputs = [feed(cache, *new, SOME, valid[order]) for cache in (moved, built)]
+    outputs = [feed(cache, *new, SOME, visible[order]) for cache in (moved, built)]
     assert torch.equal(*outputs)
 
 
@@ -146,7 +147,7 @@ def test_rows_can_be_multiplied_and_selected(recipe):
     q, k, v = draw(0, 90, batch=2)
     cache = build(recipe, q, k, v, [70, 20])
     cache.map(lambda x: x.repeat_interleave(2, dim=0))
-    assert cache.state.like.shape[0] == 4
+    assert probe.shape(cache)[0] == 4
     cache.map(lambda x: x[torch.tensor([3])])
     alone = build(recipe, q[1:], k[1:], v[1:], [70, 20])
     assert_same_state(state(cache), state(alone))

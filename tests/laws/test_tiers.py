@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import probe
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError, TierError
@@ -58,7 +59,7 @@ def test_a_tier_changes_no_answer_and_copies_what_did_not_lie_ready(kind, steps,
     qkv = tokens(0)
     for c in (cache, plain):
         feed(c, *(x[:, :, :PROMPT] for x in qkv))
-    assert cache.state.retriever.store.traffic == (0, 0, 0)
+    assert probe.tier(cache).traffic == (0, 0, 0)
     cache.observe()
     ready: list = []  # of every step before: for each row and head, the slots it read
     hits = misses = 0
@@ -66,12 +67,12 @@ def test_a_tier_changes_no_answer_and_copies_what_did_not_lie_ready(kind, steps,
         step = [x[:, :, t : t + 1] for x in qkv]
         got, want = feed(cache, *step), feed(plain, *step)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
-        read = [set(row) for row in cache.state.trace.recalled.flatten(0, 1).tolist()]
+        read = [set(row) for row in probe.recalled(cache).flatten(0, 1).tolist()]
         for i, slots in enumerate(read):
             near = set().union(*(before[i] for before in ready[max(0, len(ready) - steps) :]))
             hits, misses = hits + len(slots & near), misses + len(slots - near)
         ready.append(read)
-        assert cache.state.retriever.store.traffic == (hits, misses, misses * 2 * D * 4)
+        assert probe.tier(cache).traffic == (hits, misses, misses * 2 * D * 4)
     assert (hits > misses / 4) == (steps > 0)
     assert misses > 0
 
@@ -81,11 +82,11 @@ def test_what_lies_on_the_device_does_not_grow_with_the_context():
     for n in (100, 200, 400):
         cache = layer(recipe("pages", Tier("host", steps=2)))
         feed(cache, *tokens(0, n + 1), [n, 1])
-        sizes[n] = cache.state.retriever.store.resident.nbytes + sum(
-            x.nbytes for x in cache.state.retriever.store.read_slots
+        sizes[n] = probe.tier(cache).resident.nbytes + sum(
+            x.nbytes for x in probe.tier(cache).read_slots
         )
-        assert cache.state.tokens.nbytes < 30 * 2 * B * HK * D * 4
-        assert cache.nbytes >= cache.state.retriever.store.nbytes > 2 * B * HK * D * 4 * (n - 20)
+        assert probe.tokens(cache).nbytes < 30 * 2 * B * HK * D * 4
+        assert cache.nbytes >= probe.tier(cache).nbytes > 2 * B * HK * D * 4 * (n - 20)
     assert len(set(sizes.values())) == 1
 
 
@@ -127,16 +128,16 @@ def test_reordered_beams_copy_no_rows_of_a_tier(kind, index):
     for seed, (rows, move) in enumerate(moves):
         held = [
             x.data_ptr()
-            for shelf in cache.state.retriever.store.buffers
+            for shelf in probe.tier(cache).buffers
             for r in shelf.rows
             for x in [r.data]
         ]
-        hits = cache.state.retriever.store.traffic.hits
+        hits = probe.tier(cache).traffic.hits
         for c in (cache, plain):
             c.map(move)
         now = [
             x.data_ptr()
-            for shelf in cache.state.retriever.store.buffers
+            for shelf in probe.tier(cache).buffers
             for r in shelf.rows
             for x in [r.data]
         ]
@@ -145,15 +146,15 @@ def test_reordered_beams_copy_no_rows_of_a_tier(kind, index):
         new = shared(batch, 45, seed + 1)
         outputs = [feed(c, *new, [1] * 45) for c in (cache, plain)]
         torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-        assert cache.state.retriever.store.traffic.hits > hits
-        assert cache.state.retriever.store.tokens > PROMPT - 40
+        assert probe.tier(cache).traffic.hits > hits
+        assert probe.tier(cache).tokens > PROMPT - 40
     many = [layer(recipe(index, Tier(kind))) for _ in range(2)]
     for c, n in zip(many, (8, 1), strict=True):
         feed(c, *shared(n, PROMPT, 0))
-    assert many[0].state.retriever.store.nbytes == 8 * many[1].state.retriever.store.nbytes
+    assert probe.tier(many[0]).nbytes == 8 * probe.tier(many[1]).nbytes
     many[0].map(lambda x: x[:1])
     assert (
-        many[0].state.retriever.store.nbytes <= many[1].state.retriever.store.nbytes
+        probe.tier(many[0]).nbytes <= probe.tier(many[1]).nbytes
     )  # rows outside the batch are released
 
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import kvloom
+import probe
 from kvloom.calibrate import calibrate
 
 RANKS = 2
@@ -60,22 +61,21 @@ def generate(model: Any, cache: Any, ids: list[int], new: int) -> list[int]:
 def kept(cache: kvloom.Cache) -> list[list[int]]:
     """Return a number for the tokens that each head keeps, by layer and head."""
     return [
-        (layer.cache.logical()[0].sort().values * 7919 % 10007).sum(dim=-1).tolist()
-        for layer in cache.routed
+        (probe.kept(layer)[0] * 7919 % 10007).sum(dim=-1).tolist() for layer in probe.layers(cache)
     ]
 
 
 def of_recipe(model: Any, recipe: str, ids: list[int], new: int) -> dict[str, Any]:
     cache = kvloom.Cache(model, recipe)
     evicts = cache.recipe.keep is not None
-    for layer in cache.routed * evicts:
-        layer.cache.observe()
+    if evicts:
+        probe.observe(cache)
     tokens = generate(model, cache, ids, new)
     return {
         "tokens": tokens,
         "kept": kept(cache) if evicts else [],
         "nbytes": cache.nbytes,
-        "heads": [layer.cache.state.like.shape[1] for layer in cache.routed],
+        "heads": [probe.shape(layer)[1] for layer in probe.layers(cache)],
         "predicted": cache.recipe.nbytes(len(ids), cache.geometry),
     }
 

@@ -11,9 +11,9 @@ import zoo
 from transformers import DynamicCache
 
 import kvloom
+import probe
 from backends import by_reference
 from for_each import for_each
-from kvloom.cache.slots import Slots
 from kvloom.errors import CacheMisuse
 from kvloom.hf import adapters, compat
 from kvloom.hf.adapter_registry import ADAPTERS
@@ -42,13 +42,8 @@ def decode(model, cache, ids, before=lambda i: None):
 
 def held(layer, tokens):
     """Which of `tokens` tokens a layer holds: bool [B, Hk, tokens]."""
-    if isinstance(layer.state.tokens, Slots):
-        index = layer.state.tokens.in_order()[3].long()
-    else:
-        index = layer.state.tokens.logical(0, len(layer.state.tokens), torch.device("cpu"))
-    b, h = layer.state.like.shape[:2]
-    kept = torch.zeros(b, h, tokens, dtype=torch.bool)
-    return kept.scatter_(2, index.expand(b, h, -1), True)
+    index = probe.kept(layer)
+    return torch.zeros(*index.shape[:2], tokens, dtype=torch.bool).scatter_(2, index, True)
 
 
 @pytest.mark.sample("values")
@@ -61,10 +56,9 @@ def test_dropping_by_score_equals_hiding_in_a_full_cache(name, recipe):
     model = zoo.build(name)
     ids = zoo.batch(rows=2, tokens=TOKENS, padding=(0, 0))["input_ids"]
     cache, kept = kvloom.Cache(model, recipe), {}
-    for layer in cache.routed:
-        layer.cache.observe()  # `held` needs to know which tokens stay
+    probe.observe(cache)  # `held` needs to know which tokens stay
     dropped = decode(
-        model, cache, ids, lambda i: kept.update({i: [held(c.cache, i) for c in cache.routed]})
+        model, cache, ids, lambda i: kept.update({i: [held(c, i) for c in probe.layers(cache)]})
     )
     kvloom.detach(model)
     assert all(0 < layer.float().mean() < 0.5 for layer in kept[PROMPT + 5])
@@ -100,10 +94,10 @@ def test_geometry_is_what_the_cache_holds(name):
     cache = kvloom.Cache(model, "full")
     model(**zoo.batch(), past_key_values=cache)
     geometry = compat.geometry(model)
-    for layer in cache.routed:
-        b, h, _, d = layer.cache.state.like.shape
+    for layer in probe.layers(cache):
+        b, h, _, d = probe.shape(layer)
         assert (b, h, d) == (3, geometry.kv_heads, geometry.head_dim)
-    assert len(cache.routed) == geometry.layers
+    assert len(probe.layers(cache)) == geometry.layers
 
 
 def test_falcon_holds_each_key_once():

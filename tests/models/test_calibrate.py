@@ -10,6 +10,7 @@ import torch
 from zoo import batch, build
 
 import kvloom
+import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.calibrate import Settings, calibrate, cut_contexts
@@ -63,8 +64,8 @@ def test_ranges_are_those_of_the_keys_and_values(llama):
     with torch.inference_mode():
         model(input_ids=ids(), past_key_values=cache)
     rope, at = rotary.rope(model), torch.arange(64).view(1, 1, -1)
-    for number, layer in enumerate(cache.routed):
-        body = layer.cache.state.tokens
+    for number, layer in enumerate(probe.layers(cache)):
+        body = probe.tokens(layer)
         k, v = body.keys.tail.view(), body.values.tail.view()
         for kind, x in (("keys", k), ("raw_keys", rope.rotate(k, -at)), ("values", v)):
             low, high = found.ranges(number, kind)
@@ -121,8 +122,8 @@ def test_positions_matter_to_keys_before_rope():
     with torch.inference_mode():
         for c in (cache, full):
             model(**inputs, past_key_values=c)
-        for layer in cache.routed:
-            layer.cache.state.tokens.start += 5
+        for layer in probe.layers(cache):
+            probe.tokens(layer).start += 5
         got, want = (
             model(input_ids=new, attention_mask=mask, past_key_values=c).logits
             for c in (cache, full)

@@ -9,6 +9,7 @@ import zoo
 from transformers import DynamicCache
 
 import kvloom
+import probe
 from backends import by_reference
 from near import assert_near
 from pairwise import some_slow
@@ -168,7 +169,7 @@ def test_a_prompt_in_chunks(model):
     kvloom.attach(model, KIVI)
     out = model.generate(**prompt, **GREEDY, prefill_chunk_size=30, return_dict_in_generate=True)
     whole = model.generate(**prompt, **GREEDY, return_dict_in_generate=True)
-    chunked, at_once = (x.past_key_values.routed[0].cache.state.tokens for x in (out, whole))
+    chunked, at_once = (probe.tokens(probe.layers(x.past_key_values)[0]) for x in (out, whole))
     assert chunked.keys.packed_count == at_once.keys.packed_count
     assert chunked.values.packed_count == at_once.values.packed_count
 

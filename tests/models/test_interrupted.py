@@ -14,6 +14,7 @@ from test_saved import FORMS, IDS, PROMPT, SAVED, llama, step
 from torch.overrides import TorchFunctionMode
 
 import kvloom
+import probe
 from kvloom.errors import CacheMisuse
 from kvloom.recipe.resolve import resolve
 from pairwise import some_slow
@@ -186,7 +187,7 @@ def test_what_cannot_be_undone_makes_the_cache_unusable(llama, monkeypatch, tmp_
 
 def test_a_reordering_that_stops_midway_makes_the_cache_unusable(llama, monkeypatch):
     model, cache = filled(llama, "full")
-    monkeypatch.setattr(cache.routed[1].cache, "map", lambda fn: 1 / 0)
+    monkeypatch.setattr(probe.layers(cache)[1], "map", lambda fn: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cache.reorder_cache(torch.tensor([0, 0, 1]))
     with pytest.raises(CacheMisuse, match=r"reorder_cache failed midway; call cache\.reset"):
@@ -195,9 +196,9 @@ def test_a_reordering_that_stops_midway_makes_the_cache_unusable(llama, monkeypa
 
 def test_nothing_is_kept_for_undoing_after_a_step(llama):
     _, cache = filled(llama, KIVI)
-    for layer in cache.routed:
-        assert layer.cache.undo is None
-        assert all(getattr(part, "before", None) is None for part in layer.cache.mutable().parts)
+    for layer in probe.layers(cache):
+        assert layer.undo is None
+        assert all(getattr(part, "before", None) is None for part in layer.mutable().parts)
 
 
 def test_a_second_thread_is_refused_and_changes_nothing(llama):

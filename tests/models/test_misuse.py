@@ -8,6 +8,7 @@ import transformers as tf
 import zoo
 
 import kvloom
+import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
@@ -168,7 +169,7 @@ def test_crop_into_packed_tokens_touches_no_layer(model):
     model(input_ids=ids, past_key_values=cache)
     with pytest.raises(CacheMisuse, match=r"layer 0: crop of 30 tokens reaches into packed"):
         cache.crop(-30)
-    assert [layer.cache.seen for layer in cache.routed] == [100] * 3
+    assert [layer.seen for layer in probe.layers(cache)] == [100] * 3
     cache.crop(-4)
     assert cache.get_seq_length() == 96
 
@@ -185,7 +186,7 @@ def test_nan_in_keys_or_values_names_the_layer(model, bad, side):
     what = {"k": "keys", "v": "values"}[side]
     with pytest.raises(NotFinite, match=rf"layer 1: NaN or infinity in {what}"):
         model(input_ids=ids, past_key_values=cache)
-    assert cache.routed[1].cache.nbytes == 0
+    assert probe.layers(cache)[1].nbytes == 0
 
 
 @pytest.mark.sample("values")

@@ -12,7 +12,7 @@ import zoo
 from transformers import DynamicCache
 
 import kvloom
-from kvloom.cache.slots import Slots
+import probe
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.recipe.resolve import resolve
 from pairwise import some_slow
@@ -36,20 +36,7 @@ def one_layer(name):
 
 def kept(cache) -> list[int]:
     """The logical indices held, one kv head or all alike, in order."""
-    layer = cache.routed[0].cache
-    if layer.state.sinks is not None:
-        count = layer.state.sinks.count
-        return [*range(count), *range(layer.state.tokens.first, layer.seen)]
-    slots = layer.state.tokens
-    if not isinstance(slots, Slots):
-        return (
-            layer.state.tokens.logical(0, len(layer.state.tokens), torch.device("cpu"))[0, 0]
-            .sort()
-            .values.tolist()
-        )
-    held = torch.ones_like(slots.index[0, 0], dtype=torch.bool)
-    held[slots.free[0, 0]] = False
-    return slots.index[0, 0][held].sort().values.tolist()
+    return probe.kept(probe.layers(cache)[0])[0, 0].tolist()
 
 
 @torch.no_grad()  # a step that asks for a gradient is left to the reference
@@ -61,8 +48,8 @@ def steps(model, recipe, remember=False):
     """(tokens read so far, kept before the step, logits of the step) of a few steps."""
     ids = zoo.batch(1, TOKENS + 16, (0,))["input_ids"]
     cache = kvloom.Cache(model, recipe)
-    for layer in cache.routed if remember else ():
-        layer.cache.observe()  # snapkv: no other part needs to know which tokens stay
+    if remember:
+        probe.observe(cache)  # snapkv: no other part needs to know which tokens stay
     logits(model, ids[:, :TOKENS], past_key_values=cache)
     at = TOKENS
     for t in (1, 1, 1, 5, 1, 3, 1, 1):

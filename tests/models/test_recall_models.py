@@ -9,6 +9,7 @@ import torch
 import zoo
 
 import kvloom
+import probe
 from backends import by_reference
 from beams import assert_rows_follow_beams
 from kvloom.keep import Budget, Keep, Mass
@@ -44,7 +45,7 @@ def test_a_token_nobody_looks_at_is_not_missed(name):
             last = model(ids["input_ids"][:, -1:], attention_mask=seen, past_key_values=cache)
         off[recipe] = last.logits.log_softmax(-1)
         room = {"full": 131, "topk:tokens=120": 121, "topk:tokens=30": 31}.get(recipe, 52)
-        assert all(layer.cache.state.read <= room for layer in cache.routed)
+        assert all(probe.read(layer) <= room for layer in probe.layers(cache))
     full = off.pop("full")
     kl = {name: (full.exp() * (full - x)).sum(-1).max().item() for name, x in off.items()}
     assert kl["topk:tokens=120"] <= kl["topk:tokens=30"] + 1e-6
@@ -85,8 +86,8 @@ def test_beams_padding_and_turns_over_what_a_keep_left():
     cache = kvloom.Cache(model, recipe)
     first = model.generate(**alone, **GREEDY, past_key_values=cache)
     model.generate(first.repeat(1, 2)[:, : first.shape[1] + 9], **GREEDY, past_key_values=cache)
-    for layer in (routed.cache for routed in cache.routed[1:]):
-        assert layer.state.read < 56 + 20 < len(layer.state.tokens) < layer.seen - 100
+    for layer in probe.layers(cache)[1:]:
+        assert probe.read(layer) < 56 + 20 < probe.count(layer) < layer.seen - 100
 
 
 @by_reference

@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvloom
 import naive_recipes as rules
+import probe
 from for_each import for_each
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
@@ -33,8 +34,7 @@ KVZIP = "kvzip:tokens=24,recent=6,chunk=20,instruction=5 6 7"
 def prefilled(model, recipe, rows=slice(None), **inputs):
     """A new cache that has read the prompt, or other inputs."""
     cache = kvloom.Cache(model, recipe)
-    for layer in cache.routed:
-        layer.cache.observe()
+    probe.observe(cache)
     with torch.no_grad():
         model(**(inputs or {x: y[rows] for x, y in IDS.items()}), past_key_values=cache)
     return cache
@@ -42,7 +42,7 @@ def prefilled(model, recipe, rows=slice(None), **inputs):
 
 def logical(cache):
     """Logical indices of the tokens of each layer, sorted."""
-    return [layer.cache.logical().sort(dim=-1).values for layer in cache.routed]
+    return [probe.kept(layer) for layer in probe.layers(cache)]
 
 
 def recorded(model):
@@ -111,8 +111,8 @@ def test_the_repetition_leaves_the_cache_as_it_was(monkeypatch, name):
     repeated, exact = (prefilled(model, x) for x in (KVZIP.replace("24", "90"), "full"))
     assert repeated.nbytes == exact.nbytes
     assert repeated.get_seq_length() == PROMPT
-    for one, two in zip(repeated.routed, exact.routed, strict=True):
-        own, its = one.cache.state.segment, two.cache.state.segment
+    for one, two in zip(probe.layers(repeated), probe.layers(exact), strict=True):
+        own, its = probe.tokens(one), probe.tokens(two)
         assert torch.equal(own.exact_keys(), its.exact_keys())
         assert torch.equal(own.exact_values(), its.exact_values())
     mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
@@ -140,7 +140,7 @@ def test_predicted_bytes_are_exact(options):
     if "variance" not in options:
         assert cache.nbytes == recipe.nbytes(ids.shape[1], compat.geometry(model))
     assert kvloom.Recipe.from_toml(recipe.to_toml()) == recipe
-    dropped = sum(layer.cache.state.dropped for layer in cache.routed)
+    dropped = sum(probe.dropped(layer) for layer in probe.layers(cache))
     assert dropped == 3 * (ids.shape[1] - (152 if "fraction" in options else 200))
 
 
@@ -160,26 +160,26 @@ def test_a_prompt_within_the_budget_is_not_repeated(monkeypatch, recording):
     mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
     with torch.no_grad():
         model(torch.full((3, 1), 9), attention_mask=mask, past_key_values=cache)
-    assert [len(layer.cache.state.tokens) for layer in cache.routed] == [PROMPT + 1] * 3
+    assert [probe.count(layer) for layer in probe.layers(cache)] == [PROMPT + 1] * 3
 
 
 def test_generate_evicts_once_and_continues():
     model = zoo.build("llama-gqa")
     kvloom.attach(model, KVZIP)
     out = model.generate(**IDS, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    for layer in out.past_key_values.routed:
-        assert len(layer.cache.state.tokens) == 24 + 4  # the newest token is not in the cache
+    for layer in probe.layers(out.past_key_values):
+        assert probe.count(layer) == 24 + 4  # the newest token is not in the cache
 
 
 def test_a_prompt_under_assisted_decoding_waits_for_the_crop():
     model = zoo.build("llama-gqa")
     drafted, plain = kvloom.Cache(model, KVZIP), prefilled(model, KVZIP)
+    probe.observe(drafted)
     for layer in drafted.routed:
-        layer.cache.observe()
         layer.activate_past_recording()
     with torch.no_grad():
         model(**IDS, past_key_values=drafted)
-    assert [len(layer.cache.state.tokens) for layer in drafted.routed] == [PROMPT] * 3
+    assert [probe.count(layer) for layer in probe.layers(drafted)] == [PROMPT] * 3
     drafted.crop(0)
     for one, two in zip(logical(drafted), logical(plain), strict=True):
         assert torch.equal(one, two)
@@ -209,7 +209,7 @@ def test_a_failure_of_the_repetition_undoes_the_prompt(monkeypatch, name):
 
 
 def logical_of(cache):
-    return [layer.cache.state.segment.exact_keys() for layer in cache.routed]
+    return [probe.tokens(layer).exact_keys() for layer in probe.layers(cache)]
 
 
 def test_a_model_without_room_for_the_repetition_is_refused():
@@ -258,11 +258,11 @@ def test_recipes_that_cannot_work_are_refused(spelled, message):
 def test_layers_with_other_recipes_join_in():
     model = zoo.build("llama-gqa")
     cache = prefilled(model, f"{KVZIP}@0=kivi:group=16,residual=32@2=streaming:tokens=30")
-    assert [len(layer.cache.state.tokens) for layer in cache.routed] == [61, 24, 26]
+    assert [probe.count(layer) for layer in probe.layers(cache)] == [61, 24, 26]
     apart = kvloom.Cache(model, "kivi:group=16,residual=32")
     with torch.no_grad():
         model(**IDS, past_key_values=apart)
-    assert cache.routed[0].cache.nbytes == apart.routed[0].cache.nbytes
+    assert probe.layers(cache)[0].nbytes == probe.layers(apart)[0].nbytes
 
 
 def test_recall_finds_tokens_among_those_that_stay():
@@ -271,8 +271,8 @@ def test_recall_finds_tokens_among_those_that_stay():
     recalled = resolve("quest:tokens=24,page=4,sinks=4,recent=4,full_layers=0").recall
     both = kvloom.Recipe(recipe.keep, recall=recalled, protect=recipe.protect)
     cache = prefilled(model, both)
-    assert [len(layer.cache.state.tokens) for layer in cache.routed] == [40] * 3
-    assert np.all([layer.cache.state.retriever.finder.tokens > 0 for layer in cache.routed])
+    assert [probe.count(layer) for layer in probe.layers(cache)] == [40] * 3
+    assert np.all([probe.indexed(layer) > 0 for layer in probe.layers(cache)])
 
 
 def test_an_observer_does_not_see_the_repetition():
@@ -284,7 +284,7 @@ def test_an_observer_does_not_see_the_repetition():
         mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
         model(torch.full((3, 1), 9), attention_mask=mask, past_key_values=cache)
     assert seen == [(PROMPT, PROMPT)] * 3 + [(1, PROMPT + 1)] * 3
-    scored = cache.routed[0].cache.state.trace.scored
+    scored = probe.scored(probe.layers(cache)[0])
     assert scored[1].shape == (3, 2, PROMPT)
 
 

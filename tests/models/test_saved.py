@@ -13,6 +13,7 @@ import zoo
 from safetensors.torch import load_file
 
 import kvloom
+import probe
 from backends import by_reference
 from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import CacheMisuse, SavedCacheError
@@ -222,13 +223,12 @@ def test_generate_goes_on_behind_a_prefix_in_half_precision(tmp_path):
 def test_what_was_chosen_with_a_trace_can_be_told(llama, tmp_path):
     model, _ = llama
     cache = kvloom.Cache(model, "snapkv:tokens=40,window=8")
-    for layer in cache.routed:
-        layer.cache.observe()
+    probe.observe(cache)
     step(model, cache, 0, 70)
     cache.save(tmp_path / "prefix.kv")
     loaded = kvloom.Cache.load(model, tmp_path / "prefix.kv")
-    for one, other in zip(cache.routed, loaded.routed, strict=True):
-        assert torch.equal(one.cache.logical(), other.cache.logical())
+    for one, other in zip(probe.layers(cache), probe.layers(loaded), strict=True):
+        assert torch.equal(one.logical(), other.logical())
 
 
 def test_a_crop_goes_back_as_far(llama, tmp_path):
@@ -299,7 +299,7 @@ def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
     cache.save(path)
     loaded = kvloom.Cache.load(model, path)
     assert loaded.get_seq_length() == 72
-    cache.routed[1].cache.state.seen += 1
+    probe.count_one_more(probe.layers(cache)[1])
     with pytest.raises(CacheMisuse, match="last step failed"):
         cache.save(path)
 
@@ -330,8 +330,8 @@ def test_every_attribute_of_a_layers_parts_comes_back(llama, form, tmp_path):
         step(model, cache, lo, hi)
     cache.save(path)
     loaded = kvloom.Cache.load(model, path)
-    for one, other in zip(cache.routed, loaded.routed, strict=True):
-        pairs = zip(one.cache.mutable().parts, other.cache.mutable().parts, strict=True)
+    for one, other in zip(probe.layers(cache), probe.layers(loaded), strict=True):
+        pairs = zip(one.mutable().parts, other.mutable().parts, strict=True)
         for part, copied in pairs:
             assert type(part) is type(copied)
             for name, value in vars(part).items():

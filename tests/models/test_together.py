@@ -10,6 +10,7 @@ import zoo
 from test_fan_out import prompt
 
 import kvloom
+import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.errors import CacheMisuse
@@ -57,12 +58,12 @@ def test_a_failure_in_one_cache_leaves_all_as_they_were():
     model = zoo.build("llama-gqa")
     caches = filled(model, 1)
     before = [c.get_seq_length() for c in caches]
-    caches[3].routed[1].cache.unusable = "a test broke it"
+    probe.layers(caches[3])[1].unusable = "a test broke it"
     ids = torch.randint(3, 199, (len(caches), 1))
     with torch.no_grad(), pytest.raises(CacheMisuse, match="a test broke it"):
         forward(model, ids, Together(model, caches))
     assert [c.get_seq_length() for c in caches] == before
-    caches[3].routed[1].cache.unusable = ""
+    probe.layers(caches[3])[1].unusable = ""
     with torch.no_grad():
         forward(model, ids, Together(model, caches))
     assert [c.get_seq_length() for c in caches] == [n + 1 for n in before]
@@ -124,7 +125,7 @@ def test_a_measurement_that_fails_does_not_stop_the_others():
     def broken(caught):
         cache = kvloom.Cache(model, "full")
         yield Ask(first, cache)
-        cache.routed[0].cache.unusable = "a test broke it"
+        probe.layers(cache)[0].unusable = "a test broke it"
         try:
             return (yield Ask(first[:, :1], cache))
         except CacheMisuse as error:

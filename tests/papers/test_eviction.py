@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+import probe
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.slots import Slots
 from kvloom.positions.alibi import Alibi
 from kvloom.recipe.resolve import resolve
 
@@ -88,7 +88,7 @@ def run(recipe, r, turns, window=None, at_step=True, sharp=2.0, slopes=None):
             alibi = Alibi(torch.tensor(slopes[: HK * r]), seen)
         out = layer.attend(q, k, v, scale=D**-0.5, alibi=alibi)
         if simulated is None:
-            heavy, recent = layer.state.evictor.heavy, layer.state.evictor.recent
+            heavy, recent = probe.evictor(layer).heavy, probe.evictor(layer).recent
             sinks = layer.recipe.protect.sinks
             places = [(b, h) for b in range(B) for h in range(HK)]
             simulated = {
@@ -113,9 +113,9 @@ def run(recipe, r, turns, window=None, at_step=True, sharp=2.0, slopes=None):
 def test_h2o_step_by_step(r, recent, turns):
     budget = "tokens=12" if turns[0] < 12 else "fraction=0.5"
     layer, simulated = run(f"h2o:{budget},recent={recent}", r, turns)
-    room = layer.state.evictor.room
+    room = probe.evictor(layer).room
     assert all(len(one.kept) == room for one in simulated.values())
-    assert len(layer.state.tokens) == room
+    assert probe.count(layer) == room
 
 
 @pytest.mark.parametrize("r", [1, 2])
@@ -124,10 +124,7 @@ def test_h2o_sees_alibi(r, turns):
     """Scores and outputs are those of the biased logits, at the tokens' own distances."""
     slopes = [0.5, 0.02, 0.1, 0.25]
     layer, simulated = run("h2o:fraction=0.5", r, turns, slopes=slopes)
-    if isinstance(layer.state.tokens, Slots):
-        index = layer.state.tokens.in_order()[3]
-    else:
-        index = layer.state.tokens.logical(0, len(layer.state.tokens), torch.device("cpu"))
+    index = probe.kept(layer)
     for (b, h), one in simulated.items():
         assert sorted(index[b, h].tolist()) == one.kept
 
@@ -136,8 +133,8 @@ def test_h2o_sees_alibi(r, turns):
 def test_the_key_set_changes_after_the_prompt(r):
     """A token that leaves the window can become a heavy hitter (the released code freezes)."""
     layer, simulated = run("h2o:tokens=12,recent=0.25", r, [12, *[1] * 60])
-    assert any(j >= 12 for one in simulated.values() for j in one.kept[: layer.state.evictor.heavy])
-    index = layer.state.tokens.in_order()[3]
+    heavy, index = probe.evictor(layer).heavy, probe.kept(layer)
+    assert any(j >= 12 for one in simulated.values() for j in one.kept[:heavy])
     for (b, h), one in simulated.items():
         assert sorted(index[b, h].tolist()) == one.kept
 
@@ -148,18 +145,18 @@ def test_minikv_choice_is_frozen(r):
     layer = LayerCache(resolve(recipe), "layer 0", 0, 1)
     q, k, v = tensors(r, 64, 0)
     layer.attend(q, k, v, scale=D**-0.5)
-    assert (layer.state.evictor.heavy, layer.state.evictor.recent) == (16, 16)
+    assert (probe.evictor(layer).heavy, probe.evictor(layer).recent) == (16, 16)
     for (b, h), qh, kh, vh in heads(q, k, v, r):
         one = Simulated(16, 16)
         one.step(qh, kh, vh)
         one.evict()
-        kept = layer.state.tokens.keys.view(0, 32).tensor()[b, h]
+        kept = probe.keys(layer).view(0, 32).tensor()[b, h]
         half_step = (k.max() - k.min()).item() / 255 / 2 + 2e-3  # fp16 scale and zero
         torch.testing.assert_close(kept, k[b, h][one.kept], rtol=0, atol=half_step)
     for number in range(1, 6):
         layer.attend(*tensors(r, 1, number), scale=D**-0.5)
-    assert len(layer.state.tokens) == 32 + 5
-    assert layer.state.evictor.nbytes == 0
+    assert probe.count(layer) == 32 + 5
+    assert probe.evictor(layer).nbytes == 0
 
 
 @pytest.mark.parametrize("r", [1, 2])
@@ -167,4 +164,4 @@ def test_snapkv_without_pooling_votes_with_the_last_queries(r):
     layer, _ = run(
         "snapkv:tokens=20,window=8,pool=none", r, [40, *[1] * 10], window=8, at_step=False
     )
-    assert len(layer.state.tokens) == 20 + 10
+    assert probe.count(layer) == 20 + 10

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import naive_recipes as rules
+import probe
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.geometry import Geometry
@@ -100,7 +101,7 @@ def test_pyramidkv_keeps_snapkvs_tokens_in_every_layer(tokens, heads):
         for kept, q, k in kept_by_head(cache, sharp(i, tokens, heads)):
             assert kept == rules.snapkv(q, k, SCALE, rooms[i] - 8, 8)
     held = sum(cache.nbytes for cache in caches)
-    index = sum(cache.state.tokens.index.nbytes for cache in caches)  # of the trace
+    index = sum(probe.tokens(cache).index.nbytes for cache in caches)  # of the trace
     assert held - index == recipe.nbytes(tokens, Geometry(layers, *heads, D, torch.float32), 2)
 
 

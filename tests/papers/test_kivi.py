@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import naive
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.named.kivi import kivi, kivi_4
@@ -47,7 +48,7 @@ def by_hand() -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
 
 def test_packed_keys_by_hand():
     cache, _, _ = by_hand()
-    packed = cache.state.tokens.keys.packed.view()
+    packed = probe.keys(cache).packed.view()
     assert packed.codes[0, 0, :, 0].tolist() == RAMP_BYTES
     assert packed.codes[0, 0, :, 1].tolist() == [0, 0, 0, 0]
     # 0 3 0 3 -> 12 + 192 = 204
@@ -72,14 +73,14 @@ def test_a_decode_step_by_hand():
 
 def test_the_oldest_value_is_packed_when_the_queue_overflows_by_hand():
     cache, _, v = by_hand()
-    assert cache.state.tokens.values.packed_count == 0
+    assert probe.values(cache).packed_count == 0
     cache.attend(*torch.zeros(3, 1, 1, 1, 16), scale=1.0)
-    packed = cache.state.tokens.values.packed.view()
+    packed = probe.values(cache).packed.view()
     # one token in the low two bits of each byte, the ramp along its channels
     assert packed.codes[0, 0].tolist() == [RAMP_CODES]
     assert packed.scale[0, 0].tolist() == [[5.0]]
     assert packed.zero[0, 0].tolist() == [[0.0]]
-    assert torch.equal(cache.state.tokens.values.tail.view()[:, :, :15], v[:, :, 1:])
+    assert torch.equal(probe.values(cache).tail.view()[:, :, :15], v[:, :, 1:])
 
 
 def test_bytes_by_hand():
@@ -118,13 +119,13 @@ def test_every_step_is_the_definition(hq, hk, prompt, bits, group, residual, met
         got = cache.attend(*step, scale=SCALE)
         want = paper.decode(*numpy(*step), SCALE)
         np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=5e-6, err_msg=f"step {n}")
-    tokens = cache.state.tokens
+    tokens = probe.tokens(cache)
     for side, held in ((tokens.keys, paper.keys), (tokens.values, paper.values)):
         np.testing.assert_allclose(unpacked(side).numpy(), held, rtol=0, atol=2e-6)
 
 
 def exact(cache: LayerCache) -> tuple[int, int]:
-    return len(cache.state.tokens.keys.tail), len(cache.state.tokens.values.tail)
+    return len(probe.keys(cache).tail), len(probe.values(cache).tail)
 
 
 @pytest.mark.parametrize("residual", [32, 64])

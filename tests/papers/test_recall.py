@@ -8,6 +8,7 @@ import torch
 
 import naive
 import naive_recipes
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 
@@ -135,7 +136,7 @@ def test_every_step_is_attention_over_the_listed_tokens(kind, group):
                 one.take_in(k[b, h, :t])
                 seen = one.reads(q[b, h * R : h * R + R, t], k[b, h, : t + 1])
                 for i, tokens in enumerate(seen):
-                    assert len(set(tokens)) == len(tokens) == cache.state.read
+                    assert len(set(tokens)) == len(tokens) == probe.read(cache)
                     row = h * R + i
                     want, _ = naive.attention(
                         q[b : b + 1, row : row + 1, t : t + 1],

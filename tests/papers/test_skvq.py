@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import naive
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.positions.rope import Rope
 from kvloom.recipe.geometry import Geometry
@@ -147,10 +148,10 @@ def test_every_step_is_the_definition(prompt, bits, meta):
     for n in range(prompt, prompt + steps):
         got = cache.attend(*(x[:, :, n : n + 1] for x in tokens), scale=SCALE)
         off.append(np.abs(got.numpy() - paper.decode(*(x[:, :, n : n + 1] for x in (q, k, v)))))
-    held = cache.state.tokens
+    held = probe.tokens(cache)
     assert held.keys.packed_count == held.values.packed_count == paper.done
     # fp32 and float64 may round a tie, or a number between two of fp8's, differently: rarely
-    held = unpacked(cache.state.tokens.values).numpy()
+    held = unpacked(probe.values(cache)).numpy()
     same = np.isclose(held, paper.v[:, :, 3 : 3 + held.shape[2]], rtol=0, atol=1e-5)
     assert same.mean() > 0.995
     assert np.median(off) < 1e-5
@@ -162,8 +163,8 @@ def test_the_prompts_own_attention_and_the_window_are_exact():
     got = feed(cache, q, k, v)
     want, _ = naive.attention(*(x.double().numpy() for x in (q, k, v)), SCALE, causal=True)
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=2e-6)
-    assert torch.equal(cache.state.tokens.keys.tail.view(), k[:, :, -12:])
-    assert torch.equal(cache.state.sinks.keys, k[:, :, :3])
+    assert torch.equal(probe.keys(cache).tail.view(), k[:, :, -12:])
+    assert torch.equal(probe.sinks(cache).keys, k[:, :, :3])
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2), (4, 1)], ids=["GQA", "MHA", "MQA"])
@@ -175,8 +176,8 @@ def test_turbo_keeps_norms_and_predicts_its_bytes(name, heads):
     cache = LayerCache(chosen)
     feed(cache, q, k, v)
     assert cache.nbytes == chosen.nbytes(64, Geometry(1, hq, hk, D, torch.float32), 2)
-    packed_end = cache.state.tokens.keys.packed_count
-    norms = unpacked(cache.state.tokens.keys)[:, :, :packed_end].norm(dim=-1)
+    packed_end = probe.keys(cache).packed_count
+    norms = unpacked(probe.keys(cache))[:, :, :packed_end].norm(dim=-1)
     norms /= k[:, :, :packed_end].norm(dim=-1)
     assert (norms - 1).abs().max() < (0.07 if "fp8" in name else 1e-3)
 

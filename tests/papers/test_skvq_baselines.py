@@ -8,6 +8,7 @@ import torch
 
 import naive
 import naive_recipes as rules
+import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.positions.rope import Rope
 from kvloom.recipe.resolve import resolve
@@ -47,7 +48,7 @@ def test_skvqs_baselines_store_what_its_harness_stores(name, prompt, bits, heads
     for n in [prompt, *range(prompt + 1, prompt + 13)]:
         part = slice(layer.seen, n)
         layer.attend(q[:, :, part], k[:, :, part], v[:, :, part], scale=SCALE)
-    tokens = layer.state.tokens
+    tokens = probe.tokens(layer)
     assert len(tokens.keys.tail) == len(tokens.values.tail) == 0  # no window
     asked = torch.randn(2, heads[0], 1, D)
     out = layer.attend(asked, k[:, :, :1], v[:, :, :1], scale=SCALE)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.attend.kv_view import KVView
-from .selection import Selection
 from .part import Part
+from .selection import Selection
 
 Gather = Callable[[], tuple[Tensor, Tensor]]
 """Returns the recalled keys and values [B, H, M, D]."""

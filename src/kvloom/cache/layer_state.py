@@ -35,8 +35,8 @@ class LayerState:
     recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. coordinator: of layers
     that decide together. trace: the decisions of each step; None if `observe` was not called.
 
-    storage: of the tokens, a `Segment` or a `SlotStorage`. sinks, evictor, retriever, outliers: None where the recipe has
-    none. draft: the newest tokens while their commit waits.
+    storage: of the tokens, a `Segment` or a `SlotStorage`. sinks, evictor, retriever, outliers:
+    None where the recipe has none. draft: the newest tokens while their commit waits.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class Part(NamedTuple):
             return reference.merge([piece.attend(q, scale, softcap) for piece in self.pieces()])
         return state or reference.attend(
             q, self.exact_keys, _exact(self.values), scale,
-            causal=self.causal > 0, valid=self.visible, softcap=softcap, bias=self.bias,
+            causal=self.causal > 0, visible=self.visible, softcap=softcap, bias=self.bias,
         )  # fmt: skip
 
     def attend_stored(
@@ -113,14 +113,14 @@ class Part(NamedTuple):
                 run = plans.gathered.bind(q, keys, values, slots)
             return run and run(
                 q, keys, values, slots, begin, scale,
-                first=first, valid=self.visible, softcap=softcap, bias=self.bias,
+                first=first, visible=self.visible, softcap=softcap, bias=self.bias,
             )  # fmt: skip
         if plans is None:
             run = ops.attend.bind(q, keys, values).run
         else:
             run = plans.whole.bind(q, keys, values)
         return run and run(
-            q, keys, values, scale, causal=self.causal > 0, valid=self.visible, softcap=softcap,
+            q, keys, values, scale, causal=self.causal > 0, visible=self.visible, softcap=softcap,
             bias=self.bias, products=products,
         )  # fmt: skip
 
@@ -148,7 +148,7 @@ class RaggedPart(NamedTuple):
         """Attend q [B, Hq, T, D] to this part; plans: as in `Part.attend_stored`."""
         run = ops.attend_ragged if plans is None else plans.ragged
         return run(
-            q, self.keys, self.values, self.spans, scale, valid=self.visible, softcap=softcap
+            q, self.keys, self.values, self.spans, scale, visible=self.visible, softcap=softcap
         )
 
 
@@ -205,7 +205,7 @@ def attend_parts(
         assert isinstance(only.values, Tensor)
         out = reference.sdpa(
             q, only.keys, only.values, scale,
-            causal=only.causal > 1, valid=only.visible, bias=only.bias,
+            causal=only.causal > 1, visible=only.visible, bias=only.bias,
         )  # fmt: skip
         return out, None
     planned = zip(parts, chain(plans, repeat(None)), strict=False)

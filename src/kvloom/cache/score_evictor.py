@@ -2,8 +2,8 @@
 
 Decides when tokens are scored and which of them are evicted. The prompt's own queries score it, and
 the tokens with the highest scores stay, within the budget. Later, `when="step"` scores every step
-and evicts down to the budget (in `SlotStorage`, where nothing moves); `when="prompt"` keeps all later
-tokens.
+and evicts down to the budget (in `SlotStorage`, where nothing moves); `when="prompt"` keeps all
+later tokens.
 """
 
 from __future__ import annotations
@@ -202,7 +202,9 @@ class ScoreEvictor(Evictor):
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
         return self.score(queries, keys, values, segment.mask(queries.visible), index, seen, bias)
 
-    def note_repetition(self, segment: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
+    def note_repetition(
+        self, segment: Segment, step: StepInputs, repeated: tuple[int, int]
+    ) -> None:
         """Score a prompt's tokens repeated[0] to repeated[1] by a step whose end repeats them."""
         assert self.repetition is not None
         self.repetition.note(segment, step, repeated, self.score)

@@ -1,17 +1,17 @@
 """The folder of results of `kvloom eval`: finished samples are kept, and a later run resumes.
 
-The format is docs/reference/result-files.md. Every line is written whole, so that an interrupted
-run leaves at most one damaged last line, which the next run removes.
+The format is docs/reference/result-files.md.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..workload import whole_file
+from ..workload.json_lines import append_lines, finished_lines
 
 FORMAT = 1
 
@@ -32,7 +32,7 @@ class ResultFolder:
         folder = cls(Path(path))
         file = folder.path / "run.json"
         if file.exists():
-            before = read_run(folder.path)
+            before = read_head(folder.path)
             for part, names in (("environment", ["kvloom"]), ("model", None), ("settings", None)):
                 ours = json.loads(json.dumps(run[part]))
                 theirs = before.get(part, {})
@@ -45,8 +45,8 @@ class ResultFolder:
                         )
             return folder
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            _write(file, json.dumps({"format": FORMAT, **run}, indent=2, ensure_ascii=False))
+            head = {"format": FORMAT, **run}
+            whole_file.write(file, json.dumps(head, indent=2, ensure_ascii=False))
         except OSError as error:
             raise InputError(
                 f"cannot write to {str(path)!r}: {error.strerror}; give another folder"
@@ -55,47 +55,26 @@ class ResultFolder:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the finished lines of `name`.jsonl; remove a damaged last line."""
-        file = self.path / f"{name}.jsonl"
-        if not file.exists():
-            return []
-        content = file.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            os.truncate(file, len(whole))
-        return parse_lines(file, whole.decode())
+        return [record.value for record in finished_lines(self.path / f"{name}.jsonl")]
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        """Add lines to `name`.jsonl; raises `InputError` if the disk is full, losing nothing else.
-
-        Lines that were written in part are removed.
-        """
-        file = self.path / f"{name}.jsonl"
-        data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
-        before = file.stat().st_size if file.exists() else 0
-        try:
-            with file.open("ab") as opened:
-                opened.write(data)
-        except OSError as error:
-            if file.exists():
-                os.truncate(file, before)
-            raise InputError(
-                f"cannot write to {str(file)!r}: {error.strerror}; the finished samples are kept: "
-                "free some space and run the same command again"
-            ) from error
+        """Add lines to `name`.jsonl; raises `InputError` if the disk is full."""
+        append_lines(self.path / f"{name}.jsonl", lines, "the finished samples")
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_head(path: Path) -> dict[str, Any]:
     """Return run.json of a folder; raises `InputError` for none, or another format."""
     file = path / "run.json"
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
-            f"{str(path)!r} has no run.json; give a folder that kvloom eval wrote"
+            f"{str(path)!r} has no run.json, and no metrics.json of kvpress; give a folder that "
+            "'kvloom eval --out' wrote"
         ) from None
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{str(file)!r} cannot be read ({error}); give a folder that kvloom eval wrote"
+            f"{str(file)!r} cannot be read ({error}); give a folder that 'kvloom eval --out' wrote"
         ) from error
     found = run.get("format") if isinstance(run, dict) else None
     if found != FORMAT:
@@ -104,24 +83,3 @@ def read_run(path: Path) -> dict[str, Any]:
             "eval again into another folder"
         )
     return run
-
-
-def parse_lines(file: Path, content: str) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file; raises `InputError` that names a damaged line."""
-    found = []
-    lines = content.removesuffix("\n").split("\n") if content else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            raise InputError(
-                f"line {number} of {str(file)!r} is damaged ({error}); remove the line"
-            ) from error
-    return found
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    unfinished = file.with_name(file.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(file)

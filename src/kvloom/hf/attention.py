@@ -72,10 +72,10 @@ def _stock(
     if mask is not None and mask.dim() == 2:
         mask = padding_mask(mask, n)[:, None, None, :]
         if t > 1:
-            mask = ref.visible(t, n, mask, query.device)
+            mask = ref.visible_keys(t, n, mask, query.device)
     if softcap is None:
         if mask is None and t > 1 and n > t:  # transformers would align causality to the left
-            mask = ref.visible(t, n, None, query.device)[None, None]
+            mask = ref.visible_keys(t, n, None, query.device)[None, None]
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -91,7 +91,7 @@ def _softcapped(
     if mask is None:
         return ref.attend(q, k, v, scale, causal=q.shape[2] > 1, softcap=softcap).out
     rows = [
-        ref.attend(q[:, :, i : i + 1], k, v, scale, valid=mask[:, :, i], softcap=softcap).out
+        ref.attend(q[:, :, i : i + 1], k, v, scale, visible=mask[:, :, i], softcap=softcap).out
         for i in range(q.shape[2])
     ]
     return torch.cat(rows, dim=2)

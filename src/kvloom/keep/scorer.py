@@ -67,7 +67,7 @@ class Step:
         skip = 0 if rows is None else max(0, t - rows)
         b, hk, n = self.k.shape[0], self.k.shape[1], self.k.shape[2]
         options: dict[str, Any] = {
-            "valid": self.visible,
+            "visible": self.visible,
             "real": None if self.visible_queries is None else self.visible_queries[:, :, skip:],
             "softcap": self.softcap,
             "bias": self.bias,

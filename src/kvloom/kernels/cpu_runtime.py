@@ -19,31 +19,51 @@ import zlib
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 seconds: dict[str, float] = {}
 """Seconds this process spent to compile a kernel or to read it from disk, by name."""
 
-_SIGNATURE = types.void(types.int64)
+_SIGNATURE = (types.int64,), types.void
+
+
+class _Cache(FunctionCache):
+    """Numba's cache on disk, of a kernel by its name and the constants that it closes over.
+
+    Numba's own key has what a function closes over as bytes. The steps of a kernel, which it closes
+    over, have other bytes in every process.
+    """
+
+    def __init__(self, fn: Callable, name: str) -> None:
+        super().__init__(fn)
+        self._kernel = name, _constants(fn), _sources()
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return sig, codegen.magic_tuple(), *self._kernel
 
 
 class Kernel:
-    """A compiled kernel of a function of one address."""
+    """A compiled kernel of a function of one address.
+
+    name: of its variant, in the cache on disk: has what its steps' own functions close over.
+    """
 
     def __init__(self, fn: Callable, name: str) -> None:
         begin = time.perf_counter()
-        try:
-            self.code = cfunc(_SIGNATURE, cache=True, error_model="numpy")(fn)
-        except RuntimeError:  # no cache directory is writable
-            self.code = cfunc(_SIGNATURE, error_model="numpy")(fn)
+        self.code = cast(Any, CFunc(fn, _SIGNATURE, {}, {"error_model": "numpy"}))
+        with suppress(RuntimeError):  # no cache directory is writable
+            self.code._cache = _Cache(fn, name)
+        self.code.compile()
         seconds[name] = time.perf_counter() - begin
         self.address = self.code.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)
@@ -67,14 +87,23 @@ class Kernel:
         return job
 
 
-def sources(*modules: ModuleType) -> int:
-    """Return a number, never 0, that changes with the source of these modules.
+def _constants(fn: Callable) -> tuple[Any, ...]:
+    """Return the numbers and names that a function and its compiled steps close over."""
+    found: list[Any] = []
+    for cell in fn.__closure__ or ():
+        value = cell.cell_contents
+        if (step := getattr(value, "py_func", None)) is not None:
+            found.append(_constants(step))
+        elif isinstance(value, bool | int | float | str | tuple):
+            found.append(repr(value))
+    return tuple(found)
 
-    Numba's cache key covers only a kernel's own source file and the constants it closes over. So a
-    kernel that calls functions of other modules closes over this number.
-    """
-    texts = (Path(module.__file__ or "").read_bytes() for module in modules)
-    return 1 + zlib.crc32(b"".join(texts))
+
+@cache
+def _sources() -> int:
+    """Return a number that changes with the source of any kernel: they share functions."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return zlib.crc32(b"".join(path.read_bytes() for path in files))
 
 
 @cache

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..workload.json_lines import append_lines, finished_lines
 from ..workload.smollm2 import cache_folder
 from .candidates import Choice, Scored
 
@@ -70,14 +70,7 @@ class Scores:
         }
         named = {group: dict(zip(self.names[group], kl, strict=True)) for group, kl in rows.items()}
         line = {"text": text, "layer": layer, **named}
-        try:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {str(self._file)!r}: {error.strerror}; what was scored is kept: "
-                "free some space and run the same command again"
-            ) from error
+        append_lines(self._file, [line], "the finished scores")
         self.lines[text, layer] = rows
 
     def costs(self, layer: int) -> dict[Choice, float]:
@@ -97,22 +90,13 @@ class Scores:
         return self.folder / "scores.jsonl"
 
     def _read(self) -> None:
-        """Read the finished lines; remove a last line that was written in part."""
-        if not self._file.exists():
-            return
-        content = self._file.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            os.truncate(self._file, len(whole))
-        for number, text in enumerate(whole.decode().splitlines(), start=1):
+        """Read the finished lines."""
+        for record in finished_lines(self._file):
+            line = record.value
             try:
-                line = json.loads(text)
-                rows = {
+                self.lines[line["text"], line["layer"]] = {
                     group: [line[group][name] for name in names]
                     for group, names in self.names.items()
                 }
-                self.lines[line["text"], line["layer"]] = rows
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"line {number} of {str(self._file)!r} is damaged; remove the line"
-                ) from error
+            except (KeyError, TypeError):
+                raise record.problem("is not a line of scores") from None

@@ -70,7 +70,7 @@ class PagedAttention:
         exact = self.tail[blocks, :, : rows.longest]
         exact.masked_fill_(~rows.seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
         views = (KVView(None, x) for x in exact.split(self.head_dim, dim=-1))
-        own = ops.attend(q, *views, self.scale, valid=rows.seen.unsqueeze(1))
+        own = ops.attend(q, *views, self.scale, visible=rows.seen.unsqueeze(1))
         if not len(rows.pages):
             return own.out[:, :, 0]
         states = [(own, torch.arange(len(q)))]
@@ -83,7 +83,7 @@ class PagedAttention:
         states.append((packed, rows.owner))
         return _merged(states, len(q))
 
-    def _packed(self, q: Tensor, blocks: Tensor, numbers: Tensor, valid: Tensor | None) -> State:
+    def _packed(self, q: Tensor, blocks: Tensor, numbers: Tensor, visible: Tensor | None) -> State:
         """Attend one row q [n, Hq, 1, D] to each of the pages int64 [n], with their numbers."""
         none = self.nothing.expand(len(blocks), -1, -1, -1)
         views = []
@@ -94,7 +94,7 @@ class PagedAttention:
                 views.append(KVView(stored, none, fmt))
             else:
                 views.append(KVView(None, stored))
-        return ops.attend(q, *views, self.scale, valid=valid)
+        return ops.attend(q, *views, self.scale, visible=visible)
 
     def _sinks(self, q: Tensor, blocks: Tensor) -> State:
         """Attend q [n, Hq, T, D] to the sinks of each row's first page, int64 [n]."""

@@ -16,12 +16,13 @@ import torch
 
 from ...errors import InputError
 from ...workload.crew import Work
+from ...workload.json_lines import Fields, Record
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, answer_all, answer_positions
 from .chat import encode, frame
-from .json_lines import Fields, Record, chosen, read_records
 from .longbench_data import DATA_SETS, FIRST_LINE, PLAIN
 from .longbench_metrics import PARAGRAPH, retrieval
+from .user_data import chosen, data_records
 
 FIELDS: Fields = {"input": str, "context": str, "answers": list, "dataset": str, "_id": str}
 
@@ -52,7 +53,7 @@ class LongBench:
         """Return one context for each sample, of at most the lengths of the source."""
         assert source.data is not None
         groups: dict[tuple[str, str], list[Record]] = {}
-        for record in read_records(source.data, FIELDS):
+        for record in data_records(source.data, FIELDS):
             dataset = _checked(record)
             if dataset in self.parts:
                 groups.setdefault((record.file.stem, dataset), []).append(record)

@@ -14,8 +14,8 @@ from ...workload.crew import Work
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, answer_all, answer_positions, prompt_in
 from .chat import encode, frame
-from .json_lines import chosen, read_records
 from .longbench_metrics import package
+from .user_data import chosen, data_records
 
 HEAD = (
     "Below is an instruction that describes a task, paired with an input that provides further "
@@ -36,7 +36,7 @@ class Summarize:
         """Return one context for each text, of at most the lengths of the source."""
         assert source.data is not None
         package("rouge_score.rouge_scorer")
-        records = read_records(source.data, {"text": str, "summary": str})
+        records = data_records(source.data, {"text": str, "summary": str})
         around = frame(source.tokenizer, source.first)
         prompt = prompt_in(source, around, TAIL)
         found = []

@@ -32,12 +32,12 @@ def attend_ragged(
     spans: Spans,
     scale: float,
     *,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     softcap: float | None = None,
 ) -> State:
     """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens.
 
-    keys, values: the tokens of all heads, [1, 1, M, D], all packed or all exact. valid: bool
+    keys, values: the tokens of all heads, [1, 1, M, D], all packed or all exact. visible: bool
     [B, Hk, spans.longest], False hides a token; behind a head's last token it is not read. The rest
     is as in `reference.attend`.
     """
@@ -47,8 +47,8 @@ def attend_ragged(
     states = []
     for i, (first, count) in enumerate(spans.bounds.view(-1, 2).tolist()):
         k, v = (_tokens(view, first, first + count) for view in (keys, values))
-        see = None if valid is None else valid.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
-        states.append(attend(rows[i : i + 1], k, v, scale, valid=see, softcap=softcap))
+        see = None if visible is None else visible.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
+        states.append(attend(rows[i : i + 1], k, v, scale, visible=see, softcap=softcap))
     out, lse = torch.cat([s.out for s in states]), torch.cat([s.lse for s in states])
     return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
 

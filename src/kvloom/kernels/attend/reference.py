@@ -44,13 +44,13 @@ def attend(
     scale: float,
     *,
     causal: bool = False,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> State:
     """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D].
 
-    causal: the T queries are the last T of the N tokens, and see no later one. valid: bool
+    causal: the T queries are the last T of the N tokens, and see no later one. visible: bool
     [B, 1 or Hk, N], False hides a token. softcap c: logits become c * tanh(logits / c). bias: fp32
     [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi).
     """
@@ -73,8 +73,8 @@ def attend(
         if causal:
             ahead = torch.ones(hi - lo, n, dtype=torch.bool, device=q.device)
             logits.masked_fill_(ahead.triu_(n - t + lo + 1), -torch.inf)
-        if valid is not None:
-            logits.masked_fill_(~valid[:, :, None, None, :], -torch.inf)
+        if visible is not None:
+            logits.masked_fill_(~visible[:, :, None, None, :], -torch.inf)
         o, s = _softmax(logits, values)
         out[:, :, :, lo:hi], lse[:, :, :, lo:hi] = o, s
     return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
@@ -87,7 +87,7 @@ def attend_views(
     scale: float,
     *,
     causal: bool = False,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
     products: bool = False,
@@ -98,7 +98,7 @@ def attend_views(
     16], for `score.reference.step_mass`; the reference returns None for it.
     """
     k, v = keys.tensor(), values.tensor()
-    return attend(q, k, v, scale, causal=causal, valid=valid, softcap=softcap, bias=bias)
+    return attend(q, k, v, scale, causal=causal, visible=visible, softcap=softcap, bias=bias)
 
 
 def attend_gathered(
@@ -110,14 +110,14 @@ def attend_gathered(
     scale: float,
     *,
     first: First | None = None,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> State:
     """Attend q [B, Hq, 1, D] to `first`, to the tokens at slots and to all tokens from `begin` on.
 
     slots: int64 [B, H, M] of the views' tokens, H a multiple of Hk that divides Hq: heads of a
-    group may have chosen alone. valid: bool [B, 1 or H, S + M + rest], in the order named. bias:
+    group may have chosen alone. visible: bool [B, 1 or H, S + M + rest], in the order named. bias:
     fp32 [B or 1, Hq, S + M + rest]. The rest is as in `attend`.
     """
 
@@ -129,7 +129,7 @@ def attend_gathered(
         return torch.cat([*before, *parts], dim=2)
 
     k, v = (read(*both) for both in zip((keys, values), first or (None, None), strict=True))
-    return attend(q, k, v, scale, valid=valid, softcap=softcap, bias=bias)
+    return attend(q, k, v, scale, visible=visible, softcap=softcap, bias=bias)
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,16 +157,16 @@ def merge(states: list[State]) -> State:
     return State(out, lse)
 
 
-def visible(t: int, n: int, valid: Tensor | None, device: torch.device) -> Tensor:
+def visible_keys(t: int, n: int, visible: Tensor | None, device: torch.device) -> Tensor:
     """Which of n keys each of the last t tokens may see: causally, itself in any case.
 
-    valid: bool [B, 1 or Hk, 1, N], False hides a key. Returns bool [T, N], or [B, 1 or Hk, T, N].
+    visible: bool [B, 1 or Hk, 1, N], False hides a key. Returns bool [T, N], or [B, 1 or Hk, T, N].
     """
     see = torch.ones(t, n, dtype=torch.bool, device=device).tril_(n - t)
-    if valid is None:
+    if visible is None:
         return see
     itself = torch.eye(t, n, dtype=torch.bool, device=device).roll(n - t, dims=1)
-    return (see & valid) | itself
+    return (see & visible) | itself
 
 
 def sdpa(
@@ -176,18 +176,18 @@ def sdpa(
     scale: float,
     *,
     causal: bool,
-    valid: Tensor | None,
+    visible: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Attend as `attend` does, by torch's fused kernel and without the lse: [B, Hq, T, D].
 
-    Every query sees at least itself, also where `valid` hides it (padding rows must not be NaN).
+    Every query sees at least itself, also where `visible` hides it (padding rows must not be NaN).
     A bias needs T = 1: for more queries the kernel would want it as a matrix [Hq, T, N].
     """
     assert bias is None or q.shape[2] == 1
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
-    mask = None if valid is None else valid[:, :, None, :]
+    mask = None if visible is None else visible[:, :, None, :]
     if t == 1:
         # One query row a head: the R heads of a group become rows over the same keys.
         rows = q.view(b, hk, hq // hk, d)
@@ -196,7 +196,7 @@ def sdpa(
             mask = added if mask is None else added.masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).view(b, hq, 1, -1)
     if causal and (mask is not None or n > t):
-        mask, causal = visible(t, n, mask, q.device), False
+        mask, causal = visible_keys(t, n, mask, q.device), False
         if mask.dim() == 4 and mask.shape[1] not in (1, hq):
             mask = mask.repeat_interleave(hq // hk, dim=1)
     return F.scaled_dot_product_attention(

@@ -22,7 +22,7 @@ def column_mass(
     k: Tensor,
     scale: float,
     *,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     real: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -32,7 +32,7 @@ def column_mass(
 ) -> Tensor:
     """Sum of attention over the rows of q [B, Hq, T, D] for each key of k [B, Hk, N, D].
 
-    The T queries are the last T of the N tokens, causally. valid: bool [B, 1 or Hk, N], False
+    The T queries are the last T of the N tokens, causally. visible: bool [B, 1 or Hk, N], False
     hides a key. real: bool [B, 1, T], False leaves a query row out (padding). softcap and bias as
     in `attend`. window: a query sees only the last `window` of the keys up to its own. Returns
     fp32 [B, Hq, N].
@@ -49,7 +49,7 @@ def column_mass(
         end = n - t + hi  # no row of this block sees further
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
-        mass[..., :end] += _summed(logits, lo, n, valid, real, softcap, bias, window, noise, tau)
+        mass[..., :end] += _summed(logits, lo, n, visible, real, softcap, bias, window, noise, tau)
     return mass.view(b, hq, n)
 
 
@@ -58,7 +58,7 @@ def step_mass(
     n: int,
     hk: int,
     *,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     real: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -72,7 +72,7 @@ def step_mass(
     """
     b, hq = products.shape[:2]
     logits = products[..., :n].unflatten(1, (hk, hq // hk)).clone()
-    mass = _summed(logits, 0, n, valid, real, softcap, bias, None, noise, tau)
+    mass = _summed(logits, 0, n, visible, real, softcap, bias, None, noise, tau)
     return mass.reshape(b, hq, n)
 
 
@@ -90,7 +90,7 @@ def _summed(
     logits: Tensor,
     lo: int,
     n: int,
-    valid: Tensor | None,
+    visible: Tensor | None,
     real: Tensor | None,
     softcap: float | None,
     bias: Tensor | None,
@@ -116,10 +116,10 @@ def _summed(
     if window is not None:
         hidden |= ahead.tril(end - rows - window)
     logits = logits.masked_fill(hidden, -torch.inf)
-    if valid is not None:
-        logits = logits.masked_fill(~valid[:, :, None, None, :end], -torch.inf)
+    if visible is not None:
+        logits = logits.masked_fill(~visible[:, :, None, None, :end], -torch.inf)
     weights = logits.softmax(dim=-1)
-    if valid is not None:
+    if visible is not None:
         weights = weights.nan_to_num(0.0)  # a row that sees nothing
     if real is not None:
         weights = weights * real[:, :, None, lo : lo + rows, None]

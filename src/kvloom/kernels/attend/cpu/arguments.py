@@ -56,7 +56,7 @@ _STEP: dict[str, Any] = {  # what both kernels take
     "lse": int,  # result: fp32 [B, Hq, T]
     "states": int,  # one state per task
     "bias": MATRIX,  # fp32 [B, Hq, N padded], address 0: none
-    "valid": MATRIX,  # bool [B, heads, N padded], address 0: none
+    "visible": MATRIX,  # bool [B, heads, N padded], address 0: none
     "keys": SIDE,
     "near": int,  # rope_tables, for keys packed before RoPE
     "far": int,

@@ -120,7 +120,7 @@ def kernel(
     """
     with dispatch.loading():
         from . import decode_kernel, gathered_kernel
-        from .dequant import Variant
+        from .variant import Variant
     each = partial(of_both, formats)
     variant = Variant(
         d,

@@ -47,7 +47,7 @@ class Decode:
         scale: float,
         *,
         causal: bool = False,
-        valid: Tensor | None = None,
+        visible: Tensor | None = None,
         softcap: float | None = None,
         bias: Tensor | None = None,
         products: bool = False,
@@ -57,7 +57,7 @@ class Decode:
         if packed is not None and packed.at is not None:
             assert packed.at.shape[2] == 1, "positions must not have gaps"
         return self._layer.run(
-            q, keys, values, keys.tokens, scale, valid, softcap, bias, products, causal=causal
+            q, keys, values, keys.tokens, scale, visible, softcap, bias, products, causal=causal
         )
 
 

@@ -9,7 +9,6 @@ what order.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -92,33 +91,6 @@ def from_int(number: int) -> DequantSpec:
         fields.append(number & ((1 << width) - 1))
         number >>= width
     return DequantSpec(*reversed(fields))
-
-
-class Variant(NamedTuple):
-    """What an attention kernel is compiled for: constants in its code."""
-
-    d: int
-    w: int  # query rows at once
-    exact: int  # number format of the tails
-    keys: DequantSpec = DequantSpec()  # of the packed prefixes
-    values: DequantSpec = DequantSpec()
-    meta: tuple[int, int] = (0, 0)  # number formats of scale and zero
-    span: tuple[int, int] = (0, 0)  # tokens that share metadata, 0: per token, or all if static
-    flat: tuple[bool, bool] = (True, True)  # for MAP: whether a head reads all of a token's groups
-    apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
-    boost: int = 0  # channels of a group of keys that have two more bits
-    balance: tuple[bool, bool] = (False, False)  # a span is a tile with factors of tokens (keys),
-    # of channels (values)
-    page: int = 0  # tokens of a page, 0: each batch row's packed tokens lie together
-    ragged: bool = False  # the tokens of all heads lie one after the other, each head's by its span
-
-    @property
-    def tile(self) -> int:
-        """Tokens of a tile, at least 128: pack blocks and groups end with it."""
-        unit = math.lcm(
-            16, self.keys.per_block[0], self.values.per_block[0], *filter(None, self.span)
-        )
-        return unit * -(-128 // unit)
 
 
 def _codes(b: Any, rows: list[Any], how: DequantSpec) -> list[Any]:

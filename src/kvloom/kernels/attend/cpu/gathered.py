@@ -52,7 +52,7 @@ class Gathered:
         scale: float,
         *,
         first: First | None = None,
-        valid: Tensor | None = None,
+        visible: Tensor | None = None,
         softcap: float | None = None,
         bias: Tensor | None = None,
     ) -> State:
@@ -62,7 +62,7 @@ class Gathered:
         slots = slots if slots.stride(2) == 1 else slots.contiguous()
         lead = [None if x is None else _rows(x) for x in first or (None, None)]
         return self._layer.run(
-            q, keys, values, s + m + keys.tokens - begin, scale, valid, softcap, bias, False,
+            q, keys, values, s + m + keys.tokens - begin, scale, visible, softcap, bias, False,
             causal=False, share=h // keys.exact.shape[1], first_tokens=s, slots_count=m,
             begin=begin, slots=strides(slots, 2), first_keys=strides(lead[0], 3),
             first_values=strides(lead[1], 3),

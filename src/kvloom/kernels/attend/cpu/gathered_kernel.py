@@ -16,19 +16,17 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ... import cpu_runtime, simd
-from ...cpu_runtime import Kernel, at, count, load_int, sources
+from ...cpu_runtime import Kernel, at, count, load_int
 from ...cpu_runtime import arguments as read_arguments
-from ...quantize import byte_layout
 from ...simd import SIZE, load_any, prefetch, splat, store
-from . import dequant, head_view, microkernel, rope_tables, softmax, unpack_token
 from .arguments import GATHERED
-from .dequant import CHANNEL, MAP, DequantSpec, Variant
+from .dequant import CHANNEL, MAP, DequantSpec
 from .head_view import head_view as view_of_head
 from .microkernel import scores, values
 from .rope_tables import BEFORE, FAR
 from .softmax import finish_task, start_task, weigh
 from .unpack_token import out_of_block, unpack
+from .variant import Variant
 
 TILE = 128  # tokens of a running softmax
 BLOCK = 32  # tokens that are unpacked at once
@@ -97,14 +95,8 @@ def kernel(variant: Variant) -> Any:
     s_row = 4 * (TILE + 16)
     layout = GATHERED.dtype
     counters = 8 + layout.itemsize  # finished tasks of each head
-    emitters = sources(
-        cpu_runtime, dequant, head_view, microkernel, byte_layout, rope_tables, simd, softmax,
-        unpack_token,
-    )  # fmt: skip
 
     def attend(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
-            return
         a = read_arguments(job, layout)
         heads, rows, n, splits = a.heads, a.rows, a.tokens, a.splits
         n_first, n_slots, begin = a.first_tokens, a.slots_count, a.begin
@@ -136,8 +128,8 @@ def kernel(variant: Variant) -> Any:
             first_keys, first_values = at(a.first_keys, b, h), at(a.first_values, b, h)
             keys = view_of_head(a.keys, b, h, k_first)
             values_ = view_of_head(a.values, b, h, v_first)
-            k_packed, k_tail, k_tail_row = keys[2], keys[7], keys[8]
-            v_packed, v_tail, v_tail_row = values_[2], values_[7], values_[8]
+            k_packed, k_tail, k_tail_row = keys.packed, keys.tail, keys.tail_row
+            v_packed, v_tail, v_tail_row = values_.packed, values_.tail, values_.tail_row
             positions = at(a.positions, b, h)
             last = min(n, (part + 1) * tiles // splits * TILE)
             for lo in range(part * tiles // splits * TILE, last, TILE):

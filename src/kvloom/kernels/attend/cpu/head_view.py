@@ -5,17 +5,33 @@ Importing this imports Numba.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from numba import njit
 
 from ...cpu_runtime import at, load_int
 
 
+class HeadView(NamedTuple):
+    """Where the tokens of a head are; rows are in bytes."""
+
+    codes: int
+    row: int
+    packed: int  # tokens of the prefix
+    scale: int
+    zero: int
+    meta_row: int
+    table: int
+    tail: int
+    tail_row: int
+
+
 @njit(inline="always")
 def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
-    """Return (codes, row, packed, scale, zero, meta_row, table, tail, tail_row) of a head.
+    """Return the `HeadView` of head h in batch row b.
 
     side: a record of `SIDE`. size: bytes of a scale if a head's scales begin at its `first_group`
-    among those of all heads, else 0. packed: tokens of the prefix. Rows are in bytes.
+    among those of all heads, else 0.
     """
     prefix = side.prefix
     scale, zero = at(prefix.scale, b, h), at(prefix.zero, b, h)
@@ -23,9 +39,25 @@ def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
         first = size * load_int(prefix.first_group, h)
         scale += first
         zero += first
-    codes, tail = at(prefix.codes, b, h), at(side.tail, b, h)
-    table = prefix.table + h * prefix.table_head
-    return (
-        codes, prefix.codes.row, side.packed, scale, zero, prefix.meta_row, table, tail,
-        side.tail.row,
+    return HeadView(
+        at(prefix.codes, b, h), prefix.codes.row, side.packed, scale, zero, prefix.meta_row,
+        prefix.table + h * prefix.table_head, at(side.tail, b, h), side.tail.row,
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def moved(view, codes, scale, zero, tail):  # type: ignore[no-untyped-def]
+    """Return a view whose parts begin so many bytes further on."""
+    return HeadView(
+        view.codes + codes, view.row, view.packed, view.scale + scale, view.zero + zero,
+        view.meta_row, view.table, view.tail + tail, view.tail_row,
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def with_packed(view, packed, table):  # type: ignore[no-untyped-def]
+    """Return a view with another number of packed tokens and another table."""
+    return HeadView(
+        view.codes, view.row, packed, view.scale, view.zero, view.meta_row, table, view.tail,
+        view.tail_row,
     )  # fmt: skip

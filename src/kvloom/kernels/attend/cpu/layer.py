@@ -68,7 +68,7 @@ class KernelAttention:
         values: KVView,
         n: int,
         scale: float,
-        valid: Tensor | None,
+        visible: Tensor | None,
         softcap: float | None,
         bias: Tensor | None,
         products: bool,
@@ -101,8 +101,8 @@ class KernelAttention:
         room = b * h * splits * rows * (sets * d + 32)
         if self.states.numel() < room:
             self.states = queries.new_empty(room)
-        if valid is not None:
-            valid = padded(valid).expand(b, h, -1)
+        if visible is not None:
+            visible = padded(visible).expand(b, h, -1)
         if bias is not None:
             bias = padded(bias.float()).expand(b, hq, -1)
         logits, width = None, -(-n // 16) * 16
@@ -121,7 +121,7 @@ class KernelAttention:
             value_rotation=address(value_rotation), rotated_out=out.data_ptr(),
             lse=lse.data_ptr(), states=self.states.data_ptr(),
             bias=ABSENT if bias is None else strides(bias, 2),
-            valid=ABSENT if valid is None else strides(valid, 2),
+            visible=ABSENT if visible is None else strides(visible, 2),
             keys=self.keys.pack(keys), near=near, far=far, positions=at,
             position_per_token=per_token, values=self.values.pack(values),
             logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width, **numbers,

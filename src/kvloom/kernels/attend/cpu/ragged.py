@@ -48,13 +48,13 @@ class Ragged:
         spans: Spans,
         scale: float,
         *,
-        valid: Tensor | None = None,
+        visible: Tensor | None = None,
         softcap: float | None = None,
     ) -> State:
         """Attend as `attend` does."""
         bounds = spans.bounds.contiguous()
         return self._layer.run(
-            q, keys, values, spans.longest, scale, valid, softcap, None, False, causal=0,
+            q, keys, values, spans.longest, scale, visible, softcap, None, False, causal=0,
             spans=bounds.data_ptr(),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Steps that both attention kernels share: scales of a tile, the running softmax, the merge.
+"""Steps that both attention kernels share: the running softmax, and the merge.
 
 Everything is read and written by address; callers own the memory. Decides neither formats nor which
 tokens are read. Importing this imports Numba.
@@ -23,7 +23,6 @@ from ...simd import (
     larger,
     largest,
     load,
-    load_any,
     load_one,
     mul,
     seen,
@@ -32,92 +31,6 @@ from ...simd import (
     store_one,
     total,
 )
-
-
-@njit(inline="always")
-def affine(scale, zero, count, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
-    """Write S = factor * scale and Z = zero + offset * S, `gap` bytes behind S."""
-    even = count // 16 * 16
-    for i in range(0, even, 16):
-        big = mul(load_any(scale + i * size, kind), splat(np.float32(factor)))
-        store(out + 4 * i, big)
-        off = fma(big, splat(np.float32(offset)), load_any(zero + i * size, kind))
-        store(out + gap + 4 * i, off)
-    for i in range(even, count):
-        one = load_one(scale + i * size, kind) * np.float32(factor)
-        store_one(out + 4 * i, one)
-        more = one * np.float32(offset)
-        store_one(out + gap + 4 * i, load_one(zero + i * size, kind) + more)
-
-
-@njit(inline="always")
-def widen(scale, count, kind, size, out):  # type: ignore[no-untyped-def]
-    """Write scales in fp32, for formats without a zero."""
-    even = count // 16 * 16
-    for i in range(0, even, 16):
-        store(out + 4 * i, load_any(scale + i * size, kind))
-    for i in range(even, count):
-        store_one(out + 4 * i, load_one(scale + i * size, kind))
-
-
-@njit(inline="always")
-def clear(out, gap, begin, end):  # type: ignore[no-untyped-def]
-    """Set S = Z = 0 for numbers begin to end."""
-    for j in range(begin, end):
-        store_one(out + 4 * j, np.float32(0.0))
-        store_one(out + gap + 4 * j, np.float32(0.0))
-
-
-@njit(inline="always")
-def tile_scales(  # type: ignore[no-untyped-def]
-    scale, zero, row, lo, n, across, factor, offset, kind, size, levels, joint, strewn, out, gap
-):
-    """Write S and Z of the tokens lo to lo + n of a format per token.
-
-    joint: the head reads all scales of a row, so those of a tile are adjacent. strewn: it reads
-    `across` of them.
-    """
-    if joint:
-        if levels:
-            widen(scale + lo * row, n * across, kind, size, out)
-        else:
-            affine(
-                scale + lo * row, zero + lo * row, n * across, factor, offset, kind, size, out, gap
-            )
-    if strewn:
-        for j in range(n):
-            here = (lo + j) * row
-            to = out + 4 * j * across
-            affine(scale + here, zero + here, across, factor, offset, kind, size, to, gap)
-
-
-@njit
-def tile_rows(scale, zero, row, lo, n, span, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
-    """Write S and Z as `tile_scales`, of tokens of which `span` have their numbers in one row."""
-    for j in range(0, n, span):
-        here, count = (lo + j) // span * row, min(span, n - j)
-        affine(scale + here, zero + here, count, factor, offset, kind, size, out + 4 * j, gap)
-
-
-@njit
-def multiply_tokens(s, s_row, w, count, factor, kind, size):  # type: ignore[no-untyped-def]
-    """Multiply w rows of numbers of `count` tokens, whole vectors, by the tokens' factors."""
-    for j in range(0, count, 16):
-        one = load_any(factor + j * size, kind)
-        for i in range(w):
-            here = s + i * s_row + 4 * j
-            store(here, mul(load(here), one))
-
-
-@njit
-def add_channels(x, w, d, factor, kind, size, to):  # type: ignore[no-untyped-def]
-    """Add x fp32 [w, d] times the channels' factors to `to`, and clear x."""
-    zero16 = splat(np.float32(0.0))
-    for i in range(w):
-        for c in range(0, d, 16):
-            here, there = x + 4 * (i * d + c), to + 4 * (i * d + c)
-            store(there, fma(load(here), load_any(factor + c * size, kind), load(there)))
-            store(here, zero16)
 
 
 @njit
@@ -180,14 +93,14 @@ def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, set
             to = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * lo
             for j in range(0, nt, 16):
                 store(to + 4 * j, load(row + 4 * j))
-        bias, valid = 0, 0
+        bias, visible = 0, 0
         if a.bias.address != 0:
             bias = at(a.bias, b, (h * rows + m) // t) + 4 * lo
-        if a.valid.address != 0:
-            valid = at(a.valid, b, h) + lo
+        if a.visible.address != 0:
+            visible = at(a.visible, b, h) + lo
         top = tops + 128 * m
         best = load_one(top, 0)
-        new, more = soften(row, nt, bound, np.float32(a.softcap), bias, valid, best)
+        new, more = soften(row, nt, bound, np.float32(a.softcap), bias, visible, best)
         if new > best:
             shrink = exp(splat(best - new))
             for k in range(sets):
@@ -229,10 +142,10 @@ def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[
 
 
 @njit
-def soften(s, n, bound, softcap, bias, valid, top):  # type: ignore[no-untyped-def]
+def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped-def]
     """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
-    Lanes behind the last logit get weight 0. bound: how many logits this row sees. bias, valid:
+    Lanes behind the last logit get weight 0. bound: how many logits this row sees. bias, visible:
     addresses or 0. top: the largest logit so far; top' includes these logits.
     """
     best = splat(np.float32(-np.inf))
@@ -244,8 +157,8 @@ def soften(s, n, bound, softcap, bias, valid, top):  # type: ignore[no-untyped-d
             x = add(splat(cap), div(splat(np.float32(-2.0) * cap), add(e, splat(np.float32(1.0)))))
         if bias != 0:
             x = add(x, load(bias + 4 * j))
-        if valid != 0:
-            x = seen(x, valid + j)
+        if visible != 0:
+            x = seen(x, visible + j)
         if j + 16 > bound:
             x = first(x, bound - j)
         store(s + 4 * j, x)

@@ -81,7 +81,7 @@ def attend(
     scale: float,
     *,
     causal: bool = False,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
     products: bool = False,
@@ -91,7 +91,7 @@ def attend(
     causal = causal and q.shape[2] > 1  # a single query is the last token and sees all
     if not n or not q.shape[0]:
         return nothing(q)
-    masks = _masks(valid, bias)
+    masks = _masks(visible, bias)
     call = _call(q, keys, values, scale, causal, softcap, masks, None, 0, n)
     return run(call, kernels()._split)
 
@@ -105,7 +105,7 @@ def attend_gathered(
     scale: float,
     *,
     first: ref.First | None = None,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> State:
@@ -122,7 +122,7 @@ def attend_gathered(
         if hi > lo and q.shape[0]:
             columns = slice(at, at + hi - lo)
             masks = _masks(
-                None if valid is None else valid[..., columns],
+                None if visible is None else visible[..., columns],
                 None if bias is None else bias[..., columns],
             )
             k, v = views
@@ -135,17 +135,17 @@ def attend_gathered(
 class _Masks(NamedTuple):
     """Padding uint8 [B, 1 or H, N] and bias fp32 [B or 1, Hq, N], tokens side by side."""
 
-    valid: Tensor | None
+    visible: Tensor | None
     bias: Tensor | None
 
 
-def _masks(valid: Tensor | None, bias: Tensor | None) -> _Masks:
-    if valid is not None:
-        valid = (valid if valid.stride(-1) == 1 else valid.contiguous()).view(torch.uint8)
+def _masks(visible: Tensor | None, bias: Tensor | None) -> _Masks:
+    if visible is not None:
+        visible = (visible if visible.stride(-1) == 1 else visible.contiguous()).view(torch.uint8)
     if bias is not None:
         bias = bias.float()
         bias = bias if bias.stride(-1) == 1 else bias.contiguous()
-    return _Masks(valid, bias)
+    return _Masks(visible, bias)
 
 
 def _call(
@@ -166,8 +166,8 @@ def _call(
     heads = keys.exact.shape[1]  # those that share what they see: of the slots, of the mask
     if slots is not None:
         heads = slots.shape[1]
-    elif masks.valid is not None:
-        heads = max(heads, masks.valid.shape[1])
+    elif masks.visible is not None:
+        heads = max(heads, masks.visible.shape[1])
     r = hq // heads
     q = q.to(keys.tail.dtype).contiguous()
     rotated_q = q if not ks.rotated else (rotated(q, ks.rotated).to(q.dtype))
@@ -188,13 +188,13 @@ def _call(
         count = -(-hi // size) - lo // size if hi > lo else 0
         tiles.append(count)
         splits.append(min(count, -(-want * (hi - lo) // (n - begin))))
-    valid, bias = masks
+    visible, bias = masks
     arguments = {
         "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
         "k_packed_end": ks.packed_end, "v_packed_end": vs.packed_end,
-        "valid_ptr": q if valid is None else valid, "bias_ptr": q if bias is None else bias,
+        "visible_ptr": q if visible is None else visible, "bias_ptr": q if bias is None else bias,
         "slots_ptr": q if slots is None else slots,
-        **_steps("valid", valid), **_steps("bias", bias), **_steps("slots", slots),
+        **_steps("visible", visible), **_steps("bias", bias), **_steps("slots", slots),
         "scale": float(scale), "softcap": float(softcap or 1.0),
         "h": heads, "share": heads // keys.exact.shape[1], "r": r, "t": t, "n": n, "begin": begin,
         "both": both, "split0": splits[0], "split1": splits[1], "split2": splits[2],
@@ -204,7 +204,7 @@ def _call(
         "K": ks.form, "V": vs.form, "D": d, "DP": cuda.room(d), "BM": form.rows,
         "BN0": sizes[0], "BN1": sizes[2], "MIXED": mixed,
         "OPTIONS": Options(
-            causal, valid is not None, softcap is not None, bias is not None, slots is not None
+            causal, visible is not None, softcap is not None, bias is not None, slots is not None
         ),
     }  # fmt: skip
     splits_all = sum(splits)

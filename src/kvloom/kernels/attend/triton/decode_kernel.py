@@ -154,7 +154,7 @@ def _unpacked(
 @triton.jit
 def _walk(
     top, total, acc, q, first, stop, tile0, tile1, n_all, t, scale, softcap,
-    k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
+    k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
     K: tl.constexpr, V: tl.constexpr, K_PACKED: tl.constexpr, V_PACKED: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def _walk(
         if OPTIONS.causal:
             see = see & (j[None, :] <= n_all - t + o_m[:, None] % t)
         if OPTIONS.padded:
-            see = see & (tl.load(valid + j, mask=ok, other=0) != 0)[None, :]
+            see = see & (tl.load(visible + j, mask=ok, other=0) != 0)[None, :]
         s = tl.where(see, s, -float("inf"))
         new = tl.maximum(top, tl.max(s, 1))
         sub = tl.where(new == -float("inf"), 0.0, new)
@@ -264,12 +264,13 @@ def _tiles_of(i, splits, tiles):
 
 
 @triton.jit(do_not_specialize=[
-    "k_packed_end", "v_packed_end", "bias_h", "valid_b", "valid_h", "bias_b", "slots_b", "slots_h",
-    "n", "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2", "t", "r",
+    "k_packed_end", "v_packed_end", "bias_h", "visible_b", "visible_h", "bias_b", "slots_b",
+    "slots_h", "n", "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2",
+    "t", "r",
 ])  # fmt: skip
 def _split(
-    q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, valid_ptr, bias_ptr, slots_ptr, acc_ptr,
-    ml_ptr, valid_b, valid_h, bias_b, bias_h, slots_b, slots_h,
+    q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, visible_ptr, bias_ptr, slots_ptr, acc_ptr,
+    ml_ptr, visible_b, visible_h, bias_b, bias_h, slots_b, slots_h,
     scale, softcap, h, share, r, t, n, begin, both, split0, split1, split2, tiles0, tiles1, tiles2,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     BN0: tl.constexpr, BN1: tl.constexpr, MIXED: tl.constexpr, OPTIONS: tl.constexpr,
@@ -295,7 +296,7 @@ def _split(
     q, rotated = load_queries(q_ptr, rotated_ptr, head, r * t, o_m, o_d, K, D)
     k = side_of_row(side_of_head(k, hk, o_d, K, D), b)
     v = side_of_row(side_of_head(v, hk, o_d, V, D), b)
-    valid = valid_ptr + b * valid_b + hs * valid_h - begin
+    visible = visible_ptr + b * visible_b + hs * visible_h - begin
     bias = bias_ptr + b * bias_b - begin
     slots = slots_ptr + b * slots_b + hs * slots_h
     heads = tl.where(o_m < r * t, (hs * r + o_m // t) * bias_h, -1)
@@ -305,7 +306,7 @@ def _split(
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
         top, total, acc, rotated, begin, both, lo, hi, n, t, scale, softcap,
-        k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
+        k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
         K, V, K.bits > 0, V.bits > 0, D, DP, BN0, OPTIONS,
     )  # fmt: skip
     if MIXED > 0:
@@ -316,7 +317,7 @@ def _split(
             its_q = rotated
         top, total, acc = _walk(
             top, total, acc, its_q, both, end, lo, hi, n, t, scale, softcap,
-            k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
+            k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
             K, V, MIXED == 1, MIXED == 2, D, DP, BN0, OPTIONS,
         )  # fmt: skip
     if (K.bits > 0 or V.bits > 0) and not OPTIONS.chosen:
@@ -324,7 +325,7 @@ def _split(
         end = tl.maximum(begin, tl.maximum(k_packed_end, v_packed_end))
         top, total, acc = _walk(
             top, total, acc, q, end, n, lo, hi, n, t, scale, softcap,
-            k, k_packed_end, v, v_packed_end, valid, bias, slots, o_m, o_d, heads,
+            k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
             K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
     store_split(acc_ptr, ml_ptr, top, total, acc, head, r * t, splits, i, o_m, o_d, D)

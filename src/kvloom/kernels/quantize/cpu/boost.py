@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from ...simd import load_byte, load_i32, load_one, made, splat, store, store_one
 from .codes import put_one, put_vector
+from .tiles import size_of
 
 
 @intrinsic
@@ -49,13 +50,13 @@ def choose(low, high, d, boost, tops):  # type: ignore[no-untyped-def]
 
 
 @njit
-def sign_scales(scale, step, meta, d, boost, tops, places, to):  # type: ignore[no-untyped-def]
+def sign_scales(scale, meta, d, boost, tops, places, to):  # type: ignore[no-untyped-def]
     """Store the scales of boosted channels negative; leave each one's place, or -1.
 
     scale: as fp32, of which those of boosted channels become a quarter. tops: from `choose`;
-    becomes the highest code. step: bytes of a stored scale. places: int32 [boost].
+    becomes the highest code. places: int32 [boost].
     """
-    j = 0
+    j, step = 0, size_of(meta)
     for c in range(d):
         one = load_one(scale + 4 * c, 0)
         if load_one(tops + 4 * c, 0) == np.float32(3.75) and one < np.float32(np.inf):

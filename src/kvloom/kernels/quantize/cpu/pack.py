@@ -118,8 +118,8 @@ def unpack(
 def compiled() -> tuple[Any, Any]:
     """Compile the kernels that pack and unpack; they cover every case."""
     with dispatch.loading():
-        from .pack_kernel import kernels
-    return kernels()
+        from . import pack_kernel, unpack_kernel
+    return pack_kernel.kernel(), unpack_kernel.kernel()
 
 
 class _Prepared(NamedTuple):

@@ -1,7 +1,7 @@
-"""The kernels that quantize and pack tokens in one pass, and unpack them: one each for all formats.
+"""The kernel that quantizes and packs tokens in one pass: one for all formats.
 
-Decides the order of steps; `tiles` has the steps. Formula and byte layout: `reference`; tolerance:
-none, codes, scales and zeros are the reference's to the last bit.
+Decides the order of steps; `tiles` has those of a row. Formula and byte layout: `reference`;
+tolerance: none, codes, scales and zeros are the reference's to the last bit.
 
 A task is (batch row, head, tile of tokens). Where groups span heads, a row of numbers is a token of
 all heads. A tile begins and ends where bytes and groups do, so no two tasks write to one byte. A
@@ -13,350 +13,229 @@ result stays in the core's caches.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 
-from ... import cpu_runtime, simd
-from ...cpu_runtime import Kernel, at, count, sources
+from ...cpu_runtime import Kernel, at, count
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import div, load, splat, store
-from .. import balanced, byte_layout
-from . import balance as balance_ops
-from . import boost as boost_ops
-from . import codes as codes_ops
-from . import rotation, tiles
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
-from .balance import (
-    clear_padding,
-    divide_tile,
-    keep_factors,
-    multiply_row,
-    room_of_tile,
-    tile_factors,
-)
-from .boost import choose, join_codes, sign_scales, split_codes, unsign_scales
+from .balance import clear_padding, divide_tile, keep_factors, room_of_tile, tile_factors
+from .boost import choose, sign_scales, split_codes
 from .codes import put_codes
-from .rotation import (
-    keep_scales,
-    restore_row,
-    rotate_group,
-    rotate_row,
-    round_row,
-    units,
-    unrotate_group,
-)
+from .rotation import keep_scales, rotate_group, rotate_row, round_row, units
+from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
 from .tiles import (
-    decode_row,
     encode_row,
     fill,
     join_atom,
     metadata,
-    narrow,
     range_of_channels,
     range_of_slots,
     range_of_tokens,
-    rope_row,
-    size_of,
     split_atom,
     widen,
 )
 
 
+class Scratch(NamedTuple):
+    """Addresses of a thread's own memory, fp32."""
+
+    wide: int  # the tile's numbers
+    low: int  # the least of each group, then its zero
+    high: int  # the largest, then the scale
+    tops: int  # of boosted formats: the highest code of each channel
+    places: int  # of boosted formats: where the channels are
+    spare: int  # a row
+    factors: int  # of a balanced tile, see `room_of_tile`
+    codes: int  # of the tile, a byte each
+
+
 @cache
-def kernels() -> tuple[Kernel, Kernel]:
-    """Compile the kernels that pack and unpack; see `pack` for their calls."""
-    emitters = sources(
-        rotation, simd, codes_ops, balance_ops, balanced, boost_ops, byte_layout, cpu_runtime,
-        tiles,
-    )  # fmt: skip
+def kernel() -> Kernel:
+    """Compile the kernel; see `pack` for its call."""
     layout = PACK.dtype
 
     def pack(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
-            return
         a = read_arguments(job, layout)
-        spec, tables, rope, rotate = a.spec, a.tables, a.rope, a.rotation
-        joint, d, n, number = a.joint_heads, a.head_dim, a.tokens, a.number
-        sharing, group, groups, meta = spec.sharing, spec.group, spec.groups, spec.meta
-        per_block, bits, tile, boost = spec.per_block, spec.twice_bits, spec.tile, spec.boost
-        d_padded = -(-d // 16) * 16
-        cols = joint * d_padded
-        gap = cols + boost  # codes of a token
-        rows = min(tile, n)
-        first, last = a.begin // tile, -(-(a.begin + n) // tile)
-        tasks = a.batch * (a.heads // joint) * (last - first)
-        ranges = 1 if sharing == STATIC else rows // group if sharing == CHANNEL else rows
-        metas = (ranges * groups + 31) // 16 * 16
-        balance = spec.balance
-        line, ahead, to_factors = 0, 0, 0  # of a tile: a row of scales, and what is before factors
-        if balance:
-            ahead = d if sharing == CHANNEL else balance
-            line, to_factors = (ahead + balance + d) * size_of(meta), 2 * ahead * size_of(meta)
-        room = (rows + 1) * cols + 4 * metas + (rows + 16) * gap // 4 + 16
-        room += room_of_tile(balance, cols)
-        scratch = np.empty(room, np.float32)
-        wide = (scratch.ctypes.data + 63) // 64 * 64
-        low = wide + 4 * rows * cols
-        high = low + 4 * metas
-        tops = high + 4 * metas  # of boosted formats: the highest codes, and where channels are
-        places = tops + 4 * metas
-        spare = places + 4 * metas
-        own = spare + 4 * cols
-        unpacked = own + 4 * room_of_tile(balance, cols)  # codes, a byte each
-        in_place = number == 0 and a.x.channel == 4 and d == d_padded and joint == 1
-        in_place = in_place and tables.divisor + rope.cos + rotate.size == 0
+        spec, sizes = a.spec, sizes_of(a)
+        rows = min(spec.tile, a.tokens)
+        ranges = rows // spec.group if spec.sharing == CHANNEL else rows
+        metas = 32 if spec.sharing == STATIC else (ranges * spec.groups + 31) // 16 * 16
+        own = room_of_tile(spec.balance, sizes.row)
+        room = (rows + 1) * sizes.row + 4 * metas + (rows + 16) * sizes.codes // 4 + 16
+        memory = np.empty(room + own, np.float32)
+        wide = (memory.ctypes.data + 63) // 64 * 64
+        low = wide + 4 * rows * sizes.row
+        spare = low + 16 * metas
+        factors = spare + 4 * sizes.row
+        mem = Scratch(
+            wide, low, low + 4 * metas, low + 8 * metas, low + 12 * metas, spare, factors,
+            factors + 4 * own,
+        )  # fmt: skip
+        in_place = a.number == 0 and a.x.channel == 4 and a.head_dim == sizes.row
+        in_place = in_place and a.tables.divisor + a.rope.cos + a.rotation.size == 0
         while True:
             task = count(job)
-            if task >= tasks:
+            if task >= sizes.tasks:
                 break
-            part, head = task % (last - first), task // (last - first)
-            b, h = head // (a.heads // joint), head % (a.heads // joint) * joint
-            lo = max(a.begin, (first + part) * tile)
-            hi = min(a.begin + n, (first + part + 1) * tile)
-            m = hi - lo
-            codes, scale, zero = at(a.codes, b, h), at(a.scale, b, h), at(a.zero, b, h)
-            # --- numbers
-            x, x_row = at(a.x, b, h) + (lo - a.begin) * a.x.row, a.x.row
+            tile = tile_of(a, sizes, task)
+            x, x_row = at(a.x, tile.b, tile.h) + (tile.lo - a.begin) * a.x.row, a.x.row
             if not in_place:
-                for t in range(m):
-                    for i in range(joint):
-                        to = wide + 4 * (t * cols + i * d_padded)
-                        widen(x + t * x_row + i * a.x.head, a.x.channel, number, d, to)
-                        if rope.cos != 0:
-                            angle = b * rope.batch + (h + i) * rope.head
-                            angle += (lo - a.begin + t) * 4 * rope.half
-                            cos, sin = rope.cos + angle, rope.sin + angle
-                            rope_row(to, cos, sin, rope.half, rope.interleaved != 0)
-                        if rotate.size != 0 and sharing != ROTATED:
-                            rotate_group(to, d, rotate.size, rotate.signs, rotate.mix, spare)
-                        fill(to, d)
-                        if tables.divisor != 0:
-                            for c in range(0, d_padded, 16):
-                                by = load(tables.divisor + 4 * ((h + i) * d_padded + c))
-                                store(to + 4 * c, div(load(to + 4 * c), by))
-                x, x_row = wide, 4 * cols
-            # --- scales and zeros
-            zeros, scales = low, high
+                widen_tile(a, sizes, tile, x, mem)
+                x, x_row = mem.wide, 4 * sizes.row
             real = a.nonpadding.address
             if real != 0:
-                real = at(a.nonpadding, b, h) + lo - a.begin
-            for t in range(0, m if balance else 0, max(balance, 1)):
-                here, by_token = x + t * x_row, sharing == CHANNEL
-                its = 0 if real == 0 else real + t
-                some = clear_padding(here, x_row, balance, d, cols, its)
-                found = tile_factors(here, x_row, balance, d, cols, some, by_token, own)
-                to = scale + (lo + t) // balance * line + to_factors
-                keep_factors(found, balance if by_token else d, meta, to)
-                divide_tile(here, x_row, balance, cols, found, by_token)
-                for i in range(balance):
-                    fill(here + i * x_row, d)
-            if sharing == CHANNEL:
-                for t in range(0, m, group):
-                    skip = 4 * (t // group * d_padded)
-                    here = 0 if real == 0 else real + t
-                    range_of_tokens(
-                        x + t * x_row, x_row, group, d_padded, here, low + skip, high + skip
-                    )
-                    to = (lo + t) // group * (line if balance else d * size_of(meta))
-                    highest = 0
-                    if boost:
-                        highest = tops + skip
-                        choose(low + skip, high + skip, d, boost, highest)
-                    metadata(
-                        low + skip, high + skip, d, spec.top, highest, meta, scale + to, zero + to
-                    )
-                    if boost:
-                        sign_scales(
-                            high + skip, size_of(meta), meta, d, boost, highest, places + skip,
-                            scale + to,
-                        )  # fmt: skip
-            elif sharing == STATIC:
-                scales, zeros = a.static_scale, a.static_zero
-            elif sharing == ROTATED:  # norms first: scales follow from the codes
-                for t in range(m):
-                    to = high + 4 * t * groups
-                    rotate_row(
-                        x + t * x_row, d, group, rotate.size, rotate.signs, rotate.mix, spare, to
-                    )
-                units(high, m * groups, group, low)
-            else:
-                for t in range(m):
-                    skip = 4 * t * groups
-                    if sharing == TOKEN:
-                        range_of_channels(x + t * x_row, d, group, low + skip, high + skip)
-                    else:
-                        range_of_slots(
-                            x + t * x_row, tables.slots, tables.slot_ends, groups, tables.clip,
-                            low + skip, high + skip,
-                        )  # fmt: skip
-                run = balance if balance else m * groups
-                for t in range(0, m * groups, run):
-                    to = (lo + t) // run * line if balance else lo * groups * size_of(meta)
-                    metadata(
-                        low + 4 * t, high + 4 * t, run, spec.top, 0, meta, scale + to, zero + to
-                    )
-            # --- codes, behind those that the first pack block holds already
-            begun = lo % per_block
-            codes += lo // per_block * spec.block_rows * a.codes.row
-            if begun:
-                for i in range(joint):
-                    here = codes + i * a.codes.head
-                    split_atom(here, a.codes.row, d, bits, unpacked + i * d_padded, gap)
-            for t in range(m):
-                skip = 0
-                if sharing == CHANNEL:
-                    skip = 4 * (t // group * d_padded)
-                elif sharing != STATIC:
-                    skip = 4 * t * groups
-                to = unpacked + (begun + t) * gap
-                if sharing == ROTATED:
-                    round_row(
-                        x + t * x_row, d, group, rotate.levels, rotate.level_ends, bits,
-                        low + skip, to,
-                    )  # fmt: skip
-                else:
-                    encode_row(
-                        x + t * x_row, cols, sharing, group, tables.group_of, zeros + skip,
-                        scales + skip, spec.top, tops + skip if boost else 0, to,
-                    )  # fmt: skip
-                    if boost:
-                        split_codes(to, to + d_padded, boost, places + skip)
-            if sharing == ROTATED:
-                keep_scales(high, low, m * groups, meta, scale + lo * groups * size_of(meta))
-            blocks = -(-(begun + m) // per_block)
-            for i in range((begun + m) * gap, blocks * per_block * gap, 16):
-                put_codes(unpacked + i, splat(np.float32(0.0)))
-            for block in range(blocks):
-                for i in range(joint):
-                    to = codes + i * a.codes.head + block * spec.block_rows * a.codes.row
-                    here = unpacked + block * per_block * gap + i * d_padded
-                    join_atom(here, gap, d, bits, to, a.codes.row)
-                    if boost:
-                        join_atom(here + d_padded, gap, boost, bits, to + d, a.codes.row)
-        scratch[0] = 0.0  # keeps the array alive: Numba frees it after its last use
+                real = at(a.nonpadding, tile.b, tile.h) + tile.lo - a.begin
+            if spec.balance:
+                balance_tile(a, sizes, tile, x, x_row, real, mem)
+            if spec.sharing == CHANNEL:
+                measure_channels(a, sizes, tile, x, x_row, real, mem)
+            elif spec.sharing == ROTATED:  # norms first: scales follow from the codes
+                rotate_tile(a, sizes, tile, x, x_row, mem)
+            elif spec.sharing != STATIC:
+                measure_tokens(a, sizes, tile, x, x_row, mem)
+            encode_tile(a, sizes, tile, x, x_row, mem)
+            if spec.sharing == ROTATED:
+                to = tile.scale + tile.lo * sizes.meta_row
+                keep_scales(mem.high, mem.low, (tile.hi - tile.lo) * spec.groups, spec.meta, to)
+            join_tile(a, sizes, tile, mem)
+        memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
-    def unpack(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
-        a = read_arguments(job, layout)
-        spec, tables, rope, rotate = a.spec, a.tables, a.rope, a.rotation
-        joint, d, n = a.joint_heads, a.head_dim, a.tokens
-        sharing, group, groups, meta = spec.sharing, spec.group, spec.groups, spec.meta
-        per_block, bits, tile, boost = spec.per_block, spec.twice_bits, spec.tile, spec.boost
-        d_padded = -(-d // 16) * 16
-        cols = joint * d_padded
-        gap = cols + boost
-        first, last = a.begin // tile, -(-(a.begin + n) // tile)
-        tasks = a.batch * (a.heads // joint) * (last - first)
-        ranges = (
-            1
-            if sharing == STATIC
-            else tile // group + 1
-            if sharing == CHANNEL
-            else tile + spec.balance
-        )
-        metas = (ranges * groups + 31) // 16 * 16
-        balance = spec.balance
-        line, ahead, to_factors, factor_row = 0, 0, 0, 0
-        if balance:
-            ahead, factor_row = (d, balance) if sharing == CHANNEL else (balance, d_padded)
-            line, to_factors = (ahead + balance + d) * size_of(meta), 2 * ahead * size_of(meta)
-        kept = (tile // balance + 1) * factor_row if balance else 0  # factors of all tiles
-        scratch = np.empty(2 * cols + 3 * metas + kept + (tile + 16) * gap // 4 + 16, np.float32)
-        wide = (scratch.ctypes.data + 63) // 64 * 64
-        low = wide + 4 * cols
-        high = low + 4 * metas
-        places = high + 4 * metas
-        spare = places + 4 * metas
-        factors = spare + 4 * cols
-        unpacked = factors + 4 * kept
-        while True:
-            task = count(job)
-            if task >= tasks:
-                break
-            part, head = task % (last - first), task // (last - first)
-            b, h = head // (a.heads // joint), head % (a.heads // joint) * joint
-            lo = max(a.begin, (first + part) * tile)
-            hi = min(a.begin + n, (first + part + 1) * tile)
-            codes, scale, zero = at(a.codes, b, h), at(a.scale, b, h), at(a.zero, b, h)
-            # --- scales and zeros
-            zeros, scales = low, high
-            begin = lo
-            if balance:
-                begin = lo // balance * balance
-                for t in range(begin, hi, balance):
-                    many = balance if sharing == CHANNEL else d
-                    to = factors + 4 * ((t - begin) // balance * factor_row)
-                    here = t // balance * line
-                    widen(scale + here + to_factors, size_of(meta), meta, many, to)
-                    if sharing == TOKEN:
-                        skip = 4 * (t - begin)
-                        widen(zero + here, size_of(meta), meta, balance, low + skip)
-                        widen(scale + here, size_of(meta), meta, balance, high + skip)
-            if sharing == CHANNEL:
-                begin = lo // group * group
-                for t in range(begin, hi, group):
-                    skip = 4 * ((t - begin) // group * d_padded)
-                    here = t // group * (line if balance else d * size_of(meta))
-                    widen(zero + here, size_of(meta), meta, d, low + skip)
-                    widen(scale + here, size_of(meta), meta, d, high + skip)
-                    if boost:
-                        unsign_scales(high + skip, d, boost, places + skip)
-            elif sharing == STATIC:
-                scales, zeros = a.static_scale, a.static_zero
-            elif balance == 0:
-                here = lo * groups * size_of(meta)
-                if sharing != ROTATED:
-                    widen(zero + here, size_of(meta), meta, (hi - lo) * groups, low)
-                widen(scale + here, size_of(meta), meta, (hi - lo) * groups, high)
-            # --- codes
-            begun = lo % per_block
-            codes += lo // per_block * spec.block_rows * a.codes.row
-            for block in range(-(-(begun + hi - lo) // per_block)):
-                for i in range(joint):
-                    here = codes + i * a.codes.head + block * spec.block_rows * a.codes.row
-                    to = unpacked + block * per_block * gap + i * d_padded
-                    split_atom(here, a.codes.row, d, bits, to, gap)
-                    if boost:
-                        split_atom(here + d, a.codes.row, boost, bits, to + d_padded, gap)
-            # --- numbers
-            for t in range(hi - lo):
-                skip = 0
-                if sharing == CHANNEL:
-                    skip = 4 * ((lo + t - begin) // group * d_padded)
-                elif balance:
-                    skip = 4 * (lo + t - begin)
-                elif sharing != STATIC:
-                    skip = 4 * t * groups
-                if sharing == ROTATED:
-                    restore_row(
-                        unpacked + (begun + t) * gap, d, group, rotate.size, rotate.signs,
-                        rotate.mix, rotate.levels, bits, spare, scales + skip, wide,
-                    )  # fmt: skip
-                else:
-                    if boost:
-                        here = unpacked + (begun + t) * gap
-                        join_codes(here, here + d_padded, boost, places + skip)
-                    decode_row(
-                        unpacked + (begun + t) * gap, cols, sharing, group, tables.group_of,
-                        zeros + skip, scales + skip, tables.divisor, wide,
-                    )  # fmt: skip
-                    if balance:
-                        its = lo + t - begin
-                        here = factors + 4 * (its // balance * factor_row)
-                        multiply_row(wide, cols, here, its % balance, sharing == CHANNEL)
-                    if rotate.size != 0:
-                        unrotate_group(wide, d, rotate.size, rotate.signs, rotate.mix, spare)
-                for i in range(joint):
-                    if rope.cos != 0:
-                        angle = b * rope.batch + (h + i) * rope.head
-                        angle += (lo - a.begin + t) * 4 * rope.half
-                        rope_row(
-                            wide + 4 * i * d_padded, rope.cos + angle, rope.sin + angle, rope.half,
-                            rope.interleaved != 0,
-                        )  # fmt: skip
-                    to = at(a.x, b, h + i) + (lo + t - a.begin) * a.x.row
-                    narrow(wide + 4 * i * d_padded, d, a.number, to)
-        scratch[0] = 0.0
+    return Kernel(pack, "pack")
 
-    return Kernel(pack, "pack"), Kernel(unpack, "unpack")
+
+@njit
+def widen_tile(a, sizes, tile, x, mem):  # type: ignore[no-untyped-def]
+    """Write the numbers at x as the format quantizes them: fp32, rotated and divided."""
+    d, rotate, divisor = a.head_dim, a.rotation, a.tables.divisor
+    for t in range(tile.hi - tile.lo):
+        for i in range(a.joint_heads):
+            to = mem.wide + 4 * (t * sizes.row + i * sizes.padded)
+            widen(x + t * a.x.row + i * a.x.head, a.x.channel, a.number, d, to)
+            rotate_to_position(a.rope, to, tile.b, tile.h + i, tile.lo - a.begin + t)
+            if rotate.size != 0 and a.spec.sharing != ROTATED:
+                rotate_group(to, d, rotate.size, rotate.signs, rotate.mix, mem.spare)
+            fill(to, d)
+            if divisor != 0:
+                for c in range(0, sizes.padded, 16):
+                    by = load(divisor + 4 * ((tile.h + i) * sizes.padded + c))
+                    store(to + 4 * c, div(load(to + 4 * c), by))
+
+
+@njit
+def balance_tile(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untyped-def]
+    """Divide tokens or channels by factors, store these, and clear padding.
+
+    real: the address of a byte for each of the tokens, 0 for padding; or 0.
+    """
+    spec, d = a.spec, a.head_dim
+    tokens, by_token = spec.balance, spec.sharing == CHANNEL
+    for t in range(0, tile.hi - tile.lo, tokens):
+        here = x + t * x_row
+        some = clear_padding(here, x_row, tokens, d, sizes.row, 0 if real == 0 else real + t)
+        found = tile_factors(here, x_row, tokens, d, sizes.row, some, by_token, mem.factors)
+        to = tile.scale + (tile.lo + t) // tokens * sizes.meta_row + sizes.factors
+        keep_factors(found, tokens if by_token else d, spec.meta, to)
+        divide_tile(here, x_row, tokens, sizes.row, found, by_token)
+        for i in range(tokens):
+            fill(here + i * x_row, d)
+
+
+@njit
+def measure_channels(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untyped-def]
+    """Compute and store scales and zeros of groups of tokens of a channel."""
+    spec, d = a.spec, a.head_dim
+    for t in range(0, tile.hi - tile.lo, spec.group):
+        skip = meta_at(spec, sizes.padded, t)
+        low, high, tops = mem.low + skip, mem.high + skip, mem.tops + skip
+        its = 0 if real == 0 else real + t
+        range_of_tokens(x + t * x_row, x_row, spec.group, sizes.padded, its, low, high)
+        to = (tile.lo + t) // spec.group * sizes.meta_row
+        scale, zero = tile.scale + to, tile.zero + to
+        if spec.boost == 0:
+            metadata(low, high, d, spec.top, 0, spec.meta, scale, zero)
+        else:
+            choose(low, high, d, spec.boost, tops)
+            metadata(low, high, d, spec.top, tops, spec.meta, scale, zero)
+            sign_scales(high, spec.meta, d, spec.boost, tops, mem.places + skip, scale)
+
+
+@njit
+def measure_tokens(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
+    """Compute and store scales and zeros of groups of channels of a token."""
+    spec, tables, scales = a.spec, a.tables, (tile.hi - tile.lo) * a.spec.groups
+    for t in range(tile.hi - tile.lo):
+        skip = meta_at(spec, sizes.padded, t)
+        low, high = mem.low + skip, mem.high + skip
+        if spec.sharing == TOKEN:
+            range_of_channels(x + t * x_row, a.head_dim, spec.group, low, high)
+        else:
+            range_of_slots(
+                x + t * x_row, tables.slots, tables.slot_ends, spec.groups, tables.clip, low, high
+            )
+    run, to = scales, tile.lo * sizes.meta_row
+    if spec.balance:  # a group is a token, a row of scales has those of a balanced tile
+        run, to = spec.balance, tile.lo // spec.balance * sizes.meta_row
+    for i in range(0, scales, run):
+        low, high = mem.low + 4 * i, mem.high + 4 * i
+        metadata(low, high, run, spec.top, 0, spec.meta, tile.scale + to, tile.zero + to)
+        to += sizes.meta_row
+
+
+@njit
+def rotate_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
+    """Rotate groups of channels, in place, and compute their norms and the factors to units."""
+    d, group, rotate, tokens = a.head_dim, a.spec.group, a.rotation, tile.hi - tile.lo
+    for t in range(tokens):
+        squares = mem.high + meta_at(a.spec, sizes.padded, t)
+        here = x + t * x_row
+        rotate_row(here, d, group, rotate.size, rotate.signs, rotate.mix, mem.spare, squares)
+    units(mem.high, tokens * a.spec.groups, group, mem.low)
+
+
+@njit
+def encode_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
+    """Write the codes of the tile, behind those that its first pack block holds already."""
+    spec, d, rotate = a.spec, a.head_dim, a.rotation
+    for i in range(a.joint_heads if tile.begun else 0):
+        here, to = tile.codes + i * a.codes.head, mem.codes + i * sizes.padded
+        split_atom(here, a.codes.row, d, spec.twice_bits, to, sizes.codes)
+    zeros, scales = mem.low, mem.high
+    if spec.sharing == STATIC:
+        zeros, scales = a.static_zero, a.static_scale
+    for t in range(tile.hi - tile.lo):
+        skip = meta_at(spec, sizes.padded, t)
+        here, to = x + t * x_row, mem.codes + (tile.begun + t) * sizes.codes
+        if spec.sharing == ROTATED:
+            round_row(
+                here, d, spec.group, rotate.levels, rotate.level_ends, spec.twice_bits,
+                zeros + skip, to,
+            )  # fmt: skip
+            continue
+        encode_row(
+            here, sizes.row, spec.sharing, spec.group, a.tables.group_of, zeros + skip,
+            scales + skip, spec.top, mem.tops + skip if spec.boost else 0, to,
+        )  # fmt: skip
+        if spec.boost:
+            split_codes(to, to + sizes.padded, spec.boost, mem.places + skip)
+
+
+@njit
+def join_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
+    """Join the codes of the tile into bytes, 0 behind the last token."""
+    spec, gap, row = a.spec, sizes.codes, a.codes.row
+    tokens = tile.begun + tile.hi - tile.lo
+    blocks = -(-tokens // spec.per_block)
+    for i in range(tokens * gap, blocks * spec.per_block * gap, 16):
+        put_codes(mem.codes + i, splat(np.float32(0.0)))
+    for block in range(blocks):
+        for i in range(a.joint_heads):
+            to = tile.codes + i * a.codes.head + block * spec.block_rows * row
+            here = mem.codes + block * spec.per_block * gap + i * sizes.padded
+            join_atom(here, gap, a.head_dim, spec.twice_bits, to, row)
+            if spec.boost:
+                low, to = here + sizes.padded, to + a.head_dim
+                join_atom(low, gap, spec.boost, spec.twice_bits, to, row)

@@ -10,7 +10,7 @@ NO_NOISE, GUMBEL, GAUSSIAN = 0, 1, 2
 
 OPTIONS = Block(  # addresses are 0 where an option is not set
     bias=MATRIX,  # fp32 [B, Hq, N]
-    valid=MATRIX,  # bool [B, Hk, N], False hides a key
+    visible=MATRIX,  # bool [B, Hk, N], False hides a key
     row_weights=VECTOR,  # fp32 [B, T], factors of query rows
     key_index=MATRIX,  # int32 [B, Hk, N], what a key's noise depends on
     noise=int,

@@ -45,7 +45,7 @@ def column_mass(
     k: Tensor,
     scale: float,
     *,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     real: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -69,7 +69,7 @@ def column_mass(
     panels = q.new_empty(b * heads * tiles * tile_numbers, dtype=torch.float32)
     size = rows * blocks * (tiles * (kernels.tile + 1) + d + 2)
     scratch = q.new_empty(threads, size, dtype=torch.float32)
-    options, tensors = _options(b, hq, hk, t, n, valid, real, bias, noise)
+    options, tensors = _options(b, hq, hk, t, n, visible, real, bias, noise)
     number, queries, keys = _NUMBERS[q.dtype], strides(q, 4), strides(k, 4)
     for h0 in range(0, hk, heads):
         h1 = min(hk, h0 + heads)
@@ -95,7 +95,7 @@ def step_mass(
     n: int,
     hk: int,
     *,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     real: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -113,7 +113,7 @@ def step_mass(
     cost = 64 if noise is None else 256  # of a logit, in multiplications
     threads = min(torch.get_num_threads(), 1 + cost * b * hq * t * n // _PRODUCTS_PER_THREAD)
     scratch = products.new_empty(threads, width_used) if t > 1 else mass
-    options, tensors = _options(b, hq, hk, t, n, valid, real, bias, noise)
+    options, tensors = _options(b, hq, hk, t, n, visible, real, bias, noise)
     numbers = STEP_MASS.pack(
         batch=b, group=hq // hk, queries=t, tokens=n, query_heads=hq,
         products=products.data_ptr(), product_row=4 * width, mass=mass.data_ptr(),
@@ -149,17 +149,17 @@ def _options(
     hk: int,
     t: int,
     n: int,
-    valid: Tensor | None,
+    visible: Tensor | None,
     real: Tensor | None,
     bias: Tensor | None,
     noise: Noise | None,
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Pack the options, and return the tensors that must outlive the call."""
-    if valid is None and real is None and bias is None and noise is None:
+    if visible is None and real is None and bias is None and noise is None:
         return (0,) * OPTIONS.numbers, ()
     keys, kind, seed, first, fixed = None, 0, 0, 0, 0
-    if valid is not None:
-        valid = padded(valid.expand(b, -1, n)).expand(b, hk, -1)
+    if visible is not None:
+        visible = padded(visible.expand(b, -1, n)).expand(b, hk, -1)
     if real is not None:
         real = real.expand(b, 1, t)[:, 0].float().contiguous()
     if bias is not None:
@@ -169,10 +169,10 @@ def _options(
         kind, seed = _NOISE[noise.kind], noise.first_seed(hq // hk)
         first, fixed = noise.first, int(noise.fixed)
     numbers = OPTIONS.pack(
-        bias=strides(bias, 2), valid=strides(valid, 2), row_weights=strides(real, 1),
+        bias=strides(bias, 2), visible=strides(visible, 2), row_weights=strides(real, 1),
         key_index=strides(keys, 2), noise=kind, seed=seed, first_query=first, fixed_noise=fixed,
     )  # fmt: skip
-    return numbers, (bias, valid, real, keys)
+    return numbers, (bias, visible, real, keys)
 
 
 class _Kernels(NamedTuple):

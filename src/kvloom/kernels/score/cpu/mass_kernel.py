@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ... import cpu_runtime, simd
-from ...cpu_runtime import Kernel, at, count, sources, store_int
+from ...cpu_runtime import Kernel, at, count, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import (
     BF16,
@@ -41,9 +40,7 @@ from ...simd import (
     store_one,
     total,
 )
-from .. import noise
 from ..noise import A, B
-from . import microkernel
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS
 from .microkernel import before, behind, gaussian, gumbel, is_in, mixed, products
 
@@ -77,11 +74,11 @@ def _state(options, head, row):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, valid, keys, kind, state):  # type: ignore[no-untyped-def]
+def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, visible, keys, kind, state):  # type: ignore[no-untyped-def]
     """Turn a row's products s into exp(logit - top); returns (top, their sum).
 
     s, to: fp32 [end - lo], of the keys lo to end, of which the row sees those from begin.
-    inverse_tau: 1 / tau. bias, valid, keys: addresses of key 0's, or 0.
+    inverse_tau: 1 / tau. bias, visible, keys: addresses of key 0's, or 0.
     """
     best = splat(np.float32(-np.inf))
     for j in range(lo, end, 16):
@@ -97,8 +94,8 @@ def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, valid, keys, kind
         elif kind == GAUSSIAN:
             x = add(x, gaussian(state, keys + 4 * j))
         x = mul(x, splat(inverse_tau))
-        if valid != 0:
-            x = seen(x, valid + j)
+        if visible != 0:
+            x = seen(x, visible + j)
         if j < begin:
             x = behind(x, begin - j)
         if j + 16 > end:
@@ -140,16 +137,16 @@ def _exp(x):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def _options(options, b, h, head):  # type: ignore[no-untyped-def]
     """Addresses of a head's bias, its keys' flags and indices, and its rows' weights; or 0."""
-    bias, valid, keys, weights = 0, 0, 0, 0
+    bias, visible, keys, weights = 0, 0, 0, 0
     if options.bias.address != 0:
         bias = at(options.bias, b, head)
-    if options.valid.address != 0:
-        valid = at(options.valid, b, h)
+    if options.visible.address != 0:
+        visible = at(options.visible, b, h)
     if options.row_weights.address != 0:
         weights = options.row_weights.address + b * options.row_weights.batch
     if options.key_index.address != 0:
         keys = at(options.key_index, b, h)
-    return bias, valid, keys, weights
+    return bias, visible, keys, weights
 
 
 @cache
@@ -159,13 +156,9 @@ def panels(vectors: int) -> Any:
     panel: 16 * vectors. A task is a head and a tile. See `mass.column_mass` for the call.
     """
     panel = 16 * vectors
-    emitters = sources(simd, microkernel, noise, cpu_runtime)
-
     layout = PANELS.dtype
 
     def panels(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
-            return
         a = read_arguments(job, layout)
         n, d, heads = a.tokens, a.head_dim, a.end_head - a.first_head
         tiles = -(-n // TILE)
@@ -181,7 +174,7 @@ def panels(vectors: int) -> Any:
                 there = to + 4 * (j // panel * panel * d + j % panel)
                 _widen(there, 4 * panel, d, key, a.keys.channel, a.number, np.float32(1.0))
 
-    return Kernel(panels, "panels of keys")
+    return Kernel(panels, f"panels of keys {vectors}")
 
 
 @cache
@@ -191,14 +184,10 @@ def mass(once: int, vectors: int) -> Any:
     once: query rows whose products with 16 * vectors keys are taken at once.
     """
     panel = 16 * vectors
-    emitters = sources(simd, microkernel, noise, cpu_runtime)
-
     layout = MASS.dtype
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def mass(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         options, r, t, n, d = a.options, a.group, a.queries, a.tokens, a.head_dim
         heads, splits, window = a.end_head - a.first_head, a.splits, a.window
@@ -222,7 +211,7 @@ def mass(once: int, vectors: int) -> Any:
             keys = a.panels + 4 * group * tiles * TILE * d
             to = a.mass + 4 * ((split * a.batch + b) * a.query_heads + head) * tiles * TILE
             base = at(a.q, b, head)
-            bias, valid, index, weights = _options(options, b, h, head)
+            bias, visible, index, weights = _options(options, b, h, head)
             for row0 in range(split * room, t, splits * room):
                 rows = min(room, t - row0)
                 used = -(-rows // once)
@@ -253,7 +242,7 @@ def mass(once: int, vectors: int) -> Any:
                             top, more = _soften(
                                 its + i * srow, its + i * srow, lo, begin, end, softcap,
                                 inverse_tau,
-                                bias, valid, index, noisy, _state(options, head, row0 + i),
+                                bias, visible, index, noisy, _state(options, head, row0 + i),
                             )  # fmt: skip
                             done = (end - lo + 15) // 16 * 16
                         for j in range(done, TILE, 16):
@@ -282,7 +271,7 @@ def mass(once: int, vectors: int) -> Any:
                         store_one(factors + 4 * i, factor)
                     _add_up(s + tile * room * srow, srow, rows, factors, to + tile * srow, TILE)
 
-    return Kernel(mass, "column mass")
+    return Kernel(mass, f"column mass {once}, {vectors}")
 
 
 @cache
@@ -291,14 +280,10 @@ def step() -> Any:
 
     A task is a head.
     """
-    emitters = sources(simd, microkernel, noise, cpu_runtime)
-
     layout = STEP_MASS.dtype
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def step(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         options, t, n, hq = a.options, a.queries, a.tokens, a.query_heads
         softcap, inverse_tau = np.float32(a.softcap), np.float32(a.inverse_tau)
@@ -309,14 +294,14 @@ def step() -> Any:
             if task >= a.batch * hq:
                 break
             b, head = task // hq, task % hq
-            bias, valid, index, weights = _options(options, b, head // a.group, head)
+            bias, visible, index, weights = _options(options, b, head // a.group, head)
             to = a.mass + 4 * task * padded
             for i in range(t):
                 s = a.products + (task * t + i) * a.product_row
                 end = n - t + i + 1
                 row = to if i == 0 else scratch
                 top, more = _soften(
-                    s, row, 0, 0, end, softcap, inverse_tau, bias, valid, index, options.noise,
+                    s, row, 0, 0, end, softcap, inverse_tau, bias, visible, index, options.noise,
                     _state(options, head, i),
                 )  # fmt: skip
                 factor = np.float32(0.0)
@@ -338,13 +323,9 @@ def step() -> Any:
 @cache
 def lowest() -> Any:
     """Compile the search for the slot of the lowest score; see `mass.lowest` for the call."""
-    emitters = sources(simd, microkernel, cpu_runtime)
-
     layout = LOWEST.dtype
 
     def lowest(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         n, end, minus = a.tokens, a.before, splat(np.float32(-1.0))
         for head in range(a.heads):

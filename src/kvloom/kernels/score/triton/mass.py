@@ -34,7 +34,7 @@ def column_mass(
     k: Tensor,
     scale: float,
     *,
-    valid: Tensor | None = None,
+    visible: Tensor | None = None,
     real: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -48,7 +48,7 @@ def column_mass(
     if not mass.numel() or not t:
         return mass.zero_()
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    masks, steps = _options(q, valid, bias, noise)
+    masks, steps = _options(q, visible, bias, noise)
     given, real_row = q, 0
     if real is not None:
         given = real.contiguous().view(torch.uint8)
@@ -62,7 +62,7 @@ def column_mass(
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
     form: dict[str, Any] = {
         "DB": cuda.room(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
-        "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VALID": valid is not None,
+        "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VISIBLE": visible is not None,
         "WINDOW": window is not None,
     }  # fmt: skip
     by = kernels()
@@ -99,12 +99,12 @@ def column_mass(
 
 
 def _options(
-    q: Tensor, valid: Tensor | None, bias: Tensor | None, noise: Noise | None
+    q: Tensor, visible: Tensor | None, bias: Tensor | None, noise: Noise | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
     """Return masks, bias and key indices as kernels read them, and their strides."""
     found, steps = [], []
     for x in (
-        None if valid is None else valid.view(torch.uint8),
+        None if visible is None else visible.view(torch.uint8),
         None if bias is None else bias.float(),
         None if noise is None else noise.keys,
     ):

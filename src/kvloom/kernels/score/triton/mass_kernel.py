@@ -23,7 +23,7 @@ import triton.language as tl
 # What changes from step to step is no reason to compile again.
 _VARY = [
     "seed", "first", "window", "t", "n", "real_row",
-    "valid_row", "valid_head", "bias_row", "bias_head", "number_row", "number_head",
+    "visible_row", "visible_head", "bias_row", "bias_head", "number_row", "number_head",
 ]  # fmt: skip
 
 
@@ -50,15 +50,15 @@ def gumbel(seed, head, query, key, FIXED: tl.constexpr):
 
 @triton.jit
 def shaped(
-    s, head, query, token, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,
+    s, head, query, token, bias, bias_head, numbers, first, seed, softcap, over_tau, visible, n,
     window, back,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr,
-    VALID: tl.constexpr, WINDOW: tl.constexpr,
+    VISIBLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Logits [ROWS, KEYS] from scaled products: softcap, bias, noise, temperature, masks.
 
-    head, query: [ROWS], of the rows; token: [KEYS]. bias, numbers, valid: where those of the batch
-    row (and key/value head) begin. back: keys before the first query, N - T.
+    head, query: [ROWS], of the rows; token: [KEYS]. bias, numbers, visible: where those of the
+    batch row (and key/value head) begin. back: keys before the first query, N - T.
     """
     inside = token < n
     if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
@@ -79,18 +79,19 @@ def shaped(
     see = inside[None, :] & (ahead <= 0)
     if WINDOW:
         see = see & (ahead > -window)
-    if VALID:
-        see = see & (tl.load(valid + token, mask=inside, other=0) != 0)[None, :]
+    if VISIBLE:
+        see = see & (tl.load(visible + token, mask=inside, other=0) != 0)[None, :]
     return tl.where(see, s, float("-inf"))
 
 
 @triton.jit(do_not_specialize=_VARY)
 def row_lse(
-    q, k, valid, bias, numbers, lse, scale, softcap, over_tau, seed, first, window, hq, r, t, n, D,
-    q_row, q_head, q_token, k_row, k_head, k_token, valid_row, valid_head, bias_row, bias_head,
+    q, k, visible, bias, numbers, lse, scale, softcap, over_tau, seed, first, window,
+    hq, r, t, n, D,
+    q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
     DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VALID: tl.constexpr,
+    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The log-sum-exp of ROWS rows, lse [B, Hq, T]. Grid: (blocks of rows, batch row and head)."""
@@ -106,7 +107,7 @@ def row_lse(
     k += row * k_row + head // r * k_head
     bias += row * bias_row
     numbers += row * number_row + head // r * number_head
-    valid += row * valid_row + head // r * valid_head
+    visible += row * visible_row + head // r * visible_head
     heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -119,8 +120,8 @@ def row_lse(
         keys = tl.load(k + place, mask=(j < n)[None, :] & inside[:, None], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
-            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,
-            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VALID, WINDOW,
+            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, visible, n,
+            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
         )  # fmt: skip
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -132,12 +133,12 @@ def row_lse(
 
 @triton.jit(do_not_specialize=_VARY)
 def column_mass(
-    q, k, valid, bias, numbers, lse, real, mass, scale, softcap, over_tau, seed, first, window,
+    q, k, visible, bias, numbers, lse, real, mass, scale, softcap, over_tau, seed, first, window,
     hq, r, t, n, D,
-    q_row, q_head, q_token, k_row, k_head, k_token, valid_row, valid_head, bias_row, bias_head,
+    q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head, real_row,
     DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VALID: tl.constexpr,
+    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
     WINDOW: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head)."""
@@ -152,7 +153,7 @@ def column_mass(
     q += row * q_row + head * q_head
     bias += row * bias_row
     numbers += row * number_row + head // r * number_head
-    valid += row * valid_row + head // r * valid_head
+    visible += row * visible_row + head // r * visible_head
     heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
     found = tl.zeros([KEYS], tl.float32)
     end = t
@@ -164,8 +165,8 @@ def column_mass(
         queries = tl.load(q + place, mask=(i < t)[:, None] & inside[None, :], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
-            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, valid, n,
-            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VALID, WINDOW,
+            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, visible, n,
+            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
         )  # fmt: skip
         counts = i < t
         if REAL:
@@ -178,12 +179,12 @@ def column_mass(
 
 @triton.jit(do_not_specialize=_VARY)
 def step_logits(
-    q, k, valid, bias, numbers, logits, parts, scale, softcap, over_tau, seed, first, window,
+    q, k, visible, bias, numbers, logits, parts, scale, softcap, over_tau, seed, first, window,
     hk, r, t, n, D,
-    q_row, q_head, q_token, k_row, k_head, k_token, valid_row, valid_head, bias_row, bias_head,
+    q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
     DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VALID: tl.constexpr,
+    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Logits [B, Hk, R * T, N] over KEYS keys, and their log-sum-exp, parts [B, Hk, R * T, blocks].
@@ -210,8 +211,8 @@ def step_logits(
     s = shaped(
         s, heads, i, j, bias + row * bias_row, bias_head,
         numbers + row * number_row + head * number_head, first, seed, softcap, over_tau,
-        valid + row * valid_row + head * valid_head, n, window, n - t,
-        SOFTCAP, BIAS, NOISE, FIXED, VALID, WINDOW,
+        visible + row * visible_row + head * visible_head, n, window, n - t,
+        SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
     )  # fmt: skip
     at = (line * rows + number)[:, None] * n + j[None, :]
     tl.store(logits + at, s, mask=(number < rows)[:, None] & (j < n)[None, :])

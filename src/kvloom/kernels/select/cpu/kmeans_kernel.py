@@ -17,8 +17,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from ... import cpu_runtime, simd
-from ...cpu_runtime import Kernel, count, load_int, sources, store_int
+from ...cpu_runtime import Kernel, count, load_int, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...cpu_runtime import at as head_address
 from ...simd import (
@@ -128,13 +127,9 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
     words_ = d // 2 if pairs else d  # of a key, four bytes each
     kind = FP32 if pairs else number  # what a word is read as
     across = 4 if pairs else size
-    emitters = sources(simd, cpu_runtime)
-
     layout = NEAREST.dtype
 
     def assign(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
-            return
         a = read_arguments(job, layout)
         hk, n, panels, weights, offsets = a.kv_heads, a.tokens, a.panels, a.weights, a.offsets
         row = a.x.row
@@ -182,13 +177,9 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
 def sums(d: int, number: int) -> Any:
     """Compile the sums of clusters; see `select.means` for the call."""
     size = SIZE[number]
-    emitters = sources(simd, cpu_runtime)
-
     layout = SUM.dtype
 
     def sum_up(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         hk, n, clusters, row = a.kv_heads, a.tokens, a.clusters, a.x.row
         while True:

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import cpu_runtime, simd
-from ...attend.cpu import dequant, microkernel
 from ...attend.cpu.dequant import DequantSpec
 from ...attend.cpu.microkernel import scores
-from ...cpu_runtime import Kernel, at, count, sources, store_int
+from ...cpu_runtime import Kernel, at, count, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import (
     SIZE,
@@ -56,13 +54,9 @@ def rating(variant: SelectVariant) -> Any:
     """Compile the rating kernel of a variant."""
     d, w, number, bounds = variant
     at_once, size, exact = 16 // w, SIZE[number], DequantSpec(exact=number).as_int
-    emitters = sources(simd, microkernel, cpu_runtime, dequant)
-
     layout = RATE.dtype
 
     def rate(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:  # never true: makes the cached code depend on the sources it was made of
-            return
         a = read_arguments(job, layout)
         hk, rows, n, q, q_low, out = a.kv_heads, a.rows, a.count, a.q, a.q_low, a.scores
         parts = -(-n // RANGE)
@@ -137,13 +131,9 @@ def rating(variant: SelectVariant) -> Any:
 @cache
 def choosing() -> Any:
     """Compile the choice of the best clusters or pages."""
-    emitters = sources(simd, cpu_runtime)
-
     layout = CHOOSE.dtype
 
     def choose(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         n, m, page, out, tokens = a.count, a.budget, a.page, a.slots, a.tokens
         turns = a.turns
@@ -225,13 +215,9 @@ def choosing() -> Any:
 def bounding(d: int, number: int) -> Any:
     """Compile the bounds of pages for keys of a number format."""
     size = SIZE[number]
-    emitters = sources(simd, cpu_runtime)
-
     layout = BOUND.dtype
 
     def bound(job):  # type: ignore[no-untyped-def]
-        if emitters == 0:
-            return
         a = read_arguments(job, layout)
         hk, pages, page = a.kv_heads, a.pages, a.page
         most, low, high = np.float32(a.largest), a.low, a.high

@@ -1,0 +1,183 @@
+"""Scores of a tile of tokens, as steps of the decode kernel that are compiled into it.
+
+Decides how packed keys, group by group, and exact keys are multiplied with queries. A factory
+closes a step over the constants of a variant. Importing this imports Numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ...simd import fma, larger, load, load_any, mul, splat, store
+from . import lookup
+from .boost import fold_low_bits
+from .dequant import CHANNEL, NONE, TABLE, DequantSpec
+from .lookup import tabled
+from .microkernel import rotate_queries, scores
+from .rope_tables import BEFORE, FAR
+from .tile_scales import affine, copy_rows, multiply_tokens, scales_of_tile
+from .variant import SideForm, Variant
+
+
+@njit(inline="always")
+def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, begin):  # type: ignore[no-untyped-def]
+    """Multiply w queries by the S of a group of channels, and write what their sums begin with.
+
+    q . (x * S + Z) = (q * S) . x + q . Z, with Z = zero - S: `minus` times the rounded q * S makes
+    the 1 of x cancel. boost: columns of low bits behind the d channels, see `quantize.boosted`.
+    folded: fp32 [w, d + boost].
+    """
+    row = 4 * (d + boost)
+    for i in range(w):
+        const = splat(np.float32(0.0))
+        for c in range(0, d, 16):
+            x = load(q + 4 * (i * d + c))
+            scale16 = load_any(scale + c * size, meta)
+            if boost:
+                scale16 = larger(scale16, mul(scale16, splat(np.float32(-1.0))))
+            x_big = mul(x, mul(scale16, splat(np.float32(factor))))
+            store(folded + i * row + 4 * c, x_big)
+            const = fma(x_big, minus, const)
+            const = fma(x, load_any(zero + c * size, meta), const)
+        store(begin + 64 * i, const)
+    if boost:
+        fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin)
+
+
+@njit(inline="always")
+def clear_begin(begin, w):  # type: ignore[no-untyped-def]
+    """Let the sums of w rows begin with 0."""
+    for i in range(w):
+        store(begin + 64 * i, splat(np.float32(0.0)))
+
+
+def score_exact(variant: Variant) -> Any:
+    """Make the step that scores exact tokens."""
+    d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
+    at_once, exact = 16 // w, DequantSpec(exact=variant.exact).as_int
+
+    @njit(inline="always")
+    def score(q, base, row, first, last, mem):  # type: ignore[no-untyped-def]
+        """Score the tile's tokens first to last; the tile's number 0 would be at `base`."""
+        even = first + (last - first) // at_once * at_once
+        for j in range(first, even, at_once):
+            scores(
+                q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales, gap,
+                0, 0, d, w, at_once, exact,
+            )  # fmt: skip
+        for j in range(even, last):
+            scores(
+                q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales, gap,
+                0, 0, d, w, 1, exact,
+            )  # fmt: skip
+
+    return score
+
+
+def score_packed(variant: Variant) -> Any:
+    """Make the step that scores packed keys."""
+    k, d, w, boost, gap = variant.form(0), variant.d, variant.w, variant.boost, variant.scales_gap
+    span, meta, size, balanced, s_row = k.span, k.meta, k.size, k.balanced, variant.logits_row
+    factor, offset, rope, rope_row = k.spec.factor, k.spec.offset, k.spec.rope_dims, 8 * d
+    by_channel, folds, spec, balance_at = k.spec.by == CHANNEL, k.folds, _spec(k), 2 * d * k.size
+    write_scales, score_group = scales_of_tile(variant, 0), _score_group(variant)
+
+    @njit(inline="always")
+    def score(a, keys, q, lo, n, position, mem):  # type: ignore[no-untyped-def]
+        """Score the tile's first n tokens, packed, from number lo on, which is at `position`."""
+        many = max(-BEFORE, position // FAR)  # multiples of FAR, and the rest
+        few = max(0, position - many * FAR)
+        if rope:
+            rotate_queries(q, mem.far, a.far + (many + BEFORE) * rope_row, d, w, spec)
+        write_scales(keys, lo, n, mem.scales)
+        for g in range(0, n, span):
+            its, tokens, row = q, min(span, n - g), (lo + g) // span * keys.meta_row
+            scale, zero = keys.scale + row, keys.zero + row
+            if folds:
+                its, minus = mem.folded, splat(np.float32(offset))
+                fold_scales(
+                    q, w, d, boost, scale, zero, meta, size, factor, minus, its, mem.begin
+                )  # fmt: skip
+            elif by_channel:
+                affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
+            score_group(a, keys, its, lo, g, tokens, few, mem)
+            if balanced:
+                its_s = mem.logits + 4 * g
+                multiply_tokens(its_s, s_row, w, tokens, scale + balance_at, meta, size)
+        if folds:
+            clear_begin(mem.begin, w)
+
+    return score
+
+
+def _score_group(variant: Variant) -> Any:
+    """Make the step that scores the tokens of a tile that share metadata."""
+    k, d, w, s_row = variant.form(0), variant.d, variant.w, variant.logits_row
+    per_block, height = k.spec.per_block
+    rope, rope_row, spec = k.spec.rope_dims, 8 * d, _spec(k)
+    # pack blocks that share a rotated query, or tables
+    together = max(1, 16 // per_block) if rope or k.spec.by == TABLE else variant.tile
+    score_blocks = _score_blocks(variant)
+
+    @njit(inline="always")
+    def score(a, keys, q, lo, g, tokens, few, mem):  # type: ignore[no-untyped-def]
+        """Score `tokens` tokens of the tile at lo, from its number g on."""
+        skip = (lo + g) % per_block  # tokens of the first pack block before the group
+        base = keys.codes + (lo + g) // per_block * height * keys.row
+        to = mem.logits + 4 * (g - skip)
+        copy_rows(to, s_row, mem.rest, 64, w, skip)
+        blocks = -(-(skip + tokens) // per_block)
+        for first in range(0, blocks, together):
+            last = min(first + together, blocks)
+            if rope:
+                row = a.near + (few + g - skip + first * per_block) * rope_row
+                rotate_queries(mem.far, mem.rotated, row, d, w, spec)
+                q = mem.rotated
+            score_blocks(a, keys, q, base, to, first, last, mem)
+        copy_rows(mem.rest, 64, to, s_row, w, skip)
+
+    return score
+
+
+def _score_blocks(variant: Variant) -> Any:
+    """Make the step that scores pack blocks which share a rotated query, or tables."""
+    k, w, gap, s_row = variant.form(0), variant.w, variant.scales_gap, variant.logits_row
+    (per_block, height), across, columns = (
+        k.spec.per_block,
+        k.spec.across,
+        variant.d + variant.boost,
+    )
+    at_once, rope_row, spec = max(1, 16 // (w * per_block)), 8 * variant.d, _spec(k)
+    by_table, table_size = k.spec.by == TABLE, lookup.SIZE
+
+    @njit(inline="always")
+    def score(a, keys, q, base, to, first, last, mem):  # type: ignore[no-untyped-def]
+        """Write the scores of blocks first to last; block 0 is at `base`, its scores go to `to`."""
+        meta, step = mem.scales + 4 * first * per_block * across, 4 * per_block * across
+        if by_table:
+            tabled(meta, gap, (last - first) * per_block, mem.tables, spec)
+            meta, step = mem.tables, per_block * table_size
+        even = first + (last - first) // at_once * at_once
+        for i in range(first, even, at_once):
+            scores(
+                q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
+                s_row, meta + (i - first) * step, gap, keys.table,
+                a.near + (i - first) * per_block * rope_row, columns, w, at_once, spec,
+            )  # fmt: skip
+        for i in range(even, last):
+            scores(
+                q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
+                s_row, meta + (i - first) * step, gap, keys.table,
+                a.near + (i - first) * per_block * rope_row, columns, w, 1, spec,
+            )  # fmt: skip
+
+    return score
+
+
+def _spec(keys: SideForm) -> int:
+    """Return how keys become numbers where queries have been prepared for them."""
+    spec = keys.spec._replace(by=NONE) if keys.folds else keys.spec
+    return spec.as_int

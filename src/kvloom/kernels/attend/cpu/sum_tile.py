@@ -1,0 +1,115 @@
+"""Weighted sums of a tile's values, as steps that are compiled into the decode kernel.
+
+Decides how packed values, group by group, and exact values are added up. A factory closes a step
+over the constants of a variant. Importing this imports Numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ...simd import load_one, splat, store, store_one
+from .dequant import CHANNEL, DequantSpec
+from .microkernel import values
+from .tile_scales import add_channels, affine, clear, scales_of_tile, tile_rows
+from .variant import Variant
+
+
+def sum_exact(variant: Variant) -> Any:
+    """Make the step that adds exact tokens."""
+    d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
+    exact = DequantSpec(exact=variant.exact).as_int
+
+    @njit(inline="always")
+    def add(base, row, first, last, to, mem):  # type: ignore[no-untyped-def]
+        """Add the tile's tokens first to last; its number `first` is at `base`."""
+        weights = mem.logits + 4 * first
+        values(weights, s_row, base, row, last - first, to, mem.scales, gap, 0, d, w, exact)
+
+    return add
+
+
+def sum_packed(variant: Variant) -> Any:
+    """Make the step that adds packed values."""
+    v, d, w, gap = variant.form(1), variant.d, variant.w, variant.scales_gap
+    span, meta, size, balanced, across = v.span, v.meta, v.size, v.balanced, v.spec.across
+    factor, offset, per_block = v.spec.factor, v.spec.offset, v.spec.per_block[0]
+    by_channel, per_token, balance_at = v.spec.by == CHANNEL, v.joint or v.strewn, 2 * span * size
+    write_scales, add_group = scales_of_tile(variant, 1), _add_group(variant)
+
+    @njit(inline="always")
+    def add(view, lo, n, to, mem):  # type: ignore[no-untyped-def]
+        """Add the tile's first n tokens, packed, from number lo on."""
+        write_scales(view, lo, n, mem.scales)
+        its = to
+        if balanced:
+            tile_rows(
+                view.scale, view.zero, view.meta_row, lo, n, span, factor, offset, meta, size,
+                mem.scales, gap,
+            )  # fmt: skip
+            its = mem.folded  # sums of a tile, before channels are multiplied
+            for i in range(0, w * d, 16):
+                store(its + 4 * i, splat(np.float32(0.0)))
+        if per_token or balanced:
+            clear(mem.scales, gap, n * across, -(-n // per_block) * per_block * across)
+        for g in range(0, n, span):
+            row = (lo + g) // span * view.meta_row
+            if by_channel:
+                scale, zero = view.scale + row, view.zero + row
+                affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
+            add_group(view, lo, g, min(span, n - g), its, mem)
+            if balanced:
+                add_channels(its, w, d, view.scale + row + balance_at, meta, size, to)
+
+    return add
+
+
+def _add_group(variant: Variant) -> Any:
+    """Make the step that adds the tokens of a tile that share metadata."""
+    v, d, w, gap, s_row = (
+        variant.form(1),
+        variant.d,
+        variant.w,
+        variant.scales_gap,
+        variant.logits_row,
+    )
+    (per_block, height), across, spec = v.spec.per_block, v.spec.across, v.spec.as_int
+
+    @njit(inline="always")
+    def add(view, lo, g, tokens, to, mem):  # type: ignore[no-untyped-def]
+        """Add `tokens` tokens of the tile at lo, from its number g on."""
+        skip = (lo + g) % per_block  # tokens of the first pack block before the group
+        end = skip + tokens
+        base, block = view.codes + (lo + g) // per_block * height * view.row, height * view.row
+        weights, scales = mem.logits + 4 * (g - skip), mem.scales + 4 * (g - skip) * across
+        front, full = (1 if skip > 0 else 0), end // per_block
+        values(
+            weights + 4 * front * per_block, s_row, base + front * block, view.row, full - front,
+            to, scales + 4 * front * per_block * across, gap, view.table, d, w, spec,
+        )  # fmt: skip
+        # pack blocks that also hold tokens of another group, or exact ones
+        for edge in range(2):
+            if (skip if edge == 0 else end % per_block) == 0:
+                continue
+            past = edge * full * per_block
+            copy_between(weights + 4 * past, s_row, mem.rest, w, per_block, skip - past, end - past)
+            values(
+                mem.rest, 64, base + edge * full * block, view.row, 1, to,
+                scales + 4 * past * across, gap, view.table, d, w, spec,
+            )  # fmt: skip
+
+    return add
+
+
+@njit(inline="always")
+def copy_between(weights, s_row, to, rows, n, first, last):  # type: ignore[no-untyped-def]
+    """Copy the first n numbers of some rows; 0 before number `first`, and from `last` on."""
+    for i in range(rows):
+        for j in range(n):
+            x = np.float32(0.0)
+            if first <= j < last:
+                x = load_one(weights + i * s_row + 4 * j, 0)
+            store_one(to + 64 * i + 4 * j, x)

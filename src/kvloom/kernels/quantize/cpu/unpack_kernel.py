@@ -1,0 +1,188 @@
+"""The kernel that unpacks tokens: one for all formats.
+
+Decides the order of steps; `tiles` has those of a row. Tasks are as in `pack_kernel`. Formula and
+byte layout: `reference`; tolerance: none, numbers are the reference's to the last bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from ...cpu_runtime import Kernel, at, count
+from ...cpu_runtime import arguments as read_arguments
+from .arguments import CHANNEL, PACK, ROTATED, STATIC
+from .balance import multiply_row
+from .boost import join_codes, unsign_scales
+from .rotation import restore_row, unrotate_group
+from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
+from .tiles import decode_row, narrow, size_of, split_atom, widen
+
+
+class Scratch(NamedTuple):
+    """Addresses of a thread's own memory, fp32."""
+
+    wide: int  # a row
+    low: int  # zeros
+    high: int  # scales
+    places: int  # of boosted channels
+    spare: int  # a row
+    factors: int  # of balanced tiles
+    codes: int  # of the tile, a byte each
+
+
+@cache
+def kernel() -> Kernel:
+    """Compile the kernel; see `unpack` for its call."""
+    layout = PACK.dtype
+
+    def unpack(job):  # type: ignore[no-untyped-def]
+        a = read_arguments(job, layout)
+        spec, sizes = a.spec, sizes_of(a)
+        ranges = (
+            spec.tile // spec.group + 1 if spec.sharing == CHANNEL else spec.tile + spec.balance
+        )
+        metas = 32 if spec.sharing == STATIC else (ranges * spec.groups + 31) // 16 * 16
+        factors = 0
+        if spec.balance:
+            factors = (spec.tile // spec.balance + 1) * factors_of_tile(spec, sizes)
+        room = 2 * sizes.row + 3 * metas + factors + (spec.tile + 16) * sizes.codes // 4 + 16
+        memory = np.empty(room, np.float32)
+        wide = (memory.ctypes.data + 63) // 64 * 64
+        low = wide + 4 * sizes.row
+        spare = low + 12 * metas
+        begin = spare + 4 * sizes.row
+        mem = Scratch(
+            wide, low, low + 4 * metas, low + 8 * metas, spare, begin, begin + 4 * factors
+        )
+        while True:
+            task = count(job)
+            if task >= sizes.tasks:
+                break
+            tile = tile_of(a, sizes, task)
+            if spec.balance:
+                read_factors(a, sizes, tile, mem)
+            if spec.sharing != STATIC:
+                read_metadata(a, sizes, tile, mem)
+            split_tile(a, sizes, tile, mem)
+            if spec.sharing == ROTATED:
+                restore_tile(a, sizes, tile, mem)
+            else:
+                decode_tile(a, sizes, tile, mem)
+        memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
+
+    return Kernel(unpack, "unpack")
+
+
+@njit
+def factors_of_tile(spec, sizes):  # type: ignore[no-untyped-def]
+    """Factors of a balanced tile: of its tokens, or of its channels."""
+    return spec.balance if spec.sharing == CHANNEL else sizes.padded
+
+
+@njit
+def first_token(spec, lo):  # type: ignore[no-untyped-def]
+    """The first token whose numbers are in the row of scales of token lo."""
+    if spec.balance:
+        return lo // spec.balance * spec.balance
+    return lo // spec.group * spec.group if spec.sharing == CHANNEL else lo
+
+
+@njit
+def read_factors(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
+    """Write the factors of balanced tiles in fp32."""
+    spec, size, apart = a.spec, size_of(a.spec.meta), 4 * factors_of_tile(a.spec, sizes)
+    factors = spec.balance if spec.sharing == CHANNEL else a.head_dim
+    first = tile.lo // spec.balance
+    for i in range(first, -(-tile.hi // spec.balance)):
+        here = tile.scale + i * sizes.meta_row + sizes.factors
+        widen(here, size, spec.meta, factors, mem.factors + (i - first) * apart)
+
+
+@njit
+def read_metadata(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
+    """Write scales and zeros in fp32, row by row where a row has those of several tokens."""
+    spec, size, begin = a.spec, size_of(a.spec.meta), first_token(a.spec, tile.lo)
+    tokens, numbers = tile.hi - begin, (tile.hi - begin) * spec.groups
+    if spec.sharing == CHANNEL:
+        tokens, numbers = spec.group, a.head_dim
+    elif spec.balance:
+        tokens, numbers = spec.balance, spec.balance
+    first = begin if spec.sharing != CHANNEL and spec.balance == 0 else begin // tokens
+    for t in range(begin, tile.hi, tokens):
+        skip, here = meta_at(spec, sizes.padded, t - begin), first * sizes.meta_row
+        if spec.sharing != ROTATED:
+            widen(tile.zero + here, size, spec.meta, numbers, mem.low + skip)
+        widen(tile.scale + here, size, spec.meta, numbers, mem.high + skip)
+        if spec.boost:
+            unsign_scales(mem.high + skip, a.head_dim, spec.boost, mem.places + skip)
+        first += 1
+
+
+@njit
+def split_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
+    """Split the bytes of the tile's pack blocks into codes."""
+    spec, gap, row = a.spec, sizes.codes, a.codes.row
+    for block in range(-(-(tile.begun + tile.hi - tile.lo) // spec.per_block)):
+        for i in range(a.joint_heads):
+            here = tile.codes + i * a.codes.head + block * spec.block_rows * row
+            to = mem.codes + block * spec.per_block * gap + i * sizes.padded
+            split_atom(here, row, a.head_dim, spec.twice_bits, to, gap)
+            if spec.boost:
+                low, to = here + a.head_dim, to + sizes.padded
+                split_atom(low, row, spec.boost, spec.twice_bits, to, gap)
+
+
+@njit
+def restore_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
+    """Write the tokens of the tile, whose channels were rotated in groups."""
+    spec, rotate, d, spare = a.spec, a.rotation, a.head_dim, mem.spare
+    group, bits, levels = spec.group, spec.twice_bits, rotate.levels
+    size, signs, mix = rotate.size, rotate.signs, rotate.mix
+    for t in range(tile.hi - tile.lo):
+        codes = mem.codes + (tile.begun + t) * sizes.codes
+        scale = mem.high + meta_at(spec, sizes.padded, t)
+        restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, mem.wide)
+        write_token(a, sizes, tile, t, mem.wide)
+
+
+@njit
+def decode_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
+    """Write the tokens of the tile."""
+    spec, tables, rotate, d, boost = a.spec, a.tables, a.rotation, a.head_dim, a.spec.boost
+    sharing, group, group_of, divisor = spec.sharing, spec.group, tables.group_of, tables.divisor
+    balance, by_token, size = spec.balance, spec.sharing == CHANNEL, rotate.size
+    zeros, scales = mem.low, mem.high
+    if sharing == STATIC:
+        zeros, scales = a.static_zero, a.static_scale
+    ahead = tile.lo - first_token(spec, tile.lo)  # tokens of its first row of scales before it
+    for t in range(tile.hi - tile.lo):
+        codes, skip = (
+            mem.codes + (tile.begun + t) * sizes.codes,
+            meta_at(spec, sizes.padded, ahead + t),
+        )
+        if boost:
+            join_codes(codes, codes + sizes.padded, boost, mem.places + skip)
+        decode_row(
+            codes, sizes.row, sharing, group, group_of, zeros + skip, scales + skip, divisor,
+            mem.wide,
+        )  # fmt: skip
+        if balance:
+            its = (ahead + t) // balance * 4 * factors_of_tile(spec, sizes)
+            multiply_row(mem.wide, sizes.row, mem.factors + its, (ahead + t) % balance, by_token)
+        if size != 0:
+            unrotate_group(mem.wide, d, size, rotate.signs, rotate.mix, mem.spare)
+        write_token(a, sizes, tile, t, mem.wide)
+
+
+@njit(inline="always")
+def write_token(a, sizes, tile, t, x):  # type: ignore[no-untyped-def]
+    """Write token t of the tile, x fp32, to where the call wants it, at its position."""
+    row = tile.lo + t - a.begin
+    for i in range(a.joint_heads):
+        here = x + 4 * i * sizes.padded
+        rotate_to_position(a.rope, here, tile.b, tile.h + i, row)
+        narrow(here, a.head_dim, a.number, at(a.x, tile.b, tile.h + i) + row * a.x.row)

@@ -1,0 +1,181 @@
+"""What tests of compiled attention share: formats, views of packed and exact tokens, the check.
+
+The loops of `naive` get what the kernel gets, unpacked to fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+import naive
+from kvloom.kernels.attend.cpu import decode as cpu
+from kvloom.kernels.attend.cpu import gathered
+from kvloom.kernels.attend.pages import PageTable
+from kvloom.positions.rope import Rope
+from kvloom.store import Packed, Transform
+from kvloom.store.codec import Channels
+from kvloom.store.packed import PackedTokens
+
+FP32 = torch.float32
+TOL = 2e-6  # the reference's
+
+
+def page_table(page, tokens, blocks):
+    """Return rows with so many tokens in any blocks; the rest of the table names no blocks."""
+    tokens = torch.tensor(tokens)
+    packed = (tokens - 1).clamp(min=0) // page * page
+    table = torch.full((len(tokens), 4), 1 << 40)
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(3))
+    for i, count in enumerate((packed // page).tolist()):
+        table[i, :count] = order.roll(i)[:count]
+    tails = torch.arange(len(tokens)) + 2
+    return PageTable(table, packed, tokens, tails, page, int(tokens.max()))
+
+
+def channel(bits, group, meta="fp16", pre_rope=False, boost=0, **fields):
+    transform = Transform(**fields) if fields else None
+    return Packed(bits, "channel", group, meta, group, None, transform, pre_rope, boost)
+
+
+def token(bits, group, meta="fp16"):
+    return Packed(bits, "token", group, meta)
+
+
+def balanced(bits, axis, tile, meta="fp16"):
+    group = tile if axis == "channel" else 0
+    transform = Transform(hadamard=True)
+    return Packed(bits, axis, group, meta, tile, transform=transform, balance=tile)
+
+
+def mapped(bits, group, meta="fp16", pre_rope=False, **fields):
+    transform = Transform(**fields)
+    return Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope)
+
+
+def draw(shape, seed, dtype=FP32):
+    """Random numbers with NaN before, behind and between, channels side by side."""
+    b, h, n, d = shape
+    x = torch.full((b, h + 1, n + 3, d), torch.nan, dtype=dtype)
+    x[:, :h, 1 : n + 1] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x[:, :h, 1 : n + 1]
+
+
+def known(fmt, hk, d):
+    """What calibration might say of a layer."""
+    if fmt.transform is None:
+        return None
+    g, count = torch.Generator().manual_seed(d), fmt.groups(hk, d)
+    group_of = None
+    if fmt.transform.reorder:
+        heads = hk if fmt.transform.span == "head" else 1  # that have groups of their own
+        own, channels = count // heads, hk * d // heads
+        of = [torch.randint(own, (channels,), generator=g) for _ in range(heads)]
+        for i, its in enumerate(of):
+            its[torch.randperm(channels, generator=g)[:own]] = torch.arange(own)  # none is empty
+            its += i * own
+        group_of = torch.cat(of).view(hk, d)
+    spread = 0.5 + torch.rand(count, generator=g)
+    return Channels(
+        group_of,
+        0.8 + 0.2 * torch.rand(count, generator=g),
+        0.5 + torch.rand(hk, d, generator=g) if fmt.transform.smooth else None,
+        -2 * spread,
+        3 * spread,
+    )
+
+
+def rope(fmt, d):
+    """The keys' rotary embedding: whole, or some channels of each head in pairs side by side."""
+    if not fmt.pre_rope:
+        return None
+    dims = d if fmt.axis == "token" else d - 34
+    return Rope(10000.0 ** -(torch.arange(0, dims, 2) / dims), interleaved=fmt.axis == "channel")
+
+
+def kv_view(fmt, packed_end, n, b, hk, d, dtype, seed):
+    """A view of n tokens of which about `packed_end` are packed, and all of them in fp32."""
+    x = draw((b, hk, n, d), seed, dtype)
+    if fmt is None:
+        return cpu.KVView(None, x), x.float()
+    packed_end = min(packed_end, n)
+    packed_end -= packed_end % fmt.tokens_per_scale
+    if not packed_end:
+        return cpu.KVView(None, x, fmt), x.float()
+    held = PackedTokens(fmt, known(fmt, hk, d), rope(fmt, d))
+    at = torch.tensor([0, -3, 70_000])[:b, None, None]  # where the rows begin
+    for lo, hi in itertools.pairwise(sorted({0, packed_end // 2 // 128 * 128, packed_end})):
+        held.append(x[:, :, lo:hi], at=at + torch.arange(lo, hi))
+    view = held.view(at=at if fmt.pre_rope else None)
+    exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
+    return cpu.KVView(view, x[:, :, packed_end:], fmt), exact
+
+
+def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
+    """The kernel's state is the naive formula's."""
+    kfmt, vfmt, d, dtype = form
+    q = draw((b, hq, t, d), seed, dtype)
+    keys, k = kv_view(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
+    values, v = kv_view(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
+    assert not cpu.problems(t, keys.tail, keys.fmt, values.fmt)
+    got = cpu.attend(q, keys, values, 0.125, **options)
+    options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
+    assert got.out.dtype == got.lse.dtype == FP32
+    np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
+    np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
+
+
+def _with_gaps(keys, b, hk, seed):
+    """The same codes, each at a position of its own, and what the keys are then."""
+    step = torch.randint(
+        1, 9, (b, hk, keys.packed.hi), generator=torch.Generator().manual_seed(seed)
+    )
+    packed = keys.packed._replace(at=step.cumsum(dim=2) - 3)
+    k = torch.cat([packed._replace(dtype=FP32).tensor(), keys.tail.float()], dim=2)
+    return keys._replace(packed=packed), k
+
+
+def chosen_agree(
+    form, heads, n, m, begin, first=0, packed_end=None, b=2, seed=0, gaps=False, **options
+):
+    """The kernel's state over chosen tokens is the naive formula's over the listed ones.
+
+    heads: Hq, Hk and how many choose. m of the first `begin` tokens are chosen, and all from there
+    on; first: so many exact ones stand before them; gaps: between the tokens of each head.
+    """
+    kfmt, vfmt, d, dtype = form
+    hq, hk, h = heads
+    packed_end = (n, n) if packed_end is None else packed_end
+    q = draw((b, hq, 1, d), seed, dtype)
+    keys, k = kv_view(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
+    values, v = kv_view(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
+    if gaps and keys.packed is not None:
+        keys, k = _with_gaps(keys, b, hk, seed)
+    lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None
+    g = torch.Generator().manual_seed(seed)
+    slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]
+    assert not gathered.problems(1, keys.tail, kfmt, vfmt)
+    got = gathered.attend(q, keys, values, slots, begin, 0.125, first=lead, **options)
+    listed = []
+    for x, before in ((k, 0), (v, 1)):
+        each = x.repeat_interleave(h // hk, dim=1)
+        at = torch.cat([slots, torch.arange(begin, n).expand(b, h, -1)], dim=2)
+        each = each.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, d))
+        if lead is not None:
+            each = torch.cat([lead[before].float().repeat_interleave(h // hk, dim=1), each], dim=2)
+        listed.append(each.double().numpy())
+    plain = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    out, lse = naive.attention(q.double().numpy(), *listed, 0.125, **plain)
+    assert got.out.dtype == got.lse.dtype == FP32
+    np.testing.assert_allclose(got.out.double().numpy(), out, rtol=0, atol=TOL)
+    np.testing.assert_allclose(got.lse.double().numpy(), lse, rtol=TOL, atol=TOL)
+
+
+def hidden(b, h, n, seed=0):
+    """A mask that hides a third of the tokens, and everything in the last row."""
+    visible = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
+    visible[-1] = False
+    return visible

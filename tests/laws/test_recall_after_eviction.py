@@ -1,0 +1,239 @@
+"""Recall over what a keep left of the prompt: the keep's cache, of which a step reads a part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import probe
+from backends import by_reference
+from for_each import for_each
+from kvloom.cache.build import coordinate
+from kvloom.cache.layer import LayerCache
+from kvloom.errors import CacheMisuse, RecipeError
+from kvloom.keep import Budget, Keep, Mass, Observation
+from kvloom.recall import Clusters, Pages, Recall, Tier
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Protect, Recipe
+from near import assert_near
+from pairwise import some_slow
+from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state
+
+PROMPT, SINKS, KEPT = 120, 4, 64
+STEPS = [1] * 50
+CLUSTERS = Clusters(size=8, block=16, block_clusters=3)
+
+
+def evicting(scorer, index, tokens=30, store="full", recent=0, tier=None, **keep) -> Recipe:
+    budget = Budget(tokens=KEPT, recent=8, layers=keep.pop("layers", "uniform"))
+    return Recipe(
+        keep=Keep(budget, scorer, when="prompt", **keep),
+        store=resolve(store).store,
+        recall=Recall(index, tokens, full_layers=1, tier=tier),
+        protect=Protect(SINKS, recent),
+        name="recall after eviction",
+    )
+
+
+RECIPES = {
+    "h2o, clusters": evicting(Mass(), CLUSTERS),
+    "snapkv, pages, window": evicting(Observation(8), Pages(8), recent=5),
+    "h2o, packed clusters": evicting(Mass(), CLUSTERS, store="kivi:group=16,residual=16"),
+    "h2o, packed pages in a file": evicting(
+        Mass(), Pages(8), store="kivi:group=16,residual=16", tier=Tier("file")
+    ),
+    "snapkv, clusters on the host": evicting(Observation(8), CLUSTERS, tier=Tier()),
+}
+every = some_slow("recipe", RECIPES, *(RECIPES.keys() - {"h2o, clusters"}))
+
+
+def fresh(recipe: Recipe, rank: int = 1):
+    return LayerCache(recipe.for_layer(rank, range(2)), f"layer {rank}", rank, 2)
+
+
+def heads(seed: int, tokens: int, batch: int = 2):
+    return draw(seed, tokens, batch=batch, hq=4, hk=2)
+
+
+@pytest.mark.sample("values")
+@every
+@pytest.mark.parametrize("sizes", [[PROMPT, *STEPS], [100, 20, 7, *STEPS[7:]]])
+@pytest.mark.parametrize("pads", [[0, 0], [80, 3]])
+def test_with_a_budget_for_all_it_is_the_keeps_own_cache(recipe, sizes, pads):
+    qkv, visible = heads(0, sum(sizes)), padded(pads, sum(sizes))
+    roomy = replace(recipe, recall=replace(recipe.recall, tokens=1000))
+    caches = fresh(roomy), fresh(replace(recipe, recall=None))
+    got, want = (feed(cache, *qkv, sizes, visible if any(pads) else None) for cache in caches)
+    assert (type(caches[0]), type(caches[1])) == (LayerCache, LayerCache)
+    real = visible[:, None, :, None]
+    if recipe.store.exact or not any(pads):
+        torch.testing.assert_close(got * real, want * real, rtol=0, atol=2e-6)
+    else:  # groups differ where padding lies elsewhere
+        assert_near(got * real, want * real, 0.05)
+
+
+@every
+def test_nothing_that_stayed_is_lost(recipe):
+    qkv = heads(1, PROMPT + len(STEPS))
+    cache, want = fresh(recipe), fresh(replace(recipe, recall=None))
+    for c in (cache, want):
+        feed(c, *qkv, [PROMPT, *STEPS])
+    assert probe.read(cache) < probe.read(want) == KEPT + len(STEPS)
+    assert probe.dropped(cache) == probe.dropped(want) == PROMPT - KEPT
+    probe.retriever(cache).restore(probe.tokens(cache))
+    assert_same_state(state(cache), state(want))
+
+
+@pytest.mark.sample("values")
+@every
+@pytest.mark.parametrize("pads", [None, [90, 10], [0, 118]])
+def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, pads):
+    cache, n = fresh(recipe), PROMPT + len(STEPS)
+    cache.observe()
+    visible, qkv = None if pads is None else padded(pads, n), heads(2, n)
+    feed(
+        cache,
+        *(x[:, :, :PROMPT] for x in qkv),
+        visible=None if visible is None else visible[:, :PROMPT],
+    )
+    unit = recipe.recall.index.unit
+    found = (recipe.recall.tokens - recipe.always_read) // unit * unit
+    front = 16 if recipe.recall.tier and not recipe.store.exact else SINKS  # whole groups
+    for t in range(PROMPT, n):
+        behind = t - (PROMPT - KEPT) - front - probe.indexed(cache)
+        see = None if visible is None else visible[:, : t + 1]
+        feed(cache, *(x[:, :, t : t + 1] for x in qkv), visible=see)
+        assert probe.read(cache) == front + found + behind + 1
+        index = probe.tokens(cache).logical(0, probe.count(cache), torch.device("cpu"))
+        read = index.expand(2, 2, -1).gather(2, probe.recalled(cache))
+        for row, pad in enumerate(pads or [0, 0]):
+            for head in range(2):
+                always = {*range(pad, min(pad + SINKS, PROMPT))}
+                assert always <= set(read[row, head].tolist())
+                assert len(set(read[row, head].tolist())) == front + found
+
+
+@every
+def test_padding_a_row_is_leaving_it_shorter(recipe):
+    if isinstance(recipe.recall.index, Pages) or not recipe.store.exact:
+        recipe = replace(recipe, recall=replace(recipe.recall, tokens=1000))
+    if not recipe.store.exact:
+        recipe = replace(recipe, store=resolve("rtn:bits=8,group=16").store)  # by token
+        recipe = replace(recipe, recall=replace(recipe.recall, tier=None))
+    n, pads = PROMPT + len(STEPS), [0, 70]  # a row that drops tokens, and one with too few
+    qkv, visible = heads(3, n), padded(pads, n)
+    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], visible)
+    for i, pad in enumerate(pads):
+        short = [x[i : i + 1, :, pad:] for x in qkv]
+        alone = feed(fresh(recipe), *short, [PROMPT - pad, *STEPS])
+        torch.testing.assert_close(together[i : i + 1, :, pad:], alone, rtol=0, atol=2e-6)
+
+
+@every
+def test_content_of_padding_is_irrelevant(recipe):
+    n = PROMPT + len(STEPS)
+    visible, qkv = padded([90, 7], n), heads(4, n)
+    real = visible[:, None, :, None]
+    litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
+    outputs = [feed(fresh(recipe), *x, [PROMPT, *STEPS], visible) * real for x in (qkv, litter)]
+    assert torch.equal(*outputs)
+
+
+@every
+def test_the_index_follows_the_beams(recipe):
+    assert_follows_beams(lambda: fresh(recipe), PROMPT)
+
+
+@pytest.mark.sample("values")
+@every
+@pytest.mark.parametrize("rejected", [0, 3, 5])
+def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
+    qkv, kept = heads(5, PROMPT + 5), PROMPT + 5 - rejected
+    drafted, never = fresh(recipe), fresh(recipe)
+    for cache in (drafted, never):
+        feed(cache, *(x[:, :, :PROMPT] for x in qkv))
+    probe.record(drafted, True)
+    got = feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
+    drafted.crop(rejected)
+    probe.record(drafted, False)
+    if kept > PROMPT:
+        want = feed(never, *(x[:, :, PROMPT:kept] for x in qkv), [1] * (kept - PROMPT))
+        torch.testing.assert_close(got[:, :, : kept - PROMPT], want, rtol=0, atol=2e-6)
+    new = heads(6, 30)
+    outputs = [feed(cache, *new, [1] * 30) for cache in (drafted, never)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["h2o, clusters", "snapkv, clusters on the host"])
+def test_a_crop_goes_back_to_the_prompt_and_no_further(name):
+    qkv, new = heads(7, PROMPT + len(STEPS)), heads(8, 30)
+    cropped, never = fresh(RECIPES[name]), fresh(RECIPES[name])
+    feed(cropped, *qkv, [PROMPT, *STEPS])
+    with pytest.raises(CacheMisuse, match="crop of 51 tokens reaches into the prompt, of which"):
+        cropped.crop(51)
+    cropped.crop(50)
+    feed(never, *(x[:, :, :PROMPT] for x in qkv))
+    outputs = [feed(cache, *new, [1] * 30) for cache in (cropped, never)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    cropped.crop(cropped.seen)
+    assert cropped.seen == probe.count(cropped) == probe.indexed(cropped) == 0
+
+
+def test_a_keep_without_recall_refuses_the_same_crop():
+    cache = fresh(replace(RECIPES["h2o, clusters"], recall=None))
+    feed(cache, *heads(7, PROMPT + 10), [PROMPT, *[1] * 10])
+    with pytest.raises(CacheMisuse, match="the newest 10 can be removed"):
+        cache.crop(11)
+    cache.crop(10)
+    assert (cache.seen, probe.count(cache)) == (PROMPT, KEPT)
+
+
+@by_reference
+@for_each("recipe", RECIPES.values(), ids=RECIPES)
+@for_each("tokens", [1, 3, 40, 120, 333])
+def test_predicted_bytes_are_measured_bytes(recipe, tokens):
+    q, k, v = heads(0, tokens)
+    caches = [fresh(recipe, rank) for rank in range(2)]
+    coordinate(caches)
+    for cache in caches:
+        feed(cache, q, k, v)
+    assert recipe.nbytes(tokens, Geometry(2, 4, 2, k.shape[-1], k.dtype), 2) == sum(
+        cache.nbytes for cache in caches
+    )
+
+
+@pytest.mark.parametrize("keep", [{"shared": True}, {"layers": "variance"}])
+def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(keep):
+    recipe = evicting(Mass(), CLUSTERS, **keep)
+    recipe = replace(recipe, recall=replace(recipe.recall, full_layers=0))
+    caches = [fresh(recipe, rank) for rank in range(2)]
+    coordinate(caches)
+    for seed, cache in enumerate(caches):
+        assert probe.indexed(cache) == 0
+        feed(cache, *heads(seed, PROMPT))
+    for cache in caches:
+        held = probe.count(cache)
+        assert probe.indexed(cache) == held - SINKS
+        feed(cache, *heads(9, 1))
+        assert probe.read(cache) == recipe.recall.tokens + 1 < held
+    assert sum(probe.count(cache) - 1 for cache in caches) == 2 * KEPT
+
+
+@for_each(
+    ("keep", "says"),
+    [
+        ({"when": "step"}, 'use a keep by score with when="prompt", or leave one of the two out'),
+        ({"when": "limit", "limit": 99}, 'use a keep by score with when="prompt"'),
+        ({"positions": "renumbered"}, "reads tokens at their own positions, not positions='renum"),
+    ],
+)
+def test_what_cannot_be_recalled_from_is_refused(keep, says):
+    recipe = RECIPES["h2o, clusters"]
+    with pytest.raises(RecipeError) as refused:
+        replace(recipe, keep=replace(recipe.keep, **keep))
+    assert says in str(refused.value)
+    with pytest.raises(RecipeError, match="use a keep by score"):
+        replace(resolve("streaming"), recall=recipe.recall)

@@ -1,0 +1,147 @@
+"""What tests read inside a cache: the only place in the tests that knows where a layer has it.
+
+`layers` gives the layers of a model's cache, `observe` turns on their record of decisions. The
+other functions take a `LayerCache`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import kvloom
+from kvloom.cache.evictor import Evictor
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.ragged import RaggedTokens
+from kvloom.cache.retriever import Retriever
+from kvloom.cache.segment import Segment
+from kvloom.cache.sinks import Sinks
+from kvloom.cache.slot_storage import SlotStorage, Storage
+from kvloom.cache.trace import Trace
+from kvloom.recall.offload import OffloadStore
+from kvloom.store.kv_side import KVSide
+
+
+def layers(cache: kvloom.Cache) -> list[LayerCache]:
+    """The compressed layers of a model's cache."""
+    return [routed.cache for routed in cache.routed]
+
+
+def observe(cache: kvloom.Cache) -> None:
+    """Have every layer record which tokens it keeps."""
+    for layer in layers(cache):
+        layer.observe()
+
+
+def record(layer: LayerCache, on: bool) -> None:
+    """Whether a crop may remove the tokens of each later step, as in assisted decoding."""
+    layer.state.recording = on
+
+
+def count_one_more(layer: LayerCache) -> None:
+    """Count a token that the other layers have not seen, as if a step had stopped between them."""
+    layer.state.seen += 1
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def tokens(layer: LayerCache) -> Storage:
+    """The stored tokens, without sinks that an eviction by age keeps apart."""
+    return layer.state.storage
+
+
+def count(layer: LayerCache) -> int:
+    """The number of tokens that `tokens` holds of each row and head."""
+    return len(layer.state.storage)
+
+
+def in_slots(layer: LayerCache) -> bool:
+    """Whether tokens are replaced one by one."""
+    return isinstance(layer.state.storage, SlotStorage)
+
+
+def keys(layer: LayerCache) -> KVSide:
+    """The keys: a packed prefix and an exact tail."""
+    return layer.state.segment.keys
+
+
+def values(layer: LayerCache) -> KVSide:
+    """The values: a packed prefix and an exact tail."""
+    return layer.state.segment.values
+
+
+def kept(layer: LayerCache) -> Tensor:
+    """The logical indices of all stored tokens in ascending order, int64 [B, Hk, N]."""
+    return layer.logical().sort(dim=-1).values
+
+
+def dropped(layer: LayerCache) -> float:
+    """The number of tokens seen and not stored, of each row and head, or on average."""
+    return layer.state.dropped
+
+
+def shape(layer: LayerCache) -> torch.Size:
+    """The shape of an empty tensor of keys, [B, Hk, 0, D]."""
+    return layer.state.like.shape
+
+
+# --- the optional parts of a layer ---------------------------------------------------------------
+
+
+def sinks(layer: LayerCache) -> Sinks | None:
+    """The first tokens, where they are stored apart."""
+    return layer.state.sinks
+
+
+def evictor(layer: LayerCache) -> Evictor:
+    """What decides which tokens stay."""
+    return layer.state.evictor
+
+
+def ragged(layer: LayerCache) -> RaggedTokens:
+    """The tokens that heads keep in different numbers."""
+    return layer.state.evictor.ragged
+
+
+def outliers(layer: LayerCache) -> Segment:
+    """The exact copies of marked tokens."""
+    return layer.state.outliers.segment
+
+
+def retriever(layer: LayerCache) -> Retriever:
+    """What finds the tokens that a step reads."""
+    return layer.state.retriever
+
+
+def indexed(layer: LayerCache) -> int:
+    """The number of tokens in the retriever's index."""
+    return layer.state.retriever.finder.tokens
+
+
+def tier(layer: LayerCache) -> OffloadStore:
+    """The tokens in host memory or in a file."""
+    return layer.state.retriever.offloaded
+
+
+# --- the last step -------------------------------------------------------------------------------
+
+
+def read(layer: LayerCache) -> float:
+    """The number of tokens that the last step read, of each row and head, on average."""
+    return layer.state.read
+
+
+def trace(layer: LayerCache) -> Trace | None:
+    """The decisions of the last step; None: the layer is not observed."""
+    return layer.state.trace
+
+
+def recalled(layer: LayerCache) -> Tensor | None:
+    """The slots that the retriever chose in the last step, int64 [B, H, M]; None: it read all."""
+    return layer.state.trace.recalled
+
+
+def scored(layer: LayerCache) -> tuple[Tensor, Tensor]:
+    """The indices and scores [B, Hk, N] of the tokens that the last step could evict."""
+    return layer.state.trace.scored

@@ -1,0 +1,216 @@
+"""Segment and Sinks: pieces that cover every token once, and each row's first tokens."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from for_each import for_each
+from kvloom.cache.segment import Segment
+from kvloom.cache.sinks import Sinks
+from kvloom.kernels.attend import reference as ref
+from kvloom.store import KVSide, Packed
+
+KEYS = (Packed(2, "channel", 16, residual=32), 0)
+VALUES = (Packed(3, "token", 16), 10)
+PAIRS = {
+    "exact": ((None, 0), (None, 0)),
+    "kivi": (KEYS, VALUES),
+    "values ahead": (KEYS, (Packed(3, "token", 16), 0)),
+    "keys only": (KEYS, (None, 0)),
+    "values only": ((None, 0), VALUES),
+    "same": (VALUES, VALUES),
+}
+every_pair = pytest.mark.parametrize(("keys", "values"), PAIRS.values(), ids=PAIRS)
+
+
+def segment(keys, values, n: int) -> tuple[Segment, torch.Tensor, torch.Tensor]:
+    body = Segment(KVSide(*keys), KVSide(*values))
+    k, v = torch.randn(2, 2, 2, n, 32)
+    body.extend(k, v, drop=0)
+    return body, k, v
+
+
+def tokens(side: KVSide) -> torch.Tensor:
+    parts = [side.packed.view().tensor()] if side.packed_count else []
+    return torch.cat([*parts, *([side.tail.view()] if len(side.tail) else [])], dim=2)
+
+
+def length(x) -> int:
+    return x.shape[2] if isinstance(x, torch.Tensor) else x.hi - x.lo
+
+
+@pytest.mark.sample("values")
+@every_pair
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 101])
+def test_pieces_cover_every_token_once_and_in_one_form(keys, values, n):
+    body, _, _ = segment(keys, values, n)
+    visible = torch.rand(2, 1, n) > 0.5
+    pieces = body.parts(visible, present=0)
+    assert [length(p.keys) for p in pieces] == [length(p.values) for p in pieces]
+    assert sum(length(p.keys) for p in pieces) == n
+    assert all(length(p.keys) for p in pieces)
+    assert len(pieces) <= 3
+    assert torch.equal(torch.cat([p.visible for p in pieces], dim=2), visible)
+    assert all(p.causal == 0 for p in pieces)
+
+
+@every_pair
+@given(st.integers(1, 90), st.integers(1, 20))
+def test_attending_to_the_pieces_is_attending_to_the_tokens(keys, values, n, t):
+    body, _, _ = segment(keys, values, n)
+    q = torch.randn(2, 4, t, 32)
+    body.append(*torch.randn(2, 2, 2, t, 32))
+    visible = torch.rand(2, 1, n + t) > 0.3
+    for see in (None, visible):
+        pieces = body.parts(see, present=t)
+        assert [p.causal for p in pieces] == [0] * (len(pieces) - 1) + [t]
+        got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
+        whole = (tokens(body.keys), tokens(body.values))
+        want = ref.attend(q, *whole, 0.2, causal=True, visible=see)
+        torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.sample("values")
+@every_pair
+@pytest.mark.parametrize("stretch", [8, 20, 48])
+def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, monkeypatch):
+    body, _, _ = segment(keys, values, 101)
+    q, visible = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 101) > 0.3
+    whole = (tokens(body.keys), tokens(body.values))
+    monkeypatch.setattr("kvloom.cache.segment._UNPACK", stretch)
+    pieces = body.parts(visible, present=0)
+    assert sum(length(p.keys) for p in pieces) == 101
+    assert all(length(p.keys) <= stretch for p in pieces[:-1] if not torch.is_tensor(p.keys))
+    got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
+    want = ref.attend(q, *whole, 0.2, visible=visible)
+    torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
+
+
+@every_pair
+def test_exact_tokens_are_those_that_neither_side_packed(keys, values):
+    for n in (1, 33, 70):
+        body, _, _ = segment(keys, values, n)
+        assert len(body) == n
+        assert body.exact_newest == n - max(body.keys.packed_count, body.values.packed_count)
+
+
+def test_dropping_moves_the_first_logical_index():
+    body, k, v = segment(*PAIRS["exact"], 20)
+    body.drop_front(5)
+    assert (body.first, len(body)) == (5, 15)
+    body.drop_back(3)
+    assert (body.first, len(body)) == (5, 12)
+    assert torch.equal(body.keys.tail.view(), k[:, :, 5:17])
+    assert torch.equal(body.values.tail.view(), v[:, :, 5:17])
+    visible = torch.arange(17)[None, None].expand(2, 1, 17) % 2 == 0
+    (piece,) = body.parts(visible, present=0)
+    assert torch.equal(piece.visible, visible[:, :, 5:])  # by logical index, not by slot
+
+
+@every_pair
+def test_bytes_are_those_of_all_tensors(keys, values):
+    body, _, _ = segment(keys, values, 80)
+    stored = [x for side in (body.keys, body.values) for x in tensors(side)]
+    assert body.nbytes == sum(x.untyped_storage().nbytes() for x in stored)
+
+
+def tensors(side: KVSide):
+    if len(side.tail):
+        yield side.tail.allocation.data
+    if side.packed_count:
+        yield from side.packed.allocation.tensors
+
+
+# --- sinks -------------------------------------------------------------------------------------
+
+
+def numbered(n: int, batch: int = 3) -> torch.Tensor:
+    """Tokens [B, 1, n, 4] whose channels are 100 * row + index."""
+    index = torch.arange(float(n)) + 100 * torch.arange(float(batch))[:, None]
+    return index[:, None, :, None].repeat(1, 1, 1, 4)
+
+
+@for_each("sizes", [[10], [1] * 10, [2, 1, 7], [4, 6], [3, 3, 4]])
+def test_sinks_without_padding_are_the_first_tokens(sizes):
+    sinks, x, seen, skipped = Sinks(4), numbered(10), 0, 0
+    assert not sinks.full(0)
+    for t in sizes:
+        skipped += sinks.extend(x[:, :, seen : seen + t], -x[:, :, seen : seen + t], seen, None)
+        seen += t
+        assert sinks.full(seen) == (seen >= 4)
+        piece = sinks.part(seen)
+        shown = piece.keys if piece.visible is None else piece.keys[:, :, piece.visible[0, 0]]
+        assert torch.equal(shown, x[:, :, : min(4, seen)])
+    assert skipped == 4
+    assert torch.equal(sinks.values, -x[:, :, :4])
+
+
+@pytest.mark.sample("values")
+@pytest.mark.parametrize("sizes", [[12], [1] * 12, [5, 7], [2, 3, 4, 3]])
+@pytest.mark.parametrize("pads", [[0, 2, 5], [7, 0, 0], [3, 3, 3]])
+def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):
+    sinks, x, seen = Sinks(4), numbered(12), 0
+    visible = torch.arange(12) >= torch.tensor(pads)[:, None]
+    for t in sizes:
+        see = visible[:, None, : seen + t]
+        part = x[:, :, seen : seen + t]
+        assert sinks.extend(part, -part, seen, see) == min(t, max(0, 4 - seen))
+        seen += t
+        piece, hidden = sinks.part(seen), sinks.hide(see)
+        for row, pad in enumerate(pads):
+            have = [i for i in range(pad, pad + 4) if i < seen]
+            shown = piece.keys[row, 0][piece.visible[row, 0]][:, 0]
+            assert shown.tolist() == [100 * row + i for i in have]
+            # and the body shows every other real token, so that each is seen once
+            rest = [i for i in range(max(pad, 4), seen) if i not in have]
+            assert (4 + hidden[row, 0, 4:].nonzero().flatten()).tolist() == rest
+    assert sinks.full(seen) == (max(pads) + 4 <= 12)
+
+
+def test_sinks_move_with_their_rows():
+    sinks, x = Sinks(2), numbered(6)
+    visible = (torch.arange(6) >= torch.tensor([0, 1, 3])[:, None])[:, None]
+    sinks.extend(x, x, 0, visible)
+    sinks.map(lambda t: t[[2, 2, 0]])
+    assert sinks.start.tolist() == [3, 3, 0]
+    assert sinks.keys[:, 0, :, 0].tolist() == [[203, 204], [203, 204], [0, 1]]
+
+
+def test_sinks_count_their_bytes():
+    sinks, x = Sinks(4), numbered(6)
+    assert sinks.nbytes == 0
+    sinks.extend(x, x, 0, None)
+    assert sinks.nbytes == 2 * 3 * 4 * 4 * 4 + 3 * 8
+
+
+def test_every_logical_index_is_in_one_place():
+    """Sinks before the body, the body from `first` on: nothing twice, nothing missing."""
+    for pad, sizes in itertools.product((0, 3), ([9], [2, 7], [1] * 9)):
+        sinks, body, x, seen = (
+            Sinks(3),
+            Segment(KVSide(None, 0), KVSide(None, 0)),
+            numbered(9, 1),
+            0,
+        )
+        visible = (torch.arange(9) >= pad)[None, None] if pad else None
+        for t in sizes:
+            part = x[:, :, seen : seen + t]
+            skip = sinks.extend(
+                part, part, seen, None if visible is None else visible[:, :, : seen + t]
+            )
+            body.first += skip
+            if skip < t:
+                body.append(part[:, :, skip:], part[:, :, skip:])
+            seen += t
+        see = sinks.hide(visible)
+        pieces = [sinks.part(seen), *body.parts(see, 0)]
+        shown = []
+        for p in pieces:
+            keys = p.keys if p.visible is None else p.keys[:, :, p.visible[0, 0]]
+            shown += keys[0, 0, :, 0].tolist()
+        assert shown == list(range(pad, 9))

@@ -1,0 +1,123 @@
+"""Expected Attention, key norm and VATP by their formulas; what each score refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import naive_recipes as rules
+from for_each import for_each
+from kvloom.errors import RecipeError
+from kvloom.keep import Expected, KeyNorm, Mass, Observation, Reconstruction, Step, ValueAware
+from kvloom.positions.rope import Rope
+from kvloom.recipe import Recipe
+from kvloom.recipe.resolve import resolve
+
+B, HQ, HK, N, D = 2, 4, 2, 30, 16
+INV_FREQ = 100.0 ** -(torch.arange(0, D, 2) / D)
+
+
+def step(t: int = N, **changes) -> Step:
+    """A step of the last t of N tokens, the same numbers every time."""
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(B, h, n, D, generator=g) for h, n in ((HQ, t), (HK, N), (HK, N)))
+    one = Step(q + 1, k, v, 0.5, None, None, None, torch.arange(N)[None, None], N, 0, 0, "mean")
+    for name, value in changes.items():
+        setattr(one, name, value)
+    return one
+
+
+def by_head(one: Step):
+    """(row, head, its q, k and v in float64) of every head."""
+    for b in range(B):
+        for h in range(HK):
+            q = one.q[b, 2 * h : 2 * h + 2]
+            yield b, h, *(x.double().numpy() for x in (q, one.k[b, h], one.v[b, h]))
+
+
+@for_each("rotates", [True, False])
+@for_each(("future", "sinks", "epsilon"), [(1, 0, 0.0), (40, 4, 0.02), (512, 1, 0)])
+def test_expected_attention(future, sinks, epsilon, rotates):
+    one = step(rope=Rope(INV_FREQ) if rotates else None)
+    found = Expected(future, epsilon, sinks)(one)
+    inv_freq = INV_FREQ.double().numpy() if rotates else None
+    for b, h, q, k, v in by_head(one):
+        want = rules.expected(q, k, v, 0.5, inv_freq, future, sinks, epsilon)
+        np.testing.assert_allclose(found[b, h].numpy(), want, rtol=1e-3)
+
+
+def test_expected_attention_is_that_of_drawn_queries():
+    """The expectation of exp(logit), by drawing Gaussian queries instead of by its formula."""
+    one = step()
+    one.q, one.scale = one.q * 0.5, 0.25
+    found = Expected(sinks=0)(one)
+    for b, h, q, k, v in by_head(one):
+        weights = 0
+        for head in q:
+            covariance = np.cov(head.T, bias=True)
+            drawn = np.random.default_rng(0).multivariate_normal(head.mean(0), covariance, 200_000)
+            mean = np.exp(0.25 * drawn @ k.T).mean(axis=0)
+            weights = weights + mean / mean.sum() / 2
+        np.testing.assert_allclose(found[b, h], weights * np.linalg.norm(v, axis=1), rtol=0.05)
+
+
+@pytest.mark.parametrize("rope", [None, Rope(INV_FREQ)])
+def test_padding_in_front_changes_no_score(rope):
+    """The last 20 of 30 tokens alone, at the positions of a model that does not count padding."""
+    visible = torch.ones(B, 1, N, dtype=torch.bool)
+    visible[:, :, :10] = False
+    whole = step(rope=rope)
+    padded = step(rope=rope, visible=visible, visible_queries=visible)
+    alone = step(rope=rope, seen=20)
+    alone.q, alone.k, alone.v = (x[:, :, 10:] for x in (whole.q, whole.k, whole.v))
+    if rope is not None:  # rotated as at positions from 0 on
+        alone.q, alone.k = (rope.rotate(x, torch.full((1, 1, 20), -10)) for x in (alone.q, alone.k))
+    found, want = Expected()(padded), Expected()(alone)
+    np.testing.assert_allclose(found[..., 10:], want, rtol=1e-3)
+    assert (found[..., :10] == 0).all()
+
+
+def test_the_mean_of_rotations():
+    rope, x = Rope(INV_FREQ), torch.randn(2, 3, D)
+    by = torch.tensor([0, 3, 50])
+    want = [rules.turned(x.double().numpy(), at, INV_FREQ.double().numpy()) for at in by.tolist()]
+    np.testing.assert_allclose(rope.rotate_mean(x, by), sum(want) / 3, rtol=1e-4, atol=1e-6)
+
+
+def test_key_norm():
+    one = step()
+    np.testing.assert_allclose(KeyNorm()(one), -np.linalg.norm(one.k.numpy(), axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("base", [Mass(0.5), Observation(8)])
+def test_a_value_aware_score_is_its_base_times_the_norm(base):
+    one, score = step(), ValueAware(base)
+    want = base(one).numpy() * np.abs(one.v.numpy()).sum(axis=-1)
+    np.testing.assert_allclose(score(one), want, rtol=1e-5)
+    former, new = torch.tensor([4.0, 0.0]), torch.tensor([1.0, 3.0])
+    assert torch.equal(score.join(former, new), base.join(former, new))
+
+
+@pytest.mark.parametrize("base", [Mass(0.9), Observation(16, "max")])
+def test_the_base_of_a_value_aware_score_is_written_down(base):
+    data = resolve("vatp").to_dict()
+    data["keep"]["scorer"]["base"] = {"kind": base.kind, **vars(base)}
+    recipe = Recipe.from_dict(data)
+    assert recipe.keep.scorer == ValueAware(base)
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@for_each(
+    ("build", "message"),
+    [
+        (lambda: Expected(future=0), "future=0 must be 1 position or more"),
+        (lambda: Expected(epsilon=-1.0), "epsilon=-1.0 and sinks=4 must be 0 or more"),
+        (lambda: ValueAware(KeyNorm()), "must be a score of attention, such as mass"),
+        (lambda: ValueAware(Reconstruction()), "must be a score of attention, such as mass"),
+        (lambda: Reconstruction(instruction=""), 'token ids separated by spaces, .* or "none"'),
+    ],
+)
+def test_options_out_of_range_are_refused(build, message):
+    with pytest.raises(RecipeError, match=message):
+        build()

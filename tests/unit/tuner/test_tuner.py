@@ -1,0 +1,522 @@
+"""`kvloom tune`: scores of layers, the knapsack, whole recipes, and what is refused."""
+
+import copy
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvloom
+import probe
+import tiny
+from for_each import for_each
+from kvloom.cli.app import app
+from kvloom.errors import IncompatibleRecipe, InputError
+from kvloom.hf import compat
+from kvloom.recipe import LayerOverride, Recipe
+from kvloom.tuner import Settings, candidates, prompt
+from kvloom.tuner.bound import Bound
+from kvloom.tuner.candidates import Choice, Shape, evicting, uniform
+from kvloom.tuner.knapsack import Knapsack
+from kvloom.tuner.layers import by_layer
+from kvloom.tuner.precision import in_float32
+from kvloom.tuner.problem import Costs, problems, steadied
+from kvloom.tuner.prompt import Prompt
+from kvloom.tuner.repair import repair
+from kvloom.tuner.sizes import UNIFORM, Sizes
+
+SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
+CONTEXT = 96
+
+
+def few(monkeypatch):
+    """Leave a few candidates: a pass is then as fast as its model."""
+    keys = {name: candidates.FORMATS["keys"][name] for name in ("exact", "rotated-2", "rotated-4")}
+    values = {name: candidates.FORMATS["values"][name] for name in ("exact", "turbo-2", "turbo-4")}
+    kept = {x: candidates.KEPT[x] for x in ("all", "kvzip-0.5", "kvzip-0.2", "snapkv-0.5")}
+    monkeypatch.setattr(candidates, "FORMATS", {"keys": keys, "values": values})
+    monkeypatch.setattr(candidates, "KEPT", kept)
+
+
+@pytest.fixture
+def tune(monkeypatch, tmp_path, model, tokenizer):
+    """A function that tunes the tiny model; scores are in a folder of the test."""
+    few(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def run(**options):
+        options = {"context": CONTEXT, "settings": SMALL, "folder": tmp_path / "scores"} | options
+        return kvloom.tune(model, tokenizer, tiny.TEXT, **options)
+
+    return run
+
+
+def ids(model, tokens, seed=0):
+    torch.manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (1, tokens))
+
+
+# the knapsack
+
+
+@for_each("seed", range(6))
+def test_the_knapsack_finds_what_a_search_of_everything_finds(seed):
+    rng = np.random.default_rng(seed)
+    nbytes, costs = rng.integers(1, 40, (4, 5)) * 3, rng.random((4, 5))
+    knapsack = Knapsack(nbytes, costs)
+    every = list(itertools.product(range(5), repeat=4))
+    for bound in (knapsack.fewest, 100, 230, knapsack.most):
+        found = knapsack.within(bound)
+        fits = [knapsack.cost(one) for one in every if knapsack.size(one) <= bound]
+        assert (found is None) == (not fits)
+        if found is not None:
+            assert knapsack.size(found) <= bound
+            assert knapsack.cost(found) == pytest.approx(min(fits))
+
+
+def test_the_knapsack_finds_the_fewest_bytes_of_a_cost():
+    rng = np.random.default_rng(0)
+    knapsack = Knapsack(rng.integers(1, 40, (4, 5)), rng.random((4, 5)))
+    every = list(itertools.product(range(5), repeat=4))
+    found = knapsack.reaching(1.2)
+    assert knapsack.cost(found) <= 1.2
+    fewest = min(knapsack.size(one) for one in every if knapsack.cost(one) <= 1.2)
+    assert knapsack.size(found) == fewest
+    assert knapsack.reaching(0.0) is None
+    assert knapsack.within(knapsack.fewest - 1) is None
+
+
+def test_bytes_in_large_units_still_keep_the_bound(monkeypatch):
+    monkeypatch.setattr("kvloom.tuner.knapsack.CELLS", 16)
+    rng = np.random.default_rng(1)
+    knapsack = Knapsack(rng.integers(1, 997, (5, 6)), rng.random((5, 6)))
+    for bound in range(knapsack.fewest, knapsack.most, 97):
+        assert knapsack.size(knapsack.within(bound)) <= bound
+
+
+# recipes by layer
+
+
+def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
+    geometry = compat.geometry(model)
+    choices = candidates.combined(candidates.to_score(geometry))
+    nbytes = dict(zip(choices, Sizes(geometry, 200, Shape(8)).of(choices), strict=True))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        chosen = [choices[i] for i in rng.integers(0, len(choices), geometry.layers)]
+        recipe = by_layer(chosen, geometry.numbers, Shape(8))
+        assert recipe.nbytes(200, geometry) == sum(nbytes[choice] for choice in chosen)
+        for number, choice in zip(geometry.numbers, chosen, strict=True):
+            plain = recipe.for_layer(number, geometry.numbers)
+            assert replace(plain, name="") == replace(uniform(choice, Shape(8)), name="")
+
+
+def test_choices_that_do_not_fit_the_heads_are_left_out(model):
+    geometry = compat.geometry(model)
+    assert geometry.head_dim == 16
+    scored = candidates.to_score(geometry)
+    assert not any(c.values.startswith("kivi") for c in candidates.combined(scored))
+    wider = candidates.combined(candidates.to_score(replace(geometry, head_dim=64)))
+    assert {c.values for c in wider} == set(candidates.FORMATS["values"])
+
+
+def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
+    geometry = compat.geometry(model)
+    evicting = uniform(Choice(kept="kvzip-0.5"), Shape(4))
+    assert prompt.repeats(model, 240, evicting)
+    assert not prompt.repeats(model, 300, evicting)  # it has 512 positions
+    scored = candidates.to_score(geometry, repeats=False)
+    assert not any("kvzip" in choice.kept for choice in candidates.combined(scored))
+    assert scored.others == Choice(kept="snapkv-0.5")
+
+
+def test_costs_are_drawn_to_the_mean_and_never_fall_with_the_bytes(model):
+    scored = candidates.to_score(compat.geometry(model))
+    choices = [*scored.formats, *scored.kept[1:]]
+    nbytes = Sizes(compat.geometry(model), 512, Shape(8)).of(choices)
+    costs = np.random.default_rng(0).normal(0.1, 0.1, (3, len(choices)))
+    costs[:, 0] = 0
+    found = steadied(costs, choices, nbytes)
+    assert not found[:, 0].any()
+    assert (found >= 0).all()
+    assert (found >= (costs + costs.mean(axis=0)) / 2 - 1e-12).all()
+    for kind in Choice._fields:
+        same = [
+            i
+            for i, x in enumerate(choices)
+            if x == Choice() or x._asdict()[kind] != Choice()._asdict()[kind]
+        ]
+        ordered = found[:, sorted(same, key=lambda i: -nbytes[i])]
+        assert (np.diff(ordered, axis=1) >= 0).all()
+
+
+class FakeScores:
+    """Scores of a model that were drawn at random."""
+
+    def __init__(self, geometry):
+        self.scored, rng = candidates.to_score(geometry), np.random.default_rng(0)
+        choices = [*self.scored.formats, *self.scored.kept[1:]]
+        self.found = {n: dict(zip(choices, rng.random(len(choices)), strict=True))
+                      for n in geometry.numbers}  # fmt: skip
+        for found in self.found.values():
+            found[Choice()] = 0.0
+
+    def costs(self, layer):
+        return self.found[layer]
+
+
+LONG, NBYTES = 2048, 200_000
+
+
+def drawn_problems(model, nbytes=None):
+    geometry = compat.geometry(model)
+    rng, names = np.random.default_rng(1), candidates.JOINT
+    shares = {name: rng.uniform(0.3, 0.9, geometry.layers).round(4).tolist() for name in names}
+    every = dict.fromkeys(candidates.recents(LONG), shares)
+    return problems(FakeScores(geometry), Sizes(geometry, LONG, Shape(8)), every, nbytes), geometry
+
+
+def test_bytes_and_costs_of_every_problem_are_those_of_its_recipes(model, monkeypatch):
+    few(monkeypatch)
+    found, geometry = drawn_problems(model, NBYTES)
+    scores, rng = FakeScores(geometry), np.random.default_rng(2)
+    assert len({problem.shape for problem in found}) == 4  # two windows; heads of a layer, of all
+    for problem in found:
+        chosen = [problem.choices[i] for i in rng.integers(0, len(problem.choices), 3)]
+        recipe = problem.recipe(chosen)
+        assert problem.size(chosen) == recipe.nbytes(LONG, geometry)
+        for number, choice in enumerate(chosen):
+            keep = recipe.for_layer(number, geometry.numbers).keep
+            if choice.kept in problem.shares:
+                assert keep.budget.fraction == problem.shares[choice.kept][number]
+            else:
+                assert (keep is None) == (choice.kept == "all")
+    raw = found[1].costs([Choice("rotated-2", "turbo-4", "kvzip-0.5")] * 3)
+    for number, row in enumerate(raw):
+        own = scores.costs(number)
+        want = [own[x] for x in Choice("rotated-2", "turbo-4", "kvzip-0.5").changes]
+        assert row.tolist() == want
+
+
+def test_costs_of_shares_lie_between_those_that_are_scored(model):
+    scores = FakeScores(compat.geometry(model))
+    singles = list(scores.costs(0))
+    costs = Costs(singles, np.array([[scores.costs(n)[x] for x in singles] for n in range(3)]))
+    shares = {"joint-0.1": [0.5, 0.35, 1.0]}
+    found = costs.of([Choice("rotated-4", "exact", "joint-0.1")], shares)[:, 0]
+    own = [{x.kept: cost for x, cost in scores.costs(n).items()} for n in range(3)]
+    want = [own[0]["kvzip-0.5"], (own[1]["kvzip-0.3"] + own[1]["kvzip-0.4"]) / 2, 0.0]
+    assert found[:, 2] == pytest.approx(want)
+    assert found[:, 0].tolist() == [scores.costs(n)[Choice("rotated-4")] for n in range(3)]
+    assert not found[:, 1].any()
+
+
+def test_uniform_recipes_fill_the_bytes(model, monkeypatch):
+    few(monkeypatch)
+    found, geometry = drawn_problems(model, NBYTES)
+    uniform = [problem for problem in found if problem.choices == [UNIFORM]]
+    assert [problem.shape.recent for problem in uniform] == list(candidates.RECENTS)
+    assert candidates.recents(LONG - 1) == [candidates.OBSERVED]
+    for problem in uniform:
+        recipe = problem.recipe([UNIFORM] * geometry.layers)
+        assert recipe.keep.budget.layers == "joint"
+        assert recipe.layers == ()
+        assert recipe.nbytes(LONG, geometry) <= NBYTES
+        share = recipe.keep.budget.fraction + 0.05
+        more = candidates.uniform(UNIFORM, problem.shape, share)
+        assert more.nbytes(LONG, geometry) > NBYTES
+    assert not any(x.choices == [UNIFORM] for x in drawn_problems(model)[0])
+
+
+def test_the_best_recipe_that_was_measured_is_found(model, monkeypatch):
+    few(monkeypatch)
+    found, geometry = drawn_problems(model, NBYTES)
+    bound = Bound(NBYTES / Recipe().nbytes(LONG, geometry), None, Recipe().nbytes(LONG, geometry))
+    kl = {}
+
+    def measure(recipes):
+        rng = np.random.default_rng(len(kl))
+        kl.update({recipe: torch.tensor([rng.random()]) for recipe in recipes})
+        return [kl[recipe] for recipe in recipes]
+
+    first, *others = repair(found, bound, measure)
+    assert first.recipe == min(kl, key=lambda recipe: kl[recipe].item())
+    assert {x.recipe for x in (first, *others)} == set(kl)
+    assert sum(x.choices[0] == UNIFORM for x in (first, *others)) == 2
+    for one in (first, *others):
+        assert one.nbytes == one.recipe.nbytes(LONG, geometry) <= bound.nbytes
+
+
+# passes
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("share", [0.4, 0.56])
+def test_shares_of_layers_are_those_of_a_cache_whose_heads_compete(model, read, share):
+    shape = Shape(4, layers="joint")
+    recipe = uniform(Choice(kept=f"joint-{share}"), shape)
+    cache = kvloom.Cache(model, recipe)
+    model(input_ids=ids(model, CONTEXT), past_key_values=cache)
+    held = [1 - probe.dropped(layer) / CONTEXT for layer in probe.layers(cache)]
+    kept = read.kept(recipe)
+    assert kept == held
+    assert len(set(kept)) > 1
+    assert np.mean(kept) == pytest.approx(int(share * CONTEXT) / CONTEXT)
+
+
+@pytest.fixture
+def read(model):
+    return Prompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=4)
+
+
+@torch.inference_mode()
+def decoded(model, recipe, step):
+    """Log-probabilities of the continuation of `read`, from a cache that reads it in steps."""
+    cache = kvloom.Cache(model, recipe)
+    model(input_ids=ids(model, CONTEXT), past_key_values=cache)
+    pieces = ids(model, 12, seed=1).split(step, dim=1)
+    logits = [model(input_ids=new, past_key_values=cache).logits[0] for new in pieces]
+    return torch.cat(logits).log_softmax(-1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kept", ["snapkv-0.3", "kvzip-0.3"])
+def test_a_whole_recipe_is_measured_as_a_cache_decodes_it(model, read, kept):
+    choices = [Choice("rotated-2", "turbo-2"), Choice(), Choice("rotated-4", "exact", kept)]
+    recipe = by_layer(choices, range(3), Shape(4))
+    kl = read.whole([Recipe(), recipe])
+    exact, other = decoded(model, Recipe(), 4), decoded(model, recipe, 4)
+    assert kl[0].max() < 1e-5
+    torch.testing.assert_close(kl[1], (exact.exp() * (exact - other)).sum(-1), rtol=1e-3, atol=1e-5)
+    assert kl[1].min() > 1e-4  # every token attends to packed ones
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("others", ["all", "kvzip-0.5", "snapkv-0.5"])
+@pytest.mark.parametrize("number", range(3))
+def test_one_layer_equals_a_recipe_whose_other_layers_evict_alike(
+    model, read, number, others, monkeypatch
+):
+    packed = Choice("rotated-2", "turbo-2", "snapkv-0.3")
+    tried = [uniform(x, Shape(4)) for x in (Choice(), packed)]
+    other = Choice(kept=others)
+    rest = uniform(other, Shape(4)) if others == "all" else evicting(other, Shape(4))
+    own = LayerOverride(str(number), keep=tried[1].keep, store=tried[1].store)
+    recipe = replace(rest, layers=(own,))
+
+    def scored(prompt):
+        base = prompt.exact if others == "all" else prompt.evicted(rest)
+        return prompt.one_layer(number, tried, base)
+
+    read.step = 12  # one step, as a layer is scored
+    kl = scored(read)
+    if others == "all":
+        assert kl[0].max() < 1e-5
+    assert kl[1].min() > 0
+    torch.testing.assert_close(kl[1], read.whole([recipe])[0], rtol=1e-3, atol=1e-5)
+    monkeypatch.setattr(prompt, "decoder_layers", lambda model: [])  # nothing is skipped
+    whole = Prompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=12)
+    torch.testing.assert_close(kl, scored(whole), rtol=1e-3, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_model_in_half_precision_is_scored_in_float32_and_has_its_weights_again(model):
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    before = {name: x.data_ptr() for name, x in half.named_parameters()}
+    buffers = {name: x.clone() for name, x in half.named_buffers()}
+    with in_float32(half):
+        assert half.dtype == torch.float32
+        assert Prompt(half, ids(half, CONTEXT), ids(half, 4), step=4).logp.isfinite().all()
+    assert {name: x.data_ptr() for name, x in half.named_parameters()} == before
+    assert all(torch.equal(x, buffers[name]) for name, x in half.named_buffers())
+
+
+def test_a_pass_leaves_the_forwards_of_the_model(model, read):
+    read.one_layer(2, [uniform(Choice("rotated-2"), Shape(4))], read.exact)
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+# tuning
+
+
+def test_a_recipe_has_the_bytes_of_its_bound_and_says_where_it_comes_from(tune, model):
+    found = tune(bytes=0.3)
+    geometry = compat.geometry(model)
+    exact = Recipe().nbytes(CONTEXT, geometry)
+    assert found.recipe.nbytes(CONTEXT, geometry) <= 0.3 * exact
+    tuned = found.tuned
+    assert tuned.nbytes == tuned.predicted_nbytes == found.recipe.nbytes(CONTEXT, geometry)
+    assert tuned.bound == "bytes=0.3"
+    assert 0 < tuned.kl < tuned.kl_p99
+    assert sum(found.predicted.values()) == pytest.approx(tuned.predicted_kl, rel=1e-3)
+    assert Recipe.from_toml(found.recipe.to_toml()) == found.recipe
+    shares, costs = zip(*found.front, strict=True)
+    assert sorted(shares) == list(shares)
+    assert sorted(costs, reverse=True) == list(costs)
+
+
+def test_tuning_detaches_a_model_that_was_not_attached(tune, model):
+    kvloom.Cache(model, "full")
+    kvloom.detach(model)
+    tune(bytes=0.3)
+    assert getattr(model, "_kvloom", None) is None
+
+
+def test_a_bound_on_the_divergence_is_met_with_fewer_bytes_where_it_is_looser(tune):
+    tight, loose = tune(kl=0.02), tune(kl=0.2)
+    assert tight.tuned.kl <= 0.02
+    assert loose.tuned.kl <= 0.2
+    assert loose.tuned.nbytes < tight.tuned.nbytes
+
+
+def test_a_divergence_that_no_measured_recipe_has_is_refused_with_the_nearest(tune, monkeypatch):
+    whole = Prompt.whole
+    monkeypatch.setattr(Prompt, "whole", lambda *x: torch.ones_like(whole(*x)))
+    with pytest.raises(InputError, match=r"is within kl=0.5; the nearest has kl=1: allow"):
+        tune(kl=0.5)
+
+
+def test_another_bound_is_solved_without_scoring_again(tune, monkeypatch):
+    tune(bytes=0.3)
+    monkeypatch.setattr(Prompt, "one_layer", None)
+    assert tune(bytes=0.5).tuned.kl < tune(bytes=0.25).tuned.kl
+
+
+def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
+    scored, one_layer = [], Prompt.one_layer
+
+    def interrupted(self, number, recipes, base):
+        if base is self.exact:
+            if len(scored) == 4:
+                raise KeyboardInterrupt
+            scored.append(number)
+        return one_layer(self, number, recipes, base)
+
+    monkeypatch.setattr(Prompt, "one_layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(bytes=0.3)
+    lines = tmp_path / "scores" / "scores.jsonl"
+    with lines.open("a") as file:
+        file.write('{"text": 1, "lay')  # a line that was written in part
+    scored.clear()
+    resumed = tune(bytes=0.3)
+    assert scored == [1, 2]
+    assert len(lines.read_text().splitlines()) == 6
+    monkeypatch.setattr(Prompt, "one_layer", one_layer)
+    assert resumed.recipe == tune(bytes=0.3, folder=tmp_path / "fresh").recipe
+
+
+def test_scores_of_other_settings_and_damaged_ones_are_refused(tune, tmp_path):
+    tune(bytes=0.3)
+    with pytest.raises(InputError, match="scores of another model, text or settings"):
+        tune(bytes=0.3, settings=replace(SMALL, seed=1))
+    lines = tmp_path / "scores" / "scores.jsonl"
+    lines.write_text("{}\n" + lines.read_text())
+    with pytest.raises(InputError, match=r"line 1 of .* is not a line of scores; remove the line"):
+        tune(bytes=0.3)
+
+
+@for_each(
+    ("options", "said"),
+    [
+        ({}, "give either bytes, such as 0.2, or kl"),
+        ({"bytes": 0.2, "kl": 0.1}, "give either bytes, such as 0.2, or kl"),
+        ({"bytes": 1.5}, "bytes=1.5 must be above 0 and at most 1"),
+        ({"kl": 0.0}, "kl=0 must be above 0"),
+        ({"bytes": 0.001}, "no recipe takes 0.001 of the exact cache's bytes .* the nearest bound"),
+        ({"bytes": 0.3, "context": 600}, "the model has 512"),
+        ({"bytes": 0.3, "settings": Settings(tokens=480)}, "the model has 512"),
+    ],
+)
+def test_bounds_and_sizes_out_of_reach_are_refused_before_any_pass(
+    tune, options, said, monkeypatch
+):
+    monkeypatch.setattr(prompt, "forward", None)
+    with pytest.raises(InputError, match=said):
+        tune(**options)
+
+
+def test_the_nearest_bound_can_be_reached(tune):
+    with pytest.raises(InputError) as refused:
+        tune(bytes=0.001)
+    nearest = float(str(refused.value).rpartition("=")[2])
+    assert tune(bytes=nearest).tuned.share <= nearest
+
+
+def test_a_text_that_is_too_short_is_refused(model, tokenizer):
+    with pytest.raises(InputError, match=r"the text has .* tokens"):
+        kvloom.tune(model, tokenizer, "a few words", bytes=0.3, context=CONTEXT)
+
+
+def test_a_recipe_of_another_model_is_refused_with_both_fingerprints(tune, tmp_path):
+    found = tune(bytes=0.3)
+    path = tmp_path / "tuned.toml"
+    path.write_text(found.recipe.to_toml())
+    other = tiny.llama(num_hidden_layers=3, rope_theta=1e4)
+    with torch.no_grad():
+        other.model.norm.weight += 1
+    for make in (kvloom.attach, kvloom.Cache):
+        with pytest.raises(IncompatibleRecipe, match=found.tuned.model) as refused:
+            make(other, path)
+        assert "this model has weights" in str(refused.value)
+        assert getattr(other, "_kvloom", None) is None
+
+
+def test_the_bound_ranks_what_was_measured():
+    bytes_first, quality = Bound(0.5, None, 100), Bound(None, 0.1, 100)
+
+    class One:
+        def __init__(self, nbytes, mean):
+            self.nbytes, self.mean = nbytes, mean
+
+    small, good, large, far = One(20, 0.3), One(50, 0.05), One(90, 0.01), One(10, 0.4)
+    assert sorted([large, small, good], key=bytes_first.rank) == [good, small, large]
+    assert sorted([far, large, small, good], key=quality.rank) == [good, large, small, far]
+
+
+# the command
+
+
+def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
+    few(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kvloom.tuner.run.Settings", lambda: SMALL)
+    out = tmp_path / "tuned.toml"
+    options = ["--text", here / "text.txt", "--bytes", "0.3", "--context", "256", "--out", out,
+               "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]  # fmt: skip
+    arguments = ["tune", here / "model", *options]
+    found = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert found.exit_code == 0, found.output
+    assert "predicted" in found.stdout
+    recipe = Recipe.from_toml(out)
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert Recipe.from_dict(figures["recipe"]) == recipe
+    assert [one["layer"] for one in figures["layers"]] == [0, 1]
+    assert figures["environment"]["text"] == "text.txt"
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    model, _ = kvloom.workload.models.load(str(here / "model"))
+    assert kvloom.Cache(model, out).recipe.layers == recipe.layers
+
+
+@for_each(
+    ("words", "said"),
+    [
+        ("--bytes 0.2 --quality 0.01", "--quality '0.01' must be a divergence in nats"),
+        ("--quality kl=x", "--quality 'kl=x' must be a divergence in nats"),
+        ("--quality kl=0", "kl=0 must be above 0"),
+        ("--bytes 2", "bytes=2 must be above 0 and at most 1: a share"),
+        ("", "give either bytes, such as 0.2, or kl"),
+        ("--bytes 0.2 --out nowhere/a.toml", "give a file in a folder that exists"),
+        ("--bytes 0.2 --plot a.txt", "must end in one of"),
+    ],
+)
+def test_mistakes_are_one_sentence(here, words, said):
+    arguments = ["tune", str(here / "model"), "--text", str(here / "text.txt"), *words.split()]
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 2
+    assert said in found.stderr
+    assert found.stderr.count("\n") == 1

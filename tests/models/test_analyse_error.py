@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import numpy as np
 import pytest
@@ -108,7 +107,7 @@ def test_on_the_reference_model_keys_want_channels_and_each_step_of_skvq_helps()
 
 def test_table_and_json():
     found = error.measure(build("llama-gqa"), IDS, [recipe(kvloom.Packed(2, "token", 16))])
-    data = json.loads(error.to_json(found, {"model": "tiny"}))
+    data = error.to_data(found, {"model": "tiny"})
     assert data["environment"] == {"model": "tiny"}
     (row,) = data["rows"]
     assert row["recipe"] == "mine"

@@ -19,7 +19,6 @@ are those of the plain model; the steps after it attend to the recipe's cache. T
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -110,16 +109,15 @@ def measure(
     return [layer.figures() for layer in layers]
 
 
-def to_json(layers: Sequence[LayerAttention], environment: dict[str, Any]) -> str:
-    """Return `{"environment", "threshold", "grid", "edges", "layers"}`."""
-    data = {
+def to_data(layers: Sequence[LayerAttention], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures as plain data."""
+    return {
         "environment": environment,
         "threshold": THRESHOLD,
         "grid": GRID,
         "edges": EDGES,
         "layers": [asdict(layer) for layer in layers],
     }
-    return json.dumps(data, ensure_ascii=False)
 
 
 class _LayerObserver:

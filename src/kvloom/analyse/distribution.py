@@ -12,7 +12,6 @@ model reads one context; nothing is quantized. Figures of a layer and kind:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,12 +127,12 @@ def measure(
     return found
 
 
-def to_plain(found: Sequence[Distribution]) -> list[dict[str, Any]]:
-    """Return one row a distribution as plain data.
+def to_data(found: Sequence[Distribution], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return plain data, one row a distribution.
 
     channels: largest magnitude of each channel. order: channels by calibrated group.
     """
-    return [
+    rows = [
         {
             "layer": d.layer,
             "kind": d.kind,
@@ -146,12 +145,7 @@ def to_plain(found: Sequence[Distribution]) -> list[dict[str, Any]]:
         }
         for d in found
     ]
-
-
-def to_json(found: Sequence[Distribution], environment: dict[str, Any]) -> str:
-    """Return `{"environment": …, "rows": […]}`."""
-    data = {"environment": environment, "rows": to_plain(found)}
-    return json.dumps(data, indent=2, ensure_ascii=False)
+    return {"environment": environment, "rows": rows}
 
 
 def _calibrated_groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:

@@ -14,7 +14,6 @@ The paper (arXiv:2402.02750) states no formula and no bit width for its figures.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -95,9 +94,9 @@ def mean(errors: dict[int, LayerError]) -> LayerError:
     return LayerError(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
 
 
-def to_plain(found: dict[str, dict[int, LayerError]]) -> list[dict[str, Any]]:
-    """Return one row a recipe as plain data: its name, the mean over layers, and every layer."""
-    return [
+def to_data(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return plain data: of each recipe its name, the mean over layers, and every layer."""
+    rows = [
         {
             "recipe": name,
             **asdict(mean(errors)),
@@ -105,12 +104,7 @@ def to_plain(found: dict[str, dict[int, LayerError]]) -> list[dict[str, Any]]:
         }
         for name, errors in found.items()
     ]
-
-
-def to_json(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]) -> str:
-    """Return `{"environment": …, "rows": […]}`."""
-    rows = to_plain(found)
-    return json.dumps({"environment": environment, "rows": rows}, indent=2, ensure_ascii=False)
+    return {"environment": environment, "rows": rows}
 
 
 def quantized(

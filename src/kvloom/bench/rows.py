@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -69,8 +68,8 @@ def make_rows(
     return rows
 
 
-def to_json(rows: Sequence[Row], environment: dict[str, Any], limits: dict[str, Any]) -> str:
-    """Return `{"environment": …, "limits": {"read_gb_s": …}, "rows": […]}`."""
-    plain = [asdict(row) for row in rows]
-    data = {"environment": environment, "limits": limits, "rows": plain}
-    return json.dumps(data, indent=2, ensure_ascii=False)
+def to_data(
+    rows: Sequence[Row], environment: dict[str, Any], limits: dict[str, Any]
+) -> dict[str, Any]:
+    """Return plain data. limits: `read_gb_s`."""
+    return {"environment": environment, "limits": limits, "rows": [asdict(row) for row in rows]}

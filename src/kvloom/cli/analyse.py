@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from ..errors import InputError
-from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
+from .inputs import ChosenModel, ChosenText, conditions
 from .options import RECIPE_HELP, RECIPES_HELP, Dtype, Files, Json, Model, Text, parse_recipes
 from .outputs import check_outputs, show_results
 from .progress import show_progress
 from .user_errors import user_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .progress import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Analyse a model on a text, as the papers do.")
 
@@ -50,24 +56,19 @@ def attention(
     As in Keyformer's figures 3a, 3b and 4 and MiniKV's figure 7.
     """
     with user_errors():
-        from ..analyse import attention as analysis
-        from ..analyse import attention_plot, attention_table
+        from ..analyse.attention import measure
         from ..recipe.resolve import resolve
 
         resolve(recipe)  # a wrong name is refused before anything is loaded
-        check_outputs(json, plot=plot)
-        sources = text_files(files, text)
-        ids = _read_ids(sources, model, dtype, seed, context=context, new_tokens=max_new_tokens)
-        with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
-            on_step = progress.counter(max_new_tokens + 1)
-            layers = analysis.measure(loaded, ids, context=context, recipe=recipe, progress=on_step)
-        environment = _environment(loaded, model, sources, recipe, context, seed)
-        environment["new_tokens"] = max_new_tokens
-        if plot:
-            attention_plot.plot(layers, environment, plot)
-        data = analysis.to_json(layers, environment)
-        show_results(data, json, attention_table.table(layers, environment))
+        inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
+        _run(
+            "attention", inputs, json, plot,
+            lambda loaded, ids, progress: measure(
+                loaded, ids, context=context, recipe=recipe,
+                progress=progress.counter(max_new_tokens + 1),
+            ),
+            new_tokens=max_new_tokens,
+        )  # fmt: skip
 
 
 @app.command("error")
@@ -92,20 +93,17 @@ def error(
     Every token is quantized, without recent windows or sinks: formats are compared, not recipes.
     """
     with user_errors():
-        from ..analyse import error as analysis
-        from ..analyse import error_table
+        from ..analyse.error import measure
 
         chosen = parse_recipes(recipes)
-        check_outputs(json)
-        sources = text_files(files, text)
-        ids = _read_ids(sources, model, dtype, seed, context=context, contexts=contexts)
-        with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
-            found = analysis.measure(loaded, ids, chosen, progress=progress.counter(contexts))
-        environment = _environment(loaded, model, sources, recipes, context, seed)
-        environment["contexts"] = contexts
-        data = analysis.to_json(found, environment)
-        show_results(data, json, error_table.table(found, environment))
+        inputs = _Inputs(files, text, model, dtype, recipes, context, seed)
+        _run(
+            "error", inputs, json, None,
+            lambda loaded, ids, progress: measure(
+                loaded, ids, chosen, progress=progress.counter(contexts)
+            ),
+            contexts=contexts,
+        )  # fmt: skip
 
 
 @app.command("distribution")
@@ -135,8 +133,7 @@ def distribution(
     As in KIVI's figure 2 and SKVQ's figure 2. Without a calibrated recipe, there are no groups.
     """
     with user_errors():
-        from ..analyse import distribution as analysis
-        from ..analyse import distribution_plot, distribution_table
+        from ..analyse.distribution import measure
         from ..recipe.resolve import resolve
 
         chosen = resolve(recipe)
@@ -144,51 +141,60 @@ def distribution(
             numbers = None if layers is None else [int(n) for n in layers.split(",")]
         except ValueError:
             raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
-        check_outputs(json, plot=plot)
-        sources = text_files(files, text)
-        ids = _read_ids(sources, model, dtype, seed, context=context)
-        with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
-            progress("reading the text")
-            found = analysis.measure(loaded, ids, chosen, numbers)
-        environment = _environment(loaded, model, sources, recipe, context, seed)
-        if plot:
-            distribution_plot.plot(found, environment, plot)
-        data = analysis.to_json(found, environment)
-        show_results(data, json, distribution_table.table(found, environment))
+        inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
+        _run(
+            "distribution", inputs, json, plot,
+            lambda loaded, ids, progress: measure(loaded, ids, chosen, numbers),
+        )  # fmt: skip
 
 
-def _environment(
-    loaded: Any, model: str, sources: list[Path], recipe: str, context: int, seed: int
-) -> dict:
-    """Return the conditions of the figures."""
-    from ..report.machine import machine
+class _Inputs(NamedTuple):
+    """The options that all analyses have. recipe: as it is spelled."""
 
-    return {**machine(loaded), "model": model_name(model), "text": text_name(sources),
-            "recipe": recipe, "context": context, "seed": seed}  # fmt: skip
+    files: list[Path] | None
+    text: list[Path] | None
+    model: str
+    dtype: str
+    recipe: str
+    context: int
+    seed: int
 
 
-def _read_ids(
-    sources: list[Path],
-    model: str,
-    dtype: str,
-    seed: int,
-    *,
-    context: int,
-    new_tokens: int = 0,
-    contexts: int = 1,
-) -> Any:
-    """Return ids [contexts, context + new_tokens] of the text; refuse a text that is too short.
+def _run(
+    name: str,
+    inputs: _Inputs,
+    json: str | None,
+    plot: Path | None,
+    measure: Callable[[Any, Any, Progress], Any],
+    **sizes: int,
+) -> None:
+    """Measure a text, and show the result as the modules `kvloom.analyse.<name>*` do.
 
-    Loads only the model's config and tokenizer.
+    sizes: new_tokens or contexts, which results contain, too. A text that is too short is refused
+    before the weights of the model are loaded.
     """
-    from ..workload.models import check_positions, load_config_and_tokenizer
+    from ..workload.models import check_positions
     from ..workload.text import cut_rows, leading_ids, tokenize
 
-    content = read_text(sources)
-    silence_transformers()
-    config, tokenizer = load_config_and_tokenizer(model, dtype)
-    check_positions(config, context, new_tokens)
-    tokens = context + new_tokens
-    ids = tokenize(tokenizer, content)
-    return cut_rows(ids, leading_ids(tokenizer), contexts, tokens, seed)
+    check_outputs(json, plot=plot)
+    text = ChosenText(inputs.files, inputs.text)
+    model = ChosenModel(inputs.model, inputs.dtype)
+    context, new_tokens = inputs.context, sizes.get("new_tokens", 0)
+    check_positions(model.config, context, new_tokens)
+    ids = cut_rows(
+        tokenize(model.tokenizer, text.content), leading_ids(model.tokenizer),
+        sizes.get("contexts", 1), context + new_tokens, inputs.seed,
+    )  # fmt: skip
+    with show_progress() as progress:
+        loaded = model.load(progress)
+        progress("reading the text")
+        found = measure(loaded, ids, progress)
+    environment = conditions(
+        loaded, model, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed, **sizes
+    )
+    if plot:
+        import_module(f"kvloom.analyse.{name}_plot").plot(found, environment, plot)
+    data = import_module(f"kvloom.analyse.{name}").to_data(found, environment)
+    show_results(
+        data, json, import_module(f"kvloom.analyse.{name}_table").table(found, environment)
+    )

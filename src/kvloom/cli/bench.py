@@ -222,6 +222,6 @@ def _run(
     if found:
         shares = name in ("prefill", "pack")
         shown = table.table(found, environment, limits, caption, shares)
-        show_results(rows.to_json(found, environment, limits), json, shown)
+        show_results(rows.to_data(found, environment, limits), json, shown)
     failed = [r.name for r in found if r.problem and r.name not in transformers_caches.INSTALL]
     finish(early_end, missing, list(dict.fromkeys(failed)))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
+from .inputs import ChosenModel, ChosenText
 from .options import (
     RECIPES_HELP,
     Dtype,
@@ -85,9 +85,7 @@ def command(
         from ..eval.comparison_task import DEFAULT_CONTEXT
         from ..eval.table import line, table
         from ..recipe import RECIPES, part_options
-        from ..workload.models import load_config_and_tokenizer
 
-        sources = text_files(files, text)
         named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
         chosen = parse_recipes(",".join(named) if recipes is None else recipes)
         settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
@@ -95,18 +93,15 @@ def command(
         # A wrong budget is refused before anything is loaded.
         with_budget(chosen, share, context or DEFAULT_CONTEXT)
         check_outputs(json, plot=plot)
-        content = read_text(sources)
-        silence_transformers()
-        config, tokenizer = load_config_and_tokenizer(model, dtype)
-        task = evaluation.prepare(config, tokenizer, content, settings)
+        source, known = ChosenText(files, text), ChosenModel(model, dtype)
+        task = evaluation.prepare(known.config, known.tokenizer, source.content, settings)
         chosen = evaluation.with_full(with_budget(chosen, share, task.context))
         with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
-            name = model_name(model)
-            environment = evaluation.environment(loaded, name, task, seed, text_name(sources))
+            loaded = known.load(progress)
+            environment = evaluation.environment(loaded, known.name, task, seed, source.name)
             on_step = progress.counter(task.units * len(chosen))
             rows, early_end = collect_rows(
-                evaluation.iter_rows(loaded, tokenizer, chosen, task, on_step),
+                evaluation.iter_rows(loaded, known.tokenizer, chosen, task, on_step),
                 lambda row: line(row, environment),
                 progress,
             )
@@ -119,6 +114,6 @@ def command(
         if plot and rows:
             evaluation.plot(rows, environment, plot)
         if rows:
-            show_results(evaluation.to_json(rows, environment), json, table(rows, environment))
+            show_results(evaluation.to_data(rows, environment), json, table(rows, environment))
         failed = [r.recipe for r in rows if r.failed or (r.problem and recipes is not None)]
         finish(early_end, missing, failed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError
-from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
+from .inputs import ChosenModel, ChosenText
 from .options import (
     RECIPES_HELP,
     Dtype,
@@ -106,7 +106,7 @@ def command(
         from ..eval.tasks import task_named
         from ..hf import compat
         from ..report.machine import machine
-        from ..workload.models import load_config_and_tokenizer, max_positions
+        from ..workload.models import max_positions
 
         chosen_tasks = [task_named(name) for name in tasks]
         if ask not in ("after", "inside"):
@@ -115,29 +115,27 @@ def command(
         shares = [] if bytes is None else _numbers(bytes, float, "--bytes")
         if shares and budget is not None:
             raise InputError("--bytes and --budget both set the budget; give one of them")
-        sources = text_files(None, text)
         chosen = parse_recipes(recipes)
-        content = read_text(sources)
-        silence_transformers()
-        config, tokenizer = load_config_and_tokenizer(model, dtype)
+        read, known = ChosenText(None, text), ChosenModel(model, dtype)
         source = Source.of(
-            tokenizer, content, lengths=lengths, samples=samples, new_tokens=max_new_tokens,
-            batch=batch, seed=seed, ask=ask, data=None if data is None else str(data),
+            known.tokenizer, read.content, lengths=lengths, samples=samples,
+            new_tokens=max_new_tokens, batch=batch, seed=seed, ask=ask,
+            data=None if data is None else str(data),
         )  # fmt: skip
-        batches = task_batches(chosen_tasks, source, max_positions(config))
+        batches = task_batches(chosen_tasks, source, max_positions(known.config))
         with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
+            loaded = known.load(progress)
             geometry = compat.geometry(loaded)
             measured = _with_bytes(chosen, shares, budget, lengths, geometry)
             settings = {
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
                 "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
                 "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
-                "text": text_name(sources), "data": None if data is None else data.name,
+                "text": read.name, "data": None if data is None else data.name,
             }  # fmt: skip
             run = {
                 "environment": machine(loaded),
-                "model": model_facts(loaded, model_name(model), geometry),
+                "model": model_facts(loaded, known.name, geometry),
                 "settings": settings,
             }
             folder = ResultFolder.open(out, run)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError
-from .inputs import check_utf8, load_model, model_name, read_stdin, silence_transformers
+from .inputs import ChosenModel, check_utf8, read_stdin
 from .options import RECIPE_HELP, Dtype, Model
 from .progress import show_progress
 from .user_errors import user_errors
@@ -41,26 +41,24 @@ def command(
     with user_errors():
         from ..hf.cache import Cache
         from ..recipe.resolve import resolve
-        from ..workload.models import check_positions, load_config_and_tokenizer
+        from ..workload.models import check_positions
 
         chosen = resolve(recipe)
         text = read_stdin() if prompt == "-" else check_utf8("the prompt", prompt)
         if not text.strip():
             raise InputError("the prompt is empty; give some text to continue")
-        silence_transformers()
-        config, tokenizer = load_config_and_tokenizer(model, dtype)
-        ids = _chat_ids(tokenizer, text, model_name(model)) if chat else _ids(tokenizer, text)
-        check_positions(config, ids.shape[1], max_new_tokens)
+        known = ChosenModel(model, dtype)
+        tokenizer = known.tokenizer
+        if chat:
+            ids = _chat_ids(tokenizer, text, known.name)
+        else:
+            ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # [1, tokens]
+        check_positions(known.config, ids.shape[1], max_new_tokens)
         with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
+            loaded = known.load(progress)
         cache, ids = Cache(loaded, chosen), ids.to(loaded.device)
         times = _generate(loaded, tokenizer, ids, cache, max_new_tokens, temperature, seed)
         typer.echo(_figures(cache, ids.shape[1], times), err=True)
-
-
-def _ids(tokenizer: Any, text: str) -> Any:
-    """Return the prompt's ids, int64 [1, tokens]."""
-    return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
 
 
 def _chat_ids(tokenizer: Any, text: str, model: str) -> Any:

@@ -22,34 +22,52 @@ def silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load_model(model: str, dtype: str, progress: Progress) -> Any:
-    """Load a model and report it as progress, because it may take minutes."""
-    from ..workload import models
+class ChosenModel:
+    """The model of `--model` and `--dtype`: its config and tokenizer at first, later its weights.
 
-    progress(f"loading {model_name(model)}")
-    return models.load_model(model, dtype)
+    A wrong model is refused at once. name: in results, its hub id or the name of its folder.
+    """
+
+    def __init__(self, option: str, dtype: str) -> None:
+        from ..workload.models import load_config_and_tokenizer
+
+        silence_transformers()
+        self.option, self.dtype = option, dtype
+        self.name = Path(option).name if Path(option).is_dir() else option
+        self.config, self.tokenizer = load_config_and_tokenizer(option, dtype)
+
+    def load(self, progress: Progress) -> Any:
+        """Load the weights and report it as progress, because it may take minutes."""
+        from ..workload import models
+
+        progress(f"loading {self.name}")
+        return models.load_model(self.option, self.dtype)
 
 
-def model_name(model: str) -> str:
-    """Return a model's name in results: its hub id, or the name of its folder."""
-    return Path(model).name if Path(model).is_dir() else model
+class ChosenText:
+    """The text of files given as arguments and by `--text`; without any, CPython's library.
+
+    name: of the text in results.
+    """
+
+    def __init__(self, files: list[Path] | None, text: list[Path] | None) -> None:
+        from ..workload.text import library_text, read_files
+
+        found = [*(files or ()), *(text or ())]
+        self.name = text_name(found) if found else "CPython's library"
+        self.content = read_files(found) if found else library_text()
 
 
-def text_files(files: list[Path] | None, text: list[Path] | None) -> list[Path]:
-    """Return the text files of the arguments and of the option --text."""
-    return [*(files or ()), *(text or ())]
+def conditions(loaded: Any, model: ChosenModel, text: str, **more: Any) -> dict[str, Any]:
+    """Return the environment of results: versions, hardware, names of model and text, and more."""
+    from ..report.machine import machine
 
-
-def read_text(files: list[Path]) -> str:
-    """Return the text of the files; without files, CPython's library."""
-    from ..workload.text import library_text, read_files
-
-    return read_files(files) if files else library_text()
+    return {**machine(loaded), "model": model.name, "text": text, **more}
 
 
 def text_name(files: list[Path]) -> str:
-    """Return the name of the text in results."""
-    return ", ".join(map(printable_name, files)) if files else "CPython's library"
+    """Return the name of a text in results."""
+    return ", ".join(map(printable_name, files))
 
 
 def printable_name(path: Path) -> str:

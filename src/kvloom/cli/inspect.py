@@ -10,15 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .inputs import (
-    check_utf8,
-    load_model,
-    model_name,
-    printable_name,
-    read_stdin,
-    silence_transformers,
-    text_name,
-)
+from .inputs import ChosenModel, check_utf8, printable_name, read_stdin, text_name
 from .options import RECIPE_HELP, Dtype, Model
 from .outputs import check_outputs, write_file
 from .progress import show_progress
@@ -62,21 +54,19 @@ def command(
         from ..inspect import page, trace_recipe
         from ..inspect.token_text import prompt_ids
         from ..recipe.resolve import resolve
-        from ..workload.models import load_config_and_tokenizer
 
         chosen = resolve(recipe)  # a wrong name is refused before anything is loaded
         check_outputs(out, json)
         content, source = _read(argument, text)
-        silence_transformers()
-        config, tokenizer = load_config_and_tokenizer(model, dtype)
-        prompt_ids(config, tokenizer, content, context, max_new_tokens)  # so is a text too long
+        known = ChosenModel(model, dtype)  # so are a wrong model, and a text that is too long
+        prompt_ids(known.config, known.tokenizer, content, context, max_new_tokens)
         with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
+            loaded = known.load(progress)
             trace = trace_recipe(
-                loaded, tokenizer, chosen, content, context=context, new_tokens=max_new_tokens,
-                progress=progress.counter(max_new_tokens + 1),
+                loaded, known.tokenizer, chosen, content, context=context,
+                new_tokens=max_new_tokens, progress=progress.counter(max_new_tokens + 1),
             )  # fmt: skip
-        data = {"model": model_name(model), "source": source, **trace}
+        data = {"model": known.name, "source": source, **trace}
         write_file(out, page(data))
         if json == "-":
             typer.echo(js.dumps(data, ensure_ascii=False))

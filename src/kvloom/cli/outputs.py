@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,15 @@ def write_file(path: str | Path, text: str) -> None:
         ) from error
 
 
-def show_results(data: str, json: str | None, table: Any) -> None:
-    """Print the table, or the JSON data if `json` is "-"; write the data to the file `json`."""
+def show_results(data: dict[str, Any], json: str | None, table: Any) -> None:
+    """Print the table, or the data as JSON if `json` is "-"; write the data to the file `json`."""
+    spelled = dumps(data, indent=2, ensure_ascii=False)
     if json == "-":
-        typer.echo(data)
+        typer.echo(spelled)
         return
     print_rich(table)
     if json:
-        write_file(json, data + "\n")
+        write_file(json, spelled + "\n")
 
 
 def output_width() -> int:

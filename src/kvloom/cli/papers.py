@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .inputs import load_model, model_name, read_text, silence_transformers, text_files, text_name
+from .inputs import ChosenModel, ChosenText, conditions
 from .options import Dtype, Json, Model, Text
 from .outputs import check_outputs, print_rich, show_results
 from .partial_results import EarlyEnd, finish
@@ -35,25 +35,20 @@ def command(
     with user_errors():
         from ..analyse import attention, error
         from ..eval.papers import DEFAULT, PAPERS, QUICK, Lab, Verdict, check, table
-        from ..report.machine import machine
-        from ..workload.models import load_config_and_tokenizer
 
         if paper not in PAPERS:
             raise InputError(f"there is no paper {paper!r}; choose from {', '.join(PAPERS)}")
         title, claims = PAPERS[paper]
         check_outputs(json)
-        sources = text_files(None, text)
-        content = read_text(sources)
-        silence_transformers()
-        size = QUICK if quick else DEFAULT
-        _, tokenizer = load_config_and_tokenizer(model, dtype)
+        size, chosen_text = QUICK if quick else DEFAULT, ChosenText(None, text)
+        chosen = ChosenModel(model, dtype)
         with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
+            loaded = chosen.load(progress)
         lab = Lab(
-            loaded, tokenizer, content, size=size, is_reference=model == "reference", seed=seed,
+            loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
+            is_reference=model == "reference",
             format_errors=error.measure, attention=attention.measure,
         )  # fmt: skip
-        name = model_name(model)
         verdicts: list[Verdict] = []
         early_end: EarlyEnd = None
         if json != "-":
@@ -67,17 +62,16 @@ def command(
                 if json == "-":
                     typer.echo(table.line(verdicts[-1]), err=True)
                 else:
-                    print_rich(table.block(verdicts[-1], name))
+                    print_rich(table.block(verdicts[-1], chosen.name))
         except KeyboardInterrupt as interrupt:
             early_end = interrupt
         finally:
             lab.close()
-        environment = {
-            **machine(loaded), "model": name, "text": text_name(sources), "quick": quick,
-            "seed": seed, **vars(size),
-        }  # fmt: skip
+        environment = conditions(
+            loaded, chosen, chosen_text.name, quick=quick, seed=seed, **vars(size)
+        )
         missing = [claim.name for claim in claims[len(verdicts) :]]
         if missing:
             environment["missing"] = missing
-        show_results(table.to_json(paper, verdicts, environment), json, table.summary(verdicts))
+        show_results(table.to_data(paper, verdicts, environment), json, table.summary(verdicts))
         finish(early_end, missing, [v.claim.name for v in verdicts if v.status == "failed"])

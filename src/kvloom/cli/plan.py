@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,6 @@ from .outputs import check_outputs, show_results
 from .partial_results import finish
 from .progress import Progress, show_progress
 from .user_errors import user_errors
-
-if TYPE_CHECKING:
-    from ..planner import Plan
 
 
 def command(
@@ -86,7 +83,7 @@ def command(
             )  # fmt: skip
         if plot:
             write_plot(found, plot)
-        show_results(_json(found), json, table(found))
+        show_results(found.to_dict(), json, table(found))
         failed = [row.recipe for row in found.rows if row.problem] if recipes else []
         if rate is not None and not failed and not any(row.reaches for row in found.rows):
             raise typer.Exit(1)
@@ -101,9 +98,3 @@ def _measuring(progress: Progress) -> Callable[[int], Callable[[str, int], None]
         return progress.counter(units)
 
     return begin
-
-
-def _json(plan: Plan) -> str:
-    import json
-
-    return json.dumps(plan.to_dict(), indent=2, ensure_ascii=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .inputs import load_model, model_name, silence_transformers, text_name
+from .inputs import ChosenModel, conditions, text_name
 from .options import Dtype, Json
 from .outputs import check_outputs, show_results, write_file
 from .progress import show_progress
@@ -48,31 +48,28 @@ def command(
     by the same command. Scores are in kvloom's cache folder.
     """
     with user_errors():
-        from ..report.machine import machine
         from ..tuner import tune
         from ..tuner.plot import plot as draw
-        from ..tuner.table import table, to_json
-        from ..workload.models import load_config_and_tokenizer
+        from ..tuner.table import table, to_data
         from ..workload.text import read_files
 
         kl = None if quality is None else _quality(quality)
         _check_bound(bytes, kl)
         check_outputs(json, out, plot=plot)
         content = read_files(text)
-        silence_transformers()
-        _, tokenizer = load_config_and_tokenizer(model, dtype)
+        chosen = ChosenModel(model, dtype)
         with show_progress() as progress:
-            loaded = load_model(model, dtype, progress)
+            loaded = chosen.load(progress)
             found = tune(
-                loaded, tokenizer, content, bytes=bytes, kl=kl, context=context, progress=progress
-            )
-        name = model_name(model)
+                loaded, chosen.tokenizer, content, bytes=bytes, kl=kl, context=context,
+                progress=progress,
+            )  # fmt: skip
         if out is not None:
             write_file(out, found.recipe.to_toml())
         if plot is not None:
-            draw(found, name, plot)
-        environment = {**machine(loaded), "model": name, "text": text_name(text)}
-        show_results(to_json(found, environment), json, table(found, name))
+            draw(found, chosen.name, plot)
+        environment = conditions(loaded, chosen, text_name(text))
+        show_results(to_data(found, environment), json, table(found, chosen.name))
 
 
 def _check_bound(share: float | None, kl: float | None) -> None:

@@ -17,7 +17,7 @@ from .compare import compare, iter_rows, with_full
 from .comparison_task import ComparisonTask, Settings, prepare
 from .environment import environment
 from .plot import plot
-from .rows import Row, to_json
+from .rows import Row, to_data
 
 __all__ = [
     "ComparisonTask",
@@ -29,6 +29,6 @@ __all__ = [
     "load",
     "plot",
     "prepare",
-    "to_json",
+    "to_data",
     "with_full",
 ]

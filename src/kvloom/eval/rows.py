@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -52,10 +51,10 @@ class Row:
     failed: bool = False
 
 
-def to_json(rows: Sequence[Row], environment: dict[str, Any]) -> str:
-    """Return `{"environment": …, "rows": […]}`; figures that do not exist are null."""
+def to_data(rows: Sequence[Row], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return plain data; figures that are not finite are None."""
     plain = [{k: _finite(v) for k, v in asdict(row).items()} for row in rows]
-    return json.dumps({"environment": environment, "rows": plain}, indent=2, ensure_ascii=False)
+    return {"environment": environment, "rows": plain}
 
 
 def _finite(value: Any) -> Any:

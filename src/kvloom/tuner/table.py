@@ -1,8 +1,7 @@
-"""A tuned recipe as a table, and its figures as JSON."""
+"""A tuned recipe as a table, and its figures as plain data."""
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from typing import Any
 
@@ -27,18 +26,17 @@ def table(tuning: Tuning, name: str) -> FigureTable:
     return found
 
 
-def to_json(tuning: Tuning, environment: dict[str, Any]) -> str:
-    """Return the figures as JSON; the fields are those of docs/reference/json.md."""
+def to_data(tuning: Tuning, environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures as plain data; the fields are those of docs/reference/json.md."""
     layers = [
         {"layer": n, **choice._asdict(), "kl": tuning.predicted[n]}
         for n, choice in tuning.choices.items()
     ]
     uniform = [{"recipe": name, "share": x, "kl": kl} for name, x, kl in tuning.uniform]
-    data = {
+    return {
         "environment": environment,
         "recipe": tuning.recipe.to_dict(),
         "layers": layers,
         "front": [{"share": share, "kl": kl} for share, kl in tuning.front],
         "uniform": uniform,
     }
-    return json.dumps(data, indent=2)

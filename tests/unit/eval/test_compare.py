@@ -476,7 +476,7 @@ def test_library_text_is_there():
 
 def test_json_has_the_promised_fields(model, task, rows):
     environment = work.environment(model, "tiny", task, seed=5, text="lines")
-    found = json.loads(work.to_json(rows, environment))
+    found = json.loads(json.dumps(work.to_data(rows, environment)))
     assert set(found) == {"environment", "rows"}
     assert {"python", "kvloom", "torch", "transformers", "cpu", "gpu", "threads", "dtype", "model",
             "context", "batch", "seed", "date"} <= set(found["environment"])  # fmt: skip
@@ -527,7 +527,7 @@ def test_bytes_copied_per_step_are_shown_for_recipes_with_a_tier(model, tokenize
 
 def test_json_of_an_endless_perplexity_is_null():
     row = Row("rtn", 2.0, 1, 8.0, 0.1, 1.0, math.inf, 0.0, None)
-    assert json.loads(work.to_json([row], {}))["rows"][0]["perplexity"] is None
+    assert work.to_data([row], {})["rows"][0]["perplexity"] is None
 
 
 def test_table_is_readable_at_100_columns(model, task, rows):

@@ -268,7 +268,7 @@ def test_summaries_of_a_file(here, tmp_path):
 def test_mistakes_are_refused_before_the_model_is_loaded(
     here, tmp_path, args, message, monkeypatch
 ):
-    monkeypatch.setattr("kvloom.cli.eval.load_model", None)  # a call would fail
+    monkeypatch.setattr("kvloom.workload.models.load_model", None)  # a call would fail
     found = run(here, *args, "--out", tmp_path / "out")
     assert (found.exit_code, found.stdout) == (2, "")
     assert found.stderr.startswith("kvloom: ")

@@ -219,7 +219,7 @@ def two_claims(monkeypatch):
         replace(claim(reason="needs an A100"), name="speed"),
     )
     monkeypatch.setitem(papers.PAPERS, "kivi", ("KIVI", claims))
-    monkeypatch.setattr("kvloom.cli.papers.load_model", lambda *_: tiny.llama())
+    monkeypatch.setattr("kvloom.workload.models.load_model", lambda *_: tiny.llama())
     return monkeypatch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -44,8 +43,8 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(f"{found[status]} {status}" for status in _STYLE if found[status])
 
 
-def to_json(paper: str, verdicts: Sequence[Verdict], environment: dict[str, Any]) -> str:
-    """Return `{"environment", "paper", "claims"}`."""
+def to_data(paper: str, verdicts: Sequence[Verdict], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the verdicts as plain data."""
     claims = [
         {
             "name": v.claim.name,
@@ -60,8 +59,7 @@ def to_json(paper: str, verdicts: Sequence[Verdict], environment: dict[str, Any]
         }
         for v in verdicts
     ]
-    data = {"environment": environment, "paper": paper, "claims": claims}
-    return json.dumps(data, indent=2, ensure_ascii=False)
+    return {"environment": environment, "paper": paper, "claims": claims}
 
 
 def _because(verdict: Verdict) -> str:

@@ -23,7 +23,7 @@ def kernels(request):
 by_reference = pytest.mark.parametrize(
     "kernels", [pytest.param("auto", marks=pytest.mark.slow), "ref"], indirect=True
 )
-"""Runs a test by the reference by default, because its kernels take long to compile."""
+"""Runs a test by the reference by default: its kernels take long to compile, or it needs none."""
 
 
 def _plain(fmt: Packed | None) -> tuple | None:

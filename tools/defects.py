@@ -88,7 +88,7 @@ DEFECTS = [
         "due // unit * unit if prompt or due >= self.residual else 0",
         "due // unit * unit if prompt or due > self.residual else 0",
         "a decode step packs one token later than a prompt of the same length",
-        "tests/unit/store/test_packed.py", "tests/papers/test_kivi.py",
+        "tests/papers/test_kivi.py", "tests/unit/store/test_packed.py",
     ),
     _defect(
         "store", "store/formats.py",

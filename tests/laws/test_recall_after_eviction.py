@@ -182,6 +182,7 @@ def test_a_crop_goes_back_to_the_prompt_and_no_further(name):
     assert cropped.seen == probe.count(cropped) == probe.indexed(cropped) == 0
 
 
+@by_reference
 def test_a_keep_without_recall_refuses_the_same_crop():
     cache = fresh(replace(RECIPES["h2o, clusters"], recall=None))
     feed(cache, *heads(7, PROMPT + 10), [PROMPT, *[1] * 10])
@@ -222,6 +223,7 @@ def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(k
     assert sum(probe.count(cache) - 1 for cache in caches) == 2 * KEPT
 
 
+@by_reference
 @for_each(
     ("keep", "says"),
     [

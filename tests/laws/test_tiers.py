@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import probe
+from backends import by_reference
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError, TierError
@@ -184,11 +185,13 @@ def test_a_file_goes_with_its_cache(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@by_reference
 def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path):
     with pytest.raises(TierError, match=r"no file for the cache can be made in .*nowhere.*exists"):
         layer(recipe("clusters", Tier("file", str(tmp_path / "nowhere"))))
 
 
+@by_reference
 def test_what_is_no_folder_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(TierError, match=r"file' \(Not a directory\); give a folder that exists"):
@@ -216,6 +219,7 @@ def test_a_file_that_is_lost_ends_the_cache_and_not_the_process(tmp_path, harm, 
     feed(cache, *tokens(1, 20))
 
 
+@by_reference
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
     cache = layer(recipe("clusters", Tier("file", str(tmp_path))))
 
@@ -247,6 +251,7 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
     feed(cache, *tokens(1, 20))
 
 
+@by_reference
 @for_each(
     ("build", "says"),
     [

@@ -244,6 +244,7 @@ def test_hooks_of_accelerate_stay(name, order):
         assert not torch.equal(own, plain)
 
 
+@by_reference
 def test_a_forward_that_somebody_replaced_comes_back():
     model = zoo.build("mpt")
     module = attentions(model)[0]
@@ -287,6 +288,7 @@ def test_the_cache_of_another_model_is_refused(name):
     assert cache.get_seq_length() == 61
 
 
+@by_reference
 @for_each("name", ["gptj", "mpt", "falcon-mqa", "falcon-gqa"])
 def test_a_4d_mask_is_refused(name):
     model = zoo.build(name)
@@ -299,6 +301,7 @@ def test_a_4d_mask_is_refused(name):
     assert cache.get_seq_length() == 61
 
 
+@by_reference
 def test_every_adapter_is_known():
     assert {zoo.CONFIGS[name]().model_type for name in zoo.ADAPTED} <= set(ADAPTERS)
     for name in zoo.ADAPTED:

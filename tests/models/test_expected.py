@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvloom
 import naive_recipes as rules
+from backends import by_reference
 from for_each import for_each
 from kvloom.errors import IncompatibleRecipe
 from kvloom.hf import compat
@@ -51,6 +52,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name):
             assert torch.equal(kept, two[0])
 
 
+@by_reference
 @for_each(
     "spelled",
     [
@@ -71,6 +73,7 @@ def test_predicted_bytes_are_exact(spelled):
     assert kvloom.Recipe.from_toml(recipe.to_toml()) == recipe
 
 
+@by_reference
 def test_a_rotary_embedding_that_changes_with_the_length_is_refused():
     model = zoo.build("llama-gqa", rope_parameters={"rope_type": "dynamic", "factor": 2.0,
                                                     "rope_theta": 1e4})  # fmt: skip

@@ -114,6 +114,7 @@ def test_a_failure_of_the_model_leaves_every_cache_empty(monkeypatch):
     assert follower.cache.get_seq_length() == 70
 
 
+@by_reference
 def test_a_cache_that_holds_tokens_is_refused():
     model = zoo.build("llama-gqa")
     used = kvloom.Cache(model, KIVI)

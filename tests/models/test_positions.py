@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvloom
 import probe
+from backends import by_reference
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.recipe.resolve import resolve
 from pairwise import some_slow
@@ -149,6 +150,7 @@ def test_a_padded_row_is_the_row_alone(name, recipe):
     assert torch.equal(alone[0, 61 - pad :], batch[row, 61:])
 
 
+@by_reference
 def test_learned_positions_need_one_budget():
     model = zoo.build("gpt2")
     recipe = "h2o:tokens=20,layers=pyramid,positions=renumbered"
@@ -157,6 +159,7 @@ def test_learned_positions_need_one_budget():
     assert not hasattr(model, "_kvloom")
 
 
+@by_reference
 def test_an_unknown_rotary_embedding_is_refused_before_anything_changes(monkeypatch):
     model = zoo.build("llama-gqa")
     module = __import__(type(model).__module__, fromlist=["x"])

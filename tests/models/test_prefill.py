@@ -9,6 +9,7 @@ import torch
 import zoo
 
 import kvloom
+from backends import by_reference
 from kvloom.errors import IncompatibleRecipe, NotFinite
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
@@ -70,6 +71,7 @@ def test_a_recipe_that_reads_the_prompt_apart_has_its_own_seconds(monkeypatch):
     assert full.seconds == found.seconds == 1
 
 
+@by_reference
 def test_the_caches_of_a_group_are_bounded(monkeypatch):
     model = zoo.build("llama-gqa")
     geometry = compat.geometry(model)
@@ -95,6 +97,7 @@ def test_the_caches_of_a_group_are_bounded(monkeypatch):
     assert prefill.groups(model, [KIVI, small], 3, 200) == [[KIVI], [small]]
 
 
+@by_reference
 def test_available_memory(monkeypatch, tmp_path):
     facts = tmp_path / "meminfo"
     monkeypatch.setattr(prefill, "Path", lambda path: facts)

@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import kvloom
 import naive_recipes as rules
 import probe
+from backends import by_reference
 from for_each import for_each
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
@@ -128,6 +129,7 @@ CHUNKS, JOINT = "kvzip:tokens=200,recent=6,chunk=100", ",heads=0,layers=joint"
 GROUPS = f"{JOINT},store=kivi-4@1={CHUNKS}{JOINT},store=turbo"
 
 
+@by_reference
 @for_each("options", ["", ",store=kivi-4", ",store=turbo", ",positions=renumbered",
                                      ",layers=variance", ",fraction=0.5", ",heads=0.2,store=turbo",
                                      f"{JOINT},store=kivi-4", GROUPS])  # fmt: skip
@@ -212,6 +214,7 @@ def logical_of(cache):
     return [probe.tokens(layer).exact_keys() for layer in probe.layers(cache)]
 
 
+@by_reference
 def test_a_model_without_room_for_the_repetition_is_refused():
     model = zoo.build("llama-gqa", max_position_embeddings=100)
     cache = kvloom.Cache(model, KVZIP.replace("chunk=20", "chunk=50"))
@@ -224,6 +227,7 @@ def test_a_model_without_room_for_the_repetition_is_refused():
         prefilled(small, KVZIP)
 
 
+@by_reference
 def test_what_cannot_be_repeated_is_refused():
     model = zoo.build("llama-gqa")
     cache = kvloom.Cache(model, KVZIP)
@@ -238,6 +242,7 @@ def test_what_cannot_be_repeated_is_refused():
     assert cache.get_seq_length() == cache.nbytes == 0
 
 
+@by_reference
 @for_each(
     ("spelled", "message"),
     [

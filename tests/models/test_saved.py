@@ -151,6 +151,7 @@ def written(cache, folder) -> bytes:
     return said
 
 
+@by_reference
 def test_every_recipe_is_here():
     assert SMALL.keys() == RECIPES.keys()
 
@@ -250,6 +251,7 @@ def test_an_empty_cache_comes_back_empty(llama, tmp_path):
     assert torch.equal(step(model, loaded, 0, 70), step(model, kvloom.Cache(model, KIVI), 0, 70))
 
 
+@by_reference
 def test_a_file_may_be_read_by_whom_the_user_lets_read_files(kivi, tmp_path):
     kivi[1].save(tmp_path / "prefix.kv")
     (tmp_path / "other").touch()
@@ -267,6 +269,7 @@ def test_nothing_of_the_file_is_needed_once_it_is_loaded(kivi, tmp_path):
     assert torch.equal(step(model, loaded, 70, 71), step(model, cache, 70, 71))
 
 
+@by_reference
 def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_path):
     model, calibration = llama
     path, own = tmp_path / "prefix.kv", tmp_path / "c.kvcal"
@@ -347,6 +350,7 @@ def test_every_attribute_of_a_layers_parts_comes_back(llama, form, tmp_path):
                     assert found == value, (type(part), name)
 
 
+@by_reference
 def test_a_part_that_is_not_registered_is_refused(kivi, tmp_path):
     model, path = kivi[0], tmp_path / "none.kv"
 

@@ -9,6 +9,7 @@ import torch
 import zoo
 
 import kvloom
+from backends import by_reference
 from kvloom.hf import compat
 from kvloom.keep import POSITIONS
 from kvloom.recipe.resolve import RECIPES, resolve
@@ -49,5 +50,6 @@ def test_nothing_is_lost_within_the_budget(plain, name, positions):
         assert torch.equal(generated(model, inputs, beams, past_key_values=cache), tokens)
 
 
+@by_reference
 def test_every_recipe_that_drops_is_among_them():
     assert {"h2o", "keyformer", "snapkv", "pyramidkv", "minikv", "streaming"} <= set(KEEPERS)

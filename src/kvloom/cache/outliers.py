@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import Outliers, Step, checked, choose
+from ..keep import Outliers, choose
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from .part import Part
 from .segment import Segment
 from .sinks import Sinks
 from .step import Queries
+from .step_scorer import StepScorer
 
 
 class OutlierTokens:
@@ -55,13 +56,8 @@ class OutlierTokens:
             return
         index = torch.arange(n, device=k.device).view(1, 1, -1)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        step = Step(
-            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap,
-            visible=queries.visible, visible_queries=queries.visible_queries, index=index, seen=n,
-            number=0, seed=self.layer, group=self.rule.group, bias=bias, head=self.head,
-            ids=queries.ids,
-        )  # fmt: skip
-        scores = checked(self.rule.scorer, step)[..., lo:hi]
+        scorer = StepScorer(self.rule.scorer, self.rule.group, self.layer, self.head)
+        scores = scorer.score(queries, k, v, queries.visible, index, n, bias)[..., lo:hi]
         visible = queries.visible if sinks is None else sinks.hide(queries.visible)
         visible = None if visible is None else visible[..., lo:hi]
         slots = choose(scores, min(self.rule.tokens, hi - lo), 0, visible)

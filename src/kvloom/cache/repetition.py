@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.select.reference import gather
 from .segment import Segment
 from .step import StepInputs
+from .step_scorer import StepScorer
 
 
 class RepetitionScores:
@@ -38,11 +39,11 @@ class RepetitionScores:
         segment: Segment,
         step: StepInputs,
         repeated: tuple[int, int],
-        score: Callable[..., Tensor],
+        scorer: StepScorer,
     ) -> None:
         """Score the tokens from repeated[0] to repeated[1] of the P exact tokens of a prompt.
 
-        step: T tokens that end with a repetition of these. score: `ScoreEvictor.score`.
+        step: T tokens that end with a repetition of these. scorer: of the layer.
         """
         queries, (lo, hi) = step.queries, repeated
         b, hk, prompt, _ = segment.exact_keys().shape
@@ -56,7 +57,7 @@ class RepetitionScores:
         if mask is not None and queries.visible is not None:
             mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        found = score(queries, k, v, mask, index, prompt + t, bias)
+        found = scorer.score(queries, k, v, mask, index, prompt + t, bias)
         if self.scores is None:
             self.scores = found.new_zeros(b, hk, prompt)
         begin = at.shape[2] - (hi - lo)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import Step, budgets, checked, choose
+from ..keep import budgets, choose
 from ..kernels.select.reference import gather
 from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
@@ -27,6 +27,7 @@ from .running_scores import RunningScores
 from .segment import Segment
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, StepInputs
+from .step_scorer import StepScorer
 from .trace import Trace
 
 
@@ -49,20 +50,21 @@ class ScoreEvictor(Evictor):
         head: int = 0,
     ) -> None:
         assert recipe.keep is not None
-        self.keep, self.layer, self.budget_rank, self.rope = recipe.keep, layer, budget_rank, rope
-        self.head, self.sinks = head, recipe.protect.sinks
+        keep = self.keep = recipe.keep
+        self.budget_rank, self.rope, self.sinks = budget_rank, rope, recipe.protect.sinks
         self.sinks_first = recipe.recall is not None  # where a retriever always reads them
-        self.score_rope = score_rope if self.keep.scorer.rotates else None
         self.needs_positions = recipe.store.pre_rope
-        self.scores = RunningScores(self.keep.scorer, self.sinks)
+        seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
+        rotation = score_rope if keep.scorer.rotates else None
+        self.scorer = StepScorer(keep.scorer, keep.group, seed, head, rotation)
+        self.scores = RunningScores(keep.scorer, self.sinks)
         self.heavy = self.recent = 0
-        self.steps = 0  # steps scored so far, the prompt included
         self.prompt_tokens = 0  # tokens of the first prompt; 0: none was scored
         self.done = False  # no more tokens are evicted
-        self.awaits_variances = self.keep.budget.layers in budgets.BY_VARIANCE
-        self.joint = self.keep.budget.layers == "joint"  # heads of all layers compete for tokens
-        self.repetition = RepetitionScores(self.sinks) if self.keep.scorer.repeats else None
-        self.ragged = None if self.keep.budget.heads is None else RaggedTokens(recipe)
+        self.awaits_variances = keep.budget.layers in budgets.BY_VARIANCE
+        self.joint = keep.budget.layers == "joint"  # heads of all layers compete for tokens
+        self.repetition = RepetitionScores(self.sinks) if keep.scorer.repeats else None
+        self.ragged = None if keep.budget.heads is None else RaggedTokens(recipe)
         self.waiting: Queries | None = None  # until other layers, or a repetition, have scored
 
     @property
@@ -73,7 +75,8 @@ class ScoreEvictor(Evictor):
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        return [self, *self.scores.mutable, *(x for part in self._parts for x in part.mutable)]
+        parts = [x for part in self._parts for x in part.mutable]
+        return [self, self.scorer, *self.scores.mutable, *parts]
 
     @property
     def _parts(self) -> list[RepetitionScores | RaggedTokens]:
@@ -176,7 +179,8 @@ class ScoreEvictor(Evictor):
         t = k.shape[2]
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
-        self.scores.add(self.score(queries, k, v, queries.visible, index, t, bias), queries.visible)
+        scores = self.scorer.score(queries, k, v, queries.visible, index, t, bias)
+        self.scores.add(scores, queries.visible)
         self._note(segment, trace)
         slots, choice = self.choose(t, queries.visible)
         if slots is None:
@@ -200,14 +204,15 @@ class ScoreEvictor(Evictor):
             assert self.rope is not None
             keys = renumber(self.rope, keys, index, seen - 1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
-        return self.score(queries, keys, values, segment.mask(queries.visible), index, seen, bias)
+        visible = segment.mask(queries.visible)
+        return self.scorer.score(queries, keys, values, visible, index, seen, bias)
 
     def note_repetition(
         self, segment: Segment, step: StepInputs, repeated: tuple[int, int]
     ) -> None:
         """Score a prompt's tokens repeated[0] to repeated[1] by a step whose end repeats them."""
         assert self.repetition is not None
-        self.repetition.note(segment, step, repeated, self.score)
+        self.repetition.note(segment, step, repeated, self.scorer)
 
     def take_repetition(self, other: ScoreEvictor) -> None:
         """Take the scores of another evictor, whose cache holds the same prompt."""
@@ -226,34 +231,9 @@ class ScoreEvictor(Evictor):
     def score_slots(self, slots: SlotStorage, queries: Queries, part: Part) -> Tensor:
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
         assert isinstance(part.values, Tensor)
-        keys, visible, bias = part.exact_keys, part.visible, part.bias
-        return self.score(queries, keys, part.values, visible, slots.index, slots.seen, bias)
-
-    def score(
-        self,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        visible: Tensor | None,
-        index: Tensor,
-        seen: int,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D].
-
-        visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
-        logical index of each token. seen: the number of tokens seen, the step's included. bias:
-        fp32 [B, Hq, N], added to the logits.
-        """
-        number, self.steps = self.steps, self.steps + 1
-        step = Step(
-            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
-            visible_queries=queries.visible_queries, index=index, seen=seen, number=number,
-            seed=(self.keep.seed * 1_009 + self.layer) % (1 << 32),  # 32 bits are hashed
-            group=self.keep.group, bias=bias, products=queries.products, rope=self.score_rope,
-            head=self.head,
-        )  # fmt: skip
-        return checked(self.keep.scorer, step)
+        return self.scorer.score(
+            queries, part.exact_keys, part.values, part.visible, slots.index, slots.seen, part.bias
+        )
 
     def evict_from_segment(
         self,
@@ -351,7 +331,8 @@ class ScoreEvictor(Evictor):
         """Return the tensors and plain data that `Cache.save` writes."""
         numbers = {name: getattr(self, name) for name in _STATE}
         ragged = None if self.ragged is None else self.ragged.state()
-        return {"scores": self.scores.state(), "ragged": ragged, **numbers}
+        scores = {"scores": self.scores.state(), "steps": self.scorer.steps}
+        return {**scores, "ragged": ragged, **numbers}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned.
@@ -359,6 +340,7 @@ class ScoreEvictor(Evictor):
         like: an empty tensor [B, Hk, 0, D] with the dtype and device of the layer's keys.
         """
         self.scores.load_state(state["scores"])
+        self.scorer.steps = state["steps"]
         for name in _STATE:
             setattr(self, name, state[name])
         if self.ragged is not None:
@@ -395,4 +377,4 @@ class ScoreEvictor(Evictor):
             trace.scored = index.expand_as(scores), scores
 
 
-_STATE = ("heavy", "recent", "steps", "prompt_tokens", "done", "awaits_variances")
+_STATE = ("heavy", "recent", "prompt_tokens", "done", "awaits_variances")

@@ -55,7 +55,7 @@ class RoutedLayer(CacheLayerMixin):
         super().__init__()
         self.cache = cache
         self.kv_heads = kv_heads  # key/value heads of this process, where it is one of several
-        self.armed = False  # between `update` and the attention that must follow it
+        self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
 
@@ -66,7 +66,7 @@ class RoutedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the present keys and values; the past joins them inside attention."""
-        if self.armed:
+        if self.awaits_attention:
             raise CacheMisuse(
                 f"{self.cache.name}: attention did not reach kvloom after the last update; call "
                 "kvloom.detach and kvloom.attach again"
@@ -79,17 +79,17 @@ class RoutedLayer(CacheLayerMixin):
             )
         key = _alias(key_states)  # the model's own tensor gets no attribute
         key._kvloom_layer = self  # type: ignore[attr-defined]
-        self.armed = True
+        self.awaits_attention = True
         return key, value_states
 
     def attend(self, given: StepInputs) -> Tensor:
         """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
-        if not self.armed:
+        if not self.awaits_attention:
             raise CacheMisuse(
                 f"{self.cache.name}: attention came twice for one update; models whose layers "
                 "share keys and values are not supported"
             )
-        self.armed = False
+        self.awaits_attention = False
         if given.queries.visible is not None:
             given = on_one_device(given)
         run: Callable[[StepInputs], Tensor] = self.cache.run
@@ -142,12 +142,12 @@ class RoutedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self.armed = False
+        self.awaits_attention = False
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
-        self.armed = False
+        self.awaits_attention = False
 
     @lasting
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -291,7 +291,9 @@ class RoutedCache(transformers.Cache):
 
     def _check_reached(self) -> None:
         """Raise `CacheMisuse` after a step whose attention did not reach the cache."""
-        missed = tuple(i for i, layer in enumerate(self.layers) if getattr(layer, "armed", False))
+        missed = tuple(
+            i for i, layer in enumerate(self.layers) if getattr(layer, "awaits_attention", False)
+        )
         if missed:
             raise CacheMisuse(
                 f"the attention of layers {listed(missed)} did not reach kvloom, so this step's "

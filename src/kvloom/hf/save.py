@@ -235,5 +235,5 @@ def _check_settled(cache: RoutedCache) -> None:
                 "call crop(0) before saving"
             )
     seen = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
-    if len(seen) > 1 or any(layer.armed for layer in cache.routed):
+    if len(seen) > 1 or any(layer.awaits_attention for layer in cache.routed):
         raise CacheMisuse("the last step failed, so this cache cannot be used; save another one")

@@ -84,7 +84,7 @@ class _TogetherLayer(RoutedLayer):
 
     def attend(self, given: StepInputs) -> Tensor:
         """Attend in each cache with its rows of the batch."""
-        self.armed = False
+        self.awaits_attention = False
         if given.queries.visible is not None:
             raise CacheMisuse(
                 f"{self.cache.name}: rows with padding cannot step together; step each cache alone"

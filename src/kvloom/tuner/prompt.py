@@ -190,7 +190,7 @@ class _Reader(RoutedLayer):
 
     def attend(self, given: StepInputs) -> Tensor:
         """Attend causally within the prompt."""
-        self.armed = False
+        self.awaits_attention = False
         queries = given.queries
         last = queries._replace(q=queries.q[:, :, -OBSERVED:].clone(), visible=None)
         self.inputs = given._replace(queries=last)
@@ -207,7 +207,7 @@ class _Shared(RoutedLayer):
 
     def attend(self, given: StepInputs) -> Tensor:
         """Attend to the shared tokens, and causally to the new ones of each row."""
-        self.armed = False
+        self.awaits_attention = False
         rows, k = len(given.k), given.k
         keys = torch.cat([self.tokens.k.expand(rows, -1, -1, -1), k], dim=2)
         values = torch.cat([self.tokens.v.expand(rows, -1, -1, -1), given.v], dim=2)
@@ -227,7 +227,7 @@ class _Candidates(RoutedLayer):
 
     def attend(self, given: StepInputs) -> Tensor:
         """Attend in each cache with its row of the batch."""
-        self.armed = False
+        self.awaits_attention = False
         queries = given.queries._replace(visible=None)
         new = zip(self.members, queries.q.split(1), given.k.split(1), given.v.split(1), strict=True)
         rows = [

@@ -21,7 +21,7 @@ import torch
 from ...errors import InputError
 from ...reference.tasks import WORDS
 from ...workload.crew import Work
-from ..needles import draw_number, split_at_answer
+from ..questions import draw_number, split_at_answer
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, Prompt, answer_all, answer_positions, correct, prompt
 from .chat import encode, frame

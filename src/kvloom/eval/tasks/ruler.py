@@ -30,7 +30,7 @@ import torch
 from ...errors import InputError
 from ...reference.tasks import WORDS
 from ...workload.crew import Work
-from ..needles import draw_number
+from ..questions import draw_number
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, answer_all, answer_positions, correct, prompt_in
 from .chat import encode, frame

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvloom.eval.environment import model_facts
 from kvloom.eval.evaluate import evaluate
 from kvloom.eval.result_files import ResultFolder
 from kvloom.eval.sample import Source
@@ -15,7 +14,7 @@ from kvloom.eval.tasks import task_named
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.report.machine import machine
+from kvloom.report.machine import machine, model_facts
 from kvloom.workload.forward import Progress
 
 HERE = Path(__file__).parent

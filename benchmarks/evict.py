@@ -20,7 +20,7 @@ import torch
 
 import record
 from kvloom.eval import Settings, iter_rows, load, prepare, with_full
-from kvloom.eval.needles import count_correct
+from kvloom.eval.comparison.needles import count_correct
 from kvloom.hf.compat import geometry
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve

@@ -31,7 +31,7 @@ from evaluation import HERE, Evaluation, recipe_of
 from evidence_tables import published, table
 from kvloom.cli.options import split_recipes
 from kvloom.errors import RecipeError
-from kvloom.eval.compare import with_full
+from kvloom.eval.passes import with_full
 from kvloom.eval.share import at_share
 from kvloom.hf.metadata import BESIDE
 from kvloom.recipe.spec import Recipe

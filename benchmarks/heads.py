@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import record
-from kvloom.eval.needles import count_correct, haystacks
+from kvloom.eval.comparison.needles import count_correct, haystacks
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
 from kvloom.reference.corpus import calibration_text

@@ -17,8 +17,8 @@ import kvloom
 import record
 from kvloom import Recipe
 from kvloom.eval import Settings, compare, load, prepare
+from kvloom.eval.comparison.table import line
 from kvloom.eval.papers.kivi import GROUP, cell
-from kvloom.eval.table import line
 from kvloom.hf.compat import geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.workload.text import library_text

@@ -32,7 +32,7 @@ from kvloom import Cache
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.eval import Settings, load, prepare
-from kvloom.eval.needles import count_correct, haystacks
+from kvloom.eval.comparison.needles import count_correct, haystacks
 from kvloom.eval.papers.recalling import PAPER, PAPER_OPTIONS, recall_rates
 from kvloom.hf.compat import geometry
 from kvloom.hf.observe import ObservedStep, observe

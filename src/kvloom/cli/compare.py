@@ -82,8 +82,8 @@ def command(
     """
     with user_errors():
         from .. import eval as evaluation
-        from ..eval.comparison_task import DEFAULT_CONTEXT
-        from ..eval.table import line, table
+        from ..eval.comparison.table import line, table
+        from ..eval.comparison.task import DEFAULT_CONTEXT
         from ..recipe import RECIPES, part_options
 
         named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.

@@ -97,7 +97,6 @@ def command(
     the same command again to resume. kvloom report DIR shows the results.
     """
     with user_errors():
-        from ..eval.environment import model_facts
         from ..eval.evaluate import evaluate, units
         from ..eval.result_files import ResultFolder
         from ..eval.results_table import results_table
@@ -105,7 +104,7 @@ def command(
         from ..eval.task_batches import task_batches
         from ..eval.tasks import task_named
         from ..hf import compat
-        from ..report.machine import machine
+        from ..report.machine import machine, model_facts
         from ..workload.models import max_positions
 
         chosen_tasks = [task_named(name) for name in tasks]
@@ -153,7 +152,7 @@ def _with_bytes(
     geometry: Geometry,
 ) -> list[Recipe]:
     """Return `full` and the recipes, each once for every share, with distinct names."""
-    from ..eval.compare import with_full
+    from ..eval.passes import with_full
     from ..eval.share import at_share
 
     if shares and len(lengths) > 1:

@@ -1,23 +1,23 @@
-"""Compare recipes on one model and one text: memory, speed, perplexity, agreement, needles.
+"""Measure recipes on a model: `kvloom compare`, `kvloom eval`, `kvloom report`, `kvloom papers`.
 
     from kvloom.eval import Settings, compare, load, prepare
     model, tokenizer = load()                          # the reference model; or load("org/model")
     task = prepare(model, tokenizer, text, Settings(context=1024))
     rows = compare(model, tokenizer, ["full", "kivi:bits=4"], task)
 
-`comparison_task` decides what is measured, and `needles` hides facts and asks questions about them.
-`measure` measures one recipe, `compare` a list of them, and `passes` lets recipes share forward
-passes. `rows`, `table` and `plot` show the result. Nothing here knows how a cache works.
+`comparison` does this. `evaluate` measures recipes on the tasks in `tasks`, for `kvloom eval`;
+`page` shows its results, and `papers` tests claims by it. Both measure by `passes`. Nothing here
+knows how a cache works.
 """
 
 from __future__ import annotations
 
 from ..workload.models import load
-from .compare import compare, iter_rows, with_full
-from .comparison_task import ComparisonTask, Settings, prepare
-from .environment import environment
-from .plot import plot
-from .rows import Row, to_data
+from .comparison.compare import compare, iter_rows
+from .comparison.plot import plot
+from .comparison.rows import Row, environment, to_data
+from .comparison.task import ComparisonTask, Settings, prepare
+from .passes import with_full
 
 __all__ = [
     "ComparisonTask",

@@ -23,9 +23,8 @@ from ..workload.attachment import attachment_restored
 from ..workload.crew import Work
 from ..workload.forward import Progress
 from ..workload.prefill import Prefilled
-from .compare import with_full
 from .decoding import decode_seconds
-from .passes import measure_all
+from .passes import measure_all, with_full
 from .result_files import ResultFolder
 from .sample import Batch, Exact, Run, Sample, Source, Task
 from .task_batches import TaskBatches

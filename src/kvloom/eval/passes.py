@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ from ..workload.prefill import Prefilled, groups, prefill
 Measure = Callable[[int, Prefilled, Result | None], Work[Result]]
 """Measures one recipe, given the number of the prompt, the cache that holds it, and the result of
 `full` on this prompt (None for `full` itself)."""
+
+
+def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:
+    """Return the recipes, resolved and without repetitions, with `full` first."""
+    return list(dict.fromkeys(resolve(recipe) for recipe in ("full", *recipes)))
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -139,7 +140,7 @@ def _layout(model: PreTrainedModel) -> tuple[str | None, Callable[[int, int], in
             f"{type(model).__name__} cannot be planned: {problem}; supported are "
             f"{', '.join(LAYOUTS)} in their usual layouts"
         )
-    return method, LAYOUTS[method](settings).nbytes
+    return method, partial(LAYOUTS[method].nbytes, settings)
 
 
 def _quantized_matrices(model: PreTrainedModel) -> dict[str, tuple[int, int]]:

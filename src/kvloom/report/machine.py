@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
+from ..recipe.geometry import Geometry
 
 
 def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
@@ -29,6 +30,18 @@ def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def model_facts(model: PreTrainedModel, name: str, geometry: Geometry) -> dict[str, Any]:
+    """Return what identifies a model in results: its name, a hash of its weights, and its shape."""
+    return {
+        "name": name,
+        "weights": weights_sha256(model),
+        "layers": geometry.layers,
+        "heads": geometry.q_heads,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
     }
 
 

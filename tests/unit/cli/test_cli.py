@@ -24,7 +24,7 @@ from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.reference import WEIGHTS
 from tiny import TEXT
 
-compare_module = import_module("kvloom.eval.compare")  # kvloom.eval.compare is its function
+compare_module = import_module("kvloom.eval.comparison.compare")
 SMALL = ["--context", "120", "--max-new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 

@@ -29,8 +29,9 @@ import kvloom
 from for_each import for_each
 from kvloom import eval as work
 from kvloom.errors import InputError
-from kvloom.eval import Row, Settings, decoding, measure, needles, passes, with_full
-from kvloom.eval.table import table
+from kvloom.eval import Row, Settings, decoding, passes, with_full
+from kvloom.eval.comparison import measure, needles
+from kvloom.eval.comparison.table import table
 from kvloom.recipe.resolve import resolve
 from kvloom.reference import tasks
 from kvloom.report.plots import line_style
@@ -40,7 +41,7 @@ from pairwise import some_slow
 from reference_model.tasks import needle_fact
 from reference_model.tokenizer import train_tokenizer
 
-compare_module = import_module("kvloom.eval.compare")  # kvloom.eval.compare is its function
+compare_module = import_module("kvloom.eval.comparison.compare")
 WORDS = " ".join(tasks.WORDS)
 TEXT = "".join(f"line {i}: {tasks.WORDS[i * 7 % 90]} is at {i * 7919}.\n" for i in range(600))
 

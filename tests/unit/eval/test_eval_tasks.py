@@ -20,8 +20,7 @@ from kvloom.eval.tasks import TASKS, longbench_metrics, ruler, task_named
 from kvloom.eval.tasks.asking import share_found
 from kvloom.eval.tasks.free import repetition
 from kvloom.eval.tasks.haystack import hide
-from kvloom.eval.tasks.longbench import _score as longbench_score
-from kvloom.eval.tasks.longbench import middle_cut
+from kvloom.eval.tasks.longbench import LongBench, middle_cut
 from kvloom.eval.tasks.longbench_data import DATA_SETS
 from kvloom.eval.tasks.ruler import PARTS, Material, Needles, largest
 from kvloom.reference import reference_tokenizer
@@ -443,8 +442,8 @@ def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     with pytest.raises(InputError, match="sample all/300/a1 of longbench occurs twice"):
         task_batches([task_named("longbench:hotpotqa")] * 2, made_from, None)
     qa, trivia = (b.samples[0] for b in task_named("longbench").batches(made_from))
-    assert longbench_score("Ann\nand more", qa) == {"score": pytest.approx(1 / 2)}
-    assert longbench_score("\nAnn\nand more", trivia) == {"score": 1}
+    assert LongBench().score("Ann\nand more", qa) == {"score": pytest.approx(1 / 2)}
+    assert LongBench().score("\nAnn\nand more", trivia) == {"score": 1}
 
 
 @for_each(("line", "reason"), [

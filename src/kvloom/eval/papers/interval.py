@@ -30,8 +30,3 @@ def difference(a: np.ndarray, b: np.ndarray) -> Interval:
     if found.low is None or found.high is None:
         return Interval(found.mean, found.mean, found.mean)
     return Interval(found.mean, found.low, found.high)
-
-
-def smaller(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether a is smaller than b: the whole interval of a - b lies below 0."""
-    return difference(a, b).high < 0

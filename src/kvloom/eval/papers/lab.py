@@ -25,9 +25,9 @@ from ...recipe.resolve import resolve
 from ...recipe.spec import Recipe
 from ...workload.models import max_positions
 from ...workload.text import cut_rows
-from ..compare import with_full
-from ..comparison_task import QUESTION_POSITIONS
+from ..comparison.task import QUESTION_POSITIONS
 from ..evaluate import Progress, evaluate, units
+from ..passes import with_full
 from ..result_files import ResultFolder
 from ..sample import Source, Task
 from ..tasks.niah import Niah

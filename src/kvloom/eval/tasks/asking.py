@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...workload.crew import Work
@@ -50,33 +49,28 @@ def prompt_in(source: Source, around: Frame, tail: str, prefix: str = "") -> Pro
     return prompt(source, around.before, tail_ids)
 
 
-def answer_all(
-    run: Run[None], score: Callable[[str, Sample], dict[str, float]]
-) -> Work[list[Outcome]]:
-    """Answer the questions about one context; the data of each sample are `Asked`."""
-    asked = [sample.data for sample in run.batch.samples]
-    found = yield from answers(run, [a.ids for a in asked], [a.tokens for a in asked])
-    outcomes = []
-    for sample, answer in zip(run.batch.samples, found, strict=True):
-        text = run.source.decode(answer)
-        outcomes.append(
-            Outcome(
-                scores=score(text, sample),
-                answer=text,
-                tokens=run.source.pieces(answer),
-            )
-        )
-    return outcomes
+class QuestionTask:
+    """A task that asks questions about one context; the data of each sample are `Asked`."""
 
+    data = ""
 
-def answer_positions(batch: Batch) -> int:
-    """Return the most positions that a question and its answer take; the last token takes none."""
-    return max(len(s.data.ids) + s.data.tokens - 1 for s in batch.samples)
+    def score(self, text: str, sample: Sample) -> dict[str, float]:
+        """Score an answer by the share of expected strings in it, whatever their case."""
+        return {"correct": share_found(text, sample.data.expected)}
 
+    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
+        """Answer the questions about one context."""
+        asked = [sample.data for sample in run.batch.samples]
+        found = yield from answers(run, [a.ids for a in asked], [a.tokens for a in asked])
+        outcomes = []
+        for sample, answer in zip(run.batch.samples, found, strict=True):
+            text = run.source.decode(answer)
+            outcomes.append(Outcome(self.score(text, sample), text, run.source.pieces(answer)))
+        return outcomes, None
 
-def correct(text: str, sample: Sample) -> dict[str, float]:
-    """Score an answer by the share of expected strings in it, whatever their case."""
-    return {"correct": share_found(text, sample.data.expected)}
+    def positions(self, batch: Batch) -> int:
+        """Return the positions of the longest question and answer; its last token takes none."""
+        return max(len(s.data.ids) + s.data.tokens - 1 for s in batch.samples)
 
 
 def share_found(answer: str, expected: list[str]) -> float:

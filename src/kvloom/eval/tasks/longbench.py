@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InputError
-from ...workload.crew import Work
 from ...workload.json_lines import Fields, Record
-from ..sample import Batch, Outcome, Run, Sample, Source
-from .asking import Asked, answer_all, answer_positions
+from ..sample import Batch, Sample, Source
+from .asking import Asked, QuestionTask
 from .chat import encode, frame
 from .longbench_data import DATA_SETS, FIRST_LINE, PLAIN
 from .longbench_metrics import PARAGRAPH, retrieval
@@ -35,7 +34,7 @@ class Judged(Asked):
     classes: list[str]
 
 
-class LongBench:
+class LongBench(QuestionTask):
     """The official metric of each data set, 0 to 1."""
 
     name = "longbench"
@@ -70,13 +69,13 @@ class LongBench:
             for record in chosen(records, source.samples, source.seed)
         ]
 
-    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
-        """Answer the question about one context."""
-        return (yield from answer_all(run, _score)), None
-
-    def positions(self, batch: Batch) -> int:
-        """Return the positions of the question and its answer."""
-        return answer_positions(batch)
+    def score(self, text: str, sample: Sample) -> dict[str, float]:
+        """Return the best score over the expected answers."""
+        judged: Judged = sample.data
+        if judged.dataset in FIRST_LINE:
+            text = text.lstrip("\n").split("\n")[0]
+        metric = DATA_SETS[judged.dataset].metric
+        return {"score": max(metric(text, answer, judged.classes) for answer in judged.expected)}
 
 
 def _checked(record: Record) -> str:
@@ -128,12 +127,3 @@ def middle_cut(ids: list[int], room: int) -> list[int]:
             "longbench: the chat template takes the whole context; use a longer --context"
         )
     return ids if len(ids) <= room else [*ids[: room // 2], *ids[-(room // 2) :]]
-
-
-def _score(text: str, sample: Sample) -> dict[str, float]:
-    """Return the best score over the expected answers."""
-    judged: Judged = sample.data
-    if judged.dataset in FIRST_LINE:
-        text = text.lstrip("\n").split("\n")[0]
-    metric = DATA_SETS[judged.dataset].metric
-    return {"score": max(metric(text, answer, judged.classes) for answer in judged.expected)}

@@ -14,7 +14,7 @@ import torch
 from ...errors import InputError
 from ...workload.crew import Ask, Work
 from ..decoding import greedy
-from ..needles import draw_number
+from ..questions import draw_number
 from ..sample import Batch, Outcome, Run, Sample, Source
 from .asking import Asked, share_found
 from .chat import encode

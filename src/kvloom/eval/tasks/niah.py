@@ -20,10 +20,9 @@ import torch
 
 from ...errors import InputError
 from ...reference.tasks import WORDS
-from ...workload.crew import Work
-from ..needles import draw_number, split_at_answer
-from ..sample import Batch, Outcome, Run, Sample, Source
-from .asking import Asked, Prompt, answer_all, answer_positions, correct, prompt
+from ..questions import draw_number, split_at_answer
+from ..sample import Batch, Sample, Source
+from .asking import Asked, Prompt, QuestionTask, prompt
 from .chat import encode, frame
 from .haystack import hide
 
@@ -31,10 +30,8 @@ DEPTHS = tuple(np.linspace(0, 1, 10).round(3).tolist())
 VARIANTS = ("single", "multikey", "multivalue", "multiquery", "passkey")
 
 
-class Niah:
+class Niah(QuestionTask):
     """Facts found, by length and depth."""
-
-    data = ""
 
     def __init__(self, variants: Sequence[str] = ("single", "multikey", "passkey")) -> None:
         unknown = [name for name in variants if name not in VARIANTS]
@@ -51,14 +48,6 @@ class Niah:
             for number in range(source.samples)
             for batch in _contexts(source, variant, length, number)
         ]
-
-    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
-        """Answer all questions about one context."""
-        return (yield from answer_all(run, correct)), None
-
-    def positions(self, batch: Batch) -> int:
-        """Return the positions of the longest question and its answer."""
-        return answer_positions(batch)
 
 
 @dataclass(frozen=True)

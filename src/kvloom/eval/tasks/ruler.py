@@ -29,10 +29,9 @@ import torch
 
 from ...errors import InputError
 from ...reference.tasks import WORDS
-from ...workload.crew import Work
-from ..needles import draw_number
-from ..sample import Batch, Outcome, Run, Sample, Source
-from .asking import Asked, answer_all, answer_positions, correct, prompt_in
+from ..questions import draw_number
+from ..sample import Batch, Sample, Source
+from .asking import Asked, QuestionTask, prompt_in
 from .chat import encode, frame
 
 NIAH = (
@@ -108,10 +107,10 @@ class RulerPart:
     tokens: int
 
 
-class Ruler:
+class Ruler(QuestionTask):
     """RULER's tasks, scored by the share of expected strings in the answer."""
 
-    name, data = "ruler", ""
+    name = "ruler"
 
     def __init__(self, parts: Sequence[str] = ()) -> None:
         for name in parts:
@@ -129,14 +128,6 @@ class Ruler:
             for name in self.parts
             for number in range(source.samples)
         ]
-
-    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
-        """Answer the question about one context."""
-        return (yield from answer_all(run, correct)), None
-
-    def positions(self, batch: Batch) -> int:
-        """Return the positions of the question and its answer."""
-        return answer_positions(batch)
 
 
 def _batch(material: Material, name: str, number: int) -> Batch:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 
 from ...errors import InputError
-from ...workload.crew import Work
-from ..sample import Batch, Outcome, Run, Sample, Source
-from .asking import Asked, answer_all, answer_positions, prompt_in
+from ..sample import Batch, Sample, Source
+from .asking import Asked, QuestionTask, prompt_in
 from .chat import encode, frame
 from .longbench_metrics import package
 from .user_data import chosen, data_records
@@ -26,7 +25,7 @@ TAIL = "\n\n### Response:"
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class Summarize:
+class Summarize(QuestionTask):
     """ROUGE of greedy summaries of at most `new_tokens` tokens."""
 
     name = "summarize"
@@ -61,16 +60,8 @@ class Summarize:
                 found.append(Batch(torch.tensor([ids]), [sample]))
         return found
 
-    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
-        """Write the summary of one text."""
+    def score(self, text: str, sample: Sample) -> dict[str, float]:
+        """Return the F measures of a summary."""
         scorer = package("rouge_score.rouge_scorer").RougeScorer(ROUGE, use_stemmer=True)
-
-        def score(text: str, sample: Sample) -> dict[str, float]:
-            found = scorer.score(sample.reference, text)
-            return {name: found[name].fmeasure for name in ROUGE}
-
-        return (yield from answer_all(run, score)), None
-
-    def positions(self, batch: Batch) -> int:
-        """Return the positions of the end of the prompt and the summary."""
-        return answer_positions(batch)
+        found = scorer.score(sample.reference, text)
+        return {name: found[name].fmeasure for name in ROUGE}

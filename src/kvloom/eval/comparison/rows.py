@@ -1,4 +1,4 @@
-"""Results of a comparison as plain data."""
+"""Results of a comparison as plain data, and the conditions that they depend on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...report.machine import machine
+from .task import ComparisonTask
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,23 @@ def to_data(rows: Sequence[Row], environment: dict[str, Any]) -> dict[str, Any]:
     """Return plain data; figures that are not finite are None."""
     plain = [{k: _finite(v) for k, v in asdict(row).items()} for row in rows]
     return {"environment": environment, "rows": plain}
+
+
+def environment(
+    model: PreTrainedModel, name: str, task: ComparisonTask, seed: int, text: str = ""
+) -> dict[str, Any]:
+    """Return versions, hardware and sizes as plain data. name: of the model; text: its name."""
+    return {
+        **machine(model),
+        "model": name,
+        "text": text,
+        "context": task.context,
+        "new_tokens": task.new_tokens,
+        "batch": task.text.shape[0],
+        "questions": task.questions,
+        "ask": task.ask,
+        "seed": seed,
+    }
 
 
 def _finite(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..report.plots import line_style, new_figure
+from ...report.plots import line_style, new_figure
 from .rows import Row
 
 # Offsets of a label from its mark, in points, the preferred ones first.

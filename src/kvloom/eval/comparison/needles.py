@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import InputError
-from ..hf.cache import Cache
-from ..recipe.spec import Recipe
-from ..reference import tasks
-from ..workload.crew import Ask, Work
-from ..workload.forward import forward
-from .decoding import equal_lengths, read_question, repeated
+from ...errors import InputError
+from ...hf.cache import Cache
+from ...recipe.spec import Recipe
+from ...reference import tasks
+from ...workload.crew import Ask, Work
+from ...workload.forward import forward
+from ..decoding import equal_lengths, read_question, repeated
+from ..questions import draw_number, split_at_answer
 
 NEEDLES_PER_CONTEXT = 8  # with one question each
 ASK = {
@@ -143,26 +144,6 @@ def _haystack(
             "use a longer --context, or --questions 0"
         ) from error
     return Haystack(ids, [question for _, question in needles])
-
-
-def draw_number(rng: np.random.Generator) -> str:
-    """Return a random number with `ANSWER_DIGITS` digits."""
-    low = 10 ** (tasks.ANSWER_DIGITS - 1)
-    return str(rng.integers(low, 10 * low))
-
-
-def split_at_answer(tokenizer: Any, text: str, answer: str) -> tuple[list[int], list[int]]:
-    """Return the ids of a question's text, and those of its answer after a space.
-
-    The question ends where the ids of two different answers start to differ, so that the space
-    before an answer belongs to the question for some tokenizers, and to the answer for others.
-    """
-    different = f"{'98'[answer[0] == '9']}{answer[1:]}"
-    whole, other = (
-        tokenizer.encode(f"{text} {end}", add_special_tokens=False) for end in (answer, different)
-    )
-    cut = next(i for i, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b)
-    return whole[:cut], whole[cut:]
 
 
 def _needle(tokenizer: Any, key: str, number: str) -> tuple[tasks.Fact, Question]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import InputError
-from ..workload.models import max_positions
-from ..workload.text import cut_rows, leading_ids, tokenize
+from ...errors import InputError
+from ...workload.models import max_positions
+from ...workload.text import cut_rows, leading_ids, tokenize
 from .needles import ASK, Haystack, haystacks
 
 DEFAULT_CONTEXT = 2048

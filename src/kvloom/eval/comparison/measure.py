@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..recall import Traffic
-from ..workload.crew import Ask, Work
-from ..workload.forward import Progress
-from ..workload.prefill import Prefilled
-from .comparison_task import ComparisonTask
-from .decoding import decode_seconds
+from ...recall import Traffic
+from ...workload.crew import Ask, Work
+from ...workload.forward import Progress
+from ...workload.prefill import Prefilled
+from ..decoding import decode_seconds
 from .rows import Row
+from .task import ComparisonTask
 
 TIMED_STEPS = 24  # of decoding, with those that warm up
 

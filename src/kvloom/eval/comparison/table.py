@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from ..report.table import FigureTable
+from ...report.table import FigureTable
 from .rows import Row
 
 _COLUMNS = (

@@ -10,21 +10,20 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..errors import IncompatibleRecipe
-from ..hf import compat
-from ..hf.cache import Cache
-from ..recipe.resolve import resolve
-from ..recipe.spec import Recipe
-from ..report.errors import logged_line
-from ..workload.attachment import attachment_restored
-from ..workload.crew import Work
-from ..workload.forward import Progress
-from ..workload.prefill import Prefilled
-from .comparison_task import ComparisonTask
+from ...errors import IncompatibleRecipe
+from ...hf import compat
+from ...hf.cache import Cache
+from ...recipe.spec import Recipe
+from ...report.errors import logged_line
+from ...workload.attachment import attachment_restored
+from ...workload.crew import Work
+from ...workload.forward import Progress
+from ...workload.prefill import Prefilled
+from ..passes import measure_all, with_full
 from .measure import Measurement, measure
 from .needles import Haystack, count_correct
-from .passes import measure_all
 from .rows import Row
+from .task import ComparisonTask
 
 
 def compare(
@@ -69,11 +68,6 @@ def iter_rows(
             model, every, prompts, comparison.measure, comparison.on_pass
         ):
             yield comparison.row(recipe, found)
-
-
-def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:
-    """Return the recipes, resolved and without repetitions, with `full` first."""
-    return list(dict.fromkeys(resolve(recipe) for recipe in ("full", *recipes)))
 
 
 class _Measured(NamedTuple):

@@ -44,30 +44,54 @@ def test_kernels_read_and_write_named_fields():
     assert Kernel(kernel, "test").run(numbers, 0, 1)[1] == 100 + 20 + 3 + 4
 
 
-def test_a_kernel_is_found_on_disk_by_its_name(tmp_path, monkeypatch):
-    """Steps that it closes over are new objects each time."""
-    from numba import config, njit
+def multiply(factor):
+    """A kernel that multiplies `a` by a factor, which a step closes over."""
+    from numba import njit
 
     from kvloom.kernels.cpu_runtime import Kernel, arguments
 
-    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
     layout = OUTER.dtype
 
-    def make(factor):
-        @njit(inline="always")
-        def step(x):
-            return factor * x
+    @njit(inline="always")
+    def step(x):
+        return factor * x
 
-        def kernel(job):
-            a = arguments(job, layout)
-            a.a = step(a.a)
+    def kernel(job):
+        a = arguments(job, layout)
+        a.a = step(a.a)
 
-        return Kernel(kernel, f"by {factor}")
+    return Kernel(kernel, f"by {factor}")
 
-    found = [make(factor) for factor in (2, 2, 3)]
+
+def test_a_kernel_is_found_on_disk_by_its_name(tmp_path, monkeypatch):
+    """Steps that it closes over are new objects each time."""
+    from numba import config
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    found = [multiply(factor) for factor in (2, 2, 3)]
     assert [one.code.cache_hits for one in found] == [0, 1, 0]
     numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(0, 0, 0))
     assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 10, 15]
+
+
+def test_processes_that_compile_at_once_do_not_take_each_others_kernels(tmp_path, monkeypatch):
+    """Both find an empty folder, and the first to begin is the last to write."""
+    from numba import config
+    from numba.core.caching import IndexDataCacheFile
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    written = []
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_load_index", lambda self: {})
+        patch.setattr(IndexDataCacheFile, "_save_data", lambda *args: written.append(args))
+        for factor in (2, 3):
+            multiply(factor)
+    for file, name, data in reversed(written):
+        file._save_data(name, data)
+    found = [multiply(factor) for factor in (2, 3)]
+    assert any(one.code.cache_hits for one in found)
+    numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(0, 0, 0))
+    assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 15]
 
 
 def test_strides_are_bytes_and_a_single_row_or_head_is_shared():

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
@@ -41,12 +41,16 @@ class _Cache(FunctionCache):
     """Numba's cache on disk, of a kernel by its name and the constants that it closes over.
 
     Numba's own key has what a function closes over as bytes. The steps of a kernel, which it closes
-    over, have other bytes in every process.
+    over, have other bytes in every process. Numba keeps the variants of a function by number: two
+    processes that compile at once give different kernels one number. So each kernel has own files.
     """
 
     def __init__(self, fn: Callable, name: str) -> None:
         super().__init__(fn)
         self._kernel = name, _constants(fn), _sources()
+        base = f"{self._impl.filename_base}-{zlib.crc32(repr(self._kernel).encode()):08x}"
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = IndexDataCacheFile(self._cache_path, base, stamp)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return sig, codegen.magic_tuple(), *self._kernel

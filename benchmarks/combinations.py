@@ -161,7 +161,7 @@ def _built(keep: Option, store: Option, recall: Option) -> tuple[str, Recipe | s
     try:
         wanted = recall.part
         if wanted is not None:  # the protected tokens, and a few more
-            room = protect.tokens + (store.part.unit if wanted.tier else 0)
+            room = protect.tokens + (store.part.block_tokens if wanted.tier else 0)
             wanted = replace(wanted, tokens=wanted.tokens + room)
         return name, Recipe(keep.part, store.part, wanted, protect, name)
     except RecipeError as error:

@@ -248,7 +248,7 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/verification.py",
-        "min(given.tokens, max(0, self.certain - layer.seen))",
+        "min(given.tokens, max(0, self.certain - state.seen))",
         "min(given.tokens, self.certain)",
         "later drafts attend at once, and not as without speculation",
         "tests/laws/test_crop.py",

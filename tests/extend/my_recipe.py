@@ -11,7 +11,7 @@ from kvloom.recipe import resolve
 def kivi_between(bits: int | float = 2, exact: int = 1, residual: int = 128) -> Recipe:
     """KIVI, but for the first and the last layers, which stay exact.
 
-    exact: so many layers at either end.
+    exact: the number of exact layers at either end.
     """
     ends = (f"{end} {exact}" for end in ("first", "last") if exact)
     return replace(

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..errors import CacheMisuse
 from .draft import Draft
 from .layer_state import LayerState
-from .outliers import all_exact
 from .part import Part, RaggedPart
+from .reading import exact_tokens
 from .segment import Segment
 from .slot_storage import SlotStorage
 from .step import Queries
@@ -26,7 +26,9 @@ KV = tuple[Tensor, Tensor]
 def commit(
     state: LayerState, queries: Queries, new: KV | None, parts: Sequence[Part | RaggedPart]
 ) -> None:
-    """Store a step's tokens, then score, evict, pack and index what is due.
+    """Finish a step: store its tokens, then score, evict, pack and index what is due.
+
+    A first prompt that a layer scores by itself is scored before it is stored.
 
     queries: of the step. new: its keys and values [B, Hk, T, D] if they are not stored yet (None:
     they were stored before attention). parts: the tokens that the step attended to.
@@ -65,11 +67,11 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
     are not stored yet (None: all are stored).
     """
     state.draft = None
-    first, state.settled = not state.settled, True
+    first, state.prompt_done = not state.prompt_done, True
     segment, evictor, retriever = state.storage, state.evictor, state.retriever
-    assert isinstance(segment, Segment), "slots are settled at once"
+    assert isinstance(segment, Segment), "a layer with slots never settles"
     if retriever is not None and retriever.learns and queries.tokens:
-        retriever.learn(queries, (new or all_exact(segment, state.sinks))[0])
+        retriever.learn(queries, (new or exact_tokens(state))[0])
     scores = evictor is not None and not evictor.done and evictor.decides(queries)
     if scores and (new is None or state.seen == new[0].shape[2]):
         _settle_scored(state, segment, queries, new)
@@ -82,31 +84,31 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
 def end_repetition(state: LayerState) -> None:
     """Evict by the scores of a repeated prompt; a draft leaves this to `crop`.
 
-    A prompt that was not repeated has equal scores: nothing of it is evicted.
+    A prompt that was not repeated is within the budget: its tokens have equal scores and all stay.
     """
     if not state.scores_repetition:
         return
     evictor = state.score_evictor
     evictor.end_repetition(state.segment)
-    if evictor.waiting is not None:
-        scores = evictor.score_segment(state.segment, evictor.waiting, state.seen)
-        _vote(state, evictor.waiting, scores)
+    queries, evictor.waiting = evictor.waiting, None
+    if queries is not None:
+        _vote(state, queries, evictor.score_segment(state.segment, queries, state.seen))
 
 
-def evict(state: LayerState, scores: Tensor, counts: Tensor | None = None) -> None:
-    """Evict by fp32 scores [B, Hk, N] of the queries that wait; then pack and index.
+def evict(
+    state: LayerState, queries: Queries, scores: Tensor, counts: Tensor | None = None
+) -> None:
+    """Evict by the fp32 scores [B, Hk, N] that these queries gave; then pack and index.
 
     counts: int64 [B, Hk], how many tokens each head wins where heads of all layers compete for
     them (None: the scores of this layer decide alone).
     """
     evictor, storage = state.score_evictor, state.storage
-    queries, evictor.waiting = evictor.waiting, None
-    assert queries is not None
     if isinstance(storage, SlotStorage):
         evictor.evict_from_slots(storage, scores, queries.visible, state.trace)
         return
     evictor.evict_from_segment(storage, scores, queries, state.trace, counts)
-    state.storage = evictor.settled(storage, state.recording)
+    state.storage = evictor.next_storage(storage, state.recording)
     if state.storage is storage:
         storage.pack(queries.visible, prompt=evictor.done)
         if evictor.done:
@@ -135,7 +137,7 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     if new is not None and not evictor.decides_later:  # store only the tokens that stay
         kept = evictor.keep_prompt(segment, queries, *new, state.trace)
         segment.extend(*kept, 0, queries.visible)
-        state.storage = evictor.settled(segment, drafting=False)
+        state.storage = evictor.next_storage(segment, drafting=False)
         index(state)
         return
     if new is not None:
@@ -151,12 +153,14 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
 def _vote(state: LayerState, queries: Queries, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = state.score_evictor
+    if not evictor.waits or state.coordinator is None:
+        evict(state, queries, scores)
+        return
     evictor.waiting = queries
-    if evictor.waits and state.coordinator is not None:
-        for decision in state.coordinator.vote(state, scores):
-            evict(decision.layer, decision.scores, decision.counts)
-    else:
-        evict(state, scores)
+    for layer, layer_scores, counts in state.coordinator.vote(state, scores):
+        waiting, layer.score_evictor.waiting = layer.score_evictor.waiting, None
+        assert waiting is not None
+        evict(layer, waiting, layer_scores, counts)
 
 
 def _store(
@@ -168,27 +172,37 @@ def _store(
     was packed or dropped before; the tokens are then packed as a prompt. Outliers are chosen from
     the exact tokens of the first prompt.
     """
-    outliers, exact = state.outliers, new
-    choosing = outliers is not None and not outliers.done
-    if choosing and new is None and len(segment):
-        exact = all_exact(segment, state.sinks)
-    if new is not None:
-        new = _without_sinks(state, queries, new)
-    drop = 0
-    if state.evictor is not None and not state.evictor.done:
-        drop = state.evictor.surplus(len(segment) + (0 if new is None else new[0].shape[2]))
-    if new is not None and new[0].shape[2]:
-        segment.extend(*new, drop, queries.visible)
-    elif new is None:
-        if drop:
-            segment.drop_front(drop)
-        segment.pack(queries.visible, prompt)
-        if prompt:
-            segment.trim()
-    if outliers is not None and choosing and exact is not None:
+    outliers = state.outliers
+    to_mark = None
+    if outliers is not None and not outliers.done:
+        to_mark = exact_tokens(state) if new is None and len(segment) else new
+    if new is None:
+        _drop_and_pack(state, segment, queries, prompt)
+    else:
+        k, v = _without_sinks(state, queries, new)
+        drop = _surplus(state, len(segment) + k.shape[2])
+        if k.shape[2]:
+            segment.extend(k, v, drop, queries.visible)
+    if outliers is not None and to_mark is not None:
         outliers.done = True
-        if exact[0].shape[2] == state.seen:
-            outliers.choose(*exact, queries, segment, state.sinks)
+        if to_mark[0].shape[2] == state.seen:
+            outliers.choose(*to_mark, queries, segment, state.sinks)
+
+
+def _drop_and_pack(state: LayerState, segment: Segment, queries: Queries, prompt: bool) -> None:
+    """Drop and pack tokens that are stored already."""
+    drop = _surplus(state, len(segment))
+    if drop:
+        segment.drop_front(drop)
+    segment.pack(queries.visible, prompt)
+    if prompt:
+        segment.trim()
+
+
+def _surplus(state: LayerState, tokens: int) -> int:
+    """Return how many of the segment's `tokens` tokens are too old to stay."""
+    evictor = state.evictor
+    return 0 if evictor is None or evictor.done else evictor.surplus(tokens)
 
 
 def _add_to_draft(state: LayerState, queries: Queries, new: KV | None) -> None:

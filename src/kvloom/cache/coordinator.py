@@ -7,49 +7,39 @@ of all layers compete. Decides when all scores are there, and by which scores ea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..keep import head_budgets
-from .score_evictor import ScoreEvictor
+
+if TYPE_CHECKING:
+    from .layer_state import LayerState
 
 
-class Layer(Protocol):
-    """A layer that evicts by score."""
-
-    @property
-    def score_evictor(self) -> ScoreEvictor: ...  # noqa: D102
-
-
-L = TypeVar("L", bound=Layer)
-
-
-@dataclass(frozen=True)
-class Decision(Generic[L]):
+class Decision(NamedTuple):
     """What a layer evicts by: scores fp32 [B, Hk, N], and the tokens that each of its heads wins.
 
     counts: int64 [B, Hk], where heads of all layers compete (else None).
     """
 
-    layer: L
+    layer: LayerState
     scores: Tensor
     counts: Tensor | None
 
 
-class Coordinator(Generic[L]):
+class Coordinator:
     """The layers of a cache that decide together, in the order in which a step runs them.
 
     shared: the layers keep the same tokens, chosen by the sum of all scores.
     """
 
-    def __init__(self, layers: Sequence[L], shared: bool) -> None:
+    def __init__(self, layers: Sequence[LayerState], shared: bool) -> None:
         self.layers, self.shared = layers, shared
         self.votes: list[Tensor] = []  # the scores of the first layers, in a step
 
-    def vote(self, layer: L, scores: Tensor) -> list[Decision[L]]:
+    def vote(self, layer: LayerState, scores: Tensor) -> list[Decision]:
         """Note a layer's scores, fp32 [B, Hk, N].
 
         Returns the decisions for all layers after the last layer's vote, and none before.
@@ -74,7 +64,7 @@ class Coordinator(Generic[L]):
         return [Decision(*each) for each in zip(self.layers, votes, counts, strict=True)]
 
 
-def _divide_heads(layers: Sequence[Layer], votes: Sequence[Tensor]) -> list[Tensor]:
+def _divide_heads(layers: Sequence[LayerState], votes: Sequence[Tensor]) -> list[Tensor]:
     """Divide the tokens for which the heads of all layers compete.
 
     votes: the scores of each layer, fp32 [B, Hk, N]. Returns the number of tokens that each head

@@ -85,7 +85,7 @@ def _append(state: LayerState, step: StepInputs) -> bool:
     t, storage = k.shape[2], state.storage
     if isinstance(storage, SlotStorage) and (t > 1 or state.recording):
         storage = state.storage = state.score_evictor.in_segment(storage)
-    fits = t <= _SHORT or state.all_exact
+    fits = t <= _SHORT or state.exact_until_commit
     if not state.seen or not fits or not (state.sinks is None or state.sinks.full(state.seen)):
         check_range(state.name, state.max_abs, k, v)
         return False

@@ -17,7 +17,7 @@ from .step import Queries
 
 
 class Evictor:
-    """Drops tokens of a layer down to a budget; as it is here, one without scores.
+    """Drops tokens of a layer down to a budget. This base class answers as one without scores.
 
     ragged: the tokens of which heads have different numbers (None: budgets are equal). waiting: the
     queries whose eviction waits for other layers or for a repetition (None: none do). done: whether
@@ -47,7 +47,7 @@ class Evictor:
 
     @property
     def stores_first(self) -> bool:
-        """Whether a long step's tokens are stored, exact, before it evicts some."""
+        """Whether tokens of a long step are stored exactly first; a prompt: see `decides_later`."""
         return False
 
     @property

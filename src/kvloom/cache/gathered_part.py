@@ -66,7 +66,7 @@ def _with(first: Part, pieces: Callable[[], list[Part]]) -> list[Part]:
 
 
 def _joined_mask(slots: Tensor, parts: list[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Join masks [B, 1, Hk or H, n] to one, bool [B, H, tokens]; None if no part has a mask."""
+    """Join masks [B, 1 or Hk or H, n] to one, bool [B, H, tokens]; None if no part has a mask."""
     if all(mask is None for mask, _ in parts):
         return None
     b, h, _ = slots.shape

@@ -28,8 +28,8 @@ class LayerCache:
     """The cache of one layer, for all batch rows.
 
     recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
-    in errors. rank: the number of this layer among the `count` layers of the cache. budget_rank:
-    (rank, count) of this layer among those that divide one budget (default: all). rope: rotates
+    in errors. rank, count: this layer's place among the layers of the cache. budget_rank: the same
+    pair among the layers that divide one budget (default: all). rope: rotates
     keys where the recipe renumbers positions. metadata: what the store's formats need of this
     layer.
     """
@@ -80,7 +80,7 @@ class LayerCache:
 
     @property
     def removable(self) -> int:
-        """The newest tokens that a crop may still remove because a draft is not settled."""
+        """The number of newest tokens that `crop` may still remove, because a draft is running."""
         draft = self.state.draft
         if self.verification.running:
             return self.verification.tokens

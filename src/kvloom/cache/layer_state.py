@@ -57,7 +57,7 @@ class LayerState:
         self.rope, self.metadata = rope, metadata
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
-        self.coordinator: Coordinator[Any] | None = None
+        self.coordinator: Coordinator | None = None
         self.recording = False  # a crop may remove the tokens of each step
         self.trace: Trace | None = None
         self.plans = (AttendPlans(), AttendPlans())  # of the first two parts of a step
@@ -84,7 +84,7 @@ class LayerState:
         rule = recipe.protect.outliers
         self.outliers = None if rule is None else OutlierTokens(rule, rank, metadata.head)
         self.draft: Draft | None = None
-        self.settled = False  # whether a step was settled; the first one is the prompt
+        self.prompt_done = False  # whether the first prompt was stored
         self.seen = 0
         self.read: float = 0  # tokens that the last step read, of each row and head, on average
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
@@ -125,8 +125,8 @@ class LayerState:
         return self.storage.first - sinks - (0 if ragged is None else ragged.mean)
 
     @property
-    def all_exact(self) -> bool:
-        """Whether all tokens stay, and stay exact: then the tail holds all of them."""
+    def exact_until_commit(self) -> bool:
+        """Whether the tail holds all stored tokens, exact, until a step commits."""
         evictor = self.evictor
         return self.recipe.store.exact and (evictor is None or evictor.stores_first)
 

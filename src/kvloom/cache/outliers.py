@@ -95,14 +95,3 @@ class OutlierTokens:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.segment.load_state(state["tokens"], like)
         self.done = state["done"]
-
-
-def all_exact(segment: Segment, sinks: Sinks | None) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, Hk, N, D] of all tokens seen, none of which is packed yet."""
-    k, v = segment.exact_keys(), segment.exact_values()
-    if sinks is None or sinks.keys is None or sinks.values is None or sinks.start is None:
-        return k, v
-    slot = torch.arange(segment.first, device=k.device) - sinks.start[:, None]
-    slots = slot.clamp_min(0)[:, None].expand(-1, k.shape[1], -1)
-    first_k, first_v = gather(sinks.keys, slots), gather(sinks.values, slots)
-    return torch.cat([first_k, k], dim=2), torch.cat([first_v, v], dim=2)

@@ -44,7 +44,11 @@ class RaggedTokens:
         keep, store = recipe.keep, recipe.store
         assert keep is not None
         assert keep.budget.heads is not None
-        self.safeguard, self.unit, self.sinks = keep.budget.heads, store.unit, recipe.protect.sinks
+        self.safeguard, self.unit, self.sinks = (
+            keep.budget.heads,
+            store.block_tokens,
+            recipe.protect.sinks,
+        )
         self.keys, self.values = KVSide(store.keys), KVSide(store.values)
         self.spans: Spans | None = None
         self.index: Tensor | None = None

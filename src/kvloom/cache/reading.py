@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.select.reference import gather
 from .gathered_part import prepend_sinks
 from .layer_state import LayerState
 from .part import Part, RaggedPart
@@ -64,6 +65,18 @@ def _past_parts(state: LayerState, queries: Queries, present: int) -> list[Part]
     if evictor is None:
         return parts
     return evictor.renumbered(parts, storage, seen + present - 1)
+
+
+def exact_tokens(state: LayerState) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, Hk, N, D] of all tokens seen, none of which is packed yet."""
+    segment, sinks = state.segment, state.sinks
+    k, v = segment.exact_keys(), segment.exact_values()
+    if sinks is None or sinks.keys is None or sinks.values is None or sinks.start is None:
+        return k, v
+    slot = torch.arange(segment.first, device=k.device) - sinks.start[:, None]
+    slots = slot.clamp_min(0)[:, None].expand(-1, k.shape[1], -1)
+    first_k, first_v = gather(sinks.keys, slots), gather(sinks.values, slots)
+    return torch.cat([first_k, k], dim=2), torch.cat([first_v, v], dim=2)
 
 
 def marked(index: Tensor, tokens: int) -> Tensor:

@@ -45,7 +45,7 @@ class Retriever:
         if self.recall.tier is not None:
             store = recipe.store
             formats = _offload_format(store.keys), _offload_format(store.values)
-            self.offloaded = OffloadStore(self.recall.tier, formats, store.unit)
+            self.offloaded = OffloadStore(self.recall.tier, formats, store.block_tokens)
         self.visible: Tensor | None = None  # padding so far, bool [B, 1, seen]
 
     @property
@@ -170,7 +170,7 @@ class Retriever:
 
     def _emptied(self) -> Finder:
         finder = self.recall.index.finder()
-        finder.start_again(self.finder)
+        finder.inherit(self.finder)
         return finder
 
     def _find(self, segment: Segment, q: Tensor, count: int) -> Tensor:
@@ -204,7 +204,7 @@ class Retriever:
 
 
 def _keys(segment: Segment, lo: int, hi: int) -> Tensor:
-    """Return the keys [B, Hk, hi - lo, D] of resident tokens lo to hi of a segment."""
+    """Return the keys [B, Hk, hi - lo, D] of tokens lo to hi of a segment."""
     offloaded = segment.offloaded
     keys = segment.keys.view(lo - offloaded, hi - offloaded, segment.positions)
     return keys if isinstance(keys, Tensor) else keys.tensor()

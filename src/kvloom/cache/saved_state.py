@@ -27,7 +27,7 @@ def save_layer(state: LayerState) -> dict[str, Any]:
         "seen": state.seen,
         "read": state.read,
         "recording": state.recording,
-        "settled": state.settled,
+        "settled": state.prompt_done,
         "observed": state.trace is not None,
         "slots": isinstance(state.storage, SlotStorage),
         "tokens": state.storage.state(),
@@ -42,7 +42,7 @@ def load_layer(state: LayerState, saved: dict[str, Any]) -> None:
     """
     like = state.like = saved["like"]
     state.seen, state.read = saved["seen"], saved["read"]
-    state.recording, state.settled = saved["recording"], saved["settled"]
+    state.recording, state.prompt_done = saved["recording"], saved["settled"]
     if saved["observed"] and state.trace is None:
         state.trace = Trace()
     if saved["slots"]:

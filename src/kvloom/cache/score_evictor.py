@@ -267,7 +267,7 @@ class ScoreEvictor(Evictor):
             trace.scored = slots.index.long(), total
         slots.evict(total, slots.mask(visible), slots.seen - self.recent)
 
-    def settled(self, segment: Segment, drafting: bool) -> Storage:
+    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
         """Return where tokens are stored from now on: in slots once each step evicts one token."""
         if self.keep.when == "prompt":
             self.scores.clear()

@@ -157,7 +157,7 @@ class Segment:
         self.values.tail.drop_back(n)
 
     def offload(self, n: int) -> list[Block]:
-        """Remove the n oldest resident tokens and return their keys and their values."""
+        """Remove the n oldest tokens that are not offloaded; return their keys and their values."""
         self.offloaded += n
         return [side.offload(n) for side in (self.keys, self.values)]
 
@@ -189,7 +189,7 @@ class Segment:
     def parts(
         self, visible: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
     ) -> list[Part]:
-        """Return the resident tokens from `begin` on, as one part if a kernel can read them so.
+        """Return the tokens from `begin` on, without offloaded ones; one part if a kernel can.
 
         The last `present` tokens are the step's. visible: bool [B, 1, seen tokens] by logical
         index.
@@ -228,7 +228,7 @@ class Segment:
     def mask(
         self, visible: Tensor | None, lo: int | None = None, hi: int | None = None
     ) -> Tensor | None:
-        """Return the mask of tokens lo to hi (None: of all resident ones).
+        """Return the mask of tokens lo to hi (None: of all that are not offloaded).
 
         visible: bool [B, 1, seen tokens] by logical index. Returns bool [B, 1 or Hk, hi - lo].
         """

@@ -18,11 +18,11 @@ class Settings:
     """How much text to read.
 
     Attributes:
-        contexts: At most so many contexts are read for the ranges of channels.
+        contexts: The most contexts that are read for the ranges of channels.
         context: Tokens of a context.
         settled: Every 8 contexts, the share of each range that these 8 added is computed. Reading
             stops when its mean over all channels, layers, keys and values is below `settled`.
-        sample_contexts: Clip factors are searched on so many first contexts.
+        sample_contexts: The number of first contexts on which clip factors are searched.
         sample_tokens: Tokens of each of these contexts.
         queries: Sampled queries.
         sinks: First tokens that these attend to unquantized.

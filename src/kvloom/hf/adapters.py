@@ -22,7 +22,7 @@ from . import attention, compat
 from .adapter_registry import ADAPTERS, Adapter, register
 from .routed import RoutedCache, RoutedLayer
 
-__all__ = ["attend", "hidden", "install", "masks", "register", "uninstall"]
+__all__ = ["attend", "install", "masks", "register", "uninstall", "visible_mask"]
 
 _MASKS = "kvloom-adapted"  # the masks of a step with a kvloom cache
 _OWN = "_kvloom_own_forward"
@@ -65,14 +65,14 @@ def attend(
     """
     attention.check_mask(layer, mask)
     k, v = layer.update(k, v)
-    visible = hidden(mask)
+    visible = visible_mask(mask)
     visible = None if visible is None else visible[:, None]
     out = layer.attend(StepInputs(Queries(q, scale, visible, alibi=alibi), k, v))
     return out.transpose(1, 2).flatten(2)
 
 
-def hidden(mask: Tensor) -> Tensor | None:
-    """Return a mask made by `_mask`, or None if it masks nothing."""
+def visible_mask(mask: Tensor) -> Tensor | None:
+    """Return the mask of visible tokens that `_mask` made; None without padding."""
     return mask if mask.numel() else None
 
 

@@ -29,8 +29,8 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
         Which layers are compressed, and how much.
 
     Raises:
-        UnsupportedModel: kvloom cannot route the model. Nothing is changed then, nor after the next
-            two.
+        UnsupportedModel: kvloom cannot route the model. These errors are raised before the model
+            changes.
         RecipeError: There is no such recipe.
         IncompatibleRecipe: The recipe does not fit the model.
         CacheMisuse: A recipe is attached already.

@@ -28,8 +28,8 @@ class Cache(RoutedCache):
         recipe: A `Recipe`, its name with overrides ("kivi:bits=4,group=64"), or a TOML file.
 
     Raises:
-        UnsupportedModel: kvloom cannot route the model. Nothing is changed then, nor after the
-            others.
+        UnsupportedModel: kvloom cannot route the model. These errors are raised before the model
+            changes.
         RecipeError: There is no such recipe.
         IncompatibleRecipe: The recipe does not fit the model.
     """

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +47,14 @@ class Follower:
         """Whether the layers that remain need not be stored."""
         return self.apart or self.error is not None
 
+    @contextmanager
+    def failing(self, *errors: type[Exception]) -> Iterator[None]:
+        """Keep an error of this follower in `error`, so that the others go on."""
+        try:
+            yield
+        except errors as error:
+            self.error = error
+
 
 def prefill_together(
     model: PreTrainedModel,
@@ -64,14 +72,44 @@ def prefill_together(
     An error of one follower, such as `NotFinite`, does not stop the others: see `Follower.error`.
     Any other failure leaves all caches empty. Raises `CacheMisuse` for a cache with tokens.
     """
-    if any(cache.get_seq_length() for cache in (leader, *(f.cache for f in followers))):
+    caches = [leader, *(follower.cache for follower in followers)]
+    if any(cache.get_seq_length() for cache in caches):
         raise CacheMisuse("a cache holds tokens already; give prefill_together new caches")
     model = compat.unwrap(model)
     for follower in followers:
-        try:
+        with follower.failing(CacheMisuse):
             follower.repetition = of_prompt(model, follower.cache, (), inputs)
-        except CacheMisuse as error:
-            follower.error = error
+    try:
+        with ExitStack() as running:
+            for cache in caches:
+                running.enter_context(cache.guard.step())
+            for follower in followers:
+                with follower.failing(CacheMisuse):
+                    running.enter_context(token_ids.of_call(follower.cache, (), inputs))
+            logits, seconds = _read_prompt(model, leader, followers, clock, inputs)
+    except BaseException:
+        for cache in caches:
+            cache.reset()
+        raise
+    for follower in followers:
+        if follower.ended:
+            follower.cache.reset()
+        if follower.apart:
+            begin = clock()
+            with follower.failing(Exception):
+                _last_logits(model, follower.cache, inputs)
+            follower.seconds = clock() - begin
+    return logits, seconds
+
+
+def _read_prompt(
+    model: PreTrainedModel,
+    leader: Cache,
+    followers: Sequence[Follower],
+    clock: Callable[[], float],
+    inputs: dict[str, Any],
+) -> tuple[Tensor, float]:
+    """Run one forward pass that fills all caches, then the repetitions; as `prefill_together`."""
     layers = [
         _FanOutLayer(layer, [(f, f.cache.layers[i]) for f in followers], clock)
         if isinstance(layer, RoutedLayer)
@@ -80,40 +118,17 @@ def prefill_together(
     ]
     fan_out = RoutedCache(layers, leader.fingerprint)
     fan_out.learned_positions = leader.learned_positions
-    try:
-        with ExitStack() as running:
-            for cache in (leader, *(f.cache for f in followers)):
-                running.enter_context(cache.guard.step())
-            for follower in followers:
-                try:
-                    running.enter_context(token_ids.of_call(follower.cache, (), inputs))
-                except CacheMisuse as error:
-                    follower.error = error
-            begin = clock()
-            logits = _last_logits(model, fan_out, inputs)
-            forward = clock() - begin - sum(follower.seconds for follower in followers)
-            for follower in followers:
-                follower.seconds += forward
-                _copy_other_layers(leader, follower)
-            with adapters.masks(model):
-                _repeat(followers, clock)
-            for follower in followers:
-                for layer in follower.cache.routed:
-                    layer.cache.end_step()
-    except BaseException:
-        for cache in (leader, *(f.cache for f in followers)):
-            cache.reset()
-        raise
+    begin = clock()
+    logits = _last_logits(model, fan_out, inputs)
+    forward = clock() - begin - sum(follower.seconds for follower in followers)
     for follower in followers:
-        if follower.error is not None or follower.apart:
-            follower.cache.reset()
-        if follower.apart:
-            begin = clock()
-            try:
-                _last_logits(model, follower.cache, inputs)
-            except Exception as error:
-                follower.error = error
-            follower.seconds = clock() - begin
+        follower.seconds += forward
+        _copy_other_layers(leader, follower)
+    with adapters.masks(model):
+        _repeat(followers, clock)
+    for follower in followers:
+        for layer in follower.cache.routed:
+            layer.cache.end_step()
     return logits, forward
 
 
@@ -141,11 +156,9 @@ class _FanOutLayer(RoutedLayer):
                 follower.apart = True  # such positions are rounded differently in some models
                 continue
             begin = self.clock()
-            try:
+            with follower.failing(Exception):
                 queries = given.queries._replace(ids=layer.ids)
                 lasting(layer.cache.prefill)(given._replace(queries=queries))
-            except Exception as error:
-                follower.error = error
             follower.seconds += self.clock() - begin
         return out
 
@@ -176,12 +189,10 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
         shared = clock() - begin
         for follower, one in same:
             begin = clock()
-            try:
+            with follower.failing(Exception):
                 if failed is not None:
                     raise failed
                 one.evict()
-            except Exception as error:
-                follower.error = error
             follower.seconds += shared + clock() - begin
 
 

@@ -44,7 +44,7 @@ def lasting(change: _F) -> _F:
 
 
 class RoutedLayer(CacheLayerMixin):
-    """Hands a `LayerCache` over to the attention function on the key that `update` returns."""
+    """A compressed layer: marks the key that `update` returns, so that attention finds it."""
 
     is_sliding = False
     is_compileable = False
@@ -118,12 +118,12 @@ class RoutedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
     def activate_past_recording(self) -> None:
-        """Drop and pack nothing until `crop` decides what stays."""
+        """Record each step, so that `crop` can remove its tokens."""
         self.cache.state.recording = True
 
     @property
     def record_past(self) -> bool:
-        """Whether dropping and packing wait for `crop`."""
+        """Whether `crop` may remove the tokens of each step."""
         return self.cache.state.recording
 
     @record_past.setter

@@ -28,7 +28,7 @@ class RecallTrace:
         self.kind = self.retriever.recall.index.kind
         self.indexed = torch.full((heads, tokens), NEVER)
         self.parts = self.indexed.clone()
-        self.end = 0  # tokens of the body that the index selects from, or that every step reads
+        self.end = 0  # the number of pinned and indexed tokens of the segment
         self.read: list[Tensor] = []  # by step, bool [Hk, seen]
         self.mass: list[Tensor] = []  # by step, [Hk]
 

@@ -21,7 +21,7 @@ def prompt_ids(
 ) -> tuple[list[int], int]:
     """Return the prompt's ids, and how many ids the whole text has.
 
-    model: the model or its config. context: use only so many ids; None for all. Raises
+    model: the model or its config. context: use only the first `context` ids; None for all. Raises
     `InputError` for a text that is empty or too long.
     """
     if not text.strip():

@@ -44,7 +44,7 @@ def trace_recipe(
         tokenizer: The model's.
         recipe: A recipe or its name.
         text: The prompt.
-        context: Prefill only the first so many tokens.
+        context: Prefill only this many tokens.
         new_tokens: How many tokens to generate.
         progress: Called with `new_tokens` + 1 units in all.
 

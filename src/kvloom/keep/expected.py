@@ -27,7 +27,7 @@ class Expected(Scorer):
     Attributes:
         future: How many next positions.
         epsilon: See above.
-        sinks: So many first tokens take part in neither, and get the largest score.
+        sinks: The first tokens that take part in neither, and get the largest score.
     """
 
     future: int = 512

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import RecipeError
-from .policy import GROUPS
+from .policy import HEAD_GROUPS
 from .registered import SCORERS, Rule
 from .scorer import Scorer
 from .scorers import Mass
@@ -46,8 +46,8 @@ class Outliers:
                 f"score {self.scorer.kind!r} repeats the prompt, which outliers do not wait for; "
                 "use another score for outliers"
             )
-        if self.group not in GROUPS:
-            raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.group not in HEAD_GROUPS:
+            raise RecipeError(f"group={self.group!r} is not one of {', '.join(HEAD_GROUPS)}")
 
     @property
     def reads_ids(self) -> bool:

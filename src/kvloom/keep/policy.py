@@ -22,7 +22,7 @@ WHEN = {
     "prompt": "once, after the first prompt",
     "limit": "down to the budget whenever a layer has more than `limit` tokens",
 }
-GROUPS = ("sum", "mean", "max")
+HEAD_GROUPS = ("sum", "mean", "max")
 POSITIONS = {
     "original": "a token keeps its position in the sequence",
     "renumbered": "the tokens that stay are numbered as if the others had never been there",
@@ -44,7 +44,7 @@ class Budget:
             code does; otherwise round the budget down, and then its recent share.
         heads: The share of its heavy hitters that every key/value head is certain of (AdaKV). The
             heads of a layer, or with layers="joint" of all layers with an equal keep and store,
-            compete for the rest. None: each head keeps as many.
+            compete for the rest. None: all heads keep the same number.
 
     Raises:
         RecipeError: A value is out of range, or there are both tokens and a fraction, or neither.
@@ -171,7 +171,7 @@ class Keep:
 
     Attributes:
         budget: How many tokens stay, protected sinks included.
-        scorer: What decides which.
+        scorer: The score that decides which tokens stay.
         when: "step": after the prompt and at every step; "prompt": once, after the first prompt;
             "limit": down to the budget whenever a layer has more than `limit` tokens.
         limit: Tokens that a layer may have before it evicts, for when="limit".
@@ -199,8 +199,8 @@ class Keep:
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         if self.when not in WHEN:
             raise RecipeError(f"when={self.when!r} is not one of {', '.join(WHEN)}")
-        if self.group not in GROUPS:
-            raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.group not in HEAD_GROUPS:
+            raise RecipeError(f"group={self.group!r} is not one of {', '.join(HEAD_GROUPS)}")
         if self.positions not in POSITIONS:
             raise RecipeError(f"positions={self.positions!r} is not one of {', '.join(POSITIONS)}")
         if self.scorer.reads_ids:

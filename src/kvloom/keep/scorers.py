@@ -1,6 +1,6 @@
-"""Scores by age and by attention: one number a token, high for the tokens that should stay.
+"""Scorers by age and by attention: they give tokens that should stay a high score.
 
-A score is a frozen dataclass with a `kind`; it is called with a `Step` and returns the scores.
+A scorer is a frozen dataclass with a `kind`; it is called with a `Step` and returns the scores.
 Decides nothing about how many tokens stay.
 """
 

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from ..registry import Registry
 from .clusters import Clusters
-from .index import GROUPS, Finder, Index, Recall, grown
+from .index import HEAD_CHOICES, Finder, Index, Recall, grown
 from .offload import OffloadFormat, OffloadStore
 from .pages import Pages, TopK
 from .partial_keys import PartialKeys
@@ -34,7 +34,7 @@ def register_index(cls: type[AnIndex]) -> type[AnIndex]:
 
 
 __all__ = [
-    "GROUPS",
+    "HEAD_CHOICES",
     "INDEXES",
     "TIERS",
     "Clusters",

@@ -31,7 +31,7 @@ class Clusters(Index):
         block: Generated tokens that are clustered together.
         block_clusters: How many clusters these form.
         distance: "cosine", "l2" or "inner".
-        iterations: At most so many.
+        iterations: The most iterations of K-means.
         seed: Of the first centroids.
     """
 

@@ -18,7 +18,7 @@ from ..errors import RecipeError
 from ..registry.fields import check_fields
 from .tiers import Tier
 
-GROUPS = {
+HEAD_CHOICES = {
     "mean": "the query heads of a group choose by the mean of their scores",
     "max": "by the largest of their scores",
     "turns": "they take turns, and each takes the best of its own scores",
@@ -28,7 +28,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Index:
-    """Options of an index."""
+    """Options of an index, from which each layer makes its `Finder`."""
 
     kind: ClassVar[str] = ""
     reads_keys: ClassVar[bool] = False  # whether it reads every key to find some
@@ -41,7 +41,7 @@ class Index:
     def due(self, held: int, waiting: int) -> int:
         """Return how many of `waiting` tokens to index now, where `held` are indexed already.
 
-        The default: as many whole units as there are.
+        The default: all whole units.
         """
         return waiting // self.unit * self.unit
 
@@ -61,7 +61,7 @@ class Index:
 
 
 class Finder:
-    """An index of one layer's keys, for each key/value head.
+    """The index of one layer's keys, for each key/value head.
 
     Attributes:
         tokens: The number of indexed keys. A key's slot is its number among them, oldest first.
@@ -90,8 +90,8 @@ class Finder:
             nonpadding_queries: bool [B, 1, T], False for padding.
         """
 
-    def start_again(self, old: Finder) -> None:
-        """Take over what an index that is emptied has learned."""
+    def inherit(self, old: Finder) -> None:
+        """Take over what `old` has learned; index nothing."""
 
     def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
         """Index the next keys by age.
@@ -108,7 +108,7 @@ class Finder:
         Args:
             q: [B, Hq, D].
             tokens: How many; at most the number of indexed keys.
-            group: One of `GROUPS`.
+            group: One of `HEAD_CHOICES`.
             keys: Returns the keys [B, Hk, N, D], for an index that stores none.
 
         Returns:
@@ -180,8 +180,8 @@ class Recall:
         check_fields(self, "group", "tier")
         whole("budget tokens", self.tokens, 1)
         whole("full_layers", self.full_layers, 0)
-        if self.group not in GROUPS:
-            raise RecipeError(f"group={self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.group not in HEAD_CHOICES:
+            raise RecipeError(f"group={self.group!r} is not one of {', '.join(HEAD_CHOICES)}")
         if self.tier is not None and self.index.reads_keys:
             raise RecipeError(
                 f"index={self.index.kind!r} reads every key to find some, and would copy them all "

@@ -22,7 +22,7 @@ from ..errors import RecipeError
 from ..kernels.select import reference as ref
 from .index import Finder, Index, grown, grown_mask, whole
 
-# So many queries and keys are read in float64 at once.
+# The number of queries and keys that are read in float64 at once.
 _CHUNK = 4096
 
 
@@ -114,7 +114,7 @@ class PartialKeyFinder(Finder):
         best = mass.topk(self.options.channels(d), dim=-1).indices.sort(dim=-1).values
         self.rotation = rotation.gather(3, best[:, :, None].expand(-1, -1, d, -1)).float()
 
-    def start_again(self, old: Finder) -> None:
+    def inherit(self, old: Finder) -> None:
         """Take the rotation of an emptied index."""
         assert isinstance(old, PartialKeyFinder)
         self.rotation = old.rotation

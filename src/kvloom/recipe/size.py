@@ -54,7 +54,7 @@ def predicted_layer_nbytes(
         return total + g.kv_heads * _predict_index(recipe, body, 0, g)
     room = keep.rooms(tokens, count)[rank]
     kept = min(tokens, room) if keep.drops(tokens) else tokens
-    contested = keep.contested(tokens, room, recipe.store.unit)
+    contested = keep.contested(tokens, room, recipe.store.block_tokens)
     total = _predict_tokens(recipe, kept - contested, g)
     total += _predict_ragged(recipe, contested * g.kv_heads, g)
     total += g.kv_heads * _predict_index(recipe, kept, recipe.pinned_prefix, g)
@@ -99,7 +99,7 @@ def _predict_index(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int
     for fmt, recent in _sides(recipe):
         ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
     if recipe.recall.tier is not None:
-        ready = ready // recipe.store.unit * recipe.store.unit
+        ready = ready // recipe.store.block_tokens * recipe.store.block_tokens
     index = recipe.recall.index
     return index.nbytes(index.due(0, max(0, ready - prefix)), g.head_dim, g.dtype.itemsize)
 

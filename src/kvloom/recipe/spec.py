@@ -110,7 +110,7 @@ class Recipe:
         protect: Tokens that always stay.
         name: As reports print it.
         layers: Overrides for some layers; of two for one layer, the later one wins.
-        start: Everything stays exact until the context exceeds so many tokens; then all tokens so
+        start: Everything stays exact until the context exceeds this many tokens; then all tokens so
             far are treated as one prompt.
         tuned: Where a tuned recipe comes from; other models refuse the recipe.
 
@@ -209,7 +209,7 @@ class Recipe:
                     f"{side}: a tier takes tokens that are packed after RoPE, without a transform "
                     "and without boost; leave out transform, pre_rope and boost, or the tier"
                 )
-        unit, step = self.store.unit, recall.index.step
+        unit, step = self.store.block_tokens, recall.index.step
         if max(unit, step) % min(unit, step):
             raise RecipeError(
                 f"the index takes {step} tokens at a time and the tier {unit} packed ones: neither "
@@ -224,7 +224,7 @@ class Recipe:
         """
         if self.keep is None or self.recall is None:
             return 0
-        unit = 1 if self.recall.tier is None else self.store.unit
+        unit = 1 if self.recall.tier is None else self.store.block_tokens
         return -(-self.protect.sinks // unit) * unit
 
     @property

@@ -12,8 +12,8 @@ class Tuned:
     """What `kvloom tune` writes into a recipe. Another model refuses the recipe.
 
     model: the fingerprint of the model's weights. text: SHA-256 of the text's token ids. bound:
-    what the recipe was tuned for: "bytes=0.2" or "kl=0.01". texts, tokens: so many prompts of
-    `context` tokens, each with so many tokens after it. kl, kl_p99: mean and 99th percentile of
+    what the recipe was tuned for: "bytes=0.2" or "kl=0.01". texts: the number of prompts of
+    `context` tokens. tokens: those that follow each prompt. kl, kl_p99: mean and 99th percentile of
     the divergence from the exact cache on these tokens, in nats; predicted_kl: the sum of the
     layers' scores. nbytes: bytes of the cache after one prompt; predicted_nbytes: by
     `Recipe.nbytes`; share: of the bytes of the exact cache.

@@ -28,7 +28,7 @@ META = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
-GROUPS = (16, 32, 64, 128)
+GROUP_SIZES = (16, 32, 64, 128)
 AXES = ("channel", "token")
 BOOSTS = (0, 8, 16, 32, 64)
 BALANCES = (0, 16, 32, 64, 128)
@@ -103,18 +103,18 @@ class Packed(Format):
         bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8.
         axis: "channel" groups tokens of one channel; "token" groups channels of one token,
             consecutive ones unless a transform regroups them.
-        group: So many tokens or channels; 0: all channels of a head.
+        group: Tokens or channels in a group; 0: all channels of a head.
         meta: dtype of scale and zero: "fp32", "fp16", "bf16" or "fp8" (e4m3, up to 448).
-        residual: Decode packs once there are so many exact tokens.
-        unit: Tokens are packed in multiples of it, a prompt all at once; None: the residual, as
-            KIVI.
+        residual: Decoding packs when this many exact tokens have gathered.
+        unit: The number of tokens that are packed at once is a multiple of this. None: `residual`,
+            as in KIVI.
         transform: How channels are grouped and scaled before they are quantized.
         pre_rope: Keys are packed before RoPE, which each step applies at their positions.
-        boost: So many channels of a head, those with the largest range in a group of tokens, have 4
-            bits (keys at 2 bit per channel).
-        balance: So many tokens of a rotated head form a tile, whose tokens and channels are divided
-            by their standard deviations in turns (see `kernels.quantize.balanced`); `group` is as
-            many per channel, and 0 per token. 0: no tiles.
+        boost: The number of channels of a head that have 4 bits: those with the largest range in a
+            group of tokens (keys with 2 bits per channel).
+        balance: The number of tokens of a rotated head in a tile, whose tokens and channels are
+            divided by their standard deviations in turns (see `kernels.quantize.balanced`). Then
+            `group` must equal `balance` per channel, and 0 per token. 0: no tiles.
     """
 
     bits: int | float
@@ -133,10 +133,10 @@ class Packed(Format):
         check_fields(self, "unit", "transform", "pre_rope")
         choice("bits", self.bits, tuple(sorted(ref.PACK_BLOCK)))
         choice("axis", self.axis, AXES)
-        choice("group", self.group, GROUPS if self.axis == "channel" else (*GROUPS, 0))
+        choice("group", self.group, GROUP_SIZES if self.axis == "channel" else (*GROUP_SIZES, 0))
         if not self.group and self.transform is not None and self.transform.span == "layer":
             raise RecipeError(
-                f'group=0 is one head; span="layer" takes {", ".join(map(str, GROUPS))}'
+                f'group=0 is one head; span="layer" takes {", ".join(map(str, GROUP_SIZES))}'
             )
         choice("meta", self.meta, tuple(META))
         if type(self.residual) is not int or self.residual < 1:
@@ -292,7 +292,7 @@ class Packed(Format):
         unequal = whole != head_dim and self.transform is not None and self.transform.reorder
         if whole % self.group == 0 or (unequal and self.group <= whole):
             return []
-        fits = [str(g) for g in GROUPS if whole % g == 0]
+        fits = [str(g) for g in GROUP_SIZES if whole % g == 0]
         remedy = f"use {' or '.join(fits)}" if fits else "no group fits; store values exact"
         return [f"group={self.group} does not divide {what}={whole}; {remedy}"]
 
@@ -349,8 +349,8 @@ class Store:
         return {side: fmt for side, fmt in self.sides.items() if isinstance(fmt, Packed)}
 
     @property
-    def unit(self) -> int:
-        """The smallest block of tokens that can be offloaded, keys and values together."""
+    def block_tokens(self) -> int:
+        """Tokens of the smallest block that shares no byte or scale with others, on both sides."""
         return math.lcm(*(fmt.whole for fmt in self.sides.values()))
 
     @property

@@ -144,7 +144,7 @@ class KVSide:
             self.packed.restore(block, n)
 
     def view_offloaded(self, block: Block, n: int) -> Tensor | PackedView:
-        """Return n offloaded tokens as `view` returns resident ones."""
+        """Return n offloaded tokens as `view` returns the others."""
         if isinstance(block, Tensor):
             return block
         assert isinstance(self.packed, PackedTokens)

@@ -319,7 +319,7 @@ def _empty(x: Tensor, spec: QuantSpec) -> PackedTensors:
 
 
 def _with_rows(live: Tensor, rows: int) -> Tensor:
-    """Return `live` [., ., n, .] in a new tensor of so many rows."""
+    """Return `live` [., ., n, .] in a new tensor of `rows` rows."""
     b, h, n, d = live.shape
     found = live.new_empty(b, h, rows, d)
     found[:, :, :n] = live

@@ -44,8 +44,9 @@ INDEXES: Mapping[str, Index] = {
 class Recalled:
     """What an index finds.
 
-    rates: the recall rate by the way in which query heads choose (see `recall.index.GROUPS`), then
-    by budget in tokens. build_s: seconds to build the index in all layers.
+    rates: the recall rate by the way in which query heads choose (see
+    `recall.index.HEAD_CHOICES`), then by budget in tokens. build_s: seconds to build the index in
+    all layers.
     """
 
     rates: dict[str, dict[int, float]]

@@ -32,7 +32,7 @@ def attend(
     """`BloomAttention.forward` with a kvloom layer."""
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     tokens = layer.cache.seen + q.shape[2]
-    position = positions(adapters.hidden(attention_mask), q.shape[0], tokens, q.device)
+    position = positions(adapters.visible_mask(attention_mask), q.shape[0], tokens, q.device)
     alibi = Alibi(_slopes(module.num_heads, q.device), position)
     out = adapters.attend(layer, q, k, v, attention_mask, module.inv_norm_factor, alibi)
     out = dropout_add(module.dense(out), residual, module.hidden_dropout, module.training)

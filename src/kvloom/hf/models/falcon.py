@@ -58,7 +58,7 @@ def attend(
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
     else:
         tokens = layer.cache.seen + q.shape[2]
-        position = positions(adapters.hidden(attention_mask), q.shape[0], tokens, q.device)
+        position = positions(adapters.visible_mask(attention_mask), q.shape[0], tokens, q.device)
         bias = _Rounded(_slopes(module.num_heads, q.device), position, scale=scale)
     out = adapters.attend(layer, q, k, v, attention_mask, scale, bias)
     return module.dense(out), None

@@ -64,7 +64,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "boosted": _store(
         Packed(2, "channel", 32, residual=32, boost=16),
-        Packed(3, "channel", 16, residual=16),
+        Packed(3, "channel", 16, residual=48),
         sinks=3,
         recent=(0, 9),
     ),

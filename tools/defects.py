@@ -255,10 +255,10 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/commit.py",
-        "_store(layer, segment, queries, new, prompt=first)",
-        "_store(layer, segment, queries, new, prompt=new is None)",
-        "the tokens of a draft are packed as those of a prompt",
-        "tests/laws/test_crop.py",
+        "_store(state, segment, queries, new, prompt=first)",
+        "_store(state, segment, queries, new, prompt=False)",
+        "a context that waited for the recipe's start is packed as decode steps are",
+        "tests/extend/test_extend_runtime.py", "-k", "start",
     ),
     _defect(
         "cache", "cache/outliers.py",
@@ -276,8 +276,8 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/age_evictor.py",
-        "max(0, tokens - max(0, self.room - sinks))",
-        "max(0, tokens - self.room)",
+        "max(0, tokens - max(0, self.budget_tokens - sinks))",
+        "max(0, tokens - self.budget_tokens)",
         "sinks are held beside the budget, not within it",
         "tests/laws/test_budgets.py",
     ),

@@ -138,6 +138,7 @@ def generate(
     with user_errors():
         from ..bench import ModelShape
         from ..bench import generate as benchmark
+        from ..workload.random_llama import random_llama
 
         shape = ModelShape(
             *parse_heads(heads), head_dim, batch, parse_dtype(dtype), layers, hidden,
@@ -147,7 +148,7 @@ def generate(
 
         def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
             nonlocal model
-            model = model or benchmark.random_model(shape, max(parse_contexts(context)))
+            model = model or random_llama(shape, max(parse_contexts(context)))
             return benchmark.candidates(model, shape, names, tokens)
 
         _run(

@@ -13,54 +13,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
+from transformers import DynamicCache, QuantizedCache
 
 import kvloom
 from gpu_clock import Bench
+from kvloom.bench import transformers_caches
 from kvloom.hf.compat import geometry
 from kvloom.recipe.resolve import resolve
+from kvloom.workload.random_llama import random_llama
+from kvloom.workload.shapes import ModelShape
 
 # Tokens, of all rows, that are fed at once between the timed ends.
 _STRETCH = 1 << 15
-SHAPES: dict[str, dict[str, int]] = {
-    "Llama-3-8B": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    },
-    "Llama-2-7B": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
-    },
-}  # fmt: skip
-_TINY = {
-    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "vocab_size": 199,
-}  # fmt: skip
+SHAPES = {
+    "Llama-3-8B": ModelShape(32, 8, 128, 1, torch.bfloat16, 32, 4096, 14336, 128256),
+    "Llama-2-7B": ModelShape(32, 32, 128, 1, torch.bfloat16, 32, 4096, 11008, 32000),
+}
+_POSITIONS = 1 << 20
 
 
-def model(bench: Bench, shape: str) -> Any:
+def model(bench: Bench, name: str) -> Any:
     """The model of a shape; only one is held at a time."""
-    if shape not in bench.models:
+    if name not in bench.models:
         bench.models.clear()
         bench.free()
-        numbers = SHAPES[shape]
+        shape = SHAPES[name]
         if bench.dry:
-            heads = 4 * numbers["num_key_value_heads"] // numbers["num_attention_heads"]
-            numbers = {**_TINY, "num_key_value_heads": max(1, heads)}
-        config = LlamaConfig(
-            **numbers, max_position_embeddings=1 << 20, attn_implementation="sdpa", use_cache=True
-        )
-        dtype = torch.float16 if bench.dry else torch.bfloat16
+            heads = max(1, 4 * shape.kv_heads // shape.q_heads)
+            shape = ModelShape(4, heads, 32, 1, torch.float16, 1, 128, 96, 199)
         torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with bench.device:
-                made = LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(before)
-        bench.models[shape] = made
-    return bench.models[shape]
+        with bench.device:
+            bench.models[name] = random_llama(shape, _POSITIONS)
+    return bench.models[name]
 
 
 @dataclass
@@ -157,16 +141,10 @@ def run(
             feed(1, cache)
         ends.append((bench.now() - begin) / steps)
     peak = bench.peak_gb()
-    kept = cache.nbytes if isinstance(cache, kvloom.Cache) else _stock_nbytes(cache)
+    kept = cache.nbytes if isinstance(cache, kvloom.Cache) else transformers_caches.nbytes(cache)
     del cache
     bench.free()
     return Run(times[1] - times[0], ends[0], ends[1], peak, prompt, new, batch, kept / 1e9)
-
-
-def _stock_nbytes(cache: Any) -> int:
-    """Bytes of the keys and values of a transformers cache."""
-    held = (x for layer in cache.layers for x in (layer.keys, layer.values))
-    return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
 
 
 def fits(bench: Bench, shape: str, recipe: str, tokens: int, room_gb: float) -> int:

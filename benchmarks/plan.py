@@ -26,7 +26,6 @@ import torch
 from transformers import LlamaConfig
 
 import record
-from kvloom.bench.generate import random_model
 from kvloom.kernels.dispatch import compile_seconds
 from kvloom.planner import machine_measurement
 from kvloom.planner.cache_bytes import CacheBytes
@@ -34,6 +33,7 @@ from kvloom.planner.decode_step import step_work
 from kvloom.planner.model import ModelFacts, read_model
 from kvloom.recipe.resolve import resolve
 from kvloom.workload import filled_caches
+from kvloom.workload.random_llama import random_llama
 from kvloom.workload.shapes import ModelShape
 
 OUT = Path(__file__).parent / "out" / "plan.json"
@@ -113,7 +113,7 @@ def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[d
 def main() -> None:
     options = record.options(__doc__, seconds=float("inf"))
     torch.set_num_threads(1)
-    model = random_model(SHAPE, max(CONTEXTS))
+    model = random_llama(SHAPE, max(CONTEXTS))
     planned = facts(model)
     done = json.loads(OUT.read_text()) if OUT.exists() else {}
     begin = time.monotonic()

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import resource
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import kvloom
-from kvloom.report.machine import cpu_name
+from kvloom.report.machine import cpu_name, versions
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -41,15 +36,7 @@ def options(about: str, **defaults: Any) -> argparse.Namespace:
 
 def environment(**more: Any) -> dict[str, Any]:
     """Return versions and hardware, and further conditions of the figures."""
-    return {
-        "python": platform.python_version(),
-        "kvloom": kvloom.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        **more,
-    }
+    return {**versions(), **more}
 
 
 def peak_bytes() -> int:

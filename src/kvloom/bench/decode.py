@@ -7,6 +7,7 @@ transformers would call, and kvloom's recipes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -16,11 +17,10 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..recipe.resolve import resolve
-from ..report.errors import logged_line
 from ..workload import filled_caches
 from ..workload.shapes import LayerShape, short_name
 from . import transformers_caches
-from .timing import Candidate
+from .timing import Candidate, built
 
 BASELINES = ("SDPA fp32", "SDPA bf16", "DynamicCache")
 
@@ -34,7 +34,9 @@ def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[
     if shape.q_heads != shape.kv_heads:
         found.append(_sdpa(shape.dtype, q, k, v, rows=True))
     found += [_transformers(name, shape, q, k, v) for name in transformers_caches.INSTALL]
-    return found + [_recipe(recipe, shape, context) for recipe in recipes]
+    for name in recipes:
+        found += built(name, partial(_recipe, name, shape, context))
+    return found
 
 
 def _sdpa(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, rows: bool = False) -> Candidate:
@@ -77,18 +79,12 @@ def _transformers(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor)
     return Candidate(name, call, kv_bytes=nbytes, read_bytes=nbytes)
 
 
-def _recipe(name: str, shape: LayerShape, context: int) -> Candidate:
+def _recipe(name: str, shape: LayerShape, context: int) -> list[Candidate]:
     q, k, v = filled_caches.random_qkv(shape, context)
-    try:
-        (cache,) = filled_caches.empty_layers(resolve(name), shape)
-        with torch.inference_mode():
-            filled_caches.fill(cache, q, k, v)
-    except Exception as error:
-        return Candidate(name, problem=logged_line(error, "a candidate"))
+    (cache,) = filled_caches.empty_layers(resolve(name), shape)
+    with torch.inference_mode():
+        filled_caches.fill(cache, q, k, v)
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
-    return Candidate(
-        name,
-        lambda: cache.attend(q, k, v, scale=shape.head_dim**-0.5),
-        kv_bytes=lambda: cache.nbytes,
-        read_bytes=lambda: filled_caches.read_nbytes(cache),
-    )
+    attend = partial(cache.attend, q, k, v, scale=shape.head_dim**-0.5)
+    read_bytes = partial(filled_caches.read_nbytes, cache)
+    return [Candidate(name, attend, kv_bytes=lambda: cache.nbytes, read_bytes=read_bytes)]

@@ -11,40 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from ..hf.cache import Cache
 from ..recipe.resolve import resolve
-from ..report.errors import logged_line
 from ..workload import filled_caches
 from ..workload.shapes import ModelShape
 from . import transformers_caches
-from .timing import Candidate
+from .timing import Candidate, built
 
 BASELINES = ("DynamicCache",)
-_EXTRA_POSITIONS = 4096  # after the longest context, for the decode steps
-
-
-def random_model(shape: ModelShape, longest: int) -> LlamaForCausalLM:
-    """Return a model with random weights, for contexts of up to `longest` tokens."""
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.q_heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=longest + _EXTRA_POSITIONS,
-        attn_implementation="sdpa",
-        dtype=shape.dtype,
-    )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(shape.dtype)
-    try:
-        return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
 
 
 def candidates(
@@ -65,24 +40,21 @@ def candidates(
         found.append(_candidate(name, plain, ids, cache, weights, nbytes, nbytes))
     shared = {id(p): p for p in plain.parameters()}
     routed = copy.deepcopy(plain, shared)  # the same weights, with kvloom's attention
+
+    def recipe(name: str) -> list[Candidate]:
+        with torch.no_grad():  # in inference mode, the model's steps could not write to it
+            cache = filled_caches.filled_cache(routed, resolve(name), shape, context)
+        layers = [layer.cache for layer in cache.routed]
+        return [
+            _candidate(
+                name, routed, ids, cache, weights, lambda: cache.nbytes,
+                lambda: sum(map(filled_caches.read_nbytes, layers)),
+            )
+        ]  # fmt: skip
+
     for name in recipes:
-        try:
-            with torch.no_grad():  # in inference mode, the model's steps could not write to it
-                ours = filled_caches.filled_cache(routed, resolve(name), shape, context)
-        except Exception as error:
-            found.append(Candidate(name, problem=logged_line(error, "a candidate")))
-            continue
-        found.append(_candidate(name, routed, ids, ours, weights, *_byte_counts(ours)))
+        found += built(name, partial(recipe, name))
     return found
-
-
-def _byte_counts(cache: Cache) -> tuple[Callable[[], int], Callable[[], int]]:
-    """Return functions for the bytes in a cache, and the bytes that its last step read."""
-    layers = [routed.cache for routed in cache.routed]
-    return (
-        lambda: cache.nbytes,
-        lambda: sum(filled_caches.read_nbytes(layer) for layer in layers),
-    )
 
 
 def _candidate(

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from ..report.errors import logged_line
 from ..store import KVSide
 from ..workload import filled_caches
 from ..workload.shapes import LayerShape
 from .prefill import random_prompt, sdpa
-from .timing import Candidate
+from .timing import Candidate, built
 
 BASELINES = ("the prompt's attention",)
 
@@ -26,20 +26,18 @@ BASELINES = ("the prompt's attention",)
 def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
     """Return all candidates at one prompt length."""
     q, k, v = random_prompt(shape, context)
-    found, nbytes = [sdpa(BASELINES[0], q, k, v)], k.nbytes + v.nbytes
+    found = [sdpa(BASELINES[0], q, k, v)]
     for name in recipes:
-        recipe = resolve(name)
-        try:
-            store = _EmptyStore(recipe, shape)
-        except Exception as error:
-            found.append(Candidate(name, problem=logged_line(error, "a candidate")))
-            continue
-        if recipe.store.exact:
-            found.append(Candidate(name, problem="it packs nothing"))
-            continue
-        pack = partial(store.pack, k, v)
-        found.append(Candidate(name, pack, store.renew, store.nbytes, lambda: nbytes))
+        found += built(name, partial(_recipe, name, shape, k, v))
     return found
+
+
+def _recipe(name: str, shape: LayerShape, k: Tensor, v: Tensor) -> list[Candidate]:
+    store, nbytes = _EmptyStore(resolve(name), shape), k.nbytes + v.nbytes
+    if store.recipe.store.exact:
+        return [Candidate(name, problem="it packs nothing")]
+    pack = partial(store.pack, k, v)
+    return [Candidate(name, pack, store.renew, store.nbytes, lambda: nbytes)]
 
 
 class _EmptyStore:
@@ -55,7 +53,7 @@ class _EmptyStore:
         self.keys = KVSide(store.keys, recents[0], metadata.keys, metadata.rope)
         self.values = KVSide(store.values, recents[1], metadata.values)
 
-    def pack(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def pack(self, k: Tensor, v: Tensor) -> None:
         self.keys.extend(k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1))
         self.values.extend(v, 0)
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..cache.layer import LayerCache
 from ..recipe.resolve import resolve
-from ..report.errors import logged_line
 from ..workload import filled_caches
 from ..workload.shapes import DTYPES, LayerShape, short_name
-from .timing import Candidate
+from .timing import Candidate, built
 
 BASELINES = tuple(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values())
 """Only the one in the dtype of the shape is measured."""
@@ -29,17 +28,17 @@ def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[
     q, k, v = random_prompt(shape, context)
     found = [sdpa(f"SDPA {short_name(shape.dtype)}", q, k, v)]
     for name in recipes:
-        try:
-            layer = _EmptyLayer(name, shape)
-        except Exception as error:
-            found.append(Candidate(name, problem=logged_line(error, "a candidate")))
-            continue
-        attend, store = partial(layer.attend, q, k, v), partial(layer.store, q, k, v)
-        found += [
-            Candidate(name, attend, layer.renew, layer.nbytes),
-            Candidate(f"{name}, storing", store, layer.renew, layer.nbytes),
-        ]
+        found += built(name, partial(_recipe, name, shape, q, k, v))
     return found
+
+
+def _recipe(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor) -> list[Candidate]:
+    layer = _EmptyLayer(name, shape)
+    attend, store = partial(layer.attend, q, k, v), partial(layer.store, q, k, v)
+    return [
+        Candidate(name, attend, layer.renew, layer.nbytes),
+        Candidate(f"{name}, storing", store, layer.renew, layer.nbytes),
+    ]
 
 
 def random_prompt(shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,6 +38,14 @@ class Candidate:
     problem: str | None = None
 
 
+def built(name: str, build: Callable[[], list[Candidate]]) -> list[Candidate]:
+    """Return the candidates that `build` makes, or one with the reason why it fails."""
+    try:
+        return build()
+    except Exception as error:
+        return [Candidate(name, problem=logged_line(error, "a candidate"))]
+
+
 @dataclass
 class Times:
     """Milliseconds of a candidate's calls, and kvloom's operations that fell back, with reasons."""

@@ -59,7 +59,8 @@ def calibrate(
         What `out` holds. `read` in its settings is the number of contexts that were read.
 
     Raises:
-        CalibrationError: The file cannot be written, or the text is too short.
+        CalibrationError: The file cannot be written, or a format packs keys before a RoPE that
+            cannot be undone.
         IncompatibleRecipe: A recipe does not fit the model.
         NotFinite: Keys or values are not finite.
     """

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench_options import check_at_least_1, parse_contexts, parse_dtype, parse_heads
+from .bench_options import parse_dtype, parse_heads
 from .inputs import silence_transformers
-from .options import RECIPES_HELP, Json, parse_recipes
+from .options import RECIPES_HELP, Json, parse_numbers, parse_recipes
 from .outputs import check_outputs, show_results
 from .partial_results import collect_rows, finish
 from .progress import show_progress
@@ -42,9 +42,10 @@ _HEAD_DIM = Annotated[int, typer.Option(help="Channels of a head.")]
 _BATCH = Annotated[int, typer.Option(help="Rows of the batch.")]
 _DTYPE = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 _THREADS = Annotated[
-    int | None, typer.Option(help="Threads of torch and of kernels; default: torch's choice.")
+    int | None,
+    typer.Option(min=1, help="Threads of torch and of kernels; default: torch's choice."),
 ]
-_REPEATS = Annotated[int, typer.Option(help="Timed calls of each candidate.")]
+_REPEATS = Annotated[int, typer.Option(min=1, help="Timed calls of each candidate.")]
 _PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the times.")]
 
 
@@ -138,6 +139,7 @@ def generate(
     with user_errors():
         from ..bench import ModelShape
         from ..bench import generate as benchmark
+        from ..workload.random_llama import random_llama
 
         shape = ModelShape(
             *parse_heads(heads), head_dim, batch, parse_dtype(dtype), layers, hidden,
@@ -147,7 +149,7 @@ def generate(
 
         def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
             nonlocal model
-            model = model or benchmark.random_model(shape, max(parse_contexts(context)))
+            model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
             return benchmark.candidates(model, shape, names, tokens)
 
         _run(
@@ -183,9 +185,8 @@ def _run(
     from ..report.machine import machine
     from ..workload import bandwidth
 
-    contexts = parse_contexts(context)
+    contexts = parse_numbers(context, int, "--context")
     names = list(dict.fromkeys(recipe.name for recipe in parse_recipes(recipes)))
-    check_at_least_1(threads=threads, repeats=repeats)
     check_outputs(json, plot=plot)
     silence_transformers()
     if threads is not None:

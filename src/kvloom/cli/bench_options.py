@@ -18,16 +18,6 @@ def parse_heads(option: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def parse_contexts(option: str) -> list[int]:
-    """Read "8192,32768"."""
-    parts = [part.strip() for part in option.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(
-            f"--context {option!r} is not a list of token counts, 1 or more, such as 8192,32768"
-        )
-    return [int(part) for part in parts]
-
-
 def parse_dtype(option: str) -> torch.dtype:
     """Read "bfloat16", "float16" or "float32"."""
     from ..workload.shapes import DTYPES
@@ -35,10 +25,3 @@ def parse_dtype(option: str) -> torch.dtype:
     if option not in DTYPES:
         raise InputError(f"--dtype {option!r} is unknown; use one of {', '.join(DTYPES)}")
     return DTYPES[option]
-
-
-def check_at_least_1(**options: int | None) -> None:
-    """Raise `InputError` if an option, given by its name, is below 1; None is valid."""
-    for name, value in options.items():
-        if value is not None and value < 1:
-            raise InputError(f"--{name} {value} must be 1 or more")

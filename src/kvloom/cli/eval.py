@@ -15,6 +15,7 @@ from .options import (
     Model,
     Text,
     parse_budget,
+    parse_numbers,
     parse_recipes,
     with_budget,
 )  # fmt: skip
@@ -110,8 +111,8 @@ def command(
         chosen_tasks = [task_named(name) for name in tasks]
         if ask not in ("after", "inside"):
             raise InputError(f"--ask {ask!r} is unknown; use after or inside")
-        lengths = _numbers(context, int, "--context")
-        shares = [] if bytes is None else _numbers(bytes, float, "--bytes")
+        lengths = parse_numbers(context, int, "--context")
+        shares = [] if bytes is None else parse_numbers(bytes, float, "--bytes")
         if shares and budget is not None:
             raise InputError("--bytes and --budget both set the budget; give one of them")
         chosen = parse_recipes(recipes)
@@ -168,18 +169,4 @@ def _with_bytes(
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"two different recipes have the name {name!r}; rename one of them")
-    return found
-
-
-def _numbers(option: str, kind: type, name: str) -> list[Any]:
-    """Return the numbers of a list such as "1024,2048"; each must be positive."""
-    try:
-        found = list(dict.fromkeys(kind(part) for part in option.split(",")))
-    except ValueError:
-        found = []
-    if not found or min(found) <= 0 or (kind is float and max(found) > 1):
-        what = "shares between 0 and 1; give some such as 0.25,0.125"
-        if kind is int:
-            what = "whole numbers above 0; give some such as 1024,2048"
-        raise InputError(f"{name} {option!r} is no list of {what}")
     return found

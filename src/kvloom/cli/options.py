@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -75,6 +75,20 @@ def with_budget(recipes: list[Recipe], share: int | float | None, context: int) 
         except RecipeError as error:
             raise RecipeError(f"--budget {share} with {recipe.name}: {error}") from error
     return changed
+
+
+def parse_numbers(option: str, kind: type, name: str) -> list[Any]:
+    """Return the numbers of a list such as "1024,2048"; each must be positive."""
+    try:
+        found = list(dict.fromkeys(kind(part) for part in option.split(",")))
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0 or (kind is float and max(found) > 1):
+        what = "shares between 0 and 1; give some such as 0.25,0.125"
+        if kind is int:
+            what = "whole numbers above 0; give some such as 1024,2048"
+        raise InputError(f"{name} {option!r} is no list of {what}")
+    return found
 
 
 def parse_budget(option: str) -> int | float:

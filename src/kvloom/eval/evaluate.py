@@ -50,7 +50,7 @@ def evaluate(
     compat.refuse_unsupported(model)
     report = progress or (lambda what, units: None)
     written = _written(tasks, folder)
-    with attachment_restored(model), torch.inference_mode():
+    with attachment_restored(model):
         for task, batches in tasks:
             done = {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
             for batch in batches:

@@ -1,13 +1,3 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const $ = id => document.getElementById(id);
-const make = (name, text, cls) => {
-  const e = document.createElement(name);
-  if (text !== undefined) e.textContent = text;
-  if (cls) e.className = cls;
-  return e;
-};
-const count = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
 const percent = x => `${(100 * x).toFixed(1)} %`;
 const mean = xs => xs.reduce((a, b) => a + b, 0) / xs.length;
 const layers = data.layers, heads = layers[0].heads.length;

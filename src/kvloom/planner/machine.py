@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,15 +94,7 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {
-            "name": self.name,
-            "about": self.about,
-            "memory": self.memory,
-            "bandwidth": self.bandwidth,
-            "linear": {k: {str(b): s for b, s in v.items()} for k, v in self.linear.items()},
-            "overhead": {k: list(v) for k, v in self.overhead.items()},
-            "layers": {k: vars(v) for k, v in self.layers.items()},
-        }
+        return {"name": self.name, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Machine:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,21 +18,19 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from .. import __version__
 from ..errors import InputError
 from ..hf.cache import Cache
 from ..recipe.geometry import Geometry
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from ..report.machine import cpu_name
+from ..report.machine import versions
 from ..workload import bandwidth, clock, filled_caches
 from ..workload.forward import Progress
 from ..workload.prefill import available_bytes
-from ..workload.shapes import LayerShape
+from ..workload.random_llama import random_llama
+from ..workload.shapes import LayerShape, ModelShape
 from .decode_step import LayerWork, StepWork
 from .machine import LayerRate, Machine, measured_recipe, short_name, unmeasured
 
@@ -53,23 +50,13 @@ _CACHES = 1 << 26  # bytes of the caches of all layers, at least
 _MOST_LAYERS = 16
 _SECONDS = 0.25  # of each point; twice as long for each model
 _REPEATS = 5  # at least
-_SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
 _SMALL_LAYERS = 2, 10
 _SMALL_TOKENS = 64
 
 
 def about() -> dict[str, object]:
-    """Return what measurements depend on: processor, threads, versions."""
-    return {
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "kvloom": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "kernels": os.environ.get("KVLOOM_KERNELS", "auto"),
-    }
+    """Return what measurements depend on: processor, threads, versions, kernels."""
+    return {**versions(), "kernels": os.environ.get("KVLOOM_KERNELS", "auto")}
 
 
 def units(machine: Machine | None, works: Sequence[StepWork], g: Geometry) -> int:
@@ -142,14 +129,15 @@ def model_overhead(dtype: torch.dtype) -> tuple[float, float]:
 
     A layer of `full` is subtracted: the cache is counted by itself.
     """
-    seconds = [_small_step(layers, dtype) for layers in _SMALL_LAYERS]
     few, many = _SMALL_LAYERS
+    shapes = [
+        ModelShape(4, 2, 64, 1, dtype, layers, hidden=256, intermediate=512, vocabulary=512)
+        for layers in _SMALL_LAYERS
+    ]
+    seconds = [_small_step(shape) for shape in shapes]
     layer = (seconds[1] - seconds[0]) / (many - few)
     per_step = seconds[0] - few * layer
-    shape = LayerShape(
-        _SMALL["num_attention_heads"], _SMALL["num_key_value_heads"], _SMALL["head_dim"], 1, dtype
-    )
-    cache = _layer_seconds(resolve("full"), shape, _SMALL_TOKENS)[0]
+    cache = _layer_seconds(resolve("full"), shapes[0], _SMALL_TOKENS)[0]
     return max(0.0, per_step), max(0.0, layer - cache)
 
 
@@ -204,12 +192,9 @@ def _multiply(inputs: dict[int, Tensor], matrices: Sequence[Tensor]) -> None:
         F.linear(inputs[matrix.shape[1]], matrix)
 
 
-def _small_step(layers: int, dtype: torch.dtype) -> float:
+def _small_step(shape: ModelShape) -> float:
     """Return the seconds of a decode step of a small Llama on an exact cache of 64 tokens."""
-    config = LlamaConfig(
-        **_SMALL, num_hidden_layers=layers, dtype=dtype, attn_implementation="sdpa"
-    )
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = random_llama(shape, _SMALL_TOKENS)
     cache = Cache(model, "full")
     model(input_ids=torch.zeros(1, _SMALL_TOKENS, dtype=torch.long), past_key_values=cache)
     ids = torch.ones(1, 1, dtype=torch.long)

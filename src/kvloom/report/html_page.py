@@ -1,7 +1,7 @@
 """One HTML file with its style, scripts and data; it needs no network and no other file.
 
 Decides how data are inserted into a page safely. A package that shows a page has `template.html`,
-`style.css` and its scripts in its folder.
+`style.css` and its scripts in its folder; `page.js` comes before these.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def html_page(
     it, nor start another. Raises `ValueError` for NaN and infinity.
     """
 
-    def read(name: str) -> str:
+    def read(name: str, package: str = package) -> str:
         return files(package).joinpath(name).read_text(encoding="utf-8")
 
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     html = read("template.html")
     for placeholder, part in (
         ("@STYLE@", read("style.css")),
-        ("@SCRIPT@", "\n".join(map(read, scripts))),
+        ("@SCRIPT@", "\n".join([read("page.js", __package__), *map(read, scripts)])),
         *(more or {}).items(),
         ("@DATA@", text.replace("<", "\\u003c")),  # last: it may contain any text
     ):

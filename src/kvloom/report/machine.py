@@ -17,17 +17,24 @@ from .. import __version__
 from ..recipe.geometry import Geometry
 
 
-def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
-    """Return versions, hardware, the dtype of a model or tensor, and the time in UTC."""
-    gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
+def versions() -> dict[str, Any]:
+    """Return versions, the processor, and torch's threads on it."""
     return {
         "python": platform.python_version(),
         "kvloom": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cpu": cpu_name(),
-        "gpu": gpu,
         "threads": torch.get_num_threads(),
+    }
+
+
+def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
+    """Return `versions`, the GPU, the dtype of a model or tensor, and the time in UTC."""
+    gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
+    return {
+        **versions(),
+        "gpu": gpu,
         "dtype": str(model.dtype).removeprefix("torch."),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

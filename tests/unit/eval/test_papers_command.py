@@ -28,7 +28,7 @@ SIZE = Size(context=96, samples=2, new_tokens=4, needles=1, long_context=256, st
 
 
 def claim(test=None, **fields):
-    return Claim("one", "A is better than B.", "Table 1", OURS, "A > B", test, **fields)
+    return Claim("one", "A is better than B.", "Table 1", "A > B", test, paper=OURS, **fields)
 
 
 def quality(kl, nll=1.0):

@@ -1,13 +1,4 @@
-"use strict";
-/* Data, formats and the choice of the reader: what every part of the page uses. */
-const data = JSON.parse(document.getElementById("data").textContent);
-const $ = id => document.getElementById(id);
-const make = (name, text, cls) => {
-  const e = document.createElement(name);
-  if (text !== undefined) e.textContent = text;
-  if (cls) e.className = cls;
-  return e;
-};
+/* Formats and the choice of the reader: what every part of the page uses. */
 const space = (() => {
   const holder = document.createElement("template");
   holder.innerHTML = "<svg></svg>";
@@ -19,7 +10,6 @@ const draw = (name, attributes, text) => {
   if (text !== undefined) e.textContent = text;
   return e;
 };
-const count = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
 const mean = xs => xs.length ? xs.reduce((a, b) => a + b, 0) / xs.length : null;
 const has = x => x !== null && x !== undefined;
 const percent = (x, digits = 1) => has(x) ? `${(100 * x).toFixed(digits)}%` : "–";

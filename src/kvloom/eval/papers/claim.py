@@ -29,6 +29,10 @@ class Figures:
     columns: Sequence[str]
     rows: Mapping[str, Sequence[float | str | None]]
 
+    def only(self, *names: str) -> Figures:
+        """Return it with these rows alone."""
+        return Figures(self.columns, {name: self.rows[name] for name in names})
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -52,19 +56,19 @@ class Claim:
     """A claim of a paper.
 
     name: short and unique in the paper. text: the claim in one sentence. where: table, figure or
-    section. paper: the paper's figures; None where its text prints none. rule: when we call it
-    reproduced. test: None if `reason` says why it is not testable here. cause: why the rule does
-    not hold on the reference model, where it does not.
+    section. rule: when we call it reproduced. test: None if `reason` says why it is not testable
+    here. cause: why the rule does not hold on the reference model, where it does not. paper: the
+    paper's figures; None where its text prints none.
     """
 
     name: str
     text: str
     where: str
-    paper: Figures | None = None
     rule: str = ""
     test: Callable[[Lab], Finding] | None = None
     cause: str = ""
     reason: str = ""
+    paper: Figures | None = None
 
 
 @dataclass(frozen=True)

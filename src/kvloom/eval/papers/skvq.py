@@ -168,24 +168,30 @@ CLAIMS = (
         "methods at 2 bit",
         "SKVQ is more accurate than RTN, SmoothQuant, RPTQ and KIVI at 2 bit.",
         "Table 1 (LongBench average, group 128)",
-        TABLE1,
         "SKVQ better than each; group 32, because a layer of a small model has few channels; as in "
         "the paper only KIVI and SKVQ have a window",
         _table1,
+        paper=TABLE1,
     ),
     Claim(
         "loss at 2 bit",
         "SKVQ loses less than 5% of the accuracy at 2 bit.",
         "section 4.2 and Table 1",
-        Figures(TABLE1.columns, {name: TABLE1.rows[name] for name in ("FP16", "SKVQ")}),
         "perplexity at most 5% above full (group 32)",
         _loss,
+        paper=TABLE1.only("FP16", "SKVQ"),
     ),
     Claim(
         "without a window",
         "Groups and clipping alone, without a window, are better than RTN at 4, 3 and 2 bit.",
         "Table 2 (Llama-2-13B, perplexity on wikitext2, group 64, 5 sinks; its RTN is symmetric)",
-        Figures(
+        "SKVQ better than RTN (asymmetric) at each width; KVQuant is not in kvloom",
+        _no_window,
+        "kvloom searches the clip factors with 5 sinks and the newest 128 tokens exact; without a "
+        "window they clip too much: at 2 bit the perplexity is 2.95 times that of full. With "
+        "clip=0.96, the official code's constant for this table, it is 1.37 times (RTN: 1.54 "
+        "times). At 4 and 3 bit the two differ within chance",
+        paper=Figures(
             ("4bit", "3bit", "2bit"),
             {
                 "RTN-sym": (4.66, 4.98, 26.83),
@@ -193,53 +199,46 @@ CLAIMS = (
                 "Ours": (4.60, 4.63, 4.87),
             },
         ),
-        "SKVQ better than RTN (asymmetric) at each width; KVQuant is not in kvloom",
-        _no_window,
-        "kvloom searches the clip factors with 5 sinks and the newest 128 tokens exact; without a "
-        "window they clip too much: at 2 bit the perplexity is 2.95 times that of full. With "
-        "clip=0.96, the official code's constant for this table, it is 1.37 times (RTN: 1.54 "
-        "times). At 4 and 3 bit the two differ within chance",
     ),
     Claim(
         "ladder: window",
         "Of all parts, the window of 128 tokens raises the accuracy most.",
         "Table 3 (group 32)",
-        TABLE3,
         "RTN with the window better than without, and the largest step of the ladder",
         _window_most,
+        paper=TABLE3,
     ),
     Claim(
         "ladder: other parts",
         "Clipping, channel reorder and sinks each raise the accuracy further.",
         "Table 3 (group 32)",
-        TABLE3,
         "every step from the window to the sinks better than the step before",
         _parts,
+        paper=TABLE3,
     ),
     Claim(
         "ladder: FP8",
         "Scales and zero points in FP8 cost almost no accuracy.",
         "Table 3 (group 32)",
-        TABLE3,
         "KL at most 10% above that with fp16",
         _fp8,
+        paper=TABLE3,
     ),
     Claim(
         "group size",
         "Smaller groups are always more accurate.",
         "Table 4 (LongBench average)",
-        Figures(
+        "64 better than 128, and 32 better than 64",
+        _group,
+        paper=Figures(
             ("average score", "bits"),
             {"group 128": (35.365, 2.125), "group 64": (35.805, 2.25), "group 32": (36.51, 2.5)},
         ),
-        "64 better than 128, and 32 better than 64",
-        _group,
     ),
     Claim(
         "window size",
         "The accuracy rises with the size of the window.",
         "Figure 6 (a plot without numbers)",
-        None,
         "every window of 0, 32, 64, 128, 256 better than the one before",
         _window_size,
     ),
@@ -247,7 +246,6 @@ CLAIMS = (
         "K2V1.5",
         "Keys at 2 bit and values at 1.5 bit lose almost no accuracy.",
         "Figure 4 (group 64; a plot without numbers)",
-        None,
         "perplexity at most 5% above full",
         _k2v15,
     ),
@@ -255,28 +253,27 @@ CLAIMS = (
         "needles",
         "SKVQ with values at 1.5 bit retrieves more needles than KIVI with values at 2 bit.",
         "Figure 5 (Llama2-7b-80k, group 128; score of 300 cases)",
-        Figures(("score",), {"KIVI K2V2": (244.5,), "SKVQ K2V1.5": (272.2,)}),
         "SKVQ answers more questions about needles; KIVI's group is at most a head",
         _needles,
         "a layer of the reference model has 128 channels, which are one group for SKVQ and two for "
         "KIVI. With groups of 64 or 32 channels, SKVQ K2V1.5 also finds every needle",
+        paper=Figures(("score",), {"KIVI K2V2": (244.5,), "SKVQ K2V1.5": (272.2,)}),
     ),
     Claim(
         "smooth or reorder",
         "Reordering channels is better than smoothing them.",
         "Table 6 (Llama-2-7B-chat, LongBench average)",
-        Figures(
+        "reorder better than smooth; both with a window of 128, 5 sinks, group 32 and FP8",
+        _smooth,
+        paper=Figures(
             ("average score",),
             {"FP16": (38.50,), "SKVQ-reorder": (37.50,), "SKVQ-smooth": (34.77,)},
         ),
-        "reorder better than smooth; both with a window of 128, 5 sinks, group 32 and FP8",
-        _smooth,
     ),
     Claim(
         "1M tokens",
         "A 7B model reads 1M tokens on one GPU of 80 GB.",
         "section 1 and appendix C",
-        None,
         "bytes of Llama-2-7B's weights in fp16 and of the cache after 1,000,000 tokens, scales "
         "included, at most 80 GiB (computed)",
         _million,
@@ -285,15 +282,14 @@ CLAIMS = (
         "decode speed",
         "Decoding is up to 7 times faster at batch 128 and 200k tokens.",
         "Table 5 (LLM-Viewer's analysis of an A100)",
-        Figures(("FP16", "KV4", "KV2"), {"inference time (ms)": (3300, 881.1, 469.7)}),
         reason="the figures are an analysis of that GPU, not a measurement; kvloom bench decode "
         "measures the speed of this machine",
+        paper=Figures(("FP16", "KV4", "KV2"), {"inference time (ms)": (3300, 881.1, 469.7)}),
     ),
     Claim(
         "LongBench",
         "The averages of Table 1 are those of LongBench tasks.",
         "Table 1",
-        None,
         reason="LongBench needs its data and a model of several billion parameters; with both: "
         "kvloom eval longbench --data FOLDER --model MODEL "
         "--recipes rtn,smoothquant,rptq,kivi,skvq --out DIR",

@@ -383,7 +383,7 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/models/bloom.py",
-        "position = positions(adapters.hidden(attention_mask), q.shape[0], tokens, q.device)",
+        "position = positions(adapters.visible_mask(attention_mask), q.shape[0], tokens, q.device)",
         "position = positions(None, q.shape[0], tokens, q.device)",
         "BLOOM's ALiBi counts padding as distance",
         "tests/models/test_adapters.py", "tests/models/test_architectures.py", "-k", "bloom",

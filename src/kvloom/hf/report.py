@@ -12,7 +12,7 @@ from ..recipe.spec import Recipe
 from . import compat
 
 _TOKENS = 32768  # the prompt for which a report states sizes
-_SMALL = 1_000_000_000  # parameters below which 2 bit can cost much quality
+_SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
 _SMALL_HEAD = 64
 
 

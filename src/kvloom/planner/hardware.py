@@ -14,8 +14,8 @@ from .decode_step import StepTime, StepWork
 from .ranges import Range
 
 SOURCES = {
-    "weights": "Llama-2-7B on an A100 with 2,039 GB/s (gpt-fast, README): 1,397 GB/s in 16 bit "
-    "(best) and 863 GB/s in 4 bit (low); high: as for KV",
+    "weights": "Llama-2-7B on an A100 with 2,039 GB/s (gpt-fast, README): 1,397 GB/s in 16 bits "
+    "(best) and 863 GB/s in 4 bits (low); high: as for KV",
     "kv": "other libraries' kernels: FlashAttention-3 in fp8 at batch 1 and 64k 24% (low), "
     "FlashInfer in fp8 60-75% (best: their middle), FlashMLA in bf16 90% (high) of the bandwidth",
     "arithmetic": "FlashAttention-2 35% (low) and FlashAttention-3 75% (best) of an H100's fp16 "

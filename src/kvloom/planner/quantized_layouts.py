@@ -25,7 +25,7 @@ class Layout(NamedTuple):
 
 
 def _bits_and_bytes_4(settings: Settings, rows: int, columns: int) -> int:
-    """4-bit codes; a scale for each 64 values, and with double quantization in 8 bit."""
+    """4-bit codes; a scale for each 64 values, and with double quantization in 8 bits."""
     blocks = ceil(rows * columns / 64)
     scales = 4 * blocks
     if settings.get("bnb_4bit_use_double_quant"):

@@ -160,7 +160,7 @@ class Packed(Format):
         choice("boost", self.boost, BOOSTS)
         if self.boost and (self.bits != boosted.BITS or self.axis != "channel"):
             raise RecipeError(
-                f"boost={self.boost} gives channels of 2 bit two more; use bits=2 and "
+                f"boost={self.boost} gives channels of 2 bits two more; use bits=2 and "
                 'axis="channel", or leave boost out'
             )
         if self.boost and self.transform is not None:
@@ -281,7 +281,7 @@ class Packed(Format):
         if self.boost >= head_dim:
             fits = [str(n) for n in BOOSTS if n < head_dim]
             return [
-                f"boost={self.boost} leaves no channel of head_dim={head_dim} at 2 bit; use "
+                f"boost={self.boost} leaves no channel of head_dim={head_dim} at 2 bits; use "
                 f"{' or '.join(fits)}"
             ]
         if self.axis == "channel" or not self.group:

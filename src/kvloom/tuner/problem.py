@@ -132,7 +132,7 @@ def problems(
     """Return the problems of a model.
 
     shares: by the number of the newest tokens that eviction spares; empty ones for a model without
-    KVzip. nbytes: the most bytes: uniform recipes fill them, and shares with which 4 bit take much
+    KVzip. nbytes: the most bytes: uniform recipes fill them, and shares with which 4 bits take much
     less or more are left out (None: there is no such bound). The first problem has the steadied
     costs.
     """

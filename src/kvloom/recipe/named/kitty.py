@@ -22,7 +22,7 @@ def kitty(
     meta: str = "fp16",
     rotate: bool = False,
 ) -> Recipe:
-    """Kitty (arXiv:2511.18643): keys per channel, a few at 4 bit, all else 2 bit."""
+    """Kitty (arXiv:2511.18643): keys per channel, a few at 4 bits, all else 2 bits."""
     values = Packed(2, "token", 32, meta)
     if rotate:
         values = Packed(2, "token", 0, meta, transform=Transform(rotate=True))

@@ -25,7 +25,7 @@ def kivi(
     rotate: bool = False,
     sinks: int = 0,
 ) -> Recipe:
-    """KIVI (arXiv:2402.02750): keys per channel, values per token, 2 bit."""
+    """KIVI (arXiv:2402.02750): keys per channel, values per token, 2 bits."""
     transform = Transform(hadamard=True) if rotate else None
     return Recipe(
         store=Store(
@@ -43,5 +43,5 @@ def kivi_4(
     rotate: bool = False,
     sinks: int = 0,
 ) -> Recipe:
-    """KIVI at 4 bit."""
+    """KIVI at 4 bits."""
     return kivi(4, group, residual, meta, rotate, sinks)

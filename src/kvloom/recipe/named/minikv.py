@@ -1,4 +1,4 @@
-"""MiniKV (arXiv:2411.18077): evict once after the prompt, then 2 bit.
+"""MiniKV (arXiv:2411.18077): evict once after the prompt, then 2 bits.
 
 Heavy hitters by accumulated attention over the whole prompt, a recent window beside them, each
 share rounded down to whole tokens, frozen for the generation (section 3.1); pyramid budgets for the
@@ -26,7 +26,7 @@ def minikv(
     residual: int = 128,
     layers: str = "uniform",
 ) -> Recipe:
-    """MiniKV (arXiv:2411.18077): heavy hitters and recent tokens of the prompt, in 2 bit."""
+    """MiniKV (arXiv:2411.18077): heavy hitters and recent tokens of the prompt, in 2 bits."""
     budget = Budget(fraction=fraction, recent=recent, layers=layers, apart=True)
     return _minikv(budget, Mass(), bits, group, residual)
 

@@ -66,7 +66,7 @@ def clusterkv_2bit(
     tier: str = "device",
     steps: int = 1,
 ) -> Recipe:
-    """ClusterKV over a store of KIVI's 2 bit.
+    """ClusterKV over a store of KIVI's 2 bits.
 
     tier: device, host or file, of packed tokens. steps: tokens that the last `steps` steps read
     stay on the device, unpacked.

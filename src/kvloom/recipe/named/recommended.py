@@ -17,12 +17,12 @@ from .kvzip import kvzip
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:
-    """The default: rotated keys and values at 4 bit, the first tokens exact."""
+    """The default: rotated keys and values at 4 bits, the first tokens exact."""
     return Recipe(store=_store(4, group, residual), protect=Protect(sinks, (0, residual)))
 
 
 def balanced(group: int = 64, residual: int = 64, sinks: int = 4) -> Recipe:
-    """Rotated keys at 4 bit and values at 2 bit, the first tokens exact."""
+    """Rotated keys at 4 bits and values at 2 bits, the first tokens exact."""
     return Recipe(store=_store(2, group, residual), protect=Protect(sinks, (0, residual)))
 
 
@@ -60,7 +60,7 @@ def tiny(
 
 
 def _store(value_bits: int, group: int, residual: int) -> Store:
-    """Return keys at 4 bit and values at `value_bits`."""
+    """Return keys at 4 bits and values at `value_bits`."""
     by_range, by_levels = Transform(hadamard=True), Transform(rotate=True)
     return Store(
         Packed(4, "channel", group, residual=residual, transform=by_range),

@@ -4,7 +4,7 @@ Keys (before RoPE) and values are quantized per token, on the channels of all ke
 together. Channels that are alike in calibration form a group (section 3.1); each group's ends are
 clipped by a calibrated factor (section 3.2); the first `sinks` tokens and the newest `window` stay
 exact (section 3.3); scale and zero are fp8 (e4m3). K2V2 at group 128 is 2.125 bits a packed value;
-"1.5 bit" is three levels, five of them in a byte: 1.6 bits.
+"1.5 bits" is three levels, five of them in a byte: 1.6 bits.
 
 Departures: a table gives the group of each channel and channels keep their order, so no permutation
 is folded into weights; codes are computed with the stored, rounded scale and zero; factors are
@@ -38,7 +38,7 @@ def skvq(
     filter: str = "mass",
     calibration: str = "auto",
 ) -> Recipe:
-    """SKVQ (arXiv:2405.06219): calibrated groups and clipping, sinks and a window, 2 bit."""
+    """SKVQ (arXiv:2405.06219): calibrated groups and clipping, sinks and a window, 2 bits."""
     transform = Transform(span, reorder, clip)
     return Recipe(
         store=Store(
@@ -51,5 +51,5 @@ def skvq(
 
 
 def skvq_k2v1_5(group: int = 128, calibration: str = "auto") -> Recipe:
-    """SKVQ with keys at 2 bit and values at 1.5, which is 1.6 as packed."""
+    """SKVQ with keys at 2 bits and values at 1.5, which is 1.6 as packed."""
     return skvq(2, 1.5, group, calibration=calibration)

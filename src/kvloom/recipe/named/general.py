@@ -65,8 +65,8 @@ def store(
 ) -> Recipe:
     """Any format: keys and values packed in format=NAME, then that format's options.
 
-    packed is 4 bits per token where its options say nothing else. heavy: the number of tokens of the
-    prompt stay exact in each head, those with the highest score filter=NAME.
+    packed is 4 bits per token where its options say nothing else. heavy: the number of tokens of
+    the prompt that stay exact in each head: those with the highest score filter=NAME.
     """
     if format == "packed":
         options = {"bits": 4, "axis": "token", **options}

@@ -134,8 +134,10 @@ def test_rows_without_a_full_page(tokens):
 def test_what_the_kernel_does_not_read():
     store, like = resolve("kivi").store, torch.empty(1, HEADS, 64, D)
     formats = {"keys": store.keys, "values": store.values}
-    assert "2 queries" in " ".join(paged.problems(2, like, 64, **formats))
-    exact = paged.problems(1, like, 64, **{**formats, "values": None})
+    assert "2 queries" in " ".join(paged.problems(2, like, page=64, **formats))
+    exact = paged.problems(1, like, page=64, **{**formats, "values": None})
     assert "values: pages of exact tokens" in " ".join(exact)
     before_rope = resolve("skvq").store.keys
-    assert "pre_rope" in " ".join(paged.problems(1, like, 64, **{**formats, "keys": before_rope}))
+    assert "pre_rope" in " ".join(
+        paged.problems(1, like, page=64, **{**formats, "keys": before_rope})
+    )

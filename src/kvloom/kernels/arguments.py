@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -66,6 +67,9 @@ def _function(names: tuple[str, ...], body: str, scope: dict[str, Any]) -> Calla
     return found
 
 
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The dtypes of tokens that kernels read, as `simd` numbers them."""
+
 VECTOR = Block(address=int, batch=int)
 MATRIX = Block(address=int, batch=int, head=int)
 TOKENS = Block(address=int, batch=int, head=int, row=int)
@@ -115,6 +119,11 @@ class Storage:
 
 def _nothing() -> None:
     """Stand for a weak reference to no tensor."""
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x with the numbers of its last dimension side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def address(x: Tensor | None) -> int:

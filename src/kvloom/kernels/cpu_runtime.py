@@ -59,7 +59,7 @@ class _Cache(FunctionCache):
 class Kernel:
     """A compiled kernel of a function of one address.
 
-    name: of its variant, in the cache on disk: has what its steps' own functions close over.
+    name: of the function and its variant; kernels of one function need names of their own.
     """
 
     def __init__(self, fn: Callable, name: str) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from inspect import signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -58,6 +59,16 @@ class Backend(NamedTuple):
     load: Callable[..., object]
     coverage: str = ""
     plan: Callable[..., Callable[..., Any]] | None = None
+
+
+def once(plan: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """Return `Backend.run` that plans every call anew, by its first arguments."""
+    first = len(signature(plan).parameters)
+
+    def run(*args: Any, **options: Any) -> Any:
+        return plan(*args[:first])(*args, **options)
+
+    return run
 
 
 class BoundOp(NamedTuple):

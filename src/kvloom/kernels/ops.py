@@ -94,18 +94,26 @@ def _gathered_case(
     return like, (rest, slots.shape[1])
 
 
-def _attend_problems(module: Any) -> Any:
-    def problems(q: Tensor, keys: KVView, values: KVView, *_: Any, **__: Any) -> list[str]:
-        found: list[str] = module.problems(q.shape[2], keys.exact, keys.fmt, values.fmt)
+def _attend_problems(module: Any, more: Callable[..., tuple[Any, ...]] = lambda *_: ()) -> Any:
+    """Return the problems of a backend; more: what they read of the arguments behind values."""
+
+    def problems(q: Tensor, keys: KVView, values: KVView, *rest: Any, **__: Any) -> list[str]:
+        formats = keys.fmt, values.fmt
+        found: list[str] = module.problems(q.shape[2], keys.exact, *formats, *more(*rest))
         return found or (_GRADIENT if dispatch.differentiated(q) else [])
 
     return problems
 
 
-def _attend_cpu(module: Any, layer: Callable[..., Any], coverage: str) -> Backend:
+def _attend_cpu(
+    module: Any,
+    layer: Callable[..., Any],
+    coverage: str,
+    more: Callable[..., tuple[Any, ...]] = lambda *_: (),
+) -> Backend:
     """Return a CPU backend; it prepares a layer to load its kernel, and to plan its steps."""
     prepare = only(layer)
-    return Backend(module.attend, _attend_problems(module), prepare, coverage, prepare)
+    return Backend(module.attend, _attend_problems(module, more), prepare, coverage, prepare)
 
 
 _ATTEND_GPU = (
@@ -161,32 +169,24 @@ def _paged_case(
     return like, (rest, table.page)
 
 
-def _paged_problems(module: Any) -> Any:
-    def problems(
-        q: Tensor, keys: KVView, values: KVView, table: PageTable, *_: Any, **__: Any
-    ) -> list[str]:
-        page, formats = table.page, (keys.fmt, values.fmt)
-        found: list[str] = module.problems(q.shape[2], keys.tail, page, *formats)
-        return found or (_GRADIENT if dispatch.differentiated(q) else [])
-
-    return problems
+def _page(table: PageTable, *_: Any) -> tuple[int]:
+    return (table.page,)
 
 
 attend_pages = Op(
     "attend_pages",
     attend_pages_reference.attend_pages,
     _paged_case,
-    cpu=Backend(
-        paged_cpu.attend,
-        _paged_problems(paged_cpu),
-        lambda q, keys, values, table, *_, **__: paged_cpu.Paged(q, keys, values, table),
+    cpu=_attend_cpu(
+        paged_cpu,
+        paged_cpu.Paged,
         "one query a row; pages of whole 128 tokens, both sides packed and not at 1.5 bit; "
         "otherwise as `attend`, without padding, softcap and bias",
-        lambda q, keys, values, table, *_, **__: paged_cpu.Paged(q, keys, values, table),
+        _page,
     ),
     gpu=Backend(
         paged_triton.attend,
-        _paged_problems(paged_triton),
+        _attend_problems(paged_triton, _page),
         lambda *_, **__: paged_triton.kernel(),
         "one query a row; pages of any number of tokens, both sides packed; otherwise as `attend`, "
         "without padding, softcap and bias",

@@ -1,20 +1,24 @@
 """Sixteen fp32 lanes as one Numba value, and loads and stores by address.
 
 Numba leaves vectorization to the optimizer; kernels written on `Lanes` do not. LLVM splits sixteen
-lanes into the registers of the CPU (AVX-512: 1, AVX2: 2, NEON: 4). Addresses are int64 and are not
+lanes into the registers of the CPU (AVX-512: 1, AVX2: 2, NEON: 4). Kernels write +, -, * and /
+between lanes; only `fma` rounds a product and a sum once. Addresses are int64 and are not
 checked: the caller of a kernel owns the memory. Decides the vector operations only. Importing this
 imports Numba.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, models, register_model
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 WIDTH = 16
 FP32, FP16, BF16, FP8 = 0, 1, 2, 3  # number formats that kernels read; fp8: e4m3, never NaN
@@ -35,12 +39,30 @@ class LanesType(types.Type):
 
 
 Lanes = LanesType()
+_OPERATORS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}
 
 
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Any) -> None:
         super().__init__(dmm, fe_type, VF)
+
+
+def _register(name: str, instruction: str) -> None:
+    """Let kernels write an operator between lanes."""
+    function = getattr(operator, name)
+
+    @infer_global(function)
+    class _Typed(ConcreteTemplate):
+        cases = [signature(Lanes, Lanes, Lanes)]  # noqa: RUF012
+
+    @lower_builtin(function, Lanes, Lanes)
+    def _emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return getattr(builder, instruction)(*args)
+
+
+for _name, _instruction in _OPERATORS.items():
+    _register(_name, _instruction)
 
 
 # --- for those who emit LLVM's instructions ------------------------------------------------------
@@ -107,6 +129,30 @@ def summed(builder: Any, x: Any) -> Any:
     fn_type = ir.FunctionType(F32, [F32, VF])
     fn = builder.module.declare_intrinsic("llvm.vector.reduce.fadd.v16f32", (), fn_type)
     return builder.call(fn, [ir.Constant(F32, -0.0), x], fastmath=("reassoc",))
+
+
+def loop(
+    builder: Any, count: Any, first: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Emit a loop over i below count; `body` gets i and values, `first` at first, returns the next.
+
+    Returns the last values.
+    """
+    b, before = builder, builder.block
+    head, inside, after = (b.append_basic_block(name) for name in ("loop", "body", "after"))
+    b.branch(head)
+    b.position_at_end(head)
+    begin = [ir.Constant(I64, 0), *first]
+    i, *values = phis = [b.phi(x.type) for x in begin]
+    b.cbranch(b.icmp_signed("<", i, count), inside, after)
+    b.position_at_end(inside)
+    following = body(i, list(values))
+    for phi, x, y in zip(phis, begin, [b.add(i, ir.Constant(I64, 1)), *following], strict=True):
+        phi.add_incoming(x, before)
+        phi.add_incoming(y, b.block)
+    b.branch(head)
+    b.position_at_end(after)
+    return list(values)
 
 
 def in_order(builder: Any) -> None:
@@ -208,30 +254,6 @@ def load_i32(ctx: Any, address: Any) -> Any:
 def splat(ctx: Any, x: Any) -> Any:
     """A scalar in all lanes."""
     return made(Lanes(types.float32), spread)
-
-
-@intrinsic
-def add(ctx: Any, a: Any, b: Any) -> Any:
-    """a + b."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fadd(x, y))
-
-
-@intrinsic
-def sub(ctx: Any, a: Any, b: Any) -> Any:
-    """a - b."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fsub(x, y))
-
-
-@intrinsic
-def mul(ctx: Any, a: Any, b: Any) -> Any:
-    """a * b."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fmul(x, y))
-
-
-@intrinsic
-def div(ctx: Any, a: Any, b: Any) -> Any:
-    """a / b."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.fdiv(x, y))
 
 
 @intrinsic

@@ -41,12 +41,6 @@ class PageTable:
         )  # fmt: skip
 
 
-def contiguous_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x [., ., ., D] in a dtype, each row contiguous."""
-    x = x if x.dtype is dtype else x.to(dtype)
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
 def attend_pages(
     q: Tensor,
     keys: KVView,

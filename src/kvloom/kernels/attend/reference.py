@@ -9,7 +9,7 @@ grouped-query attention.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,19 +86,15 @@ def attend_views(
     values: KVView,
     scale: float,
     *,
-    causal: bool = False,
-    visible: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
     products: bool = False,
+    **options: Any,
 ) -> State:
     """Attend q [B, Hq, T, D] to all tokens of two views, unpacked; options as in `attend`.
 
     products: a kernel may also return scale * q @ k, fp32 [B, Hq, T, N padded to whole vectors of
     16], for `score.reference.step_mass`; the reference returns None for it.
     """
-    k, v = keys.tensor(), values.tensor()
-    return attend(q, k, v, scale, causal=causal, visible=visible, softcap=softcap, bias=bias)
+    return attend(q, keys.tensor(), values.tensor(), scale, **options)
 
 
 def attend_gathered(
@@ -110,9 +106,7 @@ def attend_gathered(
     scale: float,
     *,
     first: First | None = None,
-    visible: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
+    **options: Any,
 ) -> State:
     """Attend q [B, Hq, 1, D] to `first`, to the tokens at slots and to all tokens from `begin` on.
 
@@ -129,7 +123,7 @@ def attend_gathered(
         return torch.cat([*before, *parts], dim=2)
 
     k, v = (read(*both) for both in zip((keys, values), first or (None, None), strict=True))
-    return attend(q, k, v, scale, visible=visible, softcap=softcap, bias=bias)
+    return attend(q, k, v, scale, **options)
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

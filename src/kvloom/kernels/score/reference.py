@@ -8,6 +8,8 @@ Works through blocks of query rows, so memory grows with N, not with T times N.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,25 +19,28 @@ from .noise import Noise
 _BLOCK_NUMEL = 1 << 22
 
 
-def column_mass(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    *,
-    visible: Tensor | None = None,
-    real: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    window: int | None = None,
-    noise: Noise | None = None,
-    tau: float = 1.0,
-) -> Tensor:
+class MassOptions(NamedTuple):
+    """What changes logits and rows before they are summed.
+
+    visible: bool [B, 1 or Hk, N], False hides a key. real: bool [B, 1, T], False leaves a query row
+    out (padding). softcap and bias as in `attend`. window: a query sees only the last `window` of
+    the keys up to its own. noise is added to the logits, and tau divides them.
+    """
+
+    visible: Tensor | None = None
+    real: Tensor | None = None
+    softcap: float | None = None
+    bias: Tensor | None = None
+    window: int | None = None
+    noise: Noise | None = None
+    tau: float = 1.0
+
+
+def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum of attention over the rows of q [B, Hq, T, D] for each key of k [B, Hk, N, D].
 
-    The T queries are the last T of the N tokens, causally. visible: bool [B, 1 or Hk, N], False
-    hides a key. real: bool [B, 1, T], False leaves a query row out (padding). softcap and bias as
-    in `attend`. window: a query sees only the last `window` of the keys up to its own. Returns
-    fp32 [B, Hq, N].
+    The T queries are the last T of the N tokens, causally. options: of `MassOptions`. Returns fp32
+    [B, Hq, N].
     """
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -49,30 +54,20 @@ def column_mass(
         end = n - t + hi  # no row of this block sees further
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
-        mass[..., :end] += _summed(logits, lo, n, visible, real, softcap, bias, window, noise, tau)
+        mass[..., :end] += _summed(logits, lo, n, MassOptions(**options))
     return mass.view(b, hq, n)
 
 
-def step_mass(
-    products: Tensor,
-    n: int,
-    hk: int,
-    *,
-    visible: Tensor | None = None,
-    real: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    noise: Noise | None = None,
-    tau: float = 1.0,
-) -> Tensor:
+def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """`column_mass` of a step whose attention has left its products behind.
 
     products: fp32 [B, Hq, T, N or more], scale * q @ k before softcap, bias and masks; what is
-    behind the first n keys may be anything. hk: key/value heads. The others as in `column_mass`.
+    behind the first n keys may be anything. hk: key/value heads. options: as in `column_mass`, but
+    no window.
     """
     b, hq = products.shape[:2]
     logits = products[..., :n].unflatten(1, (hk, hq // hk)).clone()
-    mass = _summed(logits, 0, n, visible, real, softcap, bias, None, noise, tau)
+    mass = _summed(logits, 0, n, MassOptions(**options))
     return mass.reshape(b, hq, n)
 
 
@@ -86,23 +81,13 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
     return rank.masked_fill(index >= before, torch.inf).argmin(dim=-1, keepdim=True)
 
 
-def _summed(
-    logits: Tensor,
-    lo: int,
-    n: int,
-    visible: Tensor | None,
-    real: Tensor | None,
-    softcap: float | None,
-    bias: Tensor | None,
-    window: int | None,
-    noise: Noise | None,
-    tau: float,
-) -> Tensor:
+def _summed(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     """Mass from logits [B, Hk, R, rows, end] of the query rows from lo and the first keys of n.
 
     The last row's own key is the last.
     """
     _, hk, r, rows, end = logits.shape
+    visible, real, softcap, bias, window, noise, tau = options
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if bias is not None:

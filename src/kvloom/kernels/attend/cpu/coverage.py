@@ -11,12 +11,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import dispatch
+from ...arguments import NUMBERS
 from ...quantize.byte_layout import PACK_BLOCK
 from ...quantize.spec import unknown_fields
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `simd` numbers them
 META = ("fp32", "fp16", "bf16", "fp8")
 _GROUPS = 128  # per token, that kernels look up by channel
 WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
@@ -30,6 +31,30 @@ def problems(d: int, heads: int, dtype: torch.dtype, *formats: Any) -> tuple[str
     return tuple(of_sides(d, dtype, formats, lambda fmt: _of_format(fmt, d, heads)))
 
 
+def step_problems(
+    most: int,
+    tokens: int,
+    like: Tensor,
+    formats: tuple[Any, Any],
+    refuse: Callable[[Any], list[str]] = lambda fmt: [],
+) -> list[str]:
+    """Return why no kernel attends `tokens` queries, of `most`, to tokens in these formats.
+
+    like: exact keys [B, Hk, N, D]. formats: of packed keys and values, or None. refuse: returns why
+    a kernel does not read a format that others do.
+    """
+    found = list(problems(like.shape[3], like.shape[1], like.dtype, *formats))
+    if not found:
+        sides = zip(("keys", "values"), formats, strict=True)
+        found = [f"{side}: {problem}" for side, fmt in sides for problem in refuse(fmt)]
+    if not like.is_cpu:
+        found.append(f"the tensors are on {like.device.type}")
+    if tokens > most:
+        few = f"{tokens} queries a step are not one"
+        found.append(few if most == 1 else f"more than {most} queries a step")
+    return found
+
+
 def of_sides(
     d: int, dtype: torch.dtype, formats: Sequence[Any], of_format: Callable[[Any], list[str]]
 ) -> list[str]:
@@ -37,7 +62,7 @@ def of_sides(
     found = []
     if d % 16 or d > 512:
         found.append(f"head_dim={d} is not a multiple of 16, up to 512")
-    if dtype not in DTYPES:
+    if dtype not in NUMBERS:
         found.append(f"keys and values are {dtype}, not fp32, fp16 or bf16")
     for side, fmt in zip(("keys", "values"), formats, strict=True):
         if fmt is not None:
@@ -125,7 +150,7 @@ def kernel(
     variant = Variant(
         d,
         min(4, 1 << (rows - 1).bit_length()),
-        DTYPES[dtype],
+        NUMBERS[dtype],
         dequant_spec(formats[0], d, heads, rope),
         dequant_spec(formats[1], d, heads),
         each(number_format, 0),

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...dispatch import once
 from ..kv_view import KVView
 from ..reference import State
 from . import coverage
@@ -24,13 +25,7 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
 
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
-    _, heads, _, d = like.shape
-    found = list(coverage.problems(d, heads, like.dtype, keys, values))
-    if not like.is_cpu:
-        found.append(f"the tensors are on {like.device.type}")
-    if tokens > MAX_QUERIES:
-        found.append(f"more than {MAX_QUERIES} queries a step")
-    return found
+    return coverage.step_problems(MAX_QUERIES, tokens, like, (keys, values))
 
 
 class Decode:
@@ -40,31 +35,17 @@ class Decode:
         self._layer = KernelAttention(q, keys, values, keys.exact.shape[1], DECODE)
 
     def __call__(
-        self,
-        q: Tensor,
-        keys: KVView,
-        values: KVView,
-        scale: float,
-        *,
-        causal: bool = False,
-        visible: Tensor | None = None,
-        softcap: float | None = None,
-        bias: Tensor | None = None,
-        products: bool = False,
+        self, q: Tensor, keys: KVView, values: KVView, scale: float, **options: Any
     ) -> State:
-        """Attend as `attend` does."""
+        """Attend q [B, Hq, T, D] as `reference.attend` does to the N tokens of two views.
+
+        Packed tokens are not rounded to the dtype of the exact ones. options: as in
+        `reference.attend_views`; with `products`, the kernel returns them.
+        """
         packed = keys.packed
         if packed is not None and packed.at is not None:
             assert packed.at.shape[2] == 1, "positions must not have gaps"
-        return self._layer.run(
-            q, keys, values, keys.tokens, scale, visible, softcap, bias, products, causal=causal
-        )
+        return self._layer.run(q, keys, values, keys.tokens, scale, **options)
 
 
-def attend(q: Tensor, keys: KVView, values: KVView, scale: float, **options: Any) -> State:
-    """Attend q [B, Hq, T, D] as `reference.attend` does to the N tokens of two views.
-
-    Packed tokens are not rounded to the dtype of the exact ones. options: as in
-    `reference.attend_views`; with `products`, the kernel returns them.
-    """
-    return Decode(q, keys, values)(q, keys, values, scale, **options)
+attend = once(Decode)

@@ -86,6 +86,7 @@ def _scratch(variant: Variant) -> tuple[tuple[int, int], Any]:
 
     @njit(inline="always")
     def split(sums, padded):  # type: ignore[no-untyped-def]
+        """Divide the memory at `sums` for a number of query rows, whole multiples of w."""
         queries = sums + 4 * sets * padded * d
         packed_queries = queries + 4 * padded * d
         tops = packed_queries + 4 * padded * d
@@ -115,6 +116,7 @@ def _range(variant: Variant) -> Any:
 
     @njit(inline="always")
     def attend(a, head, part, padded, mem):  # type: ignore[no-untyped-def]
+        """Attend to range number `part` of a head's tokens; padded: rows of queries."""
         b, h, n, place = head // a.heads, head % a.heads, a.tokens, 0
         if page:
             n, place = load_int(a.lengths, b), a.table + b * a.table_row

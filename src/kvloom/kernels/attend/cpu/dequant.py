@@ -25,6 +25,7 @@ from ...simd import (
     WIDTH,
     at,
     each,
+    features,
     fused,
     read,
     read_f32,
@@ -181,10 +182,10 @@ def one(b: Any, address: Any, kind: int = FP32) -> Any:
     return spread(b, b.extract_element(read_f32(b, address, kind, 1), ir.Constant(I32, 0)))
 
 
-def machine(context: Any) -> str:
+def machine() -> str:
     """Return the instructions for picking lanes by number: avx512, avx2 or none."""
-    has = context.codegen().magic_tuple()[2].split(",")
-    return "avx512" if "+avx512f" in has else "avx2" if "+avx2" in has else ""
+    has = features()
+    return "avx512" if "avx512f" in has else "avx2" if "avx2" in has else ""
 
 
 def picked(b: Any, can: str, base: Any, index: Any, tables: int) -> Any:

@@ -11,19 +11,20 @@ between scores and values. Reference: `reference.attend_gathered`; tolerance: 2e
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from ...cpu_runtime import Kernel, at, count, load_int
 from ...cpu_runtime import arguments as read_arguments
-from ...simd import SIZE, load_any, prefetch, splat, store
+from ...simd import SIZE, load_any, prefetch, store
 from .arguments import GATHERED
 from .dequant import CHANNEL, MAP, DequantSpec
-from .head_view import head_view as view_of_head
+from .head_view import HeadView, head_view
 from .microkernel import scores, values
 from .rope_tables import BEFORE, FAR
+from .score_tile import clear_begin
 from .softmax import finish_task, start_task, weigh
 from .unpack_token import out_of_block, unpack
 from .variant import Variant
@@ -31,6 +32,222 @@ from .variant import Variant
 TILE = 128  # tokens of a running softmax
 BLOCK = 32  # tokens that are unpacked at once
 AHEAD = 16  # tokens between a prefetch and the read
+S_ROW = 4 * (TILE + 16)  # bytes of a row of logits
+
+
+class Scratch(NamedTuple):
+    """Addresses of a thread's own memory, fp32."""
+
+    sums: int  # [sets, padded rows, d]
+    queries: int  # [padded rows, d], times scale
+    packed_queries: int  # the same for packed keys, if those differ
+    tops: int  # [padded rows], running maximum and sum, 16 numbers apart
+    begin: int  # [w, 16], zeros
+    logits: int  # [padded rows, TILE + 16], then weights
+    scales: int  # S and Z of one token
+    block: int  # [BLOCK, d], tokens
+
+
+class List(NamedTuple):
+    """Where the tokens that a head reads are."""
+
+    keys: HeadView
+    values: HeadView
+    slots: int
+    first_keys: int  # tokens before the chosen ones
+    first_values: int
+    positions: int
+
+
+@cache
+def kernel(variant: Variant) -> Any:
+    """Compile the kernel of a variant; see `gathered.attend` for the call."""
+    d, w, apart, sets = variant.d, variant.w, variant.apart[0], 1 + variant.apart[1]
+    k_first, v_first = (
+        SIZE[meta] * (spec.by == MAP)
+        for spec, meta in zip((variant.keys, variant.values), variant.meta, strict=True)
+    )
+    score_tile, sum_tile, layout = _score(variant), _sum(variant), GATHERED.dtype
+    finished = 8 + layout.itemsize  # counters of each head's finished tasks
+
+    def attend(job):  # type: ignore[no-untyped-def]
+        a = read_arguments(job, layout)
+        padded, tiles = -(-a.rows // w) * w, -(-a.tokens // TILE)
+        room = padded * ((sets + 2) * d + 32 + S_ROW // 4) + BLOCK * d + 16 * w + 256 + 16
+        memory = np.empty(room, np.float32)
+        sums = (memory.ctypes.data + 63) // 64 * 64
+        queries = sums + 4 * sets * padded * d
+        packed_queries = queries + 4 * padded * d
+        tops = packed_queries + 4 * padded * d
+        begin = tops + 4 * padded * 32
+        logits = begin + 64 * w
+        scales = logits + padded * S_ROW
+        mem = Scratch(
+            sums, queries, packed_queries, tops, begin, logits, scales, scales + 4 * 256
+        )  # fmt: skip
+        clear_begin(mem.begin, w)
+        while True:
+            task = count(job)
+            if task >= a.batch * a.heads * a.splits:
+                break
+            head, part = task // a.splits, task % a.splits
+            b, g = head // a.heads, head % a.heads
+            h = g // a.share
+            start_task(
+                a, head, padded, sets, d, apart, mem.sums, mem.queries, mem.packed_queries, mem.tops
+            )  # fmt: skip
+            its = List(
+                head_view(a.keys, b, h, k_first), head_view(a.values, b, h, v_first),
+                at(a.slots, b, g), at(a.first_keys, b, h), at(a.first_values, b, h),
+                at(a.positions, b, h),
+            )  # fmt: skip
+            last = min(a.tokens, (part + 1) * tiles // a.splits * TILE)
+            for lo in range(part * tiles // a.splits * TILE, last, TILE):
+                n = min(TILE, a.tokens - lo)
+                score_tile(a, its, lo, n, padded, mem)
+                weigh(
+                    a, b, g, lo, n, 0, padded, mem.logits, S_ROW, mem.tops, mem.sums,
+                    4 * padded * d, sets, d,
+                )  # fmt: skip
+                sum_tile(a, its, lo, n, padded, mem)
+            finish_task(a, job + finished, task, mem.sums, mem.tops, padded, sets, d)
+        memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
+
+    return Kernel(attend, f"gathered {variant}")
+
+
+def _score(variant: Variant) -> Any:
+    """Make the step that scores a tile, block by block, of keys in the same space."""
+    d, w, apart, plain = variant.d, variant.w, variant.apart[0], DequantSpec().as_int
+    at_once, unpack_keys = 16 // w, _unpack(variant, 0)  # tokens of one call of `scores`
+
+    @njit(inline="always")
+    def score(a, its, lo, n, padded, mem):  # type: ignore[no-untyped-def]
+        """Write the logits of n tokens of the list, from number lo on."""
+        j = 0
+        while j < n:
+            many, packed = unpack_keys(a, its, its.keys, its.first_keys, lo + j, n - j, mem)
+            q = mem.packed_queries if apart and packed else mem.queries
+            for m0 in range(0, padded, w):  # rows behind the last are cleared later
+                for i in range(0, many, at_once):
+                    scores(
+                        q + 4 * m0 * d, mem.begin, mem.block + 4 * d * i, 4 * d,
+                        mem.logits + m0 * S_ROW + 4 * (j + i), S_ROW, 0, 0, 0, 0,
+                        d, w, at_once, plain,
+                    )  # fmt: skip
+            j += many
+
+    return score
+
+
+def _sum(variant: Variant) -> Any:
+    """Make the step that adds the values of a tile, block by block, to sums in the same space."""
+    d, w, apart, plain = variant.d, variant.w, variant.apart[1], DequantSpec().as_int
+    unpack_values = _unpack(variant, 1)
+
+    @njit(inline="always")
+    def add(a, its, lo, n, padded, mem):  # type: ignore[no-untyped-def]
+        """Add n tokens of the list, from number lo on, times their weights."""
+        j = 0
+        while j < n:
+            many, packed = unpack_values(a, its, its.values, its.first_values, lo + j, n - j, mem)
+            to = mem.sums + 4 * padded * d if apart and packed else mem.sums
+            for m0 in range(0, padded, w):
+                values(
+                    mem.logits + m0 * S_ROW + 4 * j, S_ROW, mem.block, 4 * d, many,
+                    to + 4 * m0 * d, 0, 0, 0, d, w, plain,
+                )  # fmt: skip
+            j += many
+
+    return add
+
+
+def _unpack(variant: Variant, side: int) -> Any:
+    """Make the step that writes keys (0) or values (1) of the list side by side, in fp32."""
+    spec, d, exact = (variant.keys, variant.values)[side], variant.d, variant.exact
+    apart, meta = variant.apart[side], variant.meta[side]
+    span, (per_block, height) = variant.span[side] or 1, spec.per_block
+    bits, how, rope, rope_row = spec.twice_bits, spec.as_int, spec.rope_dims, 8 * d
+    size, fetches, fetch_ahead = SIZE[exact], side == 0, _prefetch(variant)
+
+    @njit(inline="always")
+    def write(a, its, view, first, lo, n, mem):  # type: ignore[no-untyped-def]
+        """Write up to `BLOCK` of n tokens from number lo on; return how many, and if packed.
+
+        They end before a token whose form needs other queries or sums. first: of those before the
+        chosen ones.
+        """
+        many, packed = 0, False
+        while many < min(BLOCK, n):
+            x = lo + many
+            if fetches:
+                fetch_ahead(a, its, x)
+            j = _token(x, a.first_tokens, a.slots_count, its.slots, a.begin)
+            is_packed = bits > 0 and x >= a.first_tokens and j < view.packed
+            if apart and many > 0 and is_packed != packed:
+                break
+            packed, to = is_packed, mem.block + 4 * d * many
+            many += 1
+            if packed:
+                near, far = a.near, a.far
+                if rope:
+                    place = load_int(its.positions, 0) + j
+                    if a.position_per_token:
+                        place = load_int(its.positions, j)
+                    turns = max(-BEFORE, place // FAR)
+                    near += max(0, place - turns * FAR) * rope_row
+                    far += (turns + BEFORE) * rope_row
+                t, row = j % per_block, j // span * view.meta_row
+                unpack(
+                    to, view.codes + j // per_block * height * view.row, view.row, t,
+                    out_of_block(t, bits), view.scale + row, view.zero + row, view.table,
+                    mem.scales, near, far, d, how, meta,
+                )  # fmt: skip
+                continue
+            source = view.tail + (j - view.packed) * view.tail_row
+            if x < a.first_tokens:
+                source = first + x * (a.first_keys.row if fetches else a.first_values.row)
+            for c in range(0, d, 16):
+                store(to + 4 * c, load_any(source + c * size, exact))
+        return many, packed
+
+    return write
+
+
+def _prefetch(variant: Variant) -> Any:
+    """Make the step that prefetches a chosen token some tokens before it is read."""
+    fetch_keys, fetch_values = _prefetch_side(variant, 0), _prefetch_side(variant, 1)
+
+    @njit(inline="always")
+    def fetch(a, its, x):  # type: ignore[no-untyped-def]
+        j = x + AHEAD - a.first_tokens
+        if j >= 0 and j < a.slots_count:
+            j = load_int(its.slots, j)
+            fetch_keys(its.keys, j)
+            fetch_values(its.values, j)
+
+    return fetch
+
+
+def _prefetch_side(variant: Variant, side: int) -> Any:
+    """Make the step that prefetches a token's key (0) or value (1)."""
+    spec, d, size = (variant.keys, variant.values)[side], variant.d, SIZE[variant.meta[side]]
+    span, (per_block, height), bits = variant.span[side] or 1, spec.per_block, spec.twice_bits
+    line, scales = d * SIZE[variant.exact], size * (d if spec.by == CHANNEL else spec.across)
+
+    @njit(inline="always")
+    def fetch(view, j):  # type: ignore[no-untyped-def]
+        if bits == 0 or j >= view.packed:
+            for v in range(0, line, 64):
+                prefetch(view.tail + (j - view.packed) * view.tail_row + v)
+        else:
+            for v in range(0, height * d, 64):
+                prefetch(view.codes + j // per_block * height * view.row + v)
+            for v in range(0, scales, 64):
+                prefetch(view.scale + j // span * view.meta_row + v)
+                prefetch(view.zero + j // span * view.meta_row + v)
+
+    return fetch
 
 
 @njit(inline="always")
@@ -42,181 +259,3 @@ def _token(x, n_first, n_slots, slots, begin):  # type: ignore[no-untyped-def]
     elif j >= 0:
         j = load_int(slots, j)
     return j
-
-
-@njit(inline="always")
-def _prefetch(view, j, line, twice_bits, per_block, height, d, span, more):  # type: ignore[no-untyped-def]
-    """Prefetch token j; line: bytes of an exact one, more: of a packed one's scales."""
-    codes, row, packed, scale, zero, meta_row, _, tail, tail_row = view
-    if twice_bits == 0 or j >= packed:
-        for v in range(0, line, 64):
-            prefetch(tail + (j - packed) * tail_row + v)
-        return
-    for v in range(0, height * d, 64):
-        prefetch(codes + j // per_block * height * row + v)
-    for v in range(0, more, 64):
-        prefetch(scale + j // span * meta_row + v)
-        prefetch(zero + j // span * meta_row + v)
-
-
-@njit(inline="always")
-def _unpack(to, j, view, near, far, room, twice_bits, per_block, height, d, span, meta, spec):  # type: ignore[no-untyped-def]
-    """Write packed token j to `to` in fp32."""
-    codes, row, _, scale, zero, meta_row, table, _, _ = view
-    t = j % per_block
-    unpack(
-        to, codes + j // per_block * height * row, row, t, out_of_block(t, twice_bits),
-        scale + j // span * meta_row, zero + j // span * meta_row, table, room, near, far, d, spec,
-        meta,
-    )  # fmt: skip
-
-
-@cache
-def kernel(variant: Variant) -> Any:
-    """Compile the kernel of a variant; see `gathered.attend` for the call."""
-    d, w, exact = variant.d, variant.w, variant.exact
-    k, v = variant.keys, variant.values
-    k_bits, v_bits, k_rope = k.twice_bits, v.twice_bits, k.rope_dims
-    (k_per_block, k_height), (v_per_block, v_height) = k.per_block, v.per_block
-    k_meta, v_meta = variant.meta
-    k_span, v_span = (x or 1 for x in variant.span)
-    k_first, v_first = (
-        SIZE[meta] * (spec.by == MAP) for spec, meta in zip((k, v), variant.meta, strict=True)
-    )
-    k_more, v_more = (
-        SIZE[meta] * (d if spec.by == CHANNEL else spec.across)
-        for spec, meta in zip((k, v), variant.meta, strict=True)
-    )
-    k_apart, v_apart = variant.apart
-    sets, k_spec, v_spec = 1 + v_apart, k.as_int, v.as_int
-    size, plain = SIZE[exact], DequantSpec().as_int
-    line = d * size
-    at_once, rope_row = 16 // w, 8 * d  # tokens of one call of `scores`; bytes of rope tables
-    s_row = 4 * (TILE + 16)
-    layout = GATHERED.dtype
-    counters = 8 + layout.itemsize  # finished tasks of each head
-
-    def attend(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
-        heads, rows, n, splits = a.heads, a.rows, a.tokens, a.splits
-        n_first, n_slots, begin = a.first_tokens, a.slots_count, a.begin
-        padded = -(-rows // w) * w
-        tiles = -(-n // TILE)
-        tasks = a.batch * heads * splits
-        zero16 = splat(np.float32(0.0))
-        room = padded * ((sets + 2) * d + 32 + s_row // 4) + BLOCK * d + 16 * w + 256 + 16
-        scratch = np.empty(room, np.float32)
-        acc = (scratch.ctypes.data + 63) // 64 * 64
-        qs = acc + 4 * sets * padded * d  # queries times scale
-        qps = qs + 4 * padded * d  # the same for packed keys, if those differ
-        tops = qps + 4 * padded * d  # [padded] running maximum and sum, 16 floats apart
-        start = tops + 4 * padded * 32
-        s = start + 64 * w
-        groups = s + padded * s_row  # S and Z of one token
-        tile = groups + 4 * 256
-        for i in range(w):
-            store(start + 64 * i, zero16)
-        while True:
-            task = count(job)
-            if task >= tasks:
-                break
-            head, part = task // splits, task % splits
-            b, g = head // heads, head % heads
-            h = g // a.share
-            start_task(a, head, padded, sets, d, k_apart, acc, qs, qps, tops)
-            slots = at(a.slots, b, g)
-            first_keys, first_values = at(a.first_keys, b, h), at(a.first_values, b, h)
-            keys = view_of_head(a.keys, b, h, k_first)
-            values_ = view_of_head(a.values, b, h, v_first)
-            k_packed, k_tail, k_tail_row = keys.packed, keys.tail, keys.tail_row
-            v_packed, v_tail, v_tail_row = values_.packed, values_.tail, values_.tail_row
-            positions = at(a.positions, b, h)
-            last = min(n, (part + 1) * tiles // splits * TILE)
-            for lo in range(part * tiles // splits * TILE, last, TILE):
-                nt = min(TILE, n - lo)
-                # --- scores, of tokens whose keys are in the same space
-                j0 = 0
-                while j0 < nt:
-                    many, packed = 0, False
-                    while many < BLOCK and j0 + many < nt:
-                        x = lo + j0 + many
-                        j = x + AHEAD - n_first
-                        if j >= 0 and j < n_slots:
-                            j = load_int(slots, j)
-                            _prefetch(
-                                keys, j, line, k_bits, k_per_block, k_height, d, k_span, k_more
-                            )
-                            _prefetch(
-                                values_, j, line, v_bits, v_per_block, v_height, d, v_span, v_more
-                            )
-                        j = _token(x, n_first, n_slots, slots, begin)
-                        its = k_bits > 0 and x >= n_first and j < k_packed
-                        if k_apart and many > 0 and its != packed:
-                            break
-                        packed = its
-                        to = tile + 4 * d * many
-                        many += 1
-                        if its:
-                            near, far = a.near, a.far
-                            if k_rope:
-                                place = load_int(positions, 0) + j
-                                if a.position_per_token:
-                                    place = load_int(positions, j)
-                                turns = max(-BEFORE, place // FAR)
-                                near += max(0, place - turns * FAR) * rope_row
-                                far += (turns + BEFORE) * rope_row
-                            _unpack(
-                                to, j, keys, near, far, groups,
-                                k_bits, k_per_block, k_height, d, k_span, k_meta, k_spec,
-                            )  # fmt: skip
-                            continue
-                        source = k_tail + (j - k_packed) * k_tail_row
-                        if x < n_first:
-                            source = first_keys + x * a.first_keys.row
-                        for c in range(0, d, 16):
-                            store(to + 4 * c, load_any(source + c * size, exact))
-                    its_q = qps if k_apart and packed else qs
-                    for m0 in range(0, padded, w):  # rows behind the last are cleared below
-                        for i in range(0, many, at_once):
-                            scores(
-                                its_q + 4 * m0 * d, start, tile + 4 * d * i, 4 * d,
-                                s + m0 * s_row + 4 * (j0 + i), s_row, 0, 0, 0, 0,
-                                d, w, at_once, plain,
-                            )  # fmt: skip
-                    j0 += many
-                weigh(a, b, g, lo, nt, 0, padded, s, s_row, tops, acc, 4 * padded * d, sets, d)
-                # --- values, of tokens whose sums are in the same space
-                j0 = 0
-                while j0 < nt:
-                    many, packed = 0, False
-                    while many < BLOCK and j0 + many < nt:
-                        x = lo + j0 + many
-                        j = _token(x, n_first, n_slots, slots, begin)
-                        its = v_bits > 0 and x >= n_first and j < v_packed
-                        if v_apart and many > 0 and its != packed:
-                            break
-                        packed = its
-                        to = tile + 4 * d * many
-                        many += 1
-                        if its:
-                            _unpack(
-                                to, j, values_, 0, 0, groups,
-                                v_bits, v_per_block, v_height, d, v_span, v_meta, v_spec,
-                            )  # fmt: skip
-                            continue
-                        source = v_tail + (j - v_packed) * v_tail_row
-                        if x < n_first:
-                            source = first_values + x * a.first_values.row
-                        for c in range(0, d, 16):
-                            store(to + 4 * c, load_any(source + c * size, exact))
-                    to = acc + 4 * padded * d if v_apart and packed else acc
-                    for m0 in range(0, padded, w):
-                        values(
-                            s + m0 * s_row + 4 * j0, s_row, tile, 4 * d, many, to + 4 * m0 * d,
-                            0, 0, 0, d, w, plain,
-                        )  # fmt: skip
-                    j0 += many
-            finish_task(a, job + counters, task, acc, tops, padded, sets, d)
-        scratch[0] = 0.0  # keeps the array alive: Numba frees it after its last use
-
-    return Kernel(attend, f"gathered {variant}")

@@ -68,13 +68,15 @@ class KernelAttention:
         values: KVView,
         n: int,
         scale: float,
-        visible: Tensor | None,
-        softcap: float | None,
-        bias: Tensor | None,
-        products: bool,
+        *,
+        causal: bool = False,
+        visible: Tensor | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+        products: bool = False,
         **numbers: Any,
     ) -> State:
-        """Attend q [B, Hq, T, D] to n tokens; products: whether to return scale * q @ k.
+        """Attend q [B, Hq, T, D] to n tokens, with the options of `reference.attend_views`.
 
         numbers: the arguments that only the caller knows.
         """
@@ -116,7 +118,8 @@ class KernelAttention:
             )
         job = self.layout.pack(
             batch=b, heads=h, rows=rows, queries=t, tokens=n, splits=splits, scale=scale,
-            softcap=softcap or 0.0, q=queries.data_ptr(), q_packed=packed_queries.data_ptr(),
+            causal=causal, softcap=softcap or 0.0, q=queries.data_ptr(),
+            q_packed=packed_queries.data_ptr(),
             query_rotation=address(query_rotation), out=sums.data_ptr(),
             value_rotation=address(value_rotation), rotated_out=out.data_ptr(),
             lse=lse.data_ptr(), states=self.states.data_ptr(),

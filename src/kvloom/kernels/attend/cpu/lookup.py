@@ -14,7 +14,22 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...simd import F32, I64, VF, VI, WIDTH, at, call, features, fused, read, same, write
+from ...simd import (
+    F32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    at,
+    call,
+    features,
+    fused,
+    loop,
+    made,
+    read,
+    same,
+    write,
+)
 from .dequant import MAP, TABLE, DequantSpec, from_int
 
 GROUPS = 8
@@ -41,18 +56,17 @@ def scatter_table(ctx: Any, table: Any, out: Any, d: Any, how: Any) -> Any:
     """From each channel's group, int32 [d], write what is joined to its codes."""
     n_d, its = d.literal_value, from_int(how.literal_value)
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def emit(b: Any, table: Any, out: Any, *_: Any) -> None:
         for v in range(0, n_d, WIDTH):
-            group = read(b, at(b, args[0], 4 * v), VI)
+            group = read(b, at(b, table, 4 * v), VI)
             low, high = b.and_(group, same(3, VI)), b.and_(group, same(4, VI))
             group = b.or_(low, b.shl(high, same(2, VI)))
             found = same(0, VI)
             for begin in _begins(its):
                 found = b.or_(found, b.shl(group, same(begin, VI)))
-            write(b, at(b, args[1], 4 * v), found)
-        return context.get_dummy_value()
+            write(b, at(b, out, 4 * v), found)
 
-    return types.void(types.int64, types.int64, d, how), codegen
+    return made(types.void(types.int64, types.int64, d, how), emit)
 
 
 def indices(b: Any, base: Any, v: int, how: DequantSpec, placed: Any) -> list[Any]:
@@ -105,26 +119,17 @@ def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, how: Any) -> Any
     """Write the tables of `count` tokens, whose scales and zeros are as for `table`."""
     its = from_int(how.literal_value)
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        meta, gap, count, out = args[:4]
-        before = b.block
-        loop, body, after = (b.append_basic_block(n) for n in ("loop", "body", "after"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        i = b.phi(I64)
-        i.add_incoming(ir.Constant(I64, 0), before)
-        b.cbranch(b.icmp_signed("<", i, count), body, after)
-        b.position_at_end(body)
-        here = b.add(meta, b.mul(i, ir.Constant(I64, 4 * its.across)))
-        to = b.add(out, b.mul(i, ir.Constant(I64, SIZE)))
-        for j, x in enumerate(table(b, here, gap)):
-            write(b, at(b, to, 64 * j), x)
-        i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
-        b.branch(loop)
-        b.position_at_end(after)
-        return context.get_dummy_value()
+    def emit(b: Any, meta: Any, gap: Any, count: Any, out: Any, _: Any) -> None:
+        def body(i: Any, _: list[Any]) -> list[Any]:
+            here = b.add(meta, b.mul(i, ir.Constant(I64, 4 * its.across)))
+            to = b.add(out, b.mul(i, ir.Constant(I64, SIZE)))
+            for j, x in enumerate(table(b, here, gap)):
+                write(b, at(b, to, 64 * j), x)
+            return []
 
-    return types.void(*[types.int64] * 4, how), codegen
+        loop(b, count, [], body)
+
+    return made(types.void(*[types.int64] * 4, how), emit)
 
 
 def stored(b: Any, where: Any) -> tuple[Any, Any]:

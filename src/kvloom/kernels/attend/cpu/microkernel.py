@@ -15,7 +15,22 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...simd import I32, I64, VF, VI, WIDTH, at, fused, in_order, read, same, summed, write
+from ...simd import (
+    I32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    at,
+    fused,
+    in_order,
+    loop,
+    made,
+    read,
+    same,
+    summed,
+    write,
+)
 from . import lookup
 from .dequant import CHANNEL, MAP, NONE, TABLE, DequantSpec, Meta, from_int, machine, one, tokens
 
@@ -118,16 +133,14 @@ def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, how: An
     """Write w queries fp32 [w, d], rotated back by a row of cosines and sines, to out."""
     n_d, n_w, its = d.literal_value, w.literal_value, from_int(how.literal_value)
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, out, row = args[:3]
+    def emit(b: Any, q: Any, out: Any, row: Any, *_: Any) -> None:
         for i in range(n_w):
             for vs in together(n_d, its):
                 xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
                 for v, x in rotated(b, xs, row, n_d, its, back=True).items():
                     write(b, at(b, out, 4 * i * n_d + 64 * v), x)
-        return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3, d, w, how), codegen
+    return made(types.void(*[types.int64] * 3, d, w, how), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -159,9 +172,9 @@ def scores(
     per = its.per_block[0]
     n_tokens = n_blocks * per
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def emit(b: Any, *args: Any) -> None:
         q, start, base, stride, s, s_stride, meta, gap, table, rope = args[:10]
-        scales = Meta(meta, gap, table, machine(context))
+        scales = Meta(meta, gap, table, machine())
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
         step = b.mul(stride, ir.Constant(I64, its.per_block[1]))
@@ -194,31 +207,33 @@ def scores(
                 if its.by in (MAP, TABLE) or its.rope_dims:
                     in_order(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
-        flat = [x for row in acc for x in row]
-        if len(flat) % WIDTH:
-            sums = []
-            for i in range(0, len(flat), WIDTH):
-                some = flat[i : i + WIDTH]
-                if len(some) < WIDTH // 2:
-                    sums += [summed(b, x) for x in some]
-                else:
-                    found = _sixteen_sums(b, some + [same(0.0)] * (WIDTH - len(some)))
-                    lanes = [ir.Constant(I32, j) for j in range(len(some))]
-                    sums += [b.extract_element(found, lane) for lane in lanes]
-            for i, x in enumerate(sums):
-                write(b, at(b, to[i // n_tokens], 4 * (i % n_tokens)), x)
-            return context.get_dummy_value()
-        run = min(n_tokens, WIDTH)
-        for i in range(0, len(flat), WIDTH):
-            found = _sixteen_sums(b, flat[i : i + WIDTH])
-            for j in range(0, WIDTH, run):
-                row, t = divmod(i + j, n_tokens)
-                pick = ir.Constant(ir.VectorType(I32, run), list(range(j, j + run)))
-                part = b.shuffle_vector(found, ir.Constant(VF, ir.Undefined), pick)
-                write(b, at(b, to[row], 4 * t), part)
-        return context.get_dummy_value()
+        _write_sums(b, [x for row in acc for x in row], to)
 
-    return types.void(*[types.int64] * 10, d, w, blocks, how), codegen
+    return made(types.void(*[types.int64] * 10, d, w, blocks, how), emit)
+
+
+def _write_sums(b: Any, vectors: list[Any], to: list[Any]) -> None:
+    """Write the sums of the lanes of vectors, as many to each address, side by side."""
+    each = len(vectors) // len(to)
+    whole = len(vectors) % WIDTH == 0
+    run = min(each, WIDTH)
+    for i in range(0, len(vectors), WIDTH):
+        some = vectors[i : i + WIDTH]
+        if len(some) < WIDTH // 2:
+            for j, x in enumerate(some, i):
+                write(b, at(b, to[j // each], 4 * (j % each)), summed(b, x))
+            continue
+        found = _sixteen_sums(b, some + [same(0.0)] * (WIDTH - len(some)))
+        if not whole:
+            for j in range(len(some)):
+                x = b.extract_element(found, ir.Constant(I32, j))
+                write(b, at(b, to[(i + j) // each], 4 * ((i + j) % each)), x)
+            continue
+        for j in range(0, WIDTH, run):
+            row, t = divmod(i + j, each)
+            pick = ir.Constant(ir.VectorType(I32, run), list(range(j, j + run)))
+            part = b.shuffle_vector(found, ir.Constant(VF, ir.Undefined), pick)
+            write(b, at(b, to[row], 4 * t), part)
 
 
 def chunks(vectors: int, w: int) -> list[tuple[int, int]]:
@@ -249,72 +264,57 @@ def values(
     meta, meta_gap, table: see `dequant.Meta`.
     """
     n_d, n_w, its = d.literal_value, w.literal_value, from_int(how.literal_value)
-    per, height = its.per_block
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, p_stride, base, stride, count, out, meta, gap, table = args[:9]
-        can = machine(context)
-        to = [b.add(p, b.mul(p_stride, ir.Constant(I64, row))) for row in range(n_w)]
-        step = b.mul(stride, ir.Constant(I64, height))
+    def emit(b: Any, *args: Any) -> None:
         for lo, hi in chunks(n_d // WIDTH, n_w):
-            cells = [(row, v) for row in range(n_w) for v in range(lo, hi)]
-            where = {cell: at(b, out, 4 * (cell[0] * n_d + cell[1] * WIDTH)) for cell in cells}
-            begin = {cell: read(b, where[cell], VF) for cell in cells}
-            big, off = {}, {}
-            if its.by == CHANNEL:
-                for v in range(lo, hi):
-                    big[v] = read(b, at(b, meta, 64 * v), VF)
-                    off[v] = read(b, b.add(at(b, meta, 64 * v), gap), VF)
-            before = b.block
-            loop, body, after = (b.append_basic_block(n) for n in ("loop", "body", "after"))
-            b.branch(loop)
-            b.position_at_end(loop)
-            i, here = b.phi(I64), b.phi(I64)
-            acc = {cell: b.phi(VF) for cell in cells}
-            i.add_incoming(ir.Constant(I64, 0), before)
-            here.add_incoming(base, before)
-            for cell in cells:
-                acc[cell].add_incoming(begin[cell], before)
-            b.cbranch(b.icmp_signed("<", i, count), body, after)
-            b.position_at_end(body)
-            new = dict(acc)
-            token = b.mul(i, ir.Constant(I64, 4 * per))
-            weights = [
-                [one(b, at(b, b.add(to[row], token), 4 * t)) for t in range(per)]
-                for row in range(n_w)
-            ]
-            place = meta
-            if its.by not in (NONE, CHANNEL):
-                place = b.add(meta, b.mul(token, ir.Constant(I64, its.across)))
-            scales = Meta(place, gap, table, can)
-            tables = []
-            if its.by == TABLE:
-                scale_of = [at(b, place, 4 * t * its.across) for t in range(per)]
-                tables = [lookup.table(b, x, gap) for x in scale_of]
-            for v in range(lo, hi):
-                if its.by == TABLE:
-                    xs = lookup.indices(b, here, v, its, table)
-                else:
-                    xs = tokens(b, here, stride, v, its)
-                for t in range(per):
-                    if its.by == TABLE:
-                        x = lookup.found(b, tables[t], xs[t])
-                    elif its.by == CHANNEL:
-                        x = fused(b, xs[t], big[v], off[v])
-                    else:
-                        x = scales.scaled(b, xs[t], t, v, n_d, its)
-                    for row in range(n_w):
-                        new[row, v] = fused(b, x, weights[row][t], new[row, v])
-                if its.by in (MAP, TABLE):
-                    in_order(b)
-            i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.block)
-            here.add_incoming(b.add(here, step), b.block)
-            for cell in cells:
-                acc[cell].add_incoming(new[cell], b.block)
-            b.branch(loop)
-            b.position_at_end(after)
-            for cell in cells:
-                write(b, where[cell], acc[cell])
-        return context.get_dummy_value()
+            _sum_chunk(b, args[:9], lo, hi, n_d, n_w, its)
 
-    return types.void(*[types.int64] * 9, d, w, how), codegen
+    return made(types.void(*[types.int64] * 9, d, w, how), emit)
+
+
+def _sum_chunk(
+    b: Any, args: tuple[Any, ...], lo: int, hi: int, d: int, w: int, how: DequantSpec
+) -> None:
+    """Do what `values` does for vectors lo to hi of the channels."""
+    p, p_stride, base, stride, count, out, meta, gap, table = args
+    per, height = how.per_block
+    rows = [b.add(p, b.mul(p_stride, ir.Constant(I64, row))) for row in range(w)]
+    where = [at(b, out, 4 * (row * d + v * WIDTH)) for row in range(w) for v in range(lo, hi)]
+    channels = {}
+    for v in range(lo, hi) if how.by == CHANNEL else ():
+        scale = at(b, meta, 64 * v)
+        channels[v] = read(b, scale, VF), read(b, b.add(scale, gap), VF)
+    step = b.mul(stride, ir.Constant(I64, height))
+
+    def add(i: Any, state: list[Any]) -> list[Any]:
+        here, *sums = state
+        token = b.mul(i, ir.Constant(I64, 4 * per))
+        weights = [[one(b, at(b, b.add(row, token), 4 * t)) for t in range(per)] for row in rows]
+        place = meta
+        if how.by not in (NONE, CHANNEL):
+            place = b.add(meta, b.mul(token, ir.Constant(I64, how.across)))
+        scales, tables = Meta(place, gap, table, machine()), []
+        if how.by == TABLE:
+            tables = [lookup.table(b, at(b, place, 4 * t * how.across), gap) for t in range(per)]
+        for v in range(lo, hi):
+            if how.by == TABLE:
+                xs = lookup.indices(b, here, v, how, table)
+            else:
+                xs = tokens(b, here, stride, v, how)
+            for t in range(per):
+                if how.by == TABLE:
+                    x = lookup.found(b, tables[t], xs[t])
+                elif how.by == CHANNEL:
+                    x = fused(b, xs[t], *channels[v])
+                else:
+                    x = scales.scaled(b, xs[t], t, v, d, how)
+                for row in range(w):
+                    cell = row * (hi - lo) + v - lo
+                    sums[cell] = fused(b, x, weights[row][t], sums[cell])
+            if how.by in (MAP, TABLE):
+                in_order(b)
+        return [b.add(here, step), *sums]
+
+    _, *sums = loop(b, count, [base, *(read(b, place, VF) for place in where)], add)
+    for place, x in zip(where, sums, strict=True):
+        write(b, place, x)

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ...dispatch import once
 from ..kv_view import KVView
 from ..ragged import Spans
 from ..reference import State
-from . import decode
+from . import coverage, decode
 from .arguments import RAGGED
 from .layer import KernelAttention
 
@@ -23,14 +24,16 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
 
     like: exact keys [1, 1, M, D]. keys, values: formats of packed tokens, or None.
     """
-    found = decode.problems(tokens, like, keys, values)
-    for side, fmt in (("keys", keys), ("values", values)):
-        if fmt is None:
-            continue
-        if fmt.pre_rope:
-            found.append(f"{side}: it does not read keys before RoPE by spans")
-        if fmt.transform is not None and not (fmt.transform.rotate or fmt.transform.hadamard):
-            found.append(f"{side}: channels of a layer's heads that are grouped or scaled together")
+    return coverage.step_problems(decode.MAX_QUERIES, tokens, like, (keys, values), _refuse)
+
+
+def _refuse(fmt: Any) -> list[str]:
+    found = []
+    if fmt is not None and fmt.pre_rope:
+        found.append("it does not read keys before RoPE by spans")
+    transform = None if fmt is None else fmt.transform
+    if transform is not None and not (transform.rotate or transform.hadamard):
+        found.append("channels of a layer's heads that are grouped or scaled together")
     return found
 
 
@@ -47,20 +50,13 @@ class Ragged:
         values: KVView,
         spans: Spans,
         scale: float,
-        *,
-        visible: Tensor | None = None,
-        softcap: float | None = None,
+        **options: Any,
     ) -> State:
-        """Attend as `attend` does."""
+        """Attend q [B, Hq, T, D] as `attend_ragged` does; packed tokens are not rounded."""
         bounds = spans.bounds.contiguous()
         return self._layer.run(
-            q, keys, values, spans.longest, scale, visible, softcap, None, False, causal=0,
-            spans=bounds.data_ptr(),
-        )  # fmt: skip
+            q, keys, values, spans.longest, scale, **options, spans=bounds.data_ptr()
+        )
 
 
-def attend(
-    q: Tensor, keys: KVView, values: KVView, spans: Spans, scale: float, **options: Any
-) -> State:
-    """Attend q [B, Hq, T, D] as `attend_ragged` does; packed tokens are not rounded."""
-    return Ragged(q, keys, values, spans)(q, keys, values, spans, scale, **options)
+attend = once(Ragged)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ...simd import fma, larger, load, load_any, mul, splat, store
+from ...simd import fma, larger, load, load_any, splat, store
 from . import lookup
 from .boost import fold_low_bits
 from .dequant import CHANNEL, NONE, TABLE, DequantSpec
@@ -37,8 +37,8 @@ def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, 
             x = load(q + 4 * (i * d + c))
             scale16 = load_any(scale + c * size, meta)
             if boost:
-                scale16 = larger(scale16, mul(scale16, splat(np.float32(-1.0))))
-            x_big = mul(x, mul(scale16, splat(np.float32(factor))))
+                scale16 = larger(scale16, scale16 * splat(np.float32(-1.0)))
+            x_big = x * (scale16 * splat(np.float32(factor)))
             store(folded + i * row + 4 * c, x_big)
             const = fma(x_big, minus, const)
             const = fma(x, load_any(zero + c * size, meta), const)

@@ -14,8 +14,6 @@ from numba import njit
 
 from ...cpu_runtime import at, count
 from ...simd import (
-    add,
-    div,
     exp,
     first,
     fma,
@@ -24,7 +22,6 @@ from ...simd import (
     largest,
     load,
     load_one,
-    mul,
     seen,
     splat,
     store,
@@ -47,9 +44,9 @@ def start_task(a, head, padded, sets, d, apart, acc, qs, qps, tops):  # type: ig
         store(acc + 4 * i, zero16)
     for i in range(0, padded * d, 16):
         inside = i < numbers
-        store(qs + 4 * i, mul(load(a.q + skip + 4 * i), scale) if inside else zero16)
+        store(qs + 4 * i, load(a.q + skip + 4 * i) * scale if inside else zero16)
         if apart:
-            store(qps + 4 * i, mul(load(a.q_packed + skip + 4 * i), scale) if inside else zero16)
+            store(qps + 4 * i, load(a.q_packed + skip + 4 * i) * scale if inside else zero16)
     if apart and a.query_rotation != 0:
         for m in range(a.rows):
             for i in range(0, d, 16):
@@ -106,7 +103,7 @@ def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, set
             for k in range(sets):
                 for c in range(0, d, 16):
                     x = acc + k * set_bytes + 4 * (m * d + c)
-                    store(x, mul(load(x), shrink))
+                    store(x, load(x) * shrink)
             more += load_one(top + 64, 0) * lane(shrink)
         else:
             more += load_one(top + 64, 0)
@@ -153,10 +150,10 @@ def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped
         x = load(s + 4 * j)
         if softcap > 0.0:  # c * tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             cap = np.float32(softcap)
-            e = exp(mul(x, splat(np.float32(2.0) / cap)))
-            x = add(splat(cap), div(splat(np.float32(-2.0) * cap), add(e, splat(np.float32(1.0)))))
+            e = exp(x * splat(np.float32(2.0) / cap))
+            x = splat(cap) + splat(np.float32(-2.0) * cap) / (e + splat(np.float32(1.0)))
         if bias != 0:
-            x = add(x, load(bias + 4 * j))
+            x = x + load(bias + 4 * j)
         if visible != 0:
             x = seen(x, visible + j)
         if j + 16 > bound:
@@ -167,9 +164,9 @@ def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped
     sub = splat(-new if new > np.float32(-np.inf) else np.float32(0.0))
     acc = splat(np.float32(0.0))
     for j in range(0, n, 16):
-        p = exp(add(load(s + 4 * j), sub))
+        p = exp(load(s + 4 * j) + sub)
         store(s + 4 * j, p)
-        acc = add(acc, p)
+        acc = acc + p
     return new, total(acc)
 
 
@@ -197,5 +194,5 @@ def merge(parts, splits, rows, sets, d, out, lse):  # type: ignore[no-untyped-de
             for i in range(sets):
                 for c in range(0, d, 16):
                     here = out + 4 * ((i * rows + m) * d + c)
-                    store(here, div(load(here), splat(weights)))
+                    store(here, load(here) / splat(weights))
         store_one(lse + 4 * m, top + np.log(weights))

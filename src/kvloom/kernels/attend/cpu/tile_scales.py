@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ...simd import fma, load, load_any, load_one, mul, splat, store, store_one
+from ...simd import fma, load, load_any, load_one, splat, store, store_one
 from .variant import Variant
 
 
@@ -19,7 +19,7 @@ def affine(scale, zero, count, factor, offset, kind, size, out, gap):  # type: i
     """Write S = factor * scale and Z = zero + offset * S, `gap` bytes behind S."""
     even = count // 16 * 16
     for i in range(0, even, 16):
-        big = mul(load_any(scale + i * size, kind), splat(np.float32(factor)))
+        big = load_any(scale + i * size, kind) * splat(np.float32(factor))
         store(out + 4 * i, big)
         off = fma(big, splat(np.float32(offset)), load_any(zero + i * size, kind))
         store(out + gap + 4 * i, off)
@@ -63,7 +63,7 @@ def multiply_tokens(s, s_row, w, count, factor, kind, size):  # type: ignore[no-
         one = load_any(factor + j * size, kind)
         for i in range(w):
             here = s + i * s_row + 4 * j
-            store(here, mul(load(here), one))
+            store(here, load(here) * one)
 
 
 @njit

@@ -14,7 +14,22 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ...simd import FP32, I32, I64, SIZE, VF, VI, WIDTH, at, read, read_f32, same, spread, write
+from ...simd import (
+    FP32,
+    I32,
+    I64,
+    SIZE,
+    VF,
+    VI,
+    WIDTH,
+    at,
+    made,
+    read,
+    read_f32,
+    same,
+    spread,
+    write,
+)
 from .dequant import MAP, DequantSpec, Meta, from_int, machine
 from .microkernel import rotated, together
 
@@ -57,9 +72,9 @@ def unpack(
     """
     n_d, its, number = d.literal_value, from_int(how.literal_value), kind.literal_value
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def emit(b: Any, *args: Any) -> None:
         to, base, stride, t, by, scale, zero, table, room, near, far = args[:11]
-        meta = Meta(scale, b.sub(zero, scale), table, machine(context), number)
+        meta = Meta(scale, b.sub(zero, scale), table, machine(), number)
         if its.by == MAP:
             meta = _widened(b, meta, room, its)
         code = _taker(b, base, stride, t, by, its)
@@ -72,9 +87,8 @@ def unpack(
                 xs = rotated(b, xs, row, n_d, its, back=False)
             for v, x in xs.items():
                 write(b, at(b, to, 4 * WIDTH * v), x)
-        return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11, d, how, kind), codegen
+    return made(types.void(*[types.int64] * 11, d, how, kind), emit)
 
 
 def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: DequantSpec) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import triton_runtime as cuda
+from ...arguments import contiguous_rows
 from ...quantize.spec import unknown_fields
 from .. import reference as ref
 from ..kv_view import KVView
@@ -141,10 +142,9 @@ class _Masks(NamedTuple):
 
 def _masks(visible: Tensor | None, bias: Tensor | None) -> _Masks:
     if visible is not None:
-        visible = (visible if visible.stride(-1) == 1 else visible.contiguous()).view(torch.uint8)
+        visible = contiguous_rows(visible).view(torch.uint8)
     if bias is not None:
-        bias = bias.float()
-        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+        bias = contiguous_rows(bias.float())
     return _Masks(visible, bias)
 
 
@@ -172,7 +172,7 @@ def _call(
     q = q.to(keys.tail.dtype).contiguous()
     rotated_q = q if not ks.rotated else (rotated(q, ks.rotated).to(q.dtype))
     if slots is not None:
-        slots = slots if slots.stride(2) == 1 else slots.contiguous()
+        slots = contiguous_rows(slots)
     ends = [side.packed_end for side in (ks, vs) if side.form.bits]
     both, end, mixed = n, n, 0
     if ends and slots is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import triton_runtime as cuda
+from ...arguments import contiguous_rows
 from ...quantize.rotated import levels, rotate
 from ..kv_view import KVView
 from ..reference import State
@@ -34,7 +35,7 @@ class SideArguments(NamedTuple):
 def side_arguments(view: KVView) -> SideArguments:
     """Return the kernel arguments of keys or values."""
     tail, packed, fmt = view.tail, view.packed, view.fmt
-    tail = tail if tail.stride(3) == 1 else tail.contiguous()
+    tail = contiguous_rows(tail)
     d = tail.shape[3]
     codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
     meta, bits, kind, group, rotated, packed_end, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False

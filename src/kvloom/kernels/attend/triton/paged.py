@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ... import triton_runtime as cuda
+from ...arguments import contiguous_rows
 from ..kv_view import KVView
-from ..pages import PageTable, contiguous_rows
+from ..pages import PageTable
 from ..reference import First, State
 from . import decode
 from .arguments import Options, Rows
@@ -31,9 +32,7 @@ from .launch import (
 MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 
 
-def problems(
-    tokens: int, like: Tensor, page: int, keys: Any = None, values: Any = None
-) -> list[str]:
+def problems(tokens: int, like: Tensor, keys: Any, values: Any, page: int) -> list[str]:
     """Return why no kernel reads pages in these formats, of any number of tokens.
 
     like: exact keys [blocks, H, page, D]. keys, values: formats of packed tokens, or None.
@@ -85,7 +84,7 @@ def arguments(
     q = q.to(like).contiguous()
     rotated_q = rotated(q, ks.rotated).to(like) if ks.rotated else q
     r, count = hq // heads, 0 if sinks is None else sinks[0].shape[2]
-    first = [q, q] if sinks is None else [contiguous_rows(x, like) for x in sinks]
+    first = [q, q] if sinks is None else [contiguous_rows(x.to(like)) for x in sinks]
     shapes = tile_shapes(d, r, like, min(ks.most, vs.most, MOST))
     programs = b * heads * -(-r // shapes.rows)
     want = max(1, -(-2 * processors(q.device) // programs))

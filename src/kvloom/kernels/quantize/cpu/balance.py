@@ -11,18 +11,14 @@ import numpy as np
 from numba import njit
 
 from ...simd import (
-    add,
-    div,
     larger,
     load,
     load_byte,
     load_one,
-    mul,
     smaller,
     splat,
     store,
     store_one,
-    sub,
 )
 from ..balanced import LEAST, MOST, TURNS
 from .codes import nonzero
@@ -45,8 +41,8 @@ def _roots(squares, total, count, x, n):  # type: ignore[no-untyped-def]
     whole, less = splat(_at_least_one(count)), splat(_at_least_one(count - _ONE))
     for i in range(0, n, 16):
         one = load(total + 4 * i)
-        rest = sub(load(squares + 4 * i), mul(one, div(one, whole)))
-        store(x + 4 * i, root(div(larger(rest, splat(_ZERO)), less)))
+        rest = load(squares + 4 * i) - one * (one / whole)
+        store(x + 4 * i, root(larger(rest, splat(_ZERO)) / less))
 
 
 @njit
@@ -61,11 +57,11 @@ def _of_tokens(x, row, tokens, dp, by, count, room, to):  # type: ignore[no-unty
     total = room
     squares = room + 4 * tokens
     for t in range(tokens):
-        one = mul(load(x + t * row), load(by))
-        first, second = one, mul(one, one)
+        one = load(x + t * row) * load(by)
+        first, second = one, one * one
         for c in range(16, dp, 16):
-            one = mul(load(x + t * row + 4 * c), load(by + 4 * c))
-            first, second = add(first, one), add(second, mul(one, one))
+            one = load(x + t * row + 4 * c) * load(by + 4 * c)
+            first, second = first + one, second + one * one
         store_one(total + 4 * t, halved(first))
         store_one(squares + 4 * t, halved(second))
     _roots(squares, total, count, to, tokens)
@@ -76,11 +72,11 @@ def _of_channels(x, row, tokens, dp, by, count, room, to):  # type: ignore[no-un
     """Standard deviations of channels whose tokens are multiplied by `by`, to `to`."""
     for c in range(0, dp, 16):
         for i in range(16):
-            one = mul(load(x + i * row + 4 * c), splat(load_one(by + 4 * i, 0)))
-            first, second = one, mul(one, one)
+            one = load(x + i * row + 4 * c) * splat(load_one(by + 4 * i, 0))
+            first, second = one, one * one
             for t in range(i + 16, tokens, 16):
-                one = mul(load(x + t * row + 4 * c), splat(load_one(by + 4 * t, 0)))
-                first, second = add(first, one), add(second, mul(one, one))
+                one = load(x + t * row + 4 * c) * splat(load_one(by + 4 * t, 0))
+                first, second = first + one, second + one * one
             store(room + 64 * i, first)
             store(room + 1024 + 64 * i, second)
         half = 8
@@ -88,7 +84,7 @@ def _of_channels(x, row, tokens, dp, by, count, room, to):  # type: ignore[no-un
             for i in range(half):
                 for to_add in (0, 1024):
                     here = room + to_add + 64 * i
-                    store(here, add(load(here), load(here + 64 * half)))
+                    store(here, load(here) + load(here + 64 * half))
             half //= 2
         _roots(room + 1024, room, count, to + 4 * c, 16)
 
@@ -111,7 +107,7 @@ def _limit(x, n, low, high, to, inverse):  # type: ignore[no-untyped-def]
     for i in range(0, n, 16):
         one = smaller(larger(load(x + 4 * i), splat(low)), splat(high))
         store(to + 4 * i, one)
-        store(inverse + 4 * i, div(splat(_ONE), one))
+        store(inverse + 4 * i, splat(_ONE) / one)
 
 
 @njit
@@ -148,8 +144,8 @@ def tile_factors(x, row, tokens, d, dp, count, of_tokens, room):  # type: ignore
     _of_tokens(x, row, tokens, dp, channel_by, np.float32(d), spare, by_token)
     squares = spare + 4 * tokens
     for t in range(0, tokens, 16):
-        total = add(total, load(squares + 4 * t))
-    store(spare, div(splat(halved(total)), splat(_at_least_one(count * np.float32(d)))))
+        total = total + load(squares + 4 * t)
+    store(spare, splat(halved(total)) / splat(_at_least_one(count * np.float32(d))))
     store(spare, root(load(spare)))
     size = load_one(spare, 0)
     if size == _ZERO:
@@ -181,7 +177,7 @@ def divide_tile(x, row, tokens, dp, factor, by_token):  # type: ignore[no-untype
             if not by_token:
                 one = nonzero(load(factor + 4 * c))
             here = x + t * row + 4 * c
-            store(here, div(load(here), one))
+            store(here, load(here) / one)
 
 
 @njit
@@ -189,7 +185,7 @@ def multiply_row(x, dp, factor, t, by_token):  # type: ignore[no-untyped-def]
     """Invert `divide_tile` for token t of a tile."""
     for c in range(0, dp, 16):
         one = splat(load_one(factor + 4 * t, 0)) if by_token else load(factor + 4 * c)
-        store(x + 4 * c, mul(load(x + 4 * c), one))
+        store(x + 4 * c, load(x + 4 * c) * one)
 
 
 @njit

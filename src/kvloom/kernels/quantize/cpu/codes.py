@@ -25,7 +25,6 @@ from ...simd import (
     VI,
     WIDTH,
     Lanes,
-    div,
     each,
     fma,
     larger,
@@ -34,7 +33,6 @@ from ...simd import (
     same,
     smaller,
     splat,
-    sub,
 )
 from ..byte_layout import PACK_BLOCK
 
@@ -162,7 +160,7 @@ def encode(x, zero, step, top, to):  # type: ignore[no-untyped-def]
 
     An infinite step makes code 0.
     """
-    code = larger(div(sub(x, zero), step), splat(np.float32(0.0)))
+    code = larger((x - zero) / step, splat(np.float32(0.0)))
     put_codes(to, smaller(code, top))
 
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
-from ...arguments import Storage, address, strides
+from ...arguments import NUMBERS, Storage, address, contiguous_rows, strides
 from ...constants import on_cpu
+from ...dispatch import once
 from .. import rotated
 from ..byte_layout import PACK_BLOCK, top
 from ..spec import PackedTensors, QuantSpec, RopeAngles, unknown_spec
 from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
 
-_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_METAS = {**_NUMBERS, torch.float8_e4m3fn: 3}
+_METAS = {**NUMBERS, torch.float8_e4m3fn: 3}
 _NO_ROPE = (0,) * ROPE.numbers
 _TILE = 1 << 14  # numbers of a task: their fp32 copies stay in the core's cache
 _NUMBERS_PER_THREAD = 1 << 17
@@ -32,7 +32,7 @@ def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[
     found = unknown_spec(spec)
     if device.type != "cpu":
         found.append(f"the tensors are on {device.type}")
-    if dtype not in _NUMBERS:
+    if dtype not in NUMBERS:
         found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
     return found
 
@@ -57,7 +57,13 @@ class Packer:
         real: Tensor | None = None,
         rope: RopeAngles | None = None,
     ) -> None:
-        """Pack as `pack` does."""
+        """Write x [B, Hk, T, D] behind `begin` packed tokens, into storage that has room.
+
+        Codes, scales and zeros are those of the reference; filler codes of the last pack block are
+        0. real: bool [B, 1 or Hk, T], False for padding, which does not enter the range of a group
+        along tokens. rope: rotates each token first. Per channel, `begin` and T are multiples of
+        the group. Raises `ValueError` if rows of the storage are not contiguous.
+        """
         if not x.numel():
             return
         if spec is not self._spec or not self._storage.holds(*out):
@@ -68,29 +74,14 @@ class Packer:
             self._storage.remember(*out)
         nonpadding: tuple[int, ...] = (0, 0, 0)
         if real is not None and (spec.balance or spec.axis == "channel"):
-            real = real if real.stride(2) == 1 else real.contiguous()
+            real = contiguous_rows(real)
             nonpadding = strides(real, 2)
         prepared = self._prepared
         static = prepared.static_encode
         _run(compiled()[0], x, begin, self._numbers, prepared, static, nonpadding, rope)
 
 
-def pack(
-    x: Tensor,
-    spec: QuantSpec,
-    out: PackedTensors,
-    begin: int,
-    real: Tensor | None = None,
-    rope: RopeAngles | None = None,
-) -> None:
-    """Write x [B, Hk, T, D] behind `begin` packed tokens, into storage that has room.
-
-    Codes, scales and zeros are those of the reference; filler codes of the last pack block are 0.
-    real: bool [B, 1 or Hk, T], False for padding, which does not enter the range of a group along
-    tokens. rope: rotates each token first. Per channel, `begin` and T are multiples of the group.
-    Raises `ValueError` if rows of the storage are not contiguous.
-    """
-    Packer(x, spec)(x, spec, out, begin, real, rope)
+pack = once(Packer)
 
 
 def unpack(
@@ -254,7 +245,7 @@ def _run(
         begin=begin,
         tokens=t,
         spec=prepared.spec,
-        number=_NUMBERS[x.dtype],
+        number=NUMBERS[x.dtype],
         tables=prepared.tables,
         static_scale=static[0],
         static_zero=static[1],

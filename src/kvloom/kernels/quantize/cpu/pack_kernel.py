@@ -20,7 +20,7 @@ from numba import njit
 
 from ...cpu_runtime import Kernel, at, count
 from ...cpu_runtime import arguments as read_arguments
-from ...simd import div, load, splat, store
+from ...simd import load, splat, store
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
 from .balance import clear_padding, divide_tile, keep_factors, room_of_tile, tile_factors
 from .boost import choose, sign_scales, split_codes
@@ -122,7 +122,7 @@ def widen_tile(a, sizes, tile, x, mem):  # type: ignore[no-untyped-def]
             if divisor != 0:
                 for c in range(0, sizes.padded, 16):
                     by = load(divisor + 4 * ((tile.h + i) * sizes.padded + c))
-                    store(to + 4 * c, div(load(to + 4 * c), by))
+                    store(to + 4 * c, load(to + 4 * c) / by)
 
 
 @njit

@@ -23,17 +23,14 @@ from ...simd import (
     VI,
     WIDTH,
     Lanes,
-    add,
     at,
     call,
-    div,
     each,
     fused,
     larger,
     load,
     load_one,
     made,
-    mul,
     read,
     same,
     smaller,
@@ -41,7 +38,6 @@ from ...simd import (
     spread,
     store,
     store_one,
-    sub,
     write,
 )
 from ..byte_layout import PACK_BLOCK, top
@@ -173,7 +169,7 @@ def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
     for c in range(0, n, 16):
         one = load(x + 4 * c)
         if before != 0:
-            one = mul(one, load(before + 4 * c))
+            one = one * load(before + 4 * c)
         if size > 1:
             one = butterfly(one, 1)
         if size > 2:
@@ -188,14 +184,14 @@ def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
         for block in range(0, n, 2 * half):
             for c in range(block, block + half, 16):
                 a, b = load(x + 4 * c), load(x + 4 * (c + half))
-                store(x + 4 * c, add(a, b))
-                store(x + 4 * (c + half), sub(a, b))
+                store(x + 4 * c, a + b)
+                store(x + 4 * (c + half), a - b)
         half *= 2
     shrink = splat(np.float32(1.0 / math.sqrt(size)))
     for c in range(0, n, 16):
-        one = mul(load(x + 4 * c), shrink)
+        one = load(x + 4 * c) * shrink
         if after != 0:
-            one = mul(one, load(after + 4 * c))
+            one = one * load(after + 4 * c)
         store(x + 4 * c, one)
 
 
@@ -213,7 +209,7 @@ def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-de
                 found = splat(np.float32(0.0))
                 for j in range(rows):
                     weight = splat(load_one(by + j * column, 0))
-                    found = add(found, mul(weight, load(x + 4 * (j * size + c))))
+                    found = found + weight * load(x + 4 * (j * size + c))
                 store(to, found)
             else:
                 one = np.float32(0.0)
@@ -235,7 +231,7 @@ def squared(x, n):  # type: ignore[no-untyped-def]
         store_one(x + 4 * c, np.float32(0.0))
     for c in range(0, n, 16):
         one = load(x + 4 * c)
-        total = add(total, mul(one, one))
+        total = total + one * one
     return halved(total)
 
 
@@ -274,8 +270,8 @@ def units(norm, n, group, unit):  # type: ignore[no-untyped-def]
     for i in range(0, n, 16):
         one = root(load(norm + 4 * i))
         store(norm + 4 * i, one)
-        by = div(splat(np.float32(1.0)), nonzero(one))
-        store(unit + 4 * i, mul(by, splat(np.float32(math.sqrt(group)))))
+        by = splat(np.float32(1.0)) / nonzero(one)
+        store(unit + 4 * i, by * splat(np.float32(math.sqrt(group))))
 
 
 @njit
@@ -287,7 +283,7 @@ def round_row(x, d, group, levels, ends, bits, unit, codes):  # type: ignore[no-
     for g in range(d // group):
         at_group, to, by = x + 4 * g * group, codes + g * group, splat(load_one(unit + 4 * g, 0))
         for c in range(0, group, 16):
-            one = mul(load(at_group + 4 * c), by)
+            one = load(at_group + 4 * c) * by
             nearest(one, ends, levels, bits, to + c, at_group + 4 * c)
         store_one(unit + 4 * g, squared(at_group, group))
 
@@ -309,7 +305,7 @@ def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
     """Store the scales of n groups, none of them larger than the format's largest."""
     for i in range(0, n, 16):
         rounded = larger(root(load(squares + 4 * i)), splat(np.float32(1e-6)))
-        store(norm + 4 * i, limited(div(load(norm + 4 * i), rounded), meta))
+        store(norm + 4 * i, limited(load(norm + 4 * i) / rounded, meta))
     narrow(norm, n, meta, to)
 
 

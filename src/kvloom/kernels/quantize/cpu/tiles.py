@@ -12,8 +12,6 @@ import numpy as np
 from numba import njit
 
 from ...simd import (
-    add,
-    div,
     larger,
     largest,
     load,
@@ -21,12 +19,10 @@ from ...simd import (
     load_byte,
     load_i32,
     load_one,
-    mul,
     smaller,
     splat,
     store,
     store_one,
-    sub,
 )
 from .arguments import MAPPED, TOKEN
 from .codes import (
@@ -95,8 +91,8 @@ def rope_row(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
     for i in range(0, even, 16):
         a, b = load(x + 4 * i), load(x + 4 * (half + i))
         c, s = load(cos + 4 * i), load(sin + 4 * i)
-        store(x + 4 * i, sub(mul(a, c), mul(b, s)))
-        store(x + 4 * (half + i), add(mul(b, c), mul(a, s)))
+        store(x + 4 * i, a * c - b * s)
+        store(x + 4 * (half + i), b * c + a * s)
     for i in range(even, half):
         first = x + 4 * (2 * i if interleaved else i)
         second = first + 4 * (1 if interleaved else half)
@@ -145,7 +141,7 @@ def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
         for c in range(g * group + 16, (g + 1) * group, 16):
             one = load(x + 4 * c)
             lo, hi = smaller(one, lo), larger(one, hi)
-        store_one(low + 4 * g, -largest(mul(lo, splat(np.float32(-1.0)))))
+        store_one(low + 4 * g, -largest(lo * splat(np.float32(-1.0))))
         store_one(high + 4 * g, largest(hi))
 
 
@@ -163,7 +159,7 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
         for i in range(begin + 16, end, 16):
             one = gather(x, slots + 4 * i)
             lo, hi = smaller(one, lo), larger(one, hi)
-        least = -largest(mul(lo, splat(np.float32(-1.0))))
+        least = -largest(lo * splat(np.float32(-1.0)))
         store_one(low + 4 * g, least * load_one(clip + 4 * g, 0))
         store_one(high + 4 * g, largest(hi) * load_one(clip + 4 * g, 0))
         begin = end
@@ -177,10 +173,10 @@ def metadata(low, high, n, top, tops, meta, scale, zero):  # type: ignore[no-unt
     A scale of 0 is left as infinity: whatever is divided by it has code 0.
     """
     for i in range(0, n, 16):
-        lo = add(load(low + 4 * i), splat(np.float32(0.0)))  # -0 to 0
+        lo = load(low + 4 * i) + splat(np.float32(0.0))  # -0 to 0
         by = splat(np.float32(top)) if tops == 0 else load(tops + 4 * i)
-        step = div(sub(load(high + 4 * i), lo), by)
-        step = add(step, splat(np.float32(0.0)))
+        step = (load(high + 4 * i) - lo) / by
+        step = step + splat(np.float32(0.0))
         if meta == 3:
             step = clamp_scale(step)
             lo = larger(smaller(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))
@@ -250,5 +246,5 @@ def decode_row(codes, dp, sharing, group, group_of, zero, scale, divisor, to):  
             z, s = load(zero + 4 * c), load(scale + 4 * c)
         one = decode(codes + c, z, s)
         if divisor != 0:
-            one = mul(one, load(divisor + 4 * c))
+            one = one * load(divisor + 4 * c)
         store(to + 4 * c, one)

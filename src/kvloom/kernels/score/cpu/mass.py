@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...arguments import address, padded, strides
+from ...arguments import NUMBERS, address, padded, strides
 from ..noise import Noise
+from ..reference import MassOptions
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, NO_NOISE, OPTIONS, PANELS, STEP_MASS
 
-_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NOISE = {"constant": NO_NOISE, "gumbel": GUMBEL, "gaussian": GAUSSIAN}
 _PRODUCTS_PER_THREAD = 1 << 21
 _LOGITS = 1 << 21  # numbers of a head's logits that a thread holds at once
@@ -29,7 +29,7 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None) -> list[str]:
     found = []
     if q.shape[1] % k.shape[1] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
         found.append(f"queries {tuple(q.shape)} and keys {tuple(k.shape)} do not fit together")
-    if q.dtype not in _NUMBERS or q.dtype != k.dtype:
+    if q.dtype not in NUMBERS or q.dtype != k.dtype:
         found.append(f"queries are {q.dtype} and keys {k.dtype}, not both fp32, fp16 or bf16")
     if k.device.type != "cpu":
         found.append(f"the tensors are on {k.device.type}")
@@ -40,20 +40,9 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None) -> list[str]:
     return found
 
 
-def column_mass(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    *,
-    visible: Tensor | None = None,
-    real: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    window: int | None = None,
-    noise: Noise | None = None,
-    tau: float = 1.0,
-) -> Tensor:
+def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum as `reference.column_mass` does."""
+    its = MassOptions(**options)
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
     if not (b and hq and t and n):
@@ -69,8 +58,8 @@ def column_mass(
     panels = q.new_empty(b * heads * tiles * tile_numbers, dtype=torch.float32)
     size = rows * blocks * (tiles * (kernels.tile + 1) + d + 2)
     scratch = q.new_empty(threads, size, dtype=torch.float32)
-    options, tensors = _options(b, hq, hk, t, n, visible, real, bias, noise)
-    number, queries, keys = _NUMBERS[q.dtype], strides(q, 4), strides(k, 4)
+    numbers, tensors = _options(b, hq, hk, t, n, its)
+    number, queries, keys = NUMBERS[q.dtype], strides(q, 4), strides(k, 4)
     for h0 in range(0, hk, heads):
         h1 = min(hk, h0 + heads)
         layout = PANELS.pack(
@@ -78,31 +67,22 @@ def column_mass(
             panels=panels.data_ptr(),
         )  # fmt: skip
         kernels.panels.run(layout, 0, threads)
-        numbers = MASS.pack(
+        job = MASS.pack(
             batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, first_head=h0, end_head=h1,
             query_heads=hq, splits=splits, blocks=blocks, number=number, q=queries,
             panels=panels.data_ptr(), mass=mass.data_ptr(), scratch=scratch.data_ptr(),
-            scratch_bytes=4 * size, window=window or 0, scale=scale, softcap=softcap or 0.0,
-            inverse_tau=1 / tau, options=options,
+            scratch_bytes=4 * size, window=its.window or 0, scale=scale,
+            softcap=its.softcap or 0.0, inverse_tau=1 / its.tau, options=numbers,
         )  # fmt: skip
-        kernels.mass.run(numbers, 1, threads)
+        kernels.mass.run(job, 1, threads)
     del tensors
     return (mass[0] if splits == 1 else mass.sum(dim=0))[..., :n]
 
 
-def step_mass(
-    products: Tensor,
-    n: int,
-    hk: int,
-    *,
-    visible: Tensor | None = None,
-    real: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    noise: Noise | None = None,
-    tau: float = 1.0,
-) -> Tensor:
+def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """Sum as `reference.step_mass` does; products are padded to whole vectors of 16 keys."""
+    its = MassOptions(**options)
+    assert its.window is None, "a step sees all keys"
     b, hq, t, width = products.shape
     if not (b and hq and t and n):
         return products.new_zeros(b, hq, n)
@@ -110,17 +90,17 @@ def step_mass(
     assert width >= width_used
     assert products.is_contiguous()
     mass = products.new_empty(b, hq, width_used)
-    cost = 64 if noise is None else 256  # of a logit, in multiplications
+    cost = 64 if its.noise is None else 256  # of a logit, in multiplications
     threads = min(torch.get_num_threads(), 1 + cost * b * hq * t * n // _PRODUCTS_PER_THREAD)
     scratch = products.new_empty(threads, width_used) if t > 1 else mass
-    options, tensors = _options(b, hq, hk, t, n, visible, real, bias, noise)
-    numbers = STEP_MASS.pack(
+    numbers, tensors = _options(b, hq, hk, t, n, its)
+    job = STEP_MASS.pack(
         batch=b, group=hq // hk, queries=t, tokens=n, query_heads=hq,
         products=products.data_ptr(), product_row=4 * width, mass=mass.data_ptr(),
-        scratch=scratch.data_ptr(), scratch_bytes=4 * width_used, softcap=softcap or 0.0,
-        inverse_tau=1 / tau, options=options,
+        scratch=scratch.data_ptr(), scratch_bytes=4 * width_used, softcap=its.softcap or 0.0,
+        inverse_tau=1 / its.tau, options=numbers,
     )  # fmt: skip
-    compiled().step.run(numbers, 1, threads)
+    compiled().step.run(job, 1, threads)
     del tensors
     return mass[..., :n]
 
@@ -144,17 +124,10 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
 
 
 def _options(
-    b: int,
-    hq: int,
-    hk: int,
-    t: int,
-    n: int,
-    visible: Tensor | None,
-    real: Tensor | None,
-    bias: Tensor | None,
-    noise: Noise | None,
+    b: int, hq: int, hk: int, t: int, n: int, options: MassOptions
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Pack the options, and return the tensors that must outlive the call."""
+    visible, real, _, bias, _, noise, _ = options
     if visible is None and real is None and bias is None and noise is None:
         return (0,) * OPTIONS.numbers, ()
     keys, kind, seed, first, fixed = None, 0, 0, 0, 0

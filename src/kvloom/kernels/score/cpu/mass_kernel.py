@@ -23,8 +23,6 @@ from ...simd import (
     BF16,
     FP16,
     FP32,
-    add,
-    div,
     exp,
     first,
     fma,
@@ -33,7 +31,6 @@ from ...simd import (
     largest,
     load,
     load_one,
-    mul,
     seen,
     splat,
     store,
@@ -85,15 +82,15 @@ def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, visible, keys, ki
         x = load(s + 4 * (j - lo))
         if softcap > 0.0:  # c * tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             cap = np.float32(softcap)
-            e = exp(mul(x, splat(np.float32(2.0) / cap)))
-            x = add(splat(cap), div(splat(np.float32(-2.0) * cap), add(e, splat(np.float32(1.0)))))
+            e = exp(x * splat(np.float32(2.0) / cap))
+            x = splat(cap) + splat(np.float32(-2.0) * cap) / (e + splat(np.float32(1.0)))
         if bias != 0:
-            x = add(x, load(bias + 4 * j))
+            x = x + load(bias + 4 * j)
         if kind == GUMBEL:
-            x = add(x, gumbel(state, keys + 4 * j))
+            x = x + gumbel(state, keys + 4 * j)
         elif kind == GAUSSIAN:
-            x = add(x, gaussian(state, keys + 4 * j))
-        x = mul(x, splat(inverse_tau))
+            x = x + gaussian(state, keys + 4 * j)
+        x = x * splat(inverse_tau)
         if visible != 0:
             x = seen(x, visible + j)
         if j < begin:
@@ -106,9 +103,9 @@ def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, visible, keys, ki
     sub = splat(-top if top > np.float32(-np.inf) else np.float32(0.0))
     acc = splat(np.float32(0.0))
     for j in range(0, end - lo, 16):
-        p = exp(add(load(to + 4 * j), sub))
+        p = exp(load(to + 4 * j) + sub)
         store(to + 4 * j, p)
-        acc = add(acc, p)
+        acc = acc + p
     return top, total(acc)
 
 
@@ -311,8 +308,8 @@ def step() -> Any:
                         factor *= load_one(weights + 4 * i, FP32)
                 f = splat(factor)
                 for j in range(0, end, 16):
-                    x = mul(load(row + 4 * j), f)
-                    store(to + 4 * j, x if i == 0 else add(x, load(to + 4 * j)))
+                    x = load(row + 4 * j) * f
+                    store(to + 4 * j, x if i == 0 else x + load(to + 4 * j))
                 if i == 0:
                     for j in range((end + 15) // 16 * 16, padded, 16):
                         store(to + 4 * j, zero16)
@@ -337,7 +334,7 @@ def lowest() -> Any:
                 if a.visible != 0:
                     x = seen(x, a.visible + head * n + k)
                 x = before(x, index + 4 * k, end)
-                low = -largest(mul(x, minus))
+                low = -largest(x * minus)
                 if low < best:
                     best, slot = low, k + is_in(x, low)
             store_int(a.slots + 8 * head, slot)

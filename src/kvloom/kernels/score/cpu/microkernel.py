@@ -12,7 +12,24 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ...simd import F32, I32, I64, VF, VI, WIDTH, Lanes, at, call, fused, read, same, spread, write
+from ...simd import (
+    F32,
+    I32,
+    I64,
+    VF,
+    VI,
+    WIDTH,
+    Lanes,
+    at,
+    call,
+    fused,
+    loop,
+    made,
+    read,
+    same,
+    spread,
+    write,
+)
 from ..noise import M1, M2, TOP, C
 
 # Query rows and vectors of keys whose products fill the registers: with AVX-512, 24 of 32; where a
@@ -47,74 +64,60 @@ def products(
     """
     n_rows, n_vectors = rows.literal_value, vectors.literal_value
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, k, out, stride, d = args[:5]
-        cells = [(row, v) for row in range(n_rows) for v in range(n_vectors)]
-        before = b.block
-        loop, body, after = (b.append_basic_block(n) for n in ("loop", "body", "after"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        i = b.phi(I64)
-        acc = {cell: b.phi(VF) for cell in cells}
-        i.add_incoming(ir.Constant(I64, 0), before)
-        for cell in cells:
-            acc[cell].add_incoming(same(0.0), before)
-        b.cbranch(b.icmp_signed("<", i, d), body, after)
-        b.position_at_end(body)
-        here = b.add(k, b.mul(i, ir.Constant(I64, 64 * n_vectors)))
-        keys = [read(b, at(b, here, 64 * v), VF) for v in range(n_vectors)]
-        here = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
-        for row in range(n_rows):
-            x = spread(b, read(b, at(b, here, 4 * row), F32))
-            for v in range(n_vectors):
-                acc[row, v].add_incoming(fused(b, x, keys[v], acc[row, v]), body)
-        i.add_incoming(b.add(i, ir.Constant(I64, 1)), body)
-        b.branch(loop)
-        b.position_at_end(after)
-        for row, v in cells:
-            to = b.add(out, b.mul(stride, ir.Constant(I64, row)))
-            write(b, at(b, to, 64 * v), acc[row, v])
-        return context.get_dummy_value()
+    def emit(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
+        def add(i: Any, sums: list[Any]) -> list[Any]:
+            here = b.add(k, b.mul(i, ir.Constant(I64, 64 * n_vectors)))
+            keys = [read(b, at(b, here, 64 * v), VF) for v in range(n_vectors)]
+            here = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
+            found = []
+            for row in range(n_rows):  # one broadcast at a time: sums take most registers
+                x = spread(b, read(b, at(b, here, 4 * row), F32))
+                its = sums[row * n_vectors : (row + 1) * n_vectors]
+                found += [fused(b, x, key, total) for key, total in zip(keys, its, strict=True)]
+            return found
 
-    return types.void(*[types.int64] * 5, rows, vectors), codegen
+        sums = loop(b, d, [same(0.0)] * (n_rows * n_vectors), add)
+        for i, total in enumerate(sums):
+            row, v = divmod(i, n_vectors)
+            to = b.add(out, b.mul(stride, ir.Constant(I64, row)))
+            write(b, at(b, to, 64 * v), total)
+
+    return made(types.void(*[types.int64] * 5, rows, vectors), emit)
 
 
 @intrinsic
 def behind(ctx: Any, x: Any, count: Any) -> Any:
     """x without its first `count` lanes, -inf in these."""
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def emit(b: Any, x: Any, count: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
-        few = spread(b, b.trunc(args[1], I32))
-        return b.select(b.icmp_signed(">=", lane, few), args[0], same(float("-inf")))
+        few = spread(b, b.trunc(count, I32))
+        return b.select(b.icmp_signed(">=", lane, few), x, same(float("-inf")))
 
-    return Lanes(Lanes, types.int64), codegen
+    return made(Lanes(Lanes, types.int64), emit)
 
 
 @intrinsic
 def before(ctx: Any, x: Any, address: Any, end: Any) -> Any:
     """x where the sixteen int32 at address are below `end`, else inf."""
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        x, address, end = args
-        limit = spread(b, b.trunc(end, I32))
-        there = b.icmp_signed("<", read(b, address, VI), limit)
+    def emit(b: Any, x: Any, address: Any, end: Any) -> Any:
+        there = b.icmp_signed("<", read(b, address, VI), spread(b, b.trunc(end, I32)))
         return b.select(there, x, same(float("inf")))
 
-    return Lanes(Lanes, types.int64, types.int64), codegen
+    return made(Lanes(Lanes, types.int64, types.int64), emit)
 
 
 @intrinsic
 def is_in(ctx: Any, x: Any, wanted: Any) -> Any:
     """The number of the first lane of x that holds `wanted`, 16 if none does."""
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        x, wanted = args
+    def emit(b: Any, x: Any, wanted: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
         found = b.select(b.fcmp_ordered("==", x, spread(b, wanted)), lane, same(WIDTH, VI))
         return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, found), I64)
 
-    return types.int64(Lanes, types.float32), codegen
+    return made(types.int64(Lanes, types.float32), emit)
 
 
 def _log(b: Any, x: Any) -> Any:
@@ -165,10 +168,10 @@ def _noise(emit: Any) -> Any:
     """An intrinsic: noise of sixteen keys, whose int32 lie at an address, from a row's state."""
 
     def typed(ctx: Any, state: Any, address: Any) -> Any:
-        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-            return emit(b, _uniform(b, args[0], read(b, args[1], VI)))
-
-        return Lanes(types.int64, types.int64), codegen
+        return made(
+            Lanes(types.int64, types.int64),
+            lambda b, state, keys: emit(b, _uniform(b, state, read(b, keys, VI))),
+        )
 
     return intrinsic(typed)
 

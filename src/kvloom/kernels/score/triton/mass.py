@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ... import triton_runtime as cuda
+from ...arguments import contiguous_rows
 from ..noise import Noise
+from ..reference import MassOptions
 
 MAX_QUERIES = 8  # of a step whose logits are stored
 _KINDS = ("gumbel", "constant")
@@ -29,25 +31,14 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
     return found
 
 
-def column_mass(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    *,
-    visible: Tensor | None = None,
-    real: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    window: int | None = None,
-    noise: Noise | None = None,
-    tau: float = 1.0,
-) -> Tensor:
+def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
+    visible, real, softcap, bias, window, noise, tau = MassOptions(**options)
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:
         return mass.zero_()
-    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    q, k = contiguous_rows(q), contiguous_rows(k)
     masks, steps = _options(q, visible, bias, noise)
     given, real_row = q, 0
     if real is not None:

@@ -22,19 +22,22 @@ from ...cpu_runtime import arguments as read_arguments
 from ...cpu_runtime import at as head_address
 from ...simd import (
     BF16,
+    F32,
     FP32,
+    I32,
     I64,
     SIZE,
     VF,
     VI,
     WIDTH,
-    add,
     at,
     fused,
     load,
     load_any,
     load_i32,
     load_one,
+    loop,
+    made,
     read,
     same,
     splat,
@@ -72,52 +75,35 @@ def _meet(
     base: the number of the panel's first centroid. best: of each key the best values [16] so far
     and their centroids int32 [16], lane by lane. pairs: d counts pairs of bf16 numbers.
     """
-    n_d = d.literal_value
+    n_d, step = d.literal_value, 4
     meet = _fused_pairs if pairs.literal_value else fused
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        x, panel, offset, base, best = args[:5]
-        step = 4
+    def emit(b: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, *_: Any) -> None:
+        def add(i: Any, sums: list[Any]) -> list[Any]:
+            here = b.mul(i, ir.Constant(I64, 4 * step))
+            key, row = b.add(x, here), b.add(panel, b.mul(here, ir.Constant(I64, PANEL)))
+            for u in range(step):
+                ws = [read(b, at(b, row, 4 * PANEL * u + 64 * v), VF) for v in range(2)]
+                for m in range(ROWS):  # one broadcast at a time: sums take most registers
+                    one = spread(b, read(b, at(b, key, 4 * (m * n_d + u)), F32))
+                    for v in range(2):
+                        sums[2 * m + v] = meet(b, ws[v], one, sums[2 * m + v])
+            return sums
+
         start = [read(b, at(b, offset, 64 * v), VF) for v in range(2)]
-        before = b.block
-        body, after = (b.append_basic_block(name) for name in ("body", "after"))
-        b.branch(body)
-        b.position_at_end(body)
-        i = b.phi(I64)
-        i.add_incoming(ir.Constant(I64, 0), before)
-        acc = {}
-        for m in range(ROWS):
-            for v in range(2):
-                acc[m, v] = b.phi(VF)
-                acc[m, v].add_incoming(start[v], before)
-        new = dict(acc)
-        key = b.add(x, b.mul(i, ir.Constant(I64, 4)))
-        row = b.add(panel, b.mul(i, ir.Constant(I64, 4 * PANEL)))
-        for u in range(step):
-            ws = [read(b, at(b, row, 4 * PANEL * u + 64 * v), VF) for v in range(2)]
-            for m in range(ROWS):
-                one = spread(b, read(b, at(b, key, 4 * (m * n_d + u)), ir.FloatType()))
-                for v in range(2):
-                    new[m, v] = meet(b, ws[v], one, new[m, v])
-        following = b.add(i, ir.Constant(I64, step))
-        i.add_incoming(following, b.block)
-        for cell, phi in acc.items():
-            phi.add_incoming(new[cell], b.block)
-        b.cbranch(b.icmp_signed("<", following, ir.Constant(I64, n_d)), body, after)
-        b.position_at_end(after)
-        first = spread(b, b.trunc(base, ir.IntType(32)))
+        sums = loop(b, ir.Constant(I64, n_d // step), start * ROWS, add)
+        first = spread(b, b.trunc(base, I32))
         lane = b.add(first, ir.Constant(VI, list(range(WIDTH))))
         for m in range(ROWS):
             top, who = read(b, at(b, best, 128 * m), VF), read(b, at(b, best, 128 * m + 64), VI)
-            for v in range(2):
-                better = b.fcmp_ordered(">", new[m, v], top)
-                top = b.select(better, new[m, v], top)
+            for v, new in enumerate(sums[2 * m : 2 * m + 2]):
+                better = b.fcmp_ordered(">", new, top)
+                top = b.select(better, new, top)
                 who = b.select(better, b.add(lane, same(v * WIDTH, VI)), who)
             write(b, at(b, best, 128 * m), top)
             write(b, at(b, best, 128 * m + 64), who)
-        return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5, d, pairs), codegen
+    return made(types.void(*[types.int64] * 5, d, pairs), emit)
 
 
 @cache
@@ -193,6 +179,6 @@ def sums(d: int, number: int) -> Any:
                     to = a.sums + 4 * d * (head * clusters + label)
                     for v in range(0, d, 16):
                         y = load_any(x + j * row + v * size, number)
-                        store(to + 4 * v, add(load(to + 4 * v), y))
+                        store(to + 4 * v, load(to + 4 * v) + y)
 
     return Kernel(sum_up, f"sums {d}, {number}")

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...arguments import address, strides
+from ...arguments import NUMBERS, address, contiguous_rows, strides
 from .. import reference as ref
 from .arguments import BOUND, CHOOSE, NEAREST, RATE, SUM
 
-_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NUMBERS_PER_THREAD = 1 << 18
 
 
@@ -27,7 +26,7 @@ def problems(x: Tensor) -> list[str]:
     found = []
     if x.shape[-1] % 16 or x.shape[-1] > 512:
         found.append(f"head_dim={x.shape[-1]} is not a multiple of 16, up to 512")
-    if x.dtype not in _NUMBERS:
+    if x.dtype not in NUMBERS:
         found.append(f"they are {x.dtype}, not fp32, fp16 or bf16")
     if x.device.type != "cpu":
         found.append(f"the tensors are on {x.device.type}")
@@ -181,7 +180,7 @@ def _threads(numbers: int) -> int:
 
 def _flat(x: Any) -> Any:
     """Return x with contiguous channels."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    return None if x is None else contiguous_rows(x)
 
 
 @cache
@@ -195,7 +194,7 @@ def kmeans_kernels() -> Any:
 @cache
 def compiled_kmeans(d: int, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     """Compile the kernels of `nearest` and `means`; True: keys are multiplied in pairs."""
-    kernels, number = kmeans_kernels(), _NUMBERS[dtype]
+    kernels, number = kmeans_kernels(), NUMBERS[dtype]
     pairs = kernels.takes_pairs(d, number)
     return kernels.nearest(d, number, pairs), kernels.sums(d, number), pairs
 
@@ -211,7 +210,7 @@ def select_kernels() -> Any:
 @cache
 def _rating(d: int, w: int, dtype: torch.dtype, bounds: bool) -> Any:
     kernels = select_kernels()
-    return kernels.rating(kernels.SelectVariant(d, w, _NUMBERS[dtype], bounds))
+    return kernels.rating(kernels.SelectVariant(d, w, NUMBERS[dtype], bounds))
 
 
 @cache
@@ -221,4 +220,4 @@ def _choosing() -> Any:
 
 @cache
 def _bounding(d: int, dtype: torch.dtype) -> Any:
-    return select_kernels().bounding(d, _NUMBERS[dtype])
+    return select_kernels().bounding(d, NUMBERS[dtype])

@@ -20,7 +20,6 @@ from ...cpu_runtime import Kernel, at, count, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import (
     SIZE,
-    add,
     larger,
     largest,
     load,
@@ -95,7 +94,7 @@ def rating(variant: SelectVariant) -> Any:
                             d, w, at_once, exact,
                         )  # fmt: skip
                         if w == 1:
-                            store(to + 4 * j, add(load(to + 4 * j), load(more)))
+                            store(to + 4 * j, load(to + 4 * j) + load(more))
                         else:
                             for i in range(w):
                                 for t in range(at_once):

@@ -43,7 +43,7 @@ class RunningScores:
     def add(self, scores: Tensor, visible: Tensor | None) -> None:
         """Add a step's scores [B, Hk, N] to those of the tokens stored before it.
 
-        visible: bool [B, 1 or Hk, N or more], False for padding, which is no sink.
+        visible: bool [B, 1 or Hk, N or more], False for padding, which is not a sink.
         """
         before = len(self)
         if before == 0:

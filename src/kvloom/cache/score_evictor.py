@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keep import budgets, choose
+from ..keep import budgets, choose, sinks_first
 from ..kernels.select.reference import gather
 from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
@@ -52,7 +52,7 @@ class ScoreEvictor(Evictor):
         assert recipe.keep is not None
         keep = self.keep = recipe.keep
         self.budget_rank, self.rope, self.sinks = budget_rank, rope, recipe.protect.sinks
-        self.sinks_first = recipe.recall is not None  # where a retriever always reads them
+        self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
         self.needs_positions = recipe.store.pre_rope
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.scorer.rotates else None
@@ -312,14 +312,12 @@ class ScoreEvictor(Evictor):
             self.scores.keep(best)
             rest = torch.arange(n, tokens, device=best.device).expand(*best.shape[:2], -1)
             slots = torch.cat([best, rest], dim=-1)
-        if not self.sinks_first or visible is None:
+        if not self.orders_sinks or visible is None:
             return slots, choice
         if slots is None:
             slots = torch.arange(tokens, device=visible.device).expand(*sinks.shape[:2], -1)
         later = sinks.new_zeros(*sinks.shape[:2], tokens - n)
-        order = torch.where(visible.expand(-1, sinks.shape[1], -1), 2, 1)
-        order = order.masked_fill_(torch.cat([sinks, later], dim=2), 0).gather(2, slots)
-        return slots.gather(2, order.argsort(dim=-1, stable=True)), choice
+        return sinks_first(slots, torch.cat([sinks, later], dim=2), visible), choice
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to the scores, along the batch dimension."""

@@ -87,7 +87,7 @@ def parse_numbers(option: str, kind: type, name: str) -> list[Any]:
         what = "shares between 0 and 1; give some such as 0.25,0.125"
         if kind is int:
             what = "whole numbers above 0; give some such as 1024,2048"
-        raise InputError(f"{name} {option!r} is no list of {what}")
+        raise InputError(f"{name} {option!r} is not a list of {what}")
     return found
 
 

@@ -47,7 +47,7 @@ class ObservedLayer(RoutedLayer):
         self.exact = Buffer()
 
     def attend(self, given: StepInputs) -> Tensor:
-        """Attend as `RoutedLayer` does; a repetition of the prompt is no step."""
+        """Attend as `RoutedLayer` does; a repetition of the prompt is not a step."""
         if self.repeated is not None:
             return super().attend(given)
         self.exact.append(given.k.detach())

@@ -8,7 +8,7 @@ from .reconstruction import Reconstruction
 from .registered import SCORERS, checked, register_score
 from .scorer import Scorer, Step
 from .scorers import Dilated, Mass, Noisy, Observation, Random, Recent
-from .select import choose, protect_sinks
+from .select import choose, protect_sinks, sinks_first
 from .value_aware import ValueAware
 
 __all__ = [
@@ -33,4 +33,5 @@ __all__ = [
     "choose",
     "protect_sinks",
     "register_score",
+    "sinks_first",
 ]

@@ -25,6 +25,16 @@ def choose(scores: Tensor, heavy: int, recent: int, visible: Tensor | None = Non
     return torch.cat([best, newest], dim=-1)
 
 
+def sinks_first(slots: Tensor, sinks: Tensor, visible: Tensor) -> Tensor:
+    """Return slots int64 [B, Hk, M] with a row's sinks first, padding next, then all others by age.
+
+    slots: ascending. sinks: bool [B, Hk, N]. visible: bool [B, 1, N], False for padding.
+    """
+    order = torch.where(visible.expand(-1, sinks.shape[1], -1), 2, 1)
+    order = order.masked_fill_(sinks, 0).gather(2, slots)
+    return slots.gather(2, order.argsort(dim=-1, stable=True))
+
+
 def protect_sinks(scores: Tensor, sinks: int, visible: Tensor | None) -> Tensor:
     """Return scores [B, Hk, N] with plus infinity for each row's first `sinks` visible tokens."""
     if sinks == 0:

@@ -254,8 +254,8 @@ def test_summaries_of_a_file(here, tmp_path):
 @for_each(("args", "message"), [
     (["reading"], "there is no task 'reading'"),
     (["niah", "--ask", "before"], "--ask 'before' is unknown; use after or inside"),
-    (["niah", "--context", "0"], "--context '0' is no list of whole numbers above 0"),
-    (["niah", "--bytes", "2"], "--bytes '2' is no list of shares between 0 and 1"),
+    (["niah", "--context", "0"], "--context '0' is not a list of whole numbers above 0"),
+    (["niah", "--bytes", "2"], "--bytes '2' is not a list of shares between 0 and 1"),
     (["niah", "--bytes", "0.5", "--budget", "9"], "--bytes and --budget both set the budget"),
     (["niah", "--context", "1020"], "niah: a context of 1020 tokens and the "),
     (["perplexity", "--context", "1021"], "need 1025 positions, and the model has 1024"),

@@ -30,7 +30,7 @@ PASSED_ON = {
     ("cli/options.py", "--budget {} with {}: {}"),
     ("eval/papers/lab.py", "{}: {}"),
     ("hf/metadata.py", "{}"),
-    ("cli/options.py", "{} {} is no list of {}"),
+    ("cli/options.py", "{} {} is not a list of {}"),
     ("hf/save.py", "recipe {} has a part of your own: {}"),
     ("hf/save.py", "{} cannot be restored: {}"),
     ("planner/choice.py", "{}"),

@@ -6,7 +6,7 @@ at 2. A 4-bit code is two 2-bit codes: its high bits take the channel's place am
 low bits one of `boost` columns behind the last channel, in the order of channels. So all codes have
 2 bits: x' = high * scale + low * scale / 4 + zero.
 
-A boosted channel has a negative scale, its sign is no part of the number: which channels are
+A boosted channel has a negative scale, its sign is not part of the number: which channels are
 boosted takes no bytes. A channel whose scale is stored as 0 is constant and never boosted.
 """
 

@@ -5,7 +5,7 @@ y = R x, so that its coordinates look like draws from a normal distribution what
 u = y sqrt(G) / |y| is rounded to the nearest of Lloyd and Max's levels c for N(0, 1); the stored
 scale is |y| / |c(u)|, so that x' = R^T (scale c) has the norm of x (one that its dtype cannot hold
 becomes the largest). R is a Hadamard matrix with random signs, times a small cosine transform where
-G is no power of 2; the same for all heads and layers.
+G is not a power of 2; the same for all heads and layers.
 
 Every sum is taken in an order that is written down here, so that compiled kernels, and other
 machines, find the same codes and scales to the last bit.

@@ -112,7 +112,7 @@ def _limit(x, n, low, high, to, inverse):  # type: ignore[no-untyped-def]
 
 @njit
 def clear_padding(x, row, tokens, d, dp, real):  # type: ignore[no-untyped-def]
-    """Set what is no number of a tile to 0: tokens that are not real, and channels behind d.
+    """Set the rest of a tile to 0: padding, and channels behind d.
 
     real: the address of a byte a token, or 0. Returns how many tokens are real.
     """

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What changes from step to step is no reason to compile again.
+# Do not compile again for what changes from step to step.
 _VARY = ["begin", "n", "lo", "hi", "real_row", "real_head"]
 
 

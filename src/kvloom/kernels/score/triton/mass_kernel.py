@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What changes from step to step is no reason to compile again.
+# Do not compile again for what changes from step to step.
 _VARY = [
     "seed", "first", "window", "t", "n", "real_row",
     "visible_row", "visible_head", "bias_row", "bias_head", "number_row", "number_head",

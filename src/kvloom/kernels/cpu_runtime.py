@@ -36,6 +36,10 @@ seconds: dict[str, float] = {}
 
 _SIGNATURE = (types.int64,), types.void
 
+kernel_step = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Compile a function that kernels call, and not Python: without wrappers, which take a third of the
+time to compile."""
+
 
 class _Cache(FunctionCache):
     """Numba's cache on disk, of a kernel by its name and the constants that it closes over.
@@ -141,7 +145,7 @@ def arguments(ctx: Any, job: Any, layout: Any) -> Any:
     return record(types.int64, layout), codegen
 
 
-@njit(inline="always")
+@kernel_step
 def at(tensor, b, h):  # type: ignore[no-untyped-def]
     """The address of batch row b and head h of a tensor, packed as `MATRIX` or longer."""
     return tensor.address + b * tensor.batch + h * tensor.head

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from ...cpu_runtime import kernel_step
 from ...simd import I64, Lanes, call, fma, load, load_any, load_one, made, same, store, store_one
 
 
@@ -36,7 +37,7 @@ def lowest(ctx: Any, bits: Any) -> Any:
     )
 
 
-@njit(inline="always")
+@kernel_step
 def fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin):  # type: ignore[no-untyped-def]
     """Write the columns of w folded queries for low bits, and add to what their sums begin with.
 

@@ -3,7 +3,7 @@
 Decides the order of steps. A task is a (batch row, key/value head, range of tokens). It walks its
 range in tiles: scores of all query rows of the group, a running softmax, then values, both straight
 from the codes. Keys and values each have a packed prefix and an exact tail, which need not end
-together. The last task of a head merges the states of all. Steps are functions that Numba inlines;
+together. The last task of a head merges the states of all. Steps are `kernel_step` functions;
 `score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend` of the unpacked
 tokens; tolerance: 2e-6 absolute in fp32.
 """
@@ -14,9 +14,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from ...cpu_runtime import Kernel, at, count, load_int, store_int
+from ...cpu_runtime import Kernel, at, count, kernel_step, load_int, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import SIZE, store_one
 from . import lookup
@@ -84,7 +83,7 @@ def _scratch(variant: Variant) -> tuple[tuple[int, int], Any]:
     d, w, boost, gap = variant.d, variant.w, variant.boost, variant.scales_gap
     sets, s_row, tables = 1 + variant.apart[1], variant.logits_row, 16 * lookup.SIZE
 
-    @njit(inline="always")
+    @kernel_step
     def split(sums, padded):  # type: ignore[no-untyped-def]
         """Divide the memory at `sums` for a number of query rows, whole multiples of w."""
         queries = sums + 4 * sets * padded * d
@@ -114,7 +113,7 @@ def _range(variant: Variant) -> Any:
     page_of_keys, page_of_values = _page(variant, 0), _page(variant, 1)
     attend_tile, token_bytes = _tile(variant), variant.d * SIZE[variant.exact]
 
-    @njit(inline="always")
+    @kernel_step
     def attend(a, head, part, padded, mem):  # type: ignore[no-untyped-def]
         """Attend to range number `part` of a head's tokens; padded: rows of queries."""
         b, h, n, place = head // a.heads, head % a.heads, a.tokens, 0
@@ -148,7 +147,7 @@ def _tile(variant: Variant) -> Any:
     score_keys, score_tail = score_packed(variant), score_exact(variant)
     sum_values, sum_tail = sum_packed(variant), sum_exact(variant)
 
-    @njit(inline="always")
+    @kernel_step
     def attend(a, keys, values, b, h, lo, n, position, place, padded, mem):  # type: ignore[no-untyped-def]
         """Attend to n tokens from number lo on; place: of the row's pages in the table."""
         keys_packed = min(max(keys.packed - lo, 0), n)
@@ -194,7 +193,7 @@ def _find(variant: Variant, side: int) -> Any:
     (per_block, height), per_row = form.spec.per_block, form.per_row
     in_groups, by_table, spec = form.in_groups, form.spec.by == TABLE, form.spec.as_int
 
-    @njit(inline="always")
+    @kernel_step
     def find(a, its, head, n, groups):  # type: ignore[no-untyped-def]
         """Return the view of a head's n tokens; its: of keys or values, groups: memory for them."""
         b, h = head // a.heads, head % a.heads
@@ -225,7 +224,7 @@ def _page(variant: Variant, side: int) -> Any:
     (per_block, height), per_row = form.spec.per_block, form.per_row
     rows, meta_rows = page // per_block * height, page // per_row  # of a page
 
-    @njit(inline="always")
+    @kernel_step
     def find(first, its, place, number):  # type: ignore[no-untyped-def]
         """Return the view of a page as if the pages before it lay before it."""
         block, prefix = load_int(place, number), its.prefix
@@ -241,7 +240,7 @@ def _page(variant: Variant, side: int) -> Any:
     return find
 
 
-@njit
+@kernel_step
 def keep_token(x, to, b, h, size):  # type: ignore[no-untyped-def]
     """Copy the `size` bytes of one token of a head, packed as `MATRIX`; a multiple of 8."""
     here = at(x, b, h)

@@ -14,9 +14,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from ...cpu_runtime import Kernel, at, count, load_int
+from ...cpu_runtime import Kernel, at, count, kernel_step, load_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import SIZE, load_any, prefetch, store
 from .arguments import GATHERED
@@ -121,7 +120,7 @@ def _score(variant: Variant) -> Any:
     d, w, apart, plain = variant.d, variant.w, variant.apart[0], DequantSpec().as_int
     at_once, unpack_keys = 16 // w, _unpack(variant, 0)  # tokens of one call of `scores`
 
-    @njit(inline="always")
+    @kernel_step
     def score(a, its, lo, n, padded, mem):  # type: ignore[no-untyped-def]
         """Write the logits of n tokens of the list, from number lo on."""
         j = 0
@@ -145,7 +144,7 @@ def _sum(variant: Variant) -> Any:
     d, w, apart, plain = variant.d, variant.w, variant.apart[1], DequantSpec().as_int
     unpack_values = _unpack(variant, 1)
 
-    @njit(inline="always")
+    @kernel_step
     def add(a, its, lo, n, padded, mem):  # type: ignore[no-untyped-def]
         """Add n tokens of the list, from number lo on, times their weights."""
         j = 0
@@ -170,7 +169,7 @@ def _unpack(variant: Variant, side: int) -> Any:
     bits, how, rope, rope_row = spec.twice_bits, spec.as_int, spec.rope_dims, 8 * d
     size, fetches, fetch_ahead = SIZE[exact], side == 0, _prefetch(variant)
 
-    @njit(inline="always")
+    @kernel_step
     def write(a, its, view, first, lo, n, mem):  # type: ignore[no-untyped-def]
         """Write up to `BLOCK` of n tokens from number lo on; return how many, and if packed.
 
@@ -218,7 +217,7 @@ def _prefetch(variant: Variant) -> Any:
     """Make the step that prefetches a chosen token some tokens before it is read."""
     fetch_keys, fetch_values = _prefetch_side(variant, 0), _prefetch_side(variant, 1)
 
-    @njit(inline="always")
+    @kernel_step
     def fetch(a, its, x):  # type: ignore[no-untyped-def]
         j = x + AHEAD - a.first_tokens
         if j >= 0 and j < a.slots_count:
@@ -235,7 +234,7 @@ def _prefetch_side(variant: Variant, side: int) -> Any:
     span, (per_block, height), bits = variant.span[side] or 1, spec.per_block, spec.twice_bits
     line, scales = d * SIZE[variant.exact], size * (d if spec.by == CHANNEL else spec.across)
 
-    @njit(inline="always")
+    @kernel_step
     def fetch(view, j):  # type: ignore[no-untyped-def]
         if bits == 0 or j >= view.packed:
             for v in range(0, line, 64):
@@ -250,7 +249,7 @@ def _prefetch_side(variant: Variant, side: int) -> Any:
     return fetch
 
 
-@njit(inline="always")
+@kernel_step
 def _token(x, n_first, n_slots, slots, begin):  # type: ignore[no-untyped-def]
     """The view's token that is number x of the list; below 0 for one of the first."""
     j = x - n_first

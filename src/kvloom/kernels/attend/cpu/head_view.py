@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import njit
-
-from ...cpu_runtime import at, load_int
+from ...cpu_runtime import at, kernel_step, load_int
 
 
 class HeadView(NamedTuple):
@@ -26,7 +24,7 @@ class HeadView(NamedTuple):
     tail_row: int
 
 
-@njit(inline="always")
+@kernel_step
 def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
     """Return the `HeadView` of head h in batch row b.
 
@@ -45,7 +43,7 @@ def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@njit(inline="always")
+@kernel_step
 def moved(view, codes, scale, zero, tail):  # type: ignore[no-untyped-def]
     """Return a view whose parts begin so many bytes further on."""
     return HeadView(
@@ -54,7 +52,7 @@ def moved(view, codes, scale, zero, tail):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@njit(inline="always")
+@kernel_step
 def with_packed(view, packed, table):  # type: ignore[no-untyped-def]
     """Return a view with another number of packed tokens and another table."""
     return HeadView(

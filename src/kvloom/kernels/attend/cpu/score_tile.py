@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ...cpu_runtime import kernel_step
 from ...simd import fma, larger, load, load_any, splat, store
 from . import lookup
 from .boost import fold_low_bits
@@ -22,7 +22,7 @@ from .tile_scales import affine, copy_rows, multiply_tokens, scales_of_tile
 from .variant import SideForm, Variant
 
 
-@njit(inline="always")
+@kernel_step
 def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, begin):  # type: ignore[no-untyped-def]
     """Multiply w queries by the S of a group of channels, and write what their sums begin with.
 
@@ -47,7 +47,7 @@ def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, 
         fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin)
 
 
-@njit(inline="always")
+@kernel_step
 def clear_begin(begin, w):  # type: ignore[no-untyped-def]
     """Let the sums of w rows begin with 0."""
     for i in range(w):
@@ -59,7 +59,7 @@ def score_exact(variant: Variant) -> Any:
     d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
     at_once, exact = 16 // w, DequantSpec(exact=variant.exact).as_int
 
-    @njit(inline="always")
+    @kernel_step
     def score(q, base, row, first, last, mem):  # type: ignore[no-untyped-def]
         """Score the tile's tokens first to last; the tile's number 0 would be at `base`."""
         even = first + (last - first) // at_once * at_once
@@ -85,7 +85,7 @@ def score_packed(variant: Variant) -> Any:
     by_channel, folds, spec, balance_at = k.spec.by == CHANNEL, k.folds, _spec(k), 2 * d * k.size
     write_scales, score_group = scales_of_tile(variant, 0), _score_group(variant)
 
-    @njit(inline="always")
+    @kernel_step
     def score(a, keys, q, lo, n, position, mem):  # type: ignore[no-untyped-def]
         """Score the tile's first n tokens, packed, from number lo on, which is at `position`."""
         many = max(-BEFORE, position // FAR)  # multiples of FAR, and the rest
@@ -122,7 +122,7 @@ def _score_group(variant: Variant) -> Any:
     together = max(1, 16 // per_block) if rope or k.spec.by == TABLE else variant.tile
     score_blocks = _score_blocks(variant)
 
-    @njit(inline="always")
+    @kernel_step
     def score(a, keys, q, lo, g, tokens, few, mem):  # type: ignore[no-untyped-def]
         """Score `tokens` tokens of the tile at lo, from its number g on."""
         skip = (lo + g) % per_block  # tokens of the first pack block before the group
@@ -153,7 +153,7 @@ def _score_blocks(variant: Variant) -> Any:
     at_once, rope_row, spec = max(1, 16 // (w * per_block)), 8 * variant.d, _spec(k)
     by_table, table_size = k.spec.by == TABLE, lookup.SIZE
 
-    @njit(inline="always")
+    @kernel_step
     def score(a, keys, q, base, to, first, last, mem):  # type: ignore[no-untyped-def]
         """Write the scores of blocks first to last; block 0 is at `base`, its scores go to `to`."""
         meta, step = mem.scales + 4 * first * per_block * across, 4 * per_block * across

@@ -10,9 +10,8 @@ weights, 16 numbers apart. Packed values of rotated or divided formats have a se
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from ...cpu_runtime import at, count
+from ...cpu_runtime import at, count, kernel_step
 from ...simd import (
     exp,
     first,
@@ -30,7 +29,7 @@ from ...simd import (
 )
 
 
-@njit
+@kernel_step
 def start_task(a, head, padded, sets, d, apart, acc, qs, qps, tops):  # type: ignore[no-untyped-def]
     """Clear sums and maxima, and write queries times scale, zeros behind the last row.
 
@@ -57,7 +56,7 @@ def start_task(a, head, padded, sets, d, apart, acc, qs, qps, tops):  # type: ig
         store_one(tops + 128 * m + 64, np.float32(0.0))
 
 
-@njit
+@kernel_step
 def add_rotated(x, rotation, d, out):  # type: ignore[no-untyped-def]
     """Add x [d] times a matrix [d, d] to out [d]."""
     for i in range(0, d, 16):
@@ -67,7 +66,7 @@ def add_rotated(x, rotation, d, out):  # type: ignore[no-untyped-def]
         store(out + 4 * i, sums)
 
 
-@njit
+@kernel_step
 def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, sets, d):  # type: ignore[no-untyped-def]
     """Turn logits of a tile into weights, and rescale earlier sums to the new maxima.
 
@@ -111,7 +110,7 @@ def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, set
         store_one(top + 64, more)
 
 
-@njit
+@kernel_step
 def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[no-untyped-def]
     """Write a task's state: sums not yet divided, maxima and sums of weights.
 
@@ -138,7 +137,7 @@ def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[
                 add_rotated(sums + 4 * (rows + m) * d, a.value_rotation, d, to)
 
 
-@njit
+@kernel_step
 def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped-def]
     """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
@@ -170,7 +169,7 @@ def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped
     return new, total(acc)
 
 
-@njit
+@kernel_step
 def merge(parts, splits, rows, sets, d, out, lse):  # type: ignore[no-untyped-def]
     """Merge the states of a head's tasks into out [sets, rows, d] and lse [rows]."""
     size = 4 * (sets * rows * d + 32 * rows)

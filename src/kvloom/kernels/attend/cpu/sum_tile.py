@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ...cpu_runtime import kernel_step
 from ...simd import load_one, splat, store, store_one
 from .dequant import CHANNEL, DequantSpec
 from .microkernel import values
@@ -23,7 +23,7 @@ def sum_exact(variant: Variant) -> Any:
     d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
     exact = DequantSpec(exact=variant.exact).as_int
 
-    @njit(inline="always")
+    @kernel_step
     def add(base, row, first, last, to, mem):  # type: ignore[no-untyped-def]
         """Add the tile's tokens first to last; its number `first` is at `base`."""
         weights = mem.logits + 4 * first
@@ -40,7 +40,7 @@ def sum_packed(variant: Variant) -> Any:
     by_channel, per_token, balance_at = v.spec.by == CHANNEL, v.joint or v.strewn, 2 * span * size
     write_scales, add_group = scales_of_tile(variant, 1), _add_group(variant)
 
-    @njit(inline="always")
+    @kernel_step
     def add(view, lo, n, to, mem):  # type: ignore[no-untyped-def]
         """Add the tile's first n tokens, packed, from number lo on."""
         write_scales(view, lo, n, mem.scales)
@@ -78,7 +78,7 @@ def _add_group(variant: Variant) -> Any:
     )
     (per_block, height), across, spec = v.spec.per_block, v.spec.across, v.spec.as_int
 
-    @njit(inline="always")
+    @kernel_step
     def add(view, lo, g, tokens, to, mem):  # type: ignore[no-untyped-def]
         """Add `tokens` tokens of the tile at lo, from its number g on."""
         skip = (lo + g) % per_block  # tokens of the first pack block before the group
@@ -104,7 +104,7 @@ def _add_group(variant: Variant) -> Any:
     return add
 
 
-@njit(inline="always")
+@kernel_step
 def copy_between(weights, s_row, to, rows, n, first, last):  # type: ignore[no-untyped-def]
     """Copy the first n numbers of some rows; 0 before number `first`, and from `last` on."""
     for i in range(rows):

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ...cpu_runtime import kernel_step
 from ...simd import fma, load, load_any, load_one, splat, store, store_one
 from .variant import Variant
 
 
-@njit(inline="always")
+@kernel_step
 def affine(scale, zero, count, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
     """Write S = factor * scale and Z = zero + offset * S, `gap` bytes behind S."""
     even = count // 16 * 16
@@ -30,7 +30,7 @@ def affine(scale, zero, count, factor, offset, kind, size, out, gap):  # type: i
         store_one(out + gap + 4 * i, load_one(zero + i * size, kind) + more)
 
 
-@njit(inline="always")
+@kernel_step
 def widen(scale, count, kind, size, out):  # type: ignore[no-untyped-def]
     """Write scales in fp32, for formats without a zero."""
     even = count // 16 * 16
@@ -40,7 +40,7 @@ def widen(scale, count, kind, size, out):  # type: ignore[no-untyped-def]
         store_one(out + 4 * i, load_one(scale + i * size, kind))
 
 
-@njit(inline="always")
+@kernel_step
 def clear(out, gap, begin, end):  # type: ignore[no-untyped-def]
     """Set S = Z = 0 for numbers begin to end."""
     for j in range(begin, end):
@@ -48,7 +48,7 @@ def clear(out, gap, begin, end):  # type: ignore[no-untyped-def]
         store_one(out + gap + 4 * j, np.float32(0.0))
 
 
-@njit
+@kernel_step
 def tile_rows(scale, zero, row, lo, n, span, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
     """Write S and Z as `tile_scales`, of tokens of which `span` have their numbers in one row."""
     for j in range(0, n, span):
@@ -56,7 +56,7 @@ def tile_rows(scale, zero, row, lo, n, span, factor, offset, kind, size, out, ga
         affine(scale + here, zero + here, count, factor, offset, kind, size, out + 4 * j, gap)
 
 
-@njit
+@kernel_step
 def multiply_tokens(s, s_row, w, count, factor, kind, size):  # type: ignore[no-untyped-def]
     """Multiply w rows of numbers of `count` tokens, whole vectors, by the tokens' factors."""
     for j in range(0, count, 16):
@@ -66,7 +66,7 @@ def multiply_tokens(s, s_row, w, count, factor, kind, size):  # type: ignore[no-
             store(here, load(here) * one)
 
 
-@njit
+@kernel_step
 def add_channels(x, w, d, factor, kind, size, to):  # type: ignore[no-untyped-def]
     """Add x fp32 [w, d] times the channels' factors to `to`, and clear x."""
     zero16 = splat(np.float32(0.0))
@@ -77,7 +77,7 @@ def add_channels(x, w, d, factor, kind, size, to):  # type: ignore[no-untyped-de
             store(here, zero16)
 
 
-@njit
+@kernel_step
 def copy_rows(source, source_row, to, to_row, rows, n):  # type: ignore[no-untyped-def]
     """Copy the first n numbers of some rows; rows are in bytes."""
     for i in range(rows):
@@ -91,7 +91,7 @@ def scales_of_tile(variant: Variant, side: int) -> Any:
     meta, size, across, levels = form.meta, form.size, form.spec.across, form.spec.levels
     factor, offset, joint, strewn = form.spec.factor, form.spec.offset, form.joint, form.strewn
 
-    @njit(inline="always")
+    @kernel_step
     def write(view, lo, n, out):  # type: ignore[no-untyped-def]
         """Write S, and Z `gap` bytes behind it, of n tokens from number lo on."""
         row = view.meta_row

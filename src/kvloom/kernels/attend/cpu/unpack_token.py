@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from ...cpu_runtime import kernel_step
 from ...simd import (
     FP32,
     I32,
@@ -34,7 +35,7 @@ from .dequant import MAP, DequantSpec, Meta, from_int, machine
 from .microkernel import rotated, together
 
 
-@njit(inline="always")
+@kernel_step
 def out_of_block(t, twice):  # type: ignore[no-untyped-def]
     """Return what extracts token t from a byte: a shift, or for five digits a factor."""
     if twice == 3:

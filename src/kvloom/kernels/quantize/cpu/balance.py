@@ -8,8 +8,8 @@ this imports Numba.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from ...cpu_runtime import kernel_step
 from ...simd import (
     larger,
     load,
@@ -29,13 +29,13 @@ _LEAST, _MOST = np.float32(LEAST), np.float32(MOST)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
-@njit
+@kernel_step
 def room_of_tile(tokens, d):  # type: ignore[no-untyped-def]
     """Numbers that `tile_factors` needs for its own."""
     return 4 * (tokens + d) + 32 * 16
 
 
-@njit
+@kernel_step
 def _roots(squares, total, count, x, n):  # type: ignore[no-untyped-def]
     """Standard deviations of n rows from their sums of squares and their sums, to x."""
     whole, less = splat(_at_least_one(count)), splat(_at_least_one(count - _ONE))
@@ -45,13 +45,13 @@ def _roots(squares, total, count, x, n):  # type: ignore[no-untyped-def]
         store(x + 4 * i, root(larger(rest, splat(_ZERO)) / less))
 
 
-@njit
+@kernel_step
 def _at_least_one(count):  # type: ignore[no-untyped-def]
     """A count, or 1 if it is less."""
     return max(count, _ONE)
 
 
-@njit
+@kernel_step
 def _of_tokens(x, row, tokens, dp, by, count, room, to):  # type: ignore[no-untyped-def]
     """Standard deviations of tokens whose channels are multiplied by `by`, to `to`."""
     total = room
@@ -67,7 +67,7 @@ def _of_tokens(x, row, tokens, dp, by, count, room, to):  # type: ignore[no-unty
     _roots(squares, total, count, to, tokens)
 
 
-@njit
+@kernel_step
 def _of_channels(x, row, tokens, dp, by, count, room, to):  # type: ignore[no-untyped-def]
     """Standard deviations of channels whose tokens are multiplied by `by`, to `to`."""
     for c in range(0, dp, 16):
@@ -89,7 +89,7 @@ def _of_channels(x, row, tokens, dp, by, count, room, to):  # type: ignore[no-un
         _roots(room + 1024, room, count, to + 4 * c, 16)
 
 
-@njit
+@kernel_step
 def _spread(x, by, n):  # type: ignore[no-untyped-def]
     """Of x times by, the largest over the smallest that is not 0."""
     most, least = _ZERO, np.float32(np.inf)
@@ -101,7 +101,7 @@ def _spread(x, by, n):  # type: ignore[no-untyped-def]
     return most / least
 
 
-@njit
+@kernel_step
 def _limit(x, n, low, high, to, inverse):  # type: ignore[no-untyped-def]
     """Write n numbers within limits, and one over each."""
     for i in range(0, n, 16):
@@ -110,7 +110,7 @@ def _limit(x, n, low, high, to, inverse):  # type: ignore[no-untyped-def]
         store(inverse + 4 * i, splat(_ONE) / one)
 
 
-@njit
+@kernel_step
 def clear_padding(x, row, tokens, d, dp, real):  # type: ignore[no-untyped-def]
     """Set the rest of a tile to 0: padding, and channels behind d.
 
@@ -128,7 +128,7 @@ def clear_padding(x, row, tokens, d, dp, real):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit
+@kernel_step
 def tile_factors(x, row, tokens, d, dp, count, of_tokens, room):  # type: ignore[no-untyped-def]
     """Return the address of what tokens, or else channels, of a tile are divided by.
 
@@ -168,7 +168,7 @@ def tile_factors(x, row, tokens, d, dp, count, of_tokens, room):  # type: ignore
     return best
 
 
-@njit
+@kernel_step
 def divide_tile(x, row, tokens, dp, factor, by_token):  # type: ignore[no-untyped-def]
     """Divide the tokens, or else the channels, of a tile by stored factors, fp32; 0 gives 0."""
     for t in range(tokens):
@@ -180,7 +180,7 @@ def divide_tile(x, row, tokens, dp, factor, by_token):  # type: ignore[no-untype
             store(here, load(here) / one)
 
 
-@njit
+@kernel_step
 def multiply_row(x, dp, factor, t, by_token):  # type: ignore[no-untyped-def]
     """Invert `divide_tile` for token t of a tile."""
     for c in range(0, dp, 16):
@@ -188,7 +188,7 @@ def multiply_row(x, dp, factor, t, by_token):  # type: ignore[no-untyped-def]
         store(x + 4 * c, load(x + 4 * c) * one)
 
 
-@njit
+@kernel_step
 def keep_factors(x, n, meta, to):  # type: ignore[no-untyped-def]
     """Store n factors, none of them larger than the format's largest, and leave them as stored."""
     for i in range(0, n, 16):

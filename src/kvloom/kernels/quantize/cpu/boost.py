@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from ...cpu_runtime import kernel_step
 from ...simd import load_byte, load_i32, load_one, made, splat, store, store_one
 from .codes import put_one, put_vector
 from .tiles import size_of
@@ -35,7 +36,7 @@ def put_i32(ctx: Any, address: Any, x: Any) -> Any:
     )
 
 
-@njit
+@kernel_step
 def choose(low, high, d, boost, tops):  # type: ignore[no-untyped-def]
     """Write by what the range of each channel is divided: 3.75 for `boost` of them, else 3."""
     for c in range(0, d, 16):
@@ -49,7 +50,7 @@ def choose(low, high, d, boost, tops):  # type: ignore[no-untyped-def]
         store_one(tops + 4 * best, np.float32(3.75))
 
 
-@njit
+@kernel_step
 def sign_scales(scale, meta, d, boost, tops, places, to):  # type: ignore[no-untyped-def]
     """Store the scales of boosted channels negative; leave each one's place, or -1.
 
@@ -71,7 +72,7 @@ def sign_scales(scale, meta, d, boost, tops, places, to):  # type: ignore[no-unt
         put_i32(places + 4 * i, -1)
 
 
-@njit
+@kernel_step
 def unsign_scales(scale, d, boost, places):  # type: ignore[no-untyped-def]
     """Invert `sign_scales`: scales fp32 [d] without a sign, and where boosted channels are."""
     j = 0
@@ -85,7 +86,7 @@ def unsign_scales(scale, d, boost, places):  # type: ignore[no-untyped-def]
         put_i32(places + 4 * i, -1)
 
 
-@njit
+@kernel_step
 def split_codes(codes, low, boost, places):  # type: ignore[no-untyped-def]
     """Move the low two bits of boosted channels' codes to `boost` codes of their own."""
     for j in range(boost):
@@ -96,7 +97,7 @@ def split_codes(codes, low, boost, places):  # type: ignore[no-untyped-def]
             put_byte(codes + c, code >> 2)
 
 
-@njit
+@kernel_step
 def join_codes(codes, low, boost, places):  # type: ignore[no-untyped-def]
     """Invert `split_codes`."""
     for j in range(boost):

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from ...cpu_runtime import kernel_step
 from ...simd import (
     BF16,
     FP8,
@@ -100,14 +101,14 @@ def above(ctx: Any, x: Any, end: Any, yes: Any, no: Any) -> Any:
     )
 
 
-@njit
+@kernel_step
 def clamp_scale(scale):  # type: ignore[no-untyped-def]
     """Clamp a scale so that fp8 rounds it neither to 0 nor beyond its largest number."""
     clamped = smaller(larger(scale, splat(np.float32(2.0**-9))), splat(np.float32(448.0)))
     return above(scale, splat(np.float32(0.0)), clamped, scale)
 
 
-@njit
+@kernel_step
 def nonzero(x):  # type: ignore[no-untyped-def]
     """x, and infinity where it is 0 (or less)."""
     return above(x, splat(np.float32(0.0)), x, splat(np.float32(np.inf)))
@@ -154,7 +155,7 @@ def get_codes(ctx: Any, address: Any) -> Any:
     return made(Lanes(types.int64), lambda b, a: b.sitofp(b.zext(read(b, a, _BYTES, 1), VI), VF))
 
 
-@njit
+@kernel_step
 def encode(x, zero, step, top, to):  # type: ignore[no-untyped-def]
     """Store sixteen codes, a byte each: (x - zero) / step, to the nearest, ties to even, 0..top.
 
@@ -164,7 +165,7 @@ def encode(x, zero, step, top, to):  # type: ignore[no-untyped-def]
     put_codes(to, smaller(code, top))
 
 
-@njit
+@kernel_step
 def decode(codes, zero, step):  # type: ignore[no-untyped-def]
     """Sixteen codes, a byte each, times step plus zero, rounded once."""
     return fma(get_codes(codes), step, zero)

@@ -16,9 +16,8 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from ...cpu_runtime import Kernel, at, count
+from ...cpu_runtime import Kernel, at, count, kernel_step
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import load, splat, store
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
@@ -107,7 +106,7 @@ def kernel() -> Kernel:
     return Kernel(pack, "pack")
 
 
-@njit
+@kernel_step
 def widen_tile(a, sizes, tile, x, mem):  # type: ignore[no-untyped-def]
     """Write the numbers at x as the format quantizes them: fp32, rotated and divided."""
     d, rotate, divisor = a.head_dim, a.rotation, a.tables.divisor
@@ -125,7 +124,7 @@ def widen_tile(a, sizes, tile, x, mem):  # type: ignore[no-untyped-def]
                     store(to + 4 * c, load(to + 4 * c) / by)
 
 
-@njit
+@kernel_step
 def balance_tile(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untyped-def]
     """Divide tokens or channels by factors, store these, and clear padding.
 
@@ -144,7 +143,7 @@ def balance_tile(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untype
             fill(here + i * x_row, d)
 
 
-@njit
+@kernel_step
 def measure_channels(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untyped-def]
     """Compute and store scales and zeros of groups of tokens of a channel."""
     spec, d = a.spec, a.head_dim
@@ -163,7 +162,7 @@ def measure_channels(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-un
             sign_scales(high, spec.meta, d, spec.boost, tops, mem.places + skip, scale)
 
 
-@njit
+@kernel_step
 def measure_tokens(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
     """Compute and store scales and zeros of groups of channels of a token."""
     spec, tables, scales = a.spec, a.tables, (tile.hi - tile.lo) * a.spec.groups
@@ -185,7 +184,7 @@ def measure_tokens(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-de
         to += sizes.meta_row
 
 
-@njit
+@kernel_step
 def rotate_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
     """Rotate groups of channels, in place, and compute their norms and the factors to units."""
     d, group, rotate, tokens = a.head_dim, a.spec.group, a.rotation, tile.hi - tile.lo
@@ -196,7 +195,7 @@ def rotate_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
     units(mem.high, tokens * a.spec.groups, group, mem.low)
 
 
-@njit
+@kernel_step
 def encode_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
     """Write the codes of the tile, behind those that its first pack block holds already."""
     spec, d, rotate = a.spec, a.head_dim, a.rotation
@@ -223,7 +222,7 @@ def encode_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
             split_codes(to, to + sizes.padded, spec.boost, mem.places + skip)
 
 
-@njit
+@kernel_step
 def join_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Join the codes of the tile into bytes, 0 behind the last token."""
     spec, gap, row = a.spec, sizes.codes, a.codes.row

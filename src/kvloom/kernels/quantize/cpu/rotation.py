@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from ...cpu_runtime import kernel_step
 from ...simd import (
     F32,
     I32,
@@ -160,7 +161,7 @@ def leveled(ctx: Any, codes: Any, levels: Any, bits: Any, scale: Any, to: Any) -
     return made(types.void(types.int64, types.int64, types.int64, Lanes, types.int64), emit)
 
 
-@njit
+@kernel_step
 def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
     """Blocks of `size` numbers, a power of 2, times the Hadamard matrix, in place.
 
@@ -195,7 +196,7 @@ def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
         store(x + 4 * c, one)
 
 
-@njit
+@kernel_step
 def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-def]
     """Combine the rows of x [rows, size] by a matrix, in place.
 
@@ -223,7 +224,7 @@ def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-de
             store_one(x + 4 * c, load_one(spare + 4 * c, 0))
 
 
-@njit
+@kernel_step
 def squared(x, n):  # type: ignore[no-untyped-def]
     """The sum of the squares of n numbers; their row is filled up with 0."""
     total = splat(np.float32(0.0))
@@ -235,7 +236,7 @@ def squared(x, n):  # type: ignore[no-untyped-def]
     return halved(total)
 
 
-@njit
+@kernel_step
 def rotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-def]
     """Rotate n numbers, in place; arguments as in `rotate_row`."""
     hadamard(x, n, size, signs, 0)
@@ -243,7 +244,7 @@ def rotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-def]
         mixed(x, n // size, size, mix, 4 * (n // size), 4, spare)
 
 
-@njit
+@kernel_step
 def unrotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-def]
     """Invert `rotate_group`."""
     if n > size:
@@ -251,7 +252,7 @@ def unrotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-de
     hadamard(x, n, size, 0, signs)
 
 
-@njit
+@kernel_step
 def rotate_row(x, d, group, size, signs, mix, spare, squares):  # type: ignore[no-untyped-def]
     """Rotate a row of d numbers by groups, in place, and leave what squares of each sum up to.
 
@@ -264,7 +265,7 @@ def rotate_row(x, d, group, size, signs, mix, spare, squares):  # type: ignore[n
         store_one(squares + 4 * g, squared(at_group, group))
 
 
-@njit
+@kernel_step
 def units(norm, n, group, unit):  # type: ignore[no-untyped-def]
     """Turn n sums of squares into norms, and compute the factor of each group."""
     for i in range(0, n, 16):
@@ -274,7 +275,7 @@ def units(norm, n, group, unit):  # type: ignore[no-untyped-def]
         store(unit + 4 * i, by * splat(np.float32(math.sqrt(group))))
 
 
-@njit
+@kernel_step
 def round_row(x, d, group, levels, ends, bits, unit, codes):  # type: ignore[no-untyped-def]
     """Round a row of d rotated numbers, times the unit of each group, to codes; the row is lost.
 
@@ -288,7 +289,7 @@ def round_row(x, d, group, levels, ends, bits, unit, codes):  # type: ignore[no-
         store_one(unit + 4 * g, squared(at_group, group))
 
 
-@njit
+@kernel_step
 def limited(scale, meta):  # type: ignore[no-untyped-def]
     """Scales, 0 or more, none of them larger than the format's largest."""
     if meta == 1:
@@ -300,7 +301,7 @@ def limited(scale, meta):  # type: ignore[no-untyped-def]
     return scale
 
 
-@njit
+@kernel_step
 def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
     """Store the scales of n groups, none of them larger than the format's largest."""
     for i in range(0, n, 16):
@@ -309,7 +310,7 @@ def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
     narrow(norm, n, meta, to)
 
 
-@njit
+@kernel_step
 def restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, to):  # type: ignore[no-untyped-def]
     """Invert the rounding and the rotation: d numbers from their codes and scales."""
     for g in range(d // group):

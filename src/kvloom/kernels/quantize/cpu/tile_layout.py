@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import njit
-
-from ...cpu_runtime import at
+from ...cpu_runtime import at, kernel_step
 from .arguments import CHANNEL, STATIC
 from .tiles import rope_row, size_of
 
@@ -40,7 +38,7 @@ class Tile(NamedTuple):
     zero: int
 
 
-@njit
+@kernel_step
 def sizes_of(a):  # type: ignore[no-untyped-def]
     """Return the `Sizes` of a call."""
     spec, d, padded = a.spec, a.head_dim, -(-a.head_dim // 16) * 16
@@ -55,7 +53,7 @@ def sizes_of(a):  # type: ignore[no-untyped-def]
     return Sizes(padded, row, row + spec.boost, meta_row, factors, first, tiles, tasks)
 
 
-@njit
+@kernel_step
 def tile_of(a, sizes, task):  # type: ignore[no-untyped-def]
     """Return the `Tile` of a task."""
     spec, rows = a.spec, a.heads // a.joint_heads
@@ -67,7 +65,7 @@ def tile_of(a, sizes, task):  # type: ignore[no-untyped-def]
     return Tile(b, h, lo, hi, codes, lo % spec.per_block, at(a.scale, b, h), at(a.zero, b, h))
 
 
-@njit
+@kernel_step
 def meta_at(spec, padded, t):  # type: ignore[no-untyped-def]
     """Bytes from the first scale of a tile in fp32 to those of its token t."""
     if spec.sharing == CHANNEL:
@@ -75,7 +73,7 @@ def meta_at(spec, padded, t):  # type: ignore[no-untyped-def]
     return 0 if spec.sharing == STATIC else 4 * t * spec.groups
 
 
-@njit
+@kernel_step
 def rotate_to_position(rope, x, b, h, t):  # type: ignore[no-untyped-def]
     """Rotate one token of a head, fp32, by the angles of the call's token t, if there are any."""
     if rope.cos != 0:

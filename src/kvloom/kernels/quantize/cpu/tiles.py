@@ -9,8 +9,8 @@ are int64. Importing this imports Numba.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from ...cpu_runtime import kernel_step
 from ...simd import (
     larger,
     largest,
@@ -38,13 +38,13 @@ from .codes import (
 )
 
 
-@njit
+@kernel_step
 def size_of(kind):  # type: ignore[no-untyped-def]
     """The bytes of a number of a format."""
     return 4 if kind == 0 else 1 if kind == 3 else 2
 
 
-@njit
+@kernel_step
 def _get(x, i, kind):  # type: ignore[no-untyped-def]
     """Sixteen numbers of a format, the i-th and on."""
     if kind == 0:
@@ -56,7 +56,7 @@ def _get(x, i, kind):  # type: ignore[no-untyped-def]
     return load_any(x + i, 3)
 
 
-@njit
+@kernel_step
 def _get_one(x, kind):  # type: ignore[no-untyped-def]
     if kind == 0:
         return load_one(x, 0)
@@ -67,7 +67,7 @@ def _get_one(x, kind):  # type: ignore[no-untyped-def]
     return load_one(x, 3)
 
 
-@njit
+@kernel_step
 def widen(x, step, kind, d, to):  # type: ignore[no-untyped-def]
     """Convert d numbers of a format, `step` bytes apart, to fp32."""
     even = d // 16 * 16 if step == size_of(kind) else 0
@@ -77,14 +77,14 @@ def widen(x, step, kind, d, to):  # type: ignore[no-untyped-def]
         store_one(to + 4 * c, _get_one(x + step * c, kind))
 
 
-@njit
+@kernel_step
 def fill(x, d):  # type: ignore[no-untyped-def]
     """Fill a row of d numbers up to whole vectors with its first, which changes no range."""
     for c in range(d, -(-d // 16) * 16):
         store_one(x + 4 * c, load_one(x, 0))
 
 
-@njit
+@kernel_step
 def rope_row(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
     """Rotate `half` pairs of a row in place; products and sums are rounded apart."""
     even = 0 if interleaved else half // 16 * 16
@@ -102,7 +102,7 @@ def rope_row(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
         store_one(second, q * u + p * v)
 
 
-@njit
+@kernel_step
 def narrow(x, d, kind, to):  # type: ignore[no-untyped-def]
     """Convert d fp32 numbers to a format."""
     even, size = d // 16 * 16, size_of(kind)
@@ -112,7 +112,7 @@ def narrow(x, d, kind, to):  # type: ignore[no-untyped-def]
         put_one(to + size * c, load_one(x + 4 * c, 0), kind)
 
 
-@njit
+@kernel_step
 def range_of_tokens(x, row, tokens, dp, real, low, high):  # type: ignore[no-untyped-def]
     """The least and the largest of each channel's real tokens, 0 where there are none.
 
@@ -133,7 +133,7 @@ def range_of_tokens(x, row, tokens, dp, real, low, high):  # type: ignore[no-unt
         store(high + 4 * c, hi)
 
 
-@njit
+@kernel_step
 def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
     """The least and the largest of each group of consecutive channels."""
     for g in range(d // group):
@@ -145,7 +145,7 @@ def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
         store_one(high + 4 * g, largest(hi))
 
 
-@njit
+@kernel_step
 def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-untyped-def]
     """The least and the largest of each group, times its alpha.
 
@@ -165,7 +165,7 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
         begin = end
 
 
-@njit
+@kernel_step
 def metadata(low, high, n, top, tops, meta, scale, zero):  # type: ignore[no-untyped-def]
     """Store scale and zero of n groups, and leave them in fp32: zeros in low, scales in high.
 
@@ -190,7 +190,7 @@ def metadata(low, high, n, top, tops, meta, scale, zero):  # type: ignore[no-unt
         store(high + 4 * i, nonzero(load(high + 4 * i)))
 
 
-@njit
+@kernel_step
 def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
     """Pack the codes of a pack block, one byte each, into its byte rows."""
     even = d // 16 * 16
@@ -200,7 +200,7 @@ def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
         join(codes + c, gap, to + c, stride, bits, 1)
 
 
-@njit
+@kernel_step
 def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
     """Invert `join_atom`."""
     even = d // 16 * 16
@@ -210,7 +210,7 @@ def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
         split(rows + c, stride, to + c, gap, bits, 1)
 
 
-@njit
+@kernel_step
 def encode_row(x, dp, sharing, group, group_of, zero, scale, top, tops, codes):  # type: ignore[no-untyped-def]
     """Encode a row of numbers, given zeros and scales of its groups or of its channels.
 
@@ -233,7 +233,7 @@ def encode_row(x, dp, sharing, group, group_of, zero, scale, top, tops, codes): 
             encode(load(x + 4 * c), z, s, highest, codes + c)
 
 
-@njit
+@kernel_step
 def decode_row(codes, dp, sharing, group, group_of, zero, scale, divisor, to):  # type: ignore[no-untyped-def]
     """Invert `encode_row`: a row of codes to fp32."""
     for c in range(0, dp, 16):

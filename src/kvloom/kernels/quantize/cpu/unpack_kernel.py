@@ -10,9 +10,8 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from ...cpu_runtime import Kernel, at, count
+from ...cpu_runtime import Kernel, at, count, kernel_step
 from ...cpu_runtime import arguments as read_arguments
 from .arguments import CHANNEL, PACK, ROTATED, STATIC
 from .balance import multiply_row
@@ -77,13 +76,13 @@ def kernel() -> Kernel:
     return Kernel(unpack, "unpack")
 
 
-@njit
+@kernel_step
 def factors_of_tile(spec, sizes):  # type: ignore[no-untyped-def]
     """Factors of a balanced tile: of its tokens, or of its channels."""
     return spec.balance if spec.sharing == CHANNEL else sizes.padded
 
 
-@njit
+@kernel_step
 def first_token(spec, lo):  # type: ignore[no-untyped-def]
     """The first token whose numbers are in the row of scales of token lo."""
     if spec.balance:
@@ -91,7 +90,7 @@ def first_token(spec, lo):  # type: ignore[no-untyped-def]
     return lo // spec.group * spec.group if spec.sharing == CHANNEL else lo
 
 
-@njit
+@kernel_step
 def read_factors(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Write the factors of balanced tiles in fp32."""
     spec, size, apart = a.spec, size_of(a.spec.meta), 4 * factors_of_tile(a.spec, sizes)
@@ -102,7 +101,7 @@ def read_factors(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
         widen(here, size, spec.meta, factors, mem.factors + (i - first) * apart)
 
 
-@njit
+@kernel_step
 def read_metadata(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Write scales and zeros in fp32, row by row where a row has those of several tokens."""
     spec, size, begin = a.spec, size_of(a.spec.meta), first_token(a.spec, tile.lo)
@@ -122,7 +121,7 @@ def read_metadata(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
         first += 1
 
 
-@njit
+@kernel_step
 def split_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Split the bytes of the tile's pack blocks into codes."""
     spec, gap, row = a.spec, sizes.codes, a.codes.row
@@ -136,7 +135,7 @@ def split_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
                 split_atom(low, row, spec.boost, spec.twice_bits, to, gap)
 
 
-@njit
+@kernel_step
 def restore_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Write the tokens of the tile, whose channels were rotated in groups."""
     spec, rotate, d, spare = a.spec, a.rotation, a.head_dim, mem.spare
@@ -149,7 +148,7 @@ def restore_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
         write_token(a, sizes, tile, t, mem.wide)
 
 
-@njit
+@kernel_step
 def decode_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Write the tokens of the tile."""
     spec, tables, rotate, d, boost = a.spec, a.tables, a.rotation, a.head_dim, a.spec.boost
@@ -178,7 +177,7 @@ def decode_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
         write_token(a, sizes, tile, t, mem.wide)
 
 
-@njit(inline="always")
+@kernel_step
 def write_token(a, sizes, tile, t, x):  # type: ignore[no-untyped-def]
     """Write token t of the tile, x fp32, to where the call wants it, at its position."""
     row = tile.lo + t - a.begin

@@ -15,9 +15,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from ...cpu_runtime import Kernel, at, count, store_int
+from ...cpu_runtime import Kernel, at, count, kernel_step, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import (
     BF16,
@@ -44,7 +43,7 @@ from .microkernel import before, behind, gaussian, gumbel, is_in, mixed, product
 TILE = 256  # keys
 
 
-@njit
+@kernel_step
 def _widen(to, apart, numbers, source, step, kind, factor):  # type: ignore[no-untyped-def]
     """Write numbers of a format as fp32 times a factor, zeros if source is 0."""
     if source == 0:
@@ -61,7 +60,7 @@ def _widen(to, apart, numbers, source, step, kind, factor):  # type: ignore[no-u
             store_one(to + i * apart, load_one(source + i * step, BF16) * factor)
 
 
-@njit(inline="always")
+@kernel_step
 def _state(options, head, row):  # type: ignore[no-untyped-def]
     """The hash of what noise depends on beside the key."""
     state = mixed((options.seed + head * A) & 0xFFFFFFFF)
@@ -70,7 +69,7 @@ def _state(options, head, row):  # type: ignore[no-untyped-def]
     return mixed((state + (options.first_query + row) * B) & 0xFFFFFFFF)
 
 
-@njit
+@kernel_step
 def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, visible, keys, kind, state):  # type: ignore[no-untyped-def]
     """Turn a row's products s into exp(logit - top); returns (top, their sum).
 
@@ -109,7 +108,7 @@ def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, visible, keys, ki
     return top, total(acc)
 
 
-@njit
+@kernel_step
 def _add_up(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
     """Add rows of s, fp32 [keys] and `stride` bytes apart, times their factors, to `to`."""
     for c in range(0, keys, 64):
@@ -126,12 +125,12 @@ def _add_up(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
         store(to + 4 * c + 192, a3)
 
 
-@njit(inline="always")
+@kernel_step
 def _exp(x):  # type: ignore[no-untyped-def]
     return lane(exp(splat(x)))
 
 
-@njit(inline="always")
+@kernel_step
 def _options(options, b, h, head):  # type: ignore[no-untyped-def]
     """Addresses of a head's bias, its keys' flags and indices, and its rows' weights; or 0."""
     bias, visible, keys, weights = 0, 0, 0, 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from ...cpu_runtime import kernel_step
 from ...simd import (
     F32,
     I32,
@@ -194,7 +195,7 @@ def _gaussian(b: Any, u: Any) -> Any:
 gumbel, gaussian = _noise(_gumbel), _noise(_gaussian)
 
 
-@njit(inline="always")
+@kernel_step
 def mixed(x):  # type: ignore[no-untyped-def]
     """`noise`'s hash of an int64 in 0 .. 2^32 - 1; so is the result."""
     x = ((x ^ (x >> 16)) * M1) & 0xFFFFFFFF

@@ -12,7 +12,7 @@ from zoo import build
 import kvloom
 import naive
 from backends import by_reference
-from kvloom.analyse import error, error_table
+from kvloom.analyse import error, table
 from kvloom.errors import IncompatibleRecipe
 from kvloom.eval import load
 from kvloom.recipe.resolve import resolve
@@ -116,7 +116,7 @@ def test_table_and_json():
     from rich.console import Console
 
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(error_table.table(found, {"model": "tiny"}))
+    console.print(table.error(found, {"model": "tiny"}))
     text = console.export_text()
     assert "mine" in text
     assert f"{row['output']:.2%}" in text

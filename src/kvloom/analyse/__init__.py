@@ -3,6 +3,6 @@
     from kvloom.analyse import attention
     layers = attention.measure(model, ids, context=1024, recipe="h2o")      # ids int64 [1, tokens]
 
-`attention`, `error` and `distribution` measure one question each and convert the result to JSON;
-`*_table` shows a result as a table, `*_plot` as a picture.
+`attention`, `error` and `distribution` measure one question each and convert the result to plain
+data; `table` and `plot` show it.
 """

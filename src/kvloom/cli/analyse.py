@@ -168,7 +168,8 @@ def _run(
     measure: Callable[[Any, Any, Progress], Any],
     **sizes: int,
 ) -> None:
-    """Measure a text, and show the result as the modules `kvloom.analyse.<name>*` do.
+    """Measure a text, and show the result. name: of a module in `kvloom.analyse`, and of
+    functions in its `table` and `plot`.
 
     sizes: new_tokens or contexts, which results contain, too. A text that is too short is refused
     before the weights of the model are loaded.
@@ -193,8 +194,7 @@ def _run(
         loaded, model, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed, **sizes
     )
     if plot:
-        import_module(f"kvloom.analyse.{name}_plot").plot(found, environment, plot)
+        getattr(import_module("kvloom.analyse.plot"), name)(found, environment, plot)
     data = import_module(f"kvloom.analyse.{name}").to_data(found, environment)
-    show_results(
-        data, json, import_module(f"kvloom.analyse.{name}_table").table(found, environment)
-    )
+    table = getattr(import_module("kvloom.analyse.table"), name)(found, environment)
+    show_results(data, json, table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench_options import parse_dtype, parse_heads
+from ..errors import InputError
 from .inputs import silence_transformers
 from .options import RECIPES_HELP, Json, parse_numbers, parse_recipes
 from .outputs import check_outputs, show_results
@@ -18,6 +18,8 @@ from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import torch
 
     from ..bench.timing import Candidate
 
@@ -71,7 +73,7 @@ def _add_layer_command(
             from ..bench import LayerShape
 
             benchmark = import_module(f"kvloom.bench.{name}")
-            shape = LayerShape(*parse_heads(heads), head_dim, batch, parse_dtype(dtype))
+            shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
             _run(
                 name, shape, context, recipes, threads, repeats, json, plot,
                 lambda names, tokens: benchmark.candidates(shape, names, tokens),
@@ -142,7 +144,7 @@ def generate(
         from ..workload.random_llama import random_llama
 
         shape = ModelShape(
-            *parse_heads(heads), head_dim, batch, parse_dtype(dtype), layers, hidden,
+            *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
             intermediate, vocabulary,
         )  # fmt: skip
         model: Any = None
@@ -226,3 +228,20 @@ def _run(
         show_results(rows.to_data(found, environment, limits), json, shown)
     failed = [r.name for r in found if r.problem and r.name not in transformers_caches.INSTALL]
     finish(early_end, missing, list(dict.fromkeys(failed)))
+
+
+def _parse_heads(option: str) -> tuple[int, int]:
+    """Read "32/8" (query heads, key/value heads), or "8" (as many of both)."""
+    parts = option.split("/")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise InputError(f"--heads {option!r} is not query heads/key-value heads, such as 32/8")
+    return int(parts[0]), int(parts[-1])
+
+
+def _parse_dtype(option: str) -> torch.dtype:
+    """Read "bfloat16", "float16" or "float32"."""
+    from ..workload.shapes import DTYPES
+
+    if option not in DTYPES:
+        raise InputError(f"--dtype {option!r} is unknown; use one of {', '.join(DTYPES)}")
+    return DTYPES[option]

@@ -320,10 +320,7 @@ class RoutedCache(transformers.Cache):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens from every layer, or from none.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens.
+        """Remove the newest -tokens_to_remove tokens from every layer, or from none.
 
         Raises:
             CacheMisuse: A layer cannot remove them.

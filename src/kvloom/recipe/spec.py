@@ -260,8 +260,7 @@ class Recipe:
 
         Args:
             budget: In tokens (int), or as a fraction of the prompt (float).
-            prompt_tokens: The prompt of a fraction, for a recipe that recalls: a step recalls a
-                number.
+            prompt_tokens: Of the prompt; a recipe that recalls needs them for a fraction.
 
         Raises:
             RecipeError: The budget is out of range.

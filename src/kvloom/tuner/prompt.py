@@ -26,7 +26,6 @@ from ..hf.routed import RoutedCache, RoutedLayer, lasting
 from ..recipe.spec import Recipe
 from ..workload.forward import forward
 from .candidates import OBSERVED
-from .divergence import divergences
 from .skip import decoder_layers, outputs_recorded, skipped
 
 
@@ -163,6 +162,16 @@ def repeats(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:
     except CacheMisuse:
         return False
     return True
+
+
+def divergences(logp: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(exact || other) of the next tokens in nats, fp32 [rows, T].
+
+    logp: fp32 [T, V], log-probabilities of the exact cache. logits: [rows, T, V].
+    """
+    exact = logp.exp()
+    rows = [(exact * (logp - torch.log_softmax(x.float(), dim=-1))).sum(-1) for x in logits]
+    return torch.stack(rows).clamp(min=0)
 
 
 class _Batch(RoutedCache):

@@ -17,8 +17,7 @@ from kvloom.cli.app import app
 from kvloom.errors import InputError
 from kvloom.eval.papers import Claim, Figures, Finding, NotTestable, check, clusterkv, kivi
 from kvloom.eval.papers.claim import FAILED, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED
-from kvloom.eval.papers.interval import difference
-from kvloom.eval.papers.judge import AS_GOOD, kept, monotone, ordered
+from kvloom.eval.papers.judge import AS_GOOD, difference, kept, monotone, ordered
 from kvloom.eval.papers.lab import Lab, Quality, Size, named
 
 OURS = Figures(("score",), {"a": (1.0,), "b": ("OOM",)})

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from ...recipe.spec import Recipe
 from .claim import Claim, Figures, Finding
-from .interval import difference
-from .judge import ordered, quality_figures, require_retrieval, shares
+from .judge import difference, ordered, quality_figures, require_retrieval, shares
 from .lab import Lab, named
 from .recalling import PAPER_OPTIONS, shared_budgets
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from ..summary import bootstrap
 from .claim import Figures, Finding, NotTestable
-from .interval import difference
 from .lab import Quality
 
 KEEPS = 1.05
@@ -25,6 +26,29 @@ WITHIN_CHANCE = (
     "from chance, or the effect is small on this model"
 )
 COLUMNS = ("perplexity / full", "KL (nats)", "agrees", "bytes / full")
+
+
+class Interval(NamedTuple):
+    """A mean and its bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3g} [{self.low:+.3g}, {self.high:+.3g}]"
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> Interval:
+    """Return the mean of a - b [samples] and its 95% interval; samples are paired.
+
+    One sample has the interval of its own value.
+    """
+    paired = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
+    found = bootstrap(paired.tolist())
+    if found.low is None or found.high is None:
+        return Interval(found.mean, found.mean, found.mean)
+    return Interval(found.mean, found.low, found.high)
 
 
 def quality_figures(found: Mapping[str, Quality]) -> Figures:

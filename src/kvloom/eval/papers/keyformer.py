@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .claim import Claim, Figures, Finding
-from .interval import difference
-from .judge import AS_GOOD, both, kept, ordered, quality_figures
+from .judge import AS_GOOD, both, difference, kept, ordered, quality_figures
 from .lab import Lab, Quality, named
 
 BUDGETS = (0.2, 0.5, 0.7, 0.9)

@@ -6,11 +6,11 @@ from ...recipe.resolve import resolve
 from ...recipe.spec import Protect, Recipe
 from ...store import Packed, Store
 from .claim import Claim, Figures, Finding
-from .interval import difference
 from .judge import (
     KEEPS,
     LEAST_FOUND,
     both,
+    difference,
     kept,
     ordered,
     quality_figures,

@@ -13,8 +13,7 @@ from ...recipe.spec import Recipe
 from ...store import Packed, Store
 from ..share import at_share
 from .claim import Claim, Figures, Finding
-from .interval import difference
-from .judge import AS_GOOD, KEEPS, both, kept, ordered, quality_figures
+from .judge import AS_GOOD, KEEPS, both, difference, kept, ordered, quality_figures
 from .lab import Lab, Quality, named
 
 TABLE1 = Figures(

@@ -11,8 +11,17 @@ from ...recipe.geometry import Geometry
 from ...recipe.resolve import resolve
 from ...recipe.spec import Protect, Recipe
 from .claim import Claim, Figures, Finding, NotTestable
-from .interval import difference
-from .judge import KEEPS, both, kept, monotone, ordered, quality_figures, require_retrieval, shares
+from .judge import (
+    KEEPS,
+    both,
+    difference,
+    kept,
+    monotone,
+    ordered,
+    quality_figures,
+    require_retrieval,
+    shares,
+)
 from .lab import Lab, named
 
 TABLE1 = Figures(

@@ -144,7 +144,6 @@ OWN = [
 
 @pytest.fixture(autouse=True)
 def _here(here, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(here)
     monkeypatch.setattr(
         timing, "time_candidates", lambda *_, **__: pytest.fail("measured all the same")

@@ -145,7 +145,7 @@ def arguments(ctx: Any, job: Any, layout: Any) -> Any:
     return record(types.int64, layout), codegen
 
 
-@kernel_step
+@njit(inline="always")  # for tensors of any number of dimensions
 def at(tensor, b, h):  # type: ignore[no-untyped-def]
     """The address of batch row b and head h of a tensor, packed as `MATRIX` or longer."""
     return tensor.address + b * tensor.batch + h * tensor.head

@@ -103,7 +103,8 @@ def _forward(
 @contextmanager
 def masks(model: PreTrainedModel) -> Iterator[None]:
     """Make an adapted model build kvloom's masks, during a step with a kvloom cache."""
-    if not compat.adapted(model):
+    routing = model._kvloom
+    if routing is None or routing.config is not None:  # not adapted
         yield
         return
     AttentionMaskInterface.register(_MASKS, _mask)

@@ -23,6 +23,10 @@ class Owner:
         """Leave the model out."""
         return Owner, ()
 
+    def is_model(self, model: PreTrainedModel) -> bool:
+        """Return whether the cache was made for this very object."""
+        return self._model is not None and self._model() is model
+
     @property
     def model(self) -> PreTrainedModel:
         """The model; raises `CacheMisuse` if it no longer exists."""

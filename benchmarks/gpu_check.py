@@ -146,7 +146,8 @@ def _mass(bench: Bench, t: int, n: int, d: int, r: int, dtype: torch.dtype, all_
     if all_:
         visible = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
         options = {
-            "visible": visible, "real": visible[..., -t:], "bias": torch.randn(1, 2 * r, n),
+            "visible": visible, "visible_queries": visible[..., -t:],
+            "bias": torch.randn(1, 2 * r, n),
             "softcap": 20.0, "window": n // 2, "tau": 1.5,
         }  # fmt: skip
     index = torch.arange(n).expand(1, 1, n)

@@ -47,7 +47,7 @@ def column_mass(
     k,
     scale,
     visible=None,
-    real=None,
+    visible_queries=None,
     softcap=None,
     bias=None,
     window=None,
@@ -57,7 +57,7 @@ def column_mass(
     """Sum over query rows of softmax((logits + noise) / tau), one row at a time: [B, Hq, N].
 
     Query i of T is token N - T + i; it sees no later token and, of those up to itself, the last
-    `window`. visible: bool [B, 1 or Hk, N]. real: bool [B, 1, T]. noise: [B, Hq, T, N].
+    `window`. visible: bool [B, 1 or Hk, N]. visible_queries: bool [B, 1, T]. noise: [B, Hq, T, N].
     """
     b, hq, t, _ = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -66,7 +66,7 @@ def column_mass(
         for h in range(hq):
             g = h // (hq // hk)
             for row in range(t):
-                if real is not None and not real[i, 0, row]:
+                if visible_queries is not None and not visible_queries[i, 0, row]:
                     continue
                 itself = n - t + row
                 s = k[i, g] @ q[i, h, row] * scale

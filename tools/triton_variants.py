@@ -243,7 +243,10 @@ def score() -> Iterator[Variant]:
             for t in (1, 256):
                 q, k = (_meta(1, h, x, d, dtype=dtype) for h, x in ((8, t), (2, 256)))
                 real = _meta(1, 1, t, dtype=torch.bool)
-                for name, options in {"": {}, " all": {**everything, "real": real}}.items():
+                for name, options in {
+                    "": {},
+                    " all": {**everything, "visible_queries": real},
+                }.items():
                     yield from _launched(
                         f"d{d} {str(dtype).removeprefix('torch.')} {t}q{name}",
                         partial(mass.column_mass, q, k, 1.0, **options),

@@ -6,21 +6,21 @@ from kvloom.kernels import ops
 from kvloom.kernels.dispatch import Backend
 
 
-def page_bounds(x, page, real):
+def page_bounds(x, page, nonpadding):
     """Return the least and largest key of each page: 2 x [B, Hk, N / page, D] of x [B, Hk, N, D].
 
-    real: bool [B, 1, N], False for padding; None: no padding.
+    nonpadding: bool [B, 1, N], False for padding; None: no padding.
     """
     pages = x.unflatten(2, (-1, page))
-    if real is None:
+    if nonpadding is None:
         return pages.aminmax(dim=3)
-    hidden = ~real.unflatten(2, (-1, page)).unsqueeze(-1)
+    hidden = ~nonpadding.unflatten(2, (-1, page)).unsqueeze(-1)
     largest = torch.finfo(x.dtype).max
     low = pages.masked_fill(hidden, largest).amin(dim=3)
     return low, pages.masked_fill(hidden, -largest).amax(dim=3)
 
 
-def problems(x, page, real):
+def problems(x, page, nonpadding):
     """Return why a case is not covered; cases differ in what the operation's `case` reads."""
     return [] if x.dtype == torch.float32 else [f"keys are {x.dtype}, not torch.float32"]
 

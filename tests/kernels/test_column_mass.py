@@ -32,7 +32,7 @@ def agrees(mass, q, k, scale, **options):
         noise = options["noise"].block(hk, hq // hk, 0, t, n).flatten(1, 2)
         options["noise"] = noise.expand(2, hq, t, n)
     options = {n: x.double().numpy() if torch.is_tensor(x) else x for n, x in options.items()}
-    for name in ("visible", "real"):
+    for name in ("visible", "visible_queries"):
         if options.get(name) is not None:
             options[name] = options[name] > 0
     expected = naive.column_mass(q.double().numpy(), k.double().numpy(), scale, **options)
@@ -57,7 +57,7 @@ def options(names, g):
     parts = {
         "left padding": {
             "visible": torch.arange(N) >= torch.tensor([0, 30])[:, None, None],
-            "real": torch.arange(N - T, N) >= torch.tensor([0, 30])[:, None, None],
+            "visible_queries": torch.arange(N - T, N) >= torch.tensor([0, 30])[:, None, None],
         },
         "kept by head": {"visible": torch.rand(2, HK, N, generator=g) > 0.4},
         "alibi": {"bias": alibi(HQ, N)},
@@ -104,7 +104,13 @@ def test_every_shape(backend, hq, hk, t, n):
     q, k, g = drawn(hq * 100 + n, hq, hk, t, n)
     visible = torch.rand(2, hk, n, generator=g) > 0.3
     real = torch.rand(2, 1, t, generator=g) > 0.3
-    given = {"visible": visible, "real": real, "bias": alibi(hq, n), "tau": 1.3, "softcap": 5.0}
+    given = {
+        "visible": visible,
+        "visible_queries": real,
+        "bias": alibi(hq, n),
+        "tau": 1.3,
+        "softcap": 5.0,
+    }
     for window in (None, 1, 6, 1000):
         mass = backend.column_mass(q, k, 0.4, window=window, **given)
         agrees(mass, q, k, 0.4, window=window, **given)

@@ -50,7 +50,11 @@ def masks(b, hk, t, n, seed=0):
     visible = torch.rand(b, hk, n, generator=g) > 0.3
     visible[-1] = False
     real = torch.rand(b, 1, t, generator=g) > 0.3
-    return {"visible": visible, "real": real, "bias": 3 * torch.randn(b, 1, n, generator=g)}
+    return {
+        "visible": visible,
+        "visible_queries": real,
+        "bias": 3 * torch.randn(b, 1, n, generator=g),
+    }
 
 
 def numpy(options, hk, hq, t, n, b):

@@ -31,7 +31,7 @@ def options(t, n, hq, hk, g):
     some = torch.rand(2, hk, n, generator=g) > 0.3
     keys = torch.rand(2, hk, n, generator=g).argsort(-1) + 9
     bias = torch.randn(1, hq, n, generator=g)
-    padded = {"visible": visible, "real": visible[..., -t:]}
+    padded = {"visible": visible, "visible_queries": visible[..., -t:]}
     return {
         "plain": {},
         "padding": padded,

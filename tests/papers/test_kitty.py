@@ -61,7 +61,7 @@ def test_a_group_by_hand():
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    with pytest.raises(RecipeError, match="boost=16 gives channels of 2 bit two more; use bits=2"):
+    with pytest.raises(RecipeError, match="boost=16 gives channels of 2 bits two more; use bits=2"):
         Packed(2, "token", 16, boost=16)
     with pytest.raises(RecipeError, match="use boost for keys alone"):
         Store(values=Packed(2, "channel", 16, residual=16, boost=16))

@@ -68,7 +68,9 @@ class Step:
         b, hk, n = self.k.shape[0], self.k.shape[1], self.k.shape[2]
         options: dict[str, Any] = {
             "visible": self.visible,
-            "real": None if self.visible_queries is None else self.visible_queries[:, :, skip:],
+            "visible_queries": None
+            if self.visible_queries is None
+            else self.visible_queries[:, :, skip:],
             "softcap": self.softcap,
             "bias": self.bias,
             "noise": noise,

@@ -24,7 +24,11 @@ def mass(one: Step, rows: int, tau: float = 1.0):
     """Mass that the newest `rows` queries give, by loops, summed over the heads of a group."""
     real = None if one.visible_queries is None else one.visible_queries[:, :, -rows:].numpy()
     q, k = one.q[:, :, -rows:].double().numpy(), one.k.double().numpy()
-    return naive.column_mass(q, k, 0.5, real=real, tau=tau).reshape(B, HK, -1, N).sum(axis=2)
+    return (
+        naive.column_mass(q, k, 0.5, visible_queries=real, tau=tau)
+        .reshape(B, HK, -1, N)
+        .sum(axis=2)
+    )
 
 
 @for_each(("number", "tau"), [(0, 1.0), (1, 1.25), (3, 1.75), (4, 2.0), (9, 2.0)])

@@ -31,19 +31,19 @@ def pack(
     spec: QuantSpec,
     out: PackedTensors,
     begin: int,
-    real: Tensor | None = None,
+    nonpadding: Tensor | None = None,
     rope: RopeAngles | None = None,
 ) -> None:
     """Quantize x [B, Hk, T, D] by a spec and write it behind `begin` packed tokens, in place.
 
-    out: storage that has room. Filler codes of the last pack block are 0. real: bool
+    out: storage that has room. Filler codes of the last pack block are 0. nonpadding: bool
     [B, 1 or Hk, T], False for padding, which does not enter the range of a group along tokens.
     rope: rotates each token first. Per channel, `begin` and T are multiples of the group.
     """
     if not x.numel():
         return
     codes, scale, zero = _by_spec(
-        x.float() if rope is None else rotated(x.float(), rope), spec, real
+        x.float() if rope is None else rotated(x.float(), rope), spec, nonpadding
     )
     per_block, rows = PACK_BLOCK[spec.bits]
     row, begun, line = begin // per_block * rows, begin % per_block, begin // spec.tokens_per_scale
@@ -88,7 +88,9 @@ def rotated(x: Tensor, rope: RopeAngles) -> Tensor:
     return torch.cat([part, rest], dim=-1)
 
 
-def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _by_spec(
+    x: Tensor, spec: QuantSpec, nonpadding: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x fp32 by a spec: codes uint8 [B, Hk, T, D], scale and zero as stored."""
     if spec.rotated:
         codes, scale = quantize_rotated(x, spec.bits, spec.group, spec.meta)
@@ -96,7 +98,7 @@ def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, T
     if spec.hadamard:
         x = rotate(x)
     if spec.balance:
-        codes, scale = balanced(x, spec, real)
+        codes, scale = balanced(x, spec, nonpadding)
         return codes, scale, scale[..., :0]
     if spec.divisor is not None:
         x = x / spec.divisor[:, None, :]
@@ -104,10 +106,10 @@ def _by_spec(x: Tensor, spec: QuantSpec, real: Tensor | None) -> tuple[Tensor, T
         none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=spec.meta)
         return encode(x, *spec.static, spec.bits), none, none
     if spec.boost:
-        return boosted(x, spec.group, spec.boost, spec.meta, real)
+        return boosted(x, spec.group, spec.boost, spec.meta, nonpadding)
     if spec.group_of is not None:
         return quantize_mapped(x, spec.bits, spec.group_of, spec.meta, spec.clip)
-    return quantize(x, spec.bits, spec.axis, spec.group, spec.meta, real)
+    return quantize(x, spec.bits, spec.axis, spec.group, spec.meta, nonpadding)
 
 
 def _inverse(codes: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
@@ -135,17 +137,17 @@ def quantize(
     axis: str,
     group: int,
     meta: torch.dtype,
-    real: Tensor | None = None,
+    nonpadding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x [B, Hk, N, D] to (codes uint8 [B, Hk, N, D], scale, zero).
 
     axis "channel": groups of `group` tokens within a channel, scale and zero [B, Hk, N/G, D].
     axis "token": groups of `group` channels within a token, scale and zero [B, Hk, N, D/G].
     The metadata dtype is `meta`; a value it cannot hold becomes infinity there (fp8: its largest).
-    real: bool [B, 1 or Hk, N], False for padding, which does not enter a group's range.
+    nonpadding: bool [B, 1 or Hk, N], False for padding, which does not enter a group's range.
     """
     grouped, dim = _grouped(x.float(), axis, group)
-    low, high = _range(grouped, dim, real if axis == "channel" else None)
+    low, high = _range(grouped, dim, nonpadding if axis == "channel" else None)
     scale, zero = metadata(low, high, bits, meta)
     codes = encode(grouped, scale, zero, bits)
     return codes.reshape(x.shape), scale.squeeze(dim), zero.squeeze(dim)
@@ -161,15 +163,15 @@ def dequantize(
 
 
 def boosted(
-    x: Tensor, group: int, boost: int, meta: torch.dtype, real: Tensor | None = None
+    x: Tensor, group: int, boost: int, meta: torch.dtype, nonpadding: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x [B, Hk, N, D] per channel at 2 bit, `boost` channels of each group at 4.
 
-    Returns (codes uint8 [B, Hk, N, D + boost], scale, zero [B, Hk, N/G, D]). real: as in
+    Returns (codes uint8 [B, Hk, N, D + boost], scale, zero [B, Hk, N/G, D]). nonpadding: as in
     `quantize`.
     """
     grouped, dim = _grouped(x.float(), "channel", group)
-    low, high = _range(grouped, dim, real)
+    low, high = _range(grouped, dim, nonpadding)
     codes, scale, zero = quantize_boosted(low, high, grouped, boost, meta)
     return codes.flatten(2, 3), scale.squeeze(dim), zero.squeeze(dim)
 
@@ -181,22 +183,22 @@ def unboosted(codes: Tensor, scale: Tensor, zero: Tensor, group: int, boost: int
     return x.flatten(2, 3)
 
 
-def balanced(x: Tensor, spec: QuantSpec, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def balanced(x: Tensor, spec: QuantSpec, nonpadding: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize x [B, Hk, N, D] by range after each tile is normalized (see `balanced`).
 
     Per channel, a token is divided by its standard deviation, per token a channel of the tile.
     Returns (codes uint8 [B, Hk, N, D], rows of scales, zeros and factors [B, Hk, N/T, numbers]).
-    real: as in `quantize`; padding enters no standard deviation either.
+    nonpadding: as in `quantize`; padding enters no standard deviation either.
     """
     tiles = x.float().unflatten(2, (-1, spec.balance))  # [B, Hk, N/T, T, D]
-    live = None if real is None else real.unflatten(2, (-1, spec.balance)).unsqueeze(-1)
+    live = None if nonpadding is None else nonpadding.unflatten(2, (-1, spec.balance)).unsqueeze(-1)
     if live is not None:
         tiles = torch.where(live, tiles, 0.0)
     (tokens, channels), channel = deviations(tiles, live), spec.axis == "channel"
     factor = stored_factor(tokens if channel else channels, spec.meta)
     some = factor.float()
     tiles = tiles / torch.where(some > 0, some, torch.inf)
-    low, high = _range(tiles, 3 if channel else 4, real if channel else None)
+    low, high = _range(tiles, 3 if channel else 4, nonpadding if channel else None)
     scale, zero = metadata(low, high, spec.bits, spec.meta)
     row = torch.cat([part.flatten(3) for part in (scale, zero, factor)], dim=-1)
     return encode(tiles, scale, zero, spec.bits).flatten(2, 3), row
@@ -273,13 +275,13 @@ def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:
     return torch.where(some, codes, torch.zeros_like(codes)).to(torch.uint8)
 
 
-def _range(grouped: Tensor, dim: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of each group; of the real tokens only, 0 where a group has none."""
-    if real is None:
+def _range(grouped: Tensor, dim: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of each group; without padding, 0 where a group has no other token."""
+    if nonpadding is None:
         low, high = grouped.aminmax(dim=dim, keepdim=True)
         return low, high
     b, _, blocks, group, _ = grouped.shape
-    pad = ~real.reshape(b, real.shape[1], blocks, group, 1)
+    pad = ~nonpadding.reshape(b, nonpadding.shape[1], blocks, group, 1)
     low = grouped.masked_fill(pad, torch.inf).amin(dim=dim, keepdim=True)
     high = grouped.masked_fill(pad, -torch.inf).amax(dim=dim, keepdim=True)
     none = pad.all(dim=dim, keepdim=True)

@@ -22,13 +22,13 @@ _BLOCK_NUMEL = 1 << 22
 class MassOptions(NamedTuple):
     """What changes logits and rows before they are summed.
 
-    visible: bool [B, 1 or Hk, N], False hides a key. real: bool [B, 1, T], False leaves a query row
-    out (padding). softcap and bias as in `attend`. window: a query sees only the last `window` of
-    the keys up to its own. noise is added to the logits, and tau divides them.
+    visible: bool [B, 1 or Hk, N], False hides a key. visible_queries: bool [B, 1, T], False leaves
+    a query row out (padding). softcap and bias as in `attend`. window: a query sees only the last
+    `window` of the keys up to its own. noise is added to the logits, and tau divides them.
     """
 
     visible: Tensor | None = None
-    real: Tensor | None = None
+    visible_queries: Tensor | None = None
     softcap: float | None = None
     bias: Tensor | None = None
     window: int | None = None
@@ -87,7 +87,7 @@ def _summed(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     The last row's own key is the last.
     """
     _, hk, r, rows, end = logits.shape
-    visible, real, softcap, bias, window, noise, tau = options
+    visible, visible_queries, softcap, bias, window, noise, tau = options
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if bias is not None:
@@ -106,6 +106,6 @@ def _summed(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     weights = logits.softmax(dim=-1)
     if visible is not None:
         weights = weights.nan_to_num(0.0)  # a row that sees nothing
-    if real is not None:
-        weights = weights * real[:, :, None, lo : lo + rows, None]
+    if visible_queries is not None:
+        weights = weights * visible_queries[:, :, None, lo : lo + rows, None]
     return weights.sum(dim=3)

@@ -18,20 +18,20 @@ DISTANCES = ("cosine", "l2", "inner")
 _BLOCK_NUMEL = 1 << 24
 
 
-def seeds(real: Tensor, count: Tensor, most: int, generator: torch.Generator) -> Tensor:
+def seeds(nonpadding: Tensor, count: Tensor, most: int, generator: torch.Generator) -> Tensor:
     """Tokens that centroids start from: int64 [B, 1, most], the first count[b] of them distinct.
 
-    real: bool [B, 1, N]. count: int64 [B, 1]. Seed j of a row is drawn from the j-th of `count`
-    equal stretches of its real tokens, so that it depends on nothing but them.
+    nonpadding: bool [B, 1, N]. count: int64 [B, 1]. Seed j of a row is drawn from the j-th of
+    `count` equal stretches of its tokens without padding, so that it depends on nothing but them.
     """
-    order = (~real).to(torch.uint8).argsort(dim=-1, stable=True)  # real tokens first, by age
-    tokens = real.sum(dim=-1, keepdim=True).double()  # [B, 1, 1]
+    order = (~nonpadding).to(torch.uint8).argsort(dim=-1, stable=True)  # padding last
+    tokens = nonpadding.sum(dim=-1, keepdim=True).double()  # [B, 1, 1]
     drawn = torch.rand(most, generator=generator, dtype=torch.float64, device=generator.device).to(
-        real.device
+        nonpadding.device
     )
-    place = torch.arange(most, device=real.device) + drawn
+    place = torch.arange(most, device=nonpadding.device) + drawn
     rank = (place * tokens / count.clamp_min(1).unsqueeze(-1)).long()
-    return order.gather(2, rank.clamp(max=real.shape[-1] - 1))
+    return order.gather(2, rank.clamp(max=nonpadding.shape[-1] - 1))
 
 
 def linear(
@@ -85,7 +85,7 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
 def kmeans(
     x: Tensor,
     start: Tensor,
-    real: Tensor,
+    nonpadding: Tensor,
     alive: Tensor,
     distance: str,
     iterations: int,
@@ -94,8 +94,8 @@ def kmeans(
 ) -> tuple[Tensor, Tensor]:
     """Cluster keys x [B, Hk, N, D]: centroids fp32 [B, Hk, C, D] and labels int64 [B, Hk, N].
 
-    start: int64 [B, 1, C], the keys that centroids start from. real: bool [B, 1, N], False for
-    tokens that take no part; their label is C. alive: bool [B, 1, C]. A centroid is the mean of
+    start: int64 [B, 1, C], the keys that centroids start from. nonpadding: bool [B, 1, N], False
+    for tokens that take no part; their label is C. alive: bool [B, 1, C]. A centroid is the mean of
     its keys as they are; a cluster without keys keeps its centroid. Stops when no label changes.
     nearest, means: what does a step's work.
     """
@@ -104,7 +104,7 @@ def kmeans(
     centroids = x.gather(2, start.unsqueeze(-1).expand(b, h, c, d)).float()
     labels = x.new_full((b, h, n), -1, dtype=torch.long)
     for _ in range(iterations):
-        now = nearest(x, centroids, distance, alive).masked_fill_(~real, c)
+        now = nearest(x, centroids, distance, alive).masked_fill_(~nonpadding, c)
         if torch.equal(now, labels):
             break
         labels = now
@@ -173,17 +173,17 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
     return _by_group(order, (start - end + size).gather(2, rank) + place, r).long()
 
 
-def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:
     """The least and the largest key of every page and channel: 2 x [B, Hk, N / page, D].
 
-    x: [B, Hk, N, D], whole pages. real: bool [B, 1, N], False for tokens that do not count (None:
-    all do); a page without tokens has the bounds (plus, minus) the largest number there is.
+    x: [B, Hk, N, D], whole pages. nonpadding: bool [B, 1, N], False for tokens that do not count
+    (None: all do); a page without tokens has the bounds (plus, minus) the largest number there is.
     """
     b, h, n, d = x.shape
     pages = x.reshape(b, h, n // page, page, d)
-    if real is None:
+    if nonpadding is None:
         return pages.amin(dim=3), pages.amax(dim=3)
-    hidden = ~real.view(b, 1, n // page, page, 1)
+    hidden = ~nonpadding.view(b, 1, n // page, page, 1)
     most = torch.finfo(x.dtype).max
     low = pages.masked_fill(hidden, most).amin(dim=3)
     return low, pages.masked_fill(hidden, -most).amax(dim=3)

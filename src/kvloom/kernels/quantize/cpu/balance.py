@@ -111,14 +111,15 @@ def _limit(x, n, low, high, to, inverse):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def clear_padding(x, row, tokens, d, dp, real):  # type: ignore[no-untyped-def]
+def clear_padding(x, row, tokens, d, dp, nonpadding):  # type: ignore[no-untyped-def]
     """Set the rest of a tile to 0: padding, and channels behind d.
 
-    real: the address of a byte a token, or 0. Returns how many tokens are real.
+    nonpadding: the address of a byte a token, 0 for padding; or 0. Returns how many are not
+    padding.
     """
     count = _ZERO
     for t in range(tokens):
-        if real == 0 or load_byte(real + t) != 0:
+        if nonpadding == 0 or load_byte(nonpadding + t) != 0:
             count += _ONE
             for c in range(d, dp):
                 store_one(x + t * row + 4 * c, _ZERO)
@@ -132,7 +133,7 @@ def clear_padding(x, row, tokens, d, dp, real):  # type: ignore[no-untyped-def]
 def tile_factors(x, row, tokens, d, dp, count, of_tokens, room):  # type: ignore[no-untyped-def]
     """Return the address of what tokens, or else channels, of a tile are divided by.
 
-    count: real tokens of the tile. room: `room_of_tile` numbers.
+    count: tokens of the tile that are not padding. room: `room_of_tile` numbers.
     """
     by_token, by_channel = room, room + 4 * tokens
     token_by, channel_by = by_channel + 4 * dp, by_channel + 4 * (dp + tokens)

@@ -54,15 +54,15 @@ class Packer:
         spec: QuantSpec,
         out: PackedTensors,
         begin: int,
-        real: Tensor | None = None,
+        nonpadding: Tensor | None = None,
         rope: RopeAngles | None = None,
     ) -> None:
         """Write x [B, Hk, T, D] behind `begin` packed tokens, into storage that has room.
 
         Codes, scales and zeros are those of the reference; filler codes of the last pack block are
-        0. real: bool [B, 1 or Hk, T], False for padding, which does not enter the range of a group
-        along tokens. rope: rotates each token first. Per channel, `begin` and T are multiples of
-        the group. Raises `ValueError` if rows of the storage are not contiguous.
+        0. nonpadding: bool [B, 1 or Hk, T], False for padding, which does not enter the range of a
+        group along tokens. rope: rotates each token first. Per channel, `begin` and T are multiples
+        of the group. Raises `ValueError` if rows of the storage are not contiguous.
         """
         if not x.numel():
             return
@@ -72,13 +72,13 @@ class Packer:
             self._spec, self._prepared = spec, _prepared(spec, x.shape[1], x.shape[3])
             self._numbers = _storage(out, spec)
             self._storage.remember(*out)
-        nonpadding: tuple[int, ...] = (0, 0, 0)
-        if real is not None and (spec.balance or spec.axis == "channel"):
-            real = contiguous_rows(real)
-            nonpadding = strides(real, 2)
+        mask: tuple[int, ...] = (0, 0, 0)
+        if nonpadding is not None and (spec.balance or spec.axis == "channel"):
+            nonpadding = contiguous_rows(nonpadding)
+            mask = strides(nonpadding, 2)
         prepared = self._prepared
         static = prepared.static_encode
-        _run(compiled()[0], x, begin, self._numbers, prepared, static, nonpadding, rope)
+        _run(compiled()[0], x, begin, self._numbers, prepared, static, mask, rope)
 
 
 pack = once(Packer)

@@ -85,13 +85,13 @@ def kernel() -> Kernel:
             if not in_place:
                 widen_tile(a, sizes, tile, x, mem)
                 x, x_row = mem.wide, 4 * sizes.row
-            real = a.nonpadding.address
-            if real != 0:
-                real = at(a.nonpadding, tile.b, tile.h) + tile.lo - a.begin
+            nonpadding = a.nonpadding.address
+            if nonpadding != 0:
+                nonpadding = at(a.nonpadding, tile.b, tile.h) + tile.lo - a.begin
             if spec.balance:
-                balance_tile(a, sizes, tile, x, x_row, real, mem)
+                balance_tile(a, sizes, tile, x, x_row, nonpadding, mem)
             if spec.sharing == CHANNEL:
-                measure_channels(a, sizes, tile, x, x_row, real, mem)
+                measure_channels(a, sizes, tile, x, x_row, nonpadding, mem)
             elif spec.sharing == ROTATED:  # norms first: scales follow from the codes
                 rotate_tile(a, sizes, tile, x, x_row, mem)
             elif spec.sharing != STATIC:
@@ -125,16 +125,18 @@ def widen_tile(a, sizes, tile, x, mem):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def balance_tile(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untyped-def]
+def balance_tile(a, sizes, tile, x, x_row, nonpadding, mem):  # type: ignore[no-untyped-def]
     """Divide tokens or channels by factors, store these, and clear padding.
 
-    real: the address of a byte for each of the tokens, 0 for padding; or 0.
+    nonpadding: the address of a byte for each of the tokens, 0 for padding; or 0.
     """
     spec, d = a.spec, a.head_dim
     tokens, by_token = spec.balance, spec.sharing == CHANNEL
     for t in range(0, tile.hi - tile.lo, tokens):
         here = x + t * x_row
-        some = clear_padding(here, x_row, tokens, d, sizes.row, 0 if real == 0 else real + t)
+        some = clear_padding(
+            here, x_row, tokens, d, sizes.row, 0 if nonpadding == 0 else nonpadding + t
+        )
         found = tile_factors(here, x_row, tokens, d, sizes.row, some, by_token, mem.factors)
         to = tile.scale + (tile.lo + t) // tokens * sizes.meta_row + sizes.factors
         keep_factors(found, tokens if by_token else d, spec.meta, to)
@@ -144,13 +146,13 @@ def balance_tile(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untype
 
 
 @kernel_step
-def measure_channels(a, sizes, tile, x, x_row, real, mem):  # type: ignore[no-untyped-def]
+def measure_channels(a, sizes, tile, x, x_row, nonpadding, mem):  # type: ignore[no-untyped-def]
     """Compute and store scales and zeros of groups of tokens of a channel."""
     spec, d = a.spec, a.head_dim
     for t in range(0, tile.hi - tile.lo, spec.group):
         skip = meta_at(spec, sizes.padded, t)
         low, high, tops = mem.low + skip, mem.high + skip, mem.tops + skip
-        its = 0 if real == 0 else real + t
+        its = 0 if nonpadding == 0 else nonpadding + t
         range_of_tokens(x + t * x_row, x_row, spec.group, sizes.padded, its, low, high)
         to = (tile.lo + t) // spec.group * sizes.meta_row
         scale, zero = tile.scale + to, tile.zero + to

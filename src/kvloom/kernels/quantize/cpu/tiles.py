@@ -113,18 +113,18 @@ def narrow(x, d, kind, to):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def range_of_tokens(x, row, tokens, dp, real, low, high):  # type: ignore[no-untyped-def]
-    """The least and the largest of each channel's real tokens, 0 where there are none.
+def range_of_tokens(x, row, tokens, dp, nonpadding, low, high):  # type: ignore[no-untyped-def]
+    """The least and the largest of each channel, without padding; 0 where all is padding.
 
-    real: the address of a byte a token, or 0.
+    nonpadding: the address of a byte a token, 0 for padding; or 0.
     """
-    some = real == 0
-    for t in range(tokens if real != 0 else 0):
-        some = some or load_byte(real + t) != 0
+    some = nonpadding == 0
+    for t in range(tokens if nonpadding != 0 else 0):
+        some = some or load_byte(nonpadding + t) != 0
     for c in range(0, dp, 16):
         lo, hi = splat(np.float32(np.inf)), splat(np.float32(-np.inf))
         for t in range(tokens):
-            if real == 0 or load_byte(real + t) != 0:
+            if nonpadding == 0 or load_byte(nonpadding + t) != 0:
                 one = load(x + t * row + 4 * c)
                 lo, hi = smaller(one, lo), larger(one, hi)
         if not some:

@@ -40,7 +40,7 @@ def pack(
     spec: QuantSpec,
     out: PackedTensors,
     begin: int,
-    real: Tensor | None = None,
+    nonpadding: Tensor | None = None,
     rope: RopeAngles | None = None,
 ) -> None:
     """Write x [B, Hk, T, D] behind `begin` packed tokens, into storage that has room.
@@ -58,8 +58,8 @@ def pack(
     fused = spec.group_of is None and (not channel or spec.group % PACK_BLOCK[bits][0] == 0)
     if spec.group_of is None:
         real_steps, given = (0, 0), codes
-        if real is not None and channel:
-            given = real.contiguous().view(torch.uint8)
+        if nonpadding is not None and channel:
+            given = nonpadding.contiguous().view(torch.uint8)
             real_steps = given.stride(0), given.stride(1) if given.shape[1] > 1 else 0
         # 1.5 bits per channel: groups and pack blocks end apart; here, metadata as if of 8 bit
         tokens = spec.group if channel else 0
@@ -69,7 +69,7 @@ def pack(
             x, given, codes, scale, zero, begin, n, h, *x.stride(), *real_steps, *steps, *m_steps,
             d, scale.shape[3], **form, META=_META[spec.meta], **tile, CHANNEL=channel,
             G=tile["DB"] if spec.group == d else spec.group,
-            REAL=real is not None and channel, BEGUN=begun, CODES=fused, contract=False,
+            REAL=nonpadding is not None and channel, BEGUN=begun, CODES=fused, contract=False,
         )  # fmt: skip
     elif spec.static is None:
         room = cuda.room(d)

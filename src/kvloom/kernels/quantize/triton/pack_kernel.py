@@ -151,7 +151,7 @@ def tile_of(
 
 @triton.jit(do_not_specialize=_VARY)
 def pack(
-    x, real, codes, scale, zero, begin, n, heads,
+    x, nonpadding, codes, scale, zero, begin, n, heads,
     x_row, x_head, x_token, x_channel, real_row, real_head, c_row, c_head, c_byte,
     m_row, m_head, m_line, D, groups,
     BITS2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, CHANNEL: tl.constexpr,
@@ -176,7 +176,9 @@ def pack(
     if CHANNEL:
         counts = mask
         if REAL:
-            seen = tl.load(real + row * real_row + head * real_head + token, mask=there, other=0)
+            seen = tl.load(
+                nonpadding + row * real_row + head * real_head + token, mask=there, other=0
+            )
             counts = mask & (seen != 0)[:, :, None]
         low = tl.min(tl.min(tl.where(counts, number, float("inf")), axis=1), axis=0)
         high = tl.max(tl.max(tl.where(counts, number, float("-inf")), axis=1), axis=0)

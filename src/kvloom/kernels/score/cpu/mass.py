@@ -127,14 +127,14 @@ def _options(
     b: int, hq: int, hk: int, t: int, n: int, options: MassOptions
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Pack the options, and return the tensors that must outlive the call."""
-    visible, real, _, bias, _, noise, _ = options
-    if visible is None and real is None and bias is None and noise is None:
+    visible, visible_queries, _, bias, _, noise, _ = options
+    if visible is None and visible_queries is None and bias is None and noise is None:
         return (0,) * OPTIONS.numbers, ()
     keys, kind, seed, first, fixed = None, 0, 0, 0, 0
     if visible is not None:
         visible = padded(visible.expand(b, -1, n)).expand(b, hk, -1)
-    if real is not None:
-        real = real.expand(b, 1, t)[:, 0].float().contiguous()
+    if visible_queries is not None:
+        visible_queries = visible_queries.expand(b, 1, t)[:, 0].float().contiguous()
     if bias is not None:
         bias = padded(bias.expand(-1, hq, n).float()).expand(b, hq, -1)
     if noise is not None and _NOISE[noise.kind]:
@@ -142,10 +142,10 @@ def _options(
         kind, seed = _NOISE[noise.kind], noise.first_seed(hq // hk)
         first, fixed = noise.first, int(noise.fixed)
     numbers = OPTIONS.pack(
-        bias=strides(bias, 2), visible=strides(visible, 2), row_weights=strides(real, 1),
+        bias=strides(bias, 2), visible=strides(visible, 2), row_weights=strides(visible_queries, 1),
         key_index=strides(keys, 2), noise=kind, seed=seed, first_query=first, fixed_noise=fixed,
     )  # fmt: skip
-    return numbers, (bias, visible, real, keys)
+    return numbers, (bias, visible, visible_queries, keys)
 
 
 class _Kernels(NamedTuple):

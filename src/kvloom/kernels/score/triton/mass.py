@@ -33,7 +33,7 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
-    visible, real, softcap, bias, window, noise, tau = MassOptions(**options)
+    visible, visible_queries, softcap, bias, window, noise, tau = MassOptions(**options)
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:
@@ -41,9 +41,9 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     q, k = contiguous_rows(q), contiguous_rows(k)
     masks, steps = _options(q, visible, bias, noise)
     given, real_row = q, 0
-    if real is not None:
-        given = real.contiguous().view(torch.uint8)
-        real_row = t if real.shape[0] > 1 else 0
+    if visible_queries is not None:
+        given = visible_queries.contiguous().view(torch.uint8)
+        real_row = t if visible_queries.shape[0] > 1 else 0
     capped, seed, first = float(softcap or 1.0), 0, 0
     if noise is not None:
         seed = (noise.first_seed(hq // hk) + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -57,7 +57,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
         "WINDOW": window is not None,
     }  # fmt: skip
     by = kernels()
-    has: dict[str, Any] = {"REAL": real is not None}
+    has: dict[str, Any] = {"REAL": visible_queries is not None}
     exact = q.dtype == torch.float32
     if t <= MAX_QUERIES:
         rows, keys = hq // hk * t, 32 if exact else 64

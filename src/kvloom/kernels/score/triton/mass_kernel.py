@@ -133,7 +133,8 @@ def row_lse(
 
 @triton.jit(do_not_specialize=_VARY)
 def column_mass(
-    q, k, visible, bias, numbers, lse, real, mass, scale, softcap, over_tau, seed, first, window,
+    q, k, visible, bias, numbers, lse, visible_queries, mass, scale, softcap, over_tau, seed, first,
+    window,
     hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head, real_row,
@@ -170,7 +171,9 @@ def column_mass(
         )  # fmt: skip
         counts = i < t
         if REAL:
-            counts = counts & (tl.load(real + row * real_row + i, mask=i < t, other=0) != 0)
+            counts = counts & (
+                tl.load(visible_queries + row * real_row + i, mask=i < t, other=0) != 0
+            )
         base = tl.load(lse + line * t + i, mask=counts, other=float("inf"))
         base = tl.where(base == float("-inf"), float("inf"), base)  # a row that sees nothing
         found += tl.sum(tl.exp(s - base[:, None]), axis=0)
@@ -225,7 +228,9 @@ def step_logits(
 
 
 @triton.jit(do_not_specialize=_VARY)
-def step_mass(logits, lse, real, mass, hq, t, n, real_row, KEYS: tl.constexpr, REAL: tl.constexpr):
+def step_mass(
+    logits, lse, visible_queries, mass, hq, t, n, real_row, KEYS: tl.constexpr, REAL: tl.constexpr
+):
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head).
 
     logits: [B, Hq, T, N]; lse: [B, Hq, T].
@@ -237,7 +242,7 @@ def step_mass(logits, lse, real, mass, hq, t, n, real_row, KEYS: tl.constexpr, R
         base = tl.load(lse + line * t + i)
         base = tl.where(base == float("-inf"), float("inf"), base)
         if REAL:
-            counts = tl.load(real + line // hq * real_row + i) != 0
+            counts = tl.load(visible_queries + line // hq * real_row + i) != 0
             base = tl.where(counts, base, float("inf"))
         s = tl.load(logits + (line * t + i) * n + j, mask=j < n, other=float("-inf"))
         found += tl.exp(s - base)

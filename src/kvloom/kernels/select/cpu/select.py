@@ -34,10 +34,10 @@ def problems(x: Tensor) -> list[str]:
 
 
 def kmeans(
-    x: Tensor, start: Tensor, real: Tensor, alive: Tensor, distance: str, iterations: int
+    x: Tensor, start: Tensor, nonpadding: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """As `reference.kmeans`."""
-    return ref.kmeans(_flat(x), start, real, alive, distance, iterations, nearest, means)
+    return ref.kmeans(_flat(x), start, nonpadding, alive, distance, iterations, nearest, means)
 
 
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
@@ -158,16 +158,17 @@ def _choose(
     return slots
 
 
-def page_bounds(x: Tensor, page: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `reference.page_bounds`."""
     b, h, n, d = x.shape
     low, high = torch.empty(2, b, h, n // page, d, device="cpu").unbind(0)
     x = _flat(x)
-    if real is not None:
-        real = None if bool(real.all()) else real[:, 0].contiguous()
+    if nonpadding is not None:
+        nonpadding = None if bool(nonpadding.all()) else nonpadding[:, 0].contiguous()
     numbers = BOUND.pack(
         heads=b * h, kv_heads=h, pages=n // page, page=page, largest=torch.finfo(x.dtype).max,
-        low=low.data_ptr(), high=high.data_ptr(), x=strides(x, 3), nonpadding=strides(real, 1),
+        low=low.data_ptr(), high=high.data_ptr(), x=strides(x, 3),
+        nonpadding=strides(nonpadding, 1),
     )  # fmt: skip
     _bounding(d, x.dtype).run(numbers, 0, _threads(x.numel()))
     return low.to(x.dtype), high.to(x.dtype)  # exact: each is a number of x

@@ -220,7 +220,7 @@ def bounding(d: int, number: int) -> Any:
         a = read_arguments(job, layout)
         hk, pages, page = a.kv_heads, a.pages, a.page
         most, low, high = np.float32(a.largest), a.low, a.high
-        real, row = a.nonpadding.address, a.x.row
+        nonpadding, row = a.nonpadding.address, a.x.row
         parts = -(-pages // RANGE)
         while True:
             task = count(job)
@@ -228,13 +228,13 @@ def bounding(d: int, number: int) -> Any:
                 break
             head, part = task // parts, task % parts
             b, h = head // hk, head % hk
-            x, real_row = at(a.x, b, h), real + b * a.nonpadding.batch
+            x, real_row = at(a.x, b, h), nonpadding + b * a.nonpadding.batch
             for p in range(part * RANGE, min(pages, (part + 1) * RANGE)):
                 to = 4 * d * (head * pages + p)
                 for v in range(0, d, 16):
                     least, largest_ = splat(most), splat(-most)
                     for j in range(p * page, (p + 1) * page):
-                        if real != 0 and load_byte(real_row + j) == 0:
+                        if nonpadding != 0 and load_byte(real_row + j) == 0:
                             continue
                         y = load_any(x + j * row + v * size, number)
                         least, largest_ = smaller(y, least), larger(y, largest_)

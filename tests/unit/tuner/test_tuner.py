@@ -24,6 +24,7 @@ from kvloom.tuner.candidates import Choice, Shape, evicting, uniform
 from kvloom.tuner.layers import by_layer
 from kvloom.tuner.precision import in_float32
 from kvloom.tuner.prompt import Prompt
+from kvloom.workload.models import load
 
 SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
 CONTEXT = 96
@@ -294,7 +295,7 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
     assert [one["layer"] for one in figures["layers"]] == [0, 1]
     assert figures["environment"]["text"] == "text.txt"
     assert (tmp_path / "a.png").stat().st_size > 1000
-    model, _ = kvloom.workload.models.load(str(here / "model"))
+    model, _ = load(str(here / "model"))
     assert kvloom.Cache(model, out).recipe.layers == recipe.layers
 
 

@@ -255,7 +255,7 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/commit.py",
-        "_store(state, segment, queries, new, prompt=first)",
+        "_store(state, segment, queries, new, prompt)",
         "_store(state, segment, queries, new, prompt=False)",
         "a context that waited for the recipe's start is packed as decode steps are",
         "tests/extend/test_extend_runtime.py", "-k", "start",
@@ -276,8 +276,8 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/age_evictor.py",
-        "max(0, tokens - max(0, self.budget_tokens - sinks))",
-        "max(0, tokens - self.budget_tokens)",
+        "max(0, tokens - max(0, self._budget - sinks))",
+        "max(0, tokens - self._budget)",
         "sinks are held beside the budget, not within it",
         "tests/laws/test_budgets.py",
     ),

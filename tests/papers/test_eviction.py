@@ -113,7 +113,7 @@ def run(recipe, r, turns, window=None, at_step=True, sharp=2.0, slopes=None):
 def test_h2o_step_by_step(r, recent, turns):
     budget = "tokens=12" if turns[0] < 12 else "fraction=0.5"
     layer, simulated = run(f"h2o:{budget},recent={recent}", r, turns)
-    room = probe.evictor(layer).room
+    room = probe.evictor(layer).budget_tokens
     assert all(len(one.kept) == room for one in simulated.values())
     assert probe.count(layer) == room
 

@@ -66,4 +66,4 @@ def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(RecipeError, match="use boost for keys alone"):
         Store(values=Packed(2, "channel", 16, residual=16, boost=16))
     (problem,) = resolve("kitty:boost=64").problems(Geometry(1, 4, 2, 64, torch.float32))
-    assert "boost=64 leaves no channel of head_dim=64 at 2 bit; use 0 or 8 or 16 or 32" in problem
+    assert "boost=64 leaves no channel of head_dim=64 at 2 bits; use 0 or 8 or 16 or 32" in problem

@@ -82,7 +82,7 @@ def check_crop(state: LayerState, tokens: int) -> None:
     if tokens >= state.seen:
         return
     storage, evictor = state.storage, state.evictor
-    draft = 0 if state.draft is None else state.draft.tokens
+    draft = 0 if state.uncommitted is None else state.uncommitted.tokens
     remedy = "call activate_past_recording() before the step that is to be undone"
     if tokens > draft and not (evictor is not None and evictor.done):
         if state.dropped > 0:

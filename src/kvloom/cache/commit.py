@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from .draft import Draft
 from .layer_state import LayerState
 from .part import Part, RaggedPart
 from .reading import exact_tokens
 from .segment import Segment
 from .slot_storage import SlotStorage
 from .step import Queries
+from .uncommitted import Uncommitted
 
 KV = tuple[Tensor, Tensor]
 """New keys and values [B, Hk, T, D] that are not stored yet."""
@@ -48,14 +48,14 @@ def commit(
     if state.retriever is not None:
         state.retriever.visible = queries.visible
     if state.recording or exact:
-        _add_to_draft(state, queries, new)
+        _add_uncommitted(state, queries, new)
     elif isinstance(state.storage, SlotStorage):
         part = parts[0]
         assert isinstance(part, Part)
         _vote(state, queries, state.score_evictor.score_slots(state.storage, queries, part))
-    elif state.draft is not None:  # no crop followed the draft, so all of its tokens stay
-        _add_to_draft(state, queries, new)
-        settle(state, state.draft.queries, None)
+    elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
+        _add_uncommitted(state, queries, new)
+        settle(state, state.uncommitted.queries, None)
     else:
         settle(state, queries, new)
 
@@ -66,17 +66,18 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
     queries: of the step, or of all steps of the draft. new: the keys and values of the step that
     are not stored yet (None: all are stored).
     """
-    state.draft = None
-    first, state.prompt_done = not state.prompt_done, True
+    state.uncommitted = None
+    prompt, state.prompt_done = not state.prompt_done, True
     segment, evictor, retriever = state.storage, state.evictor, state.retriever
     assert isinstance(segment, Segment), "a layer with slots never settles"
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, (new or exact_tokens(state))[0])
-    scores = evictor is not None and not evictor.done and evictor.decides(queries)
-    if scores and (new is None or state.seen == new[0].shape[2]):
+    by_score = evictor is not None and not evictor.done and evictor.decides(queries)
+    all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
+    if by_score and all_exact:
         _settle_scored(state, segment, queries, new)
         return
-    _store(state, segment, queries, new, prompt=first)
+    _store(state, segment, queries, new, prompt)
     if retriever is not None:
         index(state)
 
@@ -145,9 +146,9 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     if evictor.repetition is None:
         _vote(state, queries, evictor.score_segment(segment, queries, state.seen))
     elif evictor.repetition.scores is not None:
-        _vote(state, queries.none(), evictor.score_segment(segment, queries, state.seen))
+        _vote(state, queries.without_queries(), evictor.score_segment(segment, queries, state.seen))
     else:  # the model has not repeated the prompt yet
-        evictor.waiting = queries.none()
+        evictor.waiting = queries.without_queries()
 
 
 def _vote(state: LayerState, queries: Queries, scores: Tensor) -> None:
@@ -205,11 +206,11 @@ def _surplus(state: LayerState, tokens: int) -> int:
     return 0 if evictor is None or evictor.done else evictor.surplus(tokens)
 
 
-def _add_to_draft(state: LayerState, queries: Queries, new: KV | None) -> None:
+def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> None:
     """Store a step's tokens exactly; keep its queries if a part will score with them."""
     if new is not None:
         state.segment.append(*_without_sinks(state, queries, new))
-    before, evictor = state.draft, state.evictor
+    before, evictor = state.uncommitted, state.evictor
     tokens = queries.tokens + (0 if before is None else before.tokens)
     needed = (
         (evictor is not None and evictor.scores_more)
@@ -217,10 +218,10 @@ def _add_to_draft(state: LayerState, queries: Queries, new: KV | None) -> None:
         or (state.retriever is not None and state.retriever.learns)
     )
     if not needed:
-        queries = queries.none()
+        queries = queries.without_queries()
     elif before is not None:
         queries = queries.after(before.queries)
-    state.draft = Draft(tokens, queries)
+    state.uncommitted = Uncommitted(tokens, queries)
 
 
 def _without_sinks(state: LayerState, queries: Queries, new: KV) -> KV:

@@ -59,7 +59,7 @@ class Coordinator:
             for evictor in evictors:
                 evictor.divide(variances)
         counts: Sequence[Tensor | None] = [None] * len(votes)
-        if evictors[0].joint and evictors[0].room < votes[0].shape[-1]:
+        if evictors[0].joint and evictors[0].budget_tokens < votes[0].shape[-1]:
             counts = _divide_heads(self.layers, votes)
         return [Decision(*each) for each in zip(self.layers, votes, counts, strict=True)]
 

@@ -47,7 +47,10 @@ class Evictor:
 
     @property
     def stores_first(self) -> bool:
-        """Whether tokens of a long step are stored exactly first; a prompt: see `decides_later`."""
+        """Whether the tokens of a long step are stored unpacked before some are evicted.
+
+        For the first prompt, `decides_later` says this.
+        """
         return False
 
     @property
@@ -75,7 +78,7 @@ class Evictor:
     # --- its budget -----------------------------------------------------------------------------
 
     @property
-    def room(self) -> int | None:
+    def budget_tokens(self) -> int | None:
         """The most tokens that the layer keeps between steps; before `begin` None or 0."""
         raise NotImplementedError
 

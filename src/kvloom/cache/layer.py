@@ -16,10 +16,10 @@ from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
 from . import checks, commit, cycle, reading
-from .draft import Draft
 from .layer_state import LayerState
 from .step import Queries, StepInputs
 from .trace import Trace
+from .uncommitted import Uncommitted
 from .undo import Mutable, Undo
 from .verification import Verification
 
@@ -81,7 +81,7 @@ class LayerCache:
     @property
     def removable(self) -> int:
         """The number of newest tokens that `crop` may still remove, because a draft is running."""
-        draft = self.state.draft
+        draft = self.state.uncommitted
         if self.verification.running:
             return self.verification.tokens
         if draft is None or self.seen <= self.recipe.start:
@@ -224,7 +224,7 @@ class LayerCache:
                 self.undo = None
                 self.verification.remove_newest(state, tokens)
                 return
-            retriever, draft = state.retriever, state.draft
+            retriever, draft = state.retriever, state.uncommitted
             if retriever is not None and tokens > len(state.segment.keys):
                 retriever.restore(state.segment)
             state.seen -= tokens
@@ -232,7 +232,7 @@ class LayerCache:
                 state.segment.drop_back(min(tokens, len(state.storage)))
             if draft is not None and state.seen <= self.recipe.start:
                 left = draft.queries.without_newest(tokens)
-                state.draft = Draft(max(0, draft.tokens - tokens), left)
+                state.uncommitted = Uncommitted(max(0, draft.tokens - tokens), left)
             elif draft is not None:
                 commit.settle(state, draft.queries.without_newest(tokens), None)
             else:

@@ -17,7 +17,6 @@ from ..recipe.spec import Recipe
 from ..store import KVSide, LayerMetadata
 from .age_evictor import AgeEvictor
 from .coordinator import Coordinator
-from .draft import Draft
 from .evictor import Evictor
 from .outliers import OutlierTokens
 from .part import AttendPlans
@@ -27,6 +26,7 @@ from .segment import Segment
 from .sinks import Sinks
 from .slot_storage import Storage
 from .trace import Trace
+from .uncommitted import Uncommitted
 
 
 class LayerState:
@@ -36,7 +36,7 @@ class LayerState:
     that decide together. trace: the decisions of each step; None if `observe` was not called.
 
     storage: of the tokens, a `Segment` or a `SlotStorage`. sinks, evictor, retriever, outliers:
-    None where the recipe has none. draft: the newest tokens while their commit waits.
+    None where the recipe has none. uncommitted: the newest tokens while their commit waits.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LayerState:
         self.retriever = None if recipe.recall is None else Retriever(recipe)
         rule = recipe.protect.outliers
         self.outliers = None if rule is None else OutlierTokens(rule, rank, metadata.head)
-        self.draft: Draft | None = None
+        self.uncommitted: Uncommitted | None = None
         self.prompt_done = False  # whether the first prompt was stored
         self.seen = 0
         self.read: float = 0  # tokens that the last step read, of each row and head, on average
@@ -134,7 +134,8 @@ class LayerState:
     def parts(self) -> list[Any]:
         """The parts with tensors."""
         parts = (
-            self.storage, self.sinks, self.evictor, self.retriever, self.outliers, self.draft,
+            self.storage, self.sinks, self.evictor, self.retriever, self.outliers,
+            self.uncommitted,
         )  # fmt: skip
         return [part for part in parts if part is not None]
 

@@ -38,7 +38,7 @@ Stored = Tensor | PackedView | FormatView | KVView
 class Part(NamedTuple):
     """Tokens whose keys share one format and whose values share one format.
 
-    The last `causal` tokens are those of the step itself (0: all are in the past of all queries).
+    The last `own` tokens are those of the step itself (0: all are in the past of all queries).
     visible: bool [B, 1 or Hk, N], None if no token is padding. bias: fp32 [B, Hq, N], added to the
     logits. selection: one query reads only these tokens, in this order. pieces:
     returns the same tokens as parts that the reference can read, where it cannot read this one.
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     keys: Stored
     values: Stored
     visible: Tensor | None
-    causal: int = 0
+    own: int = 0
     bias: Tensor | None = None
     selection: Selection | None = None
     pieces: Callable[[], list[Part]] | None = None
@@ -81,7 +81,7 @@ class Part(NamedTuple):
             return reference.merge([piece.attend(q, scale, softcap) for piece in self.pieces()])
         return state or reference.attend(
             q, self.exact_keys, _exact(self.values), scale,
-            causal=self.causal > 0, visible=self.visible, softcap=softcap, bias=self.bias,
+            causal=self.own > 0, visible=self.visible, softcap=softcap, bias=self.bias,
         )  # fmt: skip
 
     def attend_stored(
@@ -120,7 +120,7 @@ class Part(NamedTuple):
         else:
             run = plans.whole.bind(q, keys, values)
         return run and run(
-            q, keys, values, scale, causal=self.causal > 0, visible=self.visible, softcap=softcap,
+            q, keys, values, scale, causal=self.own > 0, visible=self.visible, softcap=softcap,
             bias=self.bias, products=products,
         )  # fmt: skip
 
@@ -166,7 +166,7 @@ def joined(stored: Sequence[Part | RaggedPart]) -> Sequence[Part | RaggedPart]:
             torch.cat(keys, dim=2),
             torch.cat(values, dim=2),
             None if all(part.visible is None for part in parts) else torch.cat(masks, dim=2),
-            parts[-1].causal,
+            parts[-1].own,
             torch.cat(biases, dim=2) if biases else None,
         )
     ]
@@ -191,7 +191,7 @@ def attend_parts(
     if (
         len(parts) == 1
         and isinstance(only, Part)
-        and only.causal < (only.tokens if tokens is None else tokens)
+        and only.own < (only.tokens if tokens is None else tokens)  # it has tokens of the past
     ):
         state = only.attend_stored(q, scale, softcap, products, plans[0] if plans else None)
         if state is not None:
@@ -205,7 +205,7 @@ def attend_parts(
         assert isinstance(only.values, Tensor)
         out = reference.sdpa(
             q, only.keys, only.values, scale,
-            causal=only.causal > 1, visible=only.visible, bias=only.bias,
+            causal=only.own > 1, visible=only.visible, bias=only.bias,
         )  # fmt: skip
         return out, None
     planned = zip(parts, chain(plans, repeat(None)), strict=False)

@@ -34,7 +34,7 @@ def step_parts(state: LayerState, step: StepInputs, stored: bool) -> list[Part |
             index = torch.arange(past, past + t, device=k.device)
             bias = queries.alibi.bias(index.expand(1, 1, -1))
         visible = None if queries.visible is None else queries.visible[:, :, past:]
-        parts.append(Part(k, v, visible, causal=t, bias=bias))
+        parts.append(Part(k, v, visible, own=t, bias=bias))
     if state.evictor is not None and state.evictor.ragged is not None:
         parts += state.evictor.ragged.parts(queries.visible)
     return parts

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .draft import Draft
 from .layer_state import LayerState
 from .slot_storage import SlotStorage
 from .trace import Trace
+from .uncommitted import Uncommitted
 
 VERSION = 5
 """The version of the tree. Raise it when a key is added, removed or changes its meaning."""
@@ -21,7 +21,7 @@ VERSION = 5
 def save_layer(state: LayerState) -> dict[str, Any]:
     """Return the state of a layer: views of its tensors, without spare room."""
     parts = {"sinks": state.sinks, "evictor": state.evictor, "retriever": state.retriever,
-             "outliers": state.outliers, "draft": state.draft}  # fmt: skip
+             "outliers": state.outliers, "draft": state.uncommitted}  # fmt: skip
     return {
         "like": state.like,
         "seen": state.seen,
@@ -56,6 +56,6 @@ def load_layer(state: LayerState, saved: dict[str, Any]) -> None:
     if state.retriever is not None:
         state.retriever.load_state(saved["retriever"])
     if saved["draft"] is not None:
-        state.draft = Draft.from_state(saved["draft"])
+        state.uncommitted = Uncommitted.from_state(saved["draft"])
     if state.outliers is not None:
         state.outliers.load_state(saved["outliers"], like)

@@ -113,7 +113,7 @@ class ScoreEvictor(Evictor):
         return not self.done
 
     @property
-    def room(self) -> int:
+    def budget_tokens(self) -> int:
         """The most tokens that the layer keeps between steps."""
         return self.heavy + self.recent
 
@@ -125,8 +125,8 @@ class ScoreEvictor(Evictor):
     @property
     def scores_more(self) -> bool:
         """Whether the queries of a draft will score."""
-        once = self.keep.when == "prompt" and len(self.scores) > 0
-        return not self.done and not once and self.repetition is None
+        already_scored = self.keep.when == "prompt" and len(self.scores) > 0
+        return not self.done and not already_scored and self.repetition is None
 
     @property
     def renumbers_steps(self) -> bool:
@@ -272,7 +272,7 @@ class ScoreEvictor(Evictor):
         if self.keep.when == "prompt":
             self.scores.clear()
             self.done = True
-        elif self.keep.when == "step" and len(segment) == self.room and not drafting:
+        elif self.keep.when == "step" and len(segment) == self.budget_tokens and not drafting:
             keys = segment.exact_keys()
             index = segment.step_index(keys.device).expand(*keys.shape[:3]).int()
             seen = segment.first + len(segment)

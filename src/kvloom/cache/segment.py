@@ -30,10 +30,10 @@ _UNPACK = 8192
 class Segment:
     """Tokens in order, oldest first.
 
-    Token j has the logical index first + j, except for the first `kept` tokens: each key/value head
-    kept these of more, and `index` int32 [B, Hk, kept] has their logical indices
-    (None: no padding was among them, and no part of the layer needs the indices). The first
-    `offloaded` tokens are in an offload store; all numbers of tokens include them.
+    The first `kept` tokens survived an eviction, and `index` int32 [B, Hk, kept] has their logical
+    indices (None: no padding was among them, and no part of the layer needs the indices). Every
+    later token j has the logical index first + j. The first `offloaded` tokens are in an offload
+    store; all numbers of tokens include them.
     """
 
     def __init__(self, keys: KVSide | None = None, values: KVSide | None = None) -> None:

@@ -95,7 +95,7 @@ class SlotStorage:
             if alibi.closed_up:  # no slot is free while a step attends
                 index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
             bias = alibi.bias(index)
-        return [Part(self.keys, self.values, self.mask(visible), causal=present, bias=bias)]
+        return [Part(self.keys, self.values, self.mask(visible), own=present, bias=bias)]
 
     def mask(self, visible: Tensor | None) -> Tensor | None:
         """Return the mask by slot, bool [B, Hk, C]."""

@@ -44,7 +44,7 @@ class Queries(NamedTuple):
         return None if self.visible is None else self.visible[:, :, -self.tokens :]
 
     def slice(self, begin: int, end: int) -> Queries:
-        """Return the queries begin to end, which see the tokens up to them."""
+        """Return the queries begin to end, which see the tokens up to them; without products."""
         after = self.tokens - end
         visible, alibi, ids = self.visible, self.alibi, self.ids
         if visible is not None:
@@ -56,8 +56,8 @@ class Queries(NamedTuple):
             ids = ids[:, begin:end]
         return Queries(self.q[:, :, begin:end], self.scale, visible, self.softcap, alibi, ids)
 
-    def none(self) -> Queries:
-        """Return the step without queries, for parts that do not score."""
+    def without_queries(self) -> Queries:
+        """Return these without any query, where no part will score with them."""
         return self._replace(q=self.q[:, :, :0].clone(), products=None, ids=None)
 
     def after(self, earlier: Queries | None) -> Queries:
@@ -78,7 +78,7 @@ class Queries(NamedTuple):
         return self._replace(q=q, visible=visible, ids=ids)  # ALiBi may count from a removed token
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:
-        """Apply fn to the tensors, along the batch dimension."""
+        """Apply fn to the tensors, along the batch dimension; drop the products."""
         visible = None if self.visible is None else fn(self.visible)
         alibi = None if self.alibi is None else self.alibi.map(fn)
         ids = None if self.ids is None else fn(self.ids)

@@ -37,7 +37,7 @@ class Undo:
 
     def restore(self) -> None:
         """Give every object the attributes it had."""
-        for now, before in zip(self.attributes, self.before, strict=False):
+        for now, before in zip(self.attributes, self.before, strict=False):  # none once forgotten
             now.clear()
             now.update(before)
 

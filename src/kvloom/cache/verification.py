@@ -5,9 +5,9 @@ attends, the layer has dropped, packed and indexed what was due after the token 
 model accepts exactly the tokens that it would generate alone. A crop restores the layer as it was
 before the draft and repeats the steps of the tokens that stay.
 
-The drafts of two kinds of layers wait for the crop instead (`Draft`): layers that keep every token
-exact do not need this, and layers whose eviction waits for other layers, or for a repetition of the
-prompt, cannot do it until they have evicted.
+The drafts of two kinds of layers wait for the crop instead (`Uncommitted`): layers that keep every
+token exact do not need this, and layers whose eviction waits for other layers, or for a repetition
+of the prompt, cannot do it until they have evicted.
 """
 
 from __future__ import annotations

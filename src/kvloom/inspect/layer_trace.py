@@ -67,7 +67,7 @@ class LayerTrace:
         scored = evictor is not None and evictor.sums_scores
         return {
             "number": self.number,
-            "budget": None if evictor is None else evictor.room,
+            "budget": None if evictor is None else evictor.budget_tokens,
             "index": None if self.recall is None else self.recall.kind,
             "held": self.held,
             "heads": [

@@ -258,6 +258,6 @@ def _attend(given: StepInputs, index: Tensor | None = None) -> Tensor:
         if index is None:
             index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
         bias = queries.alibi.bias(index)
-    part = Part(k, v, None, causal=q.shape[2], bias=bias)
+    part = Part(k, v, None, own=q.shape[2], bias=bias)
     out, _ = attend_parts(q, [part], queries.scale, queries.softcap)
     return out

@@ -57,7 +57,7 @@ class RecordingLayer(LayerCache):
         if alibi is not None:
             bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
         self.observer(self.number, AttentionInputs(q, k, v, scale, softcap, bias))
-        out, _ = attend_parts(q, [Part(k, v, None, causal=t, bias=bias)], scale, softcap)
+        out, _ = attend_parts(q, [Part(k, v, None, own=t, bias=bias)], scale, softcap)
         return out
 
 

@@ -56,7 +56,7 @@ def test_pieces_cover_every_token_once_and_in_one_form(keys, values, n):
     assert all(length(p.keys) for p in pieces)
     assert len(pieces) <= 3
     assert torch.equal(torch.cat([p.visible for p in pieces], dim=2), visible)
-    assert all(p.causal == 0 for p in pieces)
+    assert all(p.own == 0 for p in pieces)
 
 
 @every_pair
@@ -68,7 +68,7 @@ def test_attending_to_the_pieces_is_attending_to_the_tokens(keys, values, n, t):
     visible = torch.rand(2, 1, n + t) > 0.3
     for see in (None, visible):
         pieces = body.parts(see, present=t)
-        assert [p.causal for p in pieces] == [0] * (len(pieces) - 1) + [t]
+        assert [p.own for p in pieces] == [0] * (len(pieces) - 1) + [t]
         got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
         whole = (tokens(body.keys), tokens(body.values))
         want = ref.attend(q, *whole, 0.2, causal=True, visible=see)

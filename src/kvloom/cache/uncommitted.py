@@ -1,7 +1,7 @@
 """The newest tokens of a layer whose commit waits: for a crop, or for the recipe's `start`.
 
-Decides nothing. While a layer has a draft, it drops, packs and indexes nothing. It keeps the
-queries that its parts will score with once it is certain which tokens stay.
+`commit` and `LayerCache.crop` decide when it ends. Until then, the layer drops, packs and indexes
+nothing. It keeps the queries that its parts will score with once it is certain which tokens stay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from .step import Queries
 
 
-class Draft:
+class Uncommitted:
     """The number of these tokens, and their queries, where a part needs them (else none)."""
 
     def __init__(self, tokens: int, queries: Queries) -> None:
@@ -30,7 +30,7 @@ class Draft:
         return {"tokens": self.tokens, **{name: getattr(self.queries, name) for name in _STATE}}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Draft:
+    def from_state(cls, state: dict[str, Any]) -> Uncommitted:
         """Return a draft with a state that `state` returned."""
         return cls(state["tokens"], Queries(**{name: state[name] for name in _STATE}))
 

@@ -32,18 +32,18 @@ class LayerKind:
     def read(self, tokens: int, geometry: Geometry) -> tuple[int, int]:
         """Return the bytes and the tokens of one layer and row that a decode step reads."""
         nbytes, recipe = self.nbytes(tokens, geometry), self.recipe
-        held = self.held(tokens)
+        kept = self.kept_tokens(tokens)
         recall = recipe.recall
-        if recall is None or held <= recall.tokens:
-            return nbytes, held
-        index = recall.index.nbytes(recall.index.due(0, held), geometry.head_dim,
+        if recall is None or kept <= recall.tokens:
+            return nbytes, kept
+        index = recall.index.nbytes(recall.index.due(0, kept), geometry.head_dim,
                                     geometry.dtype.itemsize) * geometry.kv_heads  # fmt: skip
-        chosen = round((nbytes - index) * recall.tokens / held)
+        chosen = round((nbytes - index) * recall.tokens / kept)
         if recall.index.reads_keys:
             chosen += (nbytes - index) // 2
         return index + chosen, recall.tokens
 
-    def held(self, tokens: int) -> int:
+    def kept_tokens(self, tokens: int) -> int:
         """Return the tokens that a layer keeps of a prompt."""
         keep = self.recipe.keep
         if keep is None or not keep.drops(tokens) or tokens <= self.recipe.start:

@@ -24,7 +24,7 @@ from .machine import Machine
 from .model import ModelFacts, read_model
 from .plan_warnings import plan_warnings
 from .presets import PRESETS
-from .recipe_figures import CONTEXT, Question, fitting_cache
+from .recipe_figures import CONTEXT, RecipePlanner, fitting_cache
 from .result import Plan
 from .units import show_bytes
 
@@ -68,22 +68,23 @@ def plan(
     """
     _check_settings(context, batch, memory, hardware, target)
     chosen = [resolve(recipe) for recipe in recipes]
-    known = None if hardware is None or hardware == THIS else _hardware(hardware)
+    device: Hardware | Machine | None = None
+    if hardware is not None and hardware != THIS:
+        device = _hardware(hardware)
     facts = read_model(model)
     context = context or min(CONTEXT, facts.positions or CONTEXT)
     caches = [fitting_cache(recipe, facts, context) for recipe in chosen]
-    found: Hardware | Machine | None = known
     if hardware == THIS:
         _check_memory(facts, memory or machine_measurement.total_memory())
         works = [step_work(facts, x, context, batch) for x in caches if isinstance(x, CacheBytes)]
-        found = _this_machine(facts.geometry, works, on_step)
-    memory = memory or (None if found is None else found.memory)
+        device = _this_machine(facts.geometry, works, on_step)
+    memory = memory or (None if device is None else device.memory)
     if memory is not None:
         _check_memory(facts, memory)
-    question = Question(facts, context, batch, memory, found, target)
-    rows = tuple(question.row(*each) for each in zip(chosen, caches, strict=True))
-    warnings = tuple(plan_warnings(question, rows))
-    return Plan(facts, context, batch, memory, found, target, rows, warnings)
+    planner = RecipePlanner(facts, context, batch, memory, device, target)
+    rows = tuple(planner.row(*each) for each in zip(chosen, caches, strict=True))
+    warnings = tuple(plan_warnings(planner, rows))
+    return Plan(facts, context, batch, memory, device, target, rows, warnings)
 
 
 def _check_settings(

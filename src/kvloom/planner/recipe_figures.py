@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ..errors import IncompatibleRecipe, RecipeError
 from ..recipe.spec import Recipe
 from .cache_bytes import CacheBytes
-from .decode_step import StepTime, step_work
+from .decode_step import step_work
 from .hardware import Hardware
 from .largest import largest
 from .machine import Machine
@@ -24,16 +23,16 @@ def fitting_cache(recipe: Recipe, facts: ModelFacts, context: int) -> CacheBytes
     """Return the bytes of a recipe's cache, or why the recipe does not fit."""
     try:
         recipe.check(facts.geometry)
-        found = CacheBytes(recipe, facts)
-        found.nbytes(context, 1)
+        cache = CacheBytes(recipe, facts)
+        cache.nbytes(context, 1)
     except (IncompatibleRecipe, RecipeError) as error:
         return str(error)
-    return found
+    return cache
 
 
 @dataclass(frozen=True)
-class Question:
-    """The arguments of a plan; `row` plans one recipe with them."""
+class RecipePlanner:
+    """Plans one recipe after another for a model, a context and a batch."""
 
     facts: ModelFacts
     context: int
@@ -46,31 +45,59 @@ class Question:
         """Return the figures of a recipe; cache: what `fitting_cache` returns."""
         if isinstance(cache, str):
             return Row(recipe.name, problem=cache)
-        found: dict[str, Any] = {
-            "kv_bytes": cache.nbytes(self.context, self.batch),
-            "peak_bytes": self.peak(cache, self.context, self.batch),
-        }
+        row = Row(
+            recipe.name,
+            kv_bytes=cache.nbytes(self.context, self.batch),
+            peak_bytes=self.peak(cache, self.context, self.batch),
+        )
         if self.memory is not None:
-            found["fits"] = self.fits(cache, self.context, self.batch)
-            found["longest_context"] = largest(
-                lambda n: self.fits(cache, n, self.batch), beyond=cache.sawtooth
-            )
-            found["largest_batch"] = largest(lambda b: self.fits(cache, self.context, b))
-            found["fits_in_chunks"] = self.held(cache, self.context)
-            found["longest_in_chunks"] = largest(
-                lambda n: self.held(cache, n), beyond=cache.sawtooth
-            )
-        no_times = None
+            row = self.with_limits(row, cache)
         if self.hardware is not None:
-            work = step_work(self.facts, cache, self.context, self.batch)
-            no_times = self.hardware.problem(work)
-            if no_times is None:
-                found |= self.times(cache, self.hardware.step(work))
-        curve = tuple(self.curve(cache, timed=self.hardware is not None and no_times is None))
-        return Row(recipe.name, **found, no_times=no_times, curve=curve)
+            row = self.with_times(row, cache, self.hardware)
+        return replace(row, curve=tuple(self.curve(cache, timed=row.step_ms is not None)))
+
+    def with_limits(self, row: Row, cache: CacheBytes) -> Row:
+        """Return the row with what fits into memory."""
+        return replace(
+            row,
+            fits=self.fits(cache, self.context, self.batch),
+            longest_context=largest(
+                lambda n: self.fits(cache, n, self.batch), beyond=cache.sawtooth
+            ),
+            largest_batch=largest(lambda b: self.fits(cache, self.context, b)),
+            fits_in_chunks=self.fits_in_chunks(cache, self.context),
+            longest_in_chunks=largest(
+                lambda n: self.fits_in_chunks(cache, n), beyond=cache.sawtooth
+            ),
+        )
+
+    def with_times(self, row: Row, cache: CacheBytes, hardware: Hardware | Machine) -> Row:
+        """Return the row with the times of a step, or with why there are none."""
+        work = step_work(self.facts, cache, self.context, self.batch)
+        no_times = hardware.problem(work)
+        if no_times is not None:
+            return replace(row, no_times=no_times)
+        time = hardware.step(work)
+        row = replace(
+            row,
+            step_ms=time.total.scaled(1e3),
+            tokens_s=time.total.over(self.batch),
+            parts_ms={
+                name: 1e3 * getattr(time, name).best
+                for name in ("weights", "kv", "arithmetic", "overhead")
+            },
+            limit=time.limit,
+        )
+        if self.target is None:
+            return row
+        return replace(
+            row,
+            longest_at_target=largest(lambda n: self.on_target(cache, n), beyond=cache.sawtooth),
+            reaches=self.on_target(cache, self.context),
+        )
 
     def curve(self, cache: CacheBytes, timed: bool) -> Iterator[Point]:
-        """Yield points up to the context of the question, and at least 32,768 tokens."""
+        """Yield points up to the planned context, and at least up to 32,768 tokens."""
         tokens = 1024
         while tokens < 2 * max(self.context, CONTEXT):
             try:
@@ -106,8 +133,8 @@ class Question:
             return False
         return peak <= self.memory
 
-    def held(self, cache: CacheBytes, tokens: int) -> bool:
-        """Return whether memory holds weights and cache."""
+    def fits_in_chunks(self, cache: CacheBytes, tokens: int) -> bool:
+        """Return whether memory holds weights and cache: a prompt that is read in small chunks."""
         assert self.memory is not None
         try:
             nbytes = cache.nbytes(tokens, self.batch)
@@ -115,28 +142,10 @@ class Question:
             return False
         return self.facts.weights.nbytes + nbytes <= self.memory
 
-    def times(self, cache: CacheBytes, time: StepTime) -> dict[str, Any]:
-        """Return the figures that come from the time of a step."""
-        found: dict[str, Any] = {
-            "step_ms": time.total.scaled(1e3),
-            "tokens_s": time.total.over(self.batch),
-            "parts_ms": {
-                name: 1e3 * getattr(time, name).best
-                for name in ("weights", "kv", "arithmetic", "overhead")
-            },
-            "limit": time.limit,
-        }
-        if self.target is not None:
-            found["longest_at_target"] = largest(
-                lambda n: self.on_target(cache, n), beyond=cache.sawtooth
-            )
-            found["reaches"] = self.on_target(cache, self.context)
-        return found
-
     def on_target(self, cache: CacheBytes, tokens: int) -> bool:
         """Return whether a context decodes at the target speed, in memory that holds it."""
         assert self.target is not None
-        if self.memory is not None and not self.held(cache, tokens):
+        if self.memory is not None and not self.fits_in_chunks(cache, tokens):
             return False
         try:
             return self.rates(cache, tokens).best >= self.target

@@ -15,12 +15,12 @@ from for_each import for_each
 from kvloom.analyse import attention, error
 from kvloom.cli.app import app
 from kvloom.errors import InputError
-from kvloom.eval.papers import Claim, Figures, Finding, NotTestable, check, clusterkv, kivi
+from kvloom.eval.papers import Claim, ClaimTable, Finding, NotTestable, check, clusterkv, kivi
 from kvloom.eval.papers.claim import FAILED, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED
 from kvloom.eval.papers.judge import AS_GOOD, difference, kept, monotone, ordered
 from kvloom.eval.papers.lab import Lab, Quality, Size, named
 
-OURS = Figures(("score",), {"a": (1.0,), "b": ("OOM",)})
+OURS = ClaimTable(("score",), {"a": (1.0,), "b": ("OOM",)})
 RNG = np.random.default_rng(1)
 SAMPLES = 8
 SIZE = Size(context=96, samples=2, new_tokens=4, needles=1, long_context=256, steps=2)
@@ -58,29 +58,34 @@ class FakeLab:
 
 @pytest.mark.parametrize(("holds", "status"), [(True, REPRODUCED), (False, NOT_REPRODUCED)])
 def test_the_rule_decides(holds, status):
-    found = check(claim(lambda lab: Finding(OURS, holds, "1 > 2"), cause="too small"), FakeLab())
+    found = check(
+        claim(lambda lab: Finding(OURS, holds, "1 > 2"), why_not_reproduced="too small"), FakeLab()
+    )
     assert (found.status, found.ours, found.evidence) == (status, OURS, "1 > 2")
-    assert found.reason == ("" if holds else "too small")
+    assert found.explanation == ("" if holds else "too small")
 
 
 def test_a_cause_is_that_of_the_reference_model():
     lab = FakeLab()
     lab.is_reference = False
-    failing = claim(lambda lab: Finding(OURS, False, ""), cause="too small")
-    assert check(failing, lab).reason == (
+    failing = claim(lambda lab: Finding(OURS, False, ""), why_not_reproduced="too small")
+    assert check(failing, lab).explanation == (
         "the cause was not investigated on this model; on the reference model: too small"
     )
-    assert check(replace(failing, cause=""), lab).reason == "the cause was not investigated"
+    assert (
+        check(replace(failing, why_not_reproduced=""), lab).explanation
+        == "the cause was not investigated"
+    )
 
 
 def test_what_is_not_testable_says_why():
-    assert check(claim(reason="needs an A100"), FakeLab()).status == NOT_TESTABLE
+    assert check(claim(why_not_testable="needs an A100"), FakeLab()).status == NOT_TESTABLE
 
     def test(lab):
         raise NotTestable("finds nothing")
 
     found = check(claim(test), FakeLab())
-    assert (found.status, found.reason, found.ours) == (NOT_TESTABLE, "finds nothing", None)
+    assert (found.status, found.explanation, found.ours) == (NOT_TESTABLE, "finds nothing", None)
 
 
 def test_a_failing_experiment_says_why(caplog):
@@ -91,10 +96,10 @@ def test_a_failing_experiment_says_why(caplog):
         raise ZeroDivisionError("by zero\nlong")
 
     assert check(claim(refuses), FakeLab()) == papers.Verdict(
-        claim(refuses), FAILED, reason="no calibration"
+        claim(refuses), FAILED, explanation="no calibration"
     )
     assert caplog.text == ""
-    assert check(claim(breaks), FakeLab()).reason == "ZeroDivisionError: by zero"
+    assert check(claim(breaks), FakeLab()).explanation == "ZeroDivisionError: by zero"
     assert "claim 'one' failed" in caplog.text
 
 
@@ -137,8 +142,11 @@ def test_an_order_within_chance_says_so():
     found["a"].kl[:2] += 0.03
     assert not (order := ordered(found, ("a", "b"))).holds
     assert found["a"].kl.mean() < found["b"].kl.mean()
-    assert "an interval includes 0" in check(claim(lambda lab: order, cause="no"), FakeLab()).reason
-    assert ordered(found, ("b", "a")).cause == ""
+    assert (
+        "an interval includes 0"
+        in check(claim(lambda lab: order, why_not_reproduced="no"), FakeLab()).explanation
+    )
+    assert ordered(found, ("b", "a")).why_not_reproduced == ""
 
 
 def by_name(paper, name):
@@ -198,7 +206,7 @@ def test_every_claim_is_complete(paper):
     assert len({c.name for c in claims}) == len(claims)
     for c in claims:
         assert c.text.endswith("."), c.name
-        assert (c.test is None) == bool(c.reason), c.name
+        assert (c.test is None) == bool(c.why_not_testable), c.name
         assert c.test is None or c.rule, c.name
         for cells in () if c.paper is None else c.paper.rows.values():
             assert len(cells) == len(c.paper.columns), c.name
@@ -215,7 +223,7 @@ def two_claims(monkeypatch):
     claims = (
         replace(claim(breaks), name="breaks"),
         claim(lambda lab: Finding(OURS, True, "1 < 2")),
-        replace(claim(reason="needs an A100"), name="speed"),
+        replace(claim(why_not_testable="needs an A100"), name="speed"),
     )
     monkeypatch.setitem(papers.PAPERS, "kivi", ("KIVI", claims))
     monkeypatch.setattr("kvloom.workload.models.load_model", lambda *_: tiny.llama())
@@ -275,7 +283,7 @@ def lab():
 
 def test_a_claim_is_tested_on_a_tiny_model(lab):
     found = check(by_name("keyformer", "window"), lab)
-    assert found.status in (REPRODUCED, NOT_REPRODUCED), found.reason
+    assert found.status in (REPRODUCED, NOT_REPRODUCED), found.explanation
     full = found.ours.rows["full"]
     assert full[:3] == pytest.approx((1.0, 0.0, 1.0), abs=1e-6)
     assert found.ours.rows["Window"][1] > 0

@@ -7,7 +7,7 @@ one file a paper lists its claims.
 from __future__ import annotations
 
 from . import clusterkv, keyformer, kivi, minikv, skvq
-from .claim import Claim, Figures, Finding, NotTestable, Verdict, check
+from .claim import Claim, ClaimTable, Finding, NotTestable, Verdict, check
 from .lab import DEFAULT, QUICK, Lab
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "PAPERS",
     "QUICK",
     "Claim",
-    "Figures",
+    "ClaimTable",
     "Finding",
     "Lab",
     "NotTestable",

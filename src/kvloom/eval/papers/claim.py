@@ -23,28 +23,28 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Figures:
+class ClaimTable:
     """A small table: row names, each with one number or text for every column; None: no figure."""
 
     columns: Sequence[str]
     rows: Mapping[str, Sequence[float | str | None]]
 
-    def only(self, *names: str) -> Figures:
+    def only(self, *names: str) -> ClaimTable:
         """Return it with these rows alone."""
-        return Figures(self.columns, {name: self.rows[name] for name in names})
+        return ClaimTable(self.columns, {name: self.rows[name] for name in names})
 
 
 @dataclass(frozen=True)
 class Finding:
     """What a test found: our figures, whether the rule holds, and the numbers that decide it.
 
-    cause: why the rule does not hold, where the test itself finds that out.
+    why_not_reproduced: why the rule does not hold, where the test itself finds that out.
     """
 
-    ours: Figures
+    ours: ClaimTable
     holds: bool
     evidence: str
-    cause: str = ""
+    why_not_reproduced: str = ""
 
 
 class NotTestable(Exception):
@@ -56,8 +56,8 @@ class Claim:
     """A claim of a paper.
 
     name: short and unique in the paper. text: the claim in one sentence. where: table, figure or
-    section. rule: when we call it reproduced. test: None if `reason` says why it is not testable
-    here. cause: why the rule does not hold on the reference model, where it does not. paper: the
+    section. rule: when we call it reproduced. test: None for a claim that is not testable here.
+    why_not_reproduced: on the reference model, where the rule does not hold there. paper: the
     paper's figures; None where its text prints none.
     """
 
@@ -66,9 +66,9 @@ class Claim:
     where: str
     rule: str = ""
     test: Callable[[Lab], Finding] | None = None
-    cause: str = ""
-    reason: str = ""
-    paper: Figures | None = None
+    why_not_reproduced: str = ""
+    why_not_testable: str = ""
+    paper: ClaimTable | None = None
 
 
 @dataclass(frozen=True)
@@ -76,38 +76,43 @@ class Verdict:
     """The result of a claim.
 
     status: REPRODUCED, NOT_REPRODUCED, NOT_TESTABLE or FAILED. ours: our figures; None if there are
-    none. evidence: the numbers that decide. reason: the cause, why it is not testable,
+    none. evidence: the numbers that decide. explanation: why it is not reproduced or not testable,
     or the error.
     """
 
     claim: Claim
     status: str
-    ours: Figures | None = None
+    ours: ClaimTable | None = None
     evidence: str = ""
-    reason: str = ""
+    explanation: str = ""
 
 
 def check(claim: Claim, lab: Lab) -> Verdict:
     """Test a claim. An error of the test becomes the status FAILED; a defect is also logged."""
     if claim.test is None:
-        return Verdict(claim, NOT_TESTABLE, reason=claim.reason)
+        return Verdict(claim, NOT_TESTABLE, explanation=claim.why_not_testable)
     try:
-        found = claim.test(lab)
+        finding = claim.test(lab)
     except NotTestable as error:
-        return Verdict(claim, NOT_TESTABLE, reason=str(error))
+        return Verdict(claim, NOT_TESTABLE, explanation=str(error))
     except Exception as error:
-        return Verdict(claim, FAILED, reason=logged_line(error, f"claim {claim.name!r}"))
-    if found.holds:
-        return Verdict(claim, REPRODUCED, found.ours, found.evidence)
+        return Verdict(claim, FAILED, explanation=logged_line(error, f"claim {claim.name!r}"))
+    if finding.holds:
+        return Verdict(claim, REPRODUCED, finding.ours, finding.evidence)
     return Verdict(
-        claim, NOT_REPRODUCED, found.ours, found.evidence, found.cause or _cause(claim, lab)
+        claim,
+        NOT_REPRODUCED,
+        finding.ours,
+        finding.evidence,
+        finding.why_not_reproduced or _why_not_reproduced(claim, lab),
     )
 
 
-def _cause(claim: Claim, lab: Lab) -> str:
+def _why_not_reproduced(claim: Claim, lab: Lab) -> str:
     """Return the cause, which was investigated on the reference model alone."""
-    if not claim.cause:
+    cause = claim.why_not_reproduced
+    if not cause:
         return "the cause was not investigated"
     if lab.is_reference:
-        return claim.cause
-    return f"the cause was not investigated on this model; on the reference model: {claim.cause}"
+        return cause
+    return f"the cause was not investigated on this model; on the reference model: {cause}"

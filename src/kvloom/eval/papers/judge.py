@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..summary import bootstrap
-from .claim import Figures, Finding, NotTestable
+from .claim import ClaimTable, Finding, NotTestable
 from .lab import Quality
 
 KEEPS = 1.05
@@ -28,8 +28,8 @@ WITHIN_CHANCE = (
 COLUMNS = ("perplexity / full", "KL (nats)", "agrees", "bytes / full")
 
 
-class Interval(NamedTuple):
-    """A mean and its bootstrap interval."""
+class Difference(NamedTuple):
+    """A mean of paired differences, and its bootstrap interval."""
 
     mean: float
     low: float
@@ -39,24 +39,24 @@ class Interval(NamedTuple):
         return f"{self.mean:+.3g} [{self.low:+.3g}, {self.high:+.3g}]"
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> Interval:
+def difference(a: np.ndarray, b: np.ndarray) -> Difference:
     """Return the mean of a - b [samples] and its 95% interval; samples are paired.
 
     One sample has the interval of its own value.
     """
     paired = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
-    found = bootstrap(paired.tolist())
-    if found.low is None or found.high is None:
-        return Interval(found.mean, found.mean, found.mean)
-    return Interval(found.mean, found.low, found.high)
+    interval = bootstrap(paired.tolist())
+    if interval.low is None or interval.high is None:
+        return Difference(interval.mean, interval.mean, interval.mean)
+    return Difference(interval.mean, interval.low, interval.high)
 
 
-def quality_figures(found: Mapping[str, Quality]) -> Figures:
+def quality_figures(found: Mapping[str, Quality]) -> ClaimTable:
     """Return one row a recipe."""
     rows = {
         name: (q.ratio, float(q.kl.mean()), q.agreement, q.bytes_share) for name, q in found.items()
     }
-    return Figures(COLUMNS, rows)
+    return ClaimTable(COLUMNS, rows)
 
 
 def ordered(found: Mapping[str, Quality], *pairs: tuple[str, str]) -> Finding:
@@ -81,14 +81,15 @@ def kept(found: Mapping[str, Quality], limits: Mapping[str, float]) -> Finding:
     return Finding(quality_figures(found), holds, evidence)
 
 
-def both(*findings: Finding) -> Finding:
+def all_hold(*findings: Finding) -> Finding:
     """Return one finding of several about the same figures: it holds if all do."""
     failed = [f for f in findings if not f.holds]
+    by_chance = failed and all(f.why_not_reproduced == WITHIN_CHANCE for f in failed)
     return Finding(
         findings[0].ours,
         not failed,
         "; ".join(f.evidence for f in findings),
-        WITHIN_CHANCE if failed and all(f.cause == WITHIN_CHANCE for f in failed) else "",
+        WITHIN_CHANCE if by_chance else "",
     )
 
 
@@ -97,10 +98,10 @@ def monotone(found: Mapping[str, Quality], names: Sequence[str]) -> Finding:
     return ordered(found, *((b, a) for a, b in pairwise(names)))
 
 
-def shares(found: Mapping[str, np.ndarray]) -> Figures:
+def shares(found: Mapping[str, np.ndarray]) -> ClaimTable:
     """Return the share of correct answers of each recipe."""
     rows = {name: (float(x.mean()), float(len(x))) for name, x in found.items()}
-    return Figures(("found", "questions"), rows)
+    return ClaimTable(("found", "questions"), rows)
 
 
 def require_retrieval(found: Mapping[str, np.ndarray]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .claim import Claim, Figures, Finding
-from .judge import AS_GOOD, both, difference, kept, ordered, quality_figures
+from .claim import Claim, ClaimTable, Finding
+from .judge import AS_GOOD, all_hold, difference, kept, ordered, quality_figures
 from .lab import Lab, Quality, named
 
 BUDGETS = (0.2, 0.5, 0.7, 0.9)
-TABLE3 = Figures(
+TABLE3 = ClaimTable(
     ("ROUGE-1", "ROUGE-2", "ROUGE-L"),
     {
         "Full": (38.6373, 17.6329, 24.506),
@@ -72,7 +72,7 @@ def _iso_accuracy(lab: Lab) -> Finding:
     found = _sweep(lab)
     keeps = kept(found, {"Keyformer 70%": AS_GOOD})
     ratio = found["H2O 90%"].ratio
-    return both(
+    return all_hold(
         keeps,
         Finding(keeps.ours, ratio > AS_GOOD, f"H2O 90%: {ratio:.4f} (must be above {AS_GOOD})"),
     )
@@ -80,7 +80,7 @@ def _iso_accuracy(lab: Lab) -> Finding:
 
 def _noise(lab: Lab) -> Finding:
     found = lab.quality([named(f"keyformer:fraction=0.6,noise={x}", x) for x in NOISES])
-    return both(
+    return all_hold(
         ordered(found, *(("gumbel", x) for x in NOISES[1:])),
         ordered(found, ("none", "gaussian"), ("gaussian", "constant")),
     )
@@ -104,7 +104,7 @@ def _key_tokens(lab: Lab) -> Finding:
     most = float(np.mean([layer.most for layer in layers]))
     rows = {f"layer {x.number}": (x.most,) for x in layers} | {"mean": (most,)}
     return Finding(
-        Figures(("tokens with 90% of the attention",), rows),
+        ClaimTable(("tokens with 90% of the attention",), rows),
         most <= 0.4,
         f"mean over layers: {most:.0%} of the tokens",
     )
@@ -119,7 +119,7 @@ CLAIMS = (
         _key_tokens,
         "the attention of the reference model is spread more evenly than that of larger models: it "
         "has hardly a sink (0.7% of the attention on the first token; SmolLM2-135M: 21%)",
-        paper=Figures(("tokens with 90% of the attention",), {"caption": (0.40,)}),
+        paper=ClaimTable(("tokens with 90% of the attention",), {"caption": (0.40,)}),
     ),
     Claim(
         "window",
@@ -174,7 +174,7 @@ CLAIMS = (
         "a constant drops out of a softmax, so constant and none are the same here to the bit; the "
         "paper reports them far apart and equation 9 does not explain it. The other differences "
         "lie within chance on this model",
-        paper=Figures(
+        paper=ClaimTable(
             ("Gumbel", "Gaussian", "Constant", "None"),
             {
                 "GPT-J-6B": (19.44, 14.53, 12.49, 18.87),
@@ -208,17 +208,18 @@ CLAIMS = (
         "ROUGE",
         "Keyformer at 70% keeps ROUGE of summaries, at 50% also after 8k tokens.",
         "Figures 7 and 8",
-        reason="summaries need CNN/DailyMail or GovReport and a model that can write them; with "
-        "both: kvloom eval summarize --data FILE --model MODEL --recipes h2o,keyformer --out DIR",
+        why_not_testable="summaries need CNN/DailyMail or GovReport and a model that can write "
+        "them; with both: kvloom eval summarize --data FILE --model MODEL --recipes h2o,keyformer "
+        "--out DIR",
     ),
     Claim(
         "few-shot",
         "Keyformer keeps few-shot accuracy at half of the cache better than H2O.",
         "Table 2 (MPT-7B, 0 shots)",
-        reason="these tasks need a model that can solve them; with one: python -m "
+        why_not_testable="these tasks need a model that can solve them; with one: python -m "
         "kvloom.eval.lm_eval --model kvloom --model_args pretrained=MODEL,recipe=keyformer --tasks "
         "copa,openbookqa,winogrande,piqa",
-        paper=Figures(
+        paper=ClaimTable(
             ("COPA", "OpenBookQA", "Winogrande", "PIQA"),
             {
                 "Full": (80.0, 41.8, 68.7, 79.9),
@@ -231,9 +232,9 @@ CLAIMS = (
         "throughput",
         "Keyformer at 50% generates 2.4 times as many tokens per second as full attention.",
         "Table 1 (MPT-7B on an A100 of 80 GB)",
-        reason="this needs that GPU and model; kvloom bench generate --recipes full,h2o,keyformer "
-        "measures the speed of this machine",
-        paper=Figures(
+        why_not_testable="this needs that GPU and model; kvloom bench generate --recipes "
+        "full,h2o,keyformer measures the speed of this machine",
+        paper=ClaimTable(
             ("Full Attention", "H2O 90%", "Keyformer 50%"),
             {
                 "1024 + 1024": (24.9, 27.8, 32.0),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from ...recipe.resolve import resolve
 from ...recipe.spec import Protect, Recipe
 from ...store import Packed, Store
-from .claim import Claim, Figures, Finding
+from .claim import Claim, ClaimTable, Finding
 from .judge import (
     KEEPS,
     LEAST_FOUND,
-    both,
+    all_hold,
     difference,
     kept,
     ordered,
@@ -46,7 +46,7 @@ FOUR, TT, CC, TC, CT = (
     "2bit (K - C, V - T)",
 )  # fmt: skip
 CELLS = (cell(4, "T", "T"), *(cell(2, k, v) for k, v in ("TT", "CC", "TC", "CT")))
-TABLE3 = Figures(
+TABLE3 = ClaimTable(
     TASKS,
     {
         "16bit": (66.37, 29.53, 22.67),
@@ -65,7 +65,7 @@ def _four_bit(lab: Lab) -> Finding:
     found = lab.quality(CELLS)
     keeps = kept(found, {FOUR: KEEPS})
     drop = found[TT].ratio
-    return both(
+    return all_hold(
         keeps,
         Finding(keeps.ours, drop > KEEPS, f"{TT}: {drop:.3f} (must be above {KEEPS})"),
         ordered(found, (FOUR, TT)),
@@ -92,7 +92,7 @@ def _key_errors(lab: Lab) -> Finding:
     }
     ratio = rows["attention"][0] / rows["attention"][1]
     return Finding(
-        Figures(("K Per-Token", "K Per-Channel"), rows),
+        ClaimTable(("K Per-Token", "K Per-Channel"), rows),
         ratio >= 2 and rows["keys"][0] > rows["keys"][1],
         f"attention error per token is {ratio:.2f} times that per channel",
     )
@@ -106,7 +106,7 @@ def _value_errors(lab: Lab) -> Finding:
     }
     ratio = rows["output"][1] / rows["output"][0]
     return Finding(
-        Figures(("V Per-Token", "V Per-Channel"), rows),
+        ClaimTable(("V Per-Token", "V Per-Channel"), rows),
         ratio >= 2,
         f"output error per channel is {ratio:.2f} times that per token",
     )
@@ -202,7 +202,7 @@ CLAIMS = (
         _key_errors,
         "the outlier channels of the reference model's keys are small: the largest channel is "
         "3.5 times the median one, as the mean over layers and heads (SmolLM2-135M: 9.5 times)",
-        paper=Figures(
+        paper=ClaimTable(
             ("K Per-Token", "K Per-Channel"), {"keys": (13.67, 4.55), "attention": (47.00, 9.60)}
         ),
     ),
@@ -214,7 +214,7 @@ CLAIMS = (
         "token",
         _value_errors,
         NO_SINK,
-        paper=Figures(
+        paper=ClaimTable(
             ("V Per-Token", "V Per-Channel"), {"values": (4.57, 3.73), "output": (3.55, 49.89)}
         ),
     ),
@@ -245,7 +245,7 @@ CLAIMS = (
         _group_size,
         "a head of the reference model has 64 channels, so from 64 to 128 only the groups of keys "
         "grow, and those of values stay at 64",
-        paper=Figures(("GSM8K",), {"G = 32": (20.77,), "G = 64": (21.00,), "G = 128": (17.29,)}),
+        paper=ClaimTable(("GSM8K",), {"G = 32": (20.77,), "G = 64": (21.00,), "G = 128": (17.29,)}),
     ),
     Claim(
         "residual length",
@@ -253,7 +253,7 @@ CLAIMS = (
         "Table 5 (Llama-2-13B, group 32)",
         "perplexities of all four within 2% of each other",
         _residual,
-        paper=Figures(
+        paper=ClaimTable(
             ("GSM8K",),
             {"R = 32": (20.62,), "R = 64": (19.86,), "R = 96": (20.55,), "R = 128": (20.77,)},
         ),
@@ -270,10 +270,10 @@ CLAIMS = (
         "LM-Eval",
         "KIVI-2 keeps CoQA, TruthfulQA and GSM8K.",
         "Table 3 (Llama-2-7B)",
-        reason="these tasks need a model that can solve them; with one: python -m "
+        why_not_testable="these tasks need a model that can solve them; with one: python -m "
         "kvloom.eval.lm_eval --model kvloom "
         "--model_args pretrained=MODEL,recipe=kivi --tasks coqa,truthfulqa_gen,gsm8k",
-        paper=Figures(
+        paper=ClaimTable(
             TASKS,
             {
                 "16bit": (63.88, 30.76, 13.50),
@@ -286,15 +286,15 @@ CLAIMS = (
         "LongBench",
         "KIVI keeps the average over eight tasks of LongBench.",
         "Table 4 (Llama2-7B)",
-        reason="LongBench needs its data and a model of several billion parameters; with both: "
-        "kvloom eval longbench --data FOLDER --model MODEL --recipes kivi-4,kivi --out DIR",
-        paper=Figures(("Average",), {"16bit": (44.52,), "KIVI-4": (44.59,), "KIVI-2": (44.27,)}),
+        why_not_testable="LongBench needs its data and a model of several billion parameters; with "
+        "both: kvloom eval longbench --data FOLDER --model MODEL --recipes kivi-4,kivi --out DIR",
+        paper=ClaimTable(("Average",), {"16bit": (44.52,), "KIVI-4": (44.59,), "KIVI-2": (44.27,)}),
     ),
     Claim(
         "throughput",
         "KIVI takes 2.6 times less peak memory and gives 2.35 to 3.47 times the throughput.",
         "Figure 5 (Llama-2-7B on an A100 of 80 GB)",
-        reason="this needs that GPU and model; kvloom bench generate measures the speed of this "
-        "machine",
+        why_not_testable="this needs that GPU and model; kvloom bench generate measures the speed "
+        "of this machine",
     ),
 )

@@ -10,10 +10,10 @@ import torch
 from ...recipe.geometry import Geometry
 from ...recipe.resolve import resolve
 from ...recipe.spec import Protect, Recipe
-from .claim import Claim, Figures, Finding, NotTestable
+from .claim import Claim, ClaimTable, Finding, NotTestable
 from .judge import (
     KEEPS,
-    both,
+    all_hold,
     difference,
     kept,
     monotone,
@@ -24,7 +24,7 @@ from .judge import (
 )
 from .lab import Lab, named
 
-TABLE1 = Figures(
+TABLE1 = ClaimTable(
     ("Llama-2-7B-chat", "Llama-2-13B-chat", "Mistral-7B", "Mistral-7B-Instruct"),
     {
         "FP16": (38.50, 38.83, 45.51, 48.66),
@@ -52,7 +52,7 @@ LADDER = (
     named("skvq:group=32,meta=fp16", "+ sinks"),
     named("skvq:group=32", "+ FP8"),
 )
-TABLE3 = Figures(
+TABLE3 = ClaimTable(
     ("average score",),
     {
         "FP16": (48.66,),
@@ -96,7 +96,7 @@ def _window_most(lab: Lab) -> Finding:
     gains = {b: difference(found[a].kl, found[b].kl).mean for a, b in pairwise(names)}
     best = max(gains, key=lambda name: gains[name])
     first = ordered(found, ("+ window 128", "RTN"))
-    return both(
+    return all_hold(
         first,
         Finding(
             first.ours,
@@ -166,7 +166,7 @@ def _million(lab: Lab) -> Finding:
     }
     total = WEIGHTS_7B + cache
     return Finding(
-        Figures(("GB",), rows),
+        ClaimTable(("GB",), rows),
         total <= 80 * 2**30,
         f"weights and cache: {total / 1e9:.1f} GB, {total / 2**30:.1f} GiB of 80 GiB",
     )
@@ -200,7 +200,7 @@ CLAIMS = (
         "window they clip too much: at 2 bit the perplexity is 2.95 times that of full. With "
         "clip=0.96, the official code's constant for this table, it is 1.37 times (RTN: 1.54 "
         "times). At 4 and 3 bit the two differ within chance",
-        paper=Figures(
+        paper=ClaimTable(
             ("4bit", "3bit", "2bit"),
             {
                 "RTN-sym": (4.66, 4.98, 26.83),
@@ -239,7 +239,7 @@ CLAIMS = (
         "Table 4 (LongBench average)",
         "64 better than 128, and 32 better than 64",
         _group,
-        paper=Figures(
+        paper=ClaimTable(
             ("average score", "bits"),
             {"group 128": (35.365, 2.125), "group 64": (35.805, 2.25), "group 32": (36.51, 2.5)},
         ),
@@ -266,7 +266,7 @@ CLAIMS = (
         _needles,
         "a layer of the reference model has 128 channels, which are one group for SKVQ and two for "
         "KIVI. With groups of 64 or 32 channels, SKVQ K2V1.5 also finds every needle",
-        paper=Figures(("score",), {"KIVI K2V2": (244.5,), "SKVQ K2V1.5": (272.2,)}),
+        paper=ClaimTable(("score",), {"KIVI K2V2": (244.5,), "SKVQ K2V1.5": (272.2,)}),
     ),
     Claim(
         "smooth or reorder",
@@ -274,7 +274,7 @@ CLAIMS = (
         "Table 6 (Llama-2-7B-chat, LongBench average)",
         "reorder better than smooth; both with a window of 128, 5 sinks, group 32 and FP8",
         _smooth,
-        paper=Figures(
+        paper=ClaimTable(
             ("average score",),
             {"FP16": (38.50,), "SKVQ-reorder": (37.50,), "SKVQ-smooth": (34.77,)},
         ),
@@ -291,16 +291,16 @@ CLAIMS = (
         "decode speed",
         "Decoding is up to 7 times faster at batch 128 and 200k tokens.",
         "Table 5 (LLM-Viewer's analysis of an A100)",
-        reason="the figures are an analysis of that GPU, not a measurement; kvloom bench decode "
-        "measures the speed of this machine",
-        paper=Figures(("FP16", "KV4", "KV2"), {"inference time (ms)": (3300, 881.1, 469.7)}),
+        why_not_testable="the figures are an analysis of that GPU, not a measurement; kvloom bench "
+        "decode measures the speed of this machine",
+        paper=ClaimTable(("FP16", "KV4", "KV2"), {"inference time (ms)": (3300, 881.1, 469.7)}),
     ),
     Claim(
         "LongBench",
         "The averages of Table 1 are those of LongBench tasks.",
         "Table 1",
-        reason="LongBench needs its data and a model of several billion parameters; with both: "
-        "kvloom eval longbench --data FOLDER --model MODEL "
+        why_not_testable="LongBench needs its data and a model of several billion parameters; with "
+        "both: kvloom eval longbench --data FOLDER --model MODEL "
         "--recipes rtn,smoothquant,rptq,kivi,skvq --out DIR",
     ),
 )

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...report.table import FigureTable
-from .claim import FAILED, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED, Figures, Verdict
+from .claim import FAILED, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED, ClaimTable, Verdict
 
 _STYLE = {REPRODUCED: "green", NOT_REPRODUCED: "red", NOT_TESTABLE: "dim", FAILED: "yellow"}
 
@@ -55,7 +55,7 @@ def to_data(paper: str, verdicts: Sequence[Verdict], environment: dict[str, Any]
             "paper": _plain(v.claim.paper),
             "ours": _plain(v.ours),
             "evidence": v.evidence,
-            "reason": v.reason,
+            "reason": v.explanation,
         }
         for v in verdicts
     ]
@@ -63,10 +63,10 @@ def to_data(paper: str, verdicts: Sequence[Verdict], environment: dict[str, Any]
 
 
 def _because(verdict: Verdict) -> str:
-    return f": {verdict.reason}" if verdict.reason else ""
+    return f": {verdict.explanation}" if verdict.explanation else ""
 
 
-def _table(title: str, figures: Figures) -> FigureTable:
+def _table(title: str, figures: ClaimTable) -> FigureTable:
     built = FigureTable(title, "", tuple(figures.columns))
     for name, cells in figures.rows.items():
         built.add(name, *(_cell(x) for x in cells))
@@ -81,7 +81,7 @@ def _cell(value: float | str | None) -> str:
     return f"{value:.4g}" if abs(value) >= 0.001 or value == 0 else f"{value:.2g}"
 
 
-def _plain(figures: Figures | None) -> dict[str, Any] | None:
+def _plain(figures: ClaimTable | None) -> dict[str, Any] | None:
     if figures is None:
         return None
     return {

@@ -165,8 +165,8 @@ def rope_of(keys: KVView) -> tuple[tuple[int, bool], Any]:
 
 def positions(
     packed: PackedPrefix, rope: Rope, d: int, tokens: int
-) -> tuple[tuple[int, int, tuple[int, ...], int], tuple[Tensor, ...]]:
-    """Return rope tables, packed positions and whether each token has its own; and the tensors.
+) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """Return the arguments of rope tables and positions; and tensors that must outlive the run.
 
     tokens: behind the first position, where positions are consecutive.
     """
@@ -174,7 +174,11 @@ def positions(
     at, per_token = packed.at.contiguous(), packed.at.shape[2] > 1
     last = at if at.numel() == 1 else at.max()
     near, far = tables(rope, d, int(last) + (1 if per_token else tokens))
-    return (near.data_ptr(), far.data_ptr(), strides(at, 2), int(per_token)), (near, far, at)
+    numbers = {
+        "near": near.data_ptr(), "far": far.data_ptr(), "positions": strides(at, 2),
+        "position_per_token": int(per_token),
+    }  # fmt: skip
+    return numbers, (near, far, at)
 
 
 def multiplied(q: Tensor, divisor: Tensor) -> Tensor:
@@ -193,7 +197,7 @@ def _rowwise(x: Tensor) -> Tensor:
 
 @cache
 def rotation(group: int, d: int, back: bool = False) -> Tensor:
-    """M fp32 [d, d] with x M = R x for every group of x; back: its transpose."""
+    """M fp32 [d, d] with x M = R x for every group of x; back: its transpose. Never freed."""
     found = torch.block_diag(*[matrix(group)] * (d // group))
     return (found.T if back else found).contiguous()
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import Arguments, address, padded, strides
-from ..kv_view import KVView
+from ...arguments import Arguments, padded, strides
+from ..kv_view import KVView, PackedPrefix
 from ..reference import State
 from . import coverage
 from .arguments import (
@@ -29,13 +29,20 @@ from .arguments import (
 
 _NUMBERS_PER_THREAD = 1 << 15  # of keys and values
 
+Part = tuple[dict[str, Any], tuple[Tensor | None, ...]]
+"""Some arguments of a kernel by name, and the tensors that must outlive its run."""
+
+_NO_ROPE: Part = {"near": 0, "far": 0, "positions": ABSENT, "position_per_token": 0}, ()
+_NO_MASKS: Part = {"visible": ABSENT, "bias": ABSENT}, ()
+
 
 class KernelAttention:
     """A kernel, its workspace and the packed arguments of a layer's keys and values.
 
     Bound to the heads, queries, dtype, device and formats of the arguments it is made from; batch,
-    tokens and options may differ at every step. heads: how many see the same tokens each. layout:
-    the arguments of the kernel, which name it. page: tokens of a page, for `PAGED`.
+    tokens and options may differ at every step. heads: the number of heads that have a token
+    selection of their own (Hk, or those of `slots`). layout: the arguments of the kernel, which
+    name it. page: tokens of a page, for `PAGED`.
     """
 
     def __init__(
@@ -80,62 +87,92 @@ class KernelAttention:
 
         numbers: the arguments that only the caller knows.
         """
-        b, hq, t, d = q.shape
-        h, hk, rows, sets, packed = self.heads, self.kv_heads, self.rows, self.sets, keys.packed
         queries = q.float().contiguous()
-        out, lse = torch.empty_like(queries), queries.new_empty(b, hq, t)
-        if not n or not b:
+        out, lse = torch.empty_like(queries), queries.new_empty(q.shape[:3])
+        if not n or not q.shape[0]:
             return State(out.zero_(), lse.fill_(-torch.inf))
-        threads = min(torch.get_num_threads(), 1 + 2 * b * hk * n * d // _NUMBERS_PER_THREAD)
-        splits = 1 if threads == 1 else min(-(-n // self.tile), -(-4 * threads // (b * h)))
-        packed_queries, query_rotation = queries, None
-        if packed is not None and self.own_queries:
-            how = packed.channelwise
-            if how.rotated:
-                query_rotation = rotation(how.rotated, d)
-            elif how.divisor is not None:
-                packed_queries = multiplied(queries, how.divisor)
-        sums, value_rotation = out, None
-        if sets == 2:
-            sums = queries.new_empty(b, hk, h // hk, sets, rows, d)
-            if values.packed is not None and values.packed.channelwise.rotated:
-                value_rotation = rotation(values.packed.channelwise.rotated, d, back=True)
-        room = b * h * splits * rows * (sets * d + 32)
+        packed_queries, query_rotation = queries, 0
+        if self.own_queries and keys.packed is not None:
+            packed_queries, query_rotation = _packed_queries(queries, keys.packed)
+        sums, value_rotation = out, 0
+        if self.sets == 2:
+            sums, value_rotation = self._sums(queries, values.packed)
+        masks, _alive = _NO_MASKS
+        if visible is not None or bias is not None:
+            masks, _alive = self._masks(queries, visible, bias)
+        logits = queries.new_empty(*q.shape[:3], -(-n // 16) * 16) if products else None
+        self._launch(
+            queries, keys, values, n, scale=scale, causal=causal, softcap=softcap or 0.0,
+            q_packed=packed_queries.data_ptr(), query_rotation=query_rotation,
+            out=sums.data_ptr(), value_rotation=value_rotation, rotated_out=out.data_ptr(),
+            lse=lse.data_ptr(), logits=0 if logits is None else logits.data_ptr(),
+            logits_row=0 if logits is None else 4 * logits.shape[3], **masks, **numbers,
+        )  # fmt: skip
+        if self.sets == 2 and not value_rotation:
+            out = _merged(sums, values.packed).reshape(q.shape)
+        return State(out, lse, logits)
+
+    def _launch(
+        self, queries: Tensor, keys: KVView, values: KVView, n: int, **numbers: Any
+    ) -> None:
+        """Run the kernel on n tokens. numbers: its arguments that are not of tokens or tasks."""
+        packed, (b, _hq, t, d) = keys.packed, queries.shape
+        rope, _alive = _NO_ROPE
+        if packed is not None and packed.rope is not None:
+            consecutive = n if self.layout is PAGED else packed.hi
+            rope, _alive = positions(packed, packed.rope, d, consecutive)
+        threads, splits = self._tasks(queries, n)
+        job = self.layout.pack(
+            batch=b, heads=self.heads, rows=self.rows, queries=t, tokens=n, splits=splits,
+            q=queries.data_ptr(), states=self.states.data_ptr(), keys=self.keys.pack(keys),
+            values=self.values.pack(values), **rope, **numbers,
+        )  # fmt: skip
+        self.kernel.run(job, b * self.heads, threads)
+
+    def _tasks(self, queries: Tensor, n: int) -> tuple[int, int]:
+        """Return the threads and the tasks per head for n tokens; make room for their states."""
+        b, _hq, _t, d = queries.shape
+        numbers = 2 * b * self.kv_heads * n * d
+        threads = min(torch.get_num_threads(), 1 + numbers // _NUMBERS_PER_THREAD)
+        heads, splits = b * self.heads, 1
+        if threads > 1:
+            splits = min(-(-n // self.tile), -(-4 * threads // heads))
+        room = heads * splits * self.rows * (self.sets * d + 32)
         if self.states.numel() < room:
             self.states = queries.new_empty(room)
+        return threads, splits
+
+    def _sums(self, queries: Tensor, packed: PackedPrefix | None) -> tuple[Tensor, int]:
+        """Return room for the sums of exact and of packed values, and the latter's rotation."""
+        b, _hq, _t, d = queries.shape
+        shared = self.heads // self.kv_heads
+        sums = queries.new_empty(b, self.kv_heads, shared, self.sets, self.rows, d)
+        group = 0 if packed is None else packed.channelwise.rotated
+        return sums, rotation(group, d, back=True).data_ptr() if group else 0
+
+    def _masks(self, queries: Tensor, visible: Tensor | None, bias: Tensor | None) -> Part:
+        """Return the arguments of the mask and of the bias."""
+        b, hq, _t, _d = queries.shape
         if visible is not None:
-            visible = padded(visible).expand(b, h, -1)
+            visible = padded(visible).expand(b, self.heads, -1)
         if bias is not None:
             bias = padded(bias.float()).expand(b, hq, -1)
-        logits, width = None, -(-n // 16) * 16
-        if products:
-            logits = queries.new_empty(b, hq, t, width)
-        near, far, per_token = 0, 0, 0
-        at: tuple[int, ...] = ABSENT
-        if packed is not None and packed.rope is not None:
-            (near, far, at, per_token), _alive = positions(
-                packed, packed.rope, d, n if self.layout is PAGED else packed.hi
-            )
-        job = self.layout.pack(
-            batch=b, heads=h, rows=rows, queries=t, tokens=n, splits=splits, scale=scale,
-            causal=causal, softcap=softcap or 0.0, q=queries.data_ptr(),
-            q_packed=packed_queries.data_ptr(),
-            query_rotation=address(query_rotation), out=sums.data_ptr(),
-            value_rotation=address(value_rotation), rotated_out=out.data_ptr(),
-            lse=lse.data_ptr(), states=self.states.data_ptr(),
-            bias=ABSENT if bias is None else strides(bias, 2),
-            visible=ABSENT if visible is None else strides(visible, 2),
-            keys=self.keys.pack(keys), near=near, far=far, positions=at,
-            position_per_token=per_token, values=self.values.pack(values),
-            logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width, **numbers,
-        )  # fmt: skip
-        self.kernel.run(job, b * h, threads)
-        if sets == 1 or value_rotation is not None:
-            return State(out, lse, logits)
-        exact, packed_sums = sums.unbind(-3)
-        if values.packed is None:
-            return State(exact.reshape(b, hq, t, d), lse, logits)
-        divisor = values.packed.channelwise.divisor
-        assert divisor is not None
-        found = torch.addcmul(exact, packed_sums, divisor[:, None])
-        return State(found.view(b, hq, t, d), lse, logits)
+        return {"visible": strides(visible, 2), "bias": strides(bias, 2)}, (visible, bias)
+
+
+def _packed_queries(queries: Tensor, packed: PackedPrefix) -> tuple[Tensor, int]:
+    """Return queries in the space of packed keys, or the rotation that the kernel applies."""
+    how = packed.channelwise
+    if how.rotated:
+        return queries, rotation(how.rotated, queries.shape[3]).data_ptr()
+    return queries if how.divisor is None else multiplied(queries, how.divisor), 0
+
+
+def _merged(sums: Tensor, packed: PackedPrefix | None) -> Tensor:
+    """Add the sums of packed values, times their divisor, to those of exact values."""
+    exact, packed_sums = sums.unbind(-3)
+    if packed is None:
+        return exact
+    divisor = packed.channelwise.divisor
+    assert divisor is not None
+    return torch.addcmul(exact, packed_sums, divisor[:, None])

@@ -186,10 +186,10 @@ class LayerCache:
         state = self.state
         if self._mutable is not None and self._mutable.tokens is state.storage:
             return self._mutable
-        found = Mutable([self.verification, *state.mutable], state.storage)
+        mutable_now = Mutable([self.verification, *state.mutable], state.storage)
         fixed = state.retriever is None and self.recipe.store.fixed_buffers
-        self._mutable = found if fixed else None
-        return found
+        self._mutable = mutable_now if fixed else None
+        return mutable_now
 
     def _begin_step(self) -> None:
         """Check that the layer is usable; note how to undo this step."""

@@ -142,8 +142,8 @@ class LayerState:
     @property
     def mutable(self) -> list[Any]:
         """The objects that a step changes."""
-        found = [self, *self.storage.mutable]
+        objects = [self, *self.storage.mutable]
         for part in (self.sinks, self.evictor, self.retriever, self.outliers):
             if part is not None:
-                found += part.mutable
-        return found
+                objects += part.mutable
+        return objects

@@ -81,8 +81,8 @@ def exact_tokens(state: LayerState) -> tuple[Tensor, Tensor]:
 
 def marked(index: Tensor, tokens: int) -> Tensor:
     """Return the tokens that indices int64 [..., N] name, bool [..., tokens]; -1: no token."""
-    found = torch.zeros(*index.shape[:-1], tokens + 1, dtype=torch.bool, device=index.device)
-    return found.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
+    mask = torch.zeros(*index.shape[:-1], tokens + 1, dtype=torch.bool, device=index.device)
+    return mask.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]
 
 
 def logical(state: LayerState) -> Tensor:

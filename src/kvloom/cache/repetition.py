@@ -57,11 +57,11 @@ class RepetitionScores:
         if mask is not None and queries.visible is not None:
             mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        found = scorer.score(queries, k, v, mask, index, prompt + t, bias)
+        scores = scorer.score(queries, k, v, mask, index, prompt + t, bias)
         if self.scores is None:
-            self.scores = found.new_zeros(b, hk, prompt)
+            self.scores = scores.new_zeros(b, hk, prompt)
         begin = at.shape[2] - (hi - lo)
-        self.scores[:, :, lo:hi] = found[:, :, begin : at.shape[2]]
+        self.scores[:, :, lo:hi] = scores[:, :, begin : at.shape[2]]
 
     def _slots(
         self, prompt: int, lo: int, hi: int, visible: Tensor | None, device: torch.device

@@ -196,8 +196,8 @@ class ScoreEvictor(Evictor):
         """
         if self.repetition is not None:
             assert self.repetition.scores is not None
-            found, self.repetition.scores = self.repetition.scores, None
-            return found[..., : len(segment)]
+            scores, self.repetition.scores = self.repetition.scores, None
+            return scores[..., : len(segment)]
         keys, values = segment.exact_keys(), segment.exact_values()
         index = segment.step_index(keys.device)
         if self.renumbers_steps:

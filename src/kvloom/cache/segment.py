@@ -50,11 +50,11 @@ class Segment:
     @classmethod
     def kept_of(cls, keys: Tensor, values: Tensor, index: Tensor, seen: int) -> Segment:
         """Return N exact tokens [B, Hk, N, D] as a segment; index: int32 [B, Hk, N], of `seen`."""
-        found = cls()
-        found.append(keys, values)
-        found.index, found.kept = index, keys.shape[2]
-        found.first = seen - found.kept
-        return found
+        segment = cls()
+        segment.append(keys, values)
+        segment.index, segment.kept = index, keys.shape[2]
+        segment.first = seen - segment.kept
+        return segment
 
     def __len__(self) -> int:
         return self.offloaded + len(self.keys)

@@ -57,8 +57,8 @@ class Sinks:
         slot = slot.clamp(0, t - 1)[:, None, :, None].expand(b, h, self.count, 1)
 
         def with_new(held: Tensor, new: Tensor) -> Tensor:
-            found = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
-            return torch.where(here, found, held)
+            chosen = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
+            return torch.where(here, chosen, held)
 
         self.keys, self.values = with_new(self.keys, k), with_new(self.values, v)
         return min(t, max(0, self.count - seen))
@@ -91,10 +91,10 @@ class Sinks:
         if visible is None and not self.padded and seen >= self.count:
             return Part(self.keys, self.values, None, bias=bias)
         index = self._index()
-        found = index < seen
+        seen_sinks = index < seen
         if visible is not None:
-            found &= visible[:, 0].gather(1, index.clamp(max=visible.shape[-1] - 1))
-        return Part(self.keys, self.values, found[:, None, :], bias=bias)
+            seen_sinks &= visible[:, 0].gather(1, index.clamp(max=visible.shape[-1] - 1))
+        return Part(self.keys, self.values, seen_sinks[:, None, :], bias=bias)
 
     def behind(self, first: int) -> Tensor:
         """Return how many tokens are evicted between sinks and a segment that begins at `first`.

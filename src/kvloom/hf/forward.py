@@ -165,9 +165,9 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
 def check_implementation(model: PreTrainedModel) -> None:
     """Raise `CacheMisuse` if other code has changed the model's attention implementation."""
     config = model._kvloom.config
-    found = attention.NAME if config is None else config._attn_implementation
-    if found != attention.NAME:
+    implementation = attention.NAME if config is None else config._attn_implementation
+    if implementation != attention.NAME:
         raise CacheMisuse(
-            f"the model's attention implementation is {found!r} now and its attention would not "
-            'reach kvloom; call model.set_attn_implementation("kvloom"), or kvloom.detach(model)'
+            f"the model's attention implementation is {implementation!r} now and its attention "
+            'would not reach kvloom; call model.set_attn_implementation("kvloom"), or kvloom.detach(model)'
         )

@@ -305,11 +305,11 @@ class RoutedCache(transformers.Cache):
         """Raise `CacheMisuse` for a model with another config than that of this cache."""
         if self.owner.is_model(model):
             return  # reading a config takes longer than the attention of a short context
-        found = compat.fingerprint(compat.decoder_config(model))
-        if found != self.fingerprint:
+        other = compat.fingerprint(compat.decoder_config(model))
+        if other != self.fingerprint:
             raise CacheMisuse(
                 f"this cache was made for another model ({self.fingerprint[0]}); make a new one "
-                f"for {found[0]}"
+                f"for {other[0]}"
             )
 
     def check_batch(self, rows: int) -> None:

@@ -215,12 +215,12 @@ def _tables(layers: list[LayerMetadata]) -> str | None:
 
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Return the device of each layer: a model may be on several devices."""
-    found = {}
+    devices = {}
     for module in model.modules():
         weight = next(module.parameters(), None)
         if isinstance(getattr(module, "layer_idx", None), int) and weight is not None:
-            found[module.layer_idx] = weight.device
-    return {i: device for i, device in found.items() if device.type != "meta"}
+            devices[module.layer_idx] = weight.device
+    return {i: device for i, device in devices.items() if device.type != "meta"}
 
 
 def _check_settled(cache: RoutedCache) -> None:

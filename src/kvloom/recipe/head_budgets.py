@@ -49,21 +49,21 @@ def _check_store(store: Store, heads: str) -> None:
 def problems(recipe: Recipe, geometry: Geometry) -> list[str]:
     """Return why a model cannot have budgets that depend on the scores of all heads."""
     keep = recipe.keep
-    found: list[str] = []
+    problems: list[str] = []
     if keep is None or not keep.needs_all_heads:
-        return found
+        return problems
     given = f"layers={keep.budget.layers!r}"
     if keep.budget.heads is not None:
         given = f"heads={keep.budget.heads:g}"
     if geometry.ranks > 1:
-        found.append(
+        problems.append(
             f"{given} divides a budget by the scores of all heads, and this process holds one of "
             f"{geometry.ranks} parts of them (tensor parallelism); use "
             'layers="uniform" or "pyramid", and equal heads (heads=1 in a named recipe)'
         )
     if keep.budget.heads is not None and geometry.alibi:
-        found.append(
+        problems.append(
             f"{given} leaves heads with different tokens, and the model's attention adds a bias by "
             "their positions (ALiBi); leave out heads, or use heads=1 in a named recipe"
         )
-    return found
+    return problems

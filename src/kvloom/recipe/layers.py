@@ -36,10 +36,10 @@ def spelled(where: Any) -> str:
     text = str(where).strip() if type(where) in (int, str) else ""
     if (end := _END.fullmatch(text)) and int(end[2]):
         return f"{end[1]} {int(end[2])}"
-    if found := _RANGE.fullmatch(text):
-        low, high = int(found[1]), int(found[2] or found[1])
+    if match := _RANGE.fullmatch(text):
+        low, high = int(match[1]), int(match[2] or match[1])
         if low <= high:
-            return str(low) if found[2] is None else f"{low}-{high}"
+            return str(low) if match[2] is None else f"{low}-{high}"
     raise RecipeError(
         f'where={where!r} does not name layers; use a number (3), a range ("0-3"), "first 2" or '
         '"last 2"'

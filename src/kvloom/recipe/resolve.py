@@ -50,10 +50,10 @@ def resolve(recipe: Recipe | str | Path) -> Recipe:
     if isinstance(recipe, Path) or (_OVERRIDE.search(recipe) and os.path.isfile(recipe)):
         return replace(Recipe.from_toml(Path(recipe)), name=str(recipe))
     first, *others = _OVERRIDE.split(recipe)
-    found = _named(first)
+    base = _named(first)
     if others:
-        found = replace(found, layers=(*found.layers, *map(_override, others)))
-    return replace(found, name=recipe)
+        base = replace(base, layers=(*base.layers, *map(_override, others)))
+    return replace(base, name=recipe)
 
 
 def summary(name: str) -> str:

@@ -327,16 +327,16 @@ class Recipe:
         if not self.layers:
             return self._problems(geometry, geometry.layers)
         numbers = geometry.numbers
-        found: dict[str, list[int]] = {}
+        layers_of: dict[str, list[int]] = {}
         try:
             for number, (_, count) in zip(numbers, self.budget_ranks(numbers), strict=True):
                 for problem in self.for_layer(number, numbers)._problems(geometry, count):
-                    found.setdefault(problem, []).append(number)
+                    layers_of.setdefault(problem, []).append(number)
         except RecipeError as error:
             return [str(error)]
         return [
             f"layer{'s' if len(where) > 1 else ''} {by_layer.listed(where)}: {problem}"
-            for problem, where in found.items()
+            for problem, where in layers_of.items()
         ]
 
     def _problems(self, geometry: Geometry, count: int) -> list[str]:

@@ -37,9 +37,9 @@ def load_plugins() -> None:
 
 def _load(point: metadata.EntryPoint) -> None:
     try:
-        found = point.load()
-        if callable(found) and not isinstance(found, type):
-            found()
+        loaded = point.load()
+        if callable(loaded) and not isinstance(loaded, type):
+            loaded()
     except Exception as error:
         warnings.warn(
             f"kvloom plugin {point.name!r} ({point.value}) failed to load: "

@@ -105,14 +105,14 @@ class Calibration:
 
     def ranges(self, layer: int, kind: str) -> tuple[Tensor, Tensor]:
         """Return minimum and maximum of each channel, fp32 [Hk, D] each."""
-        found = self.tensors.get(f"range.{layer}.{kind}")
-        if found is None:
+        limits = self.tensors.get(f"range.{layer}.{kind}")
+        if limits is None:
             what = kind.replace("_", " ")
             raise CalibrationError(
                 f"{self.name} has no ranges for the {what} of layer {layer}; calibrate again with "
                 "`kvloom calibrate`"
             )
-        low, high = found
+        low, high = limits
         return low, high
 
     def _find(self, name: str, side: str, fmt: Packed) -> Tensor:

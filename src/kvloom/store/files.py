@@ -127,7 +127,7 @@ def _remove_abandoned(path: Path) -> None:
         names = os.listdir(path.parent)
     for name in names:
         if ours.fullmatch(name):
-            found = path.parent / name
-            with suppress(OSError), found.open("r+b") as file:
+            left_over = path.parent / name
+            with suppress(OSError), left_over.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found.unlink()
+                left_over.unlink()

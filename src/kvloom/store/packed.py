@@ -321,9 +321,9 @@ def _empty(x: Tensor, spec: QuantSpec) -> PackedTensors:
 def _with_rows(live: Tensor, rows: int) -> Tensor:
     """Return `live` [., ., n, .] in a new tensor of `rows` rows."""
     b, h, n, d = live.shape
-    found = live.new_empty(b, h, rows, d)
-    found[:, :, :n] = live
-    return found
+    wider = live.new_empty(b, h, rows, d)
+    wider[:, :, :n] = live
+    return wider
 
 
 def _plain(meta: Tensor) -> Tensor:

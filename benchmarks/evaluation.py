@@ -15,7 +15,7 @@ from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.report.machine import machine, model_facts
-from kvloom.workload.forward import Progress
+from kvloom.workload.progress import Progress
 
 HERE = Path(__file__).parent
 

@@ -133,7 +133,7 @@ def main() -> None:
                     right = sum(
                         run_alone(
                             model,
-                            count_correct(model, tokenizer, recipe, hay, settings.batch, "with"),
+                            count_correct(model, tokenizer, recipe, hay, settings.batch, "inside"),
                         )
                         for hay in hays
                     )
@@ -152,7 +152,7 @@ def show(section: str, row: dict, full: float | None) -> None:
     if row["problem"]:
         print(f"{section:>9} {row['recipe']}: {row['problem']}")
         return
-    needle_with = f", {row['needle_with']:6.1%} with --ask with" if "needle_with" in row else ""
+    needle_with = f", {row['needle_with']:6.1%} with --ask inside" if "needle_with" in row else ""
     print(
         f"{section:>9} {row['recipe']:<48} {row['times_smaller']:5.2f}x smaller, perplexity "
         f"{row['perplexity'] / full:6.3f}x, agreement {row['agreement']:6.1%}, "

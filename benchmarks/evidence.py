@@ -22,7 +22,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,9 +41,10 @@ from kvloom.workload.text import library_text
 DTYPE = "bfloat16"
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
 EVICTING = (
-    "h2o,keyformer,snapkv,pyramidkv,streaming,minikv,minikv-snap,"
-    "snapkv+kivi-4.toml,snapkv+turbo-4.toml,expected:store=kivi-4,expected:store=turbo"
-)
+    "h2o", "keyformer", "snapkv", "pyramidkv", "streaming", "minikv", "minikv-snap",
+    "snapkv+kivi-4.toml", "snapkv+turbo-4.toml", "expected:store=kivi-4",
+    "expected:store=turbo",
+)  # fmt: skip
 RECOMMENDED = {  # their shares of the bytes; None: with their own budgets
     "near-lossless": (None,),
     "balanced": (None,),
@@ -51,15 +52,17 @@ RECOMMENDED = {  # their shares of the bytes; None: with their own budgets
     "tiny": (None,),
 }
 OTHERS = (
-    "near-lossless,balanced,small,tiny,kivi-4,kivi:bits=3,kivi,kivi-4-sinks4.toml,kivi-k4v2-sinks4.toml,kivi-sinks4.toml,"
-    "turbo:bits=4,sinks=4,turbo:sinks=4,turbo,turbo:bits=2,sinks=4,rtn:bits=4,rtn,"
-    "kitty,kitty:sinks=4,rotate=true,kitty:boost=32,sinks=4,rotate=true,"
-    "skvq:group=32,quest,clusterkv,clusterkv-2bit"
-)
+    "near-lossless", "balanced", "small", "tiny", "kivi-4", "kivi:bits=3", "kivi",
+    "kivi-4-sinks4.toml", "kivi-k4v2-sinks4.toml", "kivi-sinks4.toml", "turbo:bits=4,sinks=4",
+    "turbo:sinks=4", "turbo", "turbo:bits=2,sinks=4", "rtn:bits=4", "rtn", "kitty",
+    "kitty:sinks=4,rotate=true", "kitty:boost=32,sinks=4,rotate=true", "skvq:group=32", "quest",
+    "clusterkv", "clusterkv-2bit",
+)  # fmt: skip
 FEW = (
-    "near-lossless,balanced,small,tiny,kivi-4,kivi:bits=3,kivi,turbo:sinks=4,skvq:group=32,quest,clusterkv,clusterkv-2bit,"
-    "h2o,keyformer,snapkv,streaming,minikv,minikv-snap,snapkv+kivi-4.toml"
-)
+    "near-lossless", "balanced", "small", "tiny", "kivi-4", "kivi:bits=3", "kivi",
+    "turbo:sinks=4", "skvq:group=32", "quest", "clusterkv", "clusterkv-2bit", "h2o",
+    "keyformer", "snapkv", "streaming", "minikv", "minikv-snap", "snapkv+kivi-4.toml",
+)  # fmt: skip
 FEW_SHARES = 1 / 5, 1 / 8, 1 / 12
 
 
@@ -77,7 +80,7 @@ def prose() -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class TaskSize:
     """How a task is measured: of all recipes, or of `FEW` where a sample takes minutes."""
 
     samples: int
@@ -86,11 +89,11 @@ class Part:
 
 
 TASKS = {
-    "perplexity": Part(4, 128),
-    "niah:single+multikey+passkey": Part(1, few=True),
-    "free": Part(4, 256, few=True),
-    "ruler": Part(1, few=True),
-    "multiturn": Part(2, few=True),
+    "perplexity": TaskSize(4, 128),
+    "niah:single+multikey+passkey": TaskSize(1, few=True),
+    "free": TaskSize(4, 256, few=True),
+    "ruler": TaskSize(1, few=True),
+    "multiturn": TaskSize(2, few=True),
 }
 RUNS = {  # model, context, text
     "smollm2-2k": ("smollm2", 2048, library_text),
@@ -100,9 +103,9 @@ RUNS = {  # model, context, text
 }
 QUICK_RUN = "smollm2-2k"
 QUICK = {
-    "perplexity": "near-lossless,balanced,kivi-4,kivi,snapkv,minikv",
-    "niah:single+multikey+passkey": "near-lossless,balanced,kivi,minikv",
-    "multiturn": "near-lossless,balanced,kivi,minikv",
+    "perplexity": ("near-lossless", "balanced", "kivi-4", "kivi", "snapkv", "minikv"),
+    "niah:single+multikey+passkey": ("near-lossless", "balanced", "kivi", "minikv"),
+    "multiturn": ("near-lossless", "balanced", "kivi", "minikv"),
 }
 QUICK_SHARES = (1 / 5,)
 
@@ -115,13 +118,15 @@ def calibrate(model: object, name: str) -> None:
         subprocess.run([*command, "--recipes", "skvq,skvq:group=32"], check=True)
 
 
-def recipes(names: str, shares: tuple[float, ...], context: int, geometry: object) -> list[Recipe]:
+def recipes(
+    names: Sequence[str], shares: Sequence[float], context: int, geometry: object
+) -> list[Recipe]:
     """Return `full` and the recipes; those that evict once for each share that evicts tokens.
 
     Recommended recipes have the shares of `RECOMMENDED`.
     """
-    found = []
-    for spec in split_recipes(names):
+    sized_recipes = []
+    for spec in names:
         recipe = recipe_of(spec)
         for share in RECOMMENDED.get(spec, shares):
             try:
@@ -133,16 +138,16 @@ def recipes(names: str, shares: tuple[float, ...], context: int, geometry: objec
                 continue
             if sized is not recipe and sized.keep.budget.tokens >= context:
                 print(f"not measured: {sized.name} evicts nothing", file=sys.stderr)
-            elif sized not in found:
-                found.append(sized)
-    return with_full(found)
+            elif sized not in sized_recipes:
+                sized_recipes.append(sized)
+    return with_full(sized_recipes)
 
 
 def measure(
     run: str,
     tasks: list[str],
-    names: str | None,
-    shares: tuple[float, ...] | None,
+    names: Sequence[str] | None,
+    shares: Sequence[float] | None,
     folder: Path,
     samples: int | None = None,
 ) -> list[dict]:
@@ -156,15 +161,17 @@ def measure(
     settings = {"context": [context], "seed": 0}
     evaluation = Evaluation(model, tokenizer, name, folder / run, settings)
     for spec in tasks:
-        part = TASKS[spec]
+        size = TASKS[spec]
         chosen = recipes(
-            names or (FEW if part.few else f"{OTHERS},{EVICTING}"),
-            shares or (FEW_SHARES if part.few else SHARES),
+            names or (FEW if size.few else OTHERS + EVICTING),
+            shares or (FEW_SHARES if size.few else SHARES),
             context,
             evaluation.geometry,
         )
-        size = {"samples": samples or part.samples, "new_tokens": part.new_tokens}
-        evaluation.measure(spec, chosen, text(), context, printer(run), **size)
+        evaluation.measure(
+            spec, chosen, text(), context, printer(run),
+            samples=samples or size.samples, new_tokens=size.new_tokens,
+        )  # fmt: skip
     return [asdict(figures) for figures in evaluation.figures(*TASKS)]
 
 
@@ -181,23 +188,23 @@ def printer(run: str) -> Callable[[str, int], None]:
     return progress
 
 
-def outside(found: list[dict], before: list[dict]) -> list[str]:
+def outside(measured: list[dict], before: list[dict]) -> list[str]:
     """Return a sentence for each score that is outside its published 95% interval."""
     intervals = {(f["task"], f["recipe"]): f["scores"] for f in before}
-    said = []
-    for figures in found:
+    sentences = []
+    for figures in measured:
         key = figures["task"], figures["recipe"]
         if key not in intervals:
-            said.append(f"{key[1]} on {key[0]}: not published")
+            sentences.append(f"{key[1]} on {key[0]}: not published")
             continue
         for score, now in figures["scores"].items():
             was = intervals[key][score]
             low, high = was["low"], was["high"]
             if low is None or not low - 1e-9 <= now["mean"] <= high + 1e-9:
-                said.append(
+                sentences.append(
                     f"{key[1]} on {key[0]}: {score} {now['mean']:.4g} not in {low} … {high}"
                 )
-    return said
+    return sentences
 
 
 def main() -> None:
@@ -218,9 +225,10 @@ def main() -> None:
             "\n".join(wrong) or f"{len(figures)} rows of {QUICK_RUN}: every figure in its interval"
         )
         sys.exit(bool(wrong))
+    names = options.recipes and split_recipes(options.recipes)
     for run in options.runs.split(","):
         figures = measure(
-            run, options.tasks.split(","), options.recipes, None, options.folder, options.samples
+            run, options.tasks.split(","), names, None, options.folder, options.samples
         )
         print(table(figures))
         environment = record.environment(dtype=DTYPE)

@@ -37,7 +37,8 @@ from ..hf.shard import needs_whole
 from ..kernels import ops
 from ..recipe.spec import Recipe
 from ..workload.attachment import attachment_restored
-from ..workload.forward import Progress, forward
+from ..workload.forward import forward
+from ..workload.progress import Progress
 from .attention_figures import (
     EDGES,
     GRID,

@@ -30,7 +30,7 @@ from ..store import Format, LayerMetadata, Packed
 from ..store.codec import Channels
 from ..store.packed import PackedTokens
 from ..workload.attachment import attachment_restored
-from ..workload.forward import Progress
+from ..workload.progress import Progress
 from ..workload.recorder import AttentionInputs, compressible_layers, record
 from ..workload.sampled_attention import AttentionSample, ExactAttention
 

@@ -6,7 +6,6 @@ continues where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,15 +14,13 @@ from transformers import PreTrainedModel
 
 from ..positions.rope import Rope
 from ..store.calibration import Calibration
+from ..workload.progress import TotalProgress
 from ..workload.recorder import AttentionInputs, record
 
 _CHECK_EVERY = 8  # contexts between two comparisons of the ranges; the state is saved then
 
 CONTEXTS, FINISHED, LAYERS = range(3)
 """Indices into the saved state: contexts read, whether reading is finished, layers calibrated."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with the current work, how many of its units are done, and how many there are."""
 
 
 def read_ranges(
@@ -33,7 +30,7 @@ def read_ranges(
     partial: Path,
     rope: Rope | None,
     settled: float,
-    on_step: Progress,
+    on_step: TotalProgress,
 ) -> None:
     """Add the ranges of all layers over contexts ids [M, T] to `found`, and save it to `partial`.
 

@@ -27,11 +27,12 @@ from ..store import Packed
 from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
 from ..store.codec import Channels, consecutive
 from ..workload.attachment import attachment_restored
+from ..workload.progress import TotalProgress
 from ..workload.recorder import AttentionInputs, compressible_layers, record
 from ..workload.sampled_attention import AttentionSample, ExactAttention
 from .channel_groups import group_channels
 from .clip_search import search_clip
-from .ranges import CONTEXTS, LAYERS, Progress, read_ranges
+from .ranges import CONTEXTS, LAYERS, read_ranges
 from .settings import Settings
 
 
@@ -41,7 +42,7 @@ def calibrate(
     recipes: Iterable[Recipe],
     out: Path,
     settings: Settings | None = None,
-    progress: Progress | None = None,
+    progress: TotalProgress | None = None,
 ) -> Calibration:
     """Calibrate a model for the formats of the recipes; the model is left as it was.
 
@@ -89,7 +90,7 @@ def _calibrate(
     formats: list[tuple[str, Packed]],
     out: Path,
     settings: Settings,
-    on_step: Progress,
+    on_step: TotalProgress,
 ) -> Calibration:
     layers, rope = compressible_layers(model), _rope(model, formats)
     partial = out.with_name(out.name + ".partial")

@@ -18,7 +18,7 @@ from .user_errors import user_errors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .progress import Progress
+    from .progress import ProgressDisplay
 
 app = typer.Typer(no_args_is_help=True, help="Analyse a model on a text, as the papers do.")
 
@@ -165,7 +165,7 @@ def _run(
     inputs: _Inputs,
     json: str | None,
     plot: Path | None,
-    measure: Callable[[Any, Any, Progress], Any],
+    measure: Callable[[Any, Any, ProgressDisplay], Any],
     **sizes: int,
 ) -> None:
     """Measure a text, and show the result. name: of a module in `kvloom.analyse`, and of

@@ -50,7 +50,7 @@ def command(
         str,
         typer.Option(
             help="Ask about needles after the context is compressed (after), or at the end of the "
-            "prompt (with)."
+            "prompt (inside)."
         ),
     ] = "after",
     budget: Annotated[
@@ -88,6 +88,7 @@ def command(
 
         named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
         chosen = parse_recipes(",".join(named) if recipes is None else recipes)
+        ask = "inside" if ask == "with" else ask  # as command lines of older versions call it
         settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
         share = None if budget is None else parse_budget(budget)
         # A wrong budget is refused before anything is loaded.

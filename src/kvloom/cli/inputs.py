@@ -11,7 +11,7 @@ import typer
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .progress import Progress
+    from .progress import ProgressDisplay
 
 
 def silence_transformers() -> None:
@@ -36,7 +36,7 @@ class ChosenModel:
         self.name = Path(option).name if Path(option).is_dir() else option
         self.config, self.tokenizer = load_config_and_tokenizer(option, dtype)
 
-    def load(self, progress: Progress) -> Any:
+    def load(self, progress: ProgressDisplay) -> Any:
         """Load the weights and report it as progress, because it may take minutes."""
         from ..workload import models
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import typer
 
-from .progress import Progress
+from .progress import ProgressDisplay
 
 Row = TypeVar("Row")
 EarlyEnd = BaseException | None
@@ -15,7 +15,7 @@ EarlyEnd = BaseException | None
 
 
 def collect_rows(
-    rows: Iterable[Row], line: Callable[[Row], str], progress: Progress
+    rows: Iterable[Row], line: Callable[[Row], str], progress: ProgressDisplay
 ) -> tuple[list[Row], EarlyEnd]:
     """Print a line for each row as it is measured; return the rows, and what ended them early.
 

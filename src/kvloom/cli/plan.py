@@ -12,7 +12,7 @@ from .inputs import silence_transformers
 from .options import RECIPES_HELP, Json, parse_recipes
 from .outputs import check_outputs, show_results
 from .partial_results import finish
-from .progress import Progress, show_progress
+from .progress import ProgressDisplay, show_progress
 from .user_errors import user_errors
 
 
@@ -90,7 +90,7 @@ def command(
         finish(None, [], failed)
 
 
-def _measuring(progress: Progress) -> Callable[[int], Callable[[str, int], None]]:
+def _measuring(progress: ProgressDisplay) -> Callable[[int], Callable[[str, int], None]]:
     """Return the function that announces measurements, and returns what reports them."""
 
     def begin(units: int) -> Callable[[str, int], None]:

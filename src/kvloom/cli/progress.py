@@ -26,15 +26,15 @@ EVERY_S = 10.0
 
 
 @contextmanager
-def show_progress() -> Iterator[Progress]:
-    """Show the progress of the work in this context; yields the `Progress` to report to."""
+def show_progress() -> Iterator[ProgressDisplay]:
+    """Show the progress of the work in this context; yields the `ProgressDisplay` to report to."""
     progress = Bar() if sys.stderr.isatty() else Lines()
     with progress:
         yield progress
 
 
-class Progress:
-    """The object that work reports its progress to."""
+class ProgressDisplay:
+    """Shows the progress that work reports to it."""
 
     def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
         """Report the current work, and that `done` of `total` units of all work are finished.
@@ -62,7 +62,7 @@ class Progress:
         return count
 
 
-class Bar(Progress):
+class Bar(ProgressDisplay):
     """A bar on a terminal; it disappears at the end."""
 
     def __enter__(self) -> None:
@@ -92,7 +92,7 @@ class Bar(Progress):
         self._rich.console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
-class Lines(Progress):
+class Lines(ProgressDisplay):
     """A line every `EVERY_S` seconds, also while the work itself reports nothing."""
 
     def __enter__(self) -> None:

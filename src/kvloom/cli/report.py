@@ -12,7 +12,7 @@ from .outputs import check_outputs, write_file
 from .user_errors import user_errors
 
 if TYPE_CHECKING:
-    from ..eval.page import Run
+    from ..eval.page import RunResults
 
 
 def command(
@@ -48,7 +48,7 @@ def command(
         )
 
 
-def _read(folder: Path) -> list[Run]:
+def _read(folder: Path) -> list[RunResults]:
     """Return the runs in a folder."""
     from ..eval.page import is_kvpress, read_kvpress, read_run
 

@@ -21,8 +21,8 @@ from ..recipe.spec import Recipe
 from ..report.errors import logged_line
 from ..workload.attachment import attachment_restored
 from ..workload.crew import Work
-from ..workload.forward import Progress
 from ..workload.prefill import Prefilled
+from ..workload.progress import Progress
 from .decoding import decode_seconds
 from .passes import measure_all, with_full
 from .result_files import ResultFolder

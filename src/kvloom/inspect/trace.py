@@ -20,7 +20,8 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..store import Format, Packed
 from ..workload.attachment import attachment_restored
-from ..workload.forward import Progress, forward
+from ..workload.forward import forward
+from ..workload.progress import Progress
 from .layer_trace import LayerTrace
 from .token_text import prompt_ids, token_texts
 

@@ -27,8 +27,8 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from ..report.machine import versions
 from ..workload import bandwidth, clock, filled_caches
-from ..workload.forward import Progress
 from ..workload.prefill import available_bytes
+from ..workload.progress import Progress
 from ..workload.random_llama import random_llama
 from ..workload.shapes import LayerShape, ModelShape
 from .decode_step import LayerWork, StepWork

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..recipe.geometry import Geometry
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from ..workload.forward import Progress
+from ..workload.progress import Progress
 from . import machine_file, machine_measurement
 from .cache_bytes import CacheBytes
 from .decode_step import StepWork, step_work

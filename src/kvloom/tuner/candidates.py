@@ -95,8 +95,8 @@ class Scored(NamedTuple):
     """The choices to score. The first one of each list is exact, and what others compare with.
 
     formats: change the keys or the values; all other layers are exact. kept: change the kept
-    tokens; all other layers have the choice `others`. What a layer evicts is often found in another
-    one, as long as that one evicts nothing.
+    tokens; all other layers have the choice `others`. An evicted token often survives in another
+    layer, so `kept` is scored while the other layers evict, too.
     """
 
     formats: list[Choice]
@@ -118,7 +118,7 @@ def to_score(geometry: Geometry, repeats: bool = True) -> Scored:
     def fits(choice: Choice) -> bool:
         kept = KEPT[choice.kept]
         possible = repeats or kept is None or not kept.scorer.repeats
-        return possible and not uniform(choice, Shape(0)).problems(geometry)
+        return possible and not uniform(choice, RecipeShape(0)).problems(geometry)
 
     others = next(choice for choice in (Choice(kept=name) for name in OTHERS) if fits(choice))
     score = others.kept.partition("-")[0]
@@ -142,7 +142,7 @@ def recents(context: int) -> list[int]:
     return [few, more] if 16 * more <= context else [few]
 
 
-class Shape(NamedTuple):
+class RecipeShape(NamedTuple):
     """What the choices of layers leave open.
 
     window: the newest tokens, which stay exact. group: the tokens in a group of rotated keys.
@@ -156,7 +156,7 @@ class Shape(NamedTuple):
     layers: str = "uniform"
 
 
-def parts(choice: Choice, shape: Shape, share: float | None = None) -> dict[str, Any]:
+def parts(choice: Choice, shape: RecipeShape, share: float | None = None) -> dict[str, Any]:
     """Return `keep` and `store` of a choice; share: what the layer keeps (None: its choice's)."""
     keep, kept = None, (KEPT | JOINT)[choice.kept]
     if kept is not None:
@@ -171,13 +171,13 @@ def parts(choice: Choice, shape: Shape, share: float | None = None) -> dict[str,
     return {"keep": keep, "store": Store(keys, FORMATS["values"][choice.values])}
 
 
-def uniform(choice: Choice, shape: Shape, share: float | None = None) -> Recipe:
+def uniform(choice: Choice, shape: RecipeShape, share: float | None = None) -> Recipe:
     """Return the recipe whose layers all have this choice; share: as for `parts`."""
     protect = Protect(SINKS, shape.window)
     return Recipe(**parts(choice, shape, share), protect=protect, name=str(choice))
 
 
-def evicting(choice: Choice, shape: Shape) -> Recipe:
+def evicting(choice: Choice, shape: RecipeShape) -> Recipe:
     """Return the recipe of all layers but a scored one; their heads keep equally many tokens."""
     recipe = uniform(choice, shape)
     assert recipe.keep is not None

@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..recipe.spec import LayerOverride, Recipe
-from .candidates import Choice, Shape, parts, uniform
+from .candidates import Choice, RecipeShape, parts, uniform
 
 
 def by_layer(
     choices: Sequence[Choice],
     numbers: Sequence[int],
-    shape: Shape,
+    shape: RecipeShape,
     shares: Sequence[float | None] | None = None,
 ) -> Recipe:
     """Return the recipe with these choices of the layers `numbers`, in order.
@@ -31,7 +31,9 @@ def by_layer(
         changed = {name: part for name, part in given.items() if part != getattr(own, name)}
         if not changed:
             continue
-        places = [number for _, number in run]
-        where = f"{places[0]}-{places[-1]}" if len(places) > 1 else f"{places[0]}"
+        run_numbers = [number for _, number in run]
+        where = (
+            f"{run_numbers[0]}-{run_numbers[-1]}" if len(run_numbers) > 1 else f"{run_numbers[0]}"
+        )
         overrides.append(LayerOverride(where, **changed))
     return replace(own, layers=tuple(overrides), name="tuned")

@@ -18,7 +18,7 @@ from .candidates import EXACT, KEPT, SCORED_GROUP, Choice, combined
 from .knapsack import Knapsack
 from .layers import by_layer
 from .scores import Scores
-from .sizes import UNIFORM, Sizes
+from .sizes import UNIFORM, LayerSizes
 
 Weights = tuple[float, float, float]
 """By how much the scores of keys, values and kept tokens count."""
@@ -71,8 +71,8 @@ class Costs(NamedTuple):
             if tokens is not None:
                 kept[tokens.share] = choice
         known = sorted(kept)
-        places = [self.choices.index(kept[share]) for share in known]
-        rows = zip(shares, self.values[:, places], strict=True)
+        columns = [self.choices.index(kept[share]) for share in known]
+        rows = zip(shares, self.values[:, columns], strict=True)
         return np.array([np.interp(share, known, row) for share, row in rows])
 
 
@@ -83,7 +83,7 @@ class Problem:
     """
 
     def __init__(
-        self, choices: Sequence[Choice], costs: Costs, sizes: Sizes, shares: Shares
+        self, choices: Sequence[Choice], costs: Costs, sizes: LayerSizes, shares: Shares
     ) -> None:
         self.choices, self.numbers = list(choices), sizes.geometry.numbers
         self.shape, self.shares = sizes.shape, shares
@@ -127,7 +127,7 @@ class Problem:
 
 
 def problems(
-    scores: Scores, sizes: Sizes, shares: Mapping[int, Shares], nbytes: int | None = None
+    scores: Scores, sizes: LayerSizes, shares: Mapping[int, Shares], nbytes: int | None = None
 ) -> list[Problem]:
     """Return the problems of a model.
 

@@ -40,7 +40,7 @@ class Base(NamedTuple):
     outputs: list[Any]
 
 
-class Prompt:
+class ReadPrompt:
     """A prompt ids [1, N] in exact form, and its continuation [1, T].
 
     step: tokens of the continuation that one step of a whole recipe appends, so that tokens leave
@@ -182,14 +182,14 @@ class _Batch(RoutedCache):
 
 
 class _Tokens(NamedTuple):
-    """Exact keys and values [1, Hk, M, D] of a layer, and their logical indices [1, Hk or 1, M].
+    """Exact keys and values [1, Hk, M, D] of a layer.
 
-    places: the indices; None: 0 to M.
+    indices: logical, int64 [1, Hk or 1, M]; None: 0 to M.
     """
 
     k: Tensor
     v: Tensor
-    places: Tensor | None
+    indices: Tensor | None
 
 
 class _Reader(RoutedLayer):
@@ -220,7 +220,7 @@ class _Shared(RoutedLayer):
         rows, k = len(given.k), given.k
         keys = torch.cat([self.tokens.k.expand(rows, -1, -1, -1), k], dim=2)
         values = torch.cat([self.tokens.v.expand(rows, -1, -1, -1), given.v], dim=2)
-        index = self.tokens.places
+        index = self.tokens.indices
         if index is not None:
             new = torch.arange(self.cache.seen, self.cache.seen + k.shape[2], device=k.device)
             index = torch.cat([index, new.expand(*index.shape[:2], -1)], dim=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ..workload import stored_recipes
 from ..workload.attachment import attachment_restored
 from ..workload.forward import forward
 from ..workload.models import check_positions
+from ..workload.progress import TotalProgress
 from ..workload.text import cut_rows, leading_ids, tokenize
 from .bound import Bound
 from .candidates import (
@@ -30,7 +31,7 @@ from .candidates import (
     OTHERS,
     SCORED_GROUP,
     Choice,
-    Shape,
+    RecipeShape,
     combined,
     evicting,
     recents,
@@ -39,14 +40,12 @@ from .candidates import (
 )
 from .precision import in_float32
 from .problem import Problem, problems
-from .prompt import Base, Prompt, repeats
+from .prompt import Base, ReadPrompt, repeats
 from .repair import Measured, repair
 from .scores import Scores
 from .settings import Settings
-from .sizes import Sizes
+from .sizes import LayerSizes
 
-Progress = Callable[[str, int, int], None]
-"""Called with the current work, and how many of how many layers of all texts are scored."""
 FRONT = 24  # bounds at which the front is solved
 
 
@@ -87,7 +86,7 @@ def tune(
     context: int = 2048,
     settings: Settings | None = None,
     folder: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: TotalProgress | None = None,
 ) -> Tuning:
     """Return the recipe whose layers lose least within a bound, with formats and budgets by layer.
 
@@ -101,8 +100,8 @@ def tune(
         bytes: The bound: a share of the exact cache's bytes after `context` tokens. Give it or
             `kl`.
         kl: The bound: a mean divergence from the exact cache in nats.
-        context: Tokens.
-        settings: Of the scores, with another context.
+        context: Tokens of the prompt.
+        settings: How layers are scored; its own `context` is ignored.
         folder: Where scores are written, and read by a second run; None: in kvloom's cache folder.
         progress: Called with finished units of work.
 
@@ -114,7 +113,7 @@ def tune(
     with attachment_restored(model), torch.inference_mode():
         compat.refuse_unsupported(model)
         needs_whole(model, "tuning")
-        sizes = Sizes(compat.geometry(model), context, Shape(settings.window))
+        sizes = LayerSizes(compat.geometry(model), context, RecipeShape(settings.window))
         bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
         repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
         scored = to_score(sizes.geometry, repeats(model, context, repeating))
@@ -160,7 +159,7 @@ def tune(
 
 
 def _search(
-    prompts: _Prompts, scores: Scores, sizes: Sizes, bound: Bound, on_step: Progress
+    prompts: _Prompts, scores: Scores, sizes: LayerSizes, bound: Bound, on_step: TotalProgress
 ) -> tuple[Measured, Problem]:
     """Score the layers; return the best recipe that was measured, and the first problem."""
     score(prompts, scores, sizes.geometry.numbers, on_step)
@@ -185,18 +184,20 @@ def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int
     return sum(layer.cache.nbytes for layer in cache.routed)
 
 
-def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Progress) -> None:
+def score(
+    prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: TotalProgress
+) -> None:
     """Add the scores that are missing, layer by layer."""
-    shape = Shape(prompts.settings.window, SCORED_GROUP)
+    shape = RecipeShape(prompts.settings.window, SCORED_GROUP)
     scored = scores.scored
     formats = [uniform(choice, shape) for choice in scored.formats]
     kept = [uniform(choice, shape) for choice in scored.kept]
     others = evicting(scored.others, shape)
-    places = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
+    layers_of_texts = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
     evicted: dict[int, Base] = {}
-    for done, (text, number) in enumerate(places):
+    for done, (text, number) in enumerate(layers_of_texts):
         if (text, number) not in scores:
-            on_step(f"scoring layer {number} on text {text + 1}", done, len(places))
+            on_step(f"scoring layer {number} on text {text + 1}", done, len(layers_of_texts))
             prompt = prompts[text]
             if text not in evicted:
                 evicted = {text: prompt.evicted(others)}
@@ -207,7 +208,7 @@ def score(prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: Pr
             scores.add(text, number, found)
 
 
-def joint_shares(prompts: _Prompts, shape: Shape) -> dict[str, list[float]]:
+def joint_shares(prompts: _Prompts, shape: RecipeShape) -> dict[str, list[float]]:
     """Return what each layer keeps where the heads of all layers compete, by the names in `JOINT`.
 
     The mean over the texts, in ten thousandths of the prompt.
@@ -224,9 +225,9 @@ class _Prompts:
 
     def __init__(self, model: PreTrainedModel, rows: Tensor, settings: Settings) -> None:
         self.model, self.rows, self.settings = model, rows, settings
-        self.read: dict[int, Prompt] = {}
+        self.read: dict[int, ReadPrompt] = {}
 
-    def __getitem__(self, text: int) -> Prompt:
+    def __getitem__(self, text: int) -> ReadPrompt:
         if text not in self.read:
             s = self.settings
             ids, after = self.rows[text : text + 1].split([s.context, s.tokens], dim=1)
@@ -235,7 +236,7 @@ class _Prompts:
             )
             repeated = [ids[:, begin : begin + s.passage] for begin in begins]
             after = torch.cat([after, *repeated], dim=1)
-            self.read[text] = Prompt(self.model, ids, after, s.window)
+            self.read[text] = ReadPrompt(self.model, ids, after, s.window)
         return self.read[text]
 
     def whole(self, recipes: Sequence[Recipe]) -> Tensor:

@@ -9,19 +9,19 @@ from typing import NamedTuple
 import numpy as np
 
 from ..recipe.geometry import Geometry
-from .candidates import JOINT, Choice, Shape, uniform
+from .candidates import JOINT, Choice, RecipeShape, uniform
 
 UNIFORM = Choice("rotated-4", "turbo-4", next(iter(JOINT)))
 """What all layers have where they are the same, as in `small`; its share fills the bytes."""
 FINENESS = 10_000  # a share is a whole number of these parts of the prompt
 
 
-class Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """What bytes depend on besides a layer's choice: the model, a prompt's tokens, the shape."""
 
     geometry: Geometry
     context: int
-    shape: Shape
+    shape: RecipeShape
 
     def of(self, choices: Sequence[Choice], share: float | None = None) -> np.ndarray:
         """Return the bytes of one layer with each choice, int64 [choices].

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf import compat
 from ..hf.routed import RoutedCache
-
-Progress = Callable[[str, int], None]
-"""Called with the current work, and the units of work finished since the last call."""
 
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: RoutedCache, every: bool = False) -> Tensor:

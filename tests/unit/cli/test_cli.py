@@ -66,7 +66,7 @@ def test_one_budget_for_all_and_questions_with_the_prompt(here):
                 "--budget", "0.25")  # fmt: skip
     data = json.loads(found.stdout)
     assert data["environment"]["budget"] == 0.25
-    assert data["environment"]["ask"] == "with"
+    assert data["environment"]["ask"] == "inside"
     assert data["environment"]["without_budget"] == ["full", "kivi:group=32"]
     full, h2o, window, quest, kivi = data["rows"]
     assert h2o["kv_bytes"] < 0.4 * full["kv_bytes"]

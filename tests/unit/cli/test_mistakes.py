@@ -106,7 +106,7 @@ OWN = [
     ("compare --budget 16 --recipes snapkv", "window of 32 tokens does not fit a budget"),
     ("compare --budget 0.04 --recipes quest",
      "--budget 0.04 with quest: a budget of 81 tokens leaves nothing to find beside 80"),
-    ("compare --ask before", "ask='before' is unknown; use one of after, with"),
+    ("compare --ask before", "ask='before' is unknown; use one of after, inside"),
     ("compare text.txt --model model --context 1000", "use a context of 863 or less"),
     ("analyse attention text.txt --model model", "the model has 1024; give less text"),
     ("analyse error short.txt --model model", "give more text, a shorter context or fewer new"),

@@ -20,10 +20,10 @@ from kvloom.hf import compat
 from kvloom.recipe import LayerOverride, Recipe
 from kvloom.tuner import Settings, prompt
 from kvloom.tuner.bound import Bound
-from kvloom.tuner.candidates import Choice, Shape, evicting, uniform
+from kvloom.tuner.candidates import Choice, RecipeShape, evicting, uniform
 from kvloom.tuner.layers import by_layer
 from kvloom.tuner.precision import in_float32
-from kvloom.tuner.prompt import Prompt
+from kvloom.tuner.prompt import ReadPrompt
 from kvloom.workload.models import load
 
 SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
@@ -54,7 +54,7 @@ def ids(model, tokens, seed=0):
 @torch.inference_mode()
 @pytest.mark.parametrize("share", [0.4, 0.56])
 def test_shares_of_layers_are_those_of_a_cache_whose_heads_compete(model, read, share):
-    shape = Shape(4, layers="joint")
+    shape = RecipeShape(4, layers="joint")
     recipe = uniform(Choice(kept=f"joint-{share}"), shape)
     cache = kvloom.Cache(model, recipe)
     model(input_ids=ids(model, CONTEXT), past_key_values=cache)
@@ -67,7 +67,7 @@ def test_shares_of_layers_are_those_of_a_cache_whose_heads_compete(model, read, 
 
 @pytest.fixture
 def read(model):
-    return Prompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=4)
+    return ReadPrompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=4)
 
 
 @torch.inference_mode()
@@ -84,7 +84,7 @@ def decoded(model, recipe, step):
 @pytest.mark.parametrize("kept", ["snapkv-0.3", "kvzip-0.3"])
 def test_a_whole_recipe_is_measured_as_a_cache_decodes_it(model, read, kept):
     choices = [Choice("rotated-2", "turbo-2"), Choice(), Choice("rotated-4", "exact", kept)]
-    recipe = by_layer(choices, range(3), Shape(4))
+    recipe = by_layer(choices, range(3), RecipeShape(4))
     kl = read.whole([Recipe(), recipe])
     exact, other = decoded(model, Recipe(), 4), decoded(model, recipe, 4)
     assert kl[0].max() < 1e-5
@@ -99,9 +99,9 @@ def test_one_layer_equals_a_recipe_whose_other_layers_evict_alike(
     model, read, number, others, monkeypatch
 ):
     packed = Choice("rotated-2", "turbo-2", "snapkv-0.3")
-    tried = [uniform(x, Shape(4)) for x in (Choice(), packed)]
+    tried = [uniform(x, RecipeShape(4)) for x in (Choice(), packed)]
     other = Choice(kept=others)
-    rest = uniform(other, Shape(4)) if others == "all" else evicting(other, Shape(4))
+    rest = uniform(other, RecipeShape(4)) if others == "all" else evicting(other, RecipeShape(4))
     own = LayerOverride(str(number), keep=tried[1].keep, store=tried[1].store)
     recipe = replace(rest, layers=(own,))
 
@@ -116,7 +116,7 @@ def test_one_layer_equals_a_recipe_whose_other_layers_evict_alike(
     assert kl[1].min() > 0
     torch.testing.assert_close(kl[1], read.whole([recipe])[0], rtol=1e-3, atol=1e-5)
     monkeypatch.setattr(prompt, "decoder_layers", lambda model: [])  # nothing is skipped
-    whole = Prompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=12)
+    whole = ReadPrompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=12)
     torch.testing.assert_close(kl, scored(whole), rtol=1e-3, atol=1e-5)
 
 
@@ -127,13 +127,13 @@ def test_a_model_in_half_precision_is_scored_in_float32_and_has_its_weights_agai
     buffers = {name: x.clone() for name, x in half.named_buffers()}
     with in_float32(half):
         assert half.dtype == torch.float32
-        assert Prompt(half, ids(half, CONTEXT), ids(half, 4), step=4).logp.isfinite().all()
+        assert ReadPrompt(half, ids(half, CONTEXT), ids(half, 4), step=4).logp.isfinite().all()
     assert {name: x.data_ptr() for name, x in half.named_parameters()} == before
     assert all(torch.equal(x, buffers[name]) for name, x in half.named_buffers())
 
 
 def test_a_pass_leaves_the_forwards_of_the_model(model, read):
-    read.one_layer(2, [uniform(Choice("rotated-2"), Shape(4))], read.exact)
+    read.one_layer(2, [uniform(Choice("rotated-2"), RecipeShape(4))], read.exact)
     assert all("forward" not in vars(layer) for layer in model.model.layers)
 
 
@@ -171,20 +171,20 @@ def test_a_bound_on_the_divergence_is_met_with_fewer_bytes_where_it_is_looser(tu
 
 
 def test_a_divergence_that_no_measured_recipe_has_is_refused_with_the_nearest(tune, monkeypatch):
-    whole = Prompt.whole
-    monkeypatch.setattr(Prompt, "whole", lambda *x: torch.ones_like(whole(*x)))
+    whole = ReadPrompt.whole
+    monkeypatch.setattr(ReadPrompt, "whole", lambda *x: torch.ones_like(whole(*x)))
     with pytest.raises(InputError, match=r"is within kl=0.5; the nearest has kl=1: allow"):
         tune(kl=0.5)
 
 
 def test_another_bound_is_solved_without_scoring_again(tune, monkeypatch):
     tune(bytes=0.3)
-    monkeypatch.setattr(Prompt, "one_layer", None)
+    monkeypatch.setattr(ReadPrompt, "one_layer", None)
     assert tune(bytes=0.5).tuned.kl < tune(bytes=0.25).tuned.kl
 
 
 def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
-    scored, one_layer = [], Prompt.one_layer
+    scored, one_layer = [], ReadPrompt.one_layer
 
     def interrupted(self, number, recipes, base):
         if base is self.exact:
@@ -193,7 +193,7 @@ def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
             scored.append(number)
         return one_layer(self, number, recipes, base)
 
-    monkeypatch.setattr(Prompt, "one_layer", interrupted)
+    monkeypatch.setattr(ReadPrompt, "one_layer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tune(bytes=0.3)
     lines = tmp_path / "scores" / "scores.jsonl"
@@ -203,7 +203,7 @@ def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
     resumed = tune(bytes=0.3)
     assert scored == [1, 2]
     assert len(lines.read_text().splitlines()) == 6
-    monkeypatch.setattr(Prompt, "one_layer", one_layer)
+    monkeypatch.setattr(ReadPrompt, "one_layer", one_layer)
     assert resumed.recipe == tune(bytes=0.3, folder=tmp_path / "fresh").recipe
 
 

@@ -13,12 +13,12 @@ from kvloom.hf import compat
 from kvloom.recipe import Recipe
 from kvloom.tuner import candidates, prompt
 from kvloom.tuner.bound import Bound
-from kvloom.tuner.candidates import Choice, Shape, uniform
+from kvloom.tuner.candidates import Choice, RecipeShape, uniform
 from kvloom.tuner.knapsack import Knapsack
 from kvloom.tuner.layers import by_layer
 from kvloom.tuner.problem import Costs, problems, steadied
 from kvloom.tuner.repair import repair
-from kvloom.tuner.sizes import UNIFORM, Sizes
+from kvloom.tuner.sizes import UNIFORM, LayerSizes
 
 # the knapsack
 
@@ -64,15 +64,15 @@ def test_bytes_in_large_units_still_keep_the_bound(monkeypatch):
 def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
     geometry = compat.geometry(model)
     choices = candidates.combined(candidates.to_score(geometry))
-    nbytes = dict(zip(choices, Sizes(geometry, 200, Shape(8)).of(choices), strict=True))
+    nbytes = dict(zip(choices, LayerSizes(geometry, 200, RecipeShape(8)).of(choices), strict=True))
     rng = np.random.default_rng(0)
     for _ in range(20):
         chosen = [choices[i] for i in rng.integers(0, len(choices), geometry.layers)]
-        recipe = by_layer(chosen, geometry.numbers, Shape(8))
+        recipe = by_layer(chosen, geometry.numbers, RecipeShape(8))
         assert recipe.nbytes(200, geometry) == sum(nbytes[choice] for choice in chosen)
         for number, choice in zip(geometry.numbers, chosen, strict=True):
             plain = recipe.for_layer(number, geometry.numbers)
-            assert replace(plain, name="") == replace(uniform(choice, Shape(8)), name="")
+            assert replace(plain, name="") == replace(uniform(choice, RecipeShape(8)), name="")
 
 
 def test_choices_that_do_not_fit_the_heads_are_left_out(model):
@@ -86,7 +86,7 @@ def test_choices_that_do_not_fit_the_heads_are_left_out(model):
 
 def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
     geometry = compat.geometry(model)
-    evicting = uniform(Choice(kept="kvzip-0.5"), Shape(4))
+    evicting = uniform(Choice(kept="kvzip-0.5"), RecipeShape(4))
     assert prompt.repeats(model, 240, evicting)
     assert not prompt.repeats(model, 300, evicting)  # it has 512 positions
     scored = candidates.to_score(geometry, repeats=False)
@@ -97,7 +97,7 @@ def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
 def test_costs_are_drawn_to_the_mean_and_never_fall_with_the_bytes(model):
     scored = candidates.to_score(compat.geometry(model))
     choices = [*scored.formats, *scored.kept[1:]]
-    nbytes = Sizes(compat.geometry(model), 512, Shape(8)).of(choices)
+    nbytes = LayerSizes(compat.geometry(model), 512, RecipeShape(8)).of(choices)
     costs = np.random.default_rng(0).normal(0.1, 0.1, (3, len(choices)))
     costs[:, 0] = 0
     found = steadied(costs, choices, nbytes)
@@ -137,7 +137,9 @@ def drawn_problems(model, nbytes=None):
     rng, names = np.random.default_rng(1), candidates.JOINT
     shares = {name: rng.uniform(0.3, 0.9, geometry.layers).round(4).tolist() for name in names}
     every = dict.fromkeys(candidates.recents(LONG), shares)
-    return problems(FakeScores(geometry), Sizes(geometry, LONG, Shape(8)), every, nbytes), geometry
+    return problems(
+        FakeScores(geometry), LayerSizes(geometry, LONG, RecipeShape(8)), every, nbytes
+    ), geometry
 
 
 def test_bytes_and_costs_of_every_problem_are_those_of_its_recipes(model, monkeypatch):

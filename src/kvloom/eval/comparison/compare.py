@@ -17,8 +17,8 @@ from ...recipe.spec import Recipe
 from ...report.errors import logged_line
 from ...workload.attachment import attachment_restored
 from ...workload.crew import Work
-from ...workload.forward import Progress
 from ...workload.prefill import Prefilled
+from ...workload.progress import Progress
 from ..passes import measure_all, with_full
 from .measure import Measurement, measure
 from .needles import Haystack, count_correct
@@ -70,7 +70,7 @@ def iter_rows(
             yield comparison.row(recipe, found)
 
 
-class _Measured(NamedTuple):
+class _PromptResult(NamedTuple):
     """What a recipe did on one prompt: questions it answered correctly, and figures of the text."""
 
     correct: int
@@ -80,7 +80,8 @@ class _Measured(NamedTuple):
 class _Comparison:
     """Measures a recipe on each prompt of a task, and reports progress.
 
-    left: the units of progress that each recipe has left.
+    haystack_of_prompt: None for a prompt that is text. left: the units of progress that each recipe
+    has left.
     """
 
     def __init__(
@@ -92,23 +93,25 @@ class _Comparison:
         recipes: Sequence[Recipe],
     ) -> None:
         self.model, self.tokenizer, self.task, self.progress = model, tokenizer, task, progress
-        self.haystacks = [haystack for _, haystack in task.prompts]
+        self.haystack_of_prompt = [haystack for _, haystack in task.prompts]
         self.left = dict.fromkeys(recipes, task.units)
 
     def on_pass(self, number: int, recipes: Sequence[Recipe]) -> None:
         """Report that a prompt is read for these recipes."""
         who = f"{len(recipes)} recipes" if len(recipes) > 1 else recipes[0].name
-        self.progress(f"{who}: reading context {number + 1} of {len(self.haystacks)}", 0)
+        self.progress(f"{who}: reading context {number + 1} of {len(self.haystack_of_prompt)}", 0)
 
-    def measure(self, number: int, filled: Prefilled, full: _Measured | None) -> Work[_Measured]:
+    def measure(
+        self, number: int, filled: Prefilled, full: _PromptResult | None
+    ) -> Work[_PromptResult]:
         """Measure a recipe whose cache holds prompt `number`: a haystack, or at last the text."""
         recipe = filled.recipe
         self._count(recipe, "reading contexts", 1)
-        if number < len(self.haystacks) - 1:
-            haystack = self.haystacks[number]
+        if number < len(self.haystack_of_prompt) - 1:
+            haystack = self.haystack_of_prompt[number]
             if haystack is None:  # to warm up
-                return _Measured(0)
-            return _Measured((yield from self._answer(recipe, haystack, filled.cache)))
+                return _PromptResult(0)
+            return _PromptResult((yield from self._answer(recipe, haystack, filled.cache)))
         exact = None if full is None else full.text
         found = yield from measure(
             self.model, filled, self.task, exact, partial(self._count, recipe)
@@ -116,9 +119,9 @@ class _Comparison:
         correct = 0
         for haystack in () if self.task.reads_haystacks else self.task.haystacks:
             correct += yield from self._answer(recipe, haystack, None)
-        return _Measured(correct, found)
+        return _PromptResult(correct, found)
 
-    def row(self, recipe: Recipe, found: list[_Measured] | Exception) -> Row:
+    def row(self, recipe: Recipe, found: list[_PromptResult] | Exception) -> Row:
         """Return the row of a recipe: its figures, or why there are none."""
         if isinstance(found, Exception):
             self._count(recipe, "no figures", self.left[recipe])

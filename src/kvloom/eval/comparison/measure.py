@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from ...recall import Traffic
 from ...workload.crew import Ask, Work
-from ...workload.forward import Progress
 from ...workload.prefill import Prefilled
+from ...workload.progress import Progress
 from ..decoding import decode_seconds
 from .rows import Row
 from .task import ComparisonTask

@@ -27,7 +27,7 @@ from ..questions import draw_number, split_at_answer
 NEEDLES_PER_CONTEXT = 8  # with one question each
 ASK = {
     "after": "after the context is compressed, so that no score depends on the question",
-    "with": "at the end of the prompt, so that the question is part of what is compressed",
+    "inside": "at the end of the prompt, so that the question is part of what is compressed",
 }
 
 

@@ -15,7 +15,7 @@ _OFFSETS = [(6, 5), (6, -12), (-6, 5), (-6, -12), (0, 13), (0, -20), (6, 18), (6
            (-6, -26), (0, 28), (0, -36), (6, 34), (-6, 34)]  # fmt: skip
 
 
-class Point(NamedTuple):
+class Mark(NamedTuple):
     """A recipe's mark: bits per value, a figure, and its color and marker in both panels."""
 
     name: str
@@ -50,7 +50,7 @@ def _panel(
 ) -> None:
     marks = {row.recipe: line_style(i)[:2] for i, row in enumerate(rows)} | {"full": ("black", "o")}
     points = [
-        Point(row.recipe, row.bits_per_value, y, *marks[row.recipe])
+        Mark(row.recipe, row.bits_per_value, y, *marks[row.recipe])
         for row in rows
         if row.bits_per_value is not None and (y := height(row)) is not None and math.isfinite(y)
     ]
@@ -71,7 +71,7 @@ def _panel(
     _add_labels(axes, points)
 
 
-def _add_labels(axes: Any, points: Sequence[Point]) -> None:
+def _add_labels(axes: Any, points: Sequence[Mark]) -> None:
     """Label every mark; choose the offset at which the label covers the fewest labels and marks."""
     figure = axes.figure
     figure.canvas.draw()

@@ -12,6 +12,6 @@ from __future__ import annotations
 from .data import page_data
 from .html import page
 from .kvpress import is_kvpress, read_kvpress
-from .read import Run, read_run
+from .read import RunResults, read_run
 
-__all__ = ["Run", "is_kvpress", "page", "page_data", "read_kvpress", "read_run"]
+__all__ = ["RunResults", "is_kvpress", "page", "page_data", "read_kvpress", "read_run"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from ... import __version__
 from ..summary import EXACT, Figures, Interval, higher_is_better, main_score, pareto
-from .read import Run
+from .read import RunResults
 
 CONTEXT_ENDS = 2000  # characters of a long context that the page shows from each end
 _CHUNK = 400_000  # characters of JSON in a chunk
@@ -26,7 +26,7 @@ _CURVE_POINTS = 160
 _PROMPT_FIELDS = {"task", "sample", "context", "question", "reference"}
 
 
-def page_data(runs: Sequence[Run]) -> tuple[dict[str, Any], list[str]]:
+def page_data(runs: Sequence[RunResults]) -> tuple[dict[str, Any], list[str]]:
     """Return the summary of all runs as plain data, and the chunks: base64 of gzipped JSON."""
     chunks: list[str] = []
     names = _unique([run.name for run in runs])
@@ -44,7 +44,7 @@ def page_data(runs: Sequence[Run]) -> tuple[dict[str, Any], list[str]]:
     return {"kvloom": __version__, "exact": EXACT, "runs": _finite(summary)}, chunks
 
 
-def _tasks(run: Run) -> list[str]:
+def _tasks(run: RunResults) -> list[str]:
     """Return the tasks with at least one score, in the order of the settings."""
     found = list(dict.fromkeys(f.task for f in run.figures if f.scores))
     wanted = run.settings.get("tasks")
@@ -52,7 +52,7 @@ def _tasks(run: Run) -> list[str]:
     return sorted(found, key=lambda task: order.get(task, len(order)))
 
 
-def _task(run: Run, task: str, chunks: list[str]) -> dict[str, Any]:
+def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
     rows = [figures for figures in run.figures if figures.task == task]
     scores = list(dict.fromkeys(name for row in rows for name in row.scores))
     main = main_score(task, scores)
@@ -137,7 +137,7 @@ def _curves(lines: Sequence[dict[str, Any] | None]) -> dict[str, list[list[float
     return means
 
 
-def _pack(task: str, run: Run, recipes: list[str], chunks: list[str]) -> list[list[int]]:
+def _pack(task: str, run: RunResults, recipes: list[str], chunks: list[str]) -> list[list[int]]:
     """Append the chunks of a task; returns [first sample, number of the chunk] of each."""
     index: list[list[int]] = []
     pending: list[str] = []
@@ -160,7 +160,7 @@ def _pack(task: str, run: Run, recipes: list[str], chunks: list[str]) -> list[li
     return index
 
 
-def _sample_texts(task: str, run: Run, recipes: list[str]) -> Iterator[str]:
+def _sample_texts(task: str, run: RunResults, recipes: list[str]) -> Iterator[str]:
     """Yield each sample as JSON; equal answers of several recipes are stored once.
 
     `texts`: [answer, tokens], the answer null if it is the joined tokens. `which`: by recipe, the

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import InputError
 from ..summary import EXACT, Figures, Interval
-from .read import Run
+from .read import RunResults
 
 _PERCENT = {"ruler", "longbench", "longbench-e", "longbench-v2"}  # kvpress writes 0 to 100
 _CONTEXT = "(kvpress does not write the context to its result files)"
@@ -29,17 +29,17 @@ def is_kvpress(folder: Path) -> bool:
     return next(_result_folders(folder), None) is not None
 
 
-def read_kvpress(folder: Path) -> list[Run]:
+def read_kvpress(folder: Path) -> list[RunResults]:
     """Return the results of kvpress in a folder: one run for each model and length of the data.
 
     Raises `InputError` for a file that cannot be read.
     """
-    runs: dict[tuple[str, str], Run] = {}
+    runs: dict[tuple[str, str], RunResults] = {}
     for place in _result_folders(folder):
         config = _config(place)
         model, length = str(config["model"]), str(config.get("data_dir") or "")
         name = " · ".join(filter(None, ("kvpress", model.rpartition("/")[2], length)))
-        run = runs.setdefault((model, length), Run(name, "tokens", {"name": model}, {}, {}))
+        run = runs.setdefault((model, length), RunResults(name, "tokens", {"name": model}, {}, {}))
         _read_result(place, config, run)
     return list(runs.values())
 
@@ -91,7 +91,7 @@ def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdigit()
 
 
-def _read_result(place: Path, config: dict[str, Any], run: Run) -> None:
+def _read_result(place: Path, config: dict[str, Any], run: RunResults) -> None:
     """Add the figures and the predictions of one folder."""
     path = place / "metrics.json"
     try:

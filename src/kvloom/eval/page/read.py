@@ -18,7 +18,7 @@ REMEDY = "remove the line and run 'kvloom eval' again, which measures the sample
 
 
 @dataclass
-class Run:
+class RunResults:
     """The results of one folder.
 
     counts: what shares count, "bytes" or "tokens". prompts: task → sample → its line.
@@ -35,14 +35,14 @@ class Run:
     figures: list[Figures] = field(default_factory=list)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunResults:
     """Return the results in a folder of `kvloom eval`.
 
     Raises `InputError` for a folder without run.json, another format, a damaged line, or if no
     sample has scores.
     """
     head = read_head(folder)
-    run = Run(
+    run = RunResults(
         folder.resolve().name, "bytes", head.get("model", {}), head.get("environment", {}),
         head.get("settings", {}),
     )  # fmt: skip
@@ -68,7 +68,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_task(path: Path, run: Run) -> None:
+def _read_task(path: Path, run: RunResults) -> None:
     """Add the lines of one task's file; tokens that repeat share one string."""
     for record in read_records(path, {"task": str, "sample": str, "recipe": str}, REMEDY):
         line = record.value

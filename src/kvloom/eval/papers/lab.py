@@ -24,9 +24,10 @@ from ...recipe.geometry import Geometry
 from ...recipe.resolve import resolve
 from ...recipe.spec import Recipe
 from ...workload.models import max_positions
+from ...workload.progress import Progress
 from ...workload.text import cut_rows
 from ..comparison.task import QUESTION_POSITIONS
-from ..evaluate import Progress, evaluate, units
+from ..evaluate import evaluate, units
 from ..passes import with_full
 from ..result_files import ResultFolder
 from ..sample import Source, Task

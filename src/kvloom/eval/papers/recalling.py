@@ -21,7 +21,8 @@ from ...hf.observe import ObservedStep, observe
 from ...recall import Clusters, Index, Pages, TopK
 from ...workload import clock
 from ...workload.attachment import attachment_restored
-from ...workload.forward import Progress, forward
+from ...workload.forward import forward
+from ...workload.progress import Progress
 
 SINKS, FULL_LAYERS = 16, 2
 PAPER = Clusters(size=80, block_clusters=4, iterations=20)

@@ -26,7 +26,7 @@ class Side(NamedTuple):
     tail_n: Any
 
 
-class Rows(NamedTuple):
+class ExactRows(NamedTuple):
     """Exact tokens: where they are, and strides of batch rows, heads and tokens."""
 
     first: Any

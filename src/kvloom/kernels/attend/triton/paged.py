@@ -18,7 +18,7 @@ from ..kv_view import KVView
 from ..pages import PageTable
 from ..reference import First, State
 from . import decode
-from .arguments import Options, Rows
+from .arguments import ExactRows, Options
 from .launch import (
     Launch,
     nothing,
@@ -92,8 +92,8 @@ def arguments(
     blocks, packed, tokens, tails = table.contiguous
     given = {
         "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
-        "k_sinks": Rows(first[0], *first[0].stride()[:3]),
-        "v_sinks": Rows(first[1], *first[1].stride()[:3]),
+        "k_sinks": ExactRows(first[0], *first[0].stride()[:3]),
+        "v_sinks": ExactRows(first[1], *first[1].stride()[:3]),
         "blocks_ptr": blocks, "packed_ptr": packed,
         "tokens_ptr": tokens, "tails_ptr": tails, "scale": float(scale), "h": heads, "r": r,
         "width": blocks.shape[1], "sinks": count, "splits": splits,

@@ -169,5 +169,6 @@ def check_implementation(model: PreTrainedModel) -> None:
     if implementation != attention.NAME:
         raise CacheMisuse(
             f"the model's attention implementation is {implementation!r} now and its attention "
-            'would not reach kvloom; call model.set_attn_implementation("kvloom"), or kvloom.detach(model)'
+            'would not reach kvloom; call model.set_attn_implementation("kvloom"), or '
+            "kvloom.detach(model)"
         )

@@ -66,6 +66,12 @@ def keys(layer: LayerCache) -> KVSide:
     return layer.state.segment.keys
 
 
+def oldest_keys(layer: LayerCache, n: int) -> Tensor:
+    """The keys of the n oldest tokens that are not offloaded, unpacked: [B, Hk, n, D]."""
+    side = keys(layer).view(0, n, layer.state.segment.positions)
+    return side if isinstance(side, Tensor) else side.tensor()
+
+
 def values(layer: LayerCache) -> KVSide:
     """The values: a packed prefix and an exact tail."""
     return layer.state.segment.values

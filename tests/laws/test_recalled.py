@@ -14,7 +14,6 @@ import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.cache.layer import LayerCache
-from kvloom.cache.retriever import _keys
 from kvloom.recall import Recall, Tier
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
@@ -129,7 +128,7 @@ def test_finding_every_token_is_the_plain_cache(recipe):
         feed(c, *(x[:, :, :PROMPT] for x in qkv))
     held = probe.indexed(cache)
     slots = probe.retriever(cache).finder.find(
-        qkv[0][:, :, PROMPT], held, "mean", lambda: _keys(probe.tokens(cache), 0, held)
+        qkv[0][:, :, PROMPT], held, "mean", lambda: probe.oldest_keys(cache, held)
     )
     assert torch.equal(slots.sort(dim=-1).values, torch.arange(held).expand_as(slots))
     room = held - unit + recipe.protect.tokens

@@ -34,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     arguments = [*(["--brief"] if options.brief else []), "--only", options.only]
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    found, problems = [], []
+    forms, problems = [], []
     with subprocess.Popen(
         [sys.executable, TOOL, *arguments],
         stdout=subprocess.PIPE,
@@ -44,7 +44,7 @@ def main() -> int:
         assert process.stdout is not None
         for line in process.stdout:
             one = json.loads(line)
-            found.append(one)
+            forms.append(one)
             problems += compile_triton.problems(one)
             print(
                 f"{one['family']:7} sm_{one['arch']} {one['registers']:4} registers "
@@ -55,7 +55,7 @@ def main() -> int:
     if process.returncode or problems:
         return 1
     if not options.brief and not options.only:
-        write("aot", {"environment": environment(triton=triton.__version__), "forms": found})
+        write("aot", {"environment": environment(triton=triton.__version__), "forms": forms})
     return 0
 
 

@@ -76,8 +76,8 @@ def main() -> None:
     for spec in split_recipes(options.recipes):
         for file in options.files:
             recipe = resolve(f"{spec}{',' if ':' in spec else ':'}calibration={file}")
-            found = errors(model, ids, recipe)
-            each = torch.tensor([found[n] for n in sorted(found)])
+            errors_by_layer = errors(model, ids, recipe)
+            each = torch.tensor([errors_by_layer[n] for n in sorted(errors_by_layer)])
             all_tokens, as_skvq = each.mean(0).tolist()
             share = at_the_bound(model, recipe)
             print(f"{spec:>40} {all_tokens:10.4f} {as_skvq:8.4f} {share:9.1%}  {file}", flush=True)

@@ -72,7 +72,7 @@ class Option:
 
 def keeps() -> list[Option]:
     """Return no keep, every score at every time it allows, and variants of a budget."""
-    found = [Option("-")]
+    options = [Option("-")]
     prompt = Budget(tokens=BUDGET, recent=32)
     for kind, scorer in SCORERS.items():
         for when, limit in (("prompt", None), ("step", None), ("limit", PROMPT + 10)):
@@ -81,7 +81,7 @@ def keeps() -> list[Option]:
             except (RecipeError, TypeError):
                 continue
             alone = when != "prompt" or keep.by_age
-            found.append(Option(f"{kind} {when}", keep, 4, pairs=alone))
+            options.append(Option(f"{kind} {when}", keep, 4, pairs=alone))
     mass = SCORERS["mass"]()
     recent = SCORERS["recent"]()
     for name, keep in {
@@ -96,32 +96,32 @@ def keeps() -> list[Option]:
         "renumbered step": Keep(prompt, mass, positions="renumbered"),
         "renumbered window": Keep(Budget(BUDGET), recent, positions="renumbered"),
     }.items():
-        found.append(Option(name, keep, 0 if name == "no sinks" else 4, pairs=True))
-    return found
+        options.append(Option(name, keep, 0 if name == "no sinks" else 4, pairs=True))
+    return options
 
 
 def stores() -> list[Option]:
     """Return the exact store, those of all named recipes, and every other registered format."""
-    found = [Option("exact", Store())]
+    options = [Option("exact", Store())]
     named = {name: resolve(name) for name in (*RECIPES, *MORE_STORES)}
     # a store gets the name of a recipe that is that store alone, where there is one
     for name in sorted(named, key=lambda name: named[name].budgeted):
         recipe = named[name]
         protect = recipe.protect
-        known = any((recipe.store, protect.recents) == (o.part, _pair(o.recent)) for o in found)
+        known = any((recipe.store, protect.recents) == (o.part, _pair(o.recent)) for o in options)
         if recipe.store.exact or known:
             continue
         similar = name in SIMILAR
-        found.append(Option(name, recipe.store, protect.sinks, protect.recent, similar))
+        options.append(Option(name, recipe.store, protect.sinks, protect.recent, similar))
     for kind, fmt in FORMATS.items():
         if kind != "packed":
-            found.append(Option(kind, Store(fmt(), fmt()), recent=32))
+            options.append(Option(kind, Store(fmt(), fmt()), recent=32))
     kivi = resolve("kivi").store
     for side in ("keys", "values"):
         recent = (0, 128) if side == "values" else 0
         option = Option(f"{side} only", Store(**{side: getattr(kivi, side)}), 3, recent, True)
-        found.append(option)
-    return found
+        options.append(option)
+    return options
 
 
 def recalls() -> list[Option]:
@@ -179,15 +179,15 @@ def run(model: Any, ids: torch.Tensor, recipe: Recipe, padded: bool = False) -> 
         ids, mask = ids.repeat(2, 1), mask.repeat(2, 1)
         mask[1, : PROMPT // 5] = 0
     cache, plain = kvloom.Cache(model, recipe), kvloom.Cache(model, recipe)
-    found = check(cache, rotary.rope(model))
-    at, wrong = 0, found.wrong
+    checked = check(cache, rotary.rope(model))
+    at, wrong = 0, checked.wrong
     before = dispatch.ran.copy()
     with torch.no_grad():
         for t in (PROMPT, *STEPS):
-            some = {"input_ids": ids[:, at : at + t], "attention_mask": mask[:, : at + t]}
-            logits = model(**some, past_key_values=cache).logits
+            inputs = {"input_ids": ids[:, at : at + t], "attention_mask": mask[:, : at + t]}
+            logits = model(**inputs, past_key_values=cache).logits
             if at <= PROMPT:  # what observation adds changes nothing
-                other = model(**some, past_key_values=plain).logits
+                other = model(**inputs, past_key_values=plain).logits
                 off = (logits - other)[mask[:, at : at + t].bool()].abs().max()
                 if off > 1e-4:
                     wrong.append(f"an observed step differs by {off:.1e}")
@@ -197,16 +197,16 @@ def run(model: Any, ids: torch.Tensor, recipe: Recipe, padded: bool = False) -> 
                 if predicted != plain.nbytes and not by_variance:
                     wrong.append(f"{plain.nbytes} bytes, {predicted} predicted")
             at += t
-    if found.attention > ATTENTION:
-        wrong.append(f"attention is off by {found.attention:.1e}")
-    if found.stored > STORED:
-        wrong.append(f"stored tokens are off by {found.stored:.1e}")
-    if recipe.recall is not None and not found.recalls:
+    if checked.attention > ATTENTION:
+        wrong.append(f"attention is off by {checked.attention:.1e}")
+    if checked.stored > STORED:
+        wrong.append(f"stored tokens are off by {checked.stored:.1e}")
+    if recipe.recall is not None and not checked.recalls:
         wrong.append("no step recalled")
     new = dispatch.ran - before
     by_reference = sorted({f"{op}: {why}" for (op, backend, why) in new if backend == "ref"})
-    return {"attention": found.attention, "stored": found.stored, "steps": found.steps,
-            "recalled": found.recalls, "wrong": sorted(set(wrong)),
+    return {"attention": checked.attention, "stored": checked.stored, "steps": checked.steps,
+            "recalled": checked.recalls, "wrong": sorted(set(wrong)),
             "by_reference": by_reference}  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def main() -> None:
         :, : PROMPT + sum(STEPS)
     ]
     assert ids.shape[1] == PROMPT + sum(STEPS)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     refused: dict[str, str] = {}
     wanted = [(n, r) for n, r in combinations() if args.only in n][:: args.every]
     if args.padded:  # tools/held.py does not count the positions of padded rows
@@ -233,25 +233,25 @@ def main() -> None:
             refused[name] = recipe
             continue
         try:
-            found[name] = run(model, ids, recipe, args.padded)
+            results[name] = run(model, ids, recipe, args.padded)
         except IncompatibleRecipe as error:
             refused[name] = str(error)
         except Exception as error:  # a failure of one combination is a finding
-            found[name] = {"wrong": [f"{type(error).__name__}: {error}"]}
-        for line in found.get(name, {}).get("wrong", ()):
+            results[name] = {"wrong": [f"{type(error).__name__}: {error}"]}
+        for line in results.get(name, {}).get("wrong", ()):
             print(f"FAILED {name}: {line}", flush=True)
-    print(table(found))
-    failed = [name for name, one in found.items() if one["wrong"]]
+    print(table(results))
+    failed = [name for name, one in results.items() if one["wrong"]]
     slow: dict[str, int] = {}
-    for one in found.values():
+    for one in results.values():
         for why in one.pop("by_reference", ()):
             slow[why] = slow.get(why, 0) + 1
-    print(f"{len(found)} combinations ran, {len(failed)} failed, {len(refused)} are refused")
+    print(f"{len(results)} combinations ran, {len(failed)} failed, {len(refused)} are refused")
     if not args.only and args.every == 1:
         name = "combinations" + "_padded" * args.padded + "_ref" * (dispatch.setting() == "ref")
         record.write(name, {"environment": record.environment(), "prompt": PROMPT, "steps": STEPS,
                             "seconds": round(time.time() - began), "by_reference": slow,
-                            "ran": found, "refused": _by_reason(refused)})  # fmt: skip
+                            "ran": results, "refused": _by_reason(refused)})  # fmt: skip
     sys.exit(bool(failed))
 
 

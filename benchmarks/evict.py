@@ -121,13 +121,13 @@ def main() -> None:
         task = prepare(model, tokenizer, library_text(), settings)
         rows = {row["recipe"]: row for row in done.get(section, {}).get("rows", [])}
         missing = [recipe for recipe in recipes if recipe.name not in rows]
-        for recipe, found in zip(
+        for recipe, measured in zip(
             with_full(missing), iter_rows(model, tokenizer, missing, task), strict=True
         ):
             if recipe.name == "full":
-                full = found.perplexity
-            row = asdict(found)
-            if section.startswith("bytes") and found.problem is None:
+                full = measured.perplexity
+            row = asdict(measured)
+            if section.startswith("bytes") and measured.problem is None:
                 hays = task.haystacks[: len(task.haystacks) // 4]
                 with torch.inference_mode():
                     right = sum(

@@ -91,15 +91,15 @@ def front(figures: list[dict]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for task, score in SCORES:
-        found = {f["recipe"]: f for f in figures if f["task"] == task and score in f["scores"]}
+        by_recipe = {f["recipe"]: f for f in figures if f["task"] == task and score in f["scores"]}
         for bound, (recommended, *own) in FRONT.items():
-            names = [n for n in own if n in found]
-            if recommended not in found or not names:
+            names = [n for n in own if n in by_recipe]
+            if recommended not in by_recipe or not names:
                 continue
             sign = 1 if higher_is_better(score) else -1
-            best = max(names, key=lambda n: sign * found[n]["scores"][score]["mean"])
+            best = max(names, key=lambda n: sign * by_recipe[n]["scores"][score]["mean"])
             cells = [
-                f"`{n}` {found[n]['share']:.0%} | {_interval(found[n]['scores'][score])}"
+                f"`{n}` {by_recipe[n]['share']:.0%} | {_interval(by_recipe[n]['scores'][score])}"
                 for n in (recommended, best)
             ]
             lines.append(f"| {task}, {score} | {bound} | {' | '.join(cells)} |")

@@ -36,7 +36,7 @@ Case = tuple[str, str, float, Callable[[], float]]  # operation, what, tolerance
 def check(bench: Bench, fast: bool = False) -> None:
     """Run all cases; a row an operation, and one for each case that fails."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what nobody has written
-    found: dict[str, list[float]] = defaultdict(list)
+    worst_by_operation: dict[str, list[float]] = defaultdict(list)
     failed = 0
     try:
         for operation, what, most, error in cases(bench, fast):
@@ -53,10 +53,10 @@ def check(bench: Bench, fast: bool = False) -> None:
             if not worst <= most:  # NaN never passes
                 failed += 1
                 bench.row(f"{operation} {what}", {"ok": False, "error": worst, "tolerance": most})
-            found[operation].append(worst)
+            worst_by_operation[operation].append(worst)
     finally:
         torch.use_deterministic_algorithms(False)
-    for operation, worst in found.items():
+    for operation, worst in worst_by_operation.items():
         bench.row(operation, {"cases": len(worst), "largest error": max(worst)})
     bench.row("check", {"ok": not failed, "failed": failed})
 

@@ -72,15 +72,15 @@ def minikv(bench: Bench) -> None:
 def _crossover(bench: Bench) -> None:
     """Latency of one sequence, 1024 new tokens, by prompt."""
     for prompt in (2_048, 8_192, 22_000, 32_768):
-        found: dict[str, Run] = {}
+        runs: dict[str, Run] = {}
         for recipe in ("kivi:group=16", "minikv"):
             name = f"latency, prompt {prompt}: {recipe}"
             if bench.skip(name, 6):
                 continue
             with bench.guarded(name):
-                found[recipe] = run(bench, LLAMA2, recipe, prompt, 1024, steps=8)
-        if len(found) == 2:
-            a, b = found.values()
+                runs[recipe] = run(bench, LLAMA2, recipe, prompt, 1024, steps=8)
+        if len(runs) == 2:
+            a, b = runs.values()
             figures = {
                 "kivi s": a.latency, "minikv s": b.latency, "x": a.latency / b.latency,
                 "kivi ms a step": 1e3 * a.step, "minikv ms a step": 1e3 * b.step,
@@ -138,16 +138,16 @@ def keyformer(bench: Bench) -> None:
         base: Run | None = None
         for recipe, paper in zip(recipes, theirs, strict=True):
             name = f"{tokens}+{tokens} x {batch}: {recipe}"
-            said = f"{paper} tokens/s" if paper else "out of memory"
+            claimed = f"{paper} tokens/s" if paper else "out of memory"
             if recipe == recipes[2] and (tokens, batch) == (4096, 1):
-                said += ", 2.1x latency"
+                claimed += ", 2.1x latency"
             if bench.skip(name, 4):
                 continue
-            with bench.guarded(name, said):
-                found = run(bench, LLAMA2, recipe, tokens, tokens, batch)
-                base = base or found
-                ratio = {"x latency": base.latency / found.latency}
-                bench.row(name, {**ratio, **found.figures()}, said)
+            with bench.guarded(name, claimed):
+                measured = run(bench, LLAMA2, recipe, tokens, tokens, batch)
+                base = base or measured
+                ratio = {"x latency": base.latency / measured.latency}
+                bench.row(name, {**ratio, **measured.figures()}, claimed)
 
 
 def clusterkv(bench: Bench) -> None:
@@ -172,14 +172,14 @@ def clusterkv(bench: Bench) -> None:
                     recipe = f"clusterkv:tokens={tokens}"
                     if bench.dry:  # so that one layer recalls some of 40 tokens
                         recipe = "clusterkv:tokens=16,size=4,sinks=2,full_layers=0"
-                    found = run(bench, LLAMA3, recipe, prompt, new)
+                    measured = run(bench, LLAMA3, recipe, prompt, new)
                     full = base[new]
                     figures = {
-                        "x latency": full.latency / found.latency,
-                        "x decoding": found.tokens_s / full.tokens_s,
-                        "clustering of prefill": 1 - full.prefill / found.prefill,
+                        "x latency": full.latency / measured.latency,
+                        "x decoding": measured.tokens_s / full.tokens_s,
+                        "clustering of prefill": 1 - full.prefill / measured.prefill,
                     }
-                    bench.row(name, {**figures, **found.figures()}, paper)
+                    bench.row(name, {**figures, **measured.figures()}, paper)
 
 
 def generate(bench: Bench) -> None:

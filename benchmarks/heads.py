@@ -39,7 +39,7 @@ def main() -> None:
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
     recipes = [resolve(name) for name in ("full", *NAMES)]
     divergence: dict[str, list[float]] = {name: [] for name in NAMES}
-    found = dict.fromkeys(["full", *NAMES], 0)
+    answered = dict.fromkeys(["full", *NAMES], 0)
     for start in np.random.default_rng(7).integers(0, len(ids) - CONTEXT - LATER, args.contexts):
         now, later = np.split(ids[start : start + CONTEXT + LATER], [CONTEXT])
         logs = []
@@ -53,16 +53,16 @@ def main() -> None:
     for hay in haystacks(tokenizer, ids, first, context=CONTEXT, questions=args.questions, seed=5):
         for each in filled(model, recipes, np.asarray(hay.context_ids)):
             work = count_correct(model, tokenizer, each.recipe, hay, 8, prefilled=each.cache)
-            found[each.recipe.name] += run_alone(model, work)
+            answered[each.recipe.name] += run_alone(model, work)
     geometry = compat.geometry(model)
     whole = recipes[0].nbytes(CONTEXT, geometry)
-    print(f"full: {found['full']} of {args.questions} needles")
+    print(f"full: {answered['full']} of {args.questions} needles")
     for recipe in recipes[1:]:
         kls = divergence[recipe.name]
         share = recipe.nbytes(CONTEXT, geometry) / whole
         each = " ".join(f"{kl:.4f}" for kl in kls)
         print(f"{recipe.name}: {share:.1%} of the bytes, KL {np.mean(kls):.4f} ({each}), "
-              f"{found[recipe.name]} needles")  # fmt: skip
+              f"{answered[recipe.name]} needles")  # fmt: skip
 
 
 def filled(model, recipes, ids):

@@ -89,12 +89,12 @@ def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[d
     machine = machine_measurement.complete(
         None, list(works.values()), planned.geometry, lambda *_: None
     )
-    found = []
+    rows = []
     for batch, work in works.items():
         real = measured(model, name, context, batch)
         planned_time = machine.step(work)
         ms = 1e3 * planned_time.total.best
-        found.append(
+        rows.append(
             {
                 "recipe": name,
                 "context": context,
@@ -107,7 +107,7 @@ def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[d
                 "limit": planned_time.limit,
             }
         )
-    return found
+    return rows
 
 
 def main() -> None:
@@ -135,12 +135,12 @@ def main() -> None:
             )
         OUT.parent.mkdir(exist_ok=True)
         OUT.write_text(json.dumps(done))
-    found = [row for name, context in wanted for row in done[f"{name} {context}"]]
-    errors = [abs(row["error"]) for row in found]
+    finished = [row for name, context in wanted for row in done[f"{name} {context}"]]
+    errors = [abs(row["error"]) for row in finished]
     summary = {
-        "bytes_equal": all(row["planned_bytes"] == row["measured_bytes"] for row in found),
+        "bytes_equal": all(row["planned_bytes"] == row["measured_bytes"] for row in finished),
         "within_mark": sum(error <= MARK for error in errors),
-        "rows": len(found),
+        "rows": len(finished),
         "median_error": statistics.median(errors),
         "largest_error": max(errors),
     }
@@ -150,7 +150,7 @@ def main() -> None:
         {
             "environment": record.environment(shape=str(SHAPE), dtype="bfloat16", clock="cpu"),
             "summary": summary,
-            "rows": found,
+            "rows": finished,
         },
     )
 

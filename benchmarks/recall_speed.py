@@ -28,16 +28,16 @@ def prefill() -> list[dict[str, Any]]:
     Returns the seconds of its projections and MLP, of the prompt's attention and of clustering its
     keys, and clustering's share of the total. At 8k in both dtypes, at 32k in the faster one.
     """
-    found: list[dict[str, Any]] = []
+    all_rows: list[dict[str, Any]] = []
     for kv_heads in (8, 32):
         dtypes = (torch.float32, torch.bfloat16)
         for context in (8192, 32768):
             rows = [layer_prefill(context, kv_heads, dtype) for dtype in dtypes]
-            found += rows
+            all_rows += rows
             dtypes = (min(zip(rows, dtypes, strict=True), key=lambda x: x[0]["layer_s"])[1],)
             for row in rows:
                 print(row, flush=True)
-    return found
+    return all_rows
 
 
 def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def decode() -> list[dict[str, Any]]:
     does not depend on the quality of the clusters. Two parts of a step are also timed alone:
     rating centroids or page bounds, which grows with the context, and choosing tokens.
     """
-    found: list[dict[str, Any]] = []
+    all_rows: list[dict[str, Any]] = []
     names = ("quest", "clusterkv", "clusterkv-2bit")
     for dtype in (torch.float32, torch.bfloat16):
         for context in (8192, 32768, 131072):
@@ -126,11 +126,11 @@ def decode() -> list[dict[str, Any]]:
                     "ms": min(ms),
                     "median_ms": statistics.median(ms),
                 }
-                found.append(row)
+                all_rows.append(row)
                 print(f"{row['dtype']:<9} {context:>7} {name:<24} {row['ms']:8.3f} ms, median "
                       f"{row['median_ms']:.3f}", flush=True)  # fmt: skip
             del calls, layer
-    return found
+    return all_rows
 
 
 def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:

@@ -70,8 +70,8 @@ def main() -> None:
     task = prepare(model, tokenizer, library_text(), settings)
     ids = cut_rows(tokenize(tokenizer, library_text()), leading_ids(tokenizer), 4, 1024, 0)
     steps, widths = ladder(), [resolve(spec) for spec in by_bits()]
-    found = error.measure(model, ids, [*steps, *widths])
-    means = {name: error.mean(errors) for name, errors in found.items()}
+    errors_by_recipe = error.measure(model, ids, [*steps, *widths])
+    means = {name: error.mean(errors) for name, errors in errors_by_recipe.items()}
 
     climbed = compare(model, tokenizer, steps, task)
     show(climbed, means)

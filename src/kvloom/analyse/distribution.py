@@ -95,7 +95,7 @@ def measure(
     compat.refuse_unsupported(model)
     needs_whole(model, "an analysis")
     recipe.check(compat.geometry(model))
-    found: list[Distribution] = []
+    distributions: list[Distribution] = []
     with attachment_restored(model):
         available = compressible_layers(model)
         chosen = available if numbers is None else list(numbers)
@@ -121,13 +121,13 @@ def measure(
                 if kind in tensors:
                     groups = _calibrated_groups(recipe, metadata[number], kind)
                     x = tensors[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
-                    found.append(Distribution(number, kind, x, _group_size(recipe), groups))
+                    distributions.append(Distribution(number, kind, x, _group_size(recipe), groups))
 
         record(model, ids[:1], add)
-    return found
+    return distributions
 
 
-def to_data(found: Sequence[Distribution], environment: dict[str, Any]) -> dict[str, Any]:
+def to_data(distributions: Sequence[Distribution], environment: dict[str, Any]) -> dict[str, Any]:
     """Return plain data, one row a distribution.
 
     channels: largest magnitude of each channel. order: channels by calibrated group.
@@ -143,7 +143,7 @@ def to_data(found: Sequence[Distribution], environment: dict[str, Any]) -> dict[
             "channels": [round(x, 5) for x in d.x.abs().amax(dim=1).tolist()],
             "order": None if d.order is None else d.order.tolist(),
         }
-        for d in found
+        for d in distributions
     ]
     return {"environment": environment, "rows": rows}
 

@@ -81,11 +81,11 @@ def measure(
             record(model, ids[i : i + 1], add)
             if progress:
                 progress("quantizing", 1)
-    found: dict[str, dict[int, LayerError]] = {recipe.name: {} for recipe in recipes}
+    errors: dict[str, dict[int, LayerError]] = {recipe.name: {} for recipe in recipes}
     for (name, number), pairs in squares.items():
         error, exact = pairs.unbind(1)
-        found[name][number] = LayerError(*(error / exact.clamp_min(1e-30)).sqrt().tolist())
-    return found
+        errors[name][number] = LayerError(*(error / exact.clamp_min(1e-30)).sqrt().tolist())
+    return errors
 
 
 def mean(errors: dict[int, LayerError]) -> LayerError:

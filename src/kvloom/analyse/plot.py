@@ -78,14 +78,14 @@ def attention(
 
 
 def distribution(
-    found: Sequence[Distribution], environment: dict[str, Any], path: str | Path
+    distributions: Sequence[Distribution], environment: dict[str, Any], path: str | Path
 ) -> None:
     """Draw magnitudes of keys and values as images, before and after reordering."""
     e = environment
-    layers = sorted({d.layer for d in found})
+    layers = sorted({d.layer for d in distributions})
     layers = [layers[i] for i in sorted({0, len(layers) // 2, len(layers) - 1})][:_MAX_LAYERS]
-    kinds = [kind for kind in KINDS if any(d.kind == kind for d in found)]
-    by = {(d.layer, d.kind): d for d in found}
+    kinds = [kind for kind in KINDS if any(d.kind == kind for d in distributions)]
+    by = {(d.layer, d.kind): d for d in distributions}
     figure = new_figure(path, 13, 1 + 2.3 * len(kinds), dpi=110)
     figure.suptitle(f"|x| of {e['model']} ({e['dtype']}), {e['context']:,} tokens of {e['text']}; "
                     f"groups of {e['recipe']}")  # fmt: skip

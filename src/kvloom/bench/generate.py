@@ -29,15 +29,15 @@ def candidates(
     _, k, v = filled_caches.random_qkv(shape, context)
     ids = torch.ones(shape.batch, 1, dtype=torch.long)
     weights = sum(p.nbytes for p in plain.parameters()) - plain.get_input_embeddings().weight.nbytes
-    found = []
+    measurable = []
     for name in transformers_caches.INSTALL:
         try:
             cache = transformers_caches.filled(name, plain.config, k, v)
         except (ImportError, ValueError) as error:
-            found.append(Candidate(name, problem=transformers_caches.missing(name, error)))
+            measurable.append(Candidate(name, problem=transformers_caches.missing(name, error)))
             continue
         nbytes = partial(transformers_caches.nbytes, cache)
-        found.append(_candidate(name, plain, ids, cache, weights, nbytes, nbytes))
+        measurable.append(_candidate(name, plain, ids, cache, weights, nbytes, nbytes))
     shared = {id(p): p for p in plain.parameters()}
     routed = copy.deepcopy(plain, shared)  # the same weights, with kvloom's attention
 
@@ -53,8 +53,8 @@ def candidates(
         ]  # fmt: skip
 
     for name in recipes:
-        found += built(name, partial(recipe, name))
-    return found
+        measurable += built(name, partial(recipe, name))
+    return measurable
 
 
 def _candidate(

@@ -189,12 +189,12 @@ def _run(
     with show_progress() as progress:
         loaded = model.load(progress)
         progress("reading the text")
-        found = measure(loaded, ids, progress)
+        result = measure(loaded, ids, progress)
     environment = conditions(
         loaded, model, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed, **sizes
     )
     if plot:
-        getattr(import_module("kvloom.analyse.plot"), name)(found, environment, plot)
-    data = import_module(f"kvloom.analyse.{name}").to_data(found, environment)
-    table = getattr(import_module("kvloom.analyse.table"), name)(found, environment)
+        getattr(import_module("kvloom.analyse.plot"), name)(result, environment, plot)
+    data = import_module(f"kvloom.analyse.{name}").to_data(result, environment)
+    table = getattr(import_module("kvloom.analyse.table"), name)(result, environment)
     show_results(data, json, table)

@@ -207,7 +207,7 @@ def _run(
                     measured, times, baselines, shape=str(shape), context=tokens, batch=shape.batch
                 )
 
-        found, early_end = collect_rows(measure(), table.line, progress)
+        measured_rows, early_end = collect_rows(measure(), table.line, progress)
     environment = {
         **machine(torch.empty(0, dtype=shape.dtype)),
         "verb": name,
@@ -216,17 +216,19 @@ def _run(
         "repeats": repeats,
         "compile_s": compile_seconds() - compiled_before,
     }
-    finished = {row.context for row in found}
+    finished = {row.context for row in measured_rows}
     missing = [f"{tokens:,} tokens" for tokens in contexts if tokens not in finished]
     if missing:
         environment["missing"] = missing
-    if plot and found:
-        plots.plot(found, environment, plot)
-    if found:
+    if plot and measured_rows:
+        plots.plot(measured_rows, environment, plot)
+    if measured_rows:
         shares = name in ("prefill", "pack")
-        shown = table.table(found, environment, limits, caption, shares)
-        show_results(rows.to_data(found, environment, limits), json, shown)
-    failed = [r.name for r in found if r.problem and r.name not in transformers_caches.INSTALL]
+        shown = table.table(measured_rows, environment, limits, caption, shares)
+        show_results(rows.to_data(measured_rows, environment, limits), json, shown)
+    failed = [
+        r.name for r in measured_rows if r.problem and r.name not in transformers_caches.INSTALL
+    ]
     finish(early_end, missing, list(dict.fromkeys(failed)))
 
 

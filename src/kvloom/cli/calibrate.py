@@ -59,6 +59,8 @@ def command(
             def on_step(what: str, done: int, total: int) -> None:
                 progress(f"{what}, {done} of {total}", done, total)
 
-            found = calibrate(loaded, ids, chosen, out, settings, on_step)
-        size, read = out.stat().st_size, found.settings["read"]
-        typer.echo(f"{out}: {len(found.tensors)} tensors, {size:,} bytes, {read} contexts read")
+            calibration = calibrate(loaded, ids, chosen, out, settings, on_step)
+        size, read = out.stat().st_size, calibration.settings["read"]
+        typer.echo(
+            f"{out}: {len(calibration.tensors)} tensors, {size:,} bytes, {read} contexts read"
+        )

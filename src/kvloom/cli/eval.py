@@ -164,9 +164,9 @@ def _with_bytes(
         recipes = with_budget(recipes, parse_budget(budget), max(lengths))
     if shares:
         recipes = [at_share(r, share, lengths[0], geometry) for share in shares for r in recipes]
-    found = with_full(recipes)
-    names = [recipe.name for recipe in found]
+    measured = with_full(recipes)
+    names = [recipe.name for recipe in measured]
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"two different recipes have the name {name!r}; rename one of them")
-    return found
+    return measured

@@ -21,18 +21,18 @@ def collect_rows(
 
     Raises an error that comes before the first row.
     """
-    found: list[Row] = []
+    rows_so_far: list[Row] = []
     try:
         for row in rows:
-            found.append(row)
+            rows_so_far.append(row)
             progress.line(line(row))
     except KeyboardInterrupt as error:
-        return found, error
+        return rows_so_far, error
     except Exception as error:
-        if not found:
+        if not rows_so_far:
             raise
-        return found, error
-    return found, None
+        return rows_so_far, error
+    return rows_so_far, None
 
 
 def finish(early_end: EarlyEnd, missing: Sequence[str], failed: Sequence[str]) -> None:

@@ -77,15 +77,15 @@ def command(
         silence_transformers()
         with show_progress() as progress:
             progress(f"reading the config of {model}")
-            found = plan(
+            planned = plan(
                 model, chosen or RECIPES, context=tokens, batch=batch, memory=nbytes,
                 hardware=hardware, target=rate, on_step=_measuring(progress),
             )  # fmt: skip
         if plot:
-            write_plot(found, plot)
-        show_results(found.to_dict(), json, table(found))
-        failed = [row.recipe for row in found.rows if row.problem] if recipes else []
-        if rate is not None and not failed and not any(row.reaches for row in found.rows):
+            write_plot(planned, plot)
+        show_results(planned.to_dict(), json, table(planned))
+        failed = [row.recipe for row in planned.rows if row.problem] if recipes else []
+        if rate is not None and not failed and not any(row.reaches for row in planned.rows):
             raise typer.Exit(1)
         finish(None, [], failed)
 

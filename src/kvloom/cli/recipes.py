@@ -32,8 +32,8 @@ def command(
         from ..recipe.resolve import RECIPES
 
         if name is not None:
-            found = describe(name)
-            typer.echo(js.dumps(found, indent=2, ensure_ascii=False) if json else _page(found))
+            recipe = describe(name)
+            typer.echo(js.dumps(recipe, indent=2, ensure_ascii=False) if json else _page(recipe))
         elif json:
             summaries = [_summary(n) for n in RECIPES]
             typer.echo(js.dumps(summaries, indent=2, ensure_ascii=False))
@@ -86,7 +86,7 @@ def _choice(kind: str, own: dict[str, Any]) -> str:
     return f"  {kind}: {spelled}" if spelled else f"  {kind}"
 
 
-def _print_list(found: list[dict[str, Any]]) -> None:
+def _print_list(descriptions: list[dict[str, Any]]) -> None:
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
@@ -95,7 +95,7 @@ def _print_list(found: list[dict[str, Any]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     narrow: list[Any] = []  # for outputs too narrow for two columns
-    for recipe in found:
+    for recipe in descriptions:
         lines = [Text(recipe["summary"])]
         if recipe["options"]:
             lines.append(Text(_options_text(recipe), "dim"))

@@ -60,16 +60,16 @@ def command(
         chosen = ChosenModel(model, dtype)
         with show_progress() as progress:
             loaded = chosen.load(progress)
-            found = tune(
+            tuning = tune(
                 loaded, chosen.tokenizer, content, bytes=bytes, kl=kl, context=context,
                 progress=progress,
             )  # fmt: skip
         if out is not None:
-            write_file(out, found.recipe.to_toml())
+            write_file(out, tuning.recipe.to_toml())
         if plot is not None:
-            draw(found, chosen.name, plot)
+            draw(tuning, chosen.name, plot)
         environment = conditions(loaded, chosen, text_name(text))
-        show_results(to_data(found, environment), json, table(found, chosen.name))
+        show_results(to_data(tuning, environment), json, table(tuning, chosen.name))
 
 
 def _check_bound(share: float | None, kl: float | None) -> None:

@@ -83,15 +83,15 @@ def answers(
     none attends to another.
     """
     stop, device = stop_ids(run.model), run.model.device
-    found: dict[int, list[int]] = {}
+    generated: dict[int, list[int]] = {}
     for together in equal_lengths(list(map(len, questions)), run.source.batch):
         ids = torch.tensor([questions[i] for i in together], device=device)
         most = max(tokens[i] for i in together)
         rows = yield from greedy(repeated(run.cache, len(together)), ids, most, stop)
         for i, row in zip(together, rows.tolist(), strict=True):
             end = next((at for at, token in enumerate(row) if token in stop), len(row))
-            found[i] = row[: min(end, tokens[i])]
-    return [found[i] for i in range(len(questions))]
+            generated[i] = row[: min(end, tokens[i])]
+    return [generated[i] for i in range(len(questions))]
 
 
 def equal_lengths(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:

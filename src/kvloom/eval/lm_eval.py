@@ -55,7 +55,7 @@ class KvloomLM(HFLM):
         Continuations of the same context share its compression. Too long a context loses its first
         tokens, as in lm_eval.
         """
-        found: dict[int, tuple[float, bool]] = {}
+        scored: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)
@@ -68,9 +68,9 @@ class KvloomLM(HFLM):
                     forward(self.model, ids[:, :-1], cache)
                 for i in numbers:
                     own = cache if i == numbers[-1] else copy.deepcopy(cache)
-                    found[i] = self._scored(own, ids[:, -1:], requests[i][2])
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
-        return [found[i] for i in range(len(requests))]
+                    scored[i] = self._scored(own, ids[:, -1:], requests[i][2])
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], scored[i])
+        return [scored[i] for i in range(len(requests))]
 
     def _scored(self, cache: Cache, new: torch.Tensor, ids: list[int]) -> tuple[float, bool]:
         """Feed `new` [1, 1] and ids one by one; return their log-likelihood, and if all are greedy.

@@ -55,11 +55,11 @@ def measure_all(
                 on_pass(number, wanted)
             full = exact[number] if number < len(exact) else None
             each = _measure_group(model, group, ids, partial(measure, number), full, failed)
-            for recipe, found in each:
-                if isinstance(found, Exception):
-                    failed[recipe] = found
+            for recipe, result in each:
+                if isinstance(result, Exception):
+                    failed[recipe] = result
                 else:
-                    results[recipe].append(found)
+                    results[recipe].append(result)
                 if number == len(prompts) - 1:
                     yield recipe, failed.get(recipe, results[recipe])
         exact = exact or results[group[0]]
@@ -83,10 +83,10 @@ def _measure_group(
         full = run_alone(model, _measured(filled.pop(0), measure, None))
         yield group[0], full
     while filled:
-        some = filled[:TOGETHER]
+        batch = filled[:TOGETHER]
         del filled[:TOGETHER]
-        found = run_together(model, [_measured(one, measure, full) for one in some])
-        for one, result in zip(some, found, strict=True):
+        results = run_together(model, [_measured(one, measure, full) for one in batch])
+        for one, result in zip(batch, results, strict=True):
             yield one.recipe, result
 
 
@@ -99,13 +99,13 @@ def _fill(
     """Fill the caches of a group with a prompt; an error of the forward pass fails all of them."""
     wanted = [recipe for recipe in group if recipe not in failed]
     try:
-        found = prefill(model, wanted, ids.to(model.device))[1] if wanted else []
+        filled = prefill(model, wanted, ids.to(model.device))[1] if wanted else []
     except Exception as error:
         if resolve("full") in wanted:
             raise
-        found = [Prefilled(recipe, error=error) for recipe in wanted]
+        filled = [Prefilled(recipe, error=error) for recipe in wanted]
     errors = [Prefilled(recipe, error=error) for recipe, error in failed.items()]
-    return sorted([*found, *errors], key=lambda one: group.index(one.recipe))
+    return sorted([*filled, *errors], key=lambda one: group.index(one.recipe))
 
 
 def _measured(

@@ -76,10 +76,10 @@ def read_head(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{str(file)!r} cannot be read ({error}); give a folder that 'kvloom eval --out' wrote"
         ) from error
-    found = run.get("format") if isinstance(run, dict) else None
-    if found != FORMAT:
+    version = run.get("format") if isinstance(run, dict) else None
+    if version != FORMAT:
         raise InputError(
-            f"{str(file)!r} has format {found}, and this kvloom reads {FORMAT}; run kvloom "
+            f"{str(file)!r} has format {version}, and this kvloom reads {FORMAT}; run kvloom "
             "eval again into another folder"
         )
     return run

@@ -1,7 +1,7 @@
 """Figures of a recipe on a task: means over samples, 95% intervals, bytes, speed, Pareto fronts.
 
 Decides how results of single samples become one figure. The lines are those of
-docs/reference/result-files.md; who reads or writes them is not decided here.
+docs/reference/result-files.md; `result_files` writes them, `page.read` reads them.
 """
 
 from __future__ import annotations

@@ -19,16 +19,16 @@ def task_batches(tasks: Sequence[Task[Any]], source: Source, positions: int | No
     more of them with its question and answer, a task that is named twice, and a missing --data.
     """
     _check_data(tasks, source)
-    found = []
+    tasks_with_batches = []
     for task in tasks:
         if not task.data:  # the texts of a user's file may be shorter
             _check_positions(task, max(source.lengths), 1, positions)
         batches = task.batches(source)
         for batch in batches:
             _check_positions(task, batch.ids.shape[1], task.positions(batch), positions)
-        found.append((task, batches))
+        tasks_with_batches.append((task, batches))
     names: set[tuple[str, str]] = set()
-    for task, batches in found:
+    for task, batches in tasks_with_batches:
         for sample in (s for batch in batches for s in batch.samples):
             if (task.name, sample.name) in names:
                 raise InputError(
@@ -36,7 +36,7 @@ def task_batches(tasks: Sequence[Task[Any]], source: Source, positions: int | No
                     'variant and length once, and join variants, as in "niah:single+passkey"'
                 )
             names.add((task.name, sample.name))
-    return found
+    return tasks_with_batches
 
 
 def _check_data(tasks: Sequence[Task[Any]], source: Source) -> None:

@@ -99,11 +99,11 @@ class LayerTrace:
                 continue
             packed = self.packed[name][:, : self.layer.seen]
             offloaded = 0 if side.packed is None else tokens.offloaded
-            its = [index[:, begin : begin + offloaded + side.packed_count]]
+            packed_indices = [index[:, begin : begin + offloaded + side.packed_count]]
             ragged = None if state.evictor is None else state.evictor.ragged
             if side.packed is not None and ragged is not None:
-                its.append(index[:, begin + len(tokens) :])  # all packed at once
-            is_packed = marked(torch.cat(its, dim=1), cached.shape[1])
+                packed_indices.append(index[:, begin + len(tokens) :])  # all packed at once
+            is_packed = marked(torch.cat(packed_indices, dim=1), cached.shape[1])
             packed[is_packed & (packed == NEVER)] = step
 
     def _record_scores(self, step: int) -> None:

@@ -90,9 +90,9 @@ def auto(
     needs_whole(model, "kvloom.auto")
     tuned = stored_recipes.read(identity(model)["weights"])
     recipes = [*(resolve(one.recipe) for one in EVIDENCE), *tuned]
-    found = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
+    planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
     published = [*EVIDENCE, *(None for _ in tuned)]
-    candidates = [_Candidate(*one) for one in zip(recipes, found.rows, published, strict=True)]
+    candidates = [_Candidate(*one) for one in zip(recipes, planned.rows, published, strict=True)]
     exact = candidates[0].nbytes
     chunks = False
     if bytes is not None:
@@ -104,13 +104,13 @@ def auto(
             fitting = [one for one in candidates if one.row.fits_in_chunks and not one.evicts]
     if not fitting:
         bound = f"bytes={bytes:g}" if memory is None else f"{show_bytes(memory)} of memory"
-        raise InputError(_nothing(candidates, bound, memory is None, found.context, batch))
+        raise InputError(_nothing(candidates, bound, memory is None, planned.context, batch))
     best = _best(fitting)
     why = [best.figures]
     if chunks:
         why.append("Only small chunks of the prompt fit: give prefill_chunk_size to generate().")
     share = best.nbytes / exact
-    return AutoChoice(best.recipe, found.context, batch, best.nbytes, share, " ".join(why))
+    return AutoChoice(best.recipe, planned.context, batch, best.nbytes, share, " ".join(why))
 
 
 @dataclass(frozen=True)

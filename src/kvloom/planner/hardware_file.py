@@ -35,11 +35,11 @@ def read_file(path: Path) -> Hardware:
     unknown = sorted(set(data) - set(_REQUIRED) - set(_OPTIONAL) - set(_TEXT))
     missing = [name for name in _REQUIRED if not _positive(data.get(name))]
     if unknown or missing:
-        found = f"has unknown fields {', '.join(unknown)}" if unknown else (
+        mistake = f"has unknown fields {', '.join(unknown)}" if unknown else (
             f"has no number above 0 for {', '.join(missing)}"
         )  # fmt: skip
         raise InputError(
-            f"hardware file {str(path)!r} {found}; it takes "
+            f"hardware file {str(path)!r} {mistake}; it takes "
             f"{', '.join([*_REQUIRED, *_OPTIONAL, *_TEXT])}"
         )
     ranges: dict[str, Any] = {}

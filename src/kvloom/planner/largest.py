@@ -32,9 +32,9 @@ def largest(fits: Callable[[int], bool], beyond: int = 0) -> int:
             low = middle
         else:
             high = middle
-    found, tried = low, low
-    while tried < min(found + beyond, most):
+    result, tried = low, low
+    while tried < min(result + beyond, most):
         tried += 1
         if fits(tried):
-            found = tried
-    return found
+            result = tried
+    return result

@@ -97,8 +97,8 @@ def complete(
             on_step("", 1)
         if dtype not in machine.overhead:
             on_step("overhead of a model's layers", 0)
-            found = {**machine.overhead, dtype: model_overhead(g.dtype)}
-            machine = replace(machine, overhead=found)
+            overhead = {**machine.overhead, dtype: model_overhead(g.dtype)}
+            machine = replace(machine, overhead=overhead)
             on_step("", 1)
     return machine
 
@@ -163,12 +163,12 @@ def fitted(measured: Sequence[tuple[int, int, float]]) -> LayerRate:
     parts = [0.0, 0.0, 0.0]
     while used:
         weighted = (rows / scale)[:, used] / seconds
-        found = torch.linalg.lstsq(weighted, torch.ones_like(seconds)).solution[:, 0]
-        if (found >= 0).all():
-            for i, x in zip(used, (found / scale[used]).tolist(), strict=True):
+        coefficients = torch.linalg.lstsq(weighted, torch.ones_like(seconds)).solution[:, 0]
+        if (coefficients >= 0).all():
+            for i, x in zip(used, (coefficients / scale[used]).tolist(), strict=True):
                 parts[i] = x
             break
-        used.pop(int(found.argmin()))
+        used.pop(int(coefficients.argmin()))
     fixed, row, per_byte = parts
     return LayerRate(fixed, row, 1 / per_byte if per_byte else float(1 << 60))
 

@@ -98,22 +98,22 @@ def _count(number: int | None) -> str:
 
 def _caption(plan: Plan, timed: bool) -> list[str]:
     """Return sentences that explain the columns."""
-    found = [
+    sentences = [
         "KV: the cache with all its metadata, exact. Peak: weights, cache and activations while a "
         "prompt is read in one step."
     ]
     if plan.memory is not None:
-        found.append(
+        sentences.append(
             "Fits: the peak is within the memory; chunked: only weights and cache are, so read the "
             f"prompt in small chunks. Longest context: at batch {plan.batch}. Largest batch: at "
             f"{plan.context:,} tokens."
         )
     if timed and plan.hardware is not None:
-        found.append(
+        sentences.append(
             "Tok/s: in decoding, all rows together. Limited by: what takes most of a step "
             "(reading weights, reading the KV cache, arithmetic, or the overhead of Python)."
         )
-        found += plan.hardware.notes()
+        sentences += plan.hardware.notes()
     elif plan.hardware is None:
-        found.append("Times need --hardware: h100, a100, rtx4090, this, or a file.")
-    return found
+        sentences.append("Times need --hardware: h100, a100, rtx4090, this, or a file.")
+    return sentences

@@ -151,15 +151,15 @@ def _quantized_matrices(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
     )
     output = model.get_output_embeddings()
-    found = {}
+    shapes = {}
     for name, module in model.named_modules():
         if module is output or any(_names(skip, name) for skip in skipped):
             continue
         if isinstance(module, nn.Linear):
-            found[f"{name}.weight"] = (module.out_features, module.in_features)
+            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
         elif isinstance(module, Conv1D):
-            found[f"{name}.weight"] = (module.nf, module.nx)
-    return found
+            shapes[f"{name}.weight"] = (module.nf, module.nx)
+    return shapes
 
 
 def _names(skip: str, module: str) -> bool:

@@ -63,14 +63,14 @@ class Knapsack:
         skips = [[-(-int(x) // unit) for x in one] for one in extra]
         best, taken = np.zeros(room // unit + 1), []
         for i, items in enumerate(self.useful):
-            found, choice = np.full(len(best), np.inf), np.zeros(len(best), np.int16)
+            lowest, choice = np.full(len(best), np.inf), np.zeros(len(best), np.int16)
             for place, (item, skip) in enumerate(zip(items, skips[i], strict=True)):
                 if skip < len(best):
                     cost = best[: len(best) - skip] + self.costs[i, item]
-                    better = cost < found[skip:]
-                    np.copyto(found[skip:], cost, where=better)
+                    better = cost < lowest[skip:]
+                    np.copyto(lowest[skip:], cost, where=better)
                     np.copyto(choice[skip:], np.int16(place), where=better)
-            best = found
+            best = lowest
             taken.append(choice)
         return _Table(best, taken, skips, unit)
 

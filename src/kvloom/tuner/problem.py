@@ -138,27 +138,27 @@ def problems(
     """
     measured = [scores.costs(number) for number in sizes.geometry.numbers]
     singles = list(measured[0])
-    raw = np.array([[found[choice] for choice in singles] for found in measured])
+    raw = np.array([[of_layer[choice] for choice in singles] for of_layer in measured])
     scored = sizes._replace(shape=sizes.shape._replace(group=SCORED_GROUP)).of(singles)
     costs = Costs(singles, raw)
     steady = Costs(singles, steadied(raw, singles, scored))
     alone = combined(scores.scored)
     formats = dict.fromkeys((x.keys, x.values) for x in alone if EXACT not in x)
     low, high = NEAR_BOUND
-    found = []
-    for recent, its in shares.items():
+    results = []
+    for recent, shares_by_name in shares.items():
         own = sizes._replace(shape=sizes.shape._replace(recent=recent))
-        found += [Problem(alone, some, own, {}) for some in (steady, costs)]
-        names = list(its)
+        results += [Problem(alone, steady, own, {}), Problem(alone, costs, own, {})]
+        names = list(shares_by_name)
         for i, name in enumerate(names):
-            if nbytes is None or low < own.uniform(its[name]) / nbytes < high:
-                levels = {x: its[x] for x in names[i : i + JOINT_SHARES]}
+            if nbytes is None or low < own.uniform(shares_by_name[name]) / nbytes < high:
+                levels = {x: shares_by_name[x] for x in names[i : i + JOINT_SHARES]}
                 together = [Choice(*sides, level) for sides in formats for level in levels]
-                found.append(Problem(together, costs, own, levels))
+                results.append(Problem(together, costs, own, levels))
         if names and nbytes is not None and (UNIFORM.keys, UNIFORM.values) in formats:
             joint = own._replace(shape=own.shape._replace(layers="joint"))
             share = joint.filling(nbytes)
             if share:
                 same = {UNIFORM.kept: [share] * sizes.geometry.layers}
-                found.append(Problem([UNIFORM], costs, joint, same))
-    return found
+                results.append(Problem([UNIFORM], costs, joint, same))
+    return results

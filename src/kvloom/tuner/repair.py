@@ -64,33 +64,33 @@ def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[
 
     Raises `InputError` where no measured recipe is within the bound, as rounding may prevent.
     """
-    found: dict[Recipe, Measured] = {}
+    measured: dict[Recipe, Measured] = {}
 
-    def add(some: Sequence[Problem], weights: Weights, margin: float = 1.0) -> None:
+    def add(unsolved: Sequence[Problem], weights: Weights, margin: float = 1.0) -> None:
         solved = {}
-        for problem in some:
+        for problem in unsolved:
             knapsack = problem.knapsack(weights)
             items = bound.solve(knapsack, margin)
             if items is not None and not (problem.open and bound.wasted_by(knapsack)):
                 choices = tuple(problem.choices[i] for i in items)
                 solved[problem.recipe(choices)] = problem, choices
-        new = [recipe for recipe in solved if recipe not in found]
+        new = [recipe for recipe in solved if recipe not in measured]
         for recipe, kl in zip(new, measure(new), strict=True):
-            found[recipe] = Measured(*solved[recipe], kl)
+            measured[recipe] = Measured(*solved[recipe], kl)
 
     add(problems, PLAIN)
     margin = 1.0
     for number in range(MOST_ROUNDS):
-        best = min((x for x in found.values() if x.problem.open), key=bound.rank)
+        best = min((x for x in measured.values() if x.problem.open), key=bound.rank)
         within = bound.met_by(best)
         if within and number >= ROUNDS:
             break
         margin = margin if within or number < ROUNDS else margin * TIGHTER
-        before = len(found)
-        add([best.problem], _fitted(list(found.values())), margin)
-        if within and len(found) == before:
+        before = len(measured)
+        add([best.problem], _fitted(list(measured.values())), margin)
+        if within and len(measured) == before:
             break
-    best, *others = sorted(found.values(), key=bound.rank)
+    best, *others = sorted(measured.values(), key=bound.rank)
     if not bound.met_by(best):
         raise InputError(
             f"no recipe that was measured is within {bound}; the nearest has kl={best.mean:.4g}: "

@@ -201,11 +201,11 @@ def score(
             prompt = prompts[text]
             if text not in evicted:
                 evicted = {text: prompt.evicted(others)}
-            found = {
+            layer_scores = {
                 "formats": prompt.one_layer(number, formats, prompt.exact),
                 "kept": prompt.one_layer(number, kept, evicted[text]),
             }
-            scores.add(text, number, found)
+            scores.add(text, number, layer_scores)
 
 
 def joint_shares(prompts: _Prompts, shape: RecipeShape) -> dict[str, list[float]]:

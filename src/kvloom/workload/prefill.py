@@ -58,16 +58,16 @@ def prefill(
 
     exact = resolve("full")
     leader = Cache(model, exact)
-    found = [
+    results = [
         Prefilled(recipe, leader) if recipe == exact else _new(model, recipe) for recipe in recipes
     ]
     followers = {
         i: Follower(x.cache)
-        for i, x in enumerate(found)
+        for i, x in enumerate(results)
         if x.cache is not None and x.cache is not leader
     }
     logits, forward = prefill_together(model, leader, list(followers.values()), now, input_ids=ids)
-    for i, x in enumerate(found):
+    for i, x in enumerate(results):
         if x.cache is leader:
             x.seconds = forward
         elif i in followers:
@@ -75,7 +75,7 @@ def prefill(
             x.seconds = follower.seconds
             if follower.error is not None:
                 x.cache, x.error = None, follower.error
-    return logits, found
+    return logits, results
 
 
 def groups(
@@ -93,16 +93,16 @@ def groups(
     available = available_bytes(model.device)
     if available is not None:
         most = min(most, MEMORY_SHARE * available)
-    found: list[list[Recipe]] = []
+    grouped: list[list[Recipe]] = []
     total = 0
     for recipe in recipes:
         nbytes = 0 if recipe == exact else _predicted(recipe, geometry, rows, tokens)
-        if not found or total + nbytes > most:
-            found.append([])
+        if not grouped or total + nbytes > most:
+            grouped.append([])
             total = 0
-        found[-1].append(recipe)
+        grouped[-1].append(recipe)
         total += nbytes
-    return found
+    return grouped
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -64,10 +64,10 @@ def iter_rows(
     every, prompts = with_full(recipes), [ids for ids, _ in task.prompts]
     comparison = _Comparison(model, tokenizer, task, progress or (lambda what, units: None), every)
     with attachment_restored(model):
-        for recipe, found in measure_all(
+        for recipe, results in measure_all(
             model, every, prompts, comparison.measure, comparison.on_pass
         ):
-            yield comparison.row(recipe, found)
+            yield comparison.row(recipe, results)
 
 
 class _PromptResult(NamedTuple):
@@ -113,25 +113,25 @@ class _Comparison:
                 return _PromptResult(0)
             return _PromptResult((yield from self._answer(recipe, haystack, filled.cache)))
         exact = None if full is None else full.text
-        found = yield from measure(
+        measurement = yield from measure(
             self.model, filled, self.task, exact, partial(self._count, recipe)
         )
         correct = 0
         for haystack in () if self.task.reads_haystacks else self.task.haystacks:
             correct += yield from self._answer(recipe, haystack, None)
-        return _PromptResult(correct, found)
+        return _PromptResult(correct, measurement)
 
-    def row(self, recipe: Recipe, found: list[_PromptResult] | Exception) -> Row:
+    def row(self, recipe: Recipe, results: list[_PromptResult] | Exception) -> Row:
         """Return the row of a recipe: its figures, or why there are none."""
-        if isinstance(found, Exception):
+        if isinstance(results, Exception):
             self._count(recipe, "no figures", self.left[recipe])
-            if isinstance(found, IncompatibleRecipe):
-                return Row(recipe.name, problem="; ".join(found.problems))
-            problem = logged_line(found, f"recipe {recipe.name!r}")
+            if isinstance(results, IncompatibleRecipe):
+                return Row(recipe.name, problem="; ".join(results.problems))
+            problem = logged_line(results, f"recipe {recipe.name!r}")
             return Row(recipe.name, problem=problem, failed=True)
-        text, questions = found[-1].text, self.task.questions
+        text, questions = results[-1].text, self.task.questions
         assert text is not None
-        correct = sum(one.correct for one in found)
+        correct = sum(one.correct for one in results)
         return replace(text.row, needle=correct / questions if questions else None)
 
     def _answer(self, recipe: Recipe, haystack: Haystack, cache: Cache | None) -> Work[int]:

@@ -64,12 +64,12 @@ def haystacks(
     """
     encode = tasks.Encoder(tokenizer, text_ids)
     encode.bos = first
-    found: list[Haystack] = []
+    contexts: list[Haystack] = []
     for done in range(0, questions, NEEDLES_PER_CONTEXT):
         count = min(questions - done, NEEDLES_PER_CONTEXT)
-        rng = np.random.default_rng([seed, context, len(found)])
-        found.append(_haystack(encode, rng, context, count))
-    return found
+        rng = np.random.default_rng([seed, context, len(contexts)])
+        contexts.append(_haystack(encode, rng, context, count))
+    return contexts
 
 
 def count_correct(
@@ -111,12 +111,12 @@ def _answer(tokenizer: Any, cache: Cache, logits: Tensor, questions: list[Questi
 
     Ends as soon as every answer is right or wrong, whatever follows.
     """
-    found, texts = [], [""] * len(questions)
+    generated, texts = [], [""] * len(questions)
     most = max(q.answer_tokens for q in questions)
     for left in reversed(range(most)):
         new = logits.argmax(-1, keepdim=True)  # [questions, 1]
-        found.append(new)
-        decoded = tokenizer.batch_decode(torch.cat(found, dim=1))
+        generated.append(new)
+        decoded = tokenizer.batch_decode(torch.cat(generated, dim=1))
         texts = [text.lstrip() for text in decoded]
         undecided = any(_undecided(t, q.answer) for t, q in zip(texts, questions, strict=True))
         if not (left and undecided):

@@ -116,13 +116,13 @@ def _curves(lines: Sequence[dict[str, Any] | None]) -> dict[str, list[list[float
 
     A position's mean is over the samples that reach it; it is the middle of a step of positions.
     """
-    found: dict[str, list[np.ndarray]] = {}
+    curves_by_name: dict[str, list[np.ndarray]] = {}
     for line in lines:
         for name, values in ((line or {}).get("curves") or {}).items():
             if len(values):
-                found.setdefault(name, []).append(np.asarray(values, dtype=float))
+                curves_by_name.setdefault(name, []).append(np.asarray(values, dtype=float))
     means = {}
-    for name, curves in found.items():
+    for name, curves in curves_by_name.items():
         longest = max(map(len, curves))
         table = np.full((len(curves), longest), np.nan)
         for row, curve in zip(table, curves, strict=True):

@@ -128,7 +128,7 @@ def _read_result(place: Path, config: dict[str, Any], run: RunResults) -> None:
 
 def _scores(metrics: Any, data: str) -> dict[str, float]:
     """Return the mean of each metric over its sub-tasks; percentages of known data as 0 to 1."""
-    found: dict[str, list[float]] = {}
+    values_by_score: dict[str, list[float]] = {}
 
     def collect(value: Any, name: str) -> None:
         if isinstance(value, dict):
@@ -138,12 +138,12 @@ def _scores(metrics: Any, data: str) -> dict[str, float]:
             for inner in value:
                 collect(inner, name)
         elif isinstance(value, int | float) and not isinstance(value, bool) and value == value:
-            found.setdefault(name, []).append(float(value))
+            values_by_score.setdefault(name, []).append(float(value))
 
     collect(metrics, "score")
-    if found and data in _PERCENT:
-        return {"correct": fmean(x for values in found.values() for x in values) / 100}
-    return {name: fmean(values) for name, values in found.items()}
+    if values_by_score and data in _PERCENT:
+        return {"correct": fmean(x for values in values_by_score.values() for x in values) / 100}
+    return {name: fmean(values) for name, values in values_by_score.items()}
 
 
 def _share(config: dict[str, Any], rows: list[dict[str, str]]) -> float | None:

@@ -137,7 +137,7 @@ class Lab:
         figures.
         """
         context, samples = context or self.context, samples or self.size.samples
-        found = self._measure(
+        lines_by_recipe = self._measure(
             Perplexity(), recipes, context, samples, min(samples, 8), self.size.new_tokens
         )
         scores = {
@@ -145,13 +145,17 @@ class Lab:
                 key: np.array([line["scores"][key] for line in lines])
                 for key in ("nll", "kl_mean", "agreement")
             }
-            for name, lines in found.items()
+            for name, lines in lines_by_recipe.items()
+        }
+        shares = {
+            name: lines[0]["kv_bytes"] / lines[0]["exact_bytes"]
+            for name, lines in lines_by_recipe.items()
         }
         full = scores["full"]["nll"]
         return {
             name: Quality(
                 by["nll"], by["kl_mean"], float(by["agreement"].mean()),
-                found[name][0]["kv_bytes"] / found[name][0]["exact_bytes"], full,
+                shares[name], full,
             )
             for name, by in scores.items()
         }  # fmt: skip

@@ -70,7 +70,7 @@ def recall_rates(
     `SHARES` of the context. The model is left as it was.
     """
     sizes = budgets or shared_budgets(context)
-    found: dict[str, dict[str, dict[int, list[float]]]] = {
+    rates: dict[str, dict[str, dict[int, list[float]]]] = {
         name: {group: {b: [] for b in sizes} for group in groups} for name in indexes
     }
     build_s = dict.fromkeys(indexes, 0.0)
@@ -96,7 +96,7 @@ def recall_rates(
             true = _mask_of(oracle.find(q, count, group, lambda: keys), keys.shape[2])
             for name in indexes:
                 got = finders[name, look.layer].find(q, count, group, lambda: keys)
-                found[name][group][budget].append(true.gather(2, got.long()).float().mean().item())
+                rates[name][group][budget].append(true.gather(2, got.long()).float().mean().item())
 
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, "full")
@@ -113,7 +113,7 @@ def recall_rates(
             {group: {b: fmean(x) for b, x in sized.items()} for group, sized in by.items()},
             build_s[name],
         )
-        for name, by in found.items()
+        for name, by in rates.items()
     }
 
 

@@ -46,13 +46,13 @@ class Free:
         new = torch.stack([sample.data[0] for sample in run.batch.samples]).to(model.device)
         tokens, kl = [], []
         for at in range(0, n, CHUNK):
-            found = yield from decode(run.cache, new, min(CHUNK, n - at))
+            decoded = yield from decode(run.cache, new, min(CHUNK, n - at))
             if own is not None:
-                fed = torch.cat([new.cpu()[:, None], found.greedy[:, :-1]], dim=1)
-                exact_found = yield from exact_logp(own, fed.to(model.device))
-                kl.append(divergence(exact_found, found.logp))
-            tokens.append(found.greedy)
-            new = found.greedy[:, -1].to(model.device)
+                fed = torch.cat([new.cpu()[:, None], decoded.greedy[:, :-1]], dim=1)
+                exact_log_probs = yield from exact_logp(own, fed.to(model.device))
+                kl.append(divergence(exact_log_probs, decoded.logp))
+            tokens.append(decoded.greedy)
+            new = decoded.greedy[:, -1].to(model.device)
         written = torch.cat(tokens, dim=1)
         exact = Exact(before, written) if run.exact is None else run.exact
         curve = torch.cat(kl, dim=1) if kl else torch.zeros(written.shape)

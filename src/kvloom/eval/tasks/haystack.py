@@ -37,16 +37,16 @@ def hide(
     start = int(rng.integers(0, len(source.text_ids) - room + 1))
     text = source.text_ids[start : start + room]
     ends = _line_ends(source, text)
-    found: list[int] = []
+    ids: list[int] = []
     done = 0
     for at, fact in sorted(zip(depths, facts, strict=True), key=lambda x: x[0]):
         wanted = round(at * room)
         to = int(np.searchsorted(ends, wanted))
         end = int(ends[to]) if to < len(ends) else room
         cut = max(done, end if end - wanted <= NEAR else wanted)
-        found += [*text[done:cut].tolist(), *fact]
+        ids += [*text[done:cut].tolist(), *fact]
         done = cut
-    return [*found, *text[done:].tolist()]
+    return [*ids, *text[done:].tolist()]
 
 
 def _line_ends(source: Source, text: np.ndarray) -> np.ndarray:

@@ -27,11 +27,11 @@ class Perplexity:
         """Score each continuation; returns the log-probabilities for the others."""
         rows = torch.stack([sample.data for sample in run.batch.samples]).to(run.model.device)
         count = rows.shape[1] - 1
-        found = yield from decode(run.cache, rows[:, 0], count, given=rows[:, 1:])
-        exact = found.logp if run.exact is None else run.exact
-        nll = -found.logp.gather(2, rows[:, 1:, None].cpu())[..., 0]  # [B, N]
-        kl = divergence(exact, found.logp)
-        same = found.greedy == exact.argmax(-1)
+        decoded = yield from decode(run.cache, rows[:, 0], count, given=rows[:, 1:])
+        exact = decoded.logp if run.exact is None else run.exact
+        nll = -decoded.logp.gather(2, rows[:, 1:, None].cpu())[..., 0]  # [B, N]
+        kl = divergence(exact, decoded.logp)
+        same = decoded.greedy == exact.argmax(-1)
         outcomes = [
             Outcome(
                 scores={
@@ -41,7 +41,7 @@ class Perplexity:
                     "kl_p999": kl[i].quantile(0.999).item(),
                     "agreement": same[i].float().mean().item(),
                 },
-                tokens=run.source.pieces(found.greedy[i]),
+                tokens=run.source.pieces(decoded.greedy[i]),
                 curves={"kl": kl[i].tolist(), "nll": nll[i].tolist()},
             )
             for i in range(len(rows))
@@ -55,7 +55,7 @@ class Perplexity:
 
 def text_batches(source: Source) -> list[Batch]:
     """Return rows of text of each length, in batches; a sample's data are its ids after that."""
-    found = []
+    batches = []
     for length in source.lengths:
         tokens = length + source.new_tokens + 1
         rows = cut_rows(source.text_ids, source.first, source.samples, tokens, source.seed)
@@ -71,5 +71,5 @@ def text_batches(source: Source) -> list[Batch]:
                 )
                 for i, row in enumerate(part)
             ]
-            found.append(Batch(part[:, :length], samples))
-    return found
+            batches.append(Batch(part[:, :length], samples))
+    return batches

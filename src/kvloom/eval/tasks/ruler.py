@@ -138,27 +138,27 @@ def _batch(material: Material, name: str, number: int) -> Batch:
 
     def made(units: int) -> tuple[Made, list[int] | None]:
         """Return a prompt and the ids that are compressed; None if they are too many."""
-        found = part.make(np.random.default_rng(seed), units, material)
-        prompt = prompt_in(source, around, found.question, found.prefix)
-        text = encode(source.tokenizer, found.text)
-        return found, prompt.context(text) if len(text) <= prompt.room(length) else None
+        task_text = part.make(np.random.default_rng(seed), units, material)
+        prompt = prompt_in(source, around, task_text.question, task_text.prefix)
+        text = encode(source.tokenizer, task_text.text)
+        return task_text, prompt.context(text) if len(text) <= prompt.room(length) else None
 
     units = largest(lambda units: made(units)[1] is not None, part.least)
-    found, ids = made(units)
+    task_text, ids = made(units)
     if ids is None:
         raise InputError(
             f"ruler: a context of {length} tokens is too short for {name}; use a longer --context"
         )
     asked = Asked(
-        prompt_in(source, around, found.question, found.prefix).question,
-        found.expected,
+        prompt_in(source, around, task_text.question, task_text.prefix).question,
+        task_text.expected,
         part.tokens,
     )
     sample = Sample(
         f"{name}/{length}/{number}",
         source.decode(ids),
         question=source.decode(asked.ids),
-        reference=", ".join(found.expected),
+        reference=", ".join(task_text.expected),
         fields={"length": length, "tokens": len(ids), "variant": name},
         data=asked,
     )

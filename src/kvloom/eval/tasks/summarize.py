@@ -38,7 +38,7 @@ class Summarize(QuestionTask):
         records = data_records(source.data, {"text": str, "summary": str})
         around = frame(source.tokenizer, source.first)
         prompt = prompt_in(source, around, TAIL)
-        found = []
+        batches = []
         for length in source.lengths:
             room = prompt.room(length)
             if room <= len(encode(source.tokenizer, HEAD)):
@@ -57,8 +57,8 @@ class Summarize(QuestionTask):
                     fields={"length": length, "tokens": len(ids)},
                     data=Asked(prompt.question, [summary], source.new_tokens),
                 )
-                found.append(Batch(torch.tensor([ids]), [sample]))
-        return found
+                batches.append(Batch(torch.tensor([ids]), [sample]))
+        return batches
 
     def score(self, text: str, sample: Sample) -> dict[str, float]:
         """Return the F measures of a summary."""

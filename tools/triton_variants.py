@@ -120,7 +120,7 @@ def _paged(
         for tensor in ("codes", "scale", "zero"):  # of all blocks
             x = getattr(one.packed, tensor)
             setattr(one.packed, tensor, _meta(blocks, *x.shape[1:], dtype=x.dtype))
-        sides.append(one._replace(tail=_meta(blocks, _HK, page, d, dtype=dtype)))
+        sides.append(one._replace(exact=_meta(blocks, _HK, page, d, dtype=dtype)))
     where = [_meta(*shape, dtype=torch.int64) for shape in ((rows, 32), (rows,), (rows,), (rows,))]
     table = PageTable(*where, page, 4096)
     q, first = _meta(rows, heads, 1, d, dtype=dtype), _meta(blocks, _HK, 8, d, dtype=dtype)

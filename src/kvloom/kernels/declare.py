@@ -21,15 +21,16 @@ R = TypeVar("R")
 
 
 def only(fn: Callable[..., R]) -> Callable[..., R]:
-    """Return fn as a function of all arguments of an operation, of which it takes the first.
+    """Wrap fn so that it can be called with all arguments of an operation.
 
-    It also takes the options that are among its parameters.
+    Drops positional arguments and options that fn has no parameter for.
     """
     parameters = signature(fn).parameters
-    first = sum(x.kind is not x.KEYWORD_ONLY for x in parameters.values())
+    positional = sum(x.kind is not x.KEYWORD_ONLY for x in parameters.values())
 
     def call(*args: Any, **options: Any) -> R:
-        return fn(*args[:first], **{name: x for name, x in options.items() if name in parameters})
+        taken = {name: x for name, x in options.items() if name in parameters}
+        return fn(*args[:positional], **taken)
 
     return call
 

@@ -102,8 +102,8 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the kernel that covers the case, else the reference."""
         run = self.bind(*args, **options).run
-        found: R = (run or self.reference)(*args, **options)
-        return found
+        result: R = (run or self.reference)(*args, **options)
+        return result
 
     def bind(self, *args: Any, **options: Any) -> BoundOp:
         """Return what runs a case, chosen on its first use, and count this use in `ran`.
@@ -112,7 +112,7 @@ class Op(Generic[P, R]):
         reference calls `run` itself, or falls back if that is None.
         """
         like, rest = self.case(*args, **options)
-        key = forced.get() or environment(), like.device, rest
+        key = forced.get() or environment(), like.device, rest  # `setting()` without its call
         bound = self.bindings.get(key) or self.choose(*args, **options)
         ran[bound.counted] += 1
         return bound
@@ -207,7 +207,10 @@ def use(backend: str) -> Iterator[None]:
 
 
 def setting() -> str:
-    """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend."""
+    """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend.
+
+    `Op.bind` and `OpPlan.bind` run at every step: they have this expression in place of the call.
+    """
     return forced.get() or environment()
 
 

@@ -94,13 +94,21 @@ def _gathered_case(
     return like, (rest, slots.shape[1])
 
 
-def _attend_problems(module: Any, more: Callable[..., tuple[Any, ...]] = lambda *_: ()) -> Any:
-    """Return the problems of a backend; more: what they read of the arguments behind values."""
+def _nothing(*_: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def _attend_problems(module: Any, extra: Callable[..., tuple[Any, ...]] = _nothing) -> Any:
+    """Return `Backend.problems` of an attention module, which asks `problems` of the module.
+
+    extra: takes the operation's arguments behind values, and returns those that the module's
+    function takes behind the formats.
+    """
 
     def problems(q: Tensor, keys: KVView, values: KVView, *rest: Any, **__: Any) -> list[str]:
         formats = keys.fmt, values.fmt
-        found: list[str] = module.problems(q.shape[2], keys.exact, *formats, *more(*rest))
-        return found or (_GRADIENT if dispatch.differentiated(q) else [])
+        reasons: list[str] = module.problems(q.shape[2], keys.exact, *formats, *extra(*rest))
+        return reasons or (_GRADIENT if dispatch.differentiated(q) else [])
 
     return problems
 
@@ -109,11 +117,15 @@ def _attend_cpu(
     module: Any,
     layer: Callable[..., Any],
     coverage: str,
-    more: Callable[..., tuple[Any, ...]] = lambda *_: (),
+    extra: Callable[..., tuple[Any, ...]] = _nothing,
 ) -> Backend:
-    """Return a CPU backend; it prepares a layer to load its kernel, and to plan its steps."""
+    """Return the CPU backend of an attention module.
+
+    layer: the class that plans a layer's steps; making one compiles its kernel. extra: as in
+    `_attend_problems`.
+    """
     prepare = only(layer)
-    return Backend(module.attend, _attend_problems(module, more), prepare, coverage, prepare)
+    return Backend(module.attend, _attend_problems(module, extra), prepare, coverage, prepare)
 
 
 _ATTEND_GPU = (

@@ -47,7 +47,7 @@ class OpPlan(Generic[P, R]):
         a kernel raises meanwhile, warns once, keeps the reason in `bound` and returns None.
         """
         like, rest = self.op.case(*args, **options)
-        case = forced.get() or environment(), like.device, rest  # `setting()`, without the call
+        case = forced.get() or environment(), like.device, rest  # `setting()` without its call
         if case != self._case:
             self._bind(case, *args, **options)
         ran[self._counted] += 1

@@ -23,6 +23,7 @@ from ..reference import State
 from .arguments import Options
 from .launch import (
     Launch,
+    SideArguments,
     kernels,
     nothing,
     processors,
@@ -32,6 +33,7 @@ from .launch import (
     tile_shapes,
 )
 
+KEYS, VALUES = 1, 2  # the side that is packed, where only one is
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
 _KNOWN = {"bits", "axis", "group", "meta", "transform", "residual", "unit"}
@@ -114,23 +116,39 @@ def attend_gathered(
 
     Only cases without `problems`. The tokens at slots are all packed or all exact, on either side.
     """
-    lead, m, n = 0 if first is None else first[0].shape[2], slots.shape[2], keys.tokens
-    before = [KVView(None, x) for x in first or ()]
-    both = [keys, values]
-    parts = ((before, None, 0, lead), (both, slots, 0, m), (both, None, begin, n))
-    states, at = [], 0
-    for views, chosen, lo, hi in parts:  # of views, at slots, tokens from lo to hi
-        if hi > lo and q.shape[0]:
-            columns = slice(at, at + hi - lo)
+    parts = [
+        _Part(keys, values, slots, 0, slots.shape[2]),
+        _Part(keys, values, None, begin, keys.tokens),
+    ]
+    if first is not None:
+        first_keys, first_values = (KVView(None, x) for x in first)
+        parts.insert(0, _Part(first_keys, first_values, None, 0, first_keys.tokens))
+    states, column = [], 0
+    for part in parts:
+        tokens = part.end - part.begin
+        if tokens > 0 and q.shape[0]:
+            columns = slice(column, column + tokens)
             masks = _masks(
                 None if visible is None else visible[..., columns],
                 None if bias is None else bias[..., columns],
             )
-            k, v = views
-            call = _call(q, k, v, scale, False, softcap, masks, chosen, lo, hi)
+            call = _call(
+                q, part.keys, part.values, scale, False, softcap, masks, part.slots, part.begin,
+                part.end,
+            )  # fmt: skip
             states.append(run(call, kernels()._split))
-            at += hi - lo
+            column += tokens
     return ref.merge(states) if states else nothing(q)
+
+
+class _Part(NamedTuple):
+    """Tokens that one call reads: of two views, from begin to end; of the slots if there are."""
+
+    keys: KVView
+    values: KVView
+    slots: Tensor | None
+    begin: int
+    end: int
 
 
 class _Masks(NamedTuple):
@@ -173,18 +191,16 @@ def _call(
     rotated_q = q if not ks.rotated else (rotated(q, ks.rotated).to(q.dtype))
     if slots is not None:
         slots = contiguous_rows(slots)
-    ends = [side.packed_end for side in (ks, vs) if side.form.bits]
-    both, end, mixed = n, n, 0
-    if ends and slots is None:
-        both, end = max(begin, min(ends)), max(begin, max(ends))
-        mixed = 0 if both == end else 1 if ks.packed_end == end else 2
+    regions = _regions(ks, vs, begin, n, slots is not None)
     most = min(ks.most, vs.most, 64 if slots is None else 16)
     form = tile_shapes(d, r * t, q.dtype, most)
-    sizes = (form.alone if both == n and not ends else form.tokens, form.tokens, form.alone)
+    packed = ks.form.bits or vs.form.bits
+    sizes = (form.tokens if packed else form.alone, form.tokens, form.alone)
     tiles, splits = [], []
     blocks = b * heads * -(-r * t // form.rows)
     want = max(1, -(-2 * processors(q.device) // blocks))
-    for lo, hi, size in zip((begin, both, end), (both, end, n), sizes, strict=True):
+    starts = begin, regions.both_packed_end, regions.any_packed_end
+    for lo, hi, size in zip(starts, (*starts[1:], n), sizes, strict=True):
         count = -(-hi // size) - lo // size if hi > lo else 0
         tiles.append(count)
         splits.append(min(count, -(-want * (hi - lo) // (n - begin))))
@@ -197,22 +213,44 @@ def _call(
         **_steps("visible", visible), **_steps("bias", bias), **_steps("slots", slots),
         "scale": float(scale), "softcap": float(softcap or 1.0),
         "h": heads, "share": heads // keys.exact.shape[1], "r": r, "t": t, "n": n, "begin": begin,
-        "both": both, "split0": splits[0], "split1": splits[1], "split2": splits[2],
+        "both_packed_end": regions.both_packed_end,
+        "split0": splits[0], "split1": splits[1], "split2": splits[2],
         "tiles0": tiles[0], "tiles1": tiles[1], "tiles2": tiles[2],
     }  # fmt: skip
     constants = {
         "K": ks.form, "V": vs.form, "D": d, "DP": cuda.room(d), "BM": form.rows,
-        "BN0": sizes[0], "BN1": sizes[2], "MIXED": mixed,
+        "BN0": sizes[0], "BN1": sizes[2], "PACKED_SIDE": regions.packed_side,
         "OPTIONS": Options(
             causal, visible is not None, softcap is not None, bias is not None, slots is not None
         ),
     }  # fmt: skip
     splits_all = sum(splits)
-    values_packed = splits[0] + (splits[1] if mixed == 2 else 0)
+    values_packed = splits[0] + (splits[1] if regions.packed_side == VALUES else 0)
     return Launch(
         splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotated,
         splits_all, values_packed,
     )  # fmt: skip
+
+
+class _Regions(NamedTuple):
+    """Where the regions of `decode_kernel._split` end; the last one ends behind all tokens."""
+
+    both_packed_end: int
+    any_packed_end: int
+    packed_side: int  # the side that is packed between these ends: KEYS or VALUES; 0: no token
+
+
+def _regions(
+    keys: SideArguments, values: SideArguments, begin: int, n: int, chosen: bool
+) -> _Regions:
+    """Return the regions of tokens begin to n; chosen tokens, and exact ones, are all in one."""
+    ends = [side.packed_end for side in (keys, values) if side.form.bits]
+    if chosen or not ends:
+        return _Regions(n, n, 0)
+    both, either = max(begin, min(ends)), max(begin, max(ends))
+    if both == either:
+        return _Regions(both, either, 0)
+    return _Regions(both, either, KEYS if keys.packed_end == either else VALUES)
 
 
 def _steps(name: str, x: Tensor | None) -> dict[str, int]:

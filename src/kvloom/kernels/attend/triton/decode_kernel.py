@@ -24,6 +24,7 @@ from ...quantize.triton.pack_kernel import as_float
 from .arguments import Side
 
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
+KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as in `decode`
 
 
 @triton.jit
@@ -55,8 +56,8 @@ def _meta(
             x = as_float(tl.load(at + base // GROUP * step + o_d, mask=o_d < D, other=0))[None, :]
         else:
             o_g = base + GROUP * tl.arange(0, BN // GROUP)
-            some = (o_g + GROUP > first) & (o_g < stop)
-            x = as_float(_rows(at, step, o_g // GROUP, some, o_d, D, DP))
+            in_region = (o_g + GROUP > first) & (o_g < stop)
+            x = as_float(_rows(at, step, o_g // GROUP, in_region, o_d, D, DP))
             x = tl.reshape(_spread(x, GROUP), [BN, DP])
     elif KIND == STATIC:
         x = as_float(tl.load(at + o_d, mask=o_d < D, other=0))[None, :]
@@ -97,12 +98,12 @@ def _codes(
             code = ((low >> (a % 4 * 2)) & 3) | (((high >> a) & 1) << 2)
         else:
             o_l = base + 4 * tl.arange(0, BN // 4)
-            some = (o_l + 4 > first) & (o_l < stop)
-            low = _rows(at, step, o_l // 8 * 3 + o_l % 8 // 4, some, o_d, D, DP).to(tl.int32)
+            in_region = (o_l + 4 > first) & (o_l < stop)
+            low = _rows(at, step, o_l // 8 * 3 + o_l % 8 // 4, in_region, o_d, D, DP).to(tl.int32)
             low = (_spread(low, 4) >> (2 * tl.arange(0, 4))[None, :, None]) & 3
             o_h = base + 8 * tl.arange(0, BN // 8)
-            some = (o_h + 8 > first) & (o_h < stop)
-            high = _rows(at, step, o_h // 8 * 3 + 2, some, o_d, D, DP).to(tl.int32)
+            in_region = (o_h + 8 > first) & (o_h < stop)
+            high = _rows(at, step, o_h // 8 * 3 + 2, in_region, o_d, D, DP).to(tl.int32)
             high = (_spread(high, 8) >> tl.arange(0, 8)[None, :, None]) & 1
             code = tl.reshape(low, [BN, DP]) | (tl.reshape(high, [BN, DP]) << 2)
     else:
@@ -112,8 +113,8 @@ def _codes(
             code = (byte >> (n[:, None] % PER * BITS)) & ((1 << BITS) - 1)
         else:
             o_b = base + PER * tl.arange(0, BN // PER)
-            some = (o_b + PER > first) & (o_b < stop)
-            byte = _rows(at, step, o_b // PER, some, o_d, D, DP).to(tl.int32)
+            in_region = (o_b + PER > first) & (o_b < stop)
+            byte = _rows(at, step, o_b // PER, in_region, o_d, D, DP).to(tl.int32)
             code = _spread(byte, PER) >> (BITS * tl.arange(0, PER))[None, :, None]
             code = tl.reshape(code & ((1 << BITS) - 1), [BN, DP])
     return code
@@ -179,8 +180,8 @@ def _walk(
         if OPTIONS.softcapped:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
         if OPTIONS.biased:
-            some = (heads >= 0)[:, None] & ok[None, :]
-            s += tl.load(bias + heads[:, None] + j[None, :], mask=some, other=0.0)
+            bias_mask = (heads >= 0)[:, None] & ok[None, :]
+            s += tl.load(bias + heads[:, None] + j[None, :], mask=bias_mask, other=0.0)
         see = ok[None, :]
         if OPTIONS.causal:
             see = see & (j[None, :] <= n_all - t + o_m[:, None] % t)
@@ -265,22 +266,24 @@ def _tiles_of(i, splits, tiles):
 
 @triton.jit(do_not_specialize=[
     "k_packed_end", "v_packed_end", "bias_h", "visible_b", "visible_h", "bias_b", "slots_b",
-    "slots_h", "n", "begin", "both", "split0", "split1", "split2", "tiles0", "tiles1", "tiles2",
-    "t", "r",
+    "slots_h", "n", "begin", "both_packed_end", "split0", "split1", "split2", "tiles0", "tiles1",
+    "tiles2", "t", "r",
 ])  # fmt: skip
 def _split(
     q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, visible_ptr, bias_ptr, slots_ptr, acc_ptr,
     ml_ptr, visible_b, visible_h, bias_b, bias_h, slots_b, slots_h,
-    scale, softcap, h, share, r, t, n, begin, both, split0, split1, split2, tiles0, tiles1, tiles2,
+    scale, softcap, h, share, r, t, n, begin, both_packed_end, split0, split1, split2, tiles0,
+    tiles1, tiles2,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    BN0: tl.constexpr, BN1: tl.constexpr, MIXED: tl.constexpr, OPTIONS: tl.constexpr,
+    BN0: tl.constexpr, BN1: tl.constexpr, PACKED_SIDE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One split of a region for BM query rows of a head; grid: [splits x heads x rows].
 
-    Region 0, tokens begin to `both`: both sides in their formats (packed or not); region 1, to the
-    later end of a packed prefix: MIXED (1: keys packed, 2: values); region 2, to n: both exact.
+    Region 0, tokens begin to both_packed_end: both sides in their formats (packed or not). Region
+    1, to the later end of a packed prefix: one side packed, PACKED_SIDE (KEYS or VALUES; 0: there
+    is no such token). Region 2, to n: both exact. With slots, region 0 is the tokens at the slots.
     h: heads of the slots or of the keys, `share` of the former to one of the latter. The first
-    column of the mask and of the bias is that of token `begin`. With slots, region 0 is they.
+    column of the mask and of the bias is that of token `begin`.
     """
     splits = split0 + split1 + split2
     pid = tl.program_id(0)
@@ -305,26 +308,27 @@ def _split(
     acc = tl.zeros([BM, DP], tl.float32)
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
-        top, total, acc, rotated, begin, both, lo, hi, n, t, scale, softcap,
+        top, total, acc, rotated, begin, both_packed_end, lo, hi, n, t, scale, softcap,
         k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
         K, V, K.bits > 0, V.bits > 0, D, DP, BN0, OPTIONS,
     )  # fmt: skip
-    if MIXED > 0:
+    if PACKED_SIDE > 0:
         lo, hi = _tiles_of(i - split0, split1, tiles1)
-        end = tl.maximum(k_packed_end, v_packed_end)
-        its_q = q
-        if MIXED == 1:
-            its_q = rotated
+        any_packed_end = tl.maximum(k_packed_end, v_packed_end)
+        region_q = q
+        if PACKED_SIDE == KEYS:
+            region_q = rotated
         top, total, acc = _walk(
-            top, total, acc, its_q, both, end, lo, hi, n, t, scale, softcap,
+            top, total, acc, region_q, both_packed_end, any_packed_end, lo, hi, n, t, scale,
+            softcap,
             k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
-            K, V, MIXED == 1, MIXED == 2, D, DP, BN0, OPTIONS,
+            K, V, PACKED_SIDE == KEYS, PACKED_SIDE == VALUES, D, DP, BN0, OPTIONS,
         )  # fmt: skip
     if (K.bits > 0 or V.bits > 0) and not OPTIONS.chosen:
         lo, hi = _tiles_of(i - split0 - split1, split2, tiles2)
-        end = tl.maximum(begin, tl.maximum(k_packed_end, v_packed_end))
+        any_packed_end = tl.maximum(begin, tl.maximum(k_packed_end, v_packed_end))
         top, total, acc = _walk(
-            top, total, acc, q, end, n, lo, hi, n, t, scale, softcap,
+            top, total, acc, q, any_packed_end, n, lo, hi, n, t, scale, softcap,
             k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
             K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
@@ -363,8 +367,8 @@ def _merge(
             acc = tl.where((o < rotated)[:, None], 0.0, acc)
         out += tl.sum(acc, 0)
     total = tl.sum(totals, 0)
-    some = tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row * D + o_d, out / some, mask=o_d < D)
+    divisor = tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * D + o_d, out / divisor, mask=o_d < D)
     if ROTATED:
-        tl.store(rotated_ptr + row * D + o_d, back / some, mask=o_d < D)
-    tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log(some), -float("inf")))
+        tl.store(rotated_ptr + row * D + o_d, back / divisor, mask=o_d < D)
+    tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log(divisor), -float("inf")))

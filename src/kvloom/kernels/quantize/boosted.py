@@ -41,9 +41,9 @@ def quantize_boosted(
     step = torch.where(chosen, scale / 4, scale)
     codes = (x - zero.float()) / torch.where(step > 0, step, torch.inf)
     codes = codes.round().clamp_min(0).minimum(torch.where(chosen, 15.0, 3.0)).to(torch.uint8)
-    at, some = _places(chosen, boost)
+    at, filled = _places(chosen, boost)
     extra = codes.gather(-1, at.expand(*codes.shape[:-1], boost)) & 3
-    codes = torch.cat([torch.where(chosen, codes >> 2, codes), extra * some], dim=-1)
+    codes = torch.cat([torch.where(chosen, codes >> 2, codes), extra * filled], dim=-1)
     return codes, torch.where(chosen, -scale, scale).to(meta), zero
 
 

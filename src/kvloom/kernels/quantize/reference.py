@@ -196,8 +196,8 @@ def balanced(x: Tensor, spec: QuantSpec, nonpadding: Tensor | None = None) -> tu
         tiles = torch.where(live, tiles, 0.0)
     (tokens, channels), channel = deviations(tiles, live), spec.axis == "channel"
     factor = stored_factor(tokens if channel else channels, spec.meta)
-    some = factor.float()
-    tiles = tiles / torch.where(some > 0, some, torch.inf)
+    divisor = factor.float()
+    tiles = tiles / torch.where(divisor > 0, divisor, torch.inf)
     low, high = _range(tiles, 3 if channel else 4, nonpadding if channel else None)
     scale, zero = metadata(low, high, spec.bits, spec.meta)
     row = torch.cat([part.flatten(3) for part in (scale, zero, factor)], dim=-1)

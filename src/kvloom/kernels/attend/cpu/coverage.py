@@ -43,62 +43,62 @@ def step_problems(
     like: exact keys [B, Hk, N, D]. formats: of packed keys and values, or None. refuse: returns why
     a kernel does not read a format that others do.
     """
-    found = list(problems(like.shape[3], like.shape[1], like.dtype, *formats))
-    if not found:
+    reasons = list(problems(like.shape[3], like.shape[1], like.dtype, *formats))
+    if not reasons:
         sides = zip(("keys", "values"), formats, strict=True)
-        found = [f"{side}: {problem}" for side, fmt in sides for problem in refuse(fmt)]
+        reasons = [f"{side}: {problem}" for side, fmt in sides for problem in refuse(fmt)]
     if not like.is_cpu:
-        found.append(f"the tensors are on {like.device.type}")
+        reasons.append(f"the tensors are on {like.device.type}")
     if tokens > most:
         few = f"{tokens} queries a step are not one"
-        found.append(few if most == 1 else f"more than {most} queries a step")
-    return found
+        reasons.append(few if most == 1 else f"more than {most} queries a step")
+    return reasons
 
 
 def of_sides(
     d: int, dtype: torch.dtype, formats: Sequence[Any], of_format: Callable[[Any], list[str]]
 ) -> list[str]:
     """Return why no kernel reads heads of size d in a dtype, and what `of_format` finds."""
-    found = []
+    reasons = []
     if d % 16 or d > 512:
-        found.append(f"head_dim={d} is not a multiple of 16, up to 512")
+        reasons.append(f"head_dim={d} is not a multiple of 16, up to 512")
     if dtype not in NUMBERS:
-        found.append(f"keys and values are {dtype}, not fp32, fp16 or bf16")
+        reasons.append(f"keys and values are {dtype}, not fp32, fp16 or bf16")
     for side, fmt in zip(("keys", "values"), formats, strict=True):
         if fmt is not None:
-            found += [f"{side}: {problem}" for problem in of_format(fmt)]
+            reasons += [f"{side}: {problem}" for problem in of_format(fmt)]
             axis = "channel" if side == "keys" else "token"
-            if not found and fmt.balance and fmt.axis != axis:
-                found.append(f"{side}: it reads balanced tiles per {axis}, not per {fmt.axis}")
-    return found
+            if not reasons and fmt.balance and fmt.axis != axis:
+                reasons.append(f"{side}: it reads balanced tiles per {axis}, not per {fmt.axis}")
+    return reasons
 
 
 def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
-    found = unknown_fields(fmt, _HOW | WHEN)
-    if found:
-        return found
+    reasons = unknown_fields(fmt, _HOW | WHEN)
+    if reasons:
+        return reasons
     transform = fmt.transform
     if transform is not None:
-        found += [f"transform: {problem}" for problem in unknown_fields(transform, _TRANSFORM)]
+        reasons += [f"transform: {problem}" for problem in unknown_fields(transform, _TRANSFORM)]
     if fmt.bits not in PACK_BLOCK:
-        found.append(f"bits={fmt.bits} is none of {', '.join(map(str, PACK_BLOCK))}")
+        reasons.append(f"bits={fmt.bits} is none of {', '.join(map(str, PACK_BLOCK))}")
     if fmt.meta not in META:
-        found.append(f"meta={fmt.meta} is none of {', '.join(META)}")
+        reasons.append(f"meta={fmt.meta} is none of {', '.join(META)}")
     if _in_runs(transform):
         group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
         if group % 16 or whole % group:
-            found.append(f"group={group} is not a multiple of 16 that divides {whole}")
+            reasons.append(f"group={group} is not a multiple of 16 that divides {whole}")
     elif not transform.static and across(fmt, d, heads) > _GROUPS:
-        found.append(f"{across(fmt, d, heads)} groups a token are more than {_GROUPS}")
+        reasons.append(f"{across(fmt, d, heads)} groups a token are more than {_GROUPS}")
     if transform is not None and transform.rotate and fmt.bits == 8:
-        found.append("8 bit have more levels than registers hold")
+        reasons.append("8 bit have more levels than registers hold")
     if fmt.pre_rope and own_space(fmt):
-        found.append("it does not read keys before RoPE that were divided or rotated")
+        reasons.append("it does not read keys before RoPE that were divided or rotated")
     if fmt.boost % 16:
-        found.append(f"boost={fmt.boost} is not a multiple of 16")
+        reasons.append(f"boost={fmt.boost} is not a multiple of 16")
     if fmt.pre_rope and fmt.boost:
-        found.append("it does not read keys before RoPE of which channels have more bits")
-    return found
+        reasons.append("it does not read keys before RoPE of which channels have more bits")
+    return reasons
 
 
 def across(fmt: Any, d: int, heads: int) -> int:

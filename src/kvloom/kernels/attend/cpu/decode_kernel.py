@@ -52,7 +52,7 @@ class Scratch(NamedTuple):
 def kernel(variant: Variant) -> Any:
     """Compile the kernel of a variant; see `decode.attend` for the call."""
     d, w, apart, sets = variant.d, variant.w, variant.apart[0], 1 + variant.apart[1]
-    (per_row, more), split_scratch = _scratch(variant)
+    (per_row, fixed), split_scratch = _scratch(variant)
     attend_range = _range(variant)
     layout = (PAGED if variant.page else RAGGED if variant.ragged else DECODE).dtype
     finished = 8 + layout.itemsize  # counters of each head's finished tasks
@@ -60,7 +60,7 @@ def kernel(variant: Variant) -> Any:
     def attend(job):  # type: ignore[no-untyped-def]
         a = read_arguments(job, layout)
         padded = -(-a.rows // w) * w
-        memory = np.empty(padded * per_row + more, np.float32)
+        memory = np.empty(padded * per_row + fixed, np.float32)
         mem = split_scratch((memory.ctypes.data + 63) // 64 * 64, padded)
         clear_begin(mem.begin, w)
         while True:
@@ -160,8 +160,8 @@ def _tile(variant: Variant) -> Any:
             skip = 4 * m0 * d
             q, sums = mem.queries + skip, mem.sums + skip
             if k_bits:
-                its = mem.packed_queries + skip if apart else q
-                score_keys(a, keys, its, lo, keys_packed, position + lo, mem)
+                packed_q = mem.packed_queries + skip if apart else q
+                score_keys(a, keys, packed_q, lo, keys_packed, position + lo, mem)
             tail = keys.tail + (lo - keys.packed) * keys.tail_row
             score_tail(q, tail, keys.tail_row, keys_packed, n, mem)
             if page:

@@ -107,7 +107,7 @@ def _codes(b: Any, rows: list[Any], how: DequantSpec) -> list[Any]:
 
     if bits == 1.5:
         return _digits(b, numbers[0], how)
-    found = []
+    vectors = []
     for t in range(how.per_block[0]):
         begin = 0 if how.levels else 23 - int(bits)
         if bits == 3:
@@ -115,12 +115,12 @@ def _codes(b: Any, rows: list[Any], how: DequantSpec) -> list[Any]:
         elif bits == 1 and not how.levels:
             high = b.shl(numbers[0], same(31 - t, VI))
             ones = b.and_(b.ashr(high, same(31, VI)), same(_ONE, VI))
-            found.append(b.bitcast(ones, VF))
+            vectors.append(b.bitcast(ones, VF))
             continue
         else:
             code = part(0, t * int(bits), int(bits), begin)
-        found.append(code if how.levels else b.bitcast(b.or_(code, same(_ONE, VI)), VF))
-    return found
+        vectors.append(code if how.levels else b.bitcast(b.or_(code, same(_ONE, VI)), VF))
+    return vectors
 
 
 def _digits(b: Any, byte: Any, how: DequantSpec) -> list[Any]:

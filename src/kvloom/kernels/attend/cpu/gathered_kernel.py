@@ -95,7 +95,7 @@ def kernel(variant: Variant) -> Any:
             start_task(
                 a, head, padded, sets, d, apart, mem.sums, mem.queries, mem.packed_queries, mem.tops
             )  # fmt: skip
-            its = List(
+            views = List(
                 head_view(a.keys, b, h, k_first), head_view(a.values, b, h, v_first),
                 at(a.slots, b, g), at(a.first_keys, b, h), at(a.first_values, b, h),
                 at(a.positions, b, h),
@@ -103,12 +103,12 @@ def kernel(variant: Variant) -> Any:
             last = min(a.tokens, (part + 1) * tiles // a.splits * TILE)
             for lo in range(part * tiles // a.splits * TILE, last, TILE):
                 n = min(TILE, a.tokens - lo)
-                score_tile(a, its, lo, n, padded, mem)
+                score_tile(a, views, lo, n, padded, mem)
                 weigh(
                     a, b, g, lo, n, 0, padded, mem.logits, S_ROW, mem.tops, mem.sums,
                     4 * padded * d, sets, d,
                 )  # fmt: skip
-                sum_tile(a, its, lo, n, padded, mem)
+                sum_tile(a, views, lo, n, padded, mem)
             finish_task(a, job + finished, task, mem.sums, mem.tops, padded, sets, d)
         memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 

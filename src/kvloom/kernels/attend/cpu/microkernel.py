@@ -84,24 +84,24 @@ def rotated(
     b: Any, xs: dict[int, Any], row: Any, d: int, how: DequantSpec, back: bool
 ) -> dict[int, Any]:
     """Rotate vectors of a token by a row of cosines and sines [2, d], or back."""
-    mate, found = mates(d, how.rope_dims, bool(how.interleaved)), {}
+    mate, turned = mates(d, how.rope_dims, bool(how.interleaved)), {}
     for v, x in xs.items():
-        its = mate[WIDTH * v : WIDTH * (v + 1)]
+        mates_of_v = mate[WIDTH * v : WIDTH * (v + 1)]
         other = None
-        for source in sorted({c // WIDTH for c in its}):
+        for source in sorted({c // WIDTH for c in mates_of_v}):
             # lanes of this source, and of what is there already
             base = xs[source] if other is None else other
             mask = [
                 c % WIDTH + (0 if other is None else WIDTH) if c // WIDTH == source else i
-                for i, c in enumerate(its)
+                for i, c in enumerate(mates_of_v)
             ]
             other = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
         place = _place(v, how)
         second = place < 64 * v
         cos, sin = (read(b, at(b, row, place + skip), VF) for skip in (0, 4 * d))
         sin = b.fneg(sin) if back != second else sin
-        found[v] = fused(b, other, sin, b.fmul(x, cos))
-    return found
+        turned[v] = fused(b, other, sin, b.fmul(x, cos))
+    return turned
 
 
 RUNS = 8  # tokens for which a query is rotated from two of them
@@ -114,18 +114,18 @@ def _chain(
 
     q(j + 1) = 2 cos(w) q(j) - q(j - 1), of which errors grow: so three steps up and three down.
     """
-    found: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
+    queries: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
     middle = (lo + hi) // 2
     for j in (middle - 1, middle):
-        found[j] = rotated(b, q, at(b, rope, 8 * j * d), d, how, back=True)
+        queries[j] = rotated(b, q, at(b, rope, 8 * j * d), d, how, back=True)
     for v in q:
         cos = read(b, at(b, rope, 8 * d + _place(v, how)), VF)
         twice = b.fadd(cos, cos)
         for j in range(middle + 1, hi):
-            found[j][v] = fused(b, twice, found[j - 1][v], b.fneg(found[j - 2][v]))
+            queries[j][v] = fused(b, twice, queries[j - 1][v], b.fneg(queries[j - 2][v]))
         for j in range(middle - 2, lo - 1, -1):
-            found[j][v] = fused(b, twice, found[j + 1][v], b.fneg(found[j + 2][v]))
-    return found
+            queries[j][v] = fused(b, twice, queries[j + 1][v], b.fneg(queries[j + 2][v]))
+    return queries
 
 
 @intrinsic(prefer_literal=True)
@@ -168,8 +168,8 @@ def scores(
     cosines and sines fp32 [tokens, 2, d] for keys packed before RoPE.
     """
     n_d, n_w, n_blocks = d.literal_value, w.literal_value, blocks.literal_value
-    its = from_int(how.literal_value)
-    per = its.per_block[0]
+    spec = from_int(how.literal_value)
+    per = spec.per_block[0]
     n_tokens = n_blocks * per
 
     def emit(b: Any, *args: Any) -> None:
@@ -177,34 +177,34 @@ def scores(
         scales = Meta(meta, gap, table, machine())
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
-        step = b.mul(stride, ir.Constant(I64, its.per_block[1]))
-        chained = its.rope_dims and n_w == 1 and n_tokens >= WIDTH - 1
-        for vs in together(n_d, its):
+        step = b.mul(stride, ir.Constant(I64, spec.per_block[1]))
+        chained = spec.rope_dims and n_w == 1 and n_tokens >= WIDTH - 1
+        for vs in together(n_d, spec):
             qs = {
                 v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
                 for v in vs
             }
             for i in range(n_blocks):  # a pack block at a time: its numbers need registers
                 place = b.add(base, b.mul(step, ir.Constant(I64, i)))
-                if its.by == TABLE:
-                    xs = {v: lookup.indices(b, place, v, its, table) for v in vs}
+                if spec.by == TABLE:
+                    xs = {v: lookup.indices(b, place, v, spec, table) for v in vs}
                 else:
-                    xs = {v: tokens(b, place, stride, v, its) for v in vs}
+                    xs = {v: tokens(b, place, stride, v, spec) for v in vs}
                 for t in range(i * per, (i + 1) * per):
                     if chained and t % RUNS == 0:
                         first = {v: qs[v][0] for v in vs}
-                        chain = _chain(b, first, rope, t, min(t + RUNS, n_tokens), n_d, its)
-                    if its.by == TABLE:
+                        chain = _chain(b, first, rope, t, min(t + RUNS, n_tokens), n_d, spec)
+                    if spec.by == TABLE:
                         both = lookup.stored(b, at(b, meta, lookup.SIZE * t))
                         x = {v: lookup.found(b, both, xs[v][t - i * per]) for v in vs}
                     else:
-                        x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, its) for v in vs}
-                    if its.rope_dims and not chained:
-                        x = rotated(b, x, at(b, rope, 8 * t * n_d), n_d, its, back=False)
+                        x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, spec) for v in vs}
+                    if spec.rope_dims and not chained:
+                        x = rotated(b, x, at(b, rope, 8 * t * n_d), n_d, spec, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         y = chain[t][v] if chained else qs[v][row]
                         acc[row][t] = fused(b, x[v], y, acc[row][t])
-                if its.by in (MAP, TABLE) or its.rope_dims:
+                if spec.by in (MAP, TABLE) or spec.rope_dims:
                     in_order(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
         _write_sums(b, [x for row in acc for x in row], to)
@@ -218,21 +218,21 @@ def _write_sums(b: Any, vectors: list[Any], to: list[Any]) -> None:
     whole = len(vectors) % WIDTH == 0
     run = min(each, WIDTH)
     for i in range(0, len(vectors), WIDTH):
-        some = vectors[i : i + WIDTH]
-        if len(some) < WIDTH // 2:
-            for j, x in enumerate(some, i):
+        chunk = vectors[i : i + WIDTH]
+        if len(chunk) < WIDTH // 2:
+            for j, x in enumerate(chunk, i):
                 write(b, at(b, to[j // each], 4 * (j % each)), summed(b, x))
             continue
-        found = _sixteen_sums(b, some + [same(0.0)] * (WIDTH - len(some)))
+        sums = _sixteen_sums(b, chunk + [same(0.0)] * (WIDTH - len(chunk)))
         if not whole:
-            for j in range(len(some)):
-                x = b.extract_element(found, ir.Constant(I32, j))
+            for j in range(len(chunk)):
+                x = b.extract_element(sums, ir.Constant(I32, j))
                 write(b, at(b, to[(i + j) // each], 4 * ((i + j) % each)), x)
             continue
         for j in range(0, WIDTH, run):
             row, t = divmod(i + j, each)
             pick = ir.Constant(ir.VectorType(I32, run), list(range(j, j + run)))
-            part = b.shuffle_vector(found, ir.Constant(VF, ir.Undefined), pick)
+            part = b.shuffle_vector(sums, ir.Constant(VF, ir.Undefined), pick)
             write(b, at(b, to[row], 4 * t), part)
 
 
@@ -263,11 +263,11 @@ def values(
 
     meta, meta_gap, table: see `dequant.Meta`.
     """
-    n_d, n_w, its = d.literal_value, w.literal_value, from_int(how.literal_value)
+    n_d, n_w, spec = d.literal_value, w.literal_value, from_int(how.literal_value)
 
     def emit(b: Any, *args: Any) -> None:
         for lo, hi in chunks(n_d // WIDTH, n_w):
-            _sum_chunk(b, args[:9], lo, hi, n_d, n_w, its)
+            _sum_chunk(b, args[:9], lo, hi, n_d, n_w, spec)
 
     return made(types.void(*[types.int64] * 9, d, w, how), emit)
 

@@ -94,19 +94,19 @@ def score_packed(variant: Variant) -> Any:
             rotate_queries(q, mem.far, a.far + (many + BEFORE) * rope_row, d, w, spec)
         write_scales(keys, lo, n, mem.scales)
         for g in range(0, n, span):
-            its, tokens, row = q, min(span, n - g), (lo + g) // span * keys.meta_row
+            group_q, tokens, row = q, min(span, n - g), (lo + g) // span * keys.meta_row
             scale, zero = keys.scale + row, keys.zero + row
             if folds:
-                its, minus = mem.folded, splat(np.float32(offset))
+                group_q, minus = mem.folded, splat(np.float32(offset))
                 fold_scales(
-                    q, w, d, boost, scale, zero, meta, size, factor, minus, its, mem.begin
+                    q, w, d, boost, scale, zero, meta, size, factor, minus, group_q, mem.begin
                 )  # fmt: skip
             elif by_channel:
                 affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
-            score_group(a, keys, its, lo, g, tokens, few, mem)
+            score_group(a, keys, group_q, lo, g, tokens, few, mem)
             if balanced:
-                its_s = mem.logits + 4 * g
-                multiply_tokens(its_s, s_row, w, tokens, scale + balance_at, meta, size)
+                group_logits = mem.logits + 4 * g
+                multiply_tokens(group_logits, s_row, w, tokens, scale + balance_at, meta, size)
         if folds:
             clear_begin(mem.begin, w)
 

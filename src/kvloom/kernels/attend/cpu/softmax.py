@@ -96,18 +96,18 @@ def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, set
             visible = at(a.visible, b, h) + lo
         top = tops + 128 * m
         best = load_one(top, 0)
-        new, more = soften(row, nt, bound, np.float32(a.softcap), bias, visible, best)
+        new, weight_sum = soften(row, nt, bound, np.float32(a.softcap), bias, visible, best)
         if new > best:
             shrink = exp(splat(best - new))
             for k in range(sets):
                 for c in range(0, d, 16):
                     x = acc + k * set_bytes + 4 * (m * d + c)
                     store(x, load(x) * shrink)
-            more += load_one(top + 64, 0) * lane(shrink)
+            weight_sum += load_one(top + 64, 0) * lane(shrink)
         else:
-            more += load_one(top + 64, 0)
+            weight_sum += load_one(top + 64, 0)
         store_one(top, new)
-        store_one(top + 64, more)
+        store_one(top + 64, weight_sum)
 
 
 @kernel_step
@@ -177,14 +177,14 @@ def merge(parts, splits, rows, sets, d, out, lse):  # type: ignore[no-untyped-de
     for i in range(0, sets * rows * d, 16):
         store(out + 4 * i, zero16)
     for m in range(rows):
-        its = parts + 4 * (sets * rows * d + 32 * m)
+        row_state = parts + 4 * (sets * rows * d + 32 * m)
         top, weights = np.float32(-np.inf), np.float32(0.0)
         for part in range(splits):
-            top = max(top, load_one(its + part * size, 0))
+            top = max(top, load_one(row_state + part * size, 0))
         if top > np.float32(-np.inf):
             for part in range(splits):
-                weight = exp(splat(load_one(its + part * size, 0) - top))
-                weights += load_one(its + part * size + 64, 0) * lane(weight)
+                weight = exp(splat(load_one(row_state + part * size, 0) - top))
+                weights += load_one(row_state + part * size + 64, 0) * lane(weight)
                 for i in range(sets):
                     for c in range(0, d, 16):
                         here = 4 * ((i * rows + m) * d + c)

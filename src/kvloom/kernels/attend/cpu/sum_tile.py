@@ -44,15 +44,15 @@ def sum_packed(variant: Variant) -> Any:
     def add(view, lo, n, to, mem):  # type: ignore[no-untyped-def]
         """Add the tile's first n tokens, packed, from number lo on."""
         write_scales(view, lo, n, mem.scales)
-        its = to
+        sums = to
         if balanced:
             tile_rows(
                 view.scale, view.zero, view.meta_row, lo, n, span, factor, offset, meta, size,
                 mem.scales, gap,
             )  # fmt: skip
-            its = mem.folded  # sums of a tile, before channels are multiplied
+            sums = mem.folded  # sums of a tile, before channels are multiplied
             for i in range(0, w * d, 16):
-                store(its + 4 * i, splat(np.float32(0.0)))
+                store(sums + 4 * i, splat(np.float32(0.0)))
         if per_token or balanced:
             clear(mem.scales, gap, n * across, -(-n // per_block) * per_block * across)
         for g in range(0, n, span):
@@ -60,9 +60,9 @@ def sum_packed(variant: Variant) -> Any:
             if by_channel:
                 scale, zero = view.scale + row, view.zero + row
                 affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
-            add_group(view, lo, g, min(span, n - g), its, mem)
+            add_group(view, lo, g, min(span, n - g), sums, mem)
             if balanced:
-                add_channels(its, w, d, view.scale + row + balance_at, meta, size, to)
+                add_channels(sums, w, d, view.scale + row + balance_at, meta, size, to)
 
     return add
 

@@ -71,21 +71,21 @@ def unpack(
     twice as many as a token has groups by map, in whole vectors. near, far: rows of `rope_tables`
     that together rotate a key packed before RoPE to its position.
     """
-    n_d, its, number = d.literal_value, from_int(how.literal_value), kind.literal_value
+    n_d, spec, number = d.literal_value, from_int(how.literal_value), kind.literal_value
 
     def emit(b: Any, *args: Any) -> None:
         to, base, stride, t, by, scale, zero, table, room, near, far = args[:11]
         meta = Meta(scale, b.sub(zero, scale), table, machine(), number)
-        if its.by == MAP:
-            meta = _widened(b, meta, room, its)
-        code = _taker(b, base, stride, t, by, its)
-        for vs in together(n_d, its):
+        if spec.by == MAP:
+            meta = _widened(b, meta, room, spec)
+        code = _taker(b, base, stride, t, by, spec)
+        for vs in together(n_d, spec):
             xs = {}
             for v in vs:
-                x = code(v) if its.levels else b.sitofp(code(v), VF)
-                xs[v] = meta.scaled(b, x, 0, v, n_d, its)
-            for row in (near, far) if its.rope_dims else ():
-                xs = rotated(b, xs, row, n_d, its, back=False)
+                x = code(v) if spec.levels else b.sitofp(code(v), VF)
+                xs[v] = meta.scaled(b, x, 0, v, n_d, spec)
+            for row in (near, far) if spec.rope_dims else ():
+                xs = rotated(b, xs, row, n_d, spec, back=False)
             for v, x in xs.items():
                 write(b, at(b, to, 4 * WIDTH * v), x)
 

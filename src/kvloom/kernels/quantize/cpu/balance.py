@@ -161,9 +161,9 @@ def tile_factors(x, row, tokens, d, dp, count, of_tokens, room):  # type: ignore
         _of_channels(x, row, tokens, dp, token_by, count, spare, by_channel)
         _limit(by_channel, dp, _LEAST, _MOST, its_channels, channel_by)
         _of_tokens(x, row, tokens, dp, channel_by, np.float32(d), spare, by_token)
-        found = _spread(by_token, token_by, tokens) + _spread(by_channel, channel_by, d)
-        if found < least:
-            least = found
+        imbalance = _spread(by_token, token_by, tokens) + _spread(by_channel, channel_by, d)
+        if imbalance < least:
+            least = imbalance
             for i in range(0, n, 16):
                 store(best + 4 * i, load(kept + 4 * i))
     return best

@@ -223,8 +223,8 @@ def _between(of: Any, parts: int, width: int) -> Any:
         for fmt, per_block in PACK_BLOCK.items():
             with b.if_then(b.icmp_signed("==", bits, ir.Constant(I64, int(2 * fmt)))):
                 held = [read(b, row(rows, stride, i), kind, 1) for i in range(per_block[parts])]
-                for i, found in enumerate(of(b, held, fmt)):
-                    put_vector(b, row(to, to_stride, i), found)
+                for i, vector in enumerate(of(b, held, fmt)):
+                    put_vector(b, row(to, to_stride, i), vector)
 
     return emit
 

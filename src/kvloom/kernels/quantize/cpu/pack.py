@@ -170,12 +170,12 @@ def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
     if spec.rotated or spec.hadamard:
         together = spec.group if spec.rotated else d
         signs, mix = rotated.parts(together)
-        more = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
+        tensors = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
         if spec.rotated:
             levels = rotated.levels(spec.bits)
-            more |= {"levels": levels, "level_ends": rotated.ends(levels)}
-        tables |= more
-        where = {name: address(more.get(name)) for name in ROTATION.names if name != "size"}
+            tensors |= {"levels": levels, "level_ends": rotated.ends(levels)}
+        tables |= tensors
+        where = {name: address(tensors.get(name)) for name in ROTATION.names if name != "size"}
         rotation = ROTATION.pack(size=together // len(mix), **where)
     numbers = SPEC.pack(
         tile=tile,

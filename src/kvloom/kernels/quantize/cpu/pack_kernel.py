@@ -134,13 +134,13 @@ def balance_tile(a, sizes, tile, x, x_row, nonpadding, mem):  # type: ignore[no-
     tokens, by_token = spec.balance, spec.sharing == CHANNEL
     for t in range(0, tile.hi - tile.lo, tokens):
         here = x + t * x_row
-        some = clear_padding(
+        count = clear_padding(
             here, x_row, tokens, d, sizes.row, 0 if nonpadding == 0 else nonpadding + t
         )
-        found = tile_factors(here, x_row, tokens, d, sizes.row, some, by_token, mem.factors)
+        divisors = tile_factors(here, x_row, tokens, d, sizes.row, count, by_token, mem.factors)
         to = tile.scale + (tile.lo + t) // tokens * sizes.meta_row + sizes.factors
-        keep_factors(found, tokens if by_token else d, spec.meta, to)
-        divide_tile(here, x_row, tokens, sizes.row, found, by_token)
+        keep_factors(divisors, tokens if by_token else d, spec.meta, to)
+        divide_tile(here, x_row, tokens, sizes.row, divisors, by_token)
         for i in range(tokens):
             fill(here + i * x_row, d)
 
@@ -152,8 +152,8 @@ def measure_channels(a, sizes, tile, x, x_row, nonpadding, mem):  # type: ignore
     for t in range(0, tile.hi - tile.lo, spec.group):
         skip = meta_at(spec, sizes.padded, t)
         low, high, tops = mem.low + skip, mem.high + skip, mem.tops + skip
-        its = 0 if nonpadding == 0 else nonpadding + t
-        range_of_tokens(x + t * x_row, x_row, spec.group, sizes.padded, its, low, high)
+        group_nonpadding = 0 if nonpadding == 0 else nonpadding + t
+        range_of_tokens(x + t * x_row, x_row, spec.group, sizes.padded, group_nonpadding, low, high)
         to = (tile.lo + t) // spec.group * sizes.meta_row
         scale, zero = tile.scale + to, tile.zero + to
         if spec.boost == 0:

@@ -207,11 +207,11 @@ def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-de
         for c in range(0, size, width):
             by, to = mix + i * row, spare + 4 * (i * size + c)
             if width == 16:
-                found = splat(np.float32(0.0))
+                total = splat(np.float32(0.0))
                 for j in range(rows):
                     weight = splat(load_one(by + j * column, 0))
-                    found = found + weight * load(x + 4 * (j * size + c))
-                store(to, found)
+                    total = total + weight * load(x + 4 * (j * size + c))
+                store(to, total)
             else:
                 one = np.float32(0.0)
                 for j in range(rows):

@@ -118,16 +118,16 @@ def range_of_tokens(x, row, tokens, dp, nonpadding, low, high):  # type: ignore[
 
     nonpadding: the address of a byte a token, 0 for padding; or 0.
     """
-    some = nonpadding == 0
+    any_token = nonpadding == 0
     for t in range(tokens if nonpadding != 0 else 0):
-        some = some or load_byte(nonpadding + t) != 0
+        any_token = any_token or load_byte(nonpadding + t) != 0
     for c in range(0, dp, 16):
         lo, hi = splat(np.float32(np.inf)), splat(np.float32(-np.inf))
         for t in range(tokens):
             if nonpadding == 0 or load_byte(nonpadding + t) != 0:
                 one = load(x + t * row + 4 * c)
                 lo, hi = smaller(one, lo), larger(one, hi)
-        if not some:
+        if not any_token:
             lo, hi = splat(np.float32(0.0)), splat(np.float32(0.0))
         store(low + 4 * c, lo)
         store(high + 4 * c, hi)

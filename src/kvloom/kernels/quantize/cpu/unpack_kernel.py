@@ -170,8 +170,8 @@ def decode_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
             mem.wide,
         )  # fmt: skip
         if balance:
-            its = (ahead + t) // balance * 4 * factors_of_tile(spec, sizes)
-            multiply_row(mem.wide, sizes.row, mem.factors + its, (ahead + t) % balance, by_token)
+            factors = mem.factors + (ahead + t) // balance * 4 * factors_of_tile(spec, sizes)
+            multiply_row(mem.wide, sizes.row, factors, (ahead + t) % balance, by_token)
         if size != 0:
             unrotate_group(mem.wide, d, size, rotate.signs, rotate.mix, mem.spare)
         write_token(a, sizes, tile, t, mem.wide)

@@ -83,11 +83,11 @@ def metadata(low, high, TOP: tl.constexpr, META: tl.constexpr):
 @triton.jit
 def encode(x, scale, zero, TOP: tl.constexpr):
     """Codes int32 of x, given the stored scale and zero of its groups."""
-    some = scale > 0
-    ratio = tl.div_rn(x - zero, tl.where(some, scale, 1.0))
+    positive = scale > 0
+    ratio = tl.div_rn(x - zero, tl.where(positive, scale, 1.0))
     ratio = tl.minimum(tl.maximum(ratio, 0.0), TOP * 1.0)
     code = (ratio + 12582912.0).to(tl.int32, bitcast=True) & 255
-    return tl.where(some, code, 0)
+    return tl.where(positive, code, 0)
 
 
 @triton.jit
@@ -292,18 +292,18 @@ def unpack(
     )
     mask = there[:, :, None] & inside[None, None, :]
     codes += row * c_row + head * c_head
-    some = (block * PACK_BLOCK < hi)[:, None] & inside[None, :]
+    byte_mask = (block * PACK_BLOCK < hi)[:, None] & inside[None, :]
     t = tl.arange(0, P)[None, :, None]
     if BITS2 == 6:
         at = codes + (block * 3).to(tl.int64)[:, None] * c_byte + channel[None, :]
-        first = tl.load(at, mask=some, other=0).to(tl.int32)[:, None, :]
-        second = tl.load(at + c_byte, mask=some, other=0).to(tl.int32)[:, None, :]
-        third = tl.load(at + 2 * c_byte, mask=some, other=0).to(tl.int32)[:, None, :]
+        first = tl.load(at, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
+        second = tl.load(at + c_byte, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
+        third = tl.load(at + 2 * c_byte, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
         code = (tl.where(t < 4, first, second) >> (2 * (t & 3))) & 3
         code |= ((third >> t) & 1) << 2
     else:
         at = codes + block.to(tl.int64)[:, None] * c_byte + channel[None, :]
-        byte = tl.load(at, mask=some, other=0).to(tl.int32)[:, None, :]
+        byte = tl.load(at, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
         if BITS2 == 3:
             third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
             code = byte // tl.where(t > 3, 81, third) % 3

@@ -223,26 +223,26 @@ def mass(once: int, vectors: int) -> Any:
                 tile1 = -(-(own + rows) // TILE)
                 for tile in range(tile0, tile1):
                     lo = tile * TILE
-                    its = s + tile * room * srow
+                    tile_logits = s + tile * room * srow
                     for j in range(0, min(TILE, own + rows - lo), panel):
                         for i in range(used):
                             products(
                                 qs + 4 * i * once * d, keys + 4 * (lo + j) * d,
-                                its + i * once * srow + 4 * j, srow, d, once, vectors,
+                                tile_logits + i * once * srow + 4 * j, srow, d, once, vectors,
                             )  # fmt: skip
                     for i in range(rows):
                         end = min(lo + TILE, own + i + 1)
                         begin = max(lo, own + i - window + 1) if window > 0 else lo
-                        top, more, done = np.float32(-np.inf), np.float32(0.0), 0
+                        top, weight_sum, done = np.float32(-np.inf), np.float32(0.0), 0
                         if end > begin:
-                            top, more = _soften(
-                                its + i * srow, its + i * srow, lo, begin, end, softcap,
-                                inverse_tau,
-                                bias, visible, index, noisy, _state(options, head, row0 + i),
+                            top, weight_sum = _soften(
+                                tile_logits + i * srow, tile_logits + i * srow, lo, begin, end,
+                                softcap, inverse_tau, bias, visible, index, noisy,
+                                _state(options, head, row0 + i),
                             )  # fmt: skip
                             done = (end - lo + 15) // 16 * 16
                         for j in range(done, TILE, 16):
-                            store(its + i * srow + 4 * j, zero16)
+                            store(tile_logits + i * srow + 4 * j, zero16)
                         store_one(tops + 4 * (tile * room + i), top)
                         if top > np.float32(-np.inf):
                             was, held = (
@@ -251,9 +251,9 @@ def mass(once: int, vectors: int) -> Any:
                             )
                             if top > was:
                                 store_one(best + 4 * i, top)
-                                held = held * _exp(was - top) + more
+                                held = held * _exp(was - top) + weight_sum
                             else:
-                                held += more * _exp(top - was)
+                                held += weight_sum * _exp(top - was)
                             store_one(sums + 4 * i, held)
                 for tile in range(tile0, tile1):
                     factors = tops + 4 * tile * room
@@ -296,13 +296,13 @@ def step() -> Any:
                 s = a.products + (task * t + i) * a.product_row
                 end = n - t + i + 1
                 row = to if i == 0 else scratch
-                top, more = _soften(
+                top, weight_sum = _soften(
                     s, row, 0, 0, end, softcap, inverse_tau, bias, visible, index, options.noise,
                     _state(options, head, i),
                 )  # fmt: skip
                 factor = np.float32(0.0)
                 if top > np.float32(-np.inf):
-                    factor = np.float32(1.0) / more
+                    factor = np.float32(1.0) / weight_sum
                     if weights != 0:
                         factor *= load_one(weights + 4 * i, FP32)
                 f = splat(factor)

@@ -70,12 +70,12 @@ def products(
             here = b.add(k, b.mul(i, ir.Constant(I64, 64 * n_vectors)))
             keys = [read(b, at(b, here, 64 * v), VF) for v in range(n_vectors)]
             here = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
-            found = []
+            totals = []
             for row in range(n_rows):  # one broadcast at a time: sums take most registers
                 x = spread(b, read(b, at(b, here, 4 * row), F32))
-                its = sums[row * n_vectors : (row + 1) * n_vectors]
-                found += [fused(b, x, key, total) for key, total in zip(keys, its, strict=True)]
-            return found
+                row_sums = sums[row * n_vectors : (row + 1) * n_vectors]
+                totals += [fused(b, x, key, y) for key, y in zip(keys, row_sums, strict=True)]
+            return totals
 
         sums = loop(b, d, [same(0.0)] * (n_rows * n_vectors), add)
         for i, total in enumerate(sums):

@@ -127,8 +127,8 @@ def row_lse(
         base = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(top - base) + tl.sum(tl.exp(s - base[:, None]), axis=1)
         top = new
-    found = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    tl.store(lse + line * t + i, found, mask=i < t)
+    log_sums = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(lse + line * t + i, log_sums, mask=i < t)
 
 
 @triton.jit(do_not_specialize=_VARY)
@@ -156,7 +156,7 @@ def column_mass(
     numbers += row * number_row + head // r * number_head
     visible += row * visible_row + head // r * visible_head
     heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
-    found = tl.zeros([KEYS], tl.float32)
+    masses = tl.zeros([KEYS], tl.float32)
     end = t
     if WINDOW:
         end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
@@ -176,8 +176,8 @@ def column_mass(
             )
         base = tl.load(lse + line * t + i, mask=counts, other=float("inf"))
         base = tl.where(base == float("-inf"), float("inf"), base)  # a row that sees nothing
-        found += tl.sum(tl.exp(s - base[:, None]), axis=0)
-    tl.store(mass + line * n + j, found, mask=j < n)
+        masses += tl.sum(tl.exp(s - base[:, None]), axis=0)
+    tl.store(mass + line * n + j, masses, mask=j < n)
 
 
 @triton.jit(do_not_specialize=_VARY)
@@ -237,7 +237,7 @@ def step_mass(
     """
     line = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    found = tl.zeros([KEYS], tl.float32)
+    masses = tl.zeros([KEYS], tl.float32)
     for i in range(t):
         base = tl.load(lse + line * t + i)
         base = tl.where(base == float("-inf"), float("inf"), base)
@@ -245,5 +245,5 @@ def step_mass(
             counts = tl.load(visible_queries + line // hq * real_row + i) != 0
             base = tl.where(counts, base, float("inf"))
         s = tl.load(logits + (line * t + i) * n + j, mask=j < n, other=float("-inf"))
-        found += tl.exp(s - base)
-    tl.store(mass + line * n + j, found, mask=j < n)
+        masses += tl.exp(s - base)
+    tl.store(mass + line * n + j, masses, mask=j < n)

@@ -46,9 +46,9 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     kernels = kmeans_kernels()
     weights, offset = ref.linear(centroids, distance, alive, x.dtype)
     panels = -(-weights.shape[2] // kernels.PANEL)
-    more = panels * kernels.PANEL - weights.shape[2]
-    offset = F.pad(offset, (0, more), value=-torch.inf)
-    weights = F.pad(weights, (0, 0, 0, more)).view(b, h, panels, kernels.PANEL, d)
+    missing = panels * kernels.PANEL - weights.shape[2]
+    offset = F.pad(offset, (0, missing), value=-torch.inf)
+    weights = F.pad(weights, (0, 0, 0, missing)).view(b, h, panels, kernels.PANEL, d)
     kernel, _, pairs = compiled_kmeans(d, x.dtype)
     if pairs:  # two channels of a centroid beside each other
         weights = weights.to(x.dtype).unflatten(-1, (-1, 2)).transpose(3, 4).contiguous()

@@ -62,7 +62,7 @@ def rating(variant: SelectVariant) -> Any:
         minus = np.float32(-np.inf)
         scratch = np.zeros(16 * w + 16 * w + 16, np.float32)
         begin = (scratch.ctypes.data + 63) // 64 * 64
-        more = begin + 64 * w
+        low_scores = begin + 64 * w
         orow = 4 * n
         while True:
             task = count(job)
@@ -90,16 +90,16 @@ def rating(variant: SelectVariant) -> Any:
                     )  # fmt: skip
                     if bounds:
                         scores(
-                            q_low + mine, begin, low + j * lrow, lrow, more, 64, 0, 0, 0, 0,
+                            q_low + mine, begin, low + j * lrow, lrow, low_scores, 64, 0, 0, 0, 0,
                             d, w, at_once, exact,
                         )  # fmt: skip
                         if w == 1:
-                            store(to + 4 * j, load(to + 4 * j) + load(more))
+                            store(to + 4 * j, load(to + 4 * j) + load(low_scores))
                         else:
                             for i in range(w):
                                 for t in range(at_once):
                                     cell = to + i * orow + 4 * (j + t)
-                                    y = load_one(cell, 0) + load_one(more + 64 * i + 4 * t, 0)
+                                    y = load_one(cell, 0) + load_one(low_scores + 64 * i + 4 * t, 0)
                                     store_one(cell, y)
                 for j in range(even, hi):
                     scores(
@@ -108,12 +108,12 @@ def rating(variant: SelectVariant) -> Any:
                     )  # fmt: skip
                     if bounds:
                         scores(
-                            q_low + mine, begin, low + j * lrow, lrow, more, 64, 0, 0, 0, 0,
+                            q_low + mine, begin, low + j * lrow, lrow, low_scores, 64, 0, 0, 0, 0,
                             d, w, 1, exact,
                         )  # fmt: skip
                         for i in range(w):
                             cell = to + i * orow + 4 * j
-                            store_one(cell, load_one(cell, 0) + load_one(more + 64 * i, 0))
+                            store_one(cell, load_one(cell, 0) + load_one(low_scores + 64 * i, 0))
             for j in range(lo, hi):
                 if bounds:
                     dead = load_one(low + j * lrow, number) > load_one(high + j * hrow, number)
@@ -150,13 +150,13 @@ def choosing() -> Any:
             mine = a.scores + 4 * head * turns * n
             group = head // a.heads_per_kv
             for row in range(turns):
-                its, ratings = mine + 4 * row * n, copies + 4 * row * blocks * BLOCK
+                row_scores, ratings = mine + 4 * row * n, copies + 4 * row * blocks * BLOCK
                 for j in range(n // 16 * 16, blocks * BLOCK, 16):
                     store(ratings + 4 * j, minus)
                 for j in range(0, n // 16 * 16, 16):
-                    store(ratings + 4 * j, load(its + 4 * j))
+                    store(ratings + 4 * j, load(row_scores + 4 * j))
                 for j in range(n // 16 * 16, n):
-                    store_one(ratings + 4 * j, load_one(its + 4 * j, 0))
+                    store_one(ratings + 4 * j, load_one(row_scores + 4 * j, 0))
                 for i in range(blocks):
                     top = minus
                     for j in range(i * BLOCK, (i + 1) * BLOCK, 16):
@@ -201,9 +201,9 @@ def choosing() -> Any:
                 else:
                     here = 4 * (group * n + unit)
                     many = min(load_i32(size + here), m - filled)
-                    its = order + 4 * (group * tokens + load_i32(start + here))
+                    members = order + 4 * (group * tokens + load_i32(start + here))
                     for i in range(many):
-                        store_int(to + 8 * i, load_i32(its + 4 * i))
+                        store_int(to + 8 * i, load_i32(members + 4 * i))
                 filled += many
         scratch[0] = 0.0  # Numba frees an array once its last use is behind
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...cpu_runtime import kernel_step
 from ...simd import fma, larger, load, load_any, splat, store
 from . import lookup
-from .boost import fold_low_bits
+from .boost_steps import fold_low_bits
 from .dequant import CHANNEL, NONE, TABLE, DequantSpec
 from .lookup import tabled
 from .microkernel import rotate_queries, scores

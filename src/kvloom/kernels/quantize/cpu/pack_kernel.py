@@ -21,10 +21,10 @@ from ...cpu_runtime import Kernel, at, count, kernel_step
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import load, splat, store
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
-from .balance import clear_padding, divide_tile, keep_factors, room_of_tile, tile_factors
-from .boost import choose, sign_scales, split_codes
+from .balance_steps import clear_padding, divide_tile, keep_factors, room_of_tile, tile_factors
+from .boost_steps import choose, sign_scales, split_codes
 from .codes import put_codes
-from .rotation import keep_scales, rotate_group, rotate_row, round_row, units
+from .rotation_steps import keep_scales, rotate_group, rotate_row, round_row, units
 from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
 from .tiles import (
     encode_row,

@@ -14,9 +14,9 @@ import numpy as np
 from ...cpu_runtime import Kernel, at, count, kernel_step
 from ...cpu_runtime import arguments as read_arguments
 from .arguments import CHANNEL, PACK, ROTATED, STATIC
-from .balance import multiply_row
-from .boost import join_codes, unsign_scales
-from .rotation import restore_row, unrotate_group
+from .balance_steps import multiply_row
+from .boost_steps import join_codes, unsign_scales
+from .rotation_steps import restore_row, unrotate_group
 from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
 from .tiles import decode_row, narrow, size_of, split_atom, widen
 

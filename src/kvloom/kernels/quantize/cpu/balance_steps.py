@@ -22,7 +22,7 @@ from ...simd import (
 )
 from ..balanced import LEAST, MOST, TURNS
 from .codes import nonzero
-from .rotation import halved, limited, root
+from .rotation_steps import halved, limited, root
 from .tiles import narrow, size_of, widen
 
 _LEAST, _MOST = np.float32(LEAST), np.float32(MOST)

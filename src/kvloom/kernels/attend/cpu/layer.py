@@ -29,11 +29,11 @@ from .arguments import (
 
 _NUMBERS_PER_THREAD = 1 << 15  # of keys and values
 
-Part = tuple[dict[str, Any], tuple[Tensor | None, ...]]
+KeptArguments = tuple[dict[str, Any], tuple[Tensor | None, ...]]
 """Some arguments of a kernel by name, and the tensors that must outlive its run."""
 
-_NO_ROPE: Part = {"near": 0, "far": 0, "positions": ABSENT, "position_per_token": 0}, ()
-_NO_MASKS: Part = {"visible": ABSENT, "bias": ABSENT}, ()
+_NO_ROPE: KeptArguments = {"near": 0, "far": 0, "positions": ABSENT, "position_per_token": 0}, ()
+_NO_MASKS: KeptArguments = {"visible": ABSENT, "bias": ABSENT}, ()
 
 
 class KernelAttention:
@@ -150,7 +150,7 @@ class KernelAttention:
         group = 0 if packed is None else packed.channelwise.rotated
         return sums, rotation(group, d, back=True).data_ptr() if group else 0
 
-    def _masks(self, queries: Tensor, visible: Tensor | None, bias: Tensor | None) -> Part:
+    def _masks(self, queries: Tensor, visible: Tensor | None, bias: Tensor | None) -> KeptArguments:
         """Return the arguments of the mask and of the bias."""
         b, hq, _t, _d = queries.shape
         if visible is not None:

@@ -177,33 +177,26 @@ def _store(
     to_mark = None
     if outliers is not None and not outliers.done:
         to_mark = exact_tokens(state) if new is None and len(segment) else new
-    if new is None:
-        _drop_and_pack(state, segment, queries, prompt)
-    else:
+    if new is not None:
         k, v = _without_sinks(state, queries, new)
-        drop = _surplus(state, len(segment) + k.shape[2])
         if k.shape[2]:
-            segment.extend(k, v, drop, queries.visible)
+            segment.extend(k, v, _surplus(state, segment, k.shape[2]), queries.visible)
+    else:
+        if state.evictor is not None and (drop := _surplus(state, segment, 0)):
+            segment.drop_front(drop)
+        segment.pack(queries.visible, prompt)
+        if prompt:
+            segment.trim()
     if outliers is not None and to_mark is not None:
         outliers.done = True
         if to_mark[0].shape[2] == state.seen:
             outliers.choose(*to_mark, queries, segment, state.sinks)
 
 
-def _drop_and_pack(state: LayerState, segment: Segment, queries: Queries, prompt: bool) -> None:
-    """Drop and pack tokens that are stored already."""
-    drop = _surplus(state, len(segment))
-    if drop:
-        segment.drop_front(drop)
-    segment.pack(queries.visible, prompt)
-    if prompt:
-        segment.trim()
-
-
-def _surplus(state: LayerState, tokens: int) -> int:
-    """Return how many of the segment's `tokens` tokens are too old to stay."""
+def _surplus(state: LayerState, segment: Segment, new: int) -> int:
+    """Return how many tokens of a segment are too old to stay once it has `new` more."""
     evictor = state.evictor
-    return 0 if evictor is None or evictor.done else evictor.surplus(tokens)
+    return 0 if evictor is None or evictor.done else evictor.surplus(len(segment) + new)
 
 
 def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> None:

@@ -182,14 +182,12 @@ class LayerCache:
             retriever.offloaded.forget()  # its copies on the device are changed in place
 
     def mutable(self) -> Mutable:
-        """Return the objects that a step changes; cached while no part is replaced."""
+        """Return the objects that a step changes; kept in `_mutable` while no part is replaced."""
         state = self.state
-        if self._mutable is not None and self._mutable.tokens is state.storage:
-            return self._mutable
-        mutable_now = Mutable([self.verification, *state.mutable], state.storage)
+        mutable = Mutable([self.verification, *state.mutable], state.storage)
         fixed = state.retriever is None and self.recipe.store.fixed_buffers
-        self._mutable = mutable_now if fixed else None
-        return mutable_now
+        self._mutable = mutable if fixed else None
+        return mutable
 
     def _begin_step(self) -> None:
         """Check that the layer is usable; note how to undo this step."""
@@ -198,7 +196,10 @@ class LayerCache:
         if self.state.retriever is not None:
             self.state.retriever.side_stream.wait()
         self.undo = None  # it would keep the tensors of the step before
-        self.undo = Undo(self.mutable())
+        mutable = self._mutable
+        if mutable is None or mutable.tokens is not self.state.storage:
+            mutable = self.mutable()
+        self.undo = Undo(mutable)
 
     def _fail(self, error: BaseException) -> None:
         """Undo the running step; a tier that has lost tokens makes the cache unusable."""

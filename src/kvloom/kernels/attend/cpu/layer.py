@@ -87,9 +87,10 @@ class KernelAttention:
 
         numbers: the arguments that only the caller knows.
         """
+        b, hq, t, d = q.shape
         queries = q.float().contiguous()
-        out, lse = torch.empty_like(queries), queries.new_empty(q.shape[:3])
-        if not n or not q.shape[0]:
+        out, lse = torch.empty_like(queries), queries.new_empty(b, hq, t)
+        if not n or not b:
             return State(out.zero_(), lse.fill_(-torch.inf))
         packed_queries, query_rotation = queries, 0
         if self.own_queries and keys.packed is not None:
@@ -97,41 +98,35 @@ class KernelAttention:
         sums, value_rotation = out, 0
         if self.sets == 2:
             sums, value_rotation = self._sums(queries, values.packed)
-        masks, _alive = _NO_MASKS
+        masks, _masks_alive = _NO_MASKS
         if visible is not None or bias is not None:
-            masks, _alive = self._masks(queries, visible, bias)
-        logits = queries.new_empty(*q.shape[:3], -(-n // 16) * 16) if products else None
-        self._launch(
-            queries, keys, values, n, scale=scale, causal=causal, softcap=softcap or 0.0,
-            q_packed=packed_queries.data_ptr(), query_rotation=query_rotation,
-            out=sums.data_ptr(), value_rotation=value_rotation, rotated_out=out.data_ptr(),
-            lse=lse.data_ptr(), logits=0 if logits is None else logits.data_ptr(),
-            logits_row=0 if logits is None else 4 * logits.shape[3], **masks, **numbers,
+            masks, _masks_alive = self._masks(queries, visible, bias)
+        rope, _rope_alive = _NO_ROPE
+        if keys.packed is not None and keys.packed.rope is not None:
+            consecutive = n if self.layout is PAGED else keys.packed.hi
+            rope, _rope_alive = positions(keys.packed, keys.packed.rope, d, consecutive)
+        logits, width = None, -(-n // 16) * 16
+        if products:
+            logits = queries.new_empty(b, hq, t, width)
+        threads, splits = self._tasks(queries, n)
+        job = self.layout.pack(
+            batch=b, heads=self.heads, rows=self.rows, queries=t, tokens=n,
+            causal=causal, splits=splits, scale=scale, softcap=softcap or 0.0,
+            q=queries.data_ptr(), q_packed=packed_queries.data_ptr(),
+            query_rotation=query_rotation, out=sums.data_ptr(), value_rotation=value_rotation,
+            rotated_out=out.data_ptr(), lse=lse.data_ptr(), states=self.states.data_ptr(),
+            keys=self.keys.pack(keys), values=self.values.pack(values),
+            logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width,
+            **masks, **rope, **numbers,
         )  # fmt: skip
+        self.kernel.run(job, b * self.heads, threads)
         if self.sets == 2 and not value_rotation:
             out = _merged(sums, values.packed).reshape(q.shape)
         return State(out, lse, logits)
 
-    def _launch(
-        self, queries: Tensor, keys: KVView, values: KVView, n: int, **numbers: Any
-    ) -> None:
-        """Run the kernel on n tokens. numbers: its arguments that are not of tokens or tasks."""
-        packed, (b, _hq, t, d) = keys.packed, queries.shape
-        rope, _alive = _NO_ROPE
-        if packed is not None and packed.rope is not None:
-            consecutive = n if self.layout is PAGED else packed.hi
-            rope, _alive = positions(packed, packed.rope, d, consecutive)
-        threads, splits = self._tasks(queries, n)
-        job = self.layout.pack(
-            batch=b, heads=self.heads, rows=self.rows, queries=t, tokens=n, splits=splits,
-            q=queries.data_ptr(), states=self.states.data_ptr(), keys=self.keys.pack(keys),
-            values=self.values.pack(values), **rope, **numbers,
-        )  # fmt: skip
-        self.kernel.run(job, b * self.heads, threads)
-
     def _tasks(self, queries: Tensor, n: int) -> tuple[int, int]:
         """Return the threads and the tasks per head for n tokens; make room for their states."""
-        b, _hq, _t, d = queries.shape
+        b, _, _, d = queries.shape
         numbers = 2 * b * self.kv_heads * n * d
         threads = min(torch.get_num_threads(), 1 + numbers // _NUMBERS_PER_THREAD)
         heads, splits = b * self.heads, 1

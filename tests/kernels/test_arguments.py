@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -46,13 +51,11 @@ def test_kernels_read_and_write_named_fields():
 
 def multiply(factor):
     """A kernel that multiplies `a` by a factor, which a step closes over."""
-    from numba import njit
-
-    from kvloom.kernels.cpu_runtime import Kernel, arguments
+    from kvloom.kernels.cpu_runtime import Kernel, arguments, kernel_step
 
     layout = OUTER.dtype
 
-    @njit(inline="always")
+    @kernel_step
     def step(x):
         return factor * x
 
@@ -92,6 +95,36 @@ def test_processes_that_compile_at_once_do_not_take_each_others_kernels(tmp_path
     assert any(one.code.cache_hits for one in found)
     numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(0, 0, 0))
     assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 15]
+
+
+def test_kernels_that_two_processes_compiled_do_not_share_a_step(tmp_path):
+    """Numba gives the steps of both the same numbers; a third process loads both."""
+    code = "import sys; from test_arguments import attends; print(*map(attends, sys.argv[1:]))"
+
+    def run(*dtypes: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code, *dtypes],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    alone = run("float32"), run("bfloat16")
+    assert (*alone, run("float32", "bfloat16")) == ("True", "True", "True True")
+
+
+def attends(dtype: str) -> bool:
+    """Whether compiled attention to exact tokens of a dtype is that of the reference."""
+    from kvloom.kernels.attend import reference
+    from kvloom.kernels.attend.cpu import decode
+    from kvloom.kernels.attend.kv_view import KVView
+
+    q, k, v = (torch.randn(1, 2, n, 32).to(getattr(torch, dtype)) for n in (1, 300, 300))
+    got = decode.attend(q, KVView(None, k), KVView(None, v), 0.1)
+    want = reference.attend(q.float(), k.float(), v.float(), 0.1)
+    return torch.allclose(got.out, want.out, rtol=0, atol=1e-5)
 
 
 def test_strides_are_bytes_and_a_single_row_or_head_is_shared():

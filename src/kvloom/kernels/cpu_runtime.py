@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import uuid
 import zlib
 from array import array
 from collections.abc import Callable
@@ -36,9 +37,23 @@ seconds: dict[str, float] = {}
 
 _SIGNATURE = (types.int64,), types.void
 
-kernel_step = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Compile a function that kernels call, and not Python: without wrappers, which take a third of the
-time to compile."""
+
+def kernel_step(fn: Callable) -> Any:
+    """Compile a function that kernels call, and not Python.
+
+    Without wrappers for Python, it takes two thirds of the time to compile.
+    """
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(_with_own_symbol(fn))
+
+
+def _with_own_symbol(fn: Callable) -> Callable:
+    """Give a function a symbol that no other one has, in this process or another.
+
+    Numba numbers functions in each process. Kernels that two processes have compiled can thus
+    contain different functions of one name, and a third process would call the first that it loads.
+    """
+    fn.__qualname__ += f"_{uuid.uuid4().hex}"
+    return fn
 
 
 class _Cache(FunctionCache):
@@ -68,9 +83,13 @@ class Kernel:
 
     def __init__(self, fn: Callable, name: str) -> None:
         begin = time.perf_counter()
-        self.code = cast(Any, CFunc(fn, _SIGNATURE, {}, {"error_model": "numpy"}))
+        disk_cache = None
         with suppress(RuntimeError):  # no cache directory is writable
-            self.code._cache = _Cache(fn, name)
+            disk_cache = _Cache(fn, name)
+        code = CFunc(_with_own_symbol(fn), _SIGNATURE, {}, {"error_model": "numpy"})
+        self.code = cast(Any, code)
+        if disk_cache is not None:
+            self.code._cache = disk_cache
         self.code.compile()
         seconds[name] = time.perf_counter() - begin
         self.address = self.code.address

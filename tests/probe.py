@@ -68,8 +68,8 @@ def keys(layer: LayerCache) -> KVSide:
 
 def oldest_keys(layer: LayerCache, n: int) -> Tensor:
     """The keys of the n oldest tokens that are not offloaded, unpacked: [B, Hk, n, D]."""
-    side = keys(layer).view(0, n, layer.state.segment.positions)
-    return side if isinstance(side, Tensor) else side.tensor()
+    segment = layer.state.segment
+    return segment.unpacked_keys(segment.offloaded, segment.offloaded + n)
 
 
 def values(layer: LayerCache) -> KVSide:

@@ -123,7 +123,10 @@ class Retriever:
             self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
             lo = pinned + self.finder.tokens
-            keys, nonpadding = _keys(segment, lo, lo + due), segment.mask(visible, lo, lo + due)
+            keys, nonpadding = (
+                segment.unpacked_keys(lo, lo + due),
+                segment.mask(visible, lo, lo + due),
+            )
             if nonpadding is None:
                 nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             nonpadding = nonpadding[:, :1]  # padding is the same in all heads
@@ -176,7 +179,7 @@ class Retriever:
     def _find(self, segment: Segment, q: Tensor, count: int) -> Tensor:
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
         pinned = self.recipe.pinned_prefix
-        keys = partial(_keys, segment, pinned, pinned + self.finder.tokens)
+        keys = partial(segment.unpacked_keys, pinned, pinned + self.finder.tokens)
         slots = self.finder.find(q[:, :, 0], count, self.recall.group, keys)
         if not pinned:
             return slots
@@ -201,13 +204,6 @@ class Retriever:
             bias = None if alibi is None else segment.bias(alibi, lo, hi)
             parts.append(Part(keys, values, segment.mask(visible, lo, hi), bias=bias))
         return parts
-
-
-def _keys(segment: Segment, lo: int, hi: int) -> Tensor:
-    """Return the keys [B, Hk, hi - lo, D] of tokens lo to hi of a segment."""
-    offloaded = segment.offloaded
-    keys = segment.keys.view(lo - offloaded, hi - offloaded, segment.positions)
-    return keys if isinstance(keys, Tensor) else keys.tensor()
 
 
 def _gather_both(segment: Segment, end: int, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,11 @@ class Segment:
         """Return the exact values [B, Hk, N, D]: those of all tokens if nothing is packed."""
         return self.values.tail.view()
 
+    def unpacked_keys(self, lo: int, hi: int) -> Tensor:
+        """Return the keys [B, Hk, hi - lo, D] of tokens lo to hi, none of which is offloaded."""
+        keys = self.keys.view(lo - self.offloaded, hi - self.offloaded, self.positions)
+        return keys if isinstance(keys, Tensor) else keys.tensor()
+
     def append(self, k: Tensor, v: Tensor, max_abs: tuple[float, ...] | None = None) -> bool:
         """Add k, v [B, Hk, T, D], exact for now, or nothing where a number is above `max_abs`.
 

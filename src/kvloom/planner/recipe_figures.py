@@ -72,7 +72,7 @@ class RecipePlanner:
         )
 
     def with_times(self, row: Row, cache: CacheBytes, hardware: Hardware | Machine) -> Row:
-        """Return the row with the times of a step, or with why there are none."""
+        """Return the row with the times of a step, or with the reason why they are missing."""
         work = step_work(self.facts, cache, self.context, self.batch)
         no_times = hardware.problem(work)
         if no_times is not None:

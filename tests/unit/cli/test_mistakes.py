@@ -46,7 +46,7 @@ MODELS = [
 
 
 def grid(verbs, *mistakes):
-    """Every verb with every mistake (words, what is said)."""
+    """Every verb with every mistake: the command's words, and the error."""
     return [(f"{verb} {words}", said) for verb in verbs for words, said in mistakes]
 
 

@@ -122,7 +122,7 @@ class _Comparison:
         return _PromptResult(correct, measurement)
 
     def row(self, recipe: Recipe, results: list[_PromptResult] | Exception) -> Row:
-        """Return the row of a recipe: its figures, or why there are none."""
+        """Return the row of a recipe: its figures, or the reason why they are missing."""
         if isinstance(results, Exception):
             self._count(recipe, "no figures", self.left[recipe])
             if isinstance(results, IncompatibleRecipe):

@@ -15,7 +15,7 @@ from .task import ComparisonTask
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one recipe; all None if `problem` says why there are none.
+    """The figures of one recipe; all None if `problem` has the reason.
 
     Attributes:
         recipe: Its name.

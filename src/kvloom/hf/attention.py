@@ -182,7 +182,7 @@ def _not_causal(layer: RoutedLayer) -> CacheMisuse:
     return CacheMisuse(
         f"{layer.cache.name}: tokens of this input see later ones, or not all earlier ones (an "
         "image, a bidirectional prefix, packed sequences), which kvloom does not compute; use "
-        "plain text, or give this call past_key_values=transformers.DynamicCache(config=model.config)"
+        "plain text, or transformers.DynamicCache(config=model.config) as past_key_values"
     )
 
 

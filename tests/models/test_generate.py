@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import transformers as tf
 import zoo
 from transformers import DynamicCache
 
@@ -326,6 +327,20 @@ def test_bytes_held_after_a_prompt(name, recipe):
     stock = sum(x.untyped_storage().nbytes() for y in sliding for x in (y.keys, y.values))
     assert stock == len(sliding) * 2 * ids.numel() * cache.geometry.kv_heads * 16 * 4
     assert cache.nbytes == stock + cache.recipe.nbytes(61, cache.geometry, 2)
+    assert cache.full_nbytes == stock + 61 * cache.geometry.token_nbytes() * 2
+
+
+def test_bytes_count_the_states_of_linear_attention():
+    config = tf.Lfm2Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=199, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    cache = kvloom.Cache(model, "full")
+    with torch.no_grad():
+        model(**zoo.batch(rows=2, padding=(0, 0)), past_key_values=cache)
+    states = 2 * config.hidden_size * config.conv_L_cache * 4
+    assert cache.nbytes == cache.full_nbytes == states + 2 * 61 * cache.geometry.token_nbytes()
 
 
 def test_training_is_left_alone(model):

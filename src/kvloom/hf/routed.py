@@ -249,8 +249,10 @@ class RoutedCache(transformers.Cache):
             states = [stock_attributes(layer) for layer in others]
             try:
                 yield
-                self._check_reached()
-            except BaseException:
+                if unreached := self._unreached():
+                    raise unreached
+            except BaseException as error:
+                unreached = self._unreached() if isinstance(error, Exception) else None
                 self.guard.unusable = "a step failed, and undoing it failed too"
                 for layer in self.routed:
                     layer.roll_back()
@@ -258,7 +260,9 @@ class RoutedCache(transformers.Cache):
                     vars(other).clear()
                     vars(other).update(state)
                 self.guard.unusable = ""
-                raise
+                if unreached is None or isinstance(error, CacheMisuse):
+                    raise
+                raise unreached from error
             for layer in self.routed:
                 layer.cache.end_step()
 
@@ -291,17 +295,18 @@ class RoutedCache(transformers.Cache):
                 "kvloom.attach(model, recipe) again, or make the cache with kvloom.Cache(model)"
             )
 
-    def _check_reached(self) -> None:
-        """Raise `CacheMisuse` after a step whose attention did not reach the cache."""
+    def _unreached(self) -> CacheMisuse | None:
+        """Return the error of a step whose attention did not reach some layers, else None."""
         missed = tuple(
             i for i, layer in enumerate(self.layers) if getattr(layer, "awaits_attention", False)
         )
-        if missed:
-            raise CacheMisuse(
-                f"the attention of layers {listed(missed)} did not reach kvloom, so this step's "
-                "answer would be wrong: the model's attention was replaced; call kvloom.detach and "
-                "kvloom.attach again"
-            )
+        if not missed:
+            return None
+        return CacheMisuse(
+            f"the attention of layers {listed(missed)} did not reach kvloom, so this step's answer "
+            "would be wrong: the model's attention was replaced; call kvloom.detach and "
+            "kvloom.attach again"
+        )
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raise `CacheMisuse` for a model with another config than that of this cache."""

@@ -146,7 +146,7 @@ class _BatchMeasurement(Generic[Exact]):
         outcomes, compared = yield from self.task.measure(run)
         sizes = {
             "kv_bytes": cache.nbytes // contexts,
-            "exact_bytes": cache.get_seq_length() * compat.geometry(model).token_nbytes(),
+            "exact_bytes": cache.full_nbytes // contexts,
         }
         fields = [
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from html import escape
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -62,6 +63,31 @@ class Cache(RoutedCache):
         super().__init__(layers, compat.fingerprint(config))
         self.learned_positions = learned
         route(model)
+
+    def __repr__(self) -> str:
+        """Return the recipe, the tokens seen and the bytes."""
+        texts = self._texts
+        return (
+            f"Cache({texts['recipe']}: {texts['tokens']} tokens, {texts['bytes']} bytes instead of "
+            f"{texts['bytes of an exact cache']})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, for notebooks."""
+        cells = (f"<tr><th>{name}</th><td>{escape(x)}</td></tr>" for name, x in self._texts.items())
+        return f"<table>{''.join(cells)}</table>"
+
+    @property
+    def _texts(self) -> dict[str, str]:
+        """What `repr` shows, by name."""
+        likes = (layer.cache.state.like for layer in self.routed)
+        rows = next((len(like) for like in likes if like is not None), 1)
+        return {
+            "recipe": self.recipe.name,
+            "tokens": f"{rows} x " * (rows > 1) + f"{self.get_seq_length():,}",
+            "bytes": f"{self.nbytes:,}",
+            "bytes of an exact cache": f"{self.full_nbytes:,}",
+        }
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file of about `nbytes`, whole or not at all.

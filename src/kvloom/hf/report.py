@@ -36,9 +36,9 @@ class Report:
         geometry: The model's layers and heads.
         compressed: Numbers of the compressed layers.
         skipped: Why each other layer is not compressed.
-        full_nbytes: Bytes of an exact cache of the compressed layers after a prompt of 32,768
-            tokens.
-        nbytes: Bytes of the compressed layers after it.
+        full_nbytes: Bytes of an exact cache that holds 32,768 tokens.
+        nbytes: Bytes of a cache of the recipe that holds them. Both count compressed layers and
+            sliding windows, and leave out the states of other layers.
         notes: Advice and warnings, a sentence each.
     """
 
@@ -72,7 +72,8 @@ class Report:
 
 def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     """Return the report of `recipe` on `model`."""
-    kinds = [kind for kind, _ in compat.stock_layers(compat.decoder_config(model))]
+    stock = compat.stock_layers(compat.decoder_config(model))
+    kinds = [kind for kind, _ in stock]
     skipped = {
         i: _REASONS.get(kind, f"kvloom does not compress a {kind}")
         for i, kind in enumerate(kinds)
@@ -80,14 +81,16 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     }
     compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
     geometry = compat.geometry(model)
+    windows = (layer.sliding_window for kind, layer in stock if kind == compat.SLIDING)
+    in_windows = sum(min(window, _TOKENS) for window in windows) * geometry.layer_token_nbytes()
     return Report(
         type(model).__name__,
         recipe,
         geometry,
         compressed,
         skipped,
-        _TOKENS * geometry.token_nbytes(),
-        recipe.nbytes(_TOKENS, geometry),
+        _TOKENS * geometry.token_nbytes() + in_windows,
+        recipe.nbytes(_TOKENS, geometry) + in_windows,
         _notes(model, recipe, geometry) if compressed else (),
     )
 

@@ -203,15 +203,17 @@ class RoutedCache(transformers.Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, in every layer, spare room included."""
-        return sum(
-            layer.cache.nbytes if isinstance(layer, RoutedLayer) else _stock_nbytes(layer)
-            for layer in self.layers
-        )
+        return self._stock_nbytes + sum(layer.cache.nbytes for layer in self.routed)
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of an exact cache of the same tokens, in the layers that kvloom compresses."""
-        return sum(_full_nbytes(layer.cache) for layer in self.routed)
+        """Bytes of an exact cache of the same tokens, in every layer, without spare room."""
+        return self._stock_nbytes + sum(_full_nbytes(layer.cache) for layer in self.routed)
+
+    @property
+    def _stock_nbytes(self) -> int:
+        """Bytes of the layers that transformers holds, which a recipe does not change."""
+        return sum(_stock_nbytes(x) for x in self.layers if not isinstance(x, RoutedLayer))
 
     @property
     def tokens_read(self) -> float:
@@ -432,6 +434,10 @@ def stock_attributes(layer: Any) -> dict[str, Any]:
 
 
 def _stock_nbytes(layer: Any) -> int:
-    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    # after a prompt they are views of all of it, until the next step
+    """Return the bytes of the keys, values and states of a layer of transformers."""
+    names = "keys", "values", "conv_states", "recurrent_states"
+    held = (getattr(layer, name, None) for name in names)
+    # states are a dict of tensors, or a tensor in transformers 5.10
+    tensors = (x for y in held for x in (y.values() if isinstance(y, dict) else (y,)))
+    # after a prompt keys and values are views of all of it, until the next step
     return sum(x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor))

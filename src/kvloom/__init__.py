@@ -10,6 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .errors import (
+    CacheMisuse,
+    CalibrationError,
+    IncompatibleRecipe,
+    InputError,
+    KvloomError,
+    NoKernel,
+    NotFinite,
+    RecipeError,
+    SavedCacheError,
+    TierError,
+    UnsupportedModel,
+)
+
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
@@ -58,9 +72,16 @@ _WHERE = {
 __all__ = [
     "Budget",
     "Cache",
+    "CacheMisuse",
+    "CalibrationError",
     "Clusters",
+    "IncompatibleRecipe",
+    "InputError",
     "Keep",
+    "KvloomError",
     "LayerOverride",
+    "NoKernel",
+    "NotFinite",
     "Outliers",
     "Packed",
     "Pages",
@@ -68,10 +89,14 @@ __all__ = [
     "Protect",
     "Recall",
     "Recipe",
+    "RecipeError",
     "Report",
+    "SavedCacheError",
     "Store",
+    "TierError",
     "TopK",
     "Transform",
+    "UnsupportedModel",
     "attach",
     "auto",
     "detach",

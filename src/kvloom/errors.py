@@ -1,17 +1,21 @@
 """The errors that kvloom raises. Each message is one sentence: expected, received, remedy.
 
-They derive from the built-in error that a caller would expect (``ValueError``, ``RuntimeError``),
-so that code without kvloom's names can catch them too.
+`except kvloom.KvloomError` catches them all. They also derive from the built-in error that a caller
+would expect (``ValueError``, ``RuntimeError``), so that code without kvloom's names can catch them.
 """
 
 from __future__ import annotations
 
 
-class RecipeError(ValueError):
+class KvloomError(Exception):
+    """Any error that kvloom raises on purpose."""
+
+
+class RecipeError(KvloomError, ValueError):
     """A recipe name, option or value that does not exist or is out of range."""
 
 
-class IncompatibleRecipe(ValueError):
+class IncompatibleRecipe(KvloomError, ValueError):
     """A valid recipe that does not fit this model; lists every problem at once."""
 
     def __init__(self, recipe: str, problems: list[str]):
@@ -19,33 +23,33 @@ class IncompatibleRecipe(ValueError):
         super().__init__(f"recipe {recipe!r} does not fit this model: " + "; ".join(problems))
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(KvloomError, ValueError):
     """A model whose attention cannot be routed through kvloom, or that cannot be identified."""
 
 
-class CacheMisuse(RuntimeError):
+class CacheMisuse(KvloomError, RuntimeError):
     """A cache used with the wrong model, shape, dtype or order of calls."""
 
 
-class TierError(RuntimeError):
+class TierError(KvloomError, RuntimeError):
     """A file or host memory with tokens of a cache that cannot be used any more."""
 
 
-class NoKernel(ValueError):
+class NoKernel(KvloomError, ValueError):
     """A kernel backend that does not exist, or that cannot run here."""
 
 
-class NotFinite(ValueError):
+class NotFinite(KvloomError, ValueError):
     """NaN or infinity in keys or values."""
 
 
-class CalibrationError(ValueError):
+class CalibrationError(KvloomError, ValueError):
     """A calibration that is missing, damaged, of another model, or not made for a format."""
 
 
-class SavedCacheError(ValueError):
+class SavedCacheError(KvloomError, ValueError):
     """A file of a cache that is missing, damaged, of another model or version, or not writable."""
 
 
-class InputError(ValueError):
+class InputError(KvloomError, ValueError):
     """A file, text, model or setting that cannot be used; one sentence with the remedy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvloom.kernels.arguments import MATRIX, Arguments, Block, bits, strides
+from kvloom.kernels.compile_notice import CompileNotice
 
 INNER = Block(first=int, second=float)
 OUTER = Arguments(a=int, inner=INNER, b=float, tensor=MATRIX)
@@ -75,6 +77,40 @@ def test_a_kernel_is_found_on_disk_by_its_name(tmp_path, monkeypatch):
     assert [one.code.cache_hits for one in found] == [0, 1, 0]
     numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(0, 0, 0))
     assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 10, 15]
+
+
+def test_compiling_is_announced_once(tmp_path, monkeypatch, capsys):
+    """Before a kernel is ready, and not where it is read from disk."""
+    from numba import config
+
+    from kvloom.kernels import cpu_runtime
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    multiply(2)
+    monkeypatch.setattr(cpu_runtime, "_NOTICE", CompileNotice(after_s=0.0))
+    multiply(2)
+    assert capsys.readouterr() == ("", "")
+    multiply(3)
+    multiply(4)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("kvloom: compiling kernels for this processor; later runs load")
+    assert str(tmp_path) in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_short_compilations_are_announced_when_they_add_up(capsys):
+    notice = CompileNotice(after_s=60.0)
+    with notice.compiling(None):
+        time.sleep(0.02)
+    assert notice.left_s < 60.0 - 0.02
+    assert capsys.readouterr().err == ""
+    notice.left_s = 0.0
+    with notice.compiling(None):
+        end = time.monotonic() + 10.0
+        while not notice.printed and time.monotonic() < end:
+            time.sleep(0.005)
+    assert "set NUMBA_CACHE_DIR to a writable folder" in capsys.readouterr().err
 
 
 def test_processes_that_compile_at_once_do_not_take_each_others_kernels(tmp_path, monkeypatch):

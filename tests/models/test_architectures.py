@@ -43,6 +43,21 @@ def test_direct_call_gives_the_logits_of_plain_transformers(model):
     torch.testing.assert_close(out.logits[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
+@of_each_kind
+def test_right_padding_gives_the_logits_of_plain_transformers(model):
+    """The first new token comes from the query of a padding token."""
+    # within the sliding window: a query that sees no token gets other outputs from eager and sdpa
+    prompt = {name: x.flip(1) for name, x in zoo.batch(padding=(0, 17, 20)).items()}
+    options = {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits():
+        return torch.stack(model.generate(**prompt, **options, do_sample=False).logits)
+
+    expected = logits()
+    kvloom.attach(model, "full")
+    torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-5)
+
+
 def decode(model, cache, ids, **step):
     """Logits of tokens 110 to 134, one a step behind a prompt: fp32 [1, 25, vocabulary]."""
     with torch.no_grad():

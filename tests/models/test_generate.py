@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers as tf
 import zoo
 from transformers import DynamicCache
 
 import kvloom
 import probe
 from backends import by_reference
+from for_each import for_each
 from near import assert_near
 from pairwise import some_slow
 
@@ -326,6 +329,42 @@ def test_bytes_held_after_a_prompt(name, recipe):
     stock = sum(x.untyped_storage().nbytes() for y in sliding for x in (y.keys, y.values))
     assert stock == len(sliding) * 2 * ids.numel() * cache.geometry.kv_heads * 16 * 4
     assert cache.nbytes == stock + cache.recipe.nbytes(61, cache.geometry, 2)
+    assert cache.full_nbytes == stock + 61 * cache.geometry.token_nbytes() * 2
+
+
+def test_bytes_count_the_states_of_linear_attention():
+    config = tf.Lfm2Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=199, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    cache = kvloom.Cache(model, "full")
+    with torch.no_grad():
+        model(**zoo.batch(rows=2, padding=(0, 0)), past_key_values=cache)
+    states = 2 * config.hidden_size * config.conv_L_cache * 4
+    assert cache.nbytes == cache.full_nbytes == states + 2 * 61 * cache.geometry.token_nbytes()
+
+
+@for_each("name", ["llama-gqa", "gemma3", "mistral-sliding"])
+def test_a_cache_shows_its_recipe_tokens_and_bytes(name):
+    model = zoo.build(name)
+    cache = kvloom.Cache(model, kvloom.Recipe(name="<mine>"))
+    assert repr(cache) == "Cache(<mine>: 0 tokens, 0 bytes instead of 0)"
+    with torch.no_grad():
+        model(**zoo.batch(rows=1, tokens=1200, padding=(0,)), past_key_values=cache)
+    expected = f"{cache.nbytes:,} bytes instead of {cache.full_nbytes:,}"
+    assert repr(cache) == f"Cache(<mine>: 1,200 tokens, {expected})"
+    cells = dict(row.itertext() for row in ElementTree.fromstring(cache._repr_html_()))
+    assert cells["recipe"] == "<mine>"
+    assert cells["bytes of an exact cache"] == f"{cache.full_nbytes:,}"
+
+
+def test_a_cache_shows_its_rows():
+    model = zoo.build("llama-gqa")
+    cache = kvloom.Cache(model, "full")
+    with torch.no_grad():
+        model(**zoo.batch(), past_key_values=cache)
+    assert "3 x 61 tokens" in repr(cache)
 
 
 def test_training_is_left_alone(model):

@@ -99,22 +99,19 @@ def test_a_headless_model_is_refused():
         kvloom.attach(model, "full")
 
 
-def test_another_attention_implementation_behind_our_back(model):
-    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+def test_another_attention_implementation_while_attached(model):
+    """A step with a kvloom cache does not depend on it, and calls without one use it."""
+    prompt = zoo.batch()
     kvloom.attach(model, KIVI)
-    cache = kvloom.Cache(model, KIVI)
-    model(input_ids=ids, past_key_values=cache)
-    model.set_attn_implementation("sdpa")
-    held = cache.nbytes
-    with pytest.raises(CacheMisuse, match="implementation is 'sdpa' now"):
-        model(input_ids=ids[:, :1], past_key_values=cache)
-    with pytest.raises(CacheMisuse, match="implementation is 'sdpa' now"):
-        model.generate(ids, max_new_tokens=3)
-    assert (cache.nbytes, cache.get_seq_length()) == (held, 61)
-    model.set_attn_implementation("kvloom")
-    model(input_ids=ids[:, :1], past_key_values=cache)
+    expected = model.generate(**prompt, max_new_tokens=3)
+    model.set_attn_implementation("eager")
+    assert torch.equal(model.generate(**prompt, max_new_tokens=3), expected)
+    seen = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *call: seen.append(call[2][1]))
+    model(**prompt, use_cache=False)
+    assert seen[0].shape == (3, 4, 61, 61)  # eager's weights
     kvloom.detach(model)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_step_whose_attention_did_not_reach_kvloom(model, monkeypatch):
@@ -248,6 +245,9 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert report.compressed == (2,)
     assert "1 of 3 layers compressed (2)" in str(report)
     assert "not compressed: layers 0-1: its sliding window" in str(report)
+    in_windows = 2 * 24 * report.geometry.token_nbytes()
+    assert report.full_nbytes == 32768 * report.geometry.token_nbytes() + in_windows
+    assert report.nbytes == report.recipe.nbytes(32768, report.geometry) + in_windows
     full = kvloom.attach(zoo.build("llama-gqa"), "kivi-4:group=16")
     assert full.full_nbytes == 32768 * 2 * 3 * 2 * 16 * 4
     assert "instead of 24.0" in str(full)
@@ -265,13 +265,17 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
-@for_each("recipe", ["full", KIVI, "h2o", "pyramidkv", "clusterkv"])
-def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(recipe):
+def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(subtests):
     model = zoo.build("mistral-sliding")
     expected = model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False)
-    report = kvloom.attach(model, recipe)
-    assert "0 of 3 layers compressed (none)" in str(report)
+    assert "0 of 3 layers compressed (none)" in str(kvloom.attach(model, "full"))
     assert torch.equal(model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False), expected)
+    kvloom.detach(model)
+    for recipe in (KIVI, "h2o", "pyramidkv", "clusterkv"):
+        for use in (kvloom.attach, kvloom.Cache):
+            with subtests.test(recipe), pytest.raises(IncompatibleRecipe, match="nothing"):
+                use(model, recipe)
+            assert untouched(model)
 
 
 @for_each(

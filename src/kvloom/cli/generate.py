@@ -127,8 +127,7 @@ def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
 
 def _sizes(cache: Cache) -> list[str]:
     """Return the cache's size, and how much smaller it is than full or why it is not smaller."""
-    nbytes, recipe = cache.nbytes, cache.recipe
-    full = nbytes + cache.full_nbytes - sum(layer.cache.nbytes for layer in cache.routed)
+    nbytes, full, recipe = cache.nbytes, cache.full_nbytes, cache.recipe
     sizes = [f"{nbytes / 2**20:.2f} MiB in the cache"]
     if not cache.routed:
         return [*sizes, "no layer compressed: sliding windows limit all of them already"]

@@ -1,20 +1,18 @@
 """Models whose attention bypasses transformers' attention interface.
 
 Decides which modules get another forward, and when it runs: only in a step with a kvloom cache.
-With any other cache, or none, the model's own code runs with the model's own masks.
+With any other cache, or none, the model's own code runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from ..cache.step import Queries, StepInputs
 from ..positions.alibi import Alibi
@@ -22,9 +20,8 @@ from . import attention, compat
 from .adapter_registry import ADAPTERS, Adapter, register
 from .routed import RoutedCache, RoutedLayer
 
-__all__ = ["attend", "install", "masks", "register", "uninstall", "visible_mask"]
+__all__ = ["attend", "install", "register", "uninstall", "visible_mask"]
 
-_MASKS = "kvloom-adapted"  # the masks of a step with a kvloom cache
 _OWN = "_kvloom_own_forward"
 
 
@@ -61,18 +58,17 @@ def attend(
 ) -> Tensor:
     """Attend q [B, Hq, T, D] to all stored tokens of the layer and to k, v [B, Hk, T, D].
 
-    mask: as `_mask` makes it. Returns [B, T, Hq * D]. Raises `CacheMisuse` for other masks.
+    mask: as `attention.mask` makes it. Returns [B, T, Hq * D]. Raises `CacheMisuse` for other
+    masks.
     """
-    attention.check_mask(layer, mask)
+    visible = attention.visible_tokens(layer, mask)
     k, v = layer.update(k, v)
-    visible = visible_mask(mask)
-    visible = None if visible is None else visible[:, None]
     out = layer.attend(StepInputs(Queries(q, scale, visible, alibi=alibi), k, v))
     return out.transpose(1, 2).flatten(2)
 
 
 def visible_mask(mask: Tensor) -> Tensor | None:
-    """Return the mask of visible tokens that `_mask` made; None without padding."""
+    """Return the mask of visible tokens that `attention.mask` made; None without padding."""
     return mask if mask.numel() else None
 
 
@@ -98,28 +94,3 @@ def _forward(
     if isinstance(cache, RoutedCache):
         return attend(module, cache.layers[module.layer_idx], *args, **kwargs)
     return getattr(module, _OWN)(*args, **kwargs)
-
-
-@contextmanager
-def masks(model: PreTrainedModel) -> Iterator[None]:
-    """Make an adapted model build kvloom's masks, during a step with a kvloom cache."""
-    routing = model._kvloom
-    if routing is None or routing.config is not None:  # not adapted
-        yield
-        return
-    AttentionMaskInterface.register(_MASKS, _mask)
-    own = model.config._attn_implementation
-    model.config._attn_implementation_internal = _MASKS
-    try:
-        yield
-    finally:
-        model.config._attn_implementation_internal = own
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor:
-    """Return the 2-D padding mask, or an empty one without padding: MPT cannot handle None.
-
-    These models are plainly causal, although Falcon always requires a mask.
-    """
-    mask = attention.mask(*args, **{**kwargs, "allow_is_causal_skip": True})
-    return torch.empty(0, 0, dtype=torch.bool) if mask is None else mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -9,14 +10,16 @@ from transformers import PreTrainedModel
 from ..errors import CacheMisuse
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from . import compat, rotary
+from . import compat, rotary, self_check
 from .cache import Cache
 from .metadata import load_layer_metadata
 from .report import Report, report
 from .routing import route, unroute
 
 
-def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless") -> Report:
+def attach(
+    model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless", check: bool = True
+) -> Report:
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
     A cache that the caller passes, use_cache=False and cache_implementation work as without kvloom.
@@ -24,6 +27,7 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
     Args:
         model: As for `Cache`. In the wrapper of `torch.compile` its steps run uncompiled.
         recipe: As for `Cache`.
+        check: As for `Cache`.
 
     Returns:
         Which layers are compressed, and how much.
@@ -47,9 +51,12 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
     recipe.check(compat.geometry(model))
     load_layer_metadata(model, recipe)
     rotary.renumbering(model, recipe)
+    new_cache = partial(Cache, check=False)
+    if check:
+        self_check.verify(model, new_cache)
     result = report(model, recipe)
     route(model)
-    model._kvloom.recipe, model._kvloom.new_cache = recipe, Cache
+    model._kvloom.recipe, model._kvloom.new_cache = recipe, new_cache
     return result
 
 

@@ -1,26 +1,69 @@
-"""The attention and mask functions that transformers calls under the name "kvloom".
+"""The attention and mask functions that transformers calls during a step with a kvloom cache.
 
-Decides what computes attention. Keys that carry a kvloom layer go to that layer. All others (no
-cache, a stock cache, the sliding layers of a mixed model) go to transformers' own kernels.
+`routed` makes a model's decoder use them, for one step. Decides what computes attention. Keys that
+carry a kvloom layer go to that layer, with the padding mask that `mask` returned in the same step.
+All others (sliding layers, for example) go to the model's own implementation, with its own masks.
+kvloom refuses a mask or an argument of attention that it does not know, instead of dropping it.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse
-from ..kernels.attend import reference as ref
+from .adapter_registry import ADAPTERS
 from .compat import padding_mask
 from .routed import RoutedLayer
 
 NAME = "kvloom"
+
+_WITHOUT_EFFECT = frozenset({
+    "cache_position", "is_causal", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_embeddings", "position_ids", "return_dict", "sliding_window",
+    "use_cache",
+})  # fmt: skip
+"""Arguments of attention that change nothing in a layer whose mask is plainly causal."""
+
+_LOCK = threading.Lock()
+_OWN: dict[int, tuple[str, int]] = {}
+"""By the id of each config in a routed step: the model's own implementation, and how many steps
+of threads run."""
+
+
+@contextmanager
+def routed(configs: Sequence[Any]) -> Iterator[None]:
+    """Make the modules of these configs call kvloom's functions, within one step."""
+    with _LOCK:
+        for config in configs:
+            own, steps = _OWN.get(id(config), (config._attn_implementation, 0))
+            _OWN[id(config)] = own, steps + 1
+            config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for config in configs:
+                own, steps = _OWN.pop(id(config))
+                if steps > 1:
+                    _OWN[id(config)] = own, steps - 1
+                else:
+                    config._attn_implementation_internal = own
 
 
 def attention(
@@ -29,99 +72,144 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend query [B, Hq, T, D]; returns ([B, T, Hq, D] contiguous, None)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Attend query [B, Hq, T, D]; returns [B, T, Hq, D] contiguous, and the weights or None.
+
+    Raises `CacheMisuse` where a kvloom layer would have to drop the mask or an argument.
+    """
     layer = getattr(key, "_kvloom_layer", None)
     if layer is None:
-        return _stock(
-            module, query, key, value, attention_mask, dropout, scaling, softcap, **kwargs
-        )
-    check_mask(layer, attention_mask)
+        own_mask = getattr(attention_mask, "_kvloom_own", None)
+        if own_mask is not None:
+            attention_mask = own_mask()
+        own = _own_attention(module)
+        return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    softcap = kwargs.pop("softcap", None)
+    check_arguments(layer, kwargs)
+    visible = visible_tokens(layer, attention_mask)
+    if attention_mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
+        raise _not_causal(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    visible = None if attention_mask is None else attention_mask[:, None]
     out = layer.attend(StepInputs(Queries(query, scale, visible, softcap), key, value))
     return out.transpose(1, 2).contiguous(), None
 
 
-def check_mask(layer: RoutedLayer, mask: Tensor | None) -> None:
-    """Raise `CacheMisuse` for a mask other than a 2-D padding mask."""
-    if mask is not None and mask.dim() != 2:
-        raise CacheMisuse(
-            f"{layer.cache.name}: kvloom takes a 2-D padding mask [batch, tokens], got a mask of "
-            f"shape {tuple(mask.shape)}; give a 2-D mask"
-        )
-
-
-def _stock(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend as transformers would, where `mask` returned a 2-D mask."""
-    t, n = query.shape[2], key.shape[2]
-    if mask is not None and mask.dim() == 2:
-        mask = padding_mask(mask, n)[:, None, None, :]
-        if t > 1:
-            mask = ref.visible_keys(t, n, mask, query.device)
-    if softcap is None:
-        if mask is None and t > 1 and n > t:  # transformers would align causality to the left
-            mask = ref.visible_keys(t, n, None, query.device)[None, None]
-        return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    state = _softcapped(query, key, value, scale, mask, softcap)
-    return state.to(query.dtype).transpose(1, 2).contiguous(), None
-
-
-def _softcapped(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float
-) -> Tensor:
-    """Attend with capped logits and an optional bool mask [B, 1, T, N], one row at a time."""
-    if mask is None:
-        return ref.attend(q, k, v, scale, causal=q.shape[2] > 1, softcap=softcap).out
-    rows = [
-        ref.attend(q[:, :, i : i + 1], k, v, scale, visible=mask[:, :, i], softcap=softcap).out
-        for i in range(q.shape[2])
-    ]
-    return torch.cat(rows, dim=2)
-
-
 def mask(
     *args: Any,
+    config: Any,
     kv_length: int,
+    mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the 2-D padding mask (None if it is all ones); no 4-D mask is built.
+    """Return the padding mask of a plainly causal layer, bool [B, N]; [0, 0] without padding.
 
-    Sliding and chunked layers, and masks that are not plainly causal (image blocks, packed
-    sequences), get the mask of transformers' sdpa.
+    Sliding and chunked layers, masks that are not plainly causal (image blocks), and masks that the
+    model itself reads get what the model's own implementation makes.
     """
-    if not allow_is_causal_skip or local_size is not None:
-        return sdpa_mask(
-            *args,
-            kv_length=kv_length,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            local_size=local_size,
-            **kwargs,
-        )
+    make = ALL_MASK_ATTENTION_FUNCTIONS[own_implementation(config)]
+    own = partial(
+        make, *args, config=config, kv_length=kv_length,
+        mask_function=mask_function, attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
+    )  # fmt: skip
+    skips = allow_is_causal_skip or config.model_type in ADAPTERS  # an adapter reads no mask
+    if mask_function is not causal_mask_function or local_size is not None or not skips:
+        made = own()
+        if isinstance(made, Tensor):
+            made._kvloom_made = True  # type: ignore[attr-defined]
+        return made
     if attention_mask is None or attention_mask.all():
+        padding = torch.empty(0, 0, dtype=torch.bool)
+    else:
+        padding = padding_mask(attention_mask, kv_length)
+    padding._kvloom_own = own  # type: ignore[attr-defined]
+    return padding
+
+
+def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
+    """Return the visible tokens that `mask` found, bool [B, 1, N]; None without padding.
+
+    Raises `CacheMisuse` for other masks: a layer that sees all earlier tokens cannot use them.
+    """
+    if mask is None:
         return None
-    return padding_mask(attention_mask, kv_length)
+    if hasattr(mask, "_kvloom_own"):
+        return mask[:, None] if mask.numel() else None
+    if hasattr(mask, "_kvloom_made"):
+        raise _not_causal(layer)
+    raise CacheMisuse(
+        f"{layer.cache.name}: kvloom takes a 2-D padding mask [batch, tokens], got a mask of "
+        f"shape {tuple(mask.shape)}; give a 2-D mask"
+    )
+
+
+def check_arguments(layer: RoutedLayer, arguments: dict[str, Any]) -> None:
+    """Raise `CacheMisuse` for an argument of attention that changes its result."""
+    for name, argument in arguments.items():
+        if name in _WITHOUT_EFFECT or argument is None or argument is False:
+            continue
+        if name == "dropout":
+            if argument == 0.0:
+                continue
+            raise CacheMisuse(
+                f"{layer.cache.name}: kvloom computes no dropout in attention, and the model asks "
+                f"for {argument:g}; call model.eval()"
+            )
+        if name == "output_attentions":
+            raise CacheMisuse(
+                f"{layer.cache.name}: kvloom computes no attention weights; leave out "
+                "output_attentions, or call kvloom.detach(model)"
+            )
+        meaning = " (attention sinks)" if name in ("s_aux", "sinks") else ""
+        raise CacheMisuse(
+            f"{layer.cache.name}: the model's attention takes {name!r}{meaning}, which kvloom does "
+            "not compute; use transformers' own cache"
+        )
+
+
+def _causal(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
+    """Return whether a query without a mask sees no later tokens, as transformers decides it."""
+    given = arguments.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _not_causal(layer: RoutedLayer) -> CacheMisuse:
+    return CacheMisuse(
+        f"{layer.cache.name}: tokens of this input see later ones, or not all earlier ones (an "
+        "image, a bidirectional prefix, packed sequences), which kvloom does not compute; use "
+        "plain text, or transformers.DynamicCache(config=model.config) as past_key_values"
+    )
+
+
+def own_implementation(config: Any) -> str:
+    """Return the attention implementation of a config without kvloom."""
+    own = _OWN.get(id(config), (config._attn_implementation, 0))[0]
+    if own == NAME:
+        raise CacheMisuse(
+            "attention implementation 'kvloom' works during a step with a kvloom cache only; load "
+            'the model with another one, such as "sdpa", and call kvloom.attach(model)'
+        )
+    return own
+
+
+def _own_attention(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the function that a module would call without kvloom."""
+    name = own_implementation(module.config)
+    if name in ALL_ATTENTION_FUNCTIONS:
+        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+        return found
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise CacheMisuse(
+            f"kvloom does not find the {name!r} attention of {type(module).__name__}; call "
+            'model.set_attn_implementation("sdpa")'
+        )
+    return eager
 
 
 def register() -> None:

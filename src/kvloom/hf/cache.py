@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from html import escape
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -9,7 +11,7 @@ from transformers import PreTrainedModel
 from ..cache.build import build_layers
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from . import compat, rotary, save, shard
+from . import compat, rotary, save, self_check, shard
 from .metadata import load_layer_metadata
 from .owner import Owner
 from .routed import RoutedCache, RoutedLayer
@@ -26,6 +28,8 @@ class Cache(RoutedCache):
     Args:
         model: Any supported model, also inside the wrapper of peft or `torch.compile`.
         recipe: A `Recipe`, its name with overrides ("kivi:bits=4,group=64"), or a TOML file.
+        check: Whether to compare the logits of a short random batch with those of the plain model,
+            once per model, if no test of kvloom covers its class with this transformers.
 
     Raises:
         UnsupportedModel: kvloom cannot route the model. These errors are raised before the model
@@ -35,7 +39,10 @@ class Cache(RoutedCache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe | str | Path = "near-lossless",
+        check: bool = True,
     ) -> None:
         model = compat.unwrap(model)
         compat.refuse_unsupported(model)
@@ -44,6 +51,8 @@ class Cache(RoutedCache):
         self.recipe.check(self.geometry)
         metadata = load_layer_metadata(model, self.recipe)
         rope, learned = rotary.renumbering(model, self.recipe)
+        if check:
+            self_check.verify(model, partial(type(self), check=False))
         config = compat.decoder_config(model)
         stock = compat.stock_layers(config)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
@@ -54,6 +63,31 @@ class Cache(RoutedCache):
         super().__init__(layers, compat.fingerprint(config))
         self.learned_positions = learned
         route(model)
+
+    def __repr__(self) -> str:
+        """Return the recipe, the tokens seen and the bytes."""
+        texts = self._texts
+        return (
+            f"Cache({texts['recipe']}: {texts['tokens']} tokens, {texts['bytes']} bytes instead of "
+            f"{texts['bytes of an exact cache']})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, for notebooks."""
+        cells = (f"<tr><th>{name}</th><td>{escape(x)}</td></tr>" for name, x in self._texts.items())
+        return f"<table>{''.join(cells)}</table>"
+
+    @property
+    def _texts(self) -> dict[str, str]:
+        """What `repr` shows, by name."""
+        likes = (layer.cache.state.like for layer in self.routed)
+        rows = next((len(like) for like in likes if like is not None), 1)
+        return {
+            "recipe": self.recipe.name,
+            "tokens": f"{rows} x " * (rows > 1) + f"{self.get_seq_length():,}",
+            "bytes": f"{self.nbytes:,}",
+            "bytes of an exact cache": f"{self.full_nbytes:,}",
+        }
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file of about `nbytes`, whole or not at all.

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
-from . import adapters, compat, token_ids
+from . import attention, compat, token_ids
 from .cache import Cache
 from .repetition import Repetition, of_prompt
 from .routed import RoutedCache, RoutedLayer, lasting, on_one_device
@@ -124,7 +124,7 @@ def _read_prompt(
     for follower in followers:
         follower.seconds += forward
         _copy_other_layers(leader, follower)
-    with adapters.masks(model):
+    with attention.routed(model._kvloom.configs):
         _repeat(followers, clock)
     for follower in followers:
         for layer in follower.cache.routed:

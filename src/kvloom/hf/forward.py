@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from . import adapters, attention, compat, repetition, token_ids
+from . import attention, compat, repetition, token_ids
 from .routed import RoutedCache
 
 
@@ -59,7 +59,8 @@ class RoutedForward:
         if not isinstance(cache, RoutedCache):
             return self.forward(*args, **kwargs)
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
-        with token_ids.of_call(cache, args, kwargs), cache.step(), adapters.masks(self.model):
+        routed = attention.routed(self.model._kvloom.configs)
+        with token_ids.of_call(cache, args, kwargs), cache.step(), routed:
             out = self.forward(*args, **kwargs)
             if repeated is not None:
                 repeated.run()
@@ -89,7 +90,6 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
         raise nothing_new(cache)
     if isinstance(cache, RoutedCache):
         cache.check_model(model)
-        check_implementation(model)
         new = kwargs.get("inputs_embeds") if given is None else given
         if new is None:
             return {}  # the model's own error names what is missing
@@ -160,15 +160,3 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
     dropped = cache.routed[0].cache.state.dropped if cache.routed else 0
     evicted = dropped - torch.as_tensor(padding, device=given.device)
     return given - evicted.clamp(min=0)
-
-
-def check_implementation(model: PreTrainedModel) -> None:
-    """Raise `CacheMisuse` if other code has changed the model's attention implementation."""
-    config = model._kvloom.config
-    implementation = attention.NAME if config is None else config._attn_implementation
-    if implementation != attention.NAME:
-        raise CacheMisuse(
-            f"the model's attention implementation is {implementation!r} now and its attention "
-            'would not reach kvloom; call model.set_attn_implementation("kvloom"), or '
-            "kvloom.detach(model)"
-        )

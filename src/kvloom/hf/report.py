@@ -14,6 +14,16 @@ from . import compat
 _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
 _SMALL_HEAD = 64
+_MIXED = "it stores a recurrent state with its keys and values; kept as transformers has it"
+_REASONS = {
+    compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
+    "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
+    "LinearAttentionAndFullAttentionLayer": _MIXED,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _MIXED,
+    "DynamicIndexedLayer": "its attention reads the tokens that an index of its own selects",
+    "DummyLayer": "it stores nothing",
+}
+"""Why a layer of each kind is not compressed."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +36,9 @@ class Report:
         geometry: The model's layers and heads.
         compressed: Numbers of the compressed layers.
         skipped: Why each other layer is not compressed.
-        full_nbytes: Bytes of an exact cache of the compressed layers after a prompt of 32,768
-            tokens.
-        nbytes: Bytes of the compressed layers after it.
+        full_nbytes: Bytes of an exact cache that holds 32,768 tokens.
+        nbytes: Bytes of a cache of the recipe that holds them. Both count compressed layers and
+            sliding windows, and leave out the states of other layers.
         notes: Advice and warnings, a sentence each.
     """
 
@@ -62,25 +72,25 @@ class Report:
 
 def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     """Return the report of `recipe` on `model`."""
-    kinds = [kind for kind, _ in compat.stock_layers(compat.decoder_config(model))]
-    reasons = {
-        compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
-    }
+    stock = compat.stock_layers(compat.decoder_config(model))
+    kinds = [kind for kind, _ in stock]
     skipped = {
-        i: reasons.get(kind, f"{kind} holds no ordinary keys and values")
+        i: _REASONS.get(kind, f"kvloom does not compress a {kind}")
         for i, kind in enumerate(kinds)
         if kind != compat.FULL
     }
     compressed = tuple(i for i in range(len(kinds)) if i not in skipped)
     geometry = compat.geometry(model)
+    windows = (layer.sliding_window for kind, layer in stock if kind == compat.SLIDING)
+    in_windows = sum(min(window, _TOKENS) for window in windows) * geometry.layer_token_nbytes()
     return Report(
         type(model).__name__,
         recipe,
         geometry,
         compressed,
         skipped,
-        _TOKENS * geometry.token_nbytes(),
-        recipe.nbytes(_TOKENS, geometry),
+        _TOKENS * geometry.token_nbytes() + in_windows,
+        recipe.nbytes(_TOKENS, geometry) + in_windows,
         _notes(model, recipe, geometry) if compressed else (),
     )
 

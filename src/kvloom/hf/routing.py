@@ -1,8 +1,8 @@
 """Send a model's attention through kvloom, and undo it.
 
-Decides what changes on a model: its attention (the implementation, or for some models the
-modules, see `adapters`), its forward and that of its decoder (`forward`),
-`_prepare_cache_for_generation`, and use_cache where it is off. `model._kvloom` records all of it.
+Decides what changes on a model: its forward and that of its decoder (`forward`), for some models
+the attention modules (`adapters`), `_prepare_cache_for_generation`, and use_cache where it is off.
+`model._kvloom` records all of it. Its attention implementation changes within steps only.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import CacheMisuse
 from ..recipe.spec import Recipe
 from . import adapters, attention, compat
-from .forward import RoutedForward, check_implementation, nothing_new
+from .forward import RoutedForward, nothing_new
 from .routed import RoutedCache
 
 
@@ -27,11 +27,11 @@ from .routed import RoutedCache
 class Routing:
     """What `unroute` restores, and how `generate()` gets a cache (None: it gets none).
 
-    config: the decoder's, which names its attention implementation; None where attention modules
-    are adapted instead. new_cache: makes a cache of the attached recipe for the model.
+    configs: of the modules that attend, or make masks, in a step with a kvloom cache. new_cache:
+    makes a cache of the attached recipe for the model.
     """
 
-    config: Any
+    configs: list[Any]
     changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
     forwards: list[RoutedForward]
     recipe: Recipe | None = None
@@ -62,25 +62,20 @@ def route(model: PreTrainedModel) -> None:
     this becomes True.
     """
     if getattr(model, "_kvloom", None) is not None:
-        check_implementation(model)
         return
-    modules = {id(module): module for module in (model, model.get_decoder() or model)}
+    modules = {id(module): module for module in (model, compat.decoder(model))}
     forwards = [RoutedForward(model, module) for module in modules.values()]
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
-    adapted, decoder = compat.adapted(model), compat.decoder_config(model)
-    model._kvloom = Routing(None if adapted else decoder, [], forwards)
-    for config in (decoder, model.generation_config):
+    attention.register()
+    model._kvloom = Routing(_configs(model), [], forwards)
+    for config in (compat.decoder_config(model), model.generation_config):
         if getattr(config, "use_cache", True) is False:
             model._kvloom.changed.append((config, "use_cache", False))
             config.use_cache = True
     for forward in forwards:
         forward.install()
-    if adapted:
+    if compat.adapted(model):
         adapters.install(model)
-    else:
-        attention.register()
-        model._kvloom.changed += _implementations(model)
-        model.set_attn_implementation(attention.NAME)
 
 
 def unroute(model: PreTrainedModel) -> None:
@@ -98,13 +93,18 @@ def unroute(model: PreTrainedModel) -> None:
     del model._kvloom
 
 
-def _implementations(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
-    """Return the attention implementation of every config in the model."""
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    text = compat.decoder_config(model)
-    configs[id(text)] = text
-    name = "_attn_implementation_internal"
-    return [(config, name, config._attn_implementation) for config in configs.values()]
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configs of the decoder's modules and of the models around it, but no others.
+
+    The towers of images or sound keep their own attention.
+    """
+    decoder = compat.decoder(model)
+    path = next(name for name, module in model.named_modules() if module is decoder).split(".")
+    around = [model.get_submodule(".".join(path[:i])) for i in range(len(path))]
+    configs = [getattr(module, "config", None) for module in (*around, *decoder.modules())]
+    configs.append(compat.decoder_config(model))
+    found = {id(x): x for x in configs if isinstance(x, PreTrainedConfig)}
+    return list(found.values())
 
 
 def _prepare_cache(

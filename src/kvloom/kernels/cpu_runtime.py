@@ -32,10 +32,13 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from .compile_notice import CompileNotice
+
 seconds: dict[str, float] = {}
 """Seconds this process spent to compile a kernel or to read it from disk, by name."""
 
 _SIGNATURE = (types.int64,), types.void
+_NOTICE = CompileNotice()
 
 
 def kernel_step(fn: Callable) -> Any:
@@ -75,6 +78,16 @@ class _Cache(FunctionCache):
         return sig, codegen.magic_tuple(), *self._kernel
 
 
+class _Code(CFunc):
+    """A function that Numba compiles, or reads from its cache on disk."""
+
+    _cache: Any
+
+    def _compile_uncached(self) -> Any:
+        with _NOTICE.compiling(self._cache.cache_path):
+            return super()._compile_uncached()  # type: ignore[misc]
+
+
 class Kernel:
     """A compiled kernel of a function of one address.
 
@@ -86,7 +99,7 @@ class Kernel:
         disk_cache = None
         with suppress(RuntimeError):  # no cache directory is writable
             disk_cache = _Cache(fn, name)
-        code = CFunc(_with_own_symbol(fn), _SIGNATURE, {}, {"error_model": "numpy"})
+        code = _Code(_with_own_symbol(fn), _SIGNATURE, {}, {"error_model": "numpy"})
         self.code = cast(Any, code)
         if disk_cache is not None:
             self.code._cache = disk_cache

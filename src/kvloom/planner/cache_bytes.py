@@ -71,8 +71,7 @@ class CacheBytes:
             found[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in found.items()]
         self.geometry, self.windows = model.geometry, Counter(model.windows)
-        g = model.geometry
-        self.exact = 2 * g.kv_heads * g.head_dim * g.dtype.itemsize  # of one token in one layer
+        self.exact = model.geometry.layer_token_nbytes()
 
     @property
     def sawtooth(self) -> int:

@@ -50,4 +50,8 @@ class Geometry:
 
     def token_nbytes(self) -> int:
         """Return the bytes of one token's exact keys and values in all layers, batch 1."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layers * self.layer_token_nbytes()
+
+    def layer_token_nbytes(self) -> int:
+        """Return the bytes of one token's exact keys and values in one layer, batch 1."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize

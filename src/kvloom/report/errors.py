@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 import re
 
-from .. import errors
+from ..errors import KvloomError
 
 _log = logging.getLogger(__name__)
-_USER_ERRORS: tuple[type[Exception], ...] = (
-    *(e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)),
-)
 
 
 def user_message(error: Exception) -> str | None:
@@ -18,7 +15,7 @@ def user_message(error: Exception) -> str | None:
 
     Covers the errors of `kvloom.errors`, and a lack of memory: usually the context is too long.
     """
-    if isinstance(error, _USER_ERRORS):
+    if isinstance(error, KvloomError):
         return str(error)
     size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and size):

@@ -19,7 +19,7 @@ from ..cache.part import Part, attend_parts
 from ..cache.score_evictor import ScoreEvictor
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
-from ..hf import adapters
+from ..hf import attention
 from ..hf.cache import Cache
 from ..hf.repetition import of_prompt
 from ..hf.routed import RoutedCache, RoutedLayer, lasting
@@ -131,7 +131,7 @@ class ReadPrompt:
         repetition = of_prompt(self.model, cache, (), {"input_ids": self.ids})
         assert repetition is not None
         members = {number: self._stored(number, cache) for number in self.numbers}
-        with adapters.masks(self.model):
+        with attention.routed(self.model._kvloom.configs):
             repetition.score()
         self.repeated |= {number: member.state.score_evictor for number, member in members.items()}
 

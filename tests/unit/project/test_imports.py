@@ -125,6 +125,14 @@ def test_public_names_are_there_and_listed():
     assert [name for name in kvloom.__all__ if getattr(kvloom, name) is None] == []
 
 
+def test_every_error_is_public_and_has_one_base():
+    errors = {name: one for name, one in vars(kvloom.errors).items() if isinstance(one, type)}
+    assert set(errors) <= set(kvloom.__all__)
+    for one in errors.values():
+        assert issubclass(one, kvloom.KvloomError)
+        assert one is kvloom.KvloomError or issubclass(one, ValueError | RuntimeError)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         kvloom.nothing  # noqa: B018

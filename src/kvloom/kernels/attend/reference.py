@@ -152,15 +152,17 @@ def merge(states: list[State]) -> State:
 
 
 def visible_keys(t: int, n: int, visible: Tensor | None, device: torch.device) -> Tensor:
-    """Which of n keys each of the last t tokens may see: causally, itself in any case.
+    """Which of n keys each of the last t tokens may see: causally, itself if it would see none.
 
     visible: bool [B, 1 or Hk, 1, N], False hides a key. Returns bool [T, N], or [B, 1 or Hk, T, N].
     """
     see = torch.ones(t, n, dtype=torch.bool, device=device).tril_(n - t)
     if visible is None:
         return see
-    itself = torch.eye(t, n, dtype=torch.bool, device=device).roll(n - t, dims=1)
-    return (see & visible) | itself
+    see = see & visible
+    sees_none = visible[:, :, 0].cumsum(-1)[..., n - t :] == 0
+    see.diagonal(n - t, -2, -1).logical_or_(sees_none)
+    return see
 
 
 def sdpa(
@@ -175,7 +177,7 @@ def sdpa(
 ) -> Tensor:
     """Attend as `attend` does, by torch's fused kernel and without the lse: [B, Hq, T, D].
 
-    Every query sees at least itself, also where `visible` hides it (padding rows must not be NaN).
+    A query that would see no key sees itself (rows of padding must not be NaN).
     A bias needs T = 1: for more queries the kernel would want it as a matrix [Hq, T, N].
     """
     assert bias is None or q.shape[2] == 1

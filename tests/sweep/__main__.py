@@ -22,7 +22,10 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import page
+import comparison
+import published
+import torch
+import transformers
 
 LIMIT = 300  # seconds for all forms of a model
 
@@ -31,49 +34,37 @@ def main() -> None:
     """Run the sweep over the models that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="tests/sweep")
     parser.add_argument("types", nargs="*", help="model types; all by default")
-    parser.add_argument("--output", type=Path, help="JSON file; results/VERSION.json by default")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work()
         return
-    import outcome
-
-    known = outcome.models()
+    known = comparison.models()
     unknown = set(arguments.types) - {model_type for model_type, _ in known}
     if unknown:
         parser.error(f"transformers has no causal or image-text model type {sorted(unknown)}")
     chosen = [pair for pair in known if not arguments.types or pair[0] in arguments.types]
-    target = arguments.output
-    if target is None and not arguments.types:
-        target = page.RESULTS / f"{versions()['transformers']}.json"
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for pair, records in sweep(chosen, arguments.processes):
         results[pair] = records
-        if target is not None:
-            write(target, [record for pair in chosen for record in results.get(pair, [])])
+        if not arguments.types:
+            write([record for pair in known for record in results.get(pair, [])])
     print(dict(Counter(r["outcome"] for records in results.values() for r in records)))
-    if arguments.output is None and not arguments.types:
-        page.write()
+    if not arguments.types:
+        published.write()
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    import torch
-    import transformers
-
-    return {"transformers": transformers.__version__, "torch": torch.__version__}
-
-
-def write(target: Path, records: list[dict[str, Any]]) -> None:
-    """Write the records, one a line: what they give, without times."""
+def write(records: list[dict[str, Any]]) -> None:
+    """Write the records of this version of transformers, one a line, without times."""
     lines = [
         json.dumps({name: value for name, value in record.items() if name != "seconds"})
         for record in records
     ]
-    head = json.dumps(versions())[1:-1]
-    target.write_text(f'{{{head}, "models": [\n' + ",\n".join(lines) + "\n]}\n")
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    target = published.RESULTS / f"{transformers.__version__}.json"
+    head = json.dumps(versions).rstrip("}")
+    target.write_text(head + ', "models": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
 def sweep(pairs, processes: int):
@@ -134,9 +125,7 @@ class Worker:
                     self.process.kill()
         self.process.kill()
         self.process.wait()
-        model_type, class_name = pair
-        return [{"type": model_type, "class": class_name, "form": "", "outcome": "crash",
-                 "detail": detail, "seconds": 0.0}]  # fmt: skip
+        return [{**comparison.start_of_record(*pair), "outcome": "crash", "detail": detail}]
 
     def _ask(self, pair: tuple[str, str]) -> str:
         print(*pair, file=self.process.stdin, flush=True)
@@ -147,10 +136,8 @@ def work() -> None:
     """Answer each line "TYPE CLASS" of stdin by a line of records on stdout."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # models print
-    import outcome
-
     for line in sys.stdin:
-        print(json.dumps(outcome.outcomes(*line.split())), file=answers, flush=True)
+        print(json.dumps(comparison.outcomes(*line.split())), file=answers, flush=True)
 
 
 if __name__ == "__main__":

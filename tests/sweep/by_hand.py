@@ -40,8 +40,26 @@ CLIP = {"vision_config": {"model_type": "clip_vision_model", **VISION}}  # timm 
 
 PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 
+# Whose default attention is wrong: sdpa drops the softcap in transformers 5.10.
+EAGER = ("gemma2",)
+
+# Models that cannot be built here, and why.
+NOT_BUILT = {
+    "gemma3n": "its image part needs the package timm; its text part is `gemma3n_text`",
+    "gemma4_assistant": "a draft model, which reads the cache of another model",
+    "gemma4_unified_assistant": "a draft model, which reads the cache of another model",
+    "perception_lm": "its image part needs the package timm",
+    "pi0": "it generates the actions of a robot, and no text",
+}
+
+MUSIC = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **ASSISTANT}},
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
+    "musicgen": {**MUSIC, "decoder": {"model_type": "musicgen_decoder"}},
+    "musicgen_melody": {**MUSIC, "decoder": {"model_type": "musicgen_melody_decoder"}},
+    "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "bert"}},
 }
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -55,7 +73,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": [SLIDING, SLIDING, FULL], "rope_parameters": {SLIDING: MROPE, FULL: MROPE},
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64},
+    },
     "deepseek_ocr2_text": {**DEEPSEEK, **SPARSE},
     "deepseek_v2": DEEPSEEK,
     "diffusion_gemma_text": {
@@ -106,9 +127,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "window_size": 16, "attention_layers": ["global", "local"] * 2,
     },
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 1],
-                        "downsample_rate": "1/2", **PINPOINTS},
+                        "downsample_rate": "1/2", **PINPOINTS, "text_config": dict.fromkeys(
+        ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0)},
     "granitemoehybrid": {
-        "mamba_n_heads": 8, "layer_types": [LINEAR, FULL, LINEAR],
+        "mamba_n_heads": 8, "layer_types": ["mamba", "attention", "mamba"],
         "position_embedding_type": "rope", "num_key_value_heads": 2,
     },
     "hunyuan_vl_text": {"rope_parameters": MROPE},
@@ -139,7 +161,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron_h": {
-        "layers_block_type": [LINEAR, "moe", FULL, "mlp"], "mamba_num_heads": 8, "n_groups": 2,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 8, "n_groups": 2,
     },
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "paddleocr_vl_text": {"rope_parameters": MROPE},
@@ -166,8 +188,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 6, "num_key_value_heads": 4, "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "layers_block_type": [LINEAR, LINEAR, "hybrid", LINEAR, "hybrid", LINEAR],
+        "attention_head_dim": 32, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
     },
 }  # fmt: skip
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from by_hand import CHANGES, DEFAULTS, FORMS, FULL, SLIDING
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
-
-from by_hand import CHANGES, DEFAULTS, FORMS, FULL, SLIDING
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, WINDOW, LAYERS = 4, 2, 16, 199, 16, 3
 COUNTS = "num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth"
@@ -72,14 +72,14 @@ INDICES = re.compile(r"\w*(idxs|indices|indexes|_ids|layers)")
 
 def config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Return the small config of a model type; `changes` replace fields."""
-    return shrink(CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {})), changes)
+    return shrink(_default(CONFIG_MAPPING[model_type]), changes)
 
 
 def forms(base: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name, changes) of other forms of a text model, with other kinds of layers."""
     yield from FORMS.get(base.model_type, {}).items()
-    fields, kinds = _declared(type(base)), layer_kinds(base)
-    if "sliding_window" not in fields:
+    declared, kinds = _declared(type(base)), layer_kinds(base)
+    if "sliding_window" not in declared:
         return
     if SLIDING not in kinds:
         name, changes = "window", {
@@ -90,7 +90,7 @@ def forms(base: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         name, changes = "no window", {"sliding_window": None, "layer_types": [FULL] * len(kinds)}
     else:
         return
-    changes = {field: value for field, value in changes.items() if field in fields}
+    changes = {field: value for field, value in changes.items() if field in declared}
     try:
         other = config(base.model_type, **changes)
     except StrictDataclassError:  # the model does not have these layers
@@ -118,7 +118,7 @@ def shrink(default: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConf
     cls = type(default)
     changes = {**CHANGES.get(cls.model_type, {}), **changes}
     values: dict[str, Any] = {}
-    plain = cls(**DEFAULTS.get(cls.model_type, {}))
+    plain = _default(cls)
     for name, declared in _declared(cls).items():
         value = _read(default, name)
         if isinstance(value, PreTrainedConfig):
@@ -129,9 +129,16 @@ def shrink(default: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConf
             values[name] = IDS[name]
         elif _is_int(value) and (declared is not None or value != _read(plain, name)):
             values[name] = _small(name, value)
+    for name, value in vars(default).items():
+        if isinstance(value, PreTrainedConfig) and name not in values and name[0] != "_":
+            values[name] = _part(value, changes.pop(name, {})).to_dict()  # given as an argument
     values |= _token_ids(default) | _layers(default, values)
     values |= _heads(default, values) | _rope(default)
     return cls(**{**values, **changes})
+
+
+def _default(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
+    return cls(**deepcopy(DEFAULTS.get(cls.model_type, {})))
 
 
 def _part(default: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:

@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import images
+import shrink
 import torch
 import transformers
+from by_hand import EAGER
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-import images
 import kvloom
-import shrink
+from kvloom.hf import compat
 
 ROWS, TOKENS, PADDING, STEPS = 3, 47, (0, 9, 30), 12
 TOLERANCE = 1e-5  # of the largest logit
@@ -36,6 +38,10 @@ class Run(NamedTuple):
     tokens: Tensor
     steps: Tensor
     direct: Tensor
+
+
+class Overtime(BaseException):
+    """A model took too long; no handler of `Exception` catches it."""
 
 
 def models() -> list[tuple[str, str]]:
@@ -55,7 +61,7 @@ def outcomes(model_type: str, class_name: str) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         records = [record(model_type, class_name)]
-        if records[0]["outcome"] in (NOT_BUILT, PLAIN_FAILS):
+        if "prompt" not in records[0]:  # not built, or plain transformers fails
             return records
         if records[0]["prompt"] != "image" and (model_type, class_name) in image_models():
             found = record(model_type, class_name, "image")
@@ -77,14 +83,20 @@ def record(
     model_type: str, class_name: str, form: str = "", changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return what one form of a model gives."""
-    result: dict[str, Any] = {"type": model_type, "class": class_name, "form": form}
+    result = start_of_record(model_type, class_name, form)
     start = time.perf_counter()
     try:
         with _limit(SECONDS):
             result |= _outcome(model_type, class_name, form == "image", changes or {})
-    except Exception as caught:
+    except (Exception, Overtime) as caught:
         result |= {"outcome": CRASH, "detail": _text(caught)}
     return {**result, "seconds": round(time.perf_counter() - start, 2)}
+
+
+def start_of_record(model_type: str, class_name: str, form: str = "") -> dict[str, Any]:
+    """Return what names a form of a model, and the group that lists it."""
+    group = "causal" if _first(CAUSAL.get(model_type, "")) == class_name else "image-text"
+    return {"type": model_type, "class": class_name, "group": group, "form": form}
 
 
 def _outcome(
@@ -92,27 +104,21 @@ def _outcome(
 ) -> dict[str, Any]:
     try:
         model = build(model_type, class_name, changes)
-    except TimeoutError:
-        raise
     except Exception as caught:
         return {"outcome": NOT_BUILT, "detail": _text(caught)}
     result: dict[str, Any] = {
         "layers": shrink.layer_kinds(model.config),
         "attention": model.config._attn_implementation,
     }
-    plain, failure = None, None
-    for name, inputs in _prompts(model, image):
+    failure = "no image prompt fits"
+    for i, (name, inputs) in enumerate(_prompts(model, image)):
         try:
             plain = run(model, inputs)
-        except TimeoutError:
-            raise
         except Exception as caught:
-            failure = failure or _text(caught)
-            continue
-        break
-    if plain is None:
-        return {**result, "outcome": PLAIN_FAILS, "detail": failure or "no image prompt fits"}
-    return {**result, "prompt": name, **_against(model, inputs, plain)}
+            failure = _text(caught) if i == 0 else failure
+        else:
+            return {**result, "prompt": name, **_against(model, inputs, plain)}
+    return {**result, "outcome": PLAIN_FAILS, "detail": failure}
 
 
 def build(model_type: str, class_name: str, changes: dict[str, Any]) -> PreTrainedModel:
@@ -127,7 +133,8 @@ def build(model_type: str, class_name: str, changes: dict[str, Any]) -> PreTrain
     if not isinstance(config, cls.config_class):
         text = config.get_text_config(decoder=True)
         config = text if isinstance(text, cls.config_class) else config
-    model = cls._from_config(config, dtype=torch.float32).eval()
+    eager = {"attn_implementation": "eager"} if model_type in EAGER else {}
+    model = cls._from_config(config, dtype=torch.float32, **eager).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point() or parameter.numel() == 0:
@@ -181,32 +188,34 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Run:
 def _against(model: PreTrainedModel, inputs: dict[str, Tensor], plain: Run) -> dict[str, Any]:
     """Return what the attached model gives against `plain`, and how far `plain` sees."""
     result: dict[str, Any] = {"reach": _reach(model, inputs)}
-    stage, caches = "attach", []
-    with _counted(caches):
-        try:
-            report = kvloom.attach(model, "full")
-            result["compressed"] = len(report.compressed)
-            stage = "generate"
+    stage = "attach"
+    try:
+        report = kvloom.attach(model, "full")
+        result |= {"compressed": len(report.compressed)}
+        result |= {"kinds": sorted(compat.layer_kinds(model))}
+        stage = "generate"
+        with _counted() as caches:
             attached = run(model, inputs)
-            stage = "detach"
-            kvloom.detach(model)
-        except TimeoutError:
-            raise
-        except Exception as caught:
-            own = type(caught).__module__ == "kvloom.errors"
-            result |= {"outcome": REFUSED if own else CRASH, "at": stage, "detail": _text(caught)}
-            if stage == "generate":
-                kvloom.detach(model)
-    if "outcome" not in result:
-        share = difference(plain, attached)
-        equal = share < TOLERANCE and torch.equal(plain.tokens, attached.tokens)
-        result |= {"outcome": EQUAL if equal else DIFFERENT, "difference": share}
-        if equal and not caches:
-            result |= {"outcome": UNUSED, "detail": "the model made no kvloom cache"}
+        result |= _compared(plain, attached, caches)
+    except Exception as caught:
+        own = type(caught).__module__ == "kvloom.errors"
+        result |= {"outcome": REFUSED if own else CRASH, "at": stage, "detail": _text(caught)}
+    if stage == "generate":
+        kvloom.detach(model)
     after = difference(plain, run(model, inputs))
     if after > 0:
-        result |= {"outcome": DIFFERENT, "detail": f"after detach, {after:.1e} of a logit"}
+        result |= {"outcome": DIFFERENT, "detail": f"afterwards, plain logits differ by {after:.1e}"}
     return result
+
+
+def _compared(plain: Run, attached: Run, caches: list) -> dict[str, Any]:
+    """Return the outcome of a run that raised nothing; caches: the kvloom caches that it made."""
+    share = difference(plain, attached)
+    if share >= TOLERANCE or not torch.equal(plain.tokens, attached.tokens):
+        return {"outcome": DIFFERENT, "difference": share}
+    if not caches:
+        return {"outcome": UNUSED, "detail": "the model made no kvloom cache"}
+    return {"outcome": EQUAL, "difference": share}
 
 
 def difference(plain: Run, other: Run) -> float:
@@ -226,10 +235,13 @@ def _largest(logits: Tensor) -> Tensor:
     return size[size < 1e9].max()
 
 
-def _reach(model: PreTrainedModel, inputs: dict[str, Tensor]) -> float:
-    """Return how much the newest logits depend on the oldest token, as a share of the largest."""
+def _reach(model: PreTrainedModel, inputs: dict[str, Tensor]) -> float | None:
+    """Return how much the newest logits depend on the oldest token, as a share of the largest.
+
+    None for an encoder-decoder model.
+    """
     if model.config.is_encoder_decoder:
-        return float("nan")
+        return None
     changed = {**inputs, "input_ids": inputs["input_ids"].clone()}
     changed["input_ids"][0, 0] = 5 + changed["input_ids"][0, 0]
     with torch.no_grad():
@@ -238,9 +250,9 @@ def _reach(model: PreTrainedModel, inputs: dict[str, Tensor]) -> float:
 
 
 @contextmanager
-def _counted(caches: list) -> Iterator[None]:
-    """Append every kvloom cache that is made to `caches`."""
-    init = kvloom.Cache.__init__
+def _counted() -> Iterator[list]:
+    """Yield a list that gets every kvloom cache that is made."""
+    caches, init = [], kvloom.Cache.__init__
 
     def count(cache, *arguments, **named):
         caches.append(cache)
@@ -248,17 +260,17 @@ def _counted(caches: list) -> Iterator[None]:
 
     kvloom.Cache.__init__ = count
     try:
-        yield
+        yield caches
     finally:
         kvloom.Cache.__init__ = init
 
 
 @contextmanager
 def _limit(seconds: int) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer."""
+    """Raise `Overtime` in a block that takes longer."""
 
     def stop(*_):
-        raise TimeoutError(f"more than {seconds} s")
+        raise Overtime(f"more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)

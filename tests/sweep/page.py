@@ -1,4 +1,0 @@
-"""x."""
-from pathlib import Path
-RESULTS = Path(__file__).parent / "results"
-def write(): pass

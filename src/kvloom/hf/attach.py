@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -51,12 +50,10 @@ def attach(
     recipe.check(compat.geometry(model))
     load_layer_metadata(model, recipe)
     rotary.renumbering(model, recipe)
-    new_cache = partial(Cache, check=False)
-    if check:
-        self_check.verify(model, new_cache)
+    self_check.admit(model, Cache, check)
     result = report(model, recipe)
     route(model)
-    model._kvloom.recipe, model._kvloom.new_cache = recipe, new_cache
+    model._kvloom.recipe, model._kvloom.new_cache = recipe, Cache
     return result
 
 

@@ -143,8 +143,8 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     if hasattr(mask, "_kvloom_made"):
         raise _not_causal(layer)
     raise CacheMisuse(
-        f"{layer.cache.name}: kvloom takes a 2-D padding mask [batch, tokens], got a mask of "
-        f"shape {tuple(mask.shape)}; give a 2-D mask"
+        f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
+        "which kvloom does not compute; use transformers' own cache"
     )
 
 

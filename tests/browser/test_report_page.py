@@ -7,6 +7,7 @@ that a failure.
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from test_page import Page, browser
@@ -105,6 +106,19 @@ def test_the_first_screen_answers(one):
             wanted = min(good)[2] if good else "None."
             assert wanted in row.text
     assert one.find("#answers").rect["y"] + one.find("#answers").rect["height"] < 1000
+
+
+def test_a_headline_on_one_sample_says_so(browser, tmp_path, one):
+    assert "one sample" not in one.find("#answers").text
+    write_results(tmp_path, **{**FEW, "samples": 1})
+    summary, chunks = page_data([read_run(tmp_path)])
+    (tmp_path / "page.html").write_text(page(summary, chunks), encoding="utf-8")
+    single = Page(browser, summary, tmp_path / "page.html")
+    for keep in ("0.8", "0.99"):  # with an answer, and without one
+        single.choose("keep", keep)
+        rows = [row.text for row in single.all("#answers tbody tr")]
+        assert all(re.search(r"keeps \d+\.\d% on one sample", row) for row in rows), rows
+    assert any("None. The best" in row for row in rows)
 
 
 def test_points_are_where_the_figures_say(one):

@@ -42,7 +42,7 @@ RECIPES = {
     ],
     "beams": ["near-lossless", "keyformer:fraction=0.3"],
 }  # fmt: skip
-ARCHITECTURES = ("mistral-sliding", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "glm4")
+ARCHITECTURES = ("qwen2", "qwen3", "phi3", "gemma2", "gemma3", "glm4")
 """Of `zoo`; every rank holds all heads of Phi-3."""
 UNEVEN = {"mqa": (4, 1), "three": (6, 3)}
 """Query and key/value heads that two ranks cannot divide."""

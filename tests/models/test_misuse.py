@@ -317,13 +317,17 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
-@for_each("recipe", ["full", KIVI, "h2o", "pyramidkv", "clusterkv"])
-def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(recipe):
+def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(subtests):
     model = zoo.build("mistral-sliding")
     expected = model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False)
-    report = kvloom.attach(model, recipe)
-    assert "0 of 3 layers compressed (none)" in str(report)
+    assert "0 of 3 layers compressed (none)" in str(kvloom.attach(model, "full"))
     assert torch.equal(model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False), expected)
+    kvloom.detach(model)
+    for recipe in (KIVI, "h2o", "pyramidkv", "clusterkv"):
+        for use in (kvloom.attach, kvloom.Cache):
+            with subtests.test(recipe), pytest.raises(IncompatibleRecipe, match="nothing"):
+                use(model, recipe)
+            assert untouched(model)
 
 
 @for_each(

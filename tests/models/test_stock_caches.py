@@ -13,6 +13,7 @@ pytestmark = by_reference  # no kvloom cache runs
 
 # With and without sliding layers, a soft cap, RoPE, and adapters.
 MODELS = ("llama-gqa", "gemma2", "gemma3", "mistral-sliding", "gpt2", "gptj", "falcon-alibi")
+RECIPE = dict.fromkeys(MODELS, "window:tokens=24") | {"mistral-sliding": "full"}
 CACHES = {
     "dynamic": lambda config: tf.DynamicCache(config=config),
     "dynamic without config": lambda config: tf.DynamicCache(),
@@ -51,7 +52,7 @@ def test_every_cache_implementation(name, subtests):
         with subtests.test(cache_implementation=implementation):
             use = {"use_cache": False} if implementation is None else {}
             expected = generate(model, cache_implementation=implementation, **use)
-            kvloom.attach(model, "window:tokens=24")
+            kvloom.attach(model, RECIPE[name])
             found = generate(model, cache_implementation=implementation, **use)
             kvloom.detach(model)
             assert_same(found, expected)
@@ -64,7 +65,7 @@ def test_every_explicit_cache(name, subtests):
     for cache, new in CACHES.items():
         with subtests.test(cache=cache):
             expected = generate(model, new)
-            kvloom.attach(model, "window:tokens=24")
+            kvloom.attach(model, RECIPE[name])
             found = generate(model, new)
             kvloom.detach(model)
             assert_same(found, expected)

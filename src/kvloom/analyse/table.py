@@ -13,6 +13,7 @@ from .attention import LayerAttention
 from .attention_figures import THRESHOLD
 from .distribution import KINDS, Distribution
 from .error import NAMES, LayerError, mean
+from .modes import ModeCheck
 
 _COLUMNS = (
     "sparsity", "90% of mass\nin tokens", "variance\nof mass", "tokens\nin cache", "mass\nkept",
@@ -67,3 +68,18 @@ def distribution(found: Sequence[Distribution], environment: dict[str, Any]) -> 
         f"the mean magnitude; groups have {found[0].group if found else 0} channels on average."
     )
     return Group(rows, Text(caption, "dim"))
+
+
+def modes_table(title: str, checks: Sequence[ModeCheck]) -> Group:
+    """Return a table of the checks of modes."""
+    rows = FigureTable(title, "mode", ("result", "difference", "tokens\nequal", "seconds"))
+    for x in checks:
+        off = "" if x.difference is None else f"{x.difference:.1e}"
+        tokens = "" if x.tokens is None else f"{x.tokens:.0%}"
+        rows.add(x.mode, x.result, off, tokens, f"{x.seconds:.1f}")
+    notes = [f"{x.mode}: {x.note}" for x in checks if x.note]
+    caption = (
+        "difference: the largest of a step's logits, relative to their spread; `full` against the "
+        "plain model, and kernels against torch."
+    )
+    return Group(rows, *(Text(note) for note in notes), Text(caption, "dim"))

@@ -14,6 +14,7 @@ from . import (
     analyse,
     bench,
     calibrate,
+    check,
     compare,
     eval,
     generate,
@@ -34,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("calibrate")(calibrate.command)
+app.command("check")(check.command)
 app.command("compare")(compare.command)
 app.command("eval")(eval.command)
 app.command("generate")(generate.command)

@@ -140,7 +140,14 @@ def command(
             }
             folder = ResultFolder.open(out, run)
             on_step = progress.counter(units(batches, measured))
-            evaluate(loaded, source, measured, batches, folder, on_step)
+            try:
+                evaluate(loaded, source, measured, batches, folder, on_step)
+            except KeyboardInterrupt:
+                progress.line(
+                    f"kvloom: interrupted; {out} has the finished samples. Run the same command "
+                    "again to resume."
+                )
+                raise typer.Exit(130) from None
         print_rich(results_table(line for task in chosen_tasks for line in folder.lines(task.name)))
         typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +14,10 @@ from .outputs import check_outputs, print_rich, show_results
 from .partial_results import EarlyEnd, finish
 from .progress import show_progress
 from .user_errors import user_errors
+
+if TYPE_CHECKING:
+    from ..eval.papers import Claim, Lab, Verdict
+    from ..workload.progress import Progress
 
 
 def command(
@@ -34,7 +39,7 @@ def command(
     """
     with user_errors():
         from ..analyse import attention, error
-        from ..eval.papers import DEFAULT, PAPERS, QUICK, Lab, Verdict, check, table
+        from ..eval.papers import DEFAULT, PAPERS, QUICK, Lab, table
 
         if paper not in PAPERS:
             raise InputError(f"there is no paper {paper!r}; choose from {', '.join(PAPERS)}")
@@ -42,31 +47,31 @@ def command(
         check_outputs(json)
         size, chosen_text = QUICK if quick else DEFAULT, ChosenText(None, text)
         chosen = ChosenModel(model, dtype)
-        with show_progress() as progress:
-            loaded = chosen.load(progress)
-        lab = Lab(
-            loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
-            is_reference=model == "reference",
-            format_errors=error.measure, attention=attention.measure,
-        )  # fmt: skip
         verdicts: list[Verdict] = []
         early_end: EarlyEnd = None
-        if json != "-":
-            typer.echo(f"{title}\n")
-        try:
-            for claim in claims:
-                with show_progress() as progress:
-                    progress(claim.name)
-                    lab.counter = progress.counter
-                    verdicts.append(check(claim, lab))
-                if json == "-":
-                    typer.echo(table.line(verdicts[-1]), err=True)
-                else:
-                    print_rich(table.block(verdicts[-1], chosen.name))
-        except KeyboardInterrupt as interrupt:
-            early_end = interrupt
-        finally:
-            lab.close()
+        with show_progress() as progress:
+            loaded = chosen.load(progress)
+            lab = Lab(
+                loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
+                is_reference=model == "reference",
+                format_errors=error.measure, attention=attention.measure,
+            )  # fmt: skip
+            if json != "-":
+                with progress.hidden():
+                    typer.echo(f"{title}\n")
+            count = progress.counter(sum(claim.test is not None for claim in claims))
+            try:
+                for claim in claims:
+                    verdicts.append(_check(claim, lab, count))
+                    with progress.hidden():
+                        if json == "-":
+                            typer.echo(table.line(verdicts[-1]), err=True)
+                        else:
+                            print_rich(table.block(verdicts[-1], chosen.name))
+            except KeyboardInterrupt as interrupt:
+                early_end = interrupt
+            finally:
+                lab.close()
         environment = conditions(
             loaded, chosen, chosen_text.name, quick=quick, seed=seed, **vars(size)
         )
@@ -75,3 +80,28 @@ def command(
             environment["missing"] = missing
         show_results(table.to_data(paper, verdicts, environment), json, table.summary(verdicts))
         finish(early_end, missing, [v.claim.name for v in verdicts if v.status == "failed"])
+
+
+def _check(claim: Claim, lab: Lab, count: Callable[[str, float], None]) -> Verdict:
+    """Test a claim; report one unit of work in parts, as its measurements go on.
+
+    A claim that is not testable is no work.
+    """
+    from ..eval.papers import check
+
+    left = 0.0 if claim.test is None else 1.0
+
+    def counter(total: int) -> Progress:
+        def report(what: str, units: int) -> None:
+            nonlocal left
+            part = min(left, units / total)
+            left -= part
+            count(what, part)
+
+        return report
+
+    count(claim.name, 0)
+    lab.counter = counter
+    verdict = check(claim, lab)
+    count("", left)
+    return verdict

@@ -43,28 +43,32 @@ def evaluate(
     """Measure every recipe on every sample that the folder lacks.
 
     tasks: what to measure. recipes: each with another name. progress: called with the current work
-    and the finished (sample, recipe) pairs since the last call. The model is left as it was. A
-    recipe that fails on a batch gets lines with the reason; the others continue. Raises
-    `InputError` if the folder has another text for a sample.
+    and the finished (sample, recipe) pairs since the last call, first with those that the folder
+    has. The model is left as it was. A recipe that fails on a batch gets lines with the reason; the
+    others continue. Raises `InputError` if the folder has another text for a sample.
     """
     compat.refuse_unsupported(model)
     report = progress or (lambda what, units: None)
     written = _written(tasks, folder)
+    done = {
+        task.name: {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
+        for task, _ in tasks
+    }
+    missing_units = sum(
+        len(batch.samples) * len(_missing(recipes, batch, done[task.name]))
+        for task, batches in tasks
+        for batch in batches
+    )
+    report("", units(tasks, recipes) - missing_units)
     with attachment_restored(model):
         for task, batches in tasks:
-            done = {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
+            finished = done[task.name]
             for batch in batches:
-                names = [sample.name for sample in batch.samples]
                 prompts = [
                     _prompt(task, s) for s in batch.samples if (task.name, s.name) not in written
                 ]
                 folder.append("prompts", prompts)
-                missing = [
-                    recipe
-                    for recipe in recipes
-                    if any((name, recipe.name) not in done for name in names)
-                ]
-                report("", len(names) * (len(recipes) - len(missing)))
+                missing = _missing(recipes, batch, finished)
                 if not missing:
                     continue
                 measurement = _BatchMeasurement(
@@ -72,9 +76,17 @@ def evaluate(
                 )
                 for recipe, lines in measurement.lines(missing):
                     if recipe in missing:
-                        new = [x for x in lines if (x["sample"], recipe.name) not in done]
+                        new = [x for x in lines if (x["sample"], recipe.name) not in finished]
                         folder.append(task.name, new)
-                        report("", len(names))
+                        report("", len(batch.samples))
+
+
+def _missing(
+    recipes: Sequence[Recipe], batch: Batch, finished: set[tuple[str, str]]
+) -> list[Recipe]:
+    """Return the recipes that lack a sample of the batch; finished: pairs of sample and recipe."""
+    names = [sample.name for sample in batch.samples]
+    return [r for r in recipes if any((name, r.name) not in finished for name in names)]
 
 
 def units(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from . import compat, rotary
+from . import compat, rotary, self_check
 from .cache import Cache
 from .metadata import load_layer_metadata
 from .owner import Owner
@@ -19,7 +19,9 @@ from .report import Report, report
 from .routing import route, unroute
 
 
-def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless") -> Report:
+def attach(
+    model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless", check: bool = True
+) -> Report:
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
     A cache that the caller passes, use_cache=False and cache_implementation work as without kvloom.
@@ -29,6 +31,7 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
     Args:
         model: As for `Cache`. In the wrapper of `torch.compile` its steps run uncompiled.
         recipe: As for `Cache`.
+        check: As for `Cache`.
 
     Returns:
         Which layers are compressed, and how much.
@@ -45,11 +48,14 @@ def attach(model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
     recipe.check(compat.geometry(model))
     load_layer_metadata(model, recipe)
     rotary.renumbering(model, recipe)
+    new_cache = partial(Cache, check=False)
+    if check:
+        self_check.verify(model, new_cache)
     result = report(model, recipe)
     before = getattr(model, "_kvloom", None)
     former = None if before is None else (before.recipe, before.new_cache)
     route(model)
-    model._kvloom.recipe, model._kvloom.new_cache = recipe, Cache
+    model._kvloom.recipe, model._kvloom.new_cache = recipe, new_cache
     return replace(result, _undo=partial(_restore, Owner(model), former))
 
 

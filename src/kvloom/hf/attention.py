@@ -111,8 +111,9 @@ def mask(
     Sliding and chunked layers, masks that are not plainly causal (image blocks), and masks that the
     model itself reads get what the model's own implementation makes.
     """
+    make = ALL_MASK_ATTENTION_FUNCTIONS[own_implementation(config)]
     own = partial(
-        ALL_MASK_ATTENTION_FUNCTIONS[_own_name(config)], *args, config=config, kv_length=kv_length,
+        make, *args, config=config, kv_length=kv_length,
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
     )  # fmt: skip
@@ -167,7 +168,7 @@ def check_arguments(layer: RoutedLayer, arguments: dict[str, Any]) -> None:
         meaning = " (attention sinks)" if name in ("s_aux", "sinks") else ""
         raise CacheMisuse(
             f"{layer.cache.name}: the model's attention takes {name!r}{meaning}, which kvloom does "
-            "not compute; call kvloom.detach(model) and use transformers' own cache"
+            "not compute; use transformers' own cache"
         )
 
 
@@ -179,13 +180,13 @@ def _causal(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
 
 def _not_causal(layer: RoutedLayer) -> CacheMisuse:
     return CacheMisuse(
-        f"{layer.cache.name}: tokens of this input see later ones, or not all earlier ones (images, "
-        "a bidirectional prefix, packed sequences), which kvloom does not compute; use plain text, "
-        "or give this call past_key_values=transformers.DynamicCache(config=model.config)"
+        f"{layer.cache.name}: tokens of this input see later ones, or not all earlier ones (an "
+        "image, a bidirectional prefix, packed sequences), which kvloom does not compute; use "
+        "plain text, or transformers.DynamicCache(config=model.config) as past_key_values"
     )
 
 
-def _own_name(config: Any) -> str:
+def own_implementation(config: Any) -> str:
     """Return the attention implementation of a config without kvloom."""
     own = _OWN.get(id(config), (config._attn_implementation, 0))[0]
     if own == NAME:
@@ -198,7 +199,7 @@ def _own_name(config: Any) -> str:
 
 def _own_attention(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the function that a module would call without kvloom."""
-    name = _own_name(module.config)
+    name = own_implementation(module.config)
     if name in ALL_ATTENTION_FUNCTIONS:
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from ..cache.build import build_layers
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from . import compat, rotary, save, shard
+from . import compat, rotary, save, self_check, shard
 from .metadata import load_layer_metadata
 from .owner import Owner
 from .routed import RoutedCache, RoutedLayer
@@ -27,6 +28,8 @@ class Cache(RoutedCache):
     Args:
         model: Any supported model, also inside the wrapper of peft or `torch.compile`.
         recipe: A `Recipe`, its name with overrides ("kivi:bits=4,group=64"), or a TOML file.
+        check: Whether to compare the logits of a short random batch with those of the plain model,
+            once per model, if no test of kvloom covers its class with this transformers.
 
     Raises:
         UnsupportedModel: kvloom cannot route the model. These errors are raised before the model
@@ -36,7 +39,10 @@ class Cache(RoutedCache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe | str | Path = "near-lossless",
+        check: bool = True,
     ) -> None:
         model = compat.unwrap(model)
         compat.refuse_unsupported(model)
@@ -45,6 +51,8 @@ class Cache(RoutedCache):
         self.recipe.check(self.geometry)
         metadata = load_layer_metadata(model, self.recipe)
         rope, learned = rotary.renumbering(model, self.recipe)
+        if check:
+            self_check.verify(model, partial(type(self), check=False))
         config = compat.decoder_config(model)
         stock = compat.stock_layers(config)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]

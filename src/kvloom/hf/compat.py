@@ -32,6 +32,14 @@ def decoder_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model's text decoder: the module that calls the layers."""
+    found = model.get_decoder()
+    if not isinstance(found, PreTrainedModel):  # ModernBERT's is its output layer
+        found = model.base_model
+    return found
+
+
 def unwrap(model: Any) -> PreTrainedModel:
     """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
 
@@ -65,6 +73,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         reason = "encoder-decoder models are not supported"
     elif not model.can_generate():
         reason = "it cannot generate: load it as a ...ForCausalLM"
+    elif unequal := _unequal(config):
+        reason = f"its layers differ in {unequal}"
     elif getattr(config, "num_attention_heads", None) is None:
         reason = "it has no attention, and so no keys and values"
     elif getattr(config, "kv_lora_rank", None):
@@ -79,6 +89,16 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         reason = shard.problem(model, *_heads(config))
     if reason:
         raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
+
+
+def _unequal(config: Any) -> str | None:
+    """Return an attribute of attention that the layers do not share; None if there is none."""
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            getattr(config, name, None)
+        except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+            return name
+    return None
 
 
 def has_alibi(config: Any) -> bool:
@@ -138,6 +158,17 @@ def stock_layers(config: Any) -> list[tuple[str, Any]]:
     if not layers:  # a config without layer types: every layer attends to everything
         return [(FULL, None)] * config.num_hidden_layers
     return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+
+
+def layer_kinds(model: PreTrainedModel) -> set[str]:
+    """Return the kinds of layers of a model, as `stock_layers` names them."""
+    return {kind for kind, _ in stock_layers(decoder_config(model))}
+
+
+def is_croppable(layer: Any) -> bool:
+    """Return whether tokens can be taken back out of a cache layer of transformers."""
+    stateful = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
+    return bool(getattr(layer, "is_croppable", not stateful))
 
 
 def padding_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..errors import CacheMisuse
 from ..keep import Budget, Keep, Reconstruction
 from . import compat
-from .routed import RoutedCache, RoutedLayer, lasting, stock_attributes
+from .routed import RoutedCache, RoutedLayer, lasting, restore_attributes, stock_attributes
 
 # A chunk follows this many tokens before it, so that the model can find its place.
 _LEAD = 8
@@ -111,7 +111,7 @@ class Repetition:
     @torch.no_grad()
     def score(self) -> None:
         """Repeat the prompt if it is needed; every layer notes the scores."""
-        decoder = self.model.get_decoder() or self.model
+        decoder = compat.decoder(self.model)
         others = [x for x in self.cache.layers if not isinstance(x, RoutedLayer)]
         layers = self.cache.routed
         try:
@@ -122,9 +122,7 @@ class Repetition:
                 decoder(
                     past_key_values=self.cache, use_cache=True, **self._inputs(decoder, begin, hi)
                 )
-                for other, state in zip(others, states, strict=True):
-                    vars(other).clear()
-                    vars(other).update(state)
+                restore_attributes(others, states)
         finally:
             for layer in layers:
                 layer.repeated = None

@@ -15,6 +15,16 @@ from . import compat
 _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
 _SMALL_HEAD = 64
+_MIXED = "it stores a recurrent state with its keys and values; kept as transformers has it"
+_REASONS = {
+    compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
+    "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
+    "LinearAttentionAndFullAttentionLayer": _MIXED,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _MIXED,
+    "DynamicIndexedLayer": "its attention reads the tokens that an index of its own selects",
+    "DummyLayer": "it stores nothing",
+}
+"""Why a layer of each kind is not compressed."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +87,8 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     """Return the report of `recipe` on `model`."""
     stock = compat.stock_layers(compat.decoder_config(model))
     kinds = [kind for kind, _ in stock]
-    reasons = {
-        compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
-    }
     skipped = {
-        i: reasons.get(kind, f"{kind} holds no ordinary keys and values")
+        i: _REASONS.get(kind, f"kvloom does not compress a {kind}")
         for i, kind in enumerate(kinds)
         if kind != compat.FULL
     }

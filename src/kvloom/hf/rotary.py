@@ -34,7 +34,7 @@ def rope(model: PreTrainedModel) -> Rope | None:
         return Rope(10000.0 ** -(torch.arange(0, dims, 2).float() / dims), interleaved=True)
     if compat.has_alibi(config):
         return None
-    decoder = model.get_decoder() or model
+    decoder = compat.decoder(model)
     found = [m for m in decoder.modules() if _inv_freq(m) is not None]
     if not found:
         return None

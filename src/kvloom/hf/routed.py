@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
-from ..errors import CacheMisuse
+from ..errors import CacheMisuse, KvloomError
 from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
@@ -86,8 +86,9 @@ class RoutedLayer(CacheLayerMixin):
         """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
         if not self.awaits_attention:
             raise CacheMisuse(
-                f"{self.cache.name}: attention came twice for one update; models whose layers "
-                "share keys and values are not supported"
+                f"{self.cache.name}: attention came twice for one update (differential attention, "
+                "or layers that share keys and values), which kvloom does not compute; use "
+                "transformers' own cache"
             )
         self.awaits_attention = False
         if given.queries.visible is not None:
@@ -245,7 +246,7 @@ class RoutedCache(transformers.Cache):
         with self.guard.step():
             for layer in self.routed:
                 layer.cache.end_step()
-            others = [x for x in self.layers if not isinstance(x, RoutedLayer)]
+            others = self._others
             states = [stock_attributes(layer) for layer in others]
             try:
                 yield
@@ -256,11 +257,9 @@ class RoutedCache(transformers.Cache):
                 self.guard.unusable = "a step failed, and undoing it failed too"
                 for layer in self.routed:
                     layer.roll_back()
-                for other, state in zip(others, states, strict=True):
-                    vars(other).clear()
-                    vars(other).update(state)
+                restore_attributes(others, states)
                 self.guard.unusable = ""
-                if unreached is None or isinstance(error, CacheMisuse):
+                if unreached is None or isinstance(error, KvloomError):
                     raise
                 raise unreached from error
             for layer in self.routed:
@@ -336,29 +335,61 @@ class RoutedCache(transformers.Cache):
         """
         for layer in self.routed:
             layer.cache.check_crop(layer.to_remove(tokens_to_remove))
-        with self.guard.change("crop"):
-            super().crop(tokens_to_remove)
+        for layer in self._others:
+            if not compat.is_croppable(layer):
+                raise CacheMisuse(
+                    f"crop cannot take tokens back out of the recurrent state of a "
+                    f"{type(layer).__name__}; keep a copy.deepcopy of the cache instead"
+                )
+        self._change("crop", tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
-        with self.guard.change("reorder_cache"):
-            super().reorder_cache(beam_idx)
+        self._change("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        with self.guard.change("batch_repeat_interleave"):
-            super().batch_repeat_interleave(repeats)
+        self._change("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
-        with self.guard.change("batch_select_indices"):
-            super().batch_select_indices(indices)
+        self._change("batch_select_indices", indices)
 
     def reset(self) -> None:
         """Remove all tokens; a cache that a failure made unusable can be used again."""
         self.guard.unusable = ""
         with self.guard.change("reset"):
             super().reset()
+
+    @property
+    def _others(self) -> list[Any]:
+        """The layers that are transformers' own."""
+        return [layer for layer in self.layers if not isinstance(layer, RoutedLayer)]
+
+    def _change(self, method: str, argument: Any) -> None:
+        """Call a method of every layer, of transformers' own first: these can be restored."""
+        others = self._others
+        states = [stock_attributes(layer) for layer in others]
+        with self.guard.change(method):
+            try:
+                for layer in others:
+                    getattr(layer, method)(argument)
+            except Exception as error:
+                restore_attributes(others, states)
+                self.guard.unusable = ""
+                raise CacheMisuse(
+                    f"{method}: a {type(layer).__name__} of transformers cannot do it "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+            for layer in self.routed:
+                getattr(layer, method)(argument)
+
+
+def restore_attributes(layers: list[Any], states: list[dict[str, Any]]) -> None:
+    """Give layers of transformers the attributes that `stock_attributes` returned."""
+    for layer, state in zip(layers, states, strict=True):
+        vars(layer).clear()
+        vars(layer).update(state)
 
 
 def on_one_device(given: StepInputs) -> StepInputs:

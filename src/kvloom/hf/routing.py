@@ -63,7 +63,7 @@ def route(model: PreTrainedModel) -> None:
     """
     if getattr(model, "_kvloom", None) is not None:
         return
-    modules = {id(module): module for module in (model, model.get_decoder() or model)}
+    modules = {id(module): module for module in (model, compat.decoder(model))}
     forwards = [RoutedForward(model, module) for module in modules.values()]
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     attention.register()
@@ -98,7 +98,7 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 
     The towers of images or sound keep their own attention.
     """
-    decoder = model.get_decoder() or model
+    decoder = compat.decoder(model)
     path = next(name for name, module in model.named_modules() if module is decoder).split(".")
     around = [model.get_submodule(".".join(path[:i])) for i in range(len(path))]
     configs = [getattr(module, "config", None) for module in (*around, *decoder.modules())]

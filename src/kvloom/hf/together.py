@@ -64,7 +64,8 @@ class Together(RoutedCache):
             for cache in self.caches:
                 steps.enter_context(cache.step())
             yield
-            self._check_reached()
+            if unreached := self._unreached():
+                raise unreached
 
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size than that of all caches."""

@@ -66,9 +66,9 @@ def auto(
 ) -> AutoChoice:
     """Choose the best recipe for a model within a bound; attach its `recipe` to use it.
 
-    The exact cache is chosen if it fits. Next comes the recommended recipe with the most bytes that
-    fits; a recipe that `kvloom tune` stored for these weights replaces it if it has at least 80% of
-    its bytes. The model is left as it was.
+    The exact cache is chosen if it fits. Next comes the recommended recipe with the smallest
+    published divergence that fits; a recipe that `kvloom tune` stored for these weights replaces it
+    if it has at least 80% of its bytes. The model is left as it was.
 
     Args:
         model: The model, loaded.
@@ -101,7 +101,7 @@ def auto(
         fitting = [one for one in candidates if one.row.fits]
         chunks = not fitting
         if chunks:  # a score of the prompt would see its first chunk only
-            fitting = [one for one in candidates if one.row.fits_in_chunks and not one.evicts]
+            fitting = [one for one in candidates if one.row.fits_in_chunks and not one.keeps]
     if not fitting:
         bound = f"bytes={bytes:g}" if memory is None else f"{show_bytes(memory)} of memory"
         raise InputError(_nothing(candidates, bound, memory is None, planned.context, batch))
@@ -131,9 +131,10 @@ class _Candidate:
         return self.row.kv_bytes
 
     @property
-    def evicts(self) -> bool:
+    def keeps(self) -> list[Keep]:
+        """What decides which tokens stay, if the recipe evicts."""
         keeps = [self.recipe.keep, *(layer.keep for layer in self.recipe.layers)]
-        return any(isinstance(keep, Keep) for keep in keeps)
+        return [keep for keep in keeps if isinstance(keep, Keep)]
 
     @property
     def kl(self) -> float:
@@ -155,8 +156,12 @@ class _Candidate:
         elif self.recipe.name == "full":
             return "The exact cache fits."
         else:
-            reason = f"No recipe with better published figures fits: {self.published}."
-        return reason + (" It evicts tokens: facts in them are lost." if self.evicts else "")
+            reason = f"No recommended recipe with a smaller divergence fits: {self.published}."
+        if self.keeps:
+            reason += " It evicts tokens: facts in them are lost."
+        if any(keep.scorer.repeats for keep in self.keeps):
+            reason += " A prompt takes several times as long, because the model repeats it."
+        return reason
 
 
 def _best(fitting: Sequence[_Candidate]) -> _Candidate:

@@ -61,7 +61,7 @@ def count_weights(model: PreTrainedModel) -> Weights:
     """Return the weights of a model on the meta device. Raises `UnsupportedModel`."""
     method, nbytes_of = _layout(model)
     matrices = _quantized_matrices(model) if nbytes_of else {}
-    decoder = model.get_decoder() or model
+    decoder = compat.decoder(model)
     read = {id(p) for p in decoder.parameters()}
     output = model.get_output_embeddings()
     kept = set() if output is None else {id(p) for p in output.parameters()}

@@ -246,6 +246,11 @@ class Recipe:
         return (self.store, *overridden)
 
     @property
+    def exact(self) -> bool:
+        """Whether every layer stores and reads every token exactly, as `full` does."""
+        return not self.recalls and all(one.keep is None and one.store.exact for one in self._plain)
+
+    @property
     def recalls(self) -> bool:
         """Whether a step of some layer reads a choice of its tokens."""
         return any(one.recall is not None for one in self._plain)
@@ -324,6 +329,11 @@ class Recipe:
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""
+        if not geometry.layers and not self.exact:
+            return [
+                "it would compress nothing, as no layer of the model stores the keys and values of "
+                'all tokens; use transformers\' own cache, or recipe "full"'
+            ]
         if not self.layers:
             return self._problems(geometry, geometry.layers)
         numbers = geometry.numbers

@@ -23,16 +23,32 @@ def test_lines_say_what_is_done_and_how_far(monkeypatch):
     monkeypatch.setattr(sys, "stderr", err)
     with show_progress() as shown:
         shown("loading the model")
-        until(lambda: "kvloom: loading the model (0:00)\n" in err.getvalue())
+        until(lambda: "kvloom: loading the model (0:00:00)\n" in err.getvalue())
         count = shown.counter(total=8)
         count("decoding", 3)
         count("", 3)
-        until(lambda: "kvloom:  75% decoding (0:00)\n" in err.getvalue())
+        until(lambda: "kvloom:  75% decoding (0:00:00, about 0:00:00 left)\n" in err.getvalue())
         shown.line("rtn: done")
     assert "rtn: done\n" in err.getvalue()
     length = len(err.getvalue())
     time.sleep(0.05)
     assert len(err.getvalue()) == length  # nothing is printed once the work is done
+
+
+def test_an_estimate_leaves_out_what_an_earlier_run_finished():
+    now = 100.0
+    estimate = module.Estimate(total=10, clock=lambda: now)
+
+    def left(seconds, done):
+        nonlocal now
+        now += seconds
+        estimate.report(done)
+        return estimate.seconds_left()
+
+    assert left(0, 4) is None
+    assert left(30, 6) == 4 * 15
+    assert left(20, 6) == 40
+    assert left(50, 6) == 0
 
 
 def test_short_work_prints_nothing(capsys):
@@ -51,9 +67,12 @@ def test_a_terminal_gets_a_bar_and_the_lines_above_it(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     with show_progress() as shown:
-        shown("reading [1/2]", 1, 2)
+        count = shown.counter(total=2)
+        count("reading [1/2]", 0)
+        count("", 1)
         shown.line("a finished row: " + "x" * 80)
     said = err.getvalue()
     assert "reading [1/2]" in said
     assert "50%" in said
+    assert "about 0:00:00 left" in said
     assert "a finished row: " + "x" * 80 in said  # not broken into lines

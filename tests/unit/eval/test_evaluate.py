@@ -46,10 +46,13 @@ def plan(source):
 @pytest.fixture(scope="module")
 def lines(model, source, plan, tmp_path_factory):
     folder = ResultFolder.open(tmp_path_factory.mktemp("results"), RUN)
-    done = []
+    reports, again = [], []
     recipes = [resolve(name) for name in NAMES]
-    evaluate(model, source, recipes, plan, folder, lambda what, n: done.append(n))
-    assert sum(done) == units(plan, recipes) == 5 * (1 + 1 + 10 + 8)
+    evaluate(model, source, recipes, plan, folder, lambda what, n: reports.append(n))
+    assert reports[0] == 0
+    assert sum(reports) == units(plan, recipes) == 5 * (1 + 1 + 10 + 8)
+    evaluate(model, source, recipes, plan, folder, lambda what, n: again.append(n))
+    assert again == [sum(reports)]  # all were finished before
     return {
         (task.name, line["sample"], line["recipe"]): line
         for task, _ in plan
@@ -230,6 +233,33 @@ def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
     other = run(here, *args, "--seed", "3")
     assert other.exit_code == 2
     assert "settings seed 0, and this run has 3" in other.stderr
+
+
+def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch):
+    args = ["niah:multikey", "--context", "420", "--samples", "1"]
+    assert run(here, *args, "--out", tmp_path / "whole").exit_code == 0
+    args += ["--out", tmp_path / "out"]
+    append = ResultFolder.append
+
+    def interrupted(folder, name, lines):
+        append(folder, name, lines)
+        if name == "niah":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFolder, "append", interrupted)
+        found = run(here, *args)
+    assert (found.exit_code, found.stdout) == (130, "")
+    assert "Run the same command again to resume.\n" in found.stderr
+    file = tmp_path / "out" / "niah.jsonl"
+    first = file.read_text()
+    assert run(here, *args).exit_code == 0
+    assert file.read_text().startswith(first)
+    names = [
+        [(x["sample"], x["recipe"]) for x in map(json.loads, path.read_text().splitlines())]
+        for path in (file, tmp_path / "whole" / "niah.jsonl")
+    ]
+    assert sorted(names[0]) == sorted(names[1])
 
 
 def test_bytes_give_a_budget(here, tmp_path):

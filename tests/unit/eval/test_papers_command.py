@@ -13,6 +13,7 @@ import kvloom.eval.papers as papers
 import tiny
 from for_each import for_each
 from kvloom.analyse import attention, error
+from kvloom.cli import papers as command
 from kvloom.cli.app import app
 from kvloom.errors import InputError
 from kvloom.eval.papers import Claim, ClaimTable, Finding, NotTestable, check, clusterkv, kivi
@@ -260,6 +261,20 @@ def test_ctrl_c_keeps_what_is_finished(two_claims):
     data = json.loads(found.stdout)
     assert [c["name"] for c in data["claims"]] == ["one"]
     assert data["environment"]["missing"] == ["later", "speed"]
+
+
+def test_a_claim_is_one_unit_of_work_whatever_it_measures():
+    def test(lab):
+        for what, total in (("recall", 4), ("needles", 2)):
+            lab.counter(total)(what, total - 1)
+        return Finding(OURS, True, "1 < 2")
+
+    reports = []
+    for one in (claim(test), claim(why_not_testable="needs an A100")):
+        command._check(one, FakeLab(), lambda *report: reports.append(report))
+    assert reports == [
+        ("one", 0), ("recall", 0.75), ("needles", 0.25), ("", 0), ("one", 0), ("", 0),
+    ]  # fmt: skip
 
 
 def test_an_unknown_paper_is_refused():

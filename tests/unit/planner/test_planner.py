@@ -30,7 +30,7 @@ def test_a_real_cache_has_the_planned_bytes(name):
     """In layers that kvloom caches, after a prompt; in sliding layers, after one more token."""
     model, found = built(name), facts(name)
     fitting = [spec for spec in RECIPE_SPECS if fits(resolve(spec), spec, found.geometry)]
-    assert len(fitting) >= 6
+    assert len(fitting) >= (6 if found.geometry.layers else 1)
     for spec in fitting:
         recipe = resolve(spec)
         cache = kvloom.Cache(model, recipe)

@@ -7,6 +7,8 @@ function kept(task, row, score = task.main) {
   const [a, b] = lower(task, score) ? [whole[0], mine[0]] : [mine[0], whole[0]];
   return b > 0 ? a / b : null;
 }
+/* That share as text. A single sample has no interval, so the text says so. */
+const keeps = (task, row) => `keeps ${percent(kept(task, row))}${row.scores[task.main][3] === 1 ? " on one sample" : ""}`;
 function answers() {
   const table = make("table"), body = make("tbody"), runs = chosenRuns();
   const head = make("tr");
@@ -35,11 +37,11 @@ function answers() {
       link.addEventListener("click", () => openSamples(run, task, best));
       const score = best.scores[task.main];
       tr.append(cell([icon(best.recipe, run.counts !== "bytes"), " ", link], "smallest"), cell(size, "share"),
-        cell([number(task.main, score[0]), make("div", range(task.main, score), "ci"), make("div", `keeps ${percent(kept(task, best))}`, "ci")], "its score", "n"),
+        cell([number(task.main, score[0]), make("div", range(task.main, score), "ci"), make("div", keeps(task, best), "ci")], "its score", "n"),
         cell(others.length ? others.map(r => `${r.recipe} (${percent(r.share)})`).join(", ") : "–", "next", "quiet"));
     } else {
       const best = task.rows.filter(r => r.recipe !== data.exact && visible(r) && has(kept(task, r))).sort((a, b) => kept(task, b) - kept(task, a))[0];
-      const td = cell(!exact ? "This run has no results of the exact cache." : best ? `None. The best, ${best.recipe}, keeps ${percent(kept(task, best))} at ${percent(best.share)} of the ${unit(run)}.` : "None.");
+      const td = cell(!exact ? "This run has no results of the exact cache." : best ? `None. The best, ${best.recipe}, ${keeps(task, best)} at ${percent(best.share)} of the ${unit(run)}.` : "None.");
       td.colSpan = 4;
       tr.append(td);
     }

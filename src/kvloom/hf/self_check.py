@@ -1,0 +1,198 @@
+"""Compare `full` with the plain model, before a model of an untested class is used.
+
+Decides which classes are tested: those that the sweep over the models of transformers found equal,
+in this version of transformers and with these kinds of layers (`tested_models.json`). For others,
+`verify` reads a short batch of random tokens twice and refuses a model whose logits differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..errors import KvloomError, UnsupportedModel
+from ..kernels import dispatch
+from ..recipe.resolve import resolve
+from ..recipe.spec import Recipe
+from . import compat
+from .attention import own_implementation
+from .routed import RoutedCache
+from .routing import route, unroute
+
+_PROMPT, _PADDING, _STEPS = 24, 7, 4
+_LONGEST_WINDOW = 512  # a longer sliding window is not exceeded: the check would take too long
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
+_HALF_TOLERANCE = 0.05
+_IMPLEMENTATIONS = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
+    "flash_attention_4",
+)  # fmt: skip
+
+_VERIFIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def is_tested(model: PreTrainedModel) -> bool:
+    """Return whether the sweep found this class equal, with this transformers and these layers.
+
+    An attention function that other code registered may compute something else.
+    """
+    kinds = _tested_classes().get(type(model).__name__)
+    known = own_implementation(compat.decoder_config(model)) in _IMPLEMENTATIONS
+    return known and kinds is not None and compat.layer_kinds(model) <= set(kinds)
+
+
+def verify(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recipe], Any]) -> None:
+    """Refuse a model whose logits under `full` are not those of the plain model.
+
+    new_cache: makes a cache of a recipe, without verifying the model. Models of tested classes, on
+    the meta device, or verified before are not run. Raises `UnsupportedModel`.
+    """
+    if _VERIFIED.get(model) or is_tested(model) or _is_meta(model):
+        return
+    name, sample = type(model).__name__, batch(model)
+    try:
+        with trial(model, None):
+            plain = generate(model, sample)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{name} cannot be verified: without kvloom, generate() raises {_spelled(error)} for "
+            "random tokens; check=False skips this check"
+        ) from error
+    try:
+        with trial(model, new_cache), dispatch.use("ref"):  # kernels take seconds to compile
+            routed = generate(model, sample)
+    except Exception as error:
+        raise UnsupportedModel(f"{name} cannot be used with kvloom: {_spelled(error)}") from error
+    if not isinstance(routed.past_key_values, RoutedCache):
+        raise UnsupportedModel(
+            f"{name} cannot be used with kvloom: its generate() uses a cache of its own, "
+            f"{type(routed.past_key_values).__name__}"
+        )
+    found, most = difference(plain, routed), tolerance(model)
+    if found > most and found > 4 * _noise(model, sample, plain):
+        raise UnsupportedModel(
+            f"{name} cannot be used with kvloom: the logits of {sample['input_ids'].shape[1]} "
+            f"random tokens differ by {found:.2g} of their spread from those of the plain model, "
+            f"where rounding explains {most:g}; use transformers' own cache, and report this model"
+        )
+    _VERIFIED[model] = True
+
+
+@contextmanager
+def trial(
+    model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recipe], Any] | None
+) -> Iterator[None]:
+    """Give the model caches of `full` (None: those of transformers), then restore it."""
+    before = getattr(model, "_kvloom", None)
+    route(model)
+    routing = model._kvloom
+    attached = routing.recipe, routing.new_cache
+    routing.recipe, routing.new_cache = resolve("full"), new_cache
+    try:
+        yield
+    finally:
+        routing.recipe, routing.new_cache = attached
+        if before is None:
+            unroute(model)
+
+
+def batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Tensor]:
+    """Return two rows of random tokens, one of them left-padded: input_ids and attention_mask.
+
+    They have `tokens` tokens, and those of a sliding window of at most 512 tokens. A model with
+    fewer positions gets fewer.
+    """
+    config = compat.decoder_config(model)
+    window = getattr(config, "sliding_window", None) or 0
+    tokens += window if window <= _LONGEST_WINDOW else 0
+    limit = getattr(config, "max_position_embeddings", None) or tokens + _STEPS
+    tokens = max(_PADDING + 2, min(tokens, limit - _STEPS))
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor(_plain_ids(model), device="cpu")
+    drawn = torch.randint(len(ids), (2, tokens), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[1, :_PADDING] = 0
+    return {"input_ids": ids[drawn].to(device), "attention_mask": mask.to(device)}
+
+
+def generate(model: PreTrainedModel, sample: dict[str, Tensor], **options: Any) -> Any:
+    """Return what `generate()` does greedily: sequences, and the logits of a few steps."""
+    config = GenerationConfig(
+        max_new_tokens=_STEPS, min_new_tokens=_STEPS, do_sample=False, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    training = model.training
+    try:
+        if training:
+            model.eval()
+        return model.generate(**sample, generation_config=config, **options)
+    finally:
+        if training:
+            model.train()
+
+
+def difference(plain: Any, other: Any) -> float:
+    """Return the largest difference of logits, relative to the spread of the plain ones.
+
+    Each row is compared up to the first step where the tokens before it differ.
+    """
+    largest = 0.0
+    same = torch.ones(plain.logits[0].shape[0], dtype=torch.bool, device=plain.logits[0].device)
+    for want, got in zip(plain.logits, other.logits, strict=True):
+        want, got = want.float(), got.float()
+        spread = (want - want.mean(dim=-1, keepdim=True)).norm(dim=-1)
+        error = (got - want).norm(dim=-1) / spread
+        if same.any():
+            largest = max(largest, float(error.nan_to_num(torch.inf)[same].max()))
+        same &= want.argmax(dim=-1) == got.argmax(dim=-1)
+    return largest
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    """Return the difference of logits that rounding explains in the model's dtype."""
+    return _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+
+
+def _noise(model: PreTrainedModel, sample: dict[str, Tensor], plain: Any) -> float:
+    """Return by how much the plain model differs from itself without a cache, in half precision."""
+    if model.dtype in _TOLERANCE:
+        return 0.0
+    return difference(plain, generate(model, sample, use_cache=False))
+
+
+def _plain_ids(model: PreTrainedModel) -> list[int]:
+    """Return the ids of tokens that no config gives a meaning (image tokens, for example)."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    meant = {0, 1, 2}
+    for config in (model.config, compat.decoder_config(model)):
+        for name, x in config.to_dict().items():
+            if isinstance(x, int) and ("token_id" in name or "token_index" in name):
+                meant.add(x)
+    return [i for i in range(vocabulary) if i not in meant]
+
+
+def _is_meta(model: PreTrainedModel) -> bool:
+    return any(weight.is_meta for weight in model.parameters())
+
+
+def _spelled(error: Exception) -> str:
+    known = isinstance(error, KvloomError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+@lru_cache
+def _tested_classes() -> dict[str, list[str]]:
+    """Return the kinds of layers of each tested class, in this version of transformers."""
+    text = (files("kvloom.hf") / "tested_models.json").read_text()
+    classes: dict[str, list[str]] = json.loads(text).get(transformers.__version__, {})
+    return classes

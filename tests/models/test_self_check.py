@@ -1,0 +1,138 @@
+"""A model of an untested class is compared with the plain model, and refused if it differs."""
+
+import pytest
+import torch
+import transformers as tf
+import zoo
+from test_misuse import untouched
+from torch.nn import init
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import kvloom
+from backends import by_reference
+from kvloom.errors import UnsupportedModel
+from kvloom.hf import self_check
+
+pytestmark = by_reference
+
+
+class NewLlama(tf.LlamaForCausalLM):
+    """A class that no test covers."""
+
+
+def flatter(module, query, key, value, mask, scaling, **rest):
+    """An attention that kvloom does not compute."""
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling / 2, **rest)
+
+
+tf.AttentionInterface.register("flatter", flatter)
+tf.AttentionMaskInterface.register("flatter", tf.masking_utils.sdpa_mask)
+
+
+def new_model(attention: str = "sdpa"):
+    model = zoo.build("llama-gqa")
+    model.__class__ = NewLlama
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The tokens of each call of a model with more than one token a row."""
+    seen, forward = [], tf.LlamaModel.forward
+
+    def counting(self, *args, **kwargs):
+        ids = kwargs["input_ids"]
+        seen.extend([ids.shape[1]] if ids.shape[1] > 1 else [])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.LlamaModel, "forward", counting)
+    return seen
+
+
+def test_an_untested_class_is_compared_once_by_two_prompts(prompts):
+    model = new_model()
+    kvloom.attach(model, "kivi:group=16")
+    assert prompts == [24, 24]
+    kvloom.detach(model)
+    kvloom.Cache(model, "full")
+    assert prompts == [24, 24]
+
+
+def test_a_tested_class_and_check_false_run_nothing(prompts):
+    kvloom.attach(zoo.build("llama-gqa"), "full")
+    kvloom.attach(new_model("flatter"), "full", check=False)
+    kvloom.Cache(new_model("flatter"), "full", check=False)
+    assert prompts == []
+
+
+@pytest.mark.parametrize("build", [new_model, lambda how: zoo.build("llama-gqa")])
+@pytest.mark.parametrize("use", [kvloom.attach, kvloom.Cache])
+def test_a_model_that_differs_is_refused_with_the_difference(use, build):
+    model = build("flatter")
+    model.set_attn_implementation("flatter")
+    with pytest.raises(UnsupportedModel, match=r"differ by 0\.\d+ of their spread"):
+        use(model, "kivi:group=16")
+    assert untouched(model)
+
+
+def test_an_attached_recipe_survives_a_refusal():
+    model = new_model("flatter")
+    kvloom.attach(model, "full", check=False)
+    with pytest.raises(UnsupportedModel, match="differ by"):
+        kvloom.Cache(model, "window")
+    assert model._kvloom.recipe.name == "full"
+
+
+def test_training_mode_and_random_numbers_are_as_before():
+    model = new_model().train()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    kvloom.attach(model, "full")
+    assert model.training
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_model_that_plain_transformers_cannot_run(monkeypatch):
+    model = new_model()
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", lambda x: 1 / 0)
+    with pytest.raises(UnsupportedModel, match=r"without kvloom, generate.. raises ZeroDivision"):
+        kvloom.attach(model, "full")
+    assert untouched(model)
+
+
+def gpt_oss(**changes):
+    torch.manual_seed(0)
+    config = tf.GptOssConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=199, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=16, max_position_embeddings=1024, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, **changes,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    for layer in model.model.layers:
+        init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def test_attention_sinks_are_refused_by_name():
+    model = gpt_oss()
+    for use in (kvloom.attach, kvloom.Cache):
+        with pytest.raises(UnsupportedModel, match=r"'s_aux' .attention sinks., which kvloom does"):
+            use(model, "full")
+    assert untouched(model)
+
+
+def test_sinks_of_layers_that_kvloom_leaves_to_transformers_are_computed():
+    model = gpt_oss(layer_types=["sliding_attention", "sliding_attention"])
+    expected = model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False)
+    kvloom.attach(model, "full")
+    assert torch.equal(model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False), expected)
+
+
+def test_a_longer_sliding_window_is_not_exceeded():
+    model = zoo.build("mistral-sliding")
+    assert self_check.batch(model)["input_ids"].shape == (2, 48)
+    model.config.sliding_window = 4096
+    assert self_check.batch(model)["input_ids"].shape == (2, 24)

@@ -124,8 +124,9 @@ def build(model_type: str, class_name: str, changes: dict[str, Any]) -> PreTrain
     torch.manual_seed(0)
     cls = getattr(transformers, class_name)
     config = shrink.config(model_type, **changes)
-    text = config.get_text_config(decoder=True)
-    config = text if isinstance(text, cls.config_class) else config
+    if not isinstance(config, cls.config_class):
+        text = config.get_text_config(decoder=True)
+        config = text if isinstance(text, cls.config_class) else config
     model = cls._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,0 +1,4 @@
+"""x."""
+from pathlib import Path
+RESULTS = Path(__file__).parent / "results"
+def write(): pass

@@ -141,17 +141,23 @@ def batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Tensor]:
     return {"input_ids": ids[drawn].to(device), "attention_mask": mask.to(device)}
 
 
-def generate(model: PreTrainedModel, sample: dict[str, Tensor], **options: Any) -> Any:
-    """Return what `generate()` does greedily: sequences, and the logits of a few steps."""
-    config = GenerationConfig(
-        max_new_tokens=_STEPS, min_new_tokens=_STEPS, do_sample=False, pad_token_id=0,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+def generate(
+    model: PreTrainedModel, sample: dict[str, Tensor], past_key_values: Any = None, **settings: Any
+) -> Any:
+    """Return what `generate()` does: sequences, and the logits of a few steps.
+
+    settings: of the generation config; greedy without any.
+    """
+    config = GenerationConfig(**{
+        "max_new_tokens": _STEPS, "min_new_tokens": _STEPS, "do_sample": False, "pad_token_id": 0,
+        "eos_token_id": 0, "return_dict_in_generate": True, "output_logits": True, **settings,
+    })  # fmt: skip
+    cache = {} if past_key_values is None else {"past_key_values": past_key_values}
     training = model.training
     try:
         if training:
             model.eval()
-        return model.generate(**sample, generation_config=config, **options)
+        return model.generate(**sample, **cache, generation_config=config)
     finally:
         if training:
             model.train()

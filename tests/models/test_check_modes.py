@@ -8,7 +8,7 @@ from kvloom.recipe.resolve import resolve
 
 
 def test_every_mode_of_a_supported_model_is_equal(kernels):
-    model = zoo.build("gemma3")
+    model = zoo.build("llama-gqa")
     found = {x.mode: x for x in check_modes(model, resolve("kivi:group=16,residual=32"))}
     assert {x.result for x in found.values()} == {EQUAL}
     assert found["kernels of kivi:group=16,residual=32"].note.startswith("append (cpu), attend")

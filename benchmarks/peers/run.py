@@ -47,9 +47,10 @@ PEERS = {
     ),
     "quantized": Peer(
         (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT), "hqq", "optimum-quanto")),
-        ("-m", "kvloom", "bench", "generate", "--recipes", "full,kivi,kivi-4"),
+        ("-m", "kvloom", "bench", "generate", "--recipes", "full,kivi,kivi-4",
+         "--baselines", "dynamic,quanto,hqq"),
     ),
-}
+}  # fmt: skip
 
 
 def environment(name: str, peer: Peer, folder: Path) -> Path:

@@ -1,14 +1,14 @@
 """The errors that kvloom raises. Each message is one sentence: expected, received, remedy.
 
-`except kvloom.KvloomError` catches them all. They also derive from the built-in error that a caller
-would expect (``ValueError``, ``RuntimeError``), so that code without kvloom's names can catch them.
+All derive from `KvloomError`, and from the built-in error that a caller would expect
+(``ValueError``, ``RuntimeError``).
 """
 
 from __future__ import annotations
 
 
 class KvloomError(Exception):
-    """Any error that kvloom raises on purpose."""
+    """Any error that kvloom raises."""
 
 
 class RecipeError(KvloomError, ValueError):

@@ -45,7 +45,6 @@ def test_full_gives_the_tokens_of_plain_transformers(model, options):
 def test_what_a_recurrent_state_cannot_follow_is_refused_and_changes_nothing(model, tmp_path):
     kvloom.attach(model, "full")
     cache = model.generate(**zoo.batch(), **GREEDY).past_key_values
-    cache.activate_past_recording()
     before = copy.deepcopy(cache)
     with pytest.raises(CacheMisuse, match="crop cannot take tokens back out of the recurrent"):
         cache.crop(-2)

@@ -1,6 +1,9 @@
 """What cannot work is refused in one sentence, and nothing has changed."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -37,12 +40,61 @@ def model():
     return zoo.build("llama-gqa")
 
 
-def test_attach_twice(model):
+def attached(model) -> str | None:
+    """The recipe of the cache that a call gets; None: transformers' own cache."""
+    with torch.no_grad():
+        cache = model(zoo.batch(rows=1)["input_ids"]).past_key_values
+    return cache.recipe.name if isinstance(cache, kvloom.Cache) else None
+
+
+def test_attach_replaces_what_is_attached_if_it_fits(model):
     kvloom.attach(model, KIVI)
-    with pytest.raises(CacheMisuse, match=r"'kivi:group=16,residual=32' is attached .*detach"):
-        kvloom.attach(model, "full")
+    kvloom.attach(model, "full")
+    with pytest.raises(RecipeError):
+        kvloom.attach(model, "kivvi")
+    with pytest.raises(IncompatibleRecipe):
+        kvloom.attach(model, "kivi:group=128")
+    assert attached(model) == "full"
     kvloom.detach(model)
     assert untouched(model)
+
+
+def test_attach_for_a_block_restores_what_was_attached_before(model):
+    def fail():
+        with kvloom.attach(model, KIVI):
+            assert attached(model) == KIVI
+            raise ZeroDivisionError
+
+    with kvloom.attach(model, "full") as report:
+        assert "full on LlamaForCausalLM" in str(report)
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert attached(model) == "full"
+        with kvloom.attach(model, KIVI):
+            kvloom.detach(model)
+        assert attached(model) == "full"
+        kvloom.attach(model, KIVI)
+    assert untouched(model)
+    cache = kvloom.Cache(model, "full")
+    with kvloom.attach(model, KIVI):
+        assert attached(model) == KIVI
+    assert attached(model) is None
+    with torch.no_grad():
+        model(zoo.batch(rows=1)["input_ids"], past_key_values=cache)  # still routed
+    assert cache.get_seq_length() == 61
+
+
+def test_a_report_keeps_no_model_alive_and_can_be_copied():
+    model = zoo.build("llama-gqa")
+    report = kvloom.attach(model, "full")
+    for duplicate in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        assert duplicate == report
+    owner = weakref.ref(model)
+    del model
+    gc.collect()
+    assert owner() is None
+    with report:
+        pass
 
 
 def test_detach_without_attach(model):

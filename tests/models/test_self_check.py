@@ -76,12 +76,19 @@ def test_a_model_that_differs_is_refused_with_the_difference(use, build):
     assert untouched(model)
 
 
-def test_an_attached_recipe_survives_a_refusal():
+def test_check_false_admits_a_model_to_later_calls(tmp_path):
     model = new_model("flatter")
     kvloom.attach(model, "full", check=False)
-    with pytest.raises(UnsupportedModel, match="differ by"):
-        kvloom.Cache(model, "window")
-    assert model._kvloom.recipe.name == "full"
+    cache = model(**zoo.batch()).past_key_values
+    cache.save(tmp_path / "cache.kv")
+    assert kvloom.Cache.load(model, tmp_path / "cache.kv").get_seq_length() == 61
+
+
+def test_a_refused_model_is_refused_again():
+    model = new_model("flatter")
+    for _ in range(2):
+        with pytest.raises(UnsupportedModel, match="differ by"):
+            kvloom.Cache(model, "window")
 
 
 def test_training_mode_and_random_numbers_are_as_before():

@@ -24,6 +24,7 @@ CACHES = {
 
 def generate(model, new_cache=None, **options) -> object:
     """The tokens and the logits of 12 steps of three prompts, or the error of transformers."""
+    vars(model).pop("_cache", None)  # transformers keeps a static cache, damaged by an error too
     try:
         if new_cache is not None:
             options["past_key_values"] = new_cache(model.config)

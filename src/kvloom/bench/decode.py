@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +24,31 @@ from . import transformers_caches
 from .timing import Candidate, built
 
 BASELINES = ("SDPA fp32", "SDPA bf16", "DynamicCache")
+PEERS = ("sdpa", *transformers_caches.NAMES)
+"""What recipes are compared with, by the names that `--baselines` takes."""
 
 
-def candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
-    """Return all candidates at one context, with filled caches."""
+def candidates(
+    shape: LayerShape,
+    recipes: Sequence[str],
+    context: int,
+    peers: Sequence[str] = PEERS,
+    limit_s: float | None = None,
+) -> list[Candidate]:
+    """Return the candidates at one context, with filled caches.
+
+    peers: some of `PEERS`. limit_s: see `transformers_caches.candidate`.
+    """
     q, k, v = filled_caches.random_qkv(shape, context)
     q = q[:, :, -1:]
-    dtypes = dict.fromkeys((torch.float32, torch.bfloat16, shape.dtype))
-    found = [_sdpa(dtype, q, k, v) for dtype in dtypes]
-    if shape.q_heads != shape.kv_heads:
-        found.append(_sdpa(shape.dtype, q, k, v, rows=True))
-    found += [_transformers(name, shape, q, k, v) for name in transformers_caches.INSTALL]
+    found = []
+    if "sdpa" in peers:
+        dtypes = dict.fromkeys((torch.float32, torch.bfloat16, shape.dtype))
+        found += [_sdpa(dtype, q, k, v) for dtype in dtypes]
+        if shape.q_heads != shape.kv_heads:
+            found.append(_sdpa(shape.dtype, q, k, v, rows=True))
+    caches = [name for peer, name in transformers_caches.NAMES.items() if peer in peers]
+    found += [_transformers(name, shape, q, k, v, limit_s) for name in caches]
     for name in recipes:
         found += built(name, partial(_recipe, name, shape, context))
     return found
@@ -52,7 +67,9 @@ def _sdpa(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, rows: bool = Fals
     return Candidate(name, call, kv_bytes=lambda: nbytes, read_bytes=lambda: nbytes)
 
 
-def _transformers(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor) -> Candidate:
+def _transformers(
+    name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor, limit_s: float | None
+) -> Candidate:
     config = LlamaConfig(
         num_hidden_layers=1,
         num_attention_heads=shape.q_heads,
@@ -60,23 +77,20 @@ def _transformers(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor)
         head_dim=shape.head_dim,
         hidden_size=shape.q_heads * shape.head_dim,
     )
-    try:
-        cache = transformers_caches.filled(name, config, k, v)
-    except (ImportError, ValueError) as error:
-        return Candidate(name, problem=transformers_caches.missing(name, error))
     groups = shape.q_heads // shape.kv_heads
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False)
     new_k, new_v = k[:, :, -1:], v[:, :, -1:]
 
-    def call() -> object:
-        keys, values = cache.update(new_k, new_v, 0)
-        scaling = shape.head_dim**-0.5
-        return sdpa_attention_forward(module, q, keys, values, None, scaling=scaling)
+    def build(cache: Any) -> Candidate:
+        def call() -> object:
+            keys, values = cache.update(new_k, new_v, 0)
+            scaling = shape.head_dim**-0.5
+            return sdpa_attention_forward(module, q, keys, values, None, scaling=scaling)
 
-    def nbytes() -> int:
-        return transformers_caches.nbytes(cache)
+        nbytes = partial(transformers_caches.nbytes, cache)
+        return Candidate(name, call, kv_bytes=nbytes, read_bytes=nbytes)
 
-    return Candidate(name, call, kv_bytes=nbytes, read_bytes=nbytes)
+    return transformers_caches.candidate(name, config, k, v, build, limit_s)
 
 
 def _recipe(name: str, shape: LayerShape, context: int) -> list[Candidate]:

@@ -20,24 +20,35 @@ from . import transformers_caches
 from .timing import Candidate, built
 
 BASELINES = ("DynamicCache",)
+PEERS = tuple(transformers_caches.NAMES)
+"""What recipes are compared with, by the names that `--baselines` takes."""
 
 
 def candidates(
-    plain: LlamaForCausalLM, shape: ModelShape, recipes: Sequence[str], context: int
+    plain: LlamaForCausalLM,
+    shape: ModelShape,
+    recipes: Sequence[str],
+    context: int,
+    peers: Sequence[str] = PEERS,
+    limit_s: float | None = None,
 ) -> list[Candidate]:
-    """Return all candidates at one context, with filled caches."""
+    """Return the candidates at one context, with filled caches.
+
+    peers: some of `PEERS`. limit_s: see `transformers_caches.candidate`.
+    """
     _, k, v = filled_caches.random_qkv(shape, context)
     ids = torch.ones(shape.batch, 1, dtype=torch.long)
     weights = sum(p.nbytes for p in plain.parameters()) - plain.get_input_embeddings().weight.nbytes
-    measurable = []
-    for name in transformers_caches.INSTALL:
-        try:
-            cache = transformers_caches.filled(name, plain.config, k, v)
-        except (ImportError, ValueError) as error:
-            measurable.append(Candidate(name, problem=transformers_caches.missing(name, error)))
-            continue
+
+    def peer(name: str, cache: Any) -> Candidate:
         nbytes = partial(transformers_caches.nbytes, cache)
-        measurable.append(_candidate(name, plain, ids, cache, weights, nbytes, nbytes))
+        return _candidate(name, plain, ids, cache, weights, nbytes, nbytes)
+
+    caches = [name for short, name in transformers_caches.NAMES.items() if short in peers]
+    measurable = [
+        transformers_caches.candidate(name, plain.config, k, v, partial(peer, name), limit_s)
+        for name in caches
+    ]
     shared = {id(p): p for p in plain.parameters()}
     routed = copy.deepcopy(plain, shared)  # the same weights, with kvloom's attention
 

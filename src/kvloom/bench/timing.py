@@ -6,8 +6,12 @@ rounds that are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 
@@ -21,13 +25,43 @@ _SLOW_S = 20.0  # a candidate whose counted calls took longer in all ...
 _SLOW_CALLS = 3  # ... is left out of further rounds after this many of them
 
 
+class TooSlow(BaseException):
+    """Raised by `time_limit`, with the reason; not an `Exception`, which libraries catch."""
+
+
+@contextmanager
+def time_limit(seconds: float | None, what: str) -> Iterator[None]:
+    """Raise `TooSlow` in the work of this context after so many seconds; None: no limit.
+
+    what: the work, for the reason. A call into compiled code ends first. Without SIGALRM, as on
+    Windows, and outside the main thread, there is no limit.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if seconds is None or not in_main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow(
+            f"skipped, because {what} takes more than {seconds:g} s; name it in --baselines to wait"
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @dataclass
 class Candidate:
     """A function to time.
 
     call: one timed step. prepare: called before each step, not timed. kv_bytes, read_bytes: return
     the bytes of keys and values in the cache, and those that a step reads; called after all timing.
-    problem: the reason why there are no times.
+    limit_s: the most seconds of a call; None: no limit. problem: the reason why there are no times.
     """
 
     name: str
@@ -35,6 +69,7 @@ class Candidate:
     prepare: Callable[[], object] | None = None
     kv_bytes: Callable[[], int | None] = field(default=lambda: None)
     read_bytes: Callable[[], int | None] = field(default=lambda: None)
+    limit_s: float | None = None
     problem: str | None = None
 
 
@@ -43,7 +78,12 @@ def built(name: str, build: Callable[[], list[Candidate]]) -> list[Candidate]:
     try:
         return build()
     except Exception as error:
-        return [Candidate(name, problem=logged_line(error, "a candidate"))]
+        return [Candidate(name, problem=problem(error))]
+
+
+def problem(error: BaseException) -> str:
+    """Return why a candidate has no times."""
+    return logged_line(error, "a candidate") if isinstance(error, Exception) else str(error)
 
 
 @dataclass
@@ -63,7 +103,7 @@ def time_candidates(
     """Time every candidate `repeats` times, alternately; slow ones less often. Returns by name.
 
     on_step: called with the current candidate, and with one unit a round. If a call raises an
-    error, the candidate gets it as its `problem` and has no times; the others continue.
+    error or exceeds its limit, the candidate has a `problem` and no times; the others continue.
     """
     times = {candidate.name: Times() for candidate in candidates}
     slow: set[str] = set()
@@ -75,9 +115,10 @@ def time_candidates(
                 if on_step:
                     on_step(candidate.name, 0)
                 try:
-                    ms, fallbacks = _time(candidate)
-                except Exception as error:
-                    candidate.call, candidate.problem = None, logged_line(error, "a candidate")
+                    with time_limit(candidate.limit_s, "a step"):
+                        ms, fallbacks = _time(candidate)
+                except (Exception, TooSlow) as error:
+                    candidate.call, candidate.problem = None, problem(error)
                     times[candidate.name] = Times()
                     continue
                 if i >= warm_up:

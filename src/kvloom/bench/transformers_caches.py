@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import transformers
 from torch import Tensor
+
+from .timing import Candidate, TooSlow, problem, time_limit
 
 INSTALL = {
     "DynamicCache": "",
@@ -14,6 +17,35 @@ INSTALL = {
     "QuantizedCache fp8": "-U transformers",
 }
 """The caches by name, and the argument of `pip install` for one that is missing."""
+NAMES = dict(zip(("dynamic", "quanto", "hqq", "fp8"), INSTALL, strict=True))
+"""The caches by the names that `--baselines` takes."""
+LIMIT_S = 60.0
+"""The most seconds for filling a cache that was not named, and for its steps."""
+
+
+def candidate(
+    name: str,
+    config: Any,
+    k: Tensor,
+    v: Tensor,
+    build: Callable[[Any], Candidate],
+    limit_s: float | None,
+) -> Candidate:
+    """Return what `build` makes of a filled cache, or a candidate with a problem.
+
+    limit_s: the most seconds for filling it, and for a step; None: no limit. Other arguments as for
+    `filled`.
+    """
+    try:
+        with time_limit(limit_s, "filling it"):
+            cache = filled(name, config, k, v)
+    except (ImportError, ValueError) as error:
+        return Candidate(name, problem=missing(name, error))
+    except (Exception, TooSlow) as error:
+        return Candidate(name, problem=problem(error))
+    built = build(cache)
+    built.limit_s = limit_s
+    return built
 
 
 def filled(name: str, config: Any, k: Tensor, v: Tensor) -> transformers.Cache:

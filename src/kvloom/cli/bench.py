@@ -49,12 +49,50 @@ _THREADS = Annotated[
 ]
 _REPEATS = Annotated[int, typer.Option(min=1, help="Timed calls of each candidate.")]
 _PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the times.")]
+_BASELINES_HELP = (
+    "What to compare with: all that take at most a minute, none, or some of {}: dynamic,fp8."
+)
 
 
-def _add_layer_command(
-    name: str, context: str, recipes: str, repeats: int, *, about: str, caption: str
+@app.command("decode")
+def decode(
+    context: _CONTEXT = "8192,32768",
+    recipes: _RECIPES = "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
+    baselines: Annotated[
+        str, typer.Option(help=_BASELINES_HELP.format("sdpa, dynamic, quanto, hqq, fp8"))
+    ] = "all",
+    heads: _HEADS = "32/8",
+    head_dim: _HEAD_DIM = 128,
+    batch: _BATCH = 1,
+    dtype: _DTYPE = "bfloat16",
+    threads: _THREADS = None,
+    repeats: _REPEATS = 30,
+    json: Json = None,
+    plot: _PLOT = None,
 ) -> None:
-    """Add a command that measures a part of one layer's work, as the module `bench.<name>` does."""
+    """One layer's decode step: the attention of one query to a long context.
+
+    Storing the step's token is included. Baselines: torch's SDPA (rows: with the query heads of a
+    group as query rows over the same keys, which torch does not do by itself) and transformers'
+    caches. The context is not computed: caches are filled with random keys and values.
+    """
+    with user_errors():
+        from ..bench import LayerShape
+        from ..bench import decode as benchmark
+
+        shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
+        peers, limit_s = _parse_baselines(baselines, benchmark.PEERS)
+        _run(
+            "decode", shape, context, recipes, threads, repeats, json, plot,
+            lambda names, tokens: benchmark.candidates(shape, names, tokens, peers, limit_s),
+            benchmark.BASELINES,
+            "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
+            "a step has to read, over its time.",
+        )  # fmt: skip
+
+
+def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, caption: str) -> None:
+    """Add a command that measures a part of a layer's work on a prompt, as `bench.<name>` does."""
 
     @app.command(name, help=about)
     def command(
@@ -65,7 +103,7 @@ def _add_layer_command(
         batch: _BATCH = 1,
         dtype: _DTYPE = "bfloat16",
         threads: _THREADS = None,
-        repeats: _REPEATS = repeats,
+        repeats: _REPEATS = 5,
         json: Json = None,
         plot: _PLOT = None,
     ) -> None:
@@ -81,36 +119,20 @@ def _add_layer_command(
             )  # fmt: skip
 
 
-_add_layer_command(
-    "decode",
-    "8192,32768",
-    "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
-    30,
-    about="""One layer's decode step: the attention of one query to a long context.
-
-    Storing the step's token is included. Baselines: torch's SDPA (rows: with the query heads of a
-    group as query rows over the same keys, which torch does not do by itself) and transformers'
-    caches. The context is not computed: caches are filled with random keys and values.
-    """,
-    caption="ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
-    "a step has to read, over its time.",
-)
-_add_layer_command(
+_add_prompt_command(
     "prefill",
     "2048",
     "full,kivi,skvq,h2o,snapkv,minikv,clusterkv",
-    5,
     about="""A prompt's attention in one layer, with scoring, eviction, packing and indexing.
 
     "storing" is the work after the attention, timed alone.
     """,
     caption="ms: median of a prompt in one layer; KV: size of the cache after it.",
 )
-_add_layer_command(
+_add_prompt_command(
     "pack",
     "8192",
     "kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,turbo",
-    5,
     about="The quantization of a prompt's keys and values, compared with the prompt's attention.",
     caption="ms: median of packing a prompt of one layer; GB/s: exact keys and values.",
 )
@@ -120,6 +142,9 @@ _add_layer_command(
 def generate(
     context: _CONTEXT = "512,8192",
     recipes: _RECIPES = "full,kivi,kivi-4,h2o,clusterkv",
+    baselines: Annotated[
+        str, typer.Option(help=_BASELINES_HELP.format("dynamic, quanto, hqq, fp8"))
+    ] = "all",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 64,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
@@ -147,12 +172,13 @@ def generate(
             *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
             intermediate, vocabulary,
         )  # fmt: skip
+        peers, limit_s = _parse_baselines(baselines, benchmark.PEERS)
         model: Any = None
 
         def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
             nonlocal model
             model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
-            return benchmark.candidates(model, shape, names, tokens)
+            return benchmark.candidates(model, shape, names, tokens, peers, limit_s)
 
         _run(
             "generate", shape, context, recipes, threads, repeats, json, plot,
@@ -230,6 +256,25 @@ def _run(
         r.name for r in measured_rows if r.problem and r.name not in transformers_caches.INSTALL
     ]
     finish(early_end, missing, list(dict.fromkeys(failed)))
+
+
+def _parse_baselines(option: str, peers: Sequence[str]) -> tuple[Sequence[str], float | None]:
+    """Return the peers of "all", "none" or names, and the most seconds that each may take.
+
+    A peer that was named has no limit.
+    """
+    from ..bench import transformers_caches
+
+    if option == "all":
+        return peers, transformers_caches.LIMIT_S
+    if option == "none":
+        return (), None
+    chosen = [name.strip() for name in option.split(",")]
+    if not set(chosen) <= set(peers):
+        raise InputError(
+            f"--baselines {option!r} is not all, none or some of {', '.join(peers)}; choose of them"
+        )
+    return chosen, None
 
 
 def _parse_heads(option: str) -> tuple[int, int]:

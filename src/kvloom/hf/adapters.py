@@ -23,6 +23,7 @@ from .routed import RoutedCache, RoutedLayer
 __all__ = ["attend", "install", "register", "uninstall", "visible_mask"]
 
 _OWN = "_kvloom_own_forward"
+_DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p")  # a module's, by their names
 
 
 def install(model: PreTrainedModel) -> None:
@@ -91,6 +92,16 @@ def _forward(
 ) -> tuple:
     """Attend through kvloom if the step has a kvloom cache, else as the module does."""
     cache = kwargs.get("layer_past", kwargs.get("past_key_values"))
-    if isinstance(cache, RoutedCache):
-        return attend(module, cache.layers[module.layer_idx], *args, **kwargs)
-    return getattr(module, _OWN)(*args, **kwargs)
+    if not isinstance(cache, RoutedCache):
+        return getattr(module, _OWN)(*args, **kwargs)
+    layer = cache.layers[module.layer_idx]
+    dropout = _dropout(module) if module.training else 0.0
+    unknown = {"output_attentions": kwargs.get("output_attentions"), "dropout": dropout}
+    attention.check_arguments(layer, unknown)
+    return attend(module, layer, *args, **kwargs)
+
+
+def _dropout(module: torch.nn.Module) -> float:
+    """Return the dropout of a module's attention, in training."""
+    found = [getattr(module, name, 0.0) for name in _DROPOUTS]
+    return max(getattr(x, "p", x) for x in found)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import CacheMisuse
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, self_check
 from .cache import Cache
 from .metadata import load_layer_metadata
+from .owner import Owner
 from .report import Report, report
 from .routing import route, unroute
 
@@ -23,6 +25,8 @@ def attach(
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
     A cache that the caller passes, use_cache=False and cache_implementation work as without kvloom.
+    A recipe that is attached already is replaced. After the block of
+    `with kvloom.attach(model, recipe):`, what was attached before it is attached again, or nothing.
 
     Args:
         model: As for `Cache`. In the wrapper of `torch.compile` its steps run uncompiled.
@@ -37,27 +41,32 @@ def attach(
             changes.
         RecipeError: There is no such recipe.
         IncompatibleRecipe: The recipe does not fit the model.
-        CacheMisuse: A recipe is attached already.
     """
     model = compat.unwrap(model)
     compat.refuse_unsupported(model)
-    routing = getattr(model, "_kvloom", None)
-    if routing is not None and routing.recipe is not None:
-        raise CacheMisuse(
-            f"recipe {routing.recipe.name!r} is attached to this model already; "
-            "call kvloom.detach(model) first"
-        )
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
     load_layer_metadata(model, recipe)
     rotary.renumbering(model, recipe)
-    new_cache = partial(Cache, check=False)
-    if check:
-        self_check.verify(model, new_cache)
+    self_check.admit(model, Cache, check)
     result = report(model, recipe)
+    before = getattr(model, "_kvloom", None)
+    former = None if before is None else (before.recipe, before.new_cache)
     route(model)
-    model._kvloom.recipe, model._kvloom.new_cache = recipe, new_cache
-    return result
+    model._kvloom.recipe, model._kvloom.new_cache = recipe, Cache
+    return replace(result, _undo=partial(_restore, Owner(model), former))
+
+
+def _restore(owner: Owner, former: tuple[Any, Any] | None) -> None:
+    """Give a model the recipe and the maker of caches that it had; None: it was not routed."""
+    model = owner.get()
+    if model is None:
+        return
+    if former is not None:
+        route(model)
+        model._kvloom.recipe, model._kvloom.new_cache = former
+    elif getattr(model, "_kvloom", None) is not None:
+        unroute(model)
 
 
 def detach(model: PreTrainedModel) -> None:

@@ -117,8 +117,10 @@ def mask(
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
     )  # fmt: skip
-    skips = allow_is_causal_skip or config.model_type in ADAPTERS  # an adapter reads no mask
-    if mask_function is not causal_mask_function or local_size is not None or not skips:
+    plainly_causal = (
+        mask_function is causal_mask_function and local_size is None and allow_is_causal_skip
+    )
+    if not plainly_causal and config.model_type not in ADAPTERS:  # an adapter is plainly causal
         made = own()
         if isinstance(made, Tensor):
             made._kvloom_made = True  # type: ignore[attr-defined]
@@ -143,8 +145,8 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     if hasattr(mask, "_kvloom_made"):
         raise _not_causal(layer)
     raise CacheMisuse(
-        f"{layer.cache.name}: kvloom takes a 2-D padding mask [batch, tokens], got a mask of "
-        f"shape {tuple(mask.shape)}; give a 2-D mask"
+        f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
+        "which kvloom does not compute; use transformers' own cache"
     )
 
 

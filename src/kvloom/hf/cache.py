@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -29,7 +28,8 @@ class Cache(RoutedCache):
         model: Any supported model, also inside the wrapper of peft or `torch.compile`.
         recipe: A `Recipe`, its name with overrides ("kivi:bits=4,group=64"), or a TOML file.
         check: Whether to compare the logits of a short random batch with those of the plain model,
-            once per model, if no test of kvloom covers its class with this transformers.
+            once per model, if no test of kvloom covers its class with this transformers. False
+            also admits the model to later calls.
 
     Raises:
         UnsupportedModel: kvloom cannot route the model. These errors are raised before the model
@@ -51,8 +51,7 @@ class Cache(RoutedCache):
         self.recipe.check(self.geometry)
         metadata = load_layer_metadata(model, self.recipe)
         rope, learned = rotary.renumbering(model, self.recipe)
-        if check:
-            self_check.verify(model, partial(type(self), check=False))
+        self_check.admit(model, type(self), check)
         config = compat.decoder_config(model)
         stock = compat.stock_layers(config)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]

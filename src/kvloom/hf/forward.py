@@ -58,6 +58,7 @@ class RoutedForward:
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, RoutedCache):
             return self.forward(*args, **kwargs)
+        check_mask(kwargs.get("attention_mask"))
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         routed = attention.routed(self.model._kvloom.configs)
         with token_ids.of_call(cache, args, kwargs), cache.step(), routed:
@@ -109,6 +110,16 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
     if not use:
         return {}
     return {"past_key_values": routing.new_cache(model, routing.recipe), "use_cache": True}
+
+
+def check_mask(mask: Any) -> None:
+    """Raise `CacheMisuse` for a mask other than a 2-D padding mask."""
+    if mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+        return
+    shape = f"of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(type(mask))
+    raise CacheMisuse(
+        f"kvloom takes a 2-D padding mask [batch, tokens], got a mask {shape}; give a 2-D mask"
+    )
 
 
 def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:

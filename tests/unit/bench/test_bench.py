@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
@@ -114,6 +115,43 @@ def test_a_cache_that_is_not_there_says_what_to_install(monkeypatch):
     assert (row["problem"], row["ms"]) == ("not installed: pip install hqq", None)
     table = run("decode", *LAYER, "--context", "64", "--recipes", "full").stdout
     assert "QuantizedCache quanto-4: not installed: pip install optimum-quanto" in table
+
+
+def test_a_peer_that_takes_minutes_is_skipped(monkeypatch):
+    filled, steps = transformers_caches.filled, []
+
+    def slow(name, *rest):
+        if "fp8" in name:
+            time.sleep(30)
+        cache = filled(name, *rest)
+        if name == "DynamicCache":
+            update = cache.update
+            cache.update = lambda *args: steps.append(time.sleep(30)) or update(*args)
+        return cache
+
+    monkeypatch.setattr(transformers_caches, "filled", slow)
+    monkeypatch.setattr(transformers_caches, "LIMIT_S", 0.2)
+    _, found = measured("decode", *LAYER, "--context", "64", "--recipes", "full")
+    said = "skipped, because {} takes more than 0.2 s; name it in --baselines to wait"
+    assert found["QuantizedCache fp8", 64]["problem"] == said.format("filling it")
+    assert found["DynamicCache", 64]["problem"] == said.format("a step")
+    assert (steps, found["full", 64]["problem"]) == ([], None)
+
+
+def test_baselines_choose_the_peers(tmp_path, monkeypatch):
+    args = [*LAYER, "--context", "64", "--recipes", "full", "--baselines"]
+    monkeypatch.setattr(transformers_caches, "LIMIT_S", 1e-6)  # of peers that are not named
+    _, found = measured("decode", *args, "dynamic,sdpa")
+    assert found["DynamicCache", 64]["ms"] > 0
+    assert {name for name, _ in found} == {
+        "SDPA fp32", "SDPA bf16", "SDPA bf16 rows", "DynamicCache", "full"
+    }  # fmt: skip
+    args = [*MODEL, "--context", "64", "--recipes", "full", "--plot", tmp_path / "out.png"]
+    _, found = measured("generate", *args, "--baselines", "none")
+    assert set(found) == {("full", 64)}
+    refused = run("generate", "--baselines", "sdpa")
+    assert refused.exit_code == 2
+    assert "--baselines 'sdpa' is not all, none or some of dynamic, quanto" in refused.stderr
 
 
 def test_prefill_times_storing_alone():

@@ -1,0 +1,116 @@
+"""A step that kvloom does not compute is refused by name, and its cache is as before."""
+
+from functools import partial
+
+import pytest
+import torch
+import zoo
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
+
+import kvloom
+from backends import by_reference
+from kvloom.errors import CacheMisuse
+
+pytestmark = by_reference
+
+IDS = zoo.batch(1, 61, (0,))["input_ids"]
+
+
+@pytest.fixture
+def turn():
+    """Gives a cache a first turn, and a second one that is refused; returns model and cache."""
+    model = zoo.build("llama-gqa")
+    cache = kvloom.Cache(model, "kivi:group=16,residual=16")
+
+    def call(says, **arguments):
+        with torch.no_grad():
+            model(input_ids=IDS, past_key_values=cache)
+            held = cache.nbytes
+            with pytest.raises(CacheMisuse, match=says):
+                model(input_ids=IDS[:, :5], past_key_values=cache, **arguments)
+        assert (cache.nbytes, cache.get_seq_length()) == (held, 61)
+        assert model.config._attn_implementation == "sdpa"
+        return model, cache
+
+    return call
+
+
+def test_an_unknown_argument_of_attention(turn):
+    turn(r"layer 0: the model's attention takes 's_aux' \(attention sinks\)", s_aux=torch.ones(4))
+
+
+def test_an_argument_of_none_is_not_given():
+    model = zoo.build("llama-gqa")
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+        kvloom.attach(model, "full")
+        assert torch.equal(model(input_ids=IDS, s_aux=None).logits, expected)
+
+
+def test_attention_weights(turn):
+    turn("kvloom computes no attention weights", output_attentions=True)
+
+
+def test_dropout(monkeypatch):
+    init = modeling_llama.LlamaAttention.__init__
+
+    def with_dropout(self, *arguments, **named):
+        init(self, *arguments, **named)
+        self.attention_dropout = 0.1
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "__init__", with_dropout)
+    model = zoo.build("llama-gqa").train()
+    cache = kvloom.Cache(model, "full")
+    with pytest.raises(CacheMisuse, match=r"asks for 0\.1; call model\.eval"):
+        model(input_ids=IDS, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"), [("gptj", "attn_pdrop"), ("bloom", "attention_dropout")]
+)
+def test_an_adapted_model(name, dropout):
+    model = zoo.build(name, **{dropout: 0.1})
+    cache = kvloom.Cache(model, "full")
+    with pytest.raises(CacheMisuse, match="layer 0: kvloom computes no attention weights"):
+        model(input_ids=IDS, past_key_values=cache, output_attentions=True)
+    with pytest.raises(CacheMisuse, match=r"asks for 0\.1; call model\.eval"):
+        model.train()(input_ids=IDS, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_mask_that_is_not_causal_in_a_later_turn(turn, monkeypatch):
+    """As an image in a second prompt: its tokens see each other."""
+    image = partial(create_causal_mask, or_mask_function=lambda row, head, q, k: k < 63)
+
+    def second_turn(**arguments):
+        seen = arguments["past_key_values"].get_seq_length()
+        return (image if seen else create_causal_mask)(**arguments)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", second_turn)
+    model, cache = turn("tokens of this input see later ones")
+    monkeypatch.undo()
+    with torch.no_grad():
+        model(input_ids=IDS[:, :5], past_key_values=cache)
+    assert cache.get_seq_length() == 66
+
+
+def test_a_mask_that_the_model_changes(turn, monkeypatch):
+    monkeypatch.setattr(
+        modeling_llama, "create_causal_mask",
+        lambda **arguments: create_causal_mask(**arguments).clone()
+        if arguments["past_key_values"].get_seq_length()
+        else create_causal_mask(**arguments),
+    )  # fmt: skip
+    turn("the model made a mask of its own")
+
+
+def test_a_module_that_is_not_causal(turn, monkeypatch):
+    monkeypatch.setattr(
+        modeling_llama, "create_causal_mask",
+        lambda **arguments: None
+        if arguments["past_key_values"].get_seq_length()
+        else create_causal_mask(**arguments),
+    )  # fmt: skip
+    turn("tokens of this input see later ones", is_causal=False)

@@ -204,7 +204,7 @@ def _against(model: PreTrainedModel, inputs: dict[str, Tensor], plain: Run) -> d
         kvloom.detach(model)
     after = difference(plain, run(model, inputs))
     if after > 0:
-        result |= {"outcome": DIFFERENT, "detail": f"afterwards, plain logits differ by {after:.1e}"}
+        result |= {"outcome": DIFFERENT, "detail": f"plain logits differ afterwards: {after:.1e}"}
     return result
 
 

@@ -1,6 +1,8 @@
 """The results of the sweep as the page docs/guides/architectures.md.
 
-python tests/sweep/page.py   # writes the tables into the page
+    python tests/sweep/published.py  # writes the tables into the page
+
+They stand between `<!-- sweep -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations

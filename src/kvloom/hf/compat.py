@@ -161,8 +161,10 @@ def stock_layers(config: Any) -> list[tuple[str, Any]]:
 
 
 def layer_kinds(model: PreTrainedModel) -> set[str]:
-    """Return the kinds of layers of a model, as `stock_layers` names them."""
-    return {kind for kind, _ in stock_layers(decoder_config(model))}
+    """Return the kinds of layers of a model, as its config names them."""
+    config = decoder_config(model)
+    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return set(named or (kind for kind, _ in stock_layers(config)))
 
 
 def is_croppable(layer: Any) -> bool:

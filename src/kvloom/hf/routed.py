@@ -379,7 +379,7 @@ class RoutedCache(transformers.Cache):
                 self.guard.unusable = ""
                 raise CacheMisuse(
                     f"{method}: a {type(layer).__name__} of transformers cannot do it "
-                    f"({type(error).__name__}: {error})"
+                    f"({type(error).__name__}: {error}); use transformers' own cache"
                 ) from error
             for layer in self.routed:
                 getattr(layer, method)(argument)

@@ -92,8 +92,8 @@ def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recip
         raise UnsupportedModel(f"{name} cannot be used with kvloom: {_spelled(error)}") from error
     if not isinstance(routed.past_key_values, RoutedCache):
         raise UnsupportedModel(
-            f"{name} cannot be used with kvloom: its generate() uses a cache of its own, "
-            f"{type(routed.past_key_values).__name__}"
+            f"{name} cannot be used with kvloom: its generate() makes a cache of its own, a "
+            f"{type(routed.past_key_values).__name__}; use that"
         )
     found, most = difference(plain, routed), tolerance(model)
     if found > most and found > 4 * _noise(model, sample, plain):

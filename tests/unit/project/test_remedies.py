@@ -42,11 +42,7 @@ PASSED_ON = {
 # There is nothing to do: kvloom does not support the model, or TOML's reader says where it fails.
 NO_REMEDY = {
     ("hf/compat.py", "{} cannot be used with kvloom: {}"),
-    (
-        "hf/routed.py",
-        "{}: attention came twice for one update; models whose layers share keys and values are "
-        "not supported",
-    ),
+    ("hf/self_check.py", "{} cannot be used with kvloom: {}"),
     ("planner/model.py", "{} cannot be planned: encoder-decoder models are not supported"),
     (
         "planner/model.py",

@@ -1,10 +1,9 @@
 """Run the sweep: `full` against plain transformers on a small model of every architecture.
 
-    python tests/sweep                # all: writes results/VERSION.json and the page
+    python tests/sweep                # all: writes results/VERSION.json, and what is made of it
     python tests/sweep gpt_oss llama  # some: prints what they give
 
-Model types run in processes of their own, so that a crash or a hang leaves the others alone. What
-is finished is written at once.
+What is finished is written at once.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 import comparison
 import published
+import tested
 import torch
 import transformers
 import workers
@@ -40,19 +40,25 @@ def main() -> None:
             write([record for pair in known for record in results.get(pair, [])])
     print(dict(Counter(r["outcome"] for records in results.values() for r in records)))
     if not arguments.types:
-        published.write()
+        published.PAGE.write_text(published.page())
+        tested.PATH.write_text(tested.text())
 
 
 def write(records: list[dict[str, Any]]) -> None:
     """Write the records of this version of transformers, one a line, without times."""
-    lines = [
-        json.dumps({name: value for name, value in record.items() if name != "seconds"})
-        for record in records
-    ]
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    lines = ",\n".join(json.dumps(_rounded(record)) for record in records)
     target = published.RESULTS / f"{transformers.__version__}.json"
-    head = json.dumps(versions).rstrip("}")
-    target.write_text(head + ', "models": [\n' + ",\n".join(lines) + "\n]}\n")
+    target.write_text(json.dumps(versions).rstrip("}") + f', "models": [\n{lines}\n]}}\n')
+
+
+def _rounded(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record that is the same on every machine: two digits, no times."""
+    return {
+        name: float(f"{value:.1e}") if isinstance(value, float) else value
+        for name, value in record.items()
+        if name != "seconds"
+    }
 
 
 if __name__ == "__main__":

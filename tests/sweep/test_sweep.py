@@ -6,6 +6,7 @@ import by_hand
 import comparison
 import published
 import pytest
+import tested
 import transformers
 from comparison import CRASH, DIFFERENT, EQUAL, NOT_BUILT, PLAIN_FAILS, REFUSED, UNUSED
 from workers import Worker
@@ -56,10 +57,9 @@ def test_published_results_have_no_other_outcome(version):
     assert [r for r in records if not allowed(r)] == []
 
 
-def test_the_page_shows_the_published_results():
-    text = published.PAGE.read_text()
-    assert published.filled(text) == text
-    assert list(PUBLISHED) == ["5.10.4", "5.23.0"]
+def test_the_page_and_the_tested_classes_are_those_of_the_results():
+    assert published.page() == published.PAGE.read_text()
+    assert tested.text() == tested.PATH.read_text()
 
 
 def test_an_attention_scale_that_is_off_by_a_thousandth_shows(monkeypatch):

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := kivi-4,kivi,skvq:group=32,h2o,minikv,quest
 
-.PHONY: demo test test-slow test-oldest test-defects test-vllm lint docs evidence evidence-quick train clean
+.PHONY: demo test test-slow test-oldest test-models test-defects test-vllm lint docs evidence evidence-quick train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
@@ -25,7 +25,12 @@ test-defects: .venv/ready
 
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready
-	.venv-oldest/bin/$(PYTEST) tests/models
+	.venv-oldest/bin/$(PYTEST) tests/models tests/sweep
+
+# `full` on every model of the newest and the oldest transformers; `.venv/bin/python tests/sweep` writes the results.
+test-models: .venv/ready .venv-oldest/ready
+	$(BIN)/$(PYTEST) -m "" tests/sweep
+	.venv-oldest/bin/$(PYTEST) -m "" tests/sweep
 
 # kvloom inside vLLM, in an environment of its own: vLLM pins other versions.
 test-vllm: .venv-vllm/ready

@@ -1,8 +1,8 @@
-"""Fields that small numbers do not give, by model type; they also apply to a part of another config.
+"""Fields of small configs that `shrink` cannot give by their names, by model type.
 
-`CHANGES` makes a small model valid, or gives it layers that its default lacks. `FORMS` has other
-forms of a model whose attention or cache differs. `DEFAULTS` are arguments of a config whose
-default is not valid.
+`CHANGES` makes a small model valid, or gives it layers that its default lacks. It also applies to a
+part of another config. `FORMS` has other forms of a model whose attention or cache differs.
+`DEFAULTS` has arguments of a config whose default is not valid.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ INDEXER = {
 }  # fmt: skip
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
           "num_attention_heads": 4, "image_size": 32, "patch_size": 16}  # fmt: skip
-CLIP = {"vision_config": {"model_type": "clip_vision_model", **VISION}}  # timm is not installed
-
+MUSIC = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
 PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 
-# Whose default attention is wrong: sdpa drops the softcap in transformers 5.10.
+# Models whose default attention is wrong: sdpa drops the softcap in transformers 5.10.
 EAGER = ("gemma2",)
 
 # Models that cannot be built here, and why.
@@ -51,8 +50,6 @@ NOT_BUILT = {
     "perception_lm": "its image part needs the package timm",
     "pi0": "it generates the actions of a robot, and no text",
 }
-
-MUSIC = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **ASSISTANT}},
@@ -66,8 +63,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": [LINEAR, FULL, LINEAR]},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "blenderbot": {"encoder_layers": 3, "num_hidden_layers": 3},
-    "blt": {"encoder_hash_byte_group_vocab": 199},
     "blip-2": {"image_token_index": 198, "num_query_tokens": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 199},
     "chameleon": {"vocabulary_map": {"<image>": 198, "IMGIMGAZ": 190, "IMGIMGBZ": 191},
                   "vq_config": {"num_embeddings": 2}},
     "cohere_compass_text": {
@@ -100,13 +97,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]},
                              "moe_intermediate_size": [32, 32]},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16},
-    "fast_vlm": CLIP,
+    "fast_vlm": {"vision_config": {"model_type": "clip_vision_model", **VISION}},  # without timm
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "layer_types": [SLIDING, FULL, SLIDING, FULL], "num_hidden_layers": 4,
         "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
         "intermediate_size": 96, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
     },
-    "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {
         "text_config": {"use_bidirectional_attention": "vision"},
         "vision_config": {"model_type": "gemma4_vision", **VISION, "num_key_value_heads": 4,
@@ -126,21 +123,25 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 2]], "num_layers": 4,
         "window_size": 16, "attention_layers": ["global", "local"] * 2,
     },
-    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 1],
-                        "downsample_rate": "1/2", **PINPOINTS, "text_config": dict.fromkeys(
-        ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0)},
+    "granite4_vision": {
+        **PINPOINTS, "deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 1],
+        "downsample_rate": "1/2", "text_config": {
+            "embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    },
     "granitemoehybrid": {
         "mamba_n_heads": 8, "layer_types": ["mamba", "attention", "mamba"],
         "position_embedding_type": "rope", "num_key_value_heads": 2,
     },
     "hunyuan_vl_text": {"rope_parameters": MROPE},
     "inkling_vision": {"num_hidden_layers": 8},
-    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"full_attn_idxs": [1], "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {"layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3},
     "instructblip": {"image_token_index": 198, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 198, "num_query_tokens": 4},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kosmos-2": {"latent_query_num": 4},
+    "lfm2": {"full_attn_idxs": [1], "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3},
     "llama4_vision_model": {"intermediate_size": 256},
     "llava_next": PINPOINTS,
     "llava_next_video": PINPOINTS,
@@ -154,14 +155,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mistral_large4_text": {
         "num_hidden_layers": 4, "kv_source_layers": [0, 1, 0, 1], "no_rope_layers": [1, 0, 1, 0],
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-        "layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "full", "shared", "shared"],
+        "layer_types": ["indexed_attention"] * 4,
+        "indexer_types": ["full", "full", "shared", "shared"],
     },
     "mllama_vision_model": {"vision_output_dim": 128},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 8, "n_groups": 2,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 8,
+        "n_groups": 2,
     },
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "paddleocr_vl_text": {"rope_parameters": MROPE},
@@ -178,8 +181,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "step3p5": {
-        "sliding_window": 16, "layer_types": [FULL, SLIDING, FULL], "num_sliding_attention_heads": 2,
-        **SPARSE,
+        **SPARSE, "sliding_window": 16, "layer_types": [FULL, SLIDING, FULL],
+        "num_sliding_attention_heads": 2,
     },
     "t5gemma2_encoder": {"mm_tokens_per_image": 4},
     "vipllava": {"vision_feature_layers": [-1, -2, 0]},

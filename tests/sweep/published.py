@@ -1,6 +1,6 @@
-"""The results of the sweep as the page docs/guides/architectures.md.
+"""The results of the sweep, and the tables that the page docs/guides/architectures.md has of them.
 
-python tests/sweep/page.py   # writes the tables into the page
+The tables stand between `<!-- sweep -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,9 @@ PREFIX = re.compile(r"^\w+: (\w+ cannot be used with kvloom: )?")
 Records = list[dict[str, Any]]  # of one model: its default form first
 
 
-def write() -> None:
-    """Write the tables into the page."""
-    PAGE.write_text(filled(PAGE.read_text()))
-
-
-def filled(page: str) -> str:
+def page() -> str:
     """Return the page with the tables of the results between its marks."""
-    return MARKED.sub(lambda mark: mark[1] + text(load()) + mark[2], page)
+    return MARKED.sub(lambda mark: mark[1] + text(load()) + mark[2], PAGE.read_text())
 
 
 def load() -> dict[str, dict[tuple[str, str], Records]]:
@@ -133,7 +128,3 @@ def _in_version(records: Records | None, newest: Records) -> str:
     if outcome == newest[0]["outcome"]:
         return outcome
     return f"{outcome}: {_detail(records[0])}"
-
-
-if __name__ == "__main__":
-    write()

@@ -1,12 +1,18 @@
 """`full` is plain transformers on every architecture, or `attach` refuses the model by name."""
 
+import time
+
 import by_hand
 import comparison
 import published
 import pytest
+import tested
 import transformers
-from comparison import EQUAL, NOT_BUILT, PLAIN_FAILS, REFUSED
+from comparison import CRASH, DIFFERENT, EQUAL, NOT_BUILT, PLAIN_FAILS, REFUSED, UNUSED
+from workers import Worker
 
+import kvloom
+from kvloom.hf.routed import RoutedLayer
 from pairwise import some_slow
 
 # One of each kind of layer, mask, position and refusal.
@@ -18,6 +24,7 @@ QUICK = (
 )  # fmt: skip
 MODELS = {"/".join(pair): pair for pair in comparison.models()}
 PUBLISHED = published.load()
+LLAMA = "llama", "LlamaForCausalLM"
 
 
 @some_slow("pair", MODELS, *(name for name, pair in MODELS.items() if pair[0] in QUICK))
@@ -50,7 +57,54 @@ def test_published_results_have_no_other_outcome(version):
     assert [r for r in records if not allowed(r)] == []
 
 
-def test_the_page_shows_the_published_results():
-    text = published.PAGE.read_text()
-    assert published.filled(text) == text
-    assert list(PUBLISHED) == ["5.10.4", "5.23.0"]
+def test_the_page_and_the_tested_classes_are_those_of_the_results():
+    assert published.page() == published.PAGE.read_text()
+    assert tested.text() == tested.PATH.read_text()
+
+
+def test_an_attention_scale_that_is_off_by_a_thousandth_shows(monkeypatch):
+    attend = RoutedLayer.attend
+
+    def flatter(layer, step):
+        queries = step.queries._replace(scale=step.queries.scale * 1.001)
+        return attend(layer, step._replace(queries=queries))
+
+    monkeypatch.setattr(RoutedLayer, "attend", flatter)
+    (record,) = comparison.outcomes(*LLAMA)
+    assert record["outcome"] == DIFFERENT
+    assert 1e-5 < record["difference"] < 1e-2
+
+
+def test_an_attach_that_does_nothing_shows(monkeypatch):
+    attach, detach = kvloom.attach, kvloom.detach
+
+    def idle(model, recipe):
+        report = attach(model, recipe)
+        detach(model)
+        return report
+
+    monkeypatch.setattr(kvloom, "attach", idle)
+    monkeypatch.setattr(kvloom, "detach", lambda model: None)
+    (record,) = comparison.outcomes(*LLAMA)
+    assert record["outcome"] == UNUSED
+
+
+def test_a_model_that_stays_changed_shows(monkeypatch):
+    def change(model):
+        model.lm_head.weight.data *= 2
+
+    monkeypatch.setattr(kvloom, "detach", change)
+    (record,) = comparison.outcomes(*LLAMA)
+    assert record["outcome"] == DIFFERENT
+
+
+def test_a_model_that_hangs_or_ends_its_process_is_a_crash(monkeypatch):
+    monkeypatch.setattr(comparison, "SECONDS", 1)
+    monkeypatch.setattr(comparison, "build", lambda *_: time.sleep(30))
+    (hangs,) = comparison.outcomes(*LLAMA)
+    worker = Worker()
+    worker.process.kill()
+    (ends,) = worker.records(LLAMA)
+    assert hangs["outcome"] == ends["outcome"] == CRASH
+    assert "more than 1 s" in hangs["detail"]
+    assert ends["detail"] == "the process ended, with exit status -9"

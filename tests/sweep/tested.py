@@ -1,7 +1,4 @@
-"""The classes that `attach` does not check again: `src/kvloom/hf/tested_models.json`.
-
-python tests/sweep/tested.py   # writes them from the results of the sweep
-"""
+"""The classes that `attach` does not check again: `src/kvloom/hf/tested_models.json`."""
 
 from __future__ import annotations
 
@@ -46,7 +43,3 @@ def _classes(models: dict[tuple[str, str], published.Records]) -> dict[str, list
             else:
                 others.add(name)
     return {name: sorted(kinds[name]) for name in kinds if name not in others}
-
-
-if __name__ == "__main__":
-    PATH.write_text(text())

@@ -265,6 +265,16 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
+@for_each(
+    ("recipe", "few"),
+    [("tiny", False), ("tiny:fraction=0.14", True), ("h2o:fraction=0.1", True), ("h2o", False),
+     ("snapkv", False), ("kivi", False)],
+)  # fmt: skip
+def test_report_warns_of_a_small_fraction(model, recipe, few):
+    notes = report(model, resolve(recipe)).notes
+    assert any("cost much quality; use fraction=0.15" in note for note in notes) == few
+
+
 @for_each("recipe", ["full", KIVI, "h2o", "pyramidkv", "clusterkv"])
 def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(recipe):
     model = zoo.build("mistral-sliding")

@@ -32,7 +32,8 @@ from .compat import padding_mask
 from .routed import RoutedLayer
 
 NAME = "kvloom"
-_FIELD = "_attn_implementation_internal"  # of a config
+FIELD = "_attn_implementation_internal"
+"""The attribute of a config that names its attention implementation."""
 
 _WITHOUT_EFFECT = frozenset({
     "cache_position", "is_causal", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
@@ -53,9 +54,9 @@ def routed(configs: Sequence[Any]) -> Iterator[None]:
     with _LOCK:
         for config in configs:
             attributes = vars(config)  # setting one by its name takes transformers 4 us
-            own, steps = _OWN.get(id(config), (attributes[_FIELD], 0))
+            own, steps = _OWN.get(id(config), (attributes[FIELD], 0))
             _OWN[id(config)] = own, steps + 1
-            attributes[_FIELD] = NAME
+            attributes[FIELD] = NAME
     try:
         yield
     finally:
@@ -65,7 +66,7 @@ def routed(configs: Sequence[Any]) -> Iterator[None]:
                 if steps > 1:
                     _OWN[id(config)] = own, steps - 1
                 else:
-                    vars(config)[_FIELD] = own
+                    vars(config)[FIELD] = own
 
 
 def attention(

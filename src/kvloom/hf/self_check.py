@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -25,7 +25,7 @@ from ..kernels import dispatch
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat
-from .attention import own_implementation
+from .attention import FIELD, own_implementation
 from .routed import RoutedCache
 from .routing import route, unroute
 
@@ -186,13 +186,30 @@ def tolerance(model: PreTrainedModel, sample: dict[str, Tensor], plain: Any) -> 
     """Return the difference of logits that rounding explains in the model's dtype.
 
     plain: what `generate` returned for the sample without kvloom. In half precision the plain model
-    differs from itself, with a cache and without one; four times that is allowed.
+    differs from itself without a cache, and with another attention of transformers; twice the
+    larger difference is allowed.
     """
     if model.dtype in _TOLERANCE:
         return _TOLERANCE[model.dtype]
     with trial(model, None):
-        noise = difference(plain, generate(model, sample, use_cache=False))
-    return max(_HALF_TOLERANCE, 4 * noise)
+        others = [generate(model, sample, use_cache=False)]
+        with suppress(Exception), _other_implementation(model):  # a model may have one alone
+            others.append(generate(model, sample))
+    return max(_HALF_TOLERANCE, *(2 * difference(plain, other) for other in others))
+
+
+@contextmanager
+def _other_implementation(model: PreTrainedModel) -> Iterator[None]:
+    """Let a routed model attend by transformers' eager attention, or by sdpa if it does already."""
+    configs = [vars(config) for config in model._kvloom.configs]
+    before = [config[FIELD] for config in configs]
+    for config in configs:
+        config[FIELD] = "sdpa" if config[FIELD] == "eager" else "eager"
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config[FIELD] = name
 
 
 def _plain_ids(model: PreTrainedModel) -> list[int]:

@@ -201,6 +201,31 @@ def test_nothing_is_kept_for_undoing_after_a_step(llama):
         assert all(getattr(part, "before", None) is None for part in layer.mutable().parts)
 
 
+def test_caches_of_one_model_step_in_two_threads_at_once(llama):
+    """One step ends while another runs, which still reaches kvloom; plain calls work meanwhile."""
+    model, cache = filled(llama, "full")
+    want = go_on(model, copy.deepcopy(cache), SAVED)
+    whole = {name: x[:, :PROMPT] for name, x in IDS.items()}
+    plain = model(**whole, use_cache=False).logits
+    inside, may_end, found = threading.Event(), threading.Event(), []
+
+    def wait(*args):
+        if threading.current_thread() is thread and not inside.is_set():
+            inside.set()
+            assert may_end.wait(60)
+
+    hook = model.model.layers[0].mlp.register_forward_hook(wait)
+    thread = threading.Thread(target=lambda: found.append(go_on(model, cache, SAVED)))
+    thread.start()
+    assert inside.wait(60)
+    step(model, kvloom.Cache(model, "full"), 0, PROMPT)
+    torch.testing.assert_close(model(**whole, use_cache=False).logits, plain)
+    may_end.set()
+    thread.join()
+    hook.remove()
+    torch.testing.assert_close(found[0], want)
+
+
 def test_a_second_thread_is_refused_and_changes_nothing(llama):
     model, cache = filled(llama, KIVI)
     want = go_on(model, copy.deepcopy(cache), SAVED)

@@ -1,5 +1,7 @@
 """A model of an untested class is compared with the plain model, and refused if it differs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as tf
@@ -141,5 +143,20 @@ def test_sinks_of_layers_that_kvloom_leaves_to_transformers_are_computed():
 def test_a_longer_sliding_window_is_not_exceeded():
     model = zoo.build("mistral-sliding")
     assert self_check.batch(model)["input_ids"].shape == (2, 48)
+    assert self_check.batch(model)["attention_mask"].sum(dim=1).tolist() == [48, 41]
     model.config.sliding_window = 4096
     assert self_check.batch(model)["input_ids"].shape == (2, 24)
+
+
+def test_steps_are_compared_up_to_the_first_other_token():
+    same, other = torch.eye(4)[:2], torch.eye(4)[1:3]
+    spread = (same[0] - 0.25).norm().item()
+
+    def run(*logits):
+        return SimpleNamespace(logits=logits)
+
+    first, second = run(same, 1.1 * same, same), run(same, same, other)
+    assert self_check.difference(first, second) == pytest.approx(2**0.5 / spread)
+    late = run(same, other, 5 * same)
+    assert self_check.difference(run(same, same, same), late) == pytest.approx(2**0.5 / spread)
+    assert self_check.difference(run(same), run(same * torch.nan)) == torch.inf

@@ -6,12 +6,14 @@ Examples are small as drawn, so a failing one is shown as it is: shrinking takes
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from backends import takes_rare_kernels
+from kvloom.keep import policy
 from pairwise import left_out
 
 # The reference compiles nothing. Kernel tests select kernels themselves; laws and tests of whole
@@ -43,6 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _short_prompts_evict(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let fractions of the short prompts of tests be small, but for the mark `floor`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("floor") is None:
+            patch.setattr(policy, "FLOOR_TOKENS", 2)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks

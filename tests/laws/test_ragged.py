@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -82,7 +83,8 @@ def expected_tokens(one: Recipe, keys: list[torch.Tensor], store: str, row: int,
     """
     unit, budget = STORES[store][1], one.keep.budget
     recent, heavy = budget.recent, budget.tokens - budget.recent
-    contested = int(heavy * (1 - budget.heads) + 1e-9) // unit * unit
+    contested = HK * int(heavy * (1 - budget.heads) + 1e-9) // unit * unit  # of all heads
+    certain = heavy - math.ceil(contested / HK)
     scores = [-k[row, :, pad : PROMPT - recent].double().norm(dim=-1).numpy() for k in keys]
     for each in scores:
         each[:, : one.protect.sinks] = np.inf
@@ -90,7 +92,7 @@ def expected_tokens(one: Recipe, keys: list[torch.Tensor], store: str, row: int,
     groups = [np.concatenate(scores)] if joint else scores
     heads = []
     for each in groups:
-        heads += naive_choice(each, contested * len(each), heavy - contested, unit)
+        heads += naive_choice(each, contested * len(each) // HK, certain, unit)
     newest = list(range(PROMPT - recent, PROMPT))
     return [[i + pad for i in its] + newest for its in heads]
 

@@ -317,6 +317,16 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
+@for_each(
+    ("recipe", "few"),
+    [("tiny", False), ("tiny:fraction=0.14", True), ("h2o:fraction=0.1", True), ("h2o", False),
+     ("snapkv", False), ("kivi", False)],
+)  # fmt: skip
+def test_report_warns_of_a_small_fraction(model, recipe, few):
+    notes = report(model, resolve(recipe)).notes
+    assert any("cost much quality; use fraction=0.15" in note for note in notes) == few
+
+
 def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(subtests):
     model = zoo.build("mistral-sliding")
     expected = model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False)
@@ -350,9 +360,9 @@ def test_budgets_that_do_not_fit_the_layers(name, recipe, says):
 
 
 def test_a_prompt_too_short_for_a_pyramid_changes_nothing(model):
-    cache = kvloom.Cache(model, "snapkv:tokens=0,fraction=0.165,window=8,layers=pyramid")
+    cache = kvloom.Cache(model, "snapkv:tokens=0,fraction=0.1,window=8,layers=pyramid")
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
-    with pytest.raises(RecipeError, match=r"a budget of 10 tokens, 8 of them recent.*layer 2 of 3"):
+    with pytest.raises(RecipeError, match=r"a budget of 6 tokens, 3 of them recent.*layer 2 of 3"):
         model(input_ids=ids, past_key_values=cache)
     assert cache.nbytes == 0
 

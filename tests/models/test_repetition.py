@@ -215,16 +215,30 @@ def logical_of(cache):
 
 
 @by_reference
-def test_a_model_without_room_for_the_repetition_is_refused():
-    model = zoo.build("llama-gqa", max_position_embeddings=100)
-    cache = kvloom.Cache(model, KVZIP.replace("chunk=20", "chunk=50"))
-    with pytest.raises(CacheMisuse, match=r"needs 114 positions, .* has 100; use chunk=28"):
+@for_each("chunk", [32, 50])
+def test_a_chunk_is_as_long_as_the_positions_of_the_model_allow(chunk):
+    limit, lengths = PROMPT + 3 + 8 + chunk, []  # beside the instruction and the lead
+    model, roomy = (zoo.build("llama-gqa", max_position_embeddings=n) for n in (limit, 500))
+    model.model.embed_tokens.register_forward_hook(lambda *call: lengths.append(call[2].shape[1]))
+    one = prefilled(model, KVZIP.replace("chunk=20", "chunk=100"))
+    assert PROMPT + max(lengths[1:]) <= limit
+    two = prefilled(roomy, KVZIP.replace("chunk=20", f"chunk={chunk}"))
+    for own, its in zip(logical(one), logical(two), strict=True):
+        assert torch.equal(own, its)
+
+
+@by_reference
+@for_each(
+    ("limit", "chunk", "remedy"),
+    [(PROMPT + 42, 100, "of at most 60 tokens, or another"), (PROMPT + 30, 20, "of at most 60"),
+     (20, 100, "; use another recipe, such as snapkv")],
+)  # fmt: skip
+def test_a_model_without_room_for_the_repetition_is_refused(limit, chunk, remedy):
+    model = zoo.build("llama-gqa", max_position_embeddings=limit)
+    cache = kvloom.Cache(model, KVZIP.replace("chunk=20", f"chunk={chunk}"))
+    with pytest.raises(CacheMisuse, match=remedy):
         model(**IDS, past_key_values=cache)
     assert cache.get_seq_length() == cache.nbytes == 0
-    prefilled(model, KVZIP.replace("chunk=20", "chunk=28"))
-    small = zoo.build("llama-gqa", max_position_embeddings=64)
-    with pytest.raises(CacheMisuse, match="use a shorter prompt"):
-        prefilled(small, KVZIP)
 
 
 @by_reference

@@ -1,6 +1,7 @@
 """`full` is plain transformers on every architecture, or `attach` refuses the model by name."""
 
 import time
+from collections import Counter
 
 import by_hand
 import comparison
@@ -108,3 +109,13 @@ def test_a_model_that_hangs_or_ends_its_process_is_a_crash(monkeypatch):
     assert hangs["outcome"] == ends["outcome"] == CRASH
     assert "more than 1 s" in hangs["detail"]
     assert ends["detail"] == "the process ended, with exit status -9"
+
+
+def test_readme_has_the_counts_of_the_newest_version():
+    text = " ".join((published.PAGE.parents[2] / "README.md").read_text().split())
+    newest = [records[0] for records in list(PUBLISHED.values())[-1].values()]
+    counts = Counter((record["group"], record["outcome"]) for record in newest)
+    totals = Counter(record["group"] for record in newest)
+    causal, image = (f"{counts[group, EQUAL]} of {totals[group]}" for group in published.GROUPS)
+    assert f"{causal} causal and {image} image–text models" in text
+    assert "refuses {} and {},".format(*(counts[g, REFUSED] for g in published.GROUPS)) in text

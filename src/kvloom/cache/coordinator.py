@@ -70,17 +70,16 @@ def _divide_heads(layers: Sequence[LayerState], votes: Sequence[Tensor]) -> list
     votes: the scores of each layer, fp32 [B, Hk, N]. Returns the number of tokens that each head
     wins, int64 [B, Hk], for each layer.
     """
-    ranked, parts = [], []
+    ranked, contested, unit = [], 0, 1
     for layer, vote in zip(layers, votes, strict=True):
         evictor = layer.score_evictor
         assert evictor.ragged is not None
         assert evictor.waiting is not None
         visible = evictor.waiting.visible
-        scores = evictor.ragged.ranked(vote, evictor.heavy, evictor.recent, visible)
+        scores, tokens = evictor.ragged.ranked(vote, evictor.heavy, evictor.recent, visible)
         ranked.append(scores.to(votes[0].device))
-        parts.append(evictor.ragged)
+        contested, unit = contested + tokens, evictor.ragged.unit
     heads = [scores.shape[1] for scores in ranked]
-    tokens = sum(heads) * parts[0].contested(layers[0].score_evictor.heavy)
-    counts = head_budgets.divide(torch.cat(ranked, dim=1), tokens, parts[0].unit)
+    counts = head_budgets.divide(torch.cat(ranked, dim=1), contested, unit)
     by_layer = counts.split(heads, dim=1)
     return [its.to(vote.device) for its, vote in zip(by_layer, votes, strict=True)]

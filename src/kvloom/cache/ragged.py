@@ -76,22 +76,27 @@ class RaggedTokens:
             return 0
         return len(self.keys) / (self.spans.bounds.numel() // 2)
 
-    def contested(self, heavy: int) -> int:
-        """Return how many of the `heavy` tokens of a head, on average, heads compete for."""
-        return head_budgets.contested(heavy, self.safeguard, self.unit)
-
-    def ranked(self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None) -> Tensor:
-        """Return the scores fp32 [B, Hk, M] of the tokens that heads compete for, descending.
+    def ranked(
+        self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """Return the scores fp32 [B, Hk, M] of the tokens beside the certain ones, descending.
 
         scores: fp32 [B, Hk, N], of a prompt's tokens. heavy: heavy hitters that a head keeps, on
         average over the heads. recent: the number of newest tokens, which stay without a
         competition. visible: bool [B, 1 or Hk, N or more], False for padding (None: no padding).
+        The second value is how many of these tokens the heads of a row win together.
         """
         n = scores.shape[-1]
         visible = None if visible is None else visible[..., :n]
         older = _older(protect_sinks(scores, self.sinks, visible), recent, visible)
-        certain = heavy - self.contested(heavy)
-        return older.sort(dim=-1, descending=True).values[..., certain:]
+        certain, contested = self._shares(scores, heavy, recent)
+        return older.sort(dim=-1, descending=True).values[..., certain:], contested
+
+    def _shares(self, scores: Tensor, heavy: int, recent: int) -> tuple[int, int]:
+        """Return the certain tokens of a head, and the contested ones of all heads of a row."""
+        heads, n = scores.shape[1:]
+        evicted = n - recent - heavy
+        return head_budgets.shares(heavy, evicted, self.safeguard, heads, self.unit)
 
     def choose(
         self,
@@ -112,12 +117,11 @@ class RaggedTokens:
         b, hk, n = scores.shape
         if heavy + recent >= n:
             return None
-        contested = self.contested(heavy)
+        certain, contested = self._shares(scores, heavy, recent)
         if counts is None:
-            ranked = self.ranked(scores, heavy, recent, visible)
-            counts = head_budgets.divide(ranked, hk * contested, self.unit)
+            counts = head_budgets.divide(*self.ranked(scores, heavy, recent, visible), self.unit)
         older = _older(scores, recent, visible)
-        best, more = head_budgets.select(older, heavy - contested, counts)
+        best, more = head_budgets.select(older, certain, counts)
         newest = torch.arange(n - recent, n, device=scores.device).expand(b, hk, -1)
         return RaggedChoice(torch.cat([best, newest], dim=-1), more if contested else None, counts)
 

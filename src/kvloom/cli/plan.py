@@ -40,8 +40,8 @@ def command(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="h100, a100, rtx4090, this (measure this machine once), or a TOML file. Without "
-            "it, the plan has no times."
+            help="h100, h200, b200, a100, mi300x, rtx4090, rtx5090, m4-max, this (measure this "
+            "machine once), or a TOML file. Without it, the plan has no times."
         ),
     ] = None,
     target: Annotated[

@@ -32,6 +32,8 @@ from .compat import padding_mask
 from .routed import RoutedLayer
 
 NAME = "kvloom"
+FIELD = "_attn_implementation_internal"
+"""The attribute of a config that names its attention implementation."""
 
 _WITHOUT_EFFECT = frozenset({
     "cache_position", "is_causal", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
@@ -51,9 +53,10 @@ def routed(configs: Sequence[Any]) -> Iterator[None]:
     """Make the modules of these configs call kvloom's functions, within one step."""
     with _LOCK:
         for config in configs:
-            own, steps = _OWN.get(id(config), (config._attn_implementation, 0))
+            attributes = vars(config)  # setting one by its name takes transformers 4 us
+            own, steps = _OWN.get(id(config), (attributes[FIELD], 0))
             _OWN[id(config)] = own, steps + 1
-            config._attn_implementation_internal = NAME
+            attributes[FIELD] = NAME
     try:
         yield
     finally:
@@ -63,7 +66,7 @@ def routed(configs: Sequence[Any]) -> Iterator[None]:
                 if steps > 1:
                     _OWN[id(config)] = own, steps - 1
                 else:
-                    config._attn_implementation_internal = own
+                    vars(config)[FIELD] = own
 
 
 def attention(

@@ -23,13 +23,16 @@ from .routed import RoutedCache, RoutedLayer, lasting, restore_attributes, stock
 
 # A chunk follows this many tokens before it, so that the model can find its place.
 _LEAD = 8
+# Where the model lacks positions, chunks become smaller down to this many tokens: each is a pass.
+_LEAST_CHUNK = 32
 
 
 class Repetition:
     """The passes that repeat the prompt `ids` int64 [B, P] of an empty cache, once it is stored.
 
     mask: the padding mask of the call, [B, P]; positions: its position ids. None: not given. keeps:
-    of the layers that score by the repetition, with equal scorers.
+    of the layers that score by the repetition, with equal scorers. chunk: tokens repeated at a
+    time, the scorer's or as many as the model has positions for.
     """
 
     def __init__(
@@ -45,7 +48,13 @@ class Repetition:
         assert isinstance(scorer, Reconstruction)
         self.model, self.cache, self.ids = model, cache, ids
         self.mask, self.positions = mask, positions
-        self.chunk, self.instruction = scorer.chunk, scorer.instruction_ids
+        self.instruction = scorer.instruction_ids
+        self.chunk, self.least = scorer.chunk, min(scorer.chunk, _LEAST_CHUNK)
+        config = compat.decoder_config(model)
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and not compat.has_alibi(config):
+            room = limit - ids.shape[1] - len(self.instruction) - _LEAD
+            self.chunk = min(self.chunk, room)
         self.budget = min(keep.budget.resolve(ids.shape[1]) for keep in keeps)
 
     @property
@@ -54,25 +63,21 @@ class Repetition:
         return self.budget < self.ids.shape[1]
 
     def check(self) -> None:
-        """Raise `CacheMisuse` if the model lacks a position, or a token of the instruction."""
-        prompt, config = self.ids.shape[1], compat.decoder_config(self.model)
+        """Raise `CacheMisuse` if the model lacks positions, or a token of the instruction."""
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         if any(one >= vocabulary for one in self.instruction):
             raise CacheMisuse(
                 f"instruction={' '.join(map(str, self.instruction))!r} has a token that the model "
                 f"lacks; use ids below {vocabulary}"
             )
-        limit = getattr(config, "max_position_embeddings", None)
-        if limit is None or compat.has_alibi(config) or not self.needed:
-            return
-        needed = max(prompt + end - begin for begin, _, end in self._chunks())
-        needed += len(self.instruction)
-        if needed > limit:
-            room = limit - prompt - len(self.instruction) - _LEAD
-            remedy = f"chunk={room}, or a shorter prompt" if room > 0 else "a shorter prompt"
+        if self.needed and self.chunk < self.least:
+            prompt = self.ids.shape[1]
+            longest = prompt + self.chunk - self.least
+            remedy = f"a prompt of at most {longest} tokens, or " if longest > 0 else ""
             raise CacheMisuse(
-                f"the recipe repeats the prompt of {prompt} tokens in chunks of {self.chunk}, "
-                f"which needs {needed} positions, and the model has {limit}; use {remedy}"
+                f"the recipe repeats the prompt, and behind its {prompt} tokens the model has no "
+                f"positions for {self.least} more and {_LEAD + len(self.instruction)} before them; "
+                f"use {remedy}another recipe, such as snapkv"
             )
 
     @property

@@ -15,6 +15,7 @@ from . import compat
 _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
 _SMALL_HEAD = 64
+_FEW = 0.15  # share of a prompt below which evicting costs much quality
 _MIXED = "it stores a recurrent state with its keys and values; kept as transformers has it"
 _REASONS = {
     compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
@@ -115,6 +116,12 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
         notes.append(
             "note: a prompt attends exactly, so log-likelihoods from one forward pass (as lm-eval "
             "computes them) do not depend on the recipe"
+        )
+    fraction = None if recipe.keep is None else recipe.keep.budget.fraction
+    if fraction is not None and fraction < _FEW and recipe.tuned is None:
+        notes.append(
+            f"warning: keeping {fraction:g} of a prompt can cost much quality; use "
+            f"fraction={_FEW:g} or more"
         )
     bits = min(
         (fmt.bits for store in recipe.stores for fmt in store.quantized.values()), default=16

@@ -12,21 +12,25 @@ import torch
 from torch import Tensor
 
 
-def contested(heavy: int, safeguard: float, unit: int) -> int:
-    """Return how many of the `heavy` tokens of a uniform budget heads compete for.
+def shares(heavy: int, evicted: int, safeguard: float, heads: int, unit: int) -> tuple[int, int]:
+    """Return the tokens of which every head is certain, and those that `heads` heads compete for.
 
-    A multiple of `unit` tokens. Every head is certain of the others: at least the share
-    `safeguard` of `heavy`.
+    heavy, evicted: tokens of a head that a uniform budget keeps by score, and that it drops. A head
+    is certain of at least the share `safeguard` of `heavy`. The contested tokens, those of all
+    heads together, are whole units, and no more than the heads can win. Rounding leaves less than
+    one token a head unused.
     """
-    return math.floor(round(heavy * (1 - safeguard), 6) / unit) * unit
+    most = math.floor(round(heavy * (1 - safeguard), 6))
+    units = min(heads * most // unit, heads * ((most + evicted) // unit))
+    return heavy - -(-units * unit // heads), units * unit
 
 
 def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:
     """Return the tokens of each head, int64 [B, H]: multiples of `unit` that sum to B * `tokens`.
 
-    ranked: fp32 [B, H, N], the scores of each head's tokens beside the certain ones, descending;
-    each row has at least `tokens` of them in whole units. A head's tokens are cut into units in
-    this order, and the median score of a unit decides; for unit=1 this is AdaKV's rule.
+    ranked: fp32 [B, H, N], the scores of each head's tokens beside the certain ones, descending.
+    A head's tokens are cut into units in this order, and the median score of a unit decides; for
+    unit=1 this is AdaKV's rule. H * (N // unit) units exist, at least `tokens` // unit.
     """
     units = ranked.shape[-1] // unit
     medians = ranked[..., unit // 2 :: unit][..., :units]

@@ -23,6 +23,7 @@ WHEN = {
     "limit": "down to the budget whenever a layer has more than `limit` tokens",
 }
 HEAD_GROUPS = ("sum", "mean", "max")
+FLOOR_TOKENS = 128  # the fewest tokens that a fraction of a prompt keeps
 POSITIONS = {
     "original": "a token keeps its position in the sequence",
     "renumbered": "the tokens that stay are numbered as if the others had never been there",
@@ -35,9 +36,11 @@ class Budget:
 
     Attributes:
         tokens: The number.
-        fraction: The fraction, in (0, 1].
+        fraction: The fraction, in (0, 1]. It keeps `FLOOR_TOKENS` tokens or more, so that a short
+            prompt stays whole.
         recent: How many of these are the newest tokens (int), or which share of the budget (float):
-            1 is one token, 1.0 is all. The others are heavy hitters, chosen by score.
+            1 is one token, 1.0 is all. The others are heavy hitters, chosen by score. Of a
+            fraction, a number takes at most half.
         layers: How heavy hitters are divided over the layers: a policy of `budgets.POLICIES`, or
             one weight for each layer.
         apart: Round the recent share and the heavy share of the prompt down separately, as MiniKV's
@@ -109,24 +112,28 @@ class Budget:
         return replace(self, tokens=None, fraction=size)
 
     def resolve(self, prompt_tokens: int) -> int:
-        """Return the tokens to keep, averaged over layers: at least one."""
+        """Return the tokens to keep, averaged over layers."""
         if self.tokens is not None:
             return self.tokens
-        assert self.fraction is not None
-        tokens = prompt_tokens * self.fraction
+        tokens = self._of_prompt(prompt_tokens)
         if self.apart and self.recent_share is not None:
             heavy_share = round(1 - self.recent_share, 12)  # 1 - 0.9 is a little less than 0.1
-            return max(1, int(tokens * self.recent_share) + int(tokens * heavy_share))
-        return max(1, int(tokens))
+            return int(tokens * self.recent_share) + int(tokens * heavy_share)
+        return int(tokens)
 
     def window(self, prompt_tokens: int) -> int:
         """Return how many of the tokens to keep are the newest."""
         total, share = self.resolve(prompt_tokens), self.recent_share
         if share is None:
-            return min(self.recent_tokens or 0, total)
+            return min(self.recent_tokens or 0, total if self.fraction is None else total // 2)
         if self.apart and self.fraction is not None:
-            return int(prompt_tokens * self.fraction * share)
+            return int(self._of_prompt(prompt_tokens) * share)
         return int(total * share)
+
+    def _of_prompt(self, prompt_tokens: int) -> float:
+        """Return the fraction of a prompt in tokens, before it is rounded."""
+        assert self.fraction is not None
+        return max(FLOOR_TOKENS, prompt_tokens * self.fraction)
 
     def heavy(
         self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None
@@ -246,18 +253,22 @@ class Keep:
                 "layers; leave one of the two out"
             )
 
-    def contested(self, prompt_tokens: int, room: int, unit: int) -> int:
-        """Return the tokens, on average over heads, that heads divide by their scores.
+    def head_shares(self, prompt_tokens: int, room: int, heads: int, unit: int) -> tuple[int, int]:
+        """Return the tokens that each head of a layer keeps in any case, and the contested ones.
 
         Args:
             prompt_tokens: Tokens of the first prompt.
-            room: Tokens that the layer keeps.
+            room: Tokens that the layer keeps, averaged over its heads.
+            heads: Key/value heads of the layer.
             unit: Tokens that are packed together.
         """
         if self.budget.heads is None or room >= prompt_tokens:
-            return 0
-        heavy = room - self.budget.window(prompt_tokens)
-        return head_budgets.contested(heavy, self.budget.heads, unit)
+            return room, 0
+        window = self.budget.window(prompt_tokens)
+        certain, contested = head_budgets.shares(
+            room - window, prompt_tokens - room, self.budget.heads, heads, unit
+        )
+        return certain + window, contested
 
     def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
         """Return the tokens that each layer keeps at most, averaged over its heads.

@@ -33,6 +33,7 @@ from ..workload.random_llama import random_llama
 from ..workload.shapes import LayerShape, ModelShape
 from .decode_step import LayerWork, StepWork
 from .machine import LayerRate, Machine, measured_recipe, short_name, unmeasured
+from .presets import PRESETS
 
 _BATCHES = (1, 2, 4, 8, 16)  # of products with weights
 _POINTS = ((512, 1), (512, 4), (8192, 1), (8192, 4))  # tokens and rows of a layer's step
@@ -77,7 +78,7 @@ def complete(
     if torch.cuda.is_available():
         raise InputError(
             "hardware 'this' measures processors, and models run on this machine's GPU; use a "
-            "preset (h100, a100, rtx4090) or a hardware file"
+            f"preset ({', '.join(PRESETS)}) or a hardware file"
         )
     with torch.no_grad():
         if machine is None:

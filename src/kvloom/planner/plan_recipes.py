@@ -56,8 +56,8 @@ def plan(
         context: Tokens (default: 32,768, or the model's positions if they are fewer).
         batch: Rows.
         memory: Bytes (default: the hardware's).
-        hardware: "h100", "a100", "rtx4090", "this" (measures this machine, and stores the result),
-            a TOML file, or a `Hardware`.
+        hardware: A name in `planner.presets.PRESETS` such as "h100", "this" (measures this machine,
+            and stores the result), a TOML file, or a `Hardware`.
         target: Tokens per second of the whole batch.
         on_step: Called with the number of units to measure; returns the function to report them to.
 
@@ -97,7 +97,7 @@ def _check_settings(
         raise InputError(f"target={target!r} must be a number of tokens per second above 0")
     if target is not None and hardware is None:
         raise InputError(
-            "a target speed needs hardware: give h100, a100, rtx4090, this, or a hardware file"
+            f"a target speed needs hardware: give {', '.join(PRESETS)}, {THIS}, or a hardware file"
         )
 
 

@@ -28,6 +28,11 @@ def plan_warnings(planner: RecipePlanner, rows: Sequence[Row]) -> list[str]:
         )
     if not facts.dtype_stated:
         warnings.append(f"The config of {facts.name} states no dtype; float32 is counted.")
+    if facts.weights.quantized == "mxfp4":
+        warnings.append(
+            "transformers expands mxfp4 weights to bfloat16 where it has no kernels for them, as "
+            "on a CPU by default: 16 bits a number instead of 4.25."
+        )
     if facts.working is None:
         warnings.append(
             f"The activations of a prompt cannot be traced for {facts.architecture}: limits count "

@@ -1,4 +1,4 @@
-"""Bytes of quantized matrices, by the tensors that a checkpoint has for one.
+"""Bytes of quantized matrices and experts, by the tensors that a checkpoint has for them.
 
 Decides which settings of a method have a layout that is described here. `settings` are the model's
 `quantization_config`; a matrix has `rows` outputs and `columns` inputs.
@@ -14,14 +14,18 @@ Settings = dict[str, Any]
 
 
 class Layout(NamedTuple):
-    """How a method stores a matrix.
+    """How a method stores weights.
 
-    nbytes: takes settings, rows and columns. problem: returns why settings cannot be counted; None
-    if they can.
+    matrix: returns the bytes of a linear layer's matrix, by settings, rows and columns; None: the
+    method leaves them as they are. experts: returns the bytes of an expert's matrix, by rows and
+    columns; None: how the method stores experts is not known. problem: returns why settings cannot
+    be counted; None if they can. models: the model types that the method exists for; None: all.
     """
 
-    nbytes: Callable[[Settings, int, int], int]
+    matrix: Callable[[Settings, int, int], int] | None = None
+    experts: Callable[[int, int], int] | None = None
     problem: Callable[[Settings], str | None] = lambda settings: None
+    models: tuple[str, ...] | None = None
 
 
 def _bits_and_bytes_4(settings: Settings, rows: int, columns: int) -> int:
@@ -84,11 +88,24 @@ def _fp8_problem(settings: Settings) -> str | None:
     return None
 
 
+def _mxfp4(rows: int, columns: int) -> int:
+    """4-bit floats, and an 8-bit exponent for each block of 32 columns (OCP Microscaling)."""
+    return rows * ceil(columns / 32) * (16 + 1)
+
+
+def _mxfp4_problem(settings: Settings) -> str | None:
+    skipped = settings.get("modules_to_not_convert") or ()
+    if any(name.rpartition(".")[2] in ("mlp", "experts") for name in skipped):
+        return "mxfp4 that leaves experts as they are is not counted yet"
+    return None
+
+
 LAYOUTS = {
     "bitsandbytes-4bit": Layout(_bits_and_bytes_4),
     "bitsandbytes-8bit": Layout(_bits_and_bytes_8),
-    "gptq": Layout(_gptq, _gptq_problem),
-    "awq": Layout(_awq, _awq_problem),
-    "fp8": Layout(_fp8, _fp8_problem),
+    "gptq": Layout(_gptq, problem=_gptq_problem),
+    "awq": Layout(_awq, problem=_awq_problem),
+    "fp8": Layout(_fp8, problem=_fp8_problem),
+    "mxfp4": Layout(experts=_mxfp4, problem=_mxfp4_problem, models=("gpt_oss",)),
 }
 """By the name of the method."""

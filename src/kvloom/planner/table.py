@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ..report.table import FigureTable
 from .largest import UNLIMITED
+from .presets import PRESETS
 from .result import Plan, Row
 from .units import show_bytes, show_rate
 
@@ -115,5 +116,5 @@ def _caption(plan: Plan, timed: bool) -> list[str]:
         )
         sentences += plan.hardware.notes()
     elif plan.hardware is None:
-        sentences.append("Times need --hardware: h100, a100, rtx4090, this, or a file.")
+        sentences.append(f"Times need --hardware: {', '.join(PRESETS)}, this, or a file.")
     return sentences

@@ -6,9 +6,8 @@ Refuses, by name, quantizations whose layout is not described here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModel
 from ..hf import compat
-from .quantized_layouts import LAYOUTS
+from .quantized_layouts import LAYOUTS, Layout
 from .ranges import Range
 
 
@@ -59,8 +58,8 @@ class Weights:
 
 def count_weights(model: PreTrainedModel) -> Weights:
     """Return the weights of a model on the meta device. Raises `UnsupportedModel`."""
-    method, nbytes_of = _layout(model)
-    matrices = _quantized_matrices(model) if nbytes_of else {}
+    method, layout, settings = _layout(model)
+    matrices = _quantized_matrices(model, settings) if layout.matrix else {}
     decoder = compat.decoder(model)
     read = {id(p) for p in decoder.parameters()}
     output = model.get_output_embeddings()
@@ -72,8 +71,11 @@ def count_weights(model: PreTrainedModel) -> Weights:
     total = step = parameters = expert_step = expert_parameters = 0
     for name, weight in model.named_parameters():
         nbytes = weight.numel() * weight.element_size()
-        if nbytes_of and name in matrices:
-            nbytes = nbytes_of(*matrices[name])
+        if layout.matrix and name in matrices:
+            nbytes = layout.matrix(settings, *matrices[name])
+        elif layout.experts and ".experts." in name and weight.dim() == 3:
+            count, columns, rows = weight.shape
+            nbytes = count * layout.experts(rows, columns)
         total += nbytes
         if id(weight) not in read:
             continue
@@ -90,13 +92,15 @@ def count_weights(model: PreTrainedModel) -> Weights:
             parameters += weight.numel() if weight.dim() > 1 else 0
     if not expert_step:
         return Weights(total, step, parameters, quantized=method)
-    if method is not None:
+    if method is not None and layout.experts is None:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be planned: how {method} stores experts is not known "
             "here; plan the model without its quantization_config"
         )
     experts, used = _routing(model)
-    return Weights(total, step, parameters, expert_step, expert_parameters, experts, used)
+    return Weights(
+        total, step, parameters, expert_step, expert_parameters, experts, used, quantized=method
+    )
 
 
 def _routing(model: PreTrainedModel) -> tuple[int, int]:
@@ -118,11 +122,11 @@ def _routing(model: PreTrainedModel) -> tuple[int, int]:
 # quantized weights
 
 
-def _layout(model: PreTrainedModel) -> tuple[str | None, Callable[[int, int], int] | None]:
-    """Return the method of quantization, and its bytes of a matrix with (rows out, columns in)."""
+def _layout(model: PreTrainedModel) -> tuple[str | None, Layout, dict[str, Any]]:
+    """Return the method of quantization, None for plain weights, its layout and its settings."""
     settings = getattr(model.config, "quantization_config", None)
     if settings is None:
-        return None, None
+        return None, Layout(), {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = str(settings.get("quant_method", "unknown"))
     method = str(getattr(settings.get("quant_method"), "value", method))
@@ -133,6 +137,8 @@ def _layout(model: PreTrainedModel) -> tuple[str | None, Callable[[int, int], in
         problem = f"weights quantized by {method} are not counted yet"
     elif compat.decoder_config(model) is not model.config:
         problem = f"which matrices of a multimodal model {method} quantizes is not known here"
+    elif model.config.model_type not in (LAYOUTS[method].models or (model.config.model_type,)):
+        problem = f"which weights of a {model.config.model_type} {method} quantizes is not known"
     else:
         problem = LAYOUTS[method].problem(settings)
     if problem:
@@ -140,13 +146,13 @@ def _layout(model: PreTrainedModel) -> tuple[str | None, Callable[[int, int], in
             f"{type(model).__name__} cannot be planned: {problem}; supported are "
             f"{', '.join(LAYOUTS)} in their usual layouts"
         )
-    return method, partial(LAYOUTS[method].nbytes, settings)
+    return method, LAYOUTS[method], settings
 
 
-def _quantized_matrices(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+def _quantized_matrices(
+    model: PreTrainedModel, settings: dict[str, Any]
+) -> dict[str, tuple[int, int]]:
     """Return (rows out, columns in) of the matrices that are quantized, by parameter name."""
-    settings = model.config.quantization_config
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
     skipped = list(
         settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
     )

@@ -54,11 +54,11 @@ def predicted_layer_nbytes(
         return total + g.kv_heads * _predict_index(recipe, body, 0, g)
     room = keep.rooms(tokens, count)[rank]
     kept = min(tokens, room) if keep.drops(tokens) else tokens
-    contested = keep.contested(tokens, room, recipe.store.block_tokens)
-    total = _predict_tokens(recipe, kept - contested, g)
-    total += _predict_ragged(recipe, contested * g.kv_heads, g)
+    equal, contested = keep.head_shares(tokens, kept, g.kv_heads, recipe.store.block_tokens)
+    total = _predict_tokens(recipe, equal, g)
+    total += _predict_ragged(recipe, contested, g)
     total += g.kv_heads * _predict_index(recipe, kept, recipe.pinned_prefix, g)
-    if keep.when == "step" and kept < tokens:
+    if keep.when == "step" and room <= tokens:
         return total + g.kv_heads * _predict_slots(kept, g)
     scored, placed = keep.when != "prompt", g.alibi or recipe.store.pre_rope
     numbers = scored + (kept < tokens and (scored or placed))  # a score, and a position

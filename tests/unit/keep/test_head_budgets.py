@@ -42,13 +42,19 @@ def test_units_by_hand():
     assert head_budgets.divide(ranked, 9, 3).tolist() == [[3, 6]]
 
 
-@given(st.integers(0, 3000), st.floats(0, 1), st.sampled_from([1, 16, 64, 160]))
-def test_every_head_is_certain_of_its_share(heavy, share, unit):
-    certain = heavy - head_budgets.contested(heavy, share, unit)
+@pytest.mark.parametrize("unit", [1, 32, 160])
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@given(st.integers(0, 3000), st.integers(1, 3000), st.floats(0, 1))
+def test_every_head_is_certain_of_its_share(heads, unit, heavy, evicted, share):
+    certain, contested = head_budgets.shares(heavy, evicted, share, heads, unit)
     assert share * heavy - 1e-3 <= certain <= heavy
-    assert (heavy - certain) % unit == 0
-    assert certain < share * heavy + unit + 1e-3 or certain == heavy
-    assert heavy - head_budgets.contested(heavy, 1.0, unit) == heavy
+    assert 0 <= heavy * heads - certain * heads - contested < heads  # lost to rounding
+    assert contested % unit == 0
+    winnable = (heavy - certain + evicted) // unit * unit
+    assert contested <= heads * winnable
+    most = heads * (1 - share) * heavy - heads  # but for whole tokens
+    assert contested > min(most - unit, heads * (winnable - unit))
+    assert head_budgets.shares(heavy, evicted, 1.0, heads, unit) == (heavy, 0)
 
 
 @given(st.integers(0, 99), st.integers(1, 5), st.integers(0, 20), st.sampled_from([1, 4]))

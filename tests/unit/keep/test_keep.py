@@ -34,19 +34,21 @@ def test_a_bad_budget_is_refused(fields, says):
         Budget(**fields)
 
 
+@pytest.mark.floor
 @for_each(
     ("budget", "prompt", "tokens"),
     [
         (Budget(tokens=7), 3, 7),
         (Budget(tokens=7), 300, 7),
-        (Budget(fraction=0.5), 9, 4),
-        (Budget(fraction=1), 9, 9),
-        (Budget(fraction=0.1), 3, 1),
-        (Budget(fraction=0.5, recent=0.5, apart=True), 103, 50),
-        (Budget(fraction=0.5, recent=0.9, apart=True), 100, 50),
-        (Budget(fraction=0.5, recent=7, apart=True), 103, 51),
+        (Budget(fraction=0.5), 309, 154),
+        (Budget(fraction=1), 309, 309),
+        (Budget(fraction=0.5, recent=0.5, apart=True), 303, 150),
+        (Budget(fraction=0.5, recent=0.9, apart=True), 300, 150),
+        (Budget(fraction=0.5, recent=7, apart=True), 303, 151),
         (Budget(tokens=51, recent=0.5, apart=True), 103, 51),
-        (Budget(fraction=0.1, recent=0.5, apart=True), 3, 1),
+        (Budget(fraction=0.5), 3, 128),  # the floor
+        (Budget(fraction=0.5), 257, 128),
+        (Budget(fraction=0.1, recent=0.5, apart=True), 1200, 128),
     ],
 )
 def test_a_budget_in_tokens(budget, prompt, tokens):
@@ -61,7 +63,9 @@ def test_a_budget_in_tokens(budget, prompt, tokens):
         (Budget(tokens=10, recent=4, apart=True), 300, 4),
         (Budget(fraction=0.5, recent=0.3), 107, 15),  # 0.3 of 53
         (Budget(fraction=0.5, recent=0.3, apart=True), 107, 16),  # 0.15 of 107
-        (Budget(fraction=0.1, recent=64), 100, 10),
+        (Budget(fraction=0.5, recent=20), 107, 20),
+        (Budget(fraction=0.1, recent=64), 100, 5),  # a number takes half of a fraction at most
+        (Budget(fraction=0.1, recent=1.0), 100, 10),
     ],
 )
 def test_a_recent_window_in_tokens(budget, prompt, window):

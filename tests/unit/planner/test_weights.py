@@ -9,6 +9,7 @@ from for_each import for_each
 from kvloom.errors import UnsupportedModel
 from kvloom.planner import read_model
 from kvloom.planner.plan_recipes import plan
+from kvloom.planner.weights import count_weights
 
 
 @for_each("name", CONFIGS)
@@ -90,6 +91,26 @@ def test_fp8_is_what_transformers_makes_of_it():
     assert found.weights.nbytes == sum(p.nbytes for p in model.parameters())
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "gib"), [(24, 32, 12.8), (36, 128, 60.8)], ids=["20b", "120b"]
+)
+def test_mxfp4_has_the_bytes_of_gpt_oss(layers, experts, gib):
+    """The sizes of the checkpoints are those of the model card (arXiv:2508.10925, Table 1)."""
+    config = tf.GptOssConfig(
+        num_hidden_layers=layers, num_local_experts=experts, dtype=torch.bfloat16,
+        quantization_config=MXFP4,
+    )  # fmt: skip
+    with torch.device("meta"):
+        weights = count_weights(tf.AutoModelForCausalLM.from_config(config))
+    assert round(weights.nbytes / 2**30, 1) == gib
+    assert weights.read_nbytes(1).best == pytest.approx(
+        weights.read + weights.expert_read * 4 / experts
+    )
+
+
 # bad input
 
 
@@ -103,6 +124,10 @@ def test_fp8_is_what_transformers_makes_of_it():
         (
             lambda: tf.LlamaConfig(quantization_config={"quant_method": "hqq"}),
             "quantized by hqq are not counted",
+        ),
+        (
+            lambda: tf.LlamaConfig(quantization_config=MXFP4),
+            "which weights of a llama mxfp4 quantizes is not known",
         ),
         (
             lambda: tf.LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 3}),

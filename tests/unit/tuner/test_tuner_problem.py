@@ -88,7 +88,7 @@ def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
     geometry = compat.geometry(model)
     evicting = uniform(Choice(kept="kvzip-0.5"), RecipeShape(4))
     assert prompt.repeats(model, 240, evicting)
-    assert not prompt.repeats(model, 300, evicting)  # it has 512 positions
+    assert not prompt.repeats(model, 480, evicting)  # it has 512 positions
     scored = candidates.to_score(geometry, repeats=False)
     assert not any("kvzip" in choice.kept for choice in candidates.combined(scored))
     assert scored.others == Choice(kept="snapkv-0.5")

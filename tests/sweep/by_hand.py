@@ -42,13 +42,18 @@ PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 # Models whose default attention is wrong: sdpa drops the softcap in transformers 5.10.
 EAGER = ("gemma2",)
 
-# Models that cannot be built here, and why.
+# Why models cannot be built here, and why transformers' own generate fails.
 NOT_BUILT = {
     "gemma3n": "its image part needs the package timm; its text part is `gemma3n_text`",
     "gemma4_assistant": "a draft model, which reads the cache of another model",
     "gemma4_unified_assistant": "a draft model, which reads the cache of another model",
     "perception_lm": "its image part needs the package timm",
     "pi0": "it generates the actions of a robot, and no text",
+}
+PLAIN_FAILS = {
+    "blt": "transformers makes its cache from a field that its config lacks",
+    "diffusion_gemma": "it generates blocks of tokens by diffusion, without logits of each",
+    "musicgen": "its generate fails without the model of music around it",
 }
 
 DEFAULTS: dict[str, dict[str, Any]] = {

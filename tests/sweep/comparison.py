@@ -211,8 +211,8 @@ def _compared(plain: Run, attached: Run, caches: list) -> dict[str, Any]:
     share = difference(plain, attached)
     if share >= TOLERANCE or not torch.equal(plain.tokens, attached.tokens):
         return {"outcome": DIFFERENT, "difference": share}
-    if not caches:
-        return {"outcome": UNUSED, "detail": "the model made no kvloom cache"}
+    if not any(cache.get_seq_length() for cache in caches):
+        return {"outcome": UNUSED, "detail": "the model stored no token in a kvloom cache"}
     return {"outcome": EQUAL, "difference": share}
 
 

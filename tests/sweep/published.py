@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from by_hand import NOT_BUILT
+from by_hand import NOT_BUILT, PLAIN_FAILS
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "architectures.md"
@@ -24,7 +24,7 @@ TABLES = (
     ("Wrong", ("different", "unused", "crash"), "What happens"),
     ("Not compared", ("plain fails", "not built"), "Reason"),
 )
-PREFIX = re.compile(r"^\w+: (\w+ cannot be used with kvloom: )?")
+PREFIX = re.compile(r"^\w+: (\w+ (cannot be used with kvloom: |(?=cannot be verified)))?")
 Records = list[dict[str, Any]]  # of one model: its default form first
 
 
@@ -66,7 +66,7 @@ def text(results: dict[str, dict[tuple[str, str], Records]]) -> str:
         for pair in chosen:
             records = newest[pair]
             before = [_in_version(results[version].get(pair), records) for version in versions[:-1]]
-            forms = [f"{r['form']}: {_form(r)}" for r in records[1:]]
+            forms = [f"{r['form']}: {_form(r, records[0])}" for r in records[1:]]
             names = (f"`{name}`" for name in pair)
             lines.append(_row(*names, _detail(records[0]), "; ".join(forms), *before))
     return "\n".join(lines)
@@ -99,7 +99,7 @@ def _row(*cells: str) -> str:
 def _detail(record: dict[str, Any]) -> str:
     """Return the compressed layers of a model, or why there are none."""
     if record["outcome"] != "equal":
-        return NOT_BUILT.get(record["type"], _reason(record))
+        return {**NOT_BUILT, **PLAIN_FAILS}.get(record["type"]) or _reason(record)
     kinds = record["layers"]
     if record["compressed"] == len(kinds):
         return "all"
@@ -107,10 +107,12 @@ def _detail(record: dict[str, Any]) -> str:
     return f"{share}: " + ", ".join(f"{n} `{kind}`" for kind, n in Counter(kinds).items())
 
 
-def _form(record: dict[str, Any]) -> str:
-    """Return the outcome of another form of a model, and why."""
+def _form(record: dict[str, Any], default: dict[str, Any]) -> str:
+    """Return the outcome of another form of a model, and why, where that differs."""
     outcome = record["outcome"]
-    return outcome if outcome == "equal" else f"{outcome} ({_reason(record)})"
+    if outcome == "equal" or record.get("detail") == default.get("detail"):
+        return outcome
+    return f"{outcome} ({_reason(record)})"
 
 
 def _reason(record: dict[str, Any]) -> str:

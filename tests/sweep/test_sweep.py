@@ -8,6 +8,7 @@ import comparison
 import published
 import pytest
 import tested
+import torch
 import transformers
 from comparison import CRASH, DIFFERENT, EQUAL, NOT_BUILT, PLAIN_FAILS, REFUSED, UNUSED
 from workers import Worker
@@ -74,6 +75,16 @@ def test_an_attention_scale_that_is_off_by_a_thousandth_shows(monkeypatch):
     (record,) = comparison.outcomes(*LLAMA)
     assert record["outcome"] == DIFFERENT
     assert 1e-5 < record["difference"] < 1e-2
+
+
+def test_layers_that_stay_with_transformers_need_no_padding():
+    """They get the model's own mask, where kvloom's layers have none."""
+    model = comparison.build("zamba2", "Zamba2ForCausalLM", {})
+    prompt = {"input_ids": torch.arange(10, 50)[None], "max_new_tokens": 4, "do_sample": False}
+    with torch.no_grad():
+        expected = model.generate(**prompt)
+        kvloom.attach(model, "full")
+        assert torch.equal(model.generate(**prompt), expected)
 
 
 def test_an_attach_that_does_nothing_shows(monkeypatch):

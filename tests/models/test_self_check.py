@@ -143,3 +143,12 @@ def test_a_longer_sliding_window_is_not_exceeded():
     assert self_check.batch(model)["input_ids"].shape == (2, 48)
     model.config.sliding_window = 4096
     assert self_check.batch(model)["input_ids"].shape == (2, 24)
+
+
+def test_a_model_that_stores_nothing_in_its_cache_is_refused(monkeypatch):
+    def forget(self, input_ids, attention_mask=None, **kwargs):
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+
+    monkeypatch.setattr(NewLlama, "prepare_inputs_for_generation", forget)
+    with pytest.raises(UnsupportedModel, match="stores no token in a cache"):
+        kvloom.attach(new_model(), "full")

@@ -160,3 +160,12 @@ def test_steps_are_compared_up_to_the_first_other_token():
     late = run(same, other, 5 * same)
     assert self_check.difference(run(same, same, same), late) == pytest.approx(2**0.5 / spread)
     assert self_check.difference(run(same), run(same * torch.nan)) == torch.inf
+
+
+def test_a_model_that_stores_nothing_in_its_cache_is_refused(monkeypatch):
+    def forget(self, input_ids, attention_mask=None, **kwargs):
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+
+    monkeypatch.setattr(NewLlama, "prepare_inputs_for_generation", forget)
+    with pytest.raises(UnsupportedModel, match="stores no token in a cache"):
+        kvloom.attach(new_model(), "full")

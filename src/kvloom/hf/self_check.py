@@ -95,6 +95,11 @@ def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recip
             f"{name} cannot be used with kvloom: its generate() makes a cache of its own, a "
             f"{type(routed.past_key_values).__name__}; use that"
         )
+    if not routed.past_key_values.get_seq_length():
+        raise UnsupportedModel(
+            f"{name} cannot be used with kvloom: its generate() stores no token in a cache; "
+            "use the model without kvloom"
+        )
     found = difference(plain, routed)
     if found > _TOLERANCE.get(model.dtype, _HALF_TOLERANCE) and (
         found > (most := tolerance(model, sample, plain))

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import record
 from evaluation import HERE, Evaluation, recipe_of
-from evidence_tables import published, table
+from evidence_tables import free, published, table
 from kvloom.cli.options import split_recipes
 from kvloom.errors import RecipeError
 from kvloom.eval.passes import with_full
@@ -101,6 +101,7 @@ RUNS = {  # model, context, text
     "reference-2k": ("reference", 2048, library_text),
     "smollm2-2k-prose": ("smollm2", 2048, prose),
 }
+SHOWN = {"perplexity": table, "free": free}
 QUICK_RUN = "smollm2-2k"
 QUICK = {
     "perplexity": ("near-lossless", "balanced", "kivi-4", "kivi", "snapkv", "minikv"),
@@ -230,7 +231,8 @@ def main() -> None:
         figures = measure(
             run, options.tasks.split(","), names, None, options.folder, options.samples
         )
-        print(table(figures))
+        measured = {row["task"] for row in figures}
+        print("\n\n".join(show(figures) for task, show in SHOWN.items() if task in measured))
         environment = record.environment(dtype=DTYPE)
         record.write(f"evidence_{run}", {"environment": environment, "figures": figures})
 

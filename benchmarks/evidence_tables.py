@@ -84,6 +84,18 @@ def tasks(figures: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def free(figures: list[dict]) -> str:
+    """Return the scores of free-running generation as a Markdown table, by bytes."""
+    lines = [
+        "| Recipe | Bytes | Free-running KL | Tokens until it differs |",
+        "|---|---|---|---|",
+    ]
+    for row in sorted((f for f in figures if f["task"] == "free"), key=lambda f: -f["share"]):
+        kl, tokens = (_interval(row["scores"][name]) for name in ("kl_mean", "diverged_at"))
+        lines.append(f"| `{row['recipe']}` | {row['share']:.1%} | {kl} | {tokens} |")
+    return "\n".join(lines)
+
+
 def front(figures: list[dict]) -> str:
     """Return the recommended recipe and the best other one of each task and size, as Markdown."""
     lines = [
@@ -112,15 +124,23 @@ def _interval(score: dict) -> str:
     return f"{score['mean']:.3g}{bounds}"
 
 
-KINDS = {"table": table, "tasks": tasks, "front": front}
+KINDS = {"table": table, "tasks": tasks, "free": free, "front": front}
 
 
 def published(run: str) -> list[dict]:
-    """Return the published figures of a run, of the one machine that has some."""
-    files = list((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.json"))
-    if len(files) != 1:
-        sys.exit(f"{len(files)} machines have published figures of {run}: expected one")
-    return json.loads(files[0].read_text())["figures"]
+    """Return the published figures of a run; a task is from the one machine that has it."""
+    machine_of_task: dict[str, str] = {}
+    figures = []
+    for file in sorted((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.json")):
+        machine = file.parent.name
+        for row in json.loads(file.read_text())["figures"]:
+            first = machine_of_task.setdefault(row["task"], machine)
+            if first != machine:
+                sys.exit(f"{first} and {machine} both have figures of {run}, {row['task']}")
+            figures.append(row)
+    if not figures:
+        sys.exit(f"no machine has published figures of {run}")
+    return figures
 
 
 def filled(text: str) -> str:

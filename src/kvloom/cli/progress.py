@@ -26,6 +26,8 @@ import typer
 
 EVERY_S = 10.0
 """Seconds between two plain lines; a shorter command prints none."""
+LEAST = 0.02
+"""The share of the work that must be finished before its end is estimated."""
 
 
 @contextmanager
@@ -55,10 +57,12 @@ class Estimate:
             self._last = self._clock(), done
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until all units are finished; None before one is."""
-        if self._first is None or self._first == self._last:
+        """Return the seconds until all units are finished; None while too few are."""
+        if self._first is None:
             return None
         (begin, before), (end, done) = self._first, self._last
+        if done - before < max(LEAST * (self._total - before), 1e-9):
+            return None
         left = (self._total - done) * (end - begin) / (done - before)
         return max(0.0, left - (self._clock() - end))
 

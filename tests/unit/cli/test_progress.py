@@ -37,7 +37,7 @@ def test_lines_say_what_is_done_and_how_far(monkeypatch):
 
 def test_an_estimate_leaves_out_what_an_earlier_run_finished():
     now = 100.0
-    estimate = module.Estimate(total=10, clock=lambda: now)
+    estimate = module.Estimate(total=204, clock=lambda: now)
 
     def left(seconds, done):
         nonlocal now
@@ -46,9 +46,10 @@ def test_an_estimate_leaves_out_what_an_earlier_run_finished():
         return estimate.seconds_left()
 
     assert left(0, 4) is None
-    assert left(30, 6) == 4 * 15
-    assert left(20, 6) == 40
-    assert left(50, 6) == 0
+    assert left(10, 7) is None  # less than a fiftieth
+    assert left(20, 8) == 196 * 30 / 4
+    assert left(20, 8) == 196 * 30 / 4 - 20
+    assert left(2000, 8) == 0
 
 
 def test_short_work_prints_nothing(capsys):

@@ -14,7 +14,7 @@ import probe
 from for_each import for_each
 from kvloom.analyse import attention
 from kvloom.cache.slot_storage import SlotStorage
-from kvloom.errors import InputError, UnsupportedModel
+from kvloom.errors import IncompatibleRecipe, InputError, UnsupportedModel
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
 from kvloom.inspect import trace_recipe
@@ -302,7 +302,7 @@ def test_layers_keep_their_numbers_beside_layers_that_slide(tokenizer):
 
 def test_a_model_of_which_nothing_is_held_is_refused_and_left_alone(tokenizer):
     model = sliding(tokenizer, ["sliding_attention"] * 2)
-    with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
+    with pytest.raises(IncompatibleRecipe, match="would compress nothing"):
         seen_by(model, tokenizer, "h2o")
     with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
         attention.measure(model, torch.ones(1, 9, dtype=torch.long), context=8)

@@ -305,6 +305,8 @@ def test_a_model_of_which_nothing_is_held_is_refused_and_left_alone(tokenizer):
     with pytest.raises(IncompatibleRecipe, match="would compress nothing"):
         seen_by(model, tokenizer, "h2o")
     with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
+        seen_by(model, tokenizer, "full")
+    with pytest.raises(IncompatibleRecipe, match="would compress nothing"):
         attention.measure(model, torch.ones(1, 9, dtype=torch.long), context=8)
     assert getattr(model, "_kvloom", None) is None
 

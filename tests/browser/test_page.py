@@ -20,7 +20,7 @@ from kvloom.inspect import page, trace_recipe
 
 TEXT = (
     "The magic number for copper is 48213.\nThe </script> of it: naïve 日本, <b>bold</b> & done.\n"
-    + "A cache holds what a model has read, so that it need not read it again.\n" * 6
+    + "A cache holds what a model has read, so that it need not read it again.\n" * 11
     + "The magic number for copper is"
 )
 NEW = 6

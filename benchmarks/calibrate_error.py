@@ -13,18 +13,18 @@ import argparse
 
 import torch
 
-from kvloom.analyse.error import quantized
 from kvloom.calibrate.clip_search import GRID
-from kvloom.cli.calibrate import DEFAULT_RECIPES
-from kvloom.cli.options import split_recipes
-from kvloom.eval import load
+from kvloom.calibrate.recorder import AttentionInputs, compressible_layers, record
+from kvloom.calibrate.sampled_attention import AttentionSample, ExactAttention
 from kvloom.hf.metadata import load_layer_metadata
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import LayerMetadata
-from kvloom.workload.recorder import AttentionInputs, compressible_layers, record
-from kvloom.workload.sampled_attention import AttentionSample, ExactAttention
-from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
+from kvloom_lab.analyse.error import quantized
+from kvloom_lab.cli.calibrate import DEFAULT_RECIPES
+from kvloom_lab.cli.options import split_recipes
+from kvloom_lab.eval import load
+from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 EXACT_TOKENS = (0, 0), (5, 128)
 

@@ -8,13 +8,13 @@ Reads all contexts, even after the ranges have settled.
 from __future__ import annotations
 
 from kvloom.calibrate import Settings, calibrate, cut_contexts
-from kvloom.cli.progress import show_progress
-from kvloom.eval import load
 from kvloom.hf.metadata import BESIDE
 from kvloom.recipe.resolve import resolve
-from kvloom.reference import WEIGHTS
-from kvloom.reference.corpus import calibration_text
-from kvloom.workload.text import leading_ids, tokenize
+from kvloom_lab.cli.progress import show_progress
+from kvloom_lab.eval import load
+from kvloom_lab.models.reference import WEIGHTS
+from kvloom_lab.workload.corpus import calibration_text
+from kvloom_lab.workload.text import leading_ids, tokenize
 
 
 def recipes() -> list[str]:

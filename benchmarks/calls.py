@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 import kvloom
+import kvloom_lab
 import record
 from kvloom.kernels import cpu_runtime
 
@@ -32,7 +33,7 @@ class Steps:
     """The steps of all layers of one cache."""
 
     def __init__(self, recipe: str, prompt: int, dtype: torch.dtype) -> None:
-        model = kvloom.reference_model(dtype)
+        model = kvloom_lab.reference_model(dtype)
         config = model.config
         self.shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.dtype = dtype

@@ -33,6 +33,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import torch
 
 import kvloom
+import kvloom_lab
 import record
 from held import check
 from kvloom.errors import IncompatibleRecipe, RecipeError
@@ -44,7 +45,7 @@ from kvloom.recipe.named import RECIPES
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import FORMATS, Store
-from kvloom.workload.text import library_text
+from kvloom_lab.workload.text import library_text
 
 PROMPT = 376  # 120 tokens behind the second block of 128: decoding fills the third
 STEPS = (*[1] * 9, 5, 1, 70, 1)
@@ -214,8 +215,8 @@ def main() -> None:
     """Run all combinations."""
     args = record.options(__doc__, only="", padded=False, every=1)
     torch.set_num_threads(1)
-    model = kvloom.reference_model(torch.float32)
-    tokenizer = kvloom.reference_tokenizer()
+    model = kvloom_lab.reference_model(torch.float32)
+    tokenizer = kvloom_lab.reference_tokenizer()
     ids = tokenizer(library_text()[:20_000], return_tensors="pt").input_ids[
         :, : PROMPT + sum(STEPS)
     ]

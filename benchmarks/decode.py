@@ -16,13 +16,13 @@ import time
 import torch
 
 import record
-from kvloom.bench import LayerShape
-from kvloom.bench.decode import candidates
-from kvloom.bench.timing import Candidate
-from kvloom.bench.transformers_caches import INSTALL
 from kvloom.kernels import dispatch
-from kvloom.workload.bandwidth import read_bandwidth_gb_s
-from kvloom.workload.shapes import short_name
+from kvloom_lab.bench import LayerShape
+from kvloom_lab.bench.decode import candidates
+from kvloom_lab.bench.timing import Candidate
+from kvloom_lab.bench.transformers_caches import INSTALL
+from kvloom_lab.workload.bandwidth import read_bandwidth_gb_s
+from kvloom_lab.workload.shapes import short_name
 
 D = 128
 RECIPES = {

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvloom.eval.evaluate import evaluate
-from kvloom.eval.result_files import ResultFolder
-from kvloom.eval.sample import Source
-from kvloom.eval.summary import Figures, summarize
-from kvloom.eval.tasks import task_named
 from kvloom.hf import compat
+from kvloom.progress import Progress
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.report.machine import machine, model_facts
-from kvloom.workload.progress import Progress
+from kvloom_lab.eval.evaluate import evaluate
+from kvloom_lab.eval.result_files import ResultFolder
+from kvloom_lab.eval.sample import Source
+from kvloom_lab.eval.summary import Figures, summarize
+from kvloom_lab.eval.tasks import task_named
+from kvloom_lab.report.machine import machine, model_facts
 
 HERE = Path(__file__).parent
 

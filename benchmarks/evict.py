@@ -19,14 +19,14 @@ from dataclasses import asdict, replace
 import torch
 
 import record
-from kvloom.eval import Settings, iter_rows, load, prepare, with_full
-from kvloom.eval.comparison.needles import count_correct
 from kvloom.hf.compat import geometry
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.workload.crew import run_alone
-from kvloom.workload.text import library_text
+from kvloom_lab.eval import Settings, iter_rows, load, prepare, with_full
+from kvloom_lab.eval.comparison.needles import count_correct
+from kvloom_lab.workload.crew import run_alone
+from kvloom_lab.workload.text import library_text
 
 QUESTIONS = 208
 NAMES = (

@@ -15,8 +15,9 @@ import torch
 from transformers import DynamicCache
 
 import kvloom
+import kvloom_lab
 import record
-from kvloom.bench.timing import Candidate, time_candidates
+from kvloom_lab.bench.timing import Candidate, time_candidates
 
 RECIPES = ("full", "h2o", "keyformer", "snapkv:fraction=0.5", "random", "window:tokens=4096")
 
@@ -32,7 +33,7 @@ def main() -> None:
 
 def measure(dtype: torch.dtype, context: int, steps: int) -> list[dict]:
     """Return one row per cache, on the reference model."""
-    plain, ours = (kvloom.reference_model(dtype) for _ in range(2))
+    plain, ours = (kvloom_lab.reference_model(dtype) for _ in range(2))
     ids = torch.randint(3, plain.config.vocab_size, (1, context))
     candidates = {"DynamicCache": (plain, DynamicCache(config=plain.config))}
     candidates |= {recipe: (ours, kvloom.Cache(ours, recipe)) for recipe in RECIPES}

@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 
 import record
-from kvloom.bench.timing import Candidate, time_candidates
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import ops
 from kvloom.kernels.score.noise import Noise
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
+from kvloom_lab.bench.timing import Candidate, time_candidates
 
 HEADS, DIM = 8, 128  # of the scored layer
 LLAMA = Geometry(layers=32, q_heads=32, kv_heads=32, head_dim=128, dtype=torch.float16)

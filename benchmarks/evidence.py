@@ -29,14 +29,14 @@ from pathlib import Path
 import record
 from evaluation import HERE, Evaluation, recipe_of
 from evidence_tables import free, published, table
-from kvloom.cli.options import split_recipes
 from kvloom.errors import RecipeError
-from kvloom.eval.passes import with_full
-from kvloom.eval.share import at_share
 from kvloom.hf.metadata import BESIDE
 from kvloom.recipe.spec import Recipe
-from kvloom.workload.models import load
-from kvloom.workload.text import library_text
+from kvloom_lab.cli.options import split_recipes
+from kvloom_lab.eval.passes import with_full
+from kvloom_lab.eval.share import at_share
+from kvloom_lab.models import load
+from kvloom_lab.workload.text import library_text
 
 DTYPE = "bfloat16"
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12

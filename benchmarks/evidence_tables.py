@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from kvloom.eval.summary import higher_is_better
+from kvloom_lab.eval.summary import higher_is_better
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "internals" / "evidence.md"

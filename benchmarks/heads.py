@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 import record
-from kvloom.eval.comparison.needles import count_correct, haystacks
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
-from kvloom.reference.corpus import calibration_text
-from kvloom.workload import models
-from kvloom.workload.crew import run_alone
-from kvloom.workload.forward import forward
-from kvloom.workload.prefill import prefill
-from kvloom.workload.text import leading_ids
+from kvloom_lab import models
+from kvloom_lab.eval.comparison.needles import count_correct, haystacks
+from kvloom_lab.workload.corpus import calibration_text
+from kvloom_lab.workload.crew import run_alone
+from kvloom_lab.workload.forward import forward
+from kvloom_lab.workload.prefill import prefill
+from kvloom_lab.workload.text import leading_ids
 
 CONTEXT, LATER = 2048, 256
 NAMES = [

@@ -16,12 +16,12 @@ import torch
 import kvloom
 import record
 from kvloom import Recipe
-from kvloom.eval import Settings, compare, load, prepare
-from kvloom.eval.comparison.table import line
-from kvloom.eval.papers.kivi import GROUP, cell
 from kvloom.hf.compat import geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.workload.text import library_text
+from kvloom_lab.eval import Settings, compare, load, prepare
+from kvloom_lab.eval.comparison.table import line
+from kvloom_lab.papers.kivi import GROUP, cell
+from kvloom_lab.workload.text import library_text
 
 
 def grid() -> list[Recipe]:

@@ -23,6 +23,7 @@ import torch
 from transformers import DynamicCache
 
 import kvloom
+import kvloom_lab
 import record
 from kvloom.hf.routed import RoutedLayer
 from kvloom.kernels import cpu_runtime
@@ -91,7 +92,7 @@ def main() -> None:
     )
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = kvloom.reference_model(dtype)
+        model = kvloom_lab.reference_model(dtype)
         times: dict[str, list[float]] = {name: [] for name in (STOCK, *options.recipes)}
         for i in range(options.repeats + 1):
             for name in times:

@@ -27,8 +27,9 @@ def one(recipe: str, tokens: int) -> dict[str, float]:
     import torch
 
     import kvloom
+    import kvloom_lab
 
-    model = kvloom.reference_model(torch.float32)
+    model = kvloom_lab.reference_model(torch.float32)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens))
     with torch.inference_mode():
         model(input_ids=ids[:, :64], past_key_values=kvloom.Cache(model, recipe))

@@ -1,10 +1,10 @@
 """Planned beside measured: bytes of the cache, and times of a decode step.
 
 A Llama with random weights (`SHAPE`) decodes on caches that are filled without a prompt. Each
-recipe is measured at each context and batch; `kvloom.planner` predicts the same from measurements
-of single layers. Times are CPU seconds of one thread, and the least of several calls, on both
-sides, so that other load on the machine counts as little as possible. Other load changes even these
-within minutes, so the machine is measured again before each group of steps.
+recipe is measured at each context and batch; `kvloom_lab.planner` predicts the same from
+measurements of single layers. Times are CPU seconds of one thread, and the least of several calls,
+on both sides, so that other load on the machine counts as little as possible. Other load changes
+even these within minutes, so the machine is measured again before each group of steps.
 
 The work is done in pieces, which are kept in benchmarks/out/plan.json: the same command continues.
 
@@ -27,14 +27,14 @@ from transformers import LlamaConfig
 
 import record
 from kvloom.kernels.dispatch import compile_seconds
-from kvloom.planner import machine_measurement
-from kvloom.planner.cache_bytes import CacheBytes
-from kvloom.planner.decode_step import step_work
-from kvloom.planner.model import ModelFacts, read_model
 from kvloom.recipe.resolve import resolve
-from kvloom.workload import filled_caches
-from kvloom.workload.random_llama import random_llama
-from kvloom.workload.shapes import ModelShape
+from kvloom_lab.models.random_llama import random_llama
+from kvloom_lab.planner import machine_measurement
+from kvloom_lab.planner.cache_bytes import CacheBytes
+from kvloom_lab.planner.decode_step import step_work
+from kvloom_lab.planner.model import ModelFacts, read_model
+from kvloom_lab.workload import filled_caches
+from kvloom_lab.workload.shapes import ModelShape
 
 OUT = Path(__file__).parent / "out" / "plan.json"
 RECIPES = ("full", "kivi-4", "kivi", "h2o", "snapkv", "quest")

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 import kvloom
 import record
 from evidence import prose
-from kvloom.workload.models import load
+from kvloom_lab.models import load
 
 STOCK = "DynamicCache"
 

@@ -31,16 +31,16 @@ import record
 from kvloom import Cache
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
-from kvloom.eval import Settings, load, prepare
-from kvloom.eval.comparison.needles import count_correct, haystacks
-from kvloom.eval.papers.recalling import PAPER, PAPER_OPTIONS, recall_rates
 from kvloom.hf.compat import geometry
 from kvloom.hf.observe import ObservedStep, observe
 from kvloom.recall import Index, Pages
 from kvloom.recipe.resolve import resolve
-from kvloom.workload.crew import run_alone
-from kvloom.workload.forward import forward
-from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
+from kvloom_lab.eval import Settings, load, prepare
+from kvloom_lab.eval.comparison.needles import count_correct, haystacks
+from kvloom_lab.papers.recalling import PAPER, PAPER_OPTIONS, recall_rates
+from kvloom_lab.workload.crew import run_alone
+from kvloom_lab.workload.forward import forward
+from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 from recall_speed import decode, prefill
 
 BUDGETS = (256, 512, 1024, 2048)

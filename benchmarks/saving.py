@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import kvloom
+import kvloom_lab
 import record
 
 
@@ -33,7 +34,7 @@ def ms(fn: Callable, repeats: int) -> float:
 def main() -> None:
     recipes = ["full", "kivi", "skvq:group=32", "h2o"]
     options = record.options(__doc__, tokens=4096, repeats=5, recipes=recipes)
-    model = kvloom.reference_model(torch.bfloat16)
+    model = kvloom_lab.reference_model(torch.bfloat16)
     vocabulary = model.config.vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import record
-from kvloom.analyse import error
-from kvloom.eval import Row, Settings, compare, environment, load, plot, prepare
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.workload.text import cut_rows, leading_ids, library_text, tokenize
+from kvloom_lab.analyse import error
+from kvloom_lab.eval import Row, Settings, compare, environment, load, plot, prepare
+from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 BARE = "group=32,reorder=false,pre_rope=false,clip=1.0,window=0,sinks=0,meta=fp16"
 WINDOW = 128

@@ -2,8 +2,8 @@
 
 Three sets of figures: the paper's; ours with the formulas of LLM-Viewer at that time, which loaded
 only half of the KV cache and counted neither the embedding nor the output matrix; and ours by
-`kvloom.planner`, with all bytes of weights and of a cache of the recipe, scales, zero points and
-exact window included. All are rooflines: bytes divided by 2,039 GB/s. Nothing is measured. The
+`kvloom_lab.planner`, with all bytes of weights and of a cache of the recipe, scales, zero points
+and exact window included. All are rooflines: bytes divided by 2,039 GB/s. Nothing is measured. The
 paper's claim of one million tokens in 80 GB is computed with the true bytes too.
 
     python benchmarks/skvq_roofline.py
@@ -15,12 +15,12 @@ import torch
 from transformers import LlamaConfig
 
 import record
-from kvloom.planner.cache_bytes import CacheBytes
-from kvloom.planner.decode_step import step_work
-from kvloom.planner.hardware import Hardware
-from kvloom.planner.model import read_model
-from kvloom.planner.ranges import Range
 from kvloom.recipe.resolve import resolve
+from kvloom_lab.planner.cache_bytes import CacheBytes
+from kvloom_lab.planner.decode_step import step_work
+from kvloom_lab.planner.hardware import Hardware
+from kvloom_lab.planner.model import read_model
+from kvloom_lab.planner.ranges import Range
 
 BANDWIDTH = 2039e9
 TOKENS = {"32k": 32_000, "128k": 128_000, "200k": 200_000}

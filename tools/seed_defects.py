@@ -117,7 +117,8 @@ def caught_by(folder: Path, arguments: Sequence[str]) -> str | None:
         [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments],
         cwd=folder, capture_output=True, text=True,
         env=os.environ | {
-            "PYTHONPATH": str(folder / "src"), "NUMBA_CACHE_DIR": str(folder / ".numba"),
+            "PYTHONPATH": os.pathsep.join(map(str, folder.glob("packages/*/src"))),
+            "NUMBA_CACHE_DIR": str(folder / ".numba"),
             "PYTHONDONTWRITEBYTECODE": "1",
         },
     )  # fmt: skip

@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from kvloom.reference import WEIGHTS
+from kvloom_lab.models.reference import WEIGHTS
 
 CARD = """\
 # The reference model of kvloom
@@ -121,7 +121,8 @@ def card(
     note: str,
 ) -> str:
     """Return the card's text."""
-    from kvloom.reference import corpus, reference_tokenizer
+    from kvloom_lab.models.reference import reference_tokenizer
+    from kvloom_lab.workload import corpus
 
     from . import data, tasks
 

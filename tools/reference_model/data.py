@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.reference import corpus
-from kvloom.reference.tasks import WORDS, Encoder, Fact, hide
+from kvloom_lab.workload import corpus
+from kvloom_lab.workload.facts import WORDS, Encoder, Fact, hide
 
 from .tasks import copy_fact, needle_fact, pair_fact, variable_facts
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.reference import corpus
-from kvloom.reference.tasks import Encoder, Fact, hide
+from kvloom_lab.workload import corpus
+from kvloom_lab.workload.facts import Encoder, Fact, hide
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvloom.reference import corpus
-from kvloom.reference.tasks import WORDS
+from kvloom_lab.workload import corpus
+from kvloom_lab.workload.facts import WORDS
 
 from . import attention, data, tasks
 from .tokenizer import train_tokenizer

@@ -1,0 +1,189 @@
+"""How attention is distributed over tokens, layer by layer, and how a recipe changes it.
+
+One pass measures everything: a prompt attends exactly under every recipe, so its queries and keys
+are those of the plain model; the steps after it attend to the recipe's cache. The figures:
+
+- sparsity (Keyformer, arXiv:2403.09054, figure 3a, which does not state its threshold): the share
+  of attention weights below 1% of the largest weight of their query row, among all causal weights
+  of all query heads and rows of the prompt.
+- cdf (figure 3b): the share of a query head's attention, summed over the prompt's rows, on its best
+  tokens, as a function of the fraction of tokens; the mean over query heads.
+- variance (MiniKV, arXiv:2411.18077, figure 7): the variance over tokens (divided by N - 1) of the
+  attention summed over the prompt's rows and over the query heads that share a key/value head; the
+  mean over key/value heads. Budgets by variance divide by it.
+- before, after (Keyformer, figure 4, equations 2 and 3): a token's score is the attention it
+  receives, averaged over the queries after the prompt, for every query head. Before: the softmax
+  runs over all tokens. After: over the tokens in the cache, with the same logits, so the shares of
+  evicted tokens go to the others. Keys are exact in both; quantization is not measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvloom.cache.layer import LayerCache
+from kvloom.cache.reading import marked
+from kvloom.hf.attach import attachment_restored
+from kvloom.hf.cache import Cache
+from kvloom.hf.observe import ObservedStep, observe
+from kvloom.hf.routed import RoutedLayer
+from kvloom.hf.shard import needs_whole
+from kvloom.kernels import ops
+from kvloom.progress import Progress
+from kvloom.recipe.spec import Recipe
+
+from ..workload.forward import forward
+from .attention_figures import (
+    EDGES,
+    GRID,
+    THRESHOLD,
+    count_negligible,
+    mass_curve,
+    mass_variance,
+    score_histogram,
+    weight_blocks,
+)
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """The figures of one layer; the module's docstring defines sparsity, cdf and variance.
+
+    Attributes:
+        number: Of the layer in the model.
+        sparsity: See the module.
+        cdf: See the module.
+        most: The fraction of tokens with 90% of the attention, read from the cdf.
+        variance: See the module.
+        held_tokens: Tokens in the cache of a head after the prompt.
+        kept: The share of the later queries' attention on tokens in the cache, the mean over
+            queries and heads.
+        before: Share of the prompt's tokens in each bin of scores.
+        after: The same for tokens still in the cache at the last query; it sums to their share.
+    """
+
+    number: int
+    sparsity: float
+    cdf: list[float]
+    most: float
+    variance: float
+    held_tokens: int
+    kept: float
+    before: list[float]
+    after: list[float]
+
+
+def measure(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    context: int,
+    recipe: Recipe | str = "h2o",
+    progress: Progress | None = None,
+) -> list[LayerAttention]:
+    """Prefill the first `context` of ids [1, tokens], then decode the others one by one.
+
+    There must be at least one other token. Returns one `LayerAttention` for each layer that kvloom
+    compresses; the model is left as it was. progress: called with units that sum to
+    tokens - context + 1. Raises what `Cache` and `watch` raise.
+    """
+    needs_whole(model, "an analysis")
+    on_step = progress or (lambda what, units: None)
+    text = ids.to(model.device)
+    with attachment_restored(model), torch.inference_mode():
+        cache = Cache(model, recipe)
+        numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, RoutedLayer)]
+        layers = [_LayerObserver(number) for number in numbers]
+        observe(cache, lambda look: layers[look.layer].before_attention(look))
+        for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
+            on_step("reading the prompt" if lo == 0 else "decoding", 0)
+            forward(model, text[:, lo:hi], cache)
+            for layer, routed in zip(layers, cache.routed, strict=True):
+                layer.after_step(routed.cache)
+            on_step("decoding", 1)
+    return [layer.figures() for layer in layers]
+
+
+def to_data(layers: Sequence[LayerAttention], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures as plain data."""
+    return {
+        "environment": environment,
+        "threshold": THRESHOLD,
+        "grid": GRID,
+        "edges": EDGES,
+        "layers": [asdict(layer) for layer in layers],
+    }
+
+
+class _LayerObserver:
+    """Accumulates the figures of one layer while the text is read."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.sparsity = self.kept = 0.0
+        self.mass = self.before = self.after = torch.empty(0)  # fp32 [Hq, prompt tokens]
+        self.cached = self.cached_before = torch.empty(0)  # bool [Hk, N]: tokens in the cache
+        self.groups = self.cached_tokens = self.queries = 0
+
+    def before_attention(self, look: ObservedStep) -> None:
+        """Process the inputs of the prompt, or of one decode step."""
+        q, k = look.q[0], look.keys[0]
+        if look.cache.seen == 0:
+            self._prompt(q, k, look)
+            return
+        weights = ops.column_mass(
+            look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias
+        )[0]
+        own = self.cached.new_ones(len(self.cached), 1)
+        self.cached = torch.cat([self.cached, own], dim=1)
+        in_cache = weights * self.cached.repeat_interleave(len(q) // len(k), dim=0)
+        share = in_cache.sum(dim=-1, keepdim=True)
+        prompt = self.mass.shape[1]
+        self.before += weights[:, :prompt]
+        self.after += (in_cache / share)[:, :prompt]
+        self.kept += share.mean().item()
+        self.queries += 1
+
+    def after_step(self, cache: LayerCache) -> None:
+        """Record which tokens are in the cache after a step."""
+        index = cache.logical()[0]
+        self.cached_before = self.cached
+        self.cached = marked(index, cache.seen)
+        if self.queries == 0:
+            self.cached_tokens = round(self.cached.sum().item() / len(index))
+
+    def figures(self) -> LayerAttention:
+        """Return the figures of the layer."""
+        curve = mass_curve(self.mass)
+        still_cached = self.cached_before[:, : self.mass.shape[1]]
+        still_cached = still_cached.repeat_interleave(len(self.mass) // self.groups, dim=0)
+        return LayerAttention(
+            number=self.number,
+            sparsity=self.sparsity,
+            cdf=curve.tolist(),
+            most=float(np.interp(0.9, curve, GRID)),
+            variance=mass_variance(self.mass, self.groups),
+            held_tokens=self.cached_tokens,
+            kept=self.kept / self.queries,
+            before=score_histogram(self.before / self.queries, torch.ones_like(still_cached)),
+            after=score_histogram(self.after / self.queries, still_cached),
+        )
+
+    def _prompt(self, q: Tensor, k: Tensor, look: ObservedStep) -> None:
+        hq, t, _ = q.shape
+        self.groups = len(k)
+        self.mass = q.new_zeros(hq, t, dtype=torch.float32)
+        negligible = 0
+        bias = None if look.bias is None else look.bias[0]
+        for weights in weight_blocks(q, k, look.scale, look.softcap, bias):
+            negligible += count_negligible(weights)
+            self.mass[:, : weights.shape[-1]] += weights.sum(dim=1)
+        self.sparsity = negligible / (hq * t * (t + 1) / 2)
+        self.before, self.after = torch.zeros_like(self.mass), torch.zeros_like(self.mass)

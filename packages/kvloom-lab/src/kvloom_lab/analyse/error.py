@@ -1,0 +1,149 @@
+"""The error of a recipe's formats in keys, values and attention, layer by layer (KIVI, Table 2).
+
+The plain model reads some contexts. In every layer, all tokens are quantized as each recipe
+quantizes them (without recent windows or sinks: formats are compared, not recipes), and sampled
+queries attend again. Relative errors are norms, |x - x'| / |x|, over all contexts and heads:
+
+- keys, values: of the tensors themselves.
+- weights: of attention, softmax(q K') against softmax(q K), on query rows of the second half.
+- output_values: of the output A V' with exact weights, as in the paper's table for values.
+- output: of A' V', with quantized keys and values.
+
+The paper (arXiv:2402.02750) states no formula and no bit width for its figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvloom.calibrate.recorder import AttentionInputs, compressible_layers, record
+from kvloom.calibrate.sampled_attention import AttentionSample, ExactAttention
+from kvloom.hf import compat
+from kvloom.hf.attach import attachment_restored
+from kvloom.hf.metadata import load_layer_metadata
+from kvloom.hf.shard import needs_whole
+from kvloom.progress import Progress
+from kvloom.recipe.spec import Recipe
+from kvloom.store import Format, LayerMetadata, Packed
+from kvloom.store.codec import Channels
+from kvloom.store.packed import PackedTokens
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The relative errors of one layer, as the module defines them; 0 where the side is exact."""
+
+    keys: float
+    values: float
+    weights: float
+    output_values: float
+    output: float
+
+
+NAMES = tuple(f.name for f in fields(LayerError))
+
+
+def measure(
+    model: PreTrainedModel,
+    ids: Tensor,
+    recipes: Sequence[Recipe],
+    queries: int = 64,
+    progress: Progress | None = None,
+) -> dict[str, dict[int, LayerError]]:
+    """Return the errors of each recipe's formats, by recipe name and layer number.
+
+    ids: int64 [M, T], contexts. queries: sampled queries of a context. progress: called with one
+    unit a context. The model is left as it was. Raises `IncompatibleRecipe`.
+    """
+    compat.refuse_unsupported(model)
+    needs_whole(model, "an analysis")
+    for recipe in recipes:
+        recipe.check(compat.geometry(model))
+    metadata = {recipe.name: load_layer_metadata(model, recipe) for recipe in recipes}
+    squares: dict[tuple[str, int], Tensor] = {}
+    with attachment_restored(model):
+        index = {number: i for i, number in enumerate(compressible_layers(model))}
+
+        def add(number: int, inputs: AttentionInputs) -> None:
+            exact = ExactAttention(AttentionSample.of(inputs, queries))
+            for recipe in recipes:
+                new = _squares(exact, inputs, recipe, metadata[recipe.name][index[number]])
+                key = recipe.name, number
+                squares[key] = squares[key] + new if key in squares else new
+
+        for i in range(len(ids)):
+            record(model, ids[i : i + 1], add)
+            if progress:
+                progress("quantizing", 1)
+    errors: dict[str, dict[int, LayerError]] = {recipe.name: {} for recipe in recipes}
+    for (name, number), pairs in squares.items():
+        error, exact = pairs.unbind(1)
+        errors[name][number] = LayerError(*(error / exact.clamp_min(1e-30)).sqrt().tolist())
+    return errors
+
+
+def mean(errors: dict[int, LayerError]) -> LayerError:
+    """Return the mean over layers."""
+    rows = [list(asdict(e).values()) for e in errors.values()]
+    return LayerError(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+
+
+def to_data(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return plain data: of each recipe its name, the mean over layers, and every layer."""
+    rows = [
+        {
+            "recipe": name,
+            **asdict(mean(errors)),
+            "layers": [{"layer": number, **asdict(e)} for number, e in sorted(errors.items())],
+        }
+        for name, errors in found.items()
+    ]
+    return {"environment": environment, "rows": rows}
+
+
+def quantized(
+    x: Tensor, fmt: Format | None, channels: Channels | None, layer: LayerMetadata
+) -> Tensor:
+    """Return x [B, Hk, N, D] after quantization to a format, in the dtype of x.
+
+    The tokens after the last full group, or tile, stay exact. None: no format.
+    """
+    if fmt is None:
+        return x
+    if not isinstance(fmt, Packed):
+        whole = x.shape[2] // fmt.unit * fmt.unit
+        again = fmt.unpack(fmt.pack(x[:, :, :whole]), x.dtype)
+        return torch.cat([again, x[:, :, whole:]], dim=2)
+    whole = x.shape[2] // fmt.tokens_per_scale * fmt.tokens_per_scale
+    if not whole:
+        return x
+    at = torch.arange(whole).view(1, 1, -1)
+    tokens = PackedTokens(fmt, channels, layer.rope)
+    tokens.append(x[:, :, :whole], at=at)
+    return torch.cat([tokens.view(at=at).tensor(), x[:, :, whole:]], dim=2)
+
+
+def _squares(
+    exact: ExactAttention, inputs: AttentionInputs, recipe: Recipe, layer: LayerMetadata
+) -> Tensor:
+    """Return squared norms [5, 2] of error and exact tensor, in the order of `LayerError`."""
+    keys, values = recipe.store.keys, recipe.store.values
+    k = quantized(inputs.k, keys, layer.keys, layer).float().cpu()
+    v = quantized(inputs.v, values, layer.values, layer).float().cpu()
+    weights = exact.weights_with_keys(k - exact.k)
+    out = exact.out
+    pairs = (
+        (k, exact.k),
+        (v, exact.v),
+        (weights, exact.weights),
+        (exact.weights @ v, out),
+        (weights @ v, out),
+    )
+    rows = [[(a - b).square().sum(), b.square().sum()] for a, b in pairs]
+    return torch.tensor(rows, dtype=torch.float64)

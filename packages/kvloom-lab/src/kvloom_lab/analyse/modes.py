@@ -1,0 +1,212 @@
+"""Compare `full` with the plain model in every mode of generation, and a recipe's kernels with
+their reference.
+
+Random tokens; each mode runs once on the plain model and once with a kvloom cache. A recipe has no
+plain counterpart, so its row compares the kernels that it uses with the reference in torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvloom.errors import KvloomError
+from kvloom.hf import compat
+from kvloom.hf.cache import Cache
+from kvloom.hf.self_check import batch, difference, generate, tolerance, trial
+from kvloom.kernels import dispatch
+from kvloom.recipe.spec import Recipe
+
+_PACKED = 384  # tokens of a prompt of which every named recipe packs or drops some
+EQUAL, DIFFERENT, REFUSED, PLAIN_FAILS = "equal", "different", "refused", "plain fails"
+
+
+@dataclass(frozen=True)
+class ModeCheck:
+    """What one mode gave.
+
+    Attributes:
+        mode: The mode.
+        result: "equal", "different", "refused" (by kvloom) or "plain fails" (without kvloom).
+        difference: Of logits, relative to their spread; None if they were not compared.
+        tokens: The share of generated tokens that are equal.
+        seconds: Of wall time, both runs.
+        note: The error, or the kernels that ran.
+    """
+
+    mode: str
+    result: str
+    difference: float | None
+    tokens: float | None
+    seconds: float
+    note: str = ""
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def check_modes(
+    model: PreTrainedModel,
+    recipe: Recipe | None = None,
+    on_mode: Callable[[str, int, int], None] = lambda *_: None,
+) -> Iterator[ModeCheck]:
+    """Yield the check of every mode, and of the kernels of a recipe.
+
+    Args:
+        model: A model that kvloom does not refuse.
+        recipe: Whose kernels to compare with the reference; None leaves that out.
+        on_mode: Called with the mode's name, its number and the number of modes.
+    """
+    rows = len(MODES) + 1 + (recipe is not None)
+    limit = _limit(model)
+    for i, (name, run) in enumerate(MODES.items()):
+        on_mode(name, i, rows)
+        yield _compare(limit, name, partial(_plain, model, run), partial(_routed, model, run))
+    on_mode("save and load", rows - 2, rows)
+    yield _compare(
+        limit, "save and load", partial(_routed, model, _second_turn),
+        partial(_routed, model, _saved_turn),
+    )  # fmt: skip
+    if recipe is not None:
+        on_mode("kernels", rows - 1, rows)
+        yield _kernels(model, recipe, limit)
+
+
+def _padded(model: PreTrainedModel, **options: Any) -> Any:
+    return generate(model, batch(model), **options)
+
+
+def _beams(model: PreTrainedModel) -> Any:
+    """Logits of the first step: later ones are in the order of the beams."""
+    out = _padded(model, num_beams=3)
+    return SimpleNamespace(logits=out.logits[:1], sequences=out.sequences)
+
+
+def _right_padded(model: PreTrainedModel) -> Any:
+    """Logits of the real tokens of a direct call."""
+    sample = batch(model)
+    sample["attention_mask"] = sample["attention_mask"].flip(1)
+    with torch.no_grad():
+        logits = model(**sample, use_cache=True).logits
+    return SimpleNamespace(logits=[logits[sample["attention_mask"].bool()]], sequences=None)
+
+
+def _sampled(model: PreTrainedModel) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return _padded(model, do_sample=True, top_k=50)
+
+
+def _embedded(model: PreTrainedModel) -> Any:
+    sample = batch(model)
+    embeds = model.get_input_embeddings()(sample.pop("input_ids"))
+    return generate(model, {**sample, "inputs_embeds": embeds})
+
+
+def _second_turn(model: PreTrainedModel, through: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A second prompt behind the tokens of a first answer; `through` changes the cache between."""
+    sample = {name: x[:1] for name, x in batch(model).items()}
+    first = generate(model, sample)
+    ids = torch.cat([first.sequences, sample["input_ids"][:, :5]], dim=1)
+    turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return generate(model, turn, past_key_values=through(first.past_key_values))
+
+
+def _saved_turn(model: PreTrainedModel) -> Any:
+    def saved(cache: Cache) -> Cache:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "cache.kv")
+            cache.save(path)
+            return Cache.load(model, path)
+
+    return _second_turn(model, saved)
+
+
+def _one_row(model: PreTrainedModel, **options: Any) -> Any:
+    return generate(model, {name: x[:1] for name, x in batch(model).items()}, **options)
+
+
+MODES: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "greedy, left-padded batch": _padded,
+    "right-padded batch": _right_padded,
+    "beams": _beams,
+    "sampling": _sampled,
+    "prompt in chunks": partial(_one_row, prefill_chunk_size=16),
+    "second turn": _second_turn,
+    "prompt lookup": partial(_one_row, prompt_lookup_num_tokens=3),
+    "embeddings": _embedded,
+    "transformers' dynamic cache": lambda model: _padded(
+        model, past_key_values=DynamicCache(config=compat.decoder_config(model))
+    ),
+    "transformers' static cache": partial(_padded, cache_implementation="static"),
+}
+"""Each runs a model, attached or not, and returns what `generate()` does."""
+
+
+def _plain(model: PreTrainedModel, run: Callable[[PreTrainedModel], Any]) -> Any:
+    with trial(model, None):
+        return run(model)
+
+
+def _routed(model: PreTrainedModel, run: Callable[[PreTrainedModel], Any]) -> Any:
+    with trial(model, partial(Cache, check=False)):
+        return run(model)
+
+
+def _limit(model: PreTrainedModel) -> float:
+    """Return the difference that rounding explains; infinity if the plain model does not run."""
+    sample = batch(model)
+    try:
+        with trial(model, None):
+            plain = generate(model, sample)
+        return tolerance(model, sample, plain)
+    except Exception:  # each mode says so
+        return math.inf
+
+
+def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
+    """Compare the kernels that a recipe uses with the reference, by two prompts and some steps."""
+
+    def run(backend: str) -> Any:
+        with dispatch.use(backend):
+            cache = Cache(model, recipe, check=False)
+            return generate(model, batch(model, _PACKED), past_key_values=cache)
+
+    dispatch.ran.clear()
+    found = _compare(limit, f"kernels of {recipe.name}", partial(run, "ref"), partial(run, "auto"))
+    ran = sorted({f"{op} ({backend})" for op, backend, _ in dispatch.ran if backend != "ref"})
+    note = found.note or (", ".join(ran) if ran else "no kernel covers it; the reference runs it")
+    return ModeCheck(**{**asdict(found), "note": note})
+
+
+def _compare(
+    limit: float, mode: str, expected: Callable[[], Any], found: Callable[[], Any]
+) -> ModeCheck:
+    begin = time.perf_counter()
+    try:
+        want = expected()
+    except Exception as error:
+        known = isinstance(error, KvloomError)
+        result = REFUSED if known else PLAIN_FAILS
+        note = str(error) if known else f"{type(error).__name__}: {error}"
+        return ModeCheck(mode, result, None, None, time.perf_counter() - begin, note)
+    try:
+        got = found()
+    except KvloomError as error:
+        return ModeCheck(mode, REFUSED, None, None, time.perf_counter() - begin, str(error))
+    off, tokens = difference(want, got), None
+    if want.sequences is not None:
+        tokens = float((want.sequences == got.sequences).float().mean())
+    result = EQUAL if off <= limit else DIFFERENT
+    return ModeCheck(mode, result, off, tokens, time.perf_counter() - begin)

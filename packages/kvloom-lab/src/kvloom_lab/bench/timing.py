@@ -1,0 +1,154 @@
+"""Time candidates alternately, so that other load on the machine affects all of them.
+
+Decides what a time is: the wall time of one call, without the compilation of kernels, after warm-up
+rounds that are not counted.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+
+from kvloom.kernels import dispatch
+
+from ..report.errors import logged_line
+from ..workload import clock
+
+WARM_UP = 3
+"""Rounds that are not counted."""
+_SLOW_S = 20.0  # a candidate whose counted calls took longer in all ...
+_SLOW_CALLS = 3  # ... is left out of further rounds after this many of them
+
+
+class TooSlow(BaseException):
+    """Raised by `time_limit`, with the reason; not an `Exception`, which libraries catch."""
+
+
+@contextmanager
+def time_limit(seconds: float | None, what: str) -> Iterator[None]:
+    """Raise `TooSlow` in the work of this context after so many seconds; None: no limit.
+
+    what: the work, for the reason. A call into compiled code ends first. Without SIGALRM, as on
+    Windows, and outside the main thread, there is no limit.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if seconds is None or not in_main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow(
+            f"skipped, because {what} takes more than {seconds:g} s; name it in --baselines to wait"
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass
+class Candidate:
+    """A function to time.
+
+    call: one timed step. prepare: called before each step, not timed. kv_bytes, read_bytes: return
+    the bytes of keys and values in the cache, and those that a step reads; called after all timing.
+    limit_s: the most seconds of a call; None: no limit. problem: the reason why there are no times.
+    """
+
+    name: str
+    call: Callable[[], object] | None = None
+    prepare: Callable[[], object] | None = None
+    kv_bytes: Callable[[], int | None] = field(default=lambda: None)
+    read_bytes: Callable[[], int | None] = field(default=lambda: None)
+    limit_s: float | None = None
+    problem: str | None = None
+
+
+def built(name: str, build: Callable[[], list[Candidate]]) -> list[Candidate]:
+    """Return the candidates that `build` makes, or one with the reason why it fails."""
+    try:
+        return build()
+    except Exception as error:
+        return [Candidate(name, problem=problem(error))]
+
+
+def problem(error: BaseException) -> str:
+    """Return why a candidate has no times."""
+    return logged_line(error, "a candidate") if isinstance(error, Exception) else str(error)
+
+
+@dataclass
+class Times:
+    """Milliseconds of a candidate's calls, and kvloom's operations that fell back, with reasons."""
+
+    ms: list[float] = field(default_factory=list)
+    fallbacks: set[str] = field(default_factory=set)
+
+
+def time_candidates(
+    candidates: Sequence[Candidate],
+    repeats: int,
+    on_step: Callable[[str, int], None] | None = None,
+    warm_up: int = WARM_UP,
+) -> dict[str, Times]:
+    """Time every candidate `repeats` times, alternately; slow ones less often. Returns by name.
+
+    on_step: called with the current candidate, and with one unit a round. If a call raises an
+    error or exceeds its limit, the candidate has a `problem` and no times; the others continue.
+    """
+    times = {candidate.name: Times() for candidate in candidates}
+    slow: set[str] = set()
+    with torch.inference_mode():
+        for i in range(warm_up + repeats):
+            for candidate in candidates:
+                if candidate.call is None or candidate.name in slow:
+                    continue
+                if on_step:
+                    on_step(candidate.name, 0)
+                try:
+                    with time_limit(candidate.limit_s, "a step"):
+                        ms, fallbacks = _time(candidate)
+                except (Exception, TooSlow) as error:
+                    candidate.call, candidate.problem = None, problem(error)
+                    times[candidate.name] = Times()
+                    continue
+                if i >= warm_up:
+                    counted = times[candidate.name].ms
+                    counted.append(ms)
+                    if len(counted) >= _SLOW_CALLS and sum(counted) > 1e3 * _SLOW_S:
+                        slow.add(candidate.name)
+                times[candidate.name].fallbacks |= fallbacks
+            if on_step:
+                on_step("", 1)
+    return times
+
+
+def rounds(repeats: int) -> int:
+    """Return how many units `time_candidates` reports to `on_step`."""
+    return WARM_UP + repeats
+
+
+def _time(candidate: Candidate) -> tuple[float, set[str]]:
+    """Return the milliseconds of a call, and the operations that fell back to the reference."""
+    assert candidate.call is not None
+    if candidate.prepare is not None:
+        candidate.prepare()
+    before = dispatch.ran.copy()
+    begin = clock.seconds()
+    candidate.call()
+    ms = 1e3 * (clock.seconds() - begin)
+    return ms, {
+        f"{operation}: {reason}"
+        for (operation, backend, reason), n in dispatch.ran.items()
+        if backend == "ref" and n > before[operation, backend, reason]
+    }

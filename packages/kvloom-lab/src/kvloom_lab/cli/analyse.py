@@ -1,0 +1,203 @@
+"""`kvloom analyse`: the papers' analyses of a model and a text, one command each."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from kvloom.errors import InputError
+
+from .inputs import ChosenModel, ChosenText, conditions
+from .options import RECIPE_HELP, RECIPES_HELP, Dtype, Files, Json, Model, Text, parse_recipes
+from .outputs import check_outputs, show_results
+from .progress import show_progress
+from .user_errors import user_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .progress import ProgressDisplay
+
+app = typer.Typer(no_args_is_help=True, help="Analyse a model on a text, as the papers do.")
+
+
+@app.callback()
+def _analyse() -> None:
+    """Analyse a model on a text, as the papers do."""
+
+
+_SEED = Annotated[int, typer.Option(min=0, help="Seed for the part of the text.")]
+
+
+@app.command("attention")
+def attention(
+    files: Files = None,
+    text: Text = None,
+    model: Model = "reference",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help=f"The recipe whose scores are compared with the full cache's. {RECIPE_HELP}"
+        ),
+    ] = "h2o",
+    context: Annotated[int, typer.Option(min=2, help="Tokens of the prompt.")] = 1024,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the text to decode one by one after the prompt.")
+    ] = 64,
+    dtype: Dtype = "auto",
+    seed: _SEED = 0,
+    json: Json = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the four plots.")] = None,
+) -> None:
+    """Attention by layer: sparsity, mass of the best tokens, variance, scores after eviction.
+
+    As in Keyformer's figures 3a, 3b and 4 and MiniKV's figure 7.
+    """
+    with user_errors():
+        from kvloom.recipe.resolve import resolve
+
+        from ..analyse.attention import measure
+
+        resolve(recipe)  # a wrong name is refused before anything is loaded
+        inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
+        _run(
+            "attention", inputs, json, plot,
+            lambda loaded, ids, progress: measure(
+                loaded, ids, context=context, recipe=recipe,
+                progress=progress.counter(max_new_tokens + 1),
+            ),
+            new_tokens=max_new_tokens,
+        )  # fmt: skip
+
+
+@app.command("error")
+def error(
+    files: Files = None,
+    text: Text = None,
+    model: Model = "reference",
+    recipes: Annotated[
+        str,
+        typer.Option(
+            help=f"The recipes whose formats to compare. {RECIPES_HELP} (see kvloom recipes)."
+        ),
+    ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
+    context: Annotated[int, typer.Option(min=64, help="Tokens of each context.")] = 1024,
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts to read.")] = 2,
+    dtype: Dtype = "auto",
+    seed: _SEED = 0,
+    json: Json = None,
+) -> None:
+    """The error of formats in keys, values and attention, layer by layer (KIVI's table 2).
+
+    Every token is quantized, without recent windows or sinks: formats are compared, not recipes.
+    """
+    with user_errors():
+        from ..analyse.error import measure
+
+        chosen = parse_recipes(recipes)
+        inputs = _Inputs(files, text, model, dtype, recipes, context, seed)
+        _run(
+            "error", inputs, json, None,
+            lambda loaded, ids, progress: measure(
+                loaded, ids, chosen, progress=progress.counter(contexts)
+            ),
+            contexts=contexts,
+        )  # fmt: skip
+
+
+@app.command("distribution")
+def distribution(
+    files: Files = None,
+    text: Text = None,
+    model: Model = "reference",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="The recipe whose calibrated groups of channels are compared with consecutive "
+            f"ones. {RECIPE_HELP}"
+        ),
+    ] = "skvq:group=32",
+    context: Annotated[int, typer.Option(min=2, help="Tokens to read.")] = 512,
+    layers: Annotated[
+        str | None,
+        typer.Option(help='Layers such as "0,3,5"; default: all. Three of them are drawn.'),
+    ] = None,
+    dtype: Dtype = "auto",
+    seed: _SEED = 0,
+    json: Json = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the magnitudes.")] = None,
+) -> None:
+    """Magnitudes of keys and values by channel and token, and by calibrated group.
+
+    As in KIVI's figure 2 and SKVQ's figure 2. Without a calibrated recipe, there are no groups.
+    """
+    with user_errors():
+        from kvloom.recipe.resolve import resolve
+
+        from ..analyse.distribution import measure
+
+        chosen = resolve(recipe)
+        try:
+            numbers = None if layers is None else [int(n) for n in layers.split(",")]
+        except ValueError:
+            raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
+        inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
+        _run(
+            "distribution", inputs, json, plot,
+            lambda loaded, ids, progress: measure(loaded, ids, chosen, numbers),
+        )  # fmt: skip
+
+
+class _Inputs(NamedTuple):
+    """The options that all analyses have. recipe: as it is spelled."""
+
+    files: list[Path] | None
+    text: list[Path] | None
+    model: str
+    dtype: str
+    recipe: str
+    context: int
+    seed: int
+
+
+def _run(
+    name: str,
+    inputs: _Inputs,
+    json: str | None,
+    plot: Path | None,
+    measure: Callable[[Any, Any, ProgressDisplay], Any],
+    **sizes: int,
+) -> None:
+    """Measure a text, and show the result. name: of a module in `kvloom_lab.analyse`, and of
+    functions in its `table` and `plot`.
+
+    sizes: new_tokens or contexts, which results contain, too. A text that is too short is refused
+    before the weights of the model are loaded.
+    """
+    from ..models import check_positions
+    from ..workload.text import cut_rows, leading_ids, tokenize
+
+    check_outputs(json, plot=plot)
+    text = ChosenText(inputs.files, inputs.text)
+    model = ChosenModel(inputs.model, inputs.dtype)
+    context, new_tokens = inputs.context, sizes.get("new_tokens", 0)
+    check_positions(model.config, context, new_tokens)
+    ids = cut_rows(
+        tokenize(model.tokenizer, text.content), leading_ids(model.tokenizer),
+        sizes.get("contexts", 1), context + new_tokens, inputs.seed,
+    )  # fmt: skip
+    with show_progress() as progress:
+        loaded = model.load(progress)
+        progress("reading the text")
+        result = measure(loaded, ids, progress)
+    environment = conditions(
+        loaded, model, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed, **sizes
+    )
+    if plot:
+        getattr(import_module("kvloom_lab.analyse.plot"), name)(result, environment, plot)
+    data = import_module(f"kvloom_lab.analyse.{name}").to_data(result, environment)
+    table = getattr(import_module("kvloom_lab.analyse.table"), name)(result, environment)
+    show_results(data, json, table)

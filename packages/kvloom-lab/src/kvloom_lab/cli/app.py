@@ -1,0 +1,68 @@
+"""All commands of the command line.
+
+Nothing heavy is imported before a command runs, so that `kvloom --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvloom import __version__
+
+from . import (
+    analyse,
+    bench,
+    calibrate,
+    check,
+    compare,
+    eval,
+    generate,
+    inspect,
+    papers,
+    plan,
+    recipes,
+    report,
+    tune,
+)  # fmt: skip
+
+app = typer.Typer(
+    name="kvloom",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("calibrate")(calibrate.command)
+app.command("check")(check.command)
+app.command("compare")(compare.command)
+app.command("eval")(eval.command)
+app.command("generate")(generate.command)
+app.command("inspect")(inspect.command)
+app.command("papers")(papers.command)
+app.command("plan")(plan.command)
+app.command("recipes")(recipes.command)
+app.command("report")(report.command)
+app.command("tune")(tune.command)
+app.add_typer(analyse.app, name="analyse")
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvloom(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Smaller KV caches for Hugging Face transformers models."""

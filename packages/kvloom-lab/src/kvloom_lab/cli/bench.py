@@ -1,0 +1,296 @@
+"""`kvloom bench`: speed compared with torch and transformers, in one run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloom.errors import InputError
+
+from .inputs import silence_transformers
+from .options import RECIPES_HELP, Json, parse_numbers, parse_recipes
+from .outputs import check_outputs, show_results
+from .partial_results import collect_rows, finish
+from .progress import show_progress
+from .user_errors import user_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from ..bench.timing import Candidate
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed compared with torch and transformers.")
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed compared with torch and transformers, alternately in one run.
+
+    Keys, values and weights are random. Times are medians and exclude compilation.
+
+    Progress and finished rows are printed on stderr, the table on stdout. After Ctrl-C, the table
+    shows the finished contexts. The exit status is 1 if a recipe has no times.
+    """
+
+
+_CONTEXT = Annotated[str, typer.Option(help="Tokens, one number or several: 8192,32768.")]
+_RECIPES = Annotated[str, typer.Option(help=f"{RECIPES_HELP} (see kvloom recipes).")]
+_HEADS = Annotated[str, typer.Option(help="Query heads / key-value heads.")]
+_HEAD_DIM = Annotated[int, typer.Option(help="Channels of a head.")]
+_BATCH = Annotated[int, typer.Option(help="Rows of the batch.")]
+_DTYPE = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+_THREADS = Annotated[
+    int | None,
+    typer.Option(min=1, help="Threads of torch and of kernels; default: torch's choice."),
+]
+_REPEATS = Annotated[int, typer.Option(min=1, help="Timed calls of each candidate.")]
+_PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the times.")]
+_BASELINES_HELP = (
+    "What to compare with: all that take at most a minute, none, or some of {}: dynamic,fp8."
+)
+
+
+@app.command("decode")
+def decode(
+    context: _CONTEXT = "8192,32768",
+    recipes: _RECIPES = "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
+    baselines: Annotated[
+        str, typer.Option(help=_BASELINES_HELP.format("sdpa, dynamic, quanto, hqq, fp8"))
+    ] = "all",
+    heads: _HEADS = "32/8",
+    head_dim: _HEAD_DIM = 128,
+    batch: _BATCH = 1,
+    dtype: _DTYPE = "bfloat16",
+    threads: _THREADS = None,
+    repeats: _REPEATS = 30,
+    json: Json = None,
+    plot: _PLOT = None,
+) -> None:
+    """One layer's decode step: the attention of one query to a long context.
+
+    Storing the step's token is included. Baselines: torch's SDPA (rows: with the query heads of a
+    group as query rows over the same keys, which torch does not do by itself) and transformers'
+    caches. The context is not computed: caches are filled with random keys and values.
+    """
+    with user_errors():
+        from ..bench import LayerShape
+        from ..bench import decode as benchmark
+
+        shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
+        peers, limit_s = _parse_baselines(baselines, benchmark.PEERS)
+        _run(
+            "decode", shape, context, recipes, threads, repeats, json, plot,
+            lambda names, tokens: benchmark.candidates(shape, names, tokens, peers, limit_s),
+            benchmark.BASELINES,
+            "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
+            "a step has to read, over its time.",
+        )  # fmt: skip
+
+
+def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, caption: str) -> None:
+    """Add a command that measures a part of a layer's work on a prompt, as `bench.<name>` does."""
+
+    @app.command(name, help=about)
+    def command(
+        context: _CONTEXT = context,
+        recipes: _RECIPES = recipes,
+        heads: _HEADS = "32/8",
+        head_dim: _HEAD_DIM = 128,
+        batch: _BATCH = 1,
+        dtype: _DTYPE = "bfloat16",
+        threads: _THREADS = None,
+        repeats: _REPEATS = 5,
+        json: Json = None,
+        plot: _PLOT = None,
+    ) -> None:
+        with user_errors():
+            from ..bench import LayerShape
+
+            benchmark = import_module(f"kvloom_lab.bench.{name}")
+            shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
+            _run(
+                name, shape, context, recipes, threads, repeats, json, plot,
+                lambda names, tokens: benchmark.candidates(shape, names, tokens),
+                benchmark.BASELINES, caption,
+            )  # fmt: skip
+
+
+_add_prompt_command(
+    "prefill",
+    "2048",
+    "full,kivi,skvq,h2o,snapkv,minikv,clusterkv",
+    about="""A prompt's attention in one layer, with scoring, eviction, packing and indexing.
+
+    "storing" is the work after the attention, timed alone.
+    """,
+    caption="ms: median of a prompt in one layer; KV: size of the cache after it.",
+)
+_add_prompt_command(
+    "pack",
+    "8192",
+    "kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,turbo",
+    about="The quantization of a prompt's keys and values, compared with the prompt's attention.",
+    caption="ms: median of packing a prompt of one layer; GB/s: exact keys and values.",
+)
+
+
+@app.command("generate")
+def generate(
+    context: _CONTEXT = "512,8192",
+    recipes: _RECIPES = "full,kivi,kivi-4,h2o,clusterkv",
+    baselines: Annotated[
+        str, typer.Option(help=_BASELINES_HELP.format("dynamic, quanto, hqq, fp8"))
+    ] = "all",
+    heads: _HEADS = "32/8",
+    head_dim: _HEAD_DIM = 64,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Hidden size of the model.")] = 2048,
+    intermediate: Annotated[int, typer.Option(help="Width of the model's MLP.")] = 8192,
+    vocabulary: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32000,
+    batch: _BATCH = 1,
+    dtype: _DTYPE = "bfloat16",
+    threads: _THREADS = None,
+    repeats: _REPEATS = 15,
+    json: Json = None,
+    plot: _PLOT = None,
+) -> None:
+    """Whole decode steps of a Llama with random weights, compared with transformers' caches.
+
+    The prompt is not computed: every cache is filled to the context with random keys and values.
+    kvloom's caches are filled as after a prompt, with scores from the last 64 queries.
+    """
+    with user_errors():
+        from ..bench import ModelShape
+        from ..bench import generate as benchmark
+        from ..models.random_llama import random_llama
+
+        shape = ModelShape(
+            *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
+            intermediate, vocabulary,
+        )  # fmt: skip
+        peers, limit_s = _parse_baselines(baselines, benchmark.PEERS)
+        model: Any = None
+
+        def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
+            nonlocal model
+            model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
+            return benchmark.candidates(model, shape, names, tokens, peers, limit_s)
+
+        _run(
+            "generate", shape, context, recipes, threads, repeats, json, plot,
+            candidates, benchmark.BASELINES,
+            "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
+            "weights, keys and values that a step has to read, over its time.",
+        )  # fmt: skip
+
+
+def _run(
+    name: str,
+    shape: Any,
+    context: str,
+    recipes: str,
+    threads: int | None,
+    repeats: int,
+    json: str | None,
+    plot: Path | None,
+    candidates: Callable[[Sequence[str], int], list[Candidate]],
+    baselines: Sequence[str],
+    caption: str,
+) -> None:
+    """Measure at every context and show the result.
+
+    name: of the command. candidates: returns the candidates of recipes at one context.
+    """
+    import torch
+
+    from kvloom.kernels.dispatch import compile_seconds
+
+    from ..bench import plot as plots
+    from ..bench import rows, table, timing, transformers_caches
+    from ..report.machine import machine
+    from ..workload import bandwidth
+
+    contexts = parse_numbers(context, int, "--context")
+    names = list(dict.fromkeys(recipe.name for recipe in parse_recipes(recipes)))
+    check_outputs(json, plot=plot)
+    silence_transformers()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    compiled_before = compile_seconds()
+    limits = {"read_gb_s": bandwidth.read_bandwidth_gb_s()}
+    with show_progress() as progress:
+        on_step = progress.counter(len(contexts) * timing.rounds(repeats))
+
+        def measure() -> Iterator[rows.Row]:
+            for tokens in contexts:
+                on_step(f"filling caches with {tokens:,} tokens", 0)
+                measured = candidates(names, tokens)
+                times = timing.time_candidates(measured, repeats, on_step)
+                yield from rows.make_rows(
+                    measured, times, baselines, shape=str(shape), context=tokens, batch=shape.batch
+                )
+
+        measured_rows, early_end = collect_rows(measure(), table.line, progress)
+    environment = {
+        **machine(torch.empty(0, dtype=shape.dtype)),
+        "verb": name,
+        "shape": str(shape),
+        "batch": shape.batch,
+        "repeats": repeats,
+        "compile_s": compile_seconds() - compiled_before,
+    }
+    finished = {row.context for row in measured_rows}
+    missing = [f"{tokens:,} tokens" for tokens in contexts if tokens not in finished]
+    if missing:
+        environment["missing"] = missing
+    if plot and measured_rows:
+        plots.plot(measured_rows, environment, plot)
+    if measured_rows:
+        shares = name in ("prefill", "pack")
+        shown = table.table(measured_rows, environment, limits, caption, shares)
+        show_results(rows.to_data(measured_rows, environment, limits), json, shown)
+    failed = [
+        r.name for r in measured_rows if r.problem and r.name not in transformers_caches.INSTALL
+    ]
+    finish(early_end, missing, list(dict.fromkeys(failed)))
+
+
+def _parse_baselines(option: str, peers: Sequence[str]) -> tuple[Sequence[str], float | None]:
+    """Return the peers of "all", "none" or names, and the most seconds that each may take.
+
+    A peer that was named has no limit.
+    """
+    from ..bench import transformers_caches
+
+    if option == "all":
+        return peers, transformers_caches.LIMIT_S
+    if option == "none":
+        return (), None
+    chosen = [name.strip() for name in option.split(",")]
+    if not set(chosen) <= set(peers):
+        raise InputError(
+            f"--baselines {option!r} is not all, none or some of {', '.join(peers)}; choose of them"
+        )
+    return chosen, None
+
+
+def _parse_heads(option: str) -> tuple[int, int]:
+    """Read "32/8" (query heads, key/value heads), or "8" (as many of both)."""
+    parts = option.split("/")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise InputError(f"--heads {option!r} is not query heads/key-value heads, such as 32/8")
+    return int(parts[0]), int(parts[-1])
+
+
+def _parse_dtype(option: str) -> torch.dtype:
+    """Read "bfloat16", "float16" or "float32"."""
+    from ..workload.shapes import DTYPES
+
+    if option not in DTYPES:
+        raise InputError(f"--dtype {option!r} is unknown; use one of {', '.join(DTYPES)}")
+    return DTYPES[option]

@@ -1,0 +1,181 @@
+"""`kvloom eval`: tasks on many recipes, written sample by sample into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloom.errors import InputError
+
+from .inputs import ChosenModel, ChosenText
+from .options import (
+    RECIPES_HELP,
+    Dtype,
+    Model,
+    Text,
+    parse_budget,
+    parse_numbers,
+    parse_recipes,
+    with_budget,
+)  # fmt: skip
+from .outputs import print_rich
+from .progress import show_progress
+from .user_errors import user_errors
+
+if TYPE_CHECKING:
+    from kvloom.recipe.geometry import Geometry
+    from kvloom.recipe.spec import Recipe
+
+
+def command(
+    tasks: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TASK...",
+            help="perplexity, free, niah, ruler, longbench, summarize, multiturn; parts of a task "
+            'follow a colon: "niah:single+passkey", "ruler:vt+cwe", "longbench:trec+lcc".',
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the results; a second run resumes in it.")
+    ],
+    text: Text = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="JSON lines of longbench (a file or folder) or summarize (a file).",
+        ),
+    ] = None,
+    model: Model = "reference",
+    recipes: Annotated[
+        str, typer.Option(help=RECIPES_HELP)
+    ] = "full,near-lossless,balanced,small,tiny,kivi",
+    context: Annotated[
+        str, typer.Option(help='Tokens of a context; several lengths: "1024,2048".')
+    ] = "2048",
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Samples of each length (niah: of each cell of the grid; ruler, longbench: of "
+            "each part).",
+        ),
+    ] = 4,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tokens to predict (perplexity) or to generate (free, summarize)."
+        ),
+    ] = 128,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Contexts, or questions on one context, in one batch.")
+    ] = 4,
+    ask: Annotated[
+        str,
+        typer.Option(
+            help="Ask the question after the context is compressed (after), or at the end of "
+            "what is compressed (inside)."
+        ),
+    ] = "after",
+    bytes: Annotated[
+        str | None,
+        typer.Option(
+            help='Shares of the exact cache\'s bytes, such as "0.25" or "0.25,0.125": every recipe '
+            "that evicts gets the budget at which its cache takes that share."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Tokens, or a fraction of the context, as for compare.")
+    ] = None,
+    dtype: Dtype = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Seed for texts and needles.")] = 0,
+) -> None:
+    """Measure recipes on tasks: quality on true bytes, sample by sample.
+
+    A context is read once for all recipes. Finished samples are written at once: after Ctrl-C, run
+    the same command again to resume. kvloom report DIR shows the results.
+    """
+    with user_errors():
+        from kvloom.hf import compat
+
+        from ..eval.evaluate import evaluate, units
+        from ..eval.result_files import ResultFolder
+        from ..eval.results_table import results_table
+        from ..eval.sample import Source
+        from ..eval.task_batches import task_batches
+        from ..eval.tasks import task_named
+        from ..models import max_positions
+        from ..report.machine import machine, model_facts
+
+        chosen_tasks = [task_named(name) for name in tasks]
+        if ask not in ("after", "inside"):
+            raise InputError(f"--ask {ask!r} is unknown; use after or inside")
+        lengths = parse_numbers(context, int, "--context")
+        shares = [] if bytes is None else parse_numbers(bytes, float, "--bytes")
+        if shares and budget is not None:
+            raise InputError("--bytes and --budget both set the budget; give one of them")
+        chosen = parse_recipes(recipes)
+        read, known = ChosenText(None, text), ChosenModel(model, dtype)
+        source = Source.of(
+            known.tokenizer, read.content, lengths=lengths, samples=samples,
+            new_tokens=max_new_tokens, batch=batch, seed=seed, ask=ask,
+            data=None if data is None else str(data),
+        )  # fmt: skip
+        batches = task_batches(chosen_tasks, source, max_positions(known.config))
+        with show_progress() as progress:
+            loaded = known.load(progress)
+            geometry = compat.geometry(loaded)
+            measured = _with_bytes(chosen, shares, budget, lengths, geometry)
+            settings = {
+                "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
+                "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
+                "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
+                "text": read.name, "data": None if data is None else data.name,
+            }  # fmt: skip
+            run = {
+                "environment": machine(loaded),
+                "model": model_facts(loaded, known.name, geometry),
+                "settings": settings,
+            }
+            folder = ResultFolder.open(out, run)
+            on_step = progress.counter(units(batches, measured))
+            try:
+                evaluate(loaded, source, measured, batches, folder, on_step)
+            except KeyboardInterrupt:
+                progress.line(
+                    f"kvloom: interrupted; {out} has the finished samples. Run the same command "
+                    "again to resume."
+                )
+                raise typer.Exit(130) from None
+        print_rich(results_table(line for task in chosen_tasks for line in folder.lines(task.name)))
+        typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
+
+
+def _with_bytes(
+    recipes: list[Recipe],
+    shares: list[Any],
+    budget: str | None,
+    lengths: list[Any],
+    geometry: Geometry,
+) -> list[Recipe]:
+    """Return `full` and the recipes, each once for every share, with distinct names."""
+    from ..eval.passes import with_full
+    from ..eval.share import at_share
+
+    if shares and len(lengths) > 1:
+        raise InputError(
+            "--bytes needs one --context, as a budget in tokens belongs to one length; give one"
+        )
+    if budget is not None:
+        recipes = with_budget(recipes, parse_budget(budget), max(lengths))
+    if shares:
+        recipes = [at_share(r, share, lengths[0], geometry) for share in shares for r in recipes]
+    measured = with_full(recipes)
+    names = [recipe.name for recipe in measured]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"two different recipes have the name {name!r}; rename one of them")
+    return measured

@@ -1,0 +1,148 @@
+"""Steps on a cache that has read a context: scored, free-running, and answers to questions.
+
+The generators ask for forward passes, which `workload.crew` runs for several recipes at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvloom.hf.cache import Cache
+
+from ..workload import clock
+from ..workload.crew import Ask, Work
+from ..workload.forward import forward
+from .sample import Run
+
+WARM_UP_STEPS = 2  # before steps that are timed
+
+
+class Decoded(NamedTuple):
+    """Log-probabilities fp32 [B, N, V] of N steps, and the greedy tokens [B, N]."""
+
+    logp: Tensor
+    greedy: Tensor
+
+
+def decode(cache: Cache, first: Tensor, steps: int, given: Tensor | None = None) -> Work[Decoded]:
+    """Run `steps` steps from tokens first [B]; then feed `given` [B, steps], or the likeliest."""
+    each, greedy = [], []
+    new = first[:, None]
+    for i in range(steps):
+        logits = yield Ask(new, cache)  # [B, V]
+        best = logits.argmax(-1)
+        each.append(torch.log_softmax(logits.float(), dim=-1).cpu())
+        greedy.append(best)
+        new = (best if given is None else given[:, i])[:, None]
+    return Decoded(torch.stack(each, dim=1), torch.stack(greedy, dim=1).cpu())
+
+
+def decode_seconds(model: PreTrainedModel, cache: Cache, ids: Tensor) -> float:
+    """Return the seconds of one decode step of this cache alone; it is unchanged.
+
+    ids: the tokens of the steps, int64 [B, WARM_UP_STEPS + N]; the first ones are not timed.
+    """
+    own = copy.deepcopy(cache)
+    timed = ids.shape[1] - WARM_UP_STEPS
+    for new in ids[:, :WARM_UP_STEPS].split(1, dim=1):
+        forward(model, new, own)
+    begin = clock.seconds(model.device)
+    for new in ids[:, WARM_UP_STEPS:].split(1, dim=1):
+        forward(model, new, own)
+    return (clock.seconds(model.device) - begin) / timed
+
+
+def exact_logp(cache: Cache, ids: Tensor) -> Work[Tensor]:
+    """Append ids [B, N] to an exact cache; return log-probabilities fp32 [B, N, V] after each.
+
+    All ids are one step: an exact cache attends to them as if they came one by one.
+    """
+    logits = yield Ask(ids, cache, every=True)
+    return torch.log_softmax(logits.float(), dim=-1).cpu()
+
+
+def divergence(exact: Tensor, other: Tensor) -> Tensor:
+    """Return KL(exact || other) [B, N] in nats, from log-probabilities [B, N, V]."""
+    rows = zip(exact.unbind(1), other.unbind(1), strict=True)
+    return torch.stack([(p.exp() * (p - q)).sum(-1) for p, q in rows], dim=1).clamp(min=0)
+
+
+def answers(
+    run: Run[None], questions: Sequence[list[int]], tokens: Sequence[int]
+) -> Work[list[list[int]]]:
+    """Return the ids of an answer to each question, on a copy of a cache that read one context.
+
+    questions: their ids. tokens: how many to generate for each. An answer ends before the model's
+    end-of-text token. Questions of one length are answered together, as many as the source's batch;
+    none attends to another.
+    """
+    stop, device = stop_ids(run.model), run.model.device
+    generated: dict[int, list[int]] = {}
+    for together in equal_lengths(list(map(len, questions)), run.source.batch):
+        ids = torch.tensor([questions[i] for i in together], device=device)
+        most = max(tokens[i] for i in together)
+        rows = yield from greedy(repeated(run.cache, len(together)), ids, most, stop)
+        for i, row in zip(together, rows.tolist(), strict=True):
+            end = next((at for at, token in enumerate(row) if token in stop), len(row))
+            generated[i] = row[: min(end, tokens[i])]
+    return [generated[i] for i in range(len(questions))]
+
+
+def equal_lengths(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
+    """Yield the numbers of items that have the same length, at most `batch` together."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for _, same in groupby(order, key=lengths.__getitem__):
+        group = list(same)
+        for at in range(0, len(group), batch):
+            yield group[at : at + batch]
+
+
+def repeated(cache: Cache, rows: int) -> Cache:
+    """Return a copy of a cache, which holds one row, with this row `rows` times."""
+    own = copy.deepcopy(cache)
+    if rows > 1:
+        own.batch_repeat_interleave(rows)
+    return own
+
+
+def stop_ids(model: PreTrainedModel) -> list[int]:
+    """Return the tokens after which the model's generation ends."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def greedy(cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()) -> Work[Tensor]:
+    """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens.
+
+    Ends early when every row has a token of `stop`; the last token is not appended.
+    """
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
+    logits, found = (yield from read_question(cache, ids)), []
+    while True:
+        ids = logits.argmax(-1, keepdim=True)
+        found.append(ids)
+        ended |= torch.isin(ids[:, 0], stopping)
+        if len(found) == tokens or (stop and ended.all()):
+            return torch.cat(found, dim=1).cpu()
+        logits = yield Ask(ids, cache)
+
+
+def read_question(cache: Cache, ids: Tensor) -> Work[Tensor]:
+    """Append ids [B, Q] to a cache that read a context; return the logits of the last one, [B, V].
+
+    A recipe with recall reads them one by one: a step of several tokens would read the whole cache,
+    and the index would not be tested.
+    """
+    if cache.recipe.recalls:
+        for column in ids.split(1, dim=1)[:-1]:
+            yield Ask(column, cache)
+        ids = ids[:, -1:]
+    return (yield Ask(ids, cache))

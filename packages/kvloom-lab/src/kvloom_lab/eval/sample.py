@@ -1,0 +1,126 @@
+"""What a task measures: samples in batches, and the outcome of one recipe on one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvloom.hf.cache import Cache
+
+from ..workload.crew import Work
+from ..workload.text import leading_ids, tokenize
+
+Exact = TypeVar("Exact")
+"""What a task measures of `full`, and compares other recipes with."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of a task.
+
+    name: unique in the task. context, question, reference: texts, as in `prompts.jsonl`. fields:
+    what else describes it, such as its length and depth. data: what the task needs to measure it.
+    """
+
+    name: str
+    context: str
+    question: str = ""
+    reference: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    data: Any = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Contexts that one forward pass compresses, and the samples that follow them.
+
+    ids: int64 [B, T], the contexts. samples: of all contexts; the task knows which belong together.
+    """
+
+    ids: Tensor
+    samples: Sequence[Sample]
+
+
+@dataclass
+class Outcome:
+    """What a recipe did on a sample; the fields are those of `TASK.jsonl`."""
+
+    scores: dict[str, float]
+    answer: str = ""
+    tokens: list[str] = field(default_factory=list)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What samples are made from.
+
+    text_ids: int64 [tokens], the text around what is asked. lengths: of contexts, in tokens.
+    samples: how many of each kind. new_tokens: of a continuation. batch: contexts in one pass. ask:
+    "after" or "inside". data: a file or folder of the user, for tasks that take one.
+    """
+
+    tokenizer: Any
+    text: str
+    text_ids: np.ndarray
+    first: list[int]
+    lengths: Sequence[int]
+    samples: int
+    new_tokens: int
+    batch: int
+    seed: int
+    ask: str = "after"
+    data: str | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str, **settings: Any) -> Source:
+        """Return a source from a text."""
+        ids, first = tokenize(tokenizer, text), leading_ids(tokenizer)
+        return cls(tokenizer, text, ids, first, **settings)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Return ids as text."""
+        return self.tokenizer.decode(torch.as_tensor(ids).tolist())
+
+    def pieces(self, ids: Tensor | Sequence[int]) -> list[str]:
+        """Return each id as text."""
+        return [self.tokenizer.decode([i]) for i in torch.as_tensor(ids).tolist()]
+
+
+@dataclass(frozen=True)
+class Run(Generic[Exact]):
+    """One recipe on one batch: its cache, which has read the contexts.
+
+    exact: what the task's `measure` returned for `full`; None for `full` itself.
+    """
+
+    model: PreTrainedModel
+    source: Source
+    cache: Cache
+    batch: Batch
+    exact: Exact | None
+
+
+class Task(Protocol[Exact]):
+    """A task: how samples are made, and what is measured on them.
+
+    data: what the user's file or folder must contain; "" for a task that takes none.
+    """
+
+    name: str
+    data: str
+
+    def batches(self, source: Source) -> list[Batch]:
+        """Return the samples, the same for the same source."""
+
+    def measure(self, run: Run[Exact]) -> Work[tuple[list[Outcome], Exact]]:
+        """Return the outcome of every sample, and what other recipes are compared with."""
+
+    def positions(self, batch: Batch) -> int:
+        """Return how many positions the samples of a batch need after their contexts."""

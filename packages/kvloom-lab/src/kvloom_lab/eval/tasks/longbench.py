@@ -1,0 +1,130 @@
+"""LongBench (arXiv:2308.14508), from the official JSON lines that the user downloads.
+
+Prompts, answer lengths, metrics and the truncation in the middle are the official ones. Few-shot
+and code data sets are prompted without a chat template, all others need one. The official code
+compresses the whole prompt, as ask="inside" does; otherwise the question follows what is
+compressed. Parts are names of data sets; LongBench-E's files count as the data set that they are
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvloom.errors import InputError
+
+from ...workload.json_lines import Fields, Record
+from ..sample import Batch, Sample, Source
+from .asking import Asked, QuestionTask
+from .chat import encode, frame
+from .longbench_data import DATA_SETS, FIRST_LINE, PLAIN
+from .longbench_metrics import PARAGRAPH, retrieval
+from .user_data import chosen, data_records
+
+FIELDS: Fields = {"input": str, "context": str, "answers": list, "dataset": str, "_id": str}
+
+
+@dataclass(frozen=True)
+class Judged(Asked):
+    """A question whose answer is scored by the metric of a data set. classes: may be empty."""
+
+    dataset: str
+    classes: list[str]
+
+
+class LongBench(QuestionTask):
+    """The official metric of each data set, 0 to 1."""
+
+    name = "longbench"
+    data = "a file or folder of LongBench's JSON lines, such as trec.jsonl"
+
+    def __init__(self, parts: Sequence[str] = ()) -> None:
+        for name in parts:
+            if name not in DATA_SETS:
+                raise InputError(
+                    f"longbench has no data set {name!r}; there are {', '.join(DATA_SETS)}"
+                )
+        self.parts = parts or tuple(DATA_SETS)
+
+    def batches(self, source: Source) -> list[Batch]:
+        """Return one context for each sample, of at most the lengths of the source."""
+        assert source.data is not None
+        groups: dict[tuple[str, str], list[Record]] = {}
+        for record in data_records(source.data, FIELDS):
+            dataset = _checked(record)
+            if dataset in self.parts:
+                groups.setdefault((record.file.stem, dataset), []).append(record)
+        if not groups:
+            raise InputError(
+                f"{source.data!r} has no samples of {', '.join(self.parts)}; give another --data"
+            )
+        for (_, dataset), records in groups.items():
+            DATA_SETS[dataset].metric("1", records[0].value["answers"][0], [])  # imports packages
+        return [
+            _batch(source, length, f"{stem}/{length}/{record.value['_id']}", dataset, record)
+            for length in source.lengths
+            for (stem, dataset), records in groups.items()
+            for record in chosen(records, source.samples, source.seed)
+        ]
+
+    def score(self, text: str, sample: Sample) -> dict[str, float]:
+        """Return the best score over the expected answers."""
+        judged: Judged = sample.data
+        if judged.dataset in FIRST_LINE:
+            text = text.lstrip("\n").split("\n")[0]
+        metric = DATA_SETS[judged.dataset].metric
+        return {"score": max(metric(text, answer, judged.classes) for answer in judged.expected)}
+
+
+def _checked(record: Record) -> str:
+    """Return the data set of a record; raises `InputError` that names a wrong line."""
+    dataset = record.value["dataset"].removesuffix("_e")
+    if dataset not in DATA_SETS:
+        raise record.problem(f"has the unknown data set {dataset!r}")
+    answers, classes = record.value["answers"], record.value.get("all_classes") or []
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        raise record.problem("needs the field 'answers' with a list of texts")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise record.problem("needs the field 'all_classes' with a list of texts, or null")
+    if DATA_SETS[dataset].metric is retrieval and not all(map(PARAGRAPH.search, answers)):
+        raise record.problem("needs answers such as 'Paragraph 1'")
+    return dataset
+
+
+def _batch(source: Source, length: int, name: str, dataset: str, record: Record) -> Batch:
+    template, tokens, _ = DATA_SETS[dataset]
+    around = frame(source.tokenizer, source.first, chat=dataset not in PLAIN)
+    head, tail = template.split("{context}")
+    text = head + record.value["context"]
+    tail = tail.replace("{input}", record.value["input"])
+    end = encode(source.tokenizer, around.after)
+    if source.ask == "inside":
+        room = length + 1 - len(around.before) - len(end)
+        whole = [*around.before, *middle_cut(encode(source.tokenizer, text + tail), room), *end]
+        ids, question = whole[:-1], whole[-1:]
+    else:
+        room = length - len(around.before)
+        ids = [*around.before, *middle_cut(encode(source.tokenizer, text), room)]
+        question = encode(source.tokenizer, tail + around.after)
+    answers = record.value["answers"]
+    sample = Sample(
+        name,
+        source.decode(ids),
+        question=source.decode(question),
+        reference=" / ".join(answers),
+        fields={"length": length, "tokens": len(ids), "variant": dataset},
+        data=Judged(question, answers, tokens, dataset, record.value.get("all_classes") or []),
+    )
+    return Batch(torch.tensor([ids]), [sample])
+
+
+def middle_cut(ids: list[int], room: int) -> list[int]:
+    """Return ids of at most `room`: half of them from the start, half from the end."""
+    if room < 2:
+        raise InputError(
+            "longbench: the chat template takes the whole context; use a longer --context"
+        )
+    return ids if len(ids) <= room else [*ids[: room // 2], *ids[-(room // 2) :]]

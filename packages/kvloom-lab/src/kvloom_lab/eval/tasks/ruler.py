@@ -1,0 +1,363 @@
+"""RULER (arXiv:2404.06654): the eleven tasks that can be generated offline.
+
+Parts: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt (variable
+tracking), cwe (common words) and fwe (frequent words). Templates, first words of the answers,
+numbers of generated tokens and the metric (share of the expected strings in the answer) are the
+official ones. The two question-answering tasks need data sets and are left out.
+
+What differs from the official generator: the essays are not shipped, so that the haystack is the
+evaluation's text, from a word drawn at random; its sentences end at a full stop, question or
+exclamation mark, or after `SENTENCE` words. Instead of the lists of the package wonderwords, keys
+are two words of `reference.tasks.WORDS`, and cwe counts words of the text. The question is asked
+after the context is compressed, or, with ask="inside", as the official code asks it. A context has
+at most the tokens of --context, and one more unit of its haystack would not fit. The worked
+examples of vt and cwe are in the same user message as the question.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvloom.errors import InputError
+
+from ...workload.facts import WORDS
+from ..questions import draw_number
+from ..sample import Batch, Sample, Source
+from .asking import Asked, QuestionTask, prompt_in
+from .chat import encode, frame
+
+NIAH = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I "
+    "will quiz you about the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} "
+    "for {query} mentioned in the provided text?"
+)
+NIAH_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+VT = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {query} in the text above."
+)
+VT_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are "
+    "assigned the value {query}, they are: "
+)
+CWE = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common "
+    "words in the above list?"
+)
+CWE_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+FWE = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
+    "text?"
+)
+FWE_PREFIX = (
+    " Answer: According to the coded text above, the three most frequently appeared words are:"
+)
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = np.linspace(0, 100, 40).round().astype(int)  # percent of the sentences before a needle
+SENTENCE = 40  # most words of a sentence
+HOPS = 4
+EXAMPLE_TOKENS = 500  # most tokens of vt's worked example
+LARGE = 4096  # tokens: shorter contexts have fewer repetitions in cwe
+COMMON = 10
+ALPHA = 2.0  # exponent of fwe's frequencies
+CODED = 6  # letters of a coded word
+
+
+class Made(NamedTuple):
+    """A prompt up to the question, the question, the answer's first words, and what is expected."""
+
+    text: str
+    question: str
+    prefix: str
+    expected: list[str]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What prompts are made from: words of the text in order, its different words, the length."""
+
+    source: Source
+    words: list[str]
+    vocabulary: list[str]
+    length: int
+
+
+Make = Callable[[np.random.Generator, int, Material], Made]
+"""Returns a prompt with a number of units in its haystack."""
+
+
+@dataclass(frozen=True)
+class RulerPart:
+    """A task of RULER: how prompts are made, the fewest units, and tokens to generate."""
+
+    make: Make
+    least: int
+    tokens: int
+
+
+class Ruler(QuestionTask):
+    """RULER's tasks, scored by the share of expected strings in the answer."""
+
+    name = "ruler"
+
+    def __init__(self, parts: Sequence[str] = ()) -> None:
+        for name in parts:
+            if name not in PARTS:
+                raise InputError(f"ruler has no part {name!r}; there are {', '.join(PARTS)}")
+        self.parts = parts or tuple(PARTS)
+
+    def batches(self, source: Source) -> list[Batch]:
+        """Return one context for each sample, of at most the lengths of the source."""
+        words = source.text.split()
+        vocabulary = sorted(set(re.findall(r"\b[a-z]{3,12}\b", source.text)))
+        return [
+            _batch(Material(source, words, vocabulary, length), name, number)
+            for length in source.lengths
+            for name in self.parts
+            for number in range(source.samples)
+        ]
+
+
+def _batch(material: Material, name: str, number: int) -> Batch:
+    """Return the sample with the largest haystack that fits."""
+    source, length, part = material.source, material.length, PARTS[name]
+    around = frame(source.tokenizer, source.first)
+    seed = [source.seed, length, list(PARTS).index(name), number]
+
+    def made(units: int) -> tuple[Made, list[int] | None]:
+        """Return a prompt and the ids that are compressed; None if they are too many."""
+        task_text = part.make(np.random.default_rng(seed), units, material)
+        prompt = prompt_in(source, around, task_text.question, task_text.prefix)
+        text = encode(source.tokenizer, task_text.text)
+        return task_text, prompt.context(text) if len(text) <= prompt.room(length) else None
+
+    units = largest(lambda units: made(units)[1] is not None, part.least)
+    task_text, ids = made(units)
+    if ids is None:
+        raise InputError(
+            f"ruler: a context of {length} tokens is too short for {name}; use a longer --context"
+        )
+    asked = Asked(
+        prompt_in(source, around, task_text.question, task_text.prefix).question,
+        task_text.expected,
+        part.tokens,
+    )
+    sample = Sample(
+        f"{name}/{length}/{number}",
+        source.decode(ids),
+        question=source.decode(asked.ids),
+        reference=", ".join(task_text.expected),
+        fields={"length": length, "tokens": len(ids), "variant": name},
+        data=asked,
+    )
+    return Batch(torch.tensor([ids]), [sample])
+
+
+def largest(fits: Callable[[int], bool], least: int) -> int:
+    """Return the largest number that fits, or `least`.
+
+    What is larger than a number that does not fit must not fit either.
+    """
+    low, high = least, 2 * least
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Needles:
+    """The settings of a needle task: of the haystack, the keys and values, and their numbers."""
+
+    haystack: str  # noise, essay or needle
+    keys: str = "words"
+    values: str = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+
+def niah(settings: Needles, rng: np.random.Generator, units: int, material: Material) -> Made:
+    """Return a prompt with needles; a unit is a word of an essay, or a sentence."""
+    names = [draw(rng, settings.keys) for _ in range(settings.num_keys)]
+    values = [[draw(rng, settings.values) for _ in range(settings.num_values)] for _ in names]
+    needles = [
+        NEEDLE.format(kind=settings.values, key=name, value=value)
+        for name, each in zip(names, values, strict=True)
+        for value in each
+    ]
+    rng.shuffle(needles)
+    asked = rng.choice(len(names), settings.num_queries, replace=False)
+    if settings.haystack == "essay":
+        context = hidden_in_essay(rng, needles, units, material.words)
+    else:
+        places = np.sort(rng.permutation(units)[: len(needles)])[::-1]
+        sentences = [
+            NOISE
+            if settings.haystack == "noise"
+            else NEEDLE.format(
+                kind=settings.values, key=draw(rng, settings.keys), value=draw(rng, settings.values)
+            )
+            for _ in range(units)
+        ]
+        for place, needle in zip(places, needles, strict=True):
+            sentences.insert(int(place), needle)
+        context = "\n".join(sentences)
+    queries = [names[i] for i in asked]
+    query = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
+    template, prefix, kind = NIAH, NIAH_PREFIX, settings.values
+    if settings.num_queries * settings.num_values == 1:
+        template, prefix, kind = singular(template), singular(prefix), kind[:-1]
+    text, question = template.split("{context}")
+    return Made(
+        text.format(kind=kind) + context,
+        question.format(kind=kind, query=query),
+        prefix.format(kind=kind, query=query),
+        [value for i in asked for value in values[i]],
+    )
+
+
+def singular(template: str) -> str:
+    """Return a template of needles for a single one."""
+    return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
+
+
+def draw(rng: np.random.Generator, kind: str) -> str:
+    """Return a random key or value: one of words, numbers or uuids."""
+    if kind == "numbers":
+        return draw_number(rng)
+    if kind == "uuids":
+        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+    return "-".join(WORDS[i] for i in rng.choice(len(WORDS), 2, replace=False))
+
+
+def hidden_in_essay(
+    rng: np.random.Generator, needles: Sequence[str], units: int, words: Sequence[str]
+) -> str:
+    """Return `units` words with needles between their sentences; a short text is repeated."""
+    start = int(rng.integers(len(words)))
+    sentences: list[list[str]] = [[]]
+    for i in range(units):
+        last = sentences[-1]
+        if last and (last[-1].endswith((".", "!", "?")) or len(last) == SENTENCE):
+            sentences.append([])
+        sentences[-1].append(words[(start + i) % len(words)])
+    depths = np.sort(rng.choice(DEPTHS, len(needles), replace=False))
+    ends = [0, *(int(len(sentences) * depth / 100) for depth in depths), len(sentences)]
+    parts = []
+    for i, end in enumerate(ends[1:]):
+        parts.append(" ".join(" ".join(sentence) for sentence in sentences[ends[i] : end]))
+        parts += needles[i : i + 1]
+    return " ".join(parts)
+
+
+def vt(rng: np.random.Generator, units: int, material: Material) -> Made:
+    """Return a prompt with a chain of variables, after a worked example; units are sentences."""
+
+    def example(units: int) -> str:
+        return worked(tracked(np.random.default_rng(seed), units, 3)) + "\n"
+
+    seed = int(rng.integers(2**32))
+    tokenizer = material.source.tokenizer
+    most = largest(lambda n: len(encode(tokenizer, example(n))) <= EXAMPLE_TOKENS, HOPS + 1)
+    made = tracked(rng, units, 5)
+    return made._replace(text=f"{example(most)}\n{made.text}")
+
+
+def tracked(rng: np.random.Generator, units: int, letters: int) -> Made:
+    """Return a prompt with one chain of variables, whose names have a number of letters."""
+    names: list[str] = []
+    while len(names) <= HOPS:
+        name = letters_of(rng, letters).upper()
+        names += [] if name in names else [name]
+    value = str(rng.integers(10_000, 99_999))
+    chain = [f"VAR {names[0]} = {value}"]
+    chain += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
+    lines = [NOISE] * units
+    for i, place in enumerate(np.sort(rng.permutation(units)[: len(chain)])):
+        lines.insert(int(place) + i, chain[i])
+    text, question = VT.split("{context}")
+    context = "\n".join(lines)
+    return Made(text + context, question.format(query=value), VT_PREFIX.format(query=value), names)
+
+
+def worked(made: Made) -> str:
+    """Return a prompt with its answer."""
+    return f"{made.text}{made.question}{made.prefix} {' '.join(made.expected)}"
+
+
+def cwe(rng: np.random.Generator, units: int, material: Material) -> Made:
+    """Return a list of words after a worked example; units are the different words."""
+    large = material.length >= LARGE
+    shape, repeats = ((40, 10, 3), (30, 3)) if large else ((20, 3, 1), (6, 1))
+    example = counted(rng, *shape, material.vocabulary)
+    answer = [f"{i}. {word}" for i, word in enumerate(example.expected, start=1)]
+    made = counted(rng, units, *repeats, material.vocabulary)
+    return made._replace(text=f"{worked(example._replace(expected=answer))}\n{made.text}")
+
+
+def counted(
+    rng: np.random.Generator, units: int, common: int, uncommon: int, vocabulary: Sequence[str]
+) -> Made:
+    """Return a list in which the first ten of `units` words occur more often than the others."""
+    if len(vocabulary) < units:
+        vocabulary = [*vocabulary, *(f"{a}-{b}" for a in WORDS for b in WORDS)]
+    words = [vocabulary[i] for i in rng.choice(len(vocabulary), units, replace=False)]
+    listed = words[:COMMON] * common + words[COMMON:] * uncommon
+    rng.shuffle(listed)
+    text, question = CWE.split("{context}")
+    context = " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
+    return Made(text + context, question, CWE_PREFIX, words[:COMMON])
+
+
+def fwe(rng: np.random.Generator, units: int, material: Material) -> Made:
+    """Return coded words with the frequencies of a zeta distribution; the first is noise."""
+    size = max(COMMON, material.length // 50)
+    coded: dict[str, None] = {}
+    while len(coded) < size:
+        coded[letters_of(rng, CODED)] = None
+    names = ["...", *list(coded)[1:]]
+    counts = (units * np.arange(1, size + 1) ** -ALPHA / (np.pi**2 / 6)).astype(int)
+    listed = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    rng.shuffle(listed)
+    text, question = FWE.split("{context}")
+    return Made(text + " ".join(listed), question, FWE_PREFIX, names[1:4])
+
+
+def letters_of(rng: np.random.Generator, count: int) -> str:
+    """Return random lower-case letters."""
+    return "".join(chr(ord("a") + i) for i in rng.integers(0, 26, count))
+
+
+_SINGLE = Needles("essay")
+_NIAH = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": _SINGLE,
+    "niah_single_3": replace(_SINGLE, values="uuids"),
+    "niah_multikey_1": replace(_SINGLE, num_keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", "uuids", "uuids"),
+    "niah_multivalue": replace(_SINGLE, num_values=4),
+    "niah_multiquery": replace(_SINGLE, num_keys=4, num_queries=4),
+}
+PARTS = {
+    **{name: RulerPart(partial(niah, settings), 4, 128) for name, settings in _NIAH.items()},
+    "vt": RulerPart(vt, HOPS + 1, 30),
+    "cwe": RulerPart(cwe, COMMON + 1, 120),
+    "fwe": RulerPart(fwe, 30, 50),
+}

@@ -1,0 +1,129 @@
+"""Load a model and its tokenizer: the reference model, SmolLM2, a local folder or a hub id.
+
+Decides dtype and device. `kvloom.hf` decides whether a recipe fits the model.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from kvloom.errors import InputError
+
+from . import smollm2
+from .reference import WEIGHTS, reference_model, reference_tokenizer
+
+REFERENCE = "reference"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def load(name: str = REFERENCE, dtype: str = "auto") -> tuple[PreTrainedModel, Any]:
+    """Return (model, tokenizer), ready for inference, on the GPU if there is one.
+
+    name: "reference", "smollm2", a folder with a config.json, or a hub id. dtype: a name in
+    `DTYPES`; "auto" keeps the dtype of the weights. Raises `InputError` if the model cannot be
+    loaded.
+    """
+    _, tokenizer = load_config_and_tokenizer(name, dtype)
+    return load_model(name, dtype), tokenizer
+
+
+def load_config_and_tokenizer(name: str = REFERENCE, dtype: str = "auto") -> tuple[Any, Any]:
+    """Return (config, tokenizer) of a model without its weights; arguments as for `load`."""
+    _torch_dtype(dtype)
+    if name == REFERENCE:
+        return AutoConfig.from_pretrained(WEIGHTS), reference_tokenizer()
+    folder = located(name)
+    with _loading(name):
+        config = AutoConfig.from_pretrained(folder)
+        if config.is_encoder_decoder:
+            raise ValueError(
+                "it is an encoder-decoder model; give a decoder model, such as a Llama"
+            )
+        return config, AutoTokenizer.from_pretrained(folder)
+
+
+def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
+    """Return a model ready for inference, on the GPU if there is one; arguments as for `load`."""
+    torch_dtype = _torch_dtype(dtype)
+    if name == REFERENCE:
+        model = reference_model(torch_dtype)
+    else:
+        folder = located(name)
+        with _loading(name):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype or "auto")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def max_positions(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Return the number of positions of a model or config; None if it has no limit."""
+    config = getattr(model, "config", model).get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_positions(
+    model: PreTrainedModel | PreTrainedConfig, tokens: int, new_tokens: int
+) -> None:
+    """Raise `InputError` if text and new tokens together need more positions than the model has."""
+    available = max_positions(model)
+    if available is not None and tokens + new_tokens > available:
+        raise InputError(
+            f"{tokens} tokens of text and {new_tokens} new tokens need {tokens + new_tokens} "
+            f"positions and the model has {available}; give less text, or fewer new tokens"
+        )
+
+
+def _torch_dtype(dtype: str) -> torch.dtype | None:
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    return None if dtype == "auto" else getattr(torch, dtype)
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Convert any error of the libraries that read a model's files to an `InputError`."""
+    try:
+        yield
+    except Exception as error:
+        reason = textwrap.shorten(str(error) or type(error).__name__, 400)
+        raise InputError(
+            f"model {name!r} cannot be loaded: {reason}; give a hub id or the folder of a model"
+        ) from error
+
+
+def located(name: str) -> str:
+    """Return a model's folder or hub id; raise `InputError` if it does not exist.
+
+    Asks the hub once: loading would repeat its requests for a minute.
+    """
+    if name == smollm2.NAME:
+        return str(smollm2.folder())
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise InputError(
+                f"{name!r} is a folder without config.json; give the folder of a saved model"
+            )
+        return name
+    try:
+        if try_to_load_from_cache(name, "config.json") is None:
+            HfApi().model_info(name, timeout=10)
+    except Exception as error:  # the HTTP library raises its own types
+        raise InputError(
+            f"there is no model {name!r}: it is not a local folder, and the Hugging Face hub does "
+            "not have it or cannot be reached; give a folder with config.json, or a hub id"
+        ) from error
+    return name

@@ -1,0 +1,144 @@
+"""How many of the tokens with the largest q . k an index finds (ClusterKV, figure 11).
+
+Recall rate: |I and I_true| / B. I_true: the B tokens with the largest score among those after the
+sinks. By default every query head selects separately, as in the paper's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvloom.hf.attach import attachment_restored
+from kvloom.hf.cache import Cache
+from kvloom.hf.observe import ObservedStep, observe
+from kvloom.progress import Progress
+from kvloom.recall import Clusters, Index, Pages, TopK
+
+from ..workload import clock
+from ..workload.forward import forward
+
+SINKS, FULL_LAYERS = 16, 2
+PAPER = Clusters(size=80, block_clusters=4, iterations=20)
+PAPER_OPTIONS = f"size={PAPER.size},iterations={PAPER.iterations}"
+"""The paper's clusters as options of the recipe `clusterkv`."""
+SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
+"""Budgets as shares of the context."""
+INDEXES: Mapping[str, Index] = {
+    "cosine, L/80": PAPER,
+    "L2, L/80": replace(PAPER, distance="l2"),
+    "inner product, L/80": replace(PAPER, distance="inner"),
+    "cosine, L/160": replace(PAPER, size=160),
+    "cosine, L/40": replace(PAPER, size=40),
+    "cosine, L/20": replace(PAPER, size=20),
+    "Quest, pages of 16": Pages(),
+}
+
+
+@dataclass
+class Recalled:
+    """What an index finds.
+
+    rates: the recall rate by the way in which query heads choose (see
+    `recall.index.HEAD_CHOICES`), then by budget in tokens. build_s: seconds to build the index in
+    all layers.
+    """
+
+    rates: dict[str, dict[int, float]]
+    build_s: float
+
+
+def recall_rates(
+    model: PreTrainedModel,
+    text: Tensor,
+    context: int,
+    progress: Progress,
+    *,
+    indexes: Mapping[str, Index] = INDEXES,
+    groups: Sequence[str] = ("each",),
+    budgets: Sequence[int] | None = None,
+) -> dict[str, Recalled]:
+    """Return the mean recall rates over heads, over layers after the first two, and over steps.
+
+    text: int64 [1, context + steps]. progress: called with one unit a step. budgets: None: the
+    `SHARES` of the context. The model is left as it was.
+    """
+    sizes = budgets or shared_budgets(context)
+    rates: dict[str, dict[str, dict[int, list[float]]]] = {
+        name: {group: {b: [] for b in sizes} for group in groups} for name in indexes
+    }
+    build_s = dict.fromkeys(indexes, 0.0)
+    finders: dict[tuple[str, int], Any] = {}
+
+    def on_step(look: ObservedStep) -> None:
+        if look.q.shape[2] > 1 or look.layer < full_layers:
+            return
+        keys = look.keys[:, :, SINKS:context]
+        live = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
+        oracle = TopK().finder()
+        oracle.extend(keys, live)
+        for name, index in indexes.items():
+            if (name, look.layer) not in finders:
+                finder = finders[name, look.layer] = index.finder()
+                due = index.due(0, keys.shape[2])
+                begin = clock.seconds(keys.device)
+                finder.extend(keys[:, :, :due], live[:, :, :due])
+                build_s[name] += clock.seconds(keys.device) - begin
+        q = look.q[:, :, 0]
+        for group, budget in product(groups, sizes):
+            count = budget - SINKS
+            true = _mask_of(oracle.find(q, count, group, lambda: keys), keys.shape[2])
+            for name in indexes:
+                got = finders[name, look.layer].find(q, count, group, lambda: keys)
+                rates[name][group][budget].append(true.gather(2, got.long()).float().mean().item())
+
+    with attachment_restored(model), torch.inference_mode():
+        cache = Cache(model, "full")
+        full_layers = FULL_LAYERS if len(cache.routed) > FULL_LAYERS else 0
+        observe(cache, on_step)
+        progress("recall rates: reading the context", 0)
+        forward(model, text[:, :context].to(model.device), cache)
+        for i in range(context, text.shape[1]):
+            progress("recall rates: decoding", 0)
+            forward(model, text[:, i : i + 1].to(model.device), cache)
+            progress("", 1)
+    return {
+        name: Recalled(
+            {group: {b: fmean(x) for b, x in sized.items()} for group, sized in by.items()},
+            build_s[name],
+        )
+        for name, by in rates.items()
+    }
+
+
+def shared_budgets(context: int) -> list[int]:
+    """Return the budgets in tokens, a multiple of 16 each, sinks included."""
+    return [max(2 * SINKS, round(context * share / 16) * 16) for share in SHARES]
+
+
+def hit_rate(model: PreTrainedModel, recipe: str, text: Tensor, context: int) -> float:
+    """Return which share of the tokens that a recipe's steps read was on the device already.
+
+    recipe: one with a tier. text: int64 [1, context + steps].
+    """
+    with attachment_restored(model), torch.inference_mode():
+        cache = Cache(model, recipe)
+        forward(model, text[:, :context].to(model.device), cache)
+        before = cache.traffic
+        for i in range(context, text.shape[1]):
+            forward(model, text[:, i : i + 1].to(model.device), cache)
+        hits, misses = cache.traffic.hits - before.hits, cache.traffic.misses - before.misses
+    return hits / (hits + misses)
+
+
+def _mask_of(slots: Tensor, tokens: int) -> Tensor:
+    """Return which tokens are among slots [B, H, M], bool [B, H, tokens]."""
+    empty = torch.zeros(*slots.shape[:2], tokens, dtype=torch.bool, device=slots.device)
+    return empty.scatter_(2, slots.long(), True)

@@ -1,0 +1,198 @@
+"""`auto`: the best recipe of a model within its memory, or within a share of the cache's bytes.
+
+Decides the order: the exact cache, then a recipe that was tuned for this model, then the recipe
+with the best published figures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvloom.errors import InputError
+from kvloom.hf import compat
+from kvloom.hf.metadata import identity
+from kvloom.hf.shard import needs_whole
+from kvloom.keep import Keep
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
+
+from ..workload import stored_recipes
+from .evidence import EVIDENCE, Evidence
+from .plan_recipes import plan
+from .result import Row
+from .units import show_bytes
+
+ENOUGH = 0.8
+"""A tuned recipe with less than this share of the best other recipe's bytes is not taken."""
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """The recipe that `kvloom_lab.auto` chose, and why; printable.
+
+    Attributes:
+        recipe: To attach.
+        context: Tokens.
+        batch: Rows.
+        nbytes: Bytes of the cache at this context and batch.
+        share: Of the exact cache's bytes.
+        why: The reason, in sentences.
+    """
+
+    recipe: Recipe
+    context: int
+    batch: int
+    nbytes: int
+    share: float
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.recipe.name}: {show_bytes(self.nbytes)} of KV cache after {self.context:,} "
+            f"tokens, batch {self.batch} ({self.share:.0%} of the exact cache). {self.why}"
+        )
+
+
+def auto(
+    model: PreTrainedModel,
+    *,
+    memory: int | None = None,
+    bytes: float | None = None,
+    context: int | None = None,
+    batch: int = 1,
+) -> AutoChoice:
+    """Choose the best recipe for a model within a bound; attach its `recipe` to use it.
+
+    The exact cache is chosen if it fits. Next comes the recommended recipe with the smallest
+    published divergence that fits; a recipe that `kvloom tune` stored for these weights replaces it
+    if it has at least 80% of its bytes. The model is left as it was.
+
+    Args:
+        model: The model, loaded.
+        memory: Bytes for weights, cache and the activations of a prompt. Give it or `bytes`.
+        bytes: A share of the exact cache's bytes, such as 0.2.
+        context: Tokens (default: 32,768, or the model's positions if they are fewer).
+        batch: Rows.
+
+    Raises:
+        InputError: Nothing fits; the message names the nearest. Or the weights need more memory.
+        UnsupportedModel: As `plan` does.
+    """
+    if (memory is None) == (bytes is None):
+        raise InputError("give either memory, in bytes, or bytes, a share such as 0.2")
+    if bytes is not None and not 0 < bytes <= 1:
+        raise InputError(f"bytes={bytes:g} must be above 0 and at most 1: a share")
+    model = compat.unwrap(model)
+    compat.refuse_unsupported(model)
+    needs_whole(model, "kvloom_lab.auto")
+    tuned = stored_recipes.read(identity(model)["weights"])
+    recipes = [*(resolve(one.recipe) for one in EVIDENCE), *tuned]
+    planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
+    published = [*EVIDENCE, *(None for _ in tuned)]
+    candidates = [_Candidate(*one) for one in zip(recipes, planned.rows, published, strict=True)]
+    exact = candidates[0].nbytes
+    chunks = False
+    if bytes is not None:
+        fitting = [one for one in candidates if one.works and one.nbytes <= bytes * exact]
+    else:
+        fitting = [one for one in candidates if one.row.fits]
+        chunks = not fitting
+        if chunks:  # a score of the prompt would see its first chunk only
+            fitting = [one for one in candidates if one.row.fits_in_chunks and not one.keeps]
+    if not fitting:
+        bound = f"bytes={bytes:g}" if memory is None else f"{show_bytes(memory)} of memory"
+        raise InputError(_nothing(candidates, bound, memory is None, planned.context, batch))
+    best = _best(fitting)
+    why = [best.figures]
+    if chunks:
+        why.append("Only small chunks of the prompt fit: give prefill_chunk_size to generate().")
+    share = best.nbytes / exact
+    return AutoChoice(best.recipe, planned.context, batch, best.nbytes, share, " ".join(why))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A recipe, its plan, and its published figures (None: it was tuned for the model)."""
+
+    recipe: Recipe
+    row: Row
+    published: Evidence | None
+
+    @property
+    def works(self) -> bool:
+        return self.row.problem is None
+
+    @property
+    def nbytes(self) -> int:
+        assert self.row.kv_bytes is not None, "ask `works` first"
+        return self.row.kv_bytes
+
+    @property
+    def keeps(self) -> list[Keep]:
+        """What decides which tokens stay, if the recipe evicts."""
+        keeps = [self.recipe.keep, *(layer.keep for layer in self.recipe.layers)]
+        return [keep for keep in keeps if isinstance(keep, Keep)]
+
+    @property
+    def kl(self) -> float:
+        """The divergence that was measured: on this model, or of published figures."""
+        if self.published is not None:
+            return self.published.kl
+        assert self.recipe.tuned is not None
+        return self.recipe.tuned.kl
+
+    @property
+    def figures(self) -> str:
+        """Return what is known of its quality, in sentences."""
+        tuned = self.recipe.tuned
+        if tuned is not None:
+            reason = (
+                f"It was tuned for this model at {tuned.context:,} tokens ({tuned.bound}): its "
+                f"mean KL divergence from the exact cache was {tuned.kl:.2g} nats."
+            )
+        elif self.recipe.name == "full":
+            return "The exact cache fits."
+        else:
+            reason = f"No recommended recipe with a smaller divergence fits: {self.published}."
+        if self.keeps:
+            reason += " It evicts tokens: facts in them are lost."
+        if any(keep.scorer.repeats for keep in self.keeps):
+            reason += " A prompt takes several times as long, because the model repeats it."
+        return reason
+
+
+def _best(fitting: Sequence[_Candidate]) -> _Candidate:
+    """Return the best of the candidates that fit."""
+    known = [one for one in fitting if one.published is not None]
+    tuned = [one for one in fitting if one.published is None]
+    if known:  # in the order of preference
+        enough = 1.0 if known[0].recipe.name == "full" else ENOUGH
+        tuned = [one for one in tuned if one.nbytes > enough * known[0].nbytes]
+    return min(tuned, key=lambda one: one.kl) if tuned else known[0]
+
+
+def _nothing(
+    candidates: Sequence[_Candidate], bound: str, by_share: bool, context: int, batch: int
+) -> str:
+    """Return why nothing is chosen, with the nearest recipe."""
+    working = [one for one in candidates if one.works]
+    nearest = min(working, key=lambda one: one.nbytes)
+    reason = f"no recipe fits into {bound} at {context:,} tokens and batch {batch}"
+    if by_share:
+        share = nearest.nbytes / working[0].nbytes
+        return f"{reason}; the nearest is {nearest.recipe.name} with bytes={share:.3f}"
+    return (
+        f"{reason}; the nearest is {nearest.recipe.name}, with which "
+        f"{nearest.row.longest_in_chunks or 0:,} tokens fit"
+    )
+
+
+def _config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the model's config with the dtype that its weights really have."""
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype
+    return config

@@ -1,0 +1,171 @@
+"""The time of a decode step on a machine that has been measured.
+
+A layer's step takes a fixed time, a time per row, and its bytes divided by the throughput of its
+kernels. The model around it takes a time per step, a time per layer, and the time of its products
+with weights at this batch. `machine_measurement` measures these; they add up, because a CPU waits
+for each operation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kvloom.errors import RecipeError
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.spec import Recipe
+
+from .decode_step import LayerWork, StepTime, StepWork
+from .ranges import Range
+
+TOLERANCE = 0.2
+"""The bounds of a time: the mark that docs/guides/plan.md checks, not a measured interval."""
+
+
+@dataclass(frozen=True)
+class LayerRate:
+    """Seconds of one layer's decode step: fixed + row * rows + bytes / bytes_s."""
+
+    fixed_s: float
+    row_s: float
+    bytes_s: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measurements of this machine.
+
+    about: processor, threads and versions. memory: bytes. bandwidth: bytes per second. linear:
+    seconds per byte of weights in products, by dtype and batch. overhead: (seconds per step,
+    seconds per layer) of the model around the cache, by dtype. layers: by `layer_key`.
+    """
+
+    about: dict[str, Any]
+    memory: int
+    bandwidth: float
+    linear: dict[str, dict[int, float]] = field(default_factory=dict)
+    overhead: dict[str, tuple[float, float]] = field(default_factory=dict)
+    layers: dict[str, LayerRate] = field(default_factory=dict)
+
+    name = "this"
+
+    def problem(self, work: StepWork) -> str | None:
+        """Return why a step's time cannot be estimated; None if it can."""
+        if work.quantized:
+            return f"products with weights quantized by {work.quantized} are not measured"
+        return None
+
+    def step(self, work: StepWork) -> StepTime:
+        """Return the seconds of a decode step; everything it needs must have been measured."""
+        dtype = short_name(work.geometry.dtype)
+        curve = self.linear[dtype]
+        per_step, per_layer = self.overhead[dtype]
+        reading = work.weights.scaled(at_batch(curve, 1))
+        products = work.weights.scaled(at_batch(curve, work.batch))
+        kv, fixed = 0.0, per_step + per_layer * work.layer_count
+        for layer in work.layers:
+            rate = self.layers[layer_key(layer, work.geometry)]
+            kv += layer.layers * layer.nbytes / rate.bytes_s
+            fixed += layer.layers * (rate.fixed_s + rate.row_s * work.batch)
+        return StepTime(
+            _within(reading.low, reading.best, reading.high),
+            _within(kv, kv, kv),
+            _within(*vars(products.above(reading)).values()),
+            _within(fixed, fixed, fixed),
+        )
+
+    def describe(self) -> str:
+        """Return the processor and its rates in one line."""
+        threads = self.about["threads"]
+        return (
+            f"this machine ({self.about['cpu']}, {threads} thread{'s' * (threads > 1)}, "
+            f"{self.memory / 2**30:,.0f} GiB, {self.bandwidth / 1e9:,.0f} GB/s)"
+        )
+
+    def notes(self) -> list[str]:
+        """Return what a reader of its times has to know."""
+        return [
+            "Times are predicted from short measurements of this machine. In the comparison of the "
+            "guide, 45 of 54 predictions are within 20% of the measured step."
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"name": self.name, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Machine:
+        """Build from `to_dict`'s data."""
+        return cls(
+            data["about"],
+            data["memory"],
+            data["bandwidth"],
+            {k: {int(b): s for b, s in v.items()} for k, v in data["linear"].items()},
+            {k: (v[0], v[1]) for k, v in data["overhead"].items()},
+            {k: LayerRate(**v) for k, v in data["layers"].items()},
+        )
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def at_batch(curve: dict[int, float], batch: int) -> float:
+    """Return the seconds per byte at a batch, on straight lines through the measured batches."""
+    batches = sorted(curve)
+    above = next((i for i, b in enumerate(batches) if b >= batch), len(batches) - 1)
+    low, high = batches[max(0, above - 1)], batches[above]
+    if low == high:
+        return curve[high]
+    slope = (curve[high] - curve[low]) / (high - low)
+    return curve[low] + slope * (batch - low)
+
+
+def measured_recipe(recipe: Recipe, tokens: int) -> Recipe:
+    """Return the plain recipe that is measured in place of another, at `tokens` tokens.
+
+    A budget of tokens to keep changes the bytes alone, so half of the tokens are kept; `start` and
+    the first layers that recall leaves out do not matter to a layer.
+    """
+    recipe = replace(recipe, start=0, name="measured")
+    if recipe.keep is None:
+        return recipe
+    try:
+        return replace(recipe, keep=replace(recipe.keep, shared=False)).with_budget(tokens // 2)
+    except RecipeError:  # its window is larger than that
+        return recipe
+
+
+def layer_key(layer: LayerWork, g: Geometry) -> str:
+    """Return what a layer's speed depends on, as text: recipe without its budget, heads, dtype."""
+    shape = f"{g.q_heads}/{g.kv_heads}x{g.head_dim} {short_name(g.dtype)}"
+    if layer.kind is None:
+        return f"{shape} {{}}"
+    data = layer.kind.recipe.to_dict()
+    data.pop("name"), data.pop("start", None)
+    if keep := data.get("keep"):
+        keep.pop("budget", None), keep.pop("seed", None), keep.pop("limit", None)
+    text = "{}" if _exact(layer.kind.recipe) else json.dumps(data, sort_keys=True)
+    return f"{shape} {text}"
+
+
+def _exact(recipe: Recipe) -> bool:
+    """Return whether a layer with this plain recipe does what one with `full` does."""
+    parts = recipe.keep, recipe.recall, recipe.protect.outliers
+    return recipe.store.exact and parts == (None, None, None) and not recipe.protect.sinks
+
+
+def unmeasured(machine: Machine, works: Iterable[StepWork], g: Geometry) -> dict[str, LayerWork]:
+    """Return the kinds of layers without a rate, by key."""
+    found = {layer_key(layer, g): layer for work in works for layer in work.layers}
+    return {key: layer for key, layer in found.items() if key not in machine.layers}
+
+
+def _within(low: float, best: float, high: float) -> Range:
+    """Return a range widened by the tolerance."""
+    return Range(low * (1 - TOLERANCE), best, high * (1 + TOLERANCE))

@@ -1,0 +1,132 @@
+"""What the planner knows of a model: its layers, weights, positions and activations.
+
+Everything comes from the config. The model is built on torch's meta device, which allocates no
+weights, so it is the model's own code that decides what there is to count. Decides which models
+are refused: those of which kvloom cannot count everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from kvloom.errors import InputError, UnsupportedModel
+from kvloom.hf import compat
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.layers import listed
+
+from ..models import REFERENCE, located, max_positions
+from ..models.reference import WEIGHTS
+from .activations import working_bytes
+from .weights import Weights, count_weights
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model needs beside its cache.
+
+    geometry: the layers that kvloom caches. windows: of each layer with a sliding window, the
+    tokens that transformers stores. working: bytes of activations per token of a prompt, at the
+    widest place of a forward pass; None where they cannot be traced. layers: all decoder layers.
+    dtype_stated: whether the config states the dtype of the weights; if not, float32 is counted.
+    """
+
+    name: str
+    architecture: str
+    geometry: Geometry
+    windows: tuple[int, ...]
+    weights: Weights
+    working: int | None
+    layers: int
+    positions: int | None
+    dtype_stated: bool
+
+
+def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
+    """Return the facts of a model.
+
+    model: a folder with config.json, a config file, a hub id, "reference", "smollm2", or a config.
+    Reads no weights; uses the network for a hub id alone. Raises `InputError` if there is no config
+    to read, and `UnsupportedModel` for an architecture or a quantization of weights that cannot be
+    counted.
+    """
+    config = model if isinstance(model, PreTrainedConfig) else _read_config(str(model))
+    name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
+    stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
+    built = _build(config, name)
+    compat.refuse_unsupported(built)
+    text = compat.decoder_config(built)
+    stock = compat.stock_layers(text)
+    _refuse_other_layers(built, [kind for kind, _ in stock])
+    windows = tuple(layer.sliding_window for kind, layer in stock if kind == compat.SLIDING)
+    return ModelFacts(
+        name,
+        type(built).__name__,
+        compat.geometry(built),
+        windows,
+        count_weights(built),
+        working_bytes(built),
+        len(stock),
+        max_positions(built),
+        stated,
+    )
+
+
+def _read_config(model: str) -> PreTrainedConfig:
+    """Return the config of a folder, a file, a hub id, or a model that comes with kvloom."""
+    if model == REFERENCE:
+        return AutoConfig.from_pretrained(WEIGHTS)
+    path = Path(model)
+    if path.is_file() and path.suffix != ".json":
+        raise InputError(
+            f"{model!r} is not a config; give a folder with config.json, that file, or a hub id"
+        )
+    source = model if path.is_file() else located(model)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # whatever the readers of configs raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"the config of {model!r} cannot be read ({reason}); give a folder with config.json, "
+            "that file, or a hub id"
+        ) from error
+
+
+def _short_name(model: str) -> str:
+    """Return a model's name in results: its hub id, or the name of its folder."""
+    path = Path(model)
+    if path.is_file():
+        path = path.absolute().parent if path.name == "config.json" else path
+    return path.name or model if path.exists() else model
+
+
+def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
+    """Return the model on the meta device; raises `UnsupportedModel` if transformers has none."""
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"{name} cannot be planned: encoder-decoder models are not supported"
+        )
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config).eval()
+    except Exception as error:  # no such class, or a config that its class refuses
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModel(
+            f"{name} cannot be planned: transformers builds no decoder from its config "
+            f"({reason[:200]})"
+        ) from error
+
+
+def _refuse_other_layers(model: Any, kinds: list[str]) -> None:
+    """Raise `UnsupportedModel` for layers with another state than keys and values."""
+    others = sorted({kind for kind in kinds if kind not in (compat.FULL, compat.SLIDING)})
+    if others:
+        numbers = [i for i, kind in enumerate(kinds) if kind in others]
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be planned: layers {listed(numbers)} have a state that "
+            f"kvloom cannot count ({', '.join(others)}), such as that of linear attention"
+        )

@@ -1,0 +1,64 @@
+"""How the planner reads and writes sizes: "24GiB", "128k", "20tok/s"."""
+
+from __future__ import annotations
+
+import re
+
+from kvloom.errors import InputError
+
+_BYTES = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_TOKENS = {"": 1, "k": 2**10, "m": 2**20}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z/]*)")
+
+
+def parse_bytes(option: str) -> int:
+    """Read "24GiB" (2**30 bytes each), "80GB" (10**9 bytes each), or a number of bytes."""
+    found = _split(option)
+    if found is None or found[1] not in _BYTES or found[0] * _BYTES[found[1]] < 1:
+        raise InputError(
+            f"memory {option!r} is not a size; give a number with a unit, such as 24GiB or 80GB"
+        )
+    return int(found[0] * _BYTES[found[1]])
+
+
+def parse_tokens(option: str) -> int:
+    """Read "131072", "128k" (1,024 tokens each) or "1M" (1,048,576 tokens each)."""
+    found = _split(option)
+    if found is None or found[1] not in _TOKENS or found[0] * _TOKENS[found[1]] < 1:
+        raise InputError(
+            f"context {option!r} is not a number of tokens, 1 or more; give one such as 8192 or "
+            "128k"
+        )
+    return int(found[0] * _TOKENS[found[1]])
+
+
+def parse_rate(option: str) -> float:
+    """Read "20tok/s" or "20": tokens per second."""
+    found = _split(option)
+    if found is None or found[1] not in ("", "tok/s", "tokens/s") or found[0] <= 0:
+        raise InputError(
+            f"target {option!r} is not a speed above 0; give tokens per second, such as 20tok/s"
+        )
+    return found[0]
+
+
+def show_bytes(nbytes: int) -> str:
+    """Return bytes as GiB, or as MiB below 0.1 GiB."""
+    if nbytes >= 2**30 / 10:
+        return f"{nbytes / 2**30:,.2f} GiB"
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def show_rate(tokens_s: float) -> str:
+    """Return tokens per second with three digits, or fewer above 1,000."""
+    return f"{tokens_s:,.0f}" if tokens_s >= 100 else f"{tokens_s:.1f}"
+
+
+def _split(option: str) -> tuple[float, str] | None:
+    """Return the number and the unit in lower case; None if it is neither."""
+    found = _NUMBER.fullmatch(option.strip().lower().replace(",", ""))
+    return None if found is None else (float(found[1]), found[2])

@@ -1,0 +1,174 @@
+"""Bytes of a model's weights, and which of them a decode step reads.
+
+Decides how quantized weights are counted: by the tensors that their checkpoint has for a matrix.
+Refuses, by name, quantizations whose layout is not described here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from kvloom.errors import UnsupportedModel
+from kvloom.hf import compat
+
+from .quantized_layouts import LAYOUTS, Layout
+from .ranges import Range
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes and parameters of a model's weights.
+
+    nbytes: all weights. read, parameters: bytes that every decode step reads, and parameters that
+    it multiplies with. expert_read, expert_parameters: those of all routed experts in all layers,
+    of which a token uses `used` of `experts`. quantized: the method; None for plain weights.
+    """
+
+    nbytes: int
+    read: int
+    parameters: int
+    expert_read: int = 0
+    expert_parameters: int = 0
+    experts: int = 0
+    used: int = 0
+    quantized: str | None = None
+
+    def read_nbytes(self, batch: int) -> Range:
+        """Return the bytes of weights that a decode step of `batch` rows reads.
+
+        Which experts rows share is not known: all the same (low), none twice (high), or chosen at
+        random (best).
+        """
+        if not self.experts:
+            return Range.exactly(self.read)
+        each = self.expert_read / self.experts
+        chance = 1 - (1 - self.used / self.experts) ** batch
+        distinct = Range(self.used, self.experts * chance, min(self.experts, batch * self.used))
+        return Range.exactly(self.read) + distinct.scaled(each)
+
+    def flops(self, batch: int) -> float:
+        """Return the floating-point operations of a decode step's products with weights."""
+        share = self.used / self.experts if self.experts else 0.0
+        return 2 * batch * (self.parameters + share * self.expert_parameters)
+
+
+def count_weights(model: PreTrainedModel) -> Weights:
+    """Return the weights of a model on the meta device. Raises `UnsupportedModel`."""
+    method, layout, settings = _layout(model)
+    matrices = _quantized_matrices(model, settings) if layout.matrix else {}
+    decoder = compat.decoder(model)
+    read = {id(p) for p in decoder.parameters()}
+    output = model.get_output_embeddings()
+    kept = set() if output is None else {id(p) for p in output.parameters()}
+    for module in decoder.modules():
+        if isinstance(module, nn.Embedding):  # a step reads one row of it for a token
+            read -= {id(p) for p in module.parameters()} - kept
+    read |= kept
+    total = step = parameters = expert_step = expert_parameters = 0
+    for name, weight in model.named_parameters():
+        nbytes = weight.numel() * weight.element_size()
+        if layout.matrix and name in matrices:
+            nbytes = layout.matrix(settings, *matrices[name])
+        elif layout.experts and ".experts." in name and weight.dim() == 3:
+            count, columns, rows = weight.shape
+            nbytes = count * layout.experts(rows, columns)
+        total += nbytes
+        if id(weight) not in read:
+            continue
+        if weight.dim() > 2 and ".experts." not in name:
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot be planned: it is not known here which part of "
+                f"{name!r} a token reads"
+            )
+        if ".experts." in name:
+            expert_step += nbytes
+            expert_parameters += weight.numel()
+        else:
+            step += nbytes
+            parameters += weight.numel() if weight.dim() > 1 else 0
+    if not expert_step:
+        return Weights(total, step, parameters, quantized=method)
+    if method is not None and layout.experts is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be planned: how {method} stores experts is not known "
+            "here; plan the model without its quantization_config"
+        )
+    experts, used = _routing(model)
+    return Weights(
+        total, step, parameters, expert_step, expert_parameters, experts, used, quantized=method
+    )
+
+
+def _routing(model: PreTrainedModel) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many a token uses."""
+    config = compat.decoder_config(model)
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((n for name in names if (n := getattr(config, name, None))), None)
+    used = next(
+        (n for n in ("num_experts_per_tok", "moe_topk", "moe_k") if getattr(config, n, None)), None
+    )
+    if experts is None or used is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be planned: its config does not state how many experts "
+            "a token uses in a way that kvloom reads"
+        )
+    return experts, getattr(config, used)
+
+
+# quantized weights
+
+
+def _layout(model: PreTrainedModel) -> tuple[str | None, Layout, dict[str, Any]]:
+    """Return the method of quantization, None for plain weights, its layout and its settings."""
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None:
+        return None, Layout(), {}
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(settings.get("quant_method", "unknown"))
+    method = str(getattr(settings.get("quant_method"), "value", method))
+    if method == "bitsandbytes":
+        method += "-4bit" if settings.get("load_in_4bit") else "-8bit"
+    problem = None
+    if method not in LAYOUTS:
+        problem = f"weights quantized by {method} are not counted yet"
+    elif compat.decoder_config(model) is not model.config:
+        problem = f"which matrices of a multimodal model {method} quantizes is not known here"
+    elif model.config.model_type not in (LAYOUTS[method].models or (model.config.model_type,)):
+        problem = f"which weights of a {model.config.model_type} {method} quantizes is not known"
+    else:
+        problem = LAYOUTS[method].problem(settings)
+    if problem:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be planned: {problem}; supported are "
+            f"{', '.join(LAYOUTS)} in their usual layouts"
+        )
+    return method, LAYOUTS[method], settings
+
+
+def _quantized_matrices(
+    model: PreTrainedModel, settings: dict[str, Any]
+) -> dict[str, tuple[int, int]]:
+    """Return (rows out, columns in) of the matrices that are quantized, by parameter name."""
+    skipped = list(
+        settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
+    )
+    output = model.get_output_embeddings()
+    shapes = {}
+    for name, module in model.named_modules():
+        if module is output or any(_names(skip, name) for skip in skipped):
+            continue
+        if isinstance(module, nn.Linear):
+            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
+        elif isinstance(module, Conv1D):
+            shapes[f"{name}.weight"] = (module.nf, module.nx)
+    return shapes
+
+
+def _names(skip: str, module: str) -> bool:
+    """Return whether a setting such as "lm_head" or "layers.0.mlp" names a module."""
+    return f".{skip}." in f".{module}."

@@ -1,0 +1,77 @@
+"""A table of figures that stays readable at any terminal width.
+
+Decides the layout of a table that is wider than the terminal: the columns are split into blocks,
+printed one below the other, each with the row names as its first column. No figure is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_NAME_WIDTH = 24  # characters of a row name that are kept on one line
+
+
+class FigureTable:
+    """A table of figures that rich can print."""
+
+    def __init__(self, title: str, first: str, columns: Sequence[str], *, numbers: bool = False):
+        """Create an empty table.
+
+        first: heading of the row names. numbers: whether the row names are numbers, which are
+        right-aligned.
+        """
+        self.title, self.first, self.columns, self.numbers = title, first, columns, numbers
+        self.rows: list[tuple[Text, tuple[str, ...]] | None] = []
+
+    def add(self, name: str, *cells: str) -> None:
+        """Add a row; columns without a cell stay empty."""
+        self.rows.append((Text(name), cells))
+
+    def section(self, heading: str) -> None:
+        """Start a new section of rows under a heading."""
+        self.rows += [None, (Text(heading, "bold"), ())]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
+        """Yield the title and the fewest blocks that fit the width."""
+        yield Text(self.title, "italic")
+        block: list[int] = []
+        width = options.max_width
+        longest = max((cell_len(str(row[0])) for row in self.rows if row), default=0)
+        # Long names are wrapped before the columns are split into more blocks.
+        names = min(longest, _NAME_WIDTH, width // 3)
+        unlimited = options.update(max_width=10_000)
+        for column in range(len(self.columns)):
+            candidate = self._table([*block, column], names, names)
+            if block and Measurement.get(console, unlimited, candidate).maximum > width:
+                yield self._table(block, names)
+                block = []
+            block.append(column)
+        yield self._table(block, names)
+
+    def _table(self, block: list[int], min_width: int, max_width: int | None = None) -> Table:
+        """Return the columns of a block as a table; min_width, max_width: of the row names."""
+        table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        justify: JustifyMethod = "right" if self.numbers else "left"
+        table.add_column(
+            self.first, justify=justify, overflow="fold", min_width=min_width, max_width=max_width
+        )
+        no_wrap = len(block) > 1  # a single column that is too wide wraps its lines
+        for column in block:
+            table.add_column(
+                self.columns[column], justify="right", overflow="fold", no_wrap=no_wrap,
+                vertical="bottom",
+            )  # fmt: skip
+        for row in self.rows:
+            if row is None:
+                table.add_section()
+            else:
+                name, cells = row
+                table.add_row(name, *(cells[i] if i < len(cells) else "" for i in block))
+        return table

@@ -1,0 +1,185 @@
+"""What a layer can be: a format of its keys, a format of its values, and the tokens that it keeps.
+
+The three are scored separately, and any three combine to a choice for a layer. Decides which
+formats and which kept tokens there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kvloom.keep import Budget, Keep, Observation, Reconstruction, Scorer
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.spec import Protect, Recipe
+from kvloom.store import Format, Packed, Store, Transform
+
+SINKS = 4  # first tokens that always stay: they cost little, and most models attend to them
+OBSERVED = 32  # queries of the prompt that score its tokens, as in SnapKV
+CERTAIN = 0.2  # share of its uniform budget that every head keeps of the best tokens
+SCORED_GROUP = 64  # tokens of a channel of rotated keys that share a scale, in scores
+GROUP = 32  # the same in recipes, where 4 bits lose less
+RECENTS = OBSERVED, 128  # newest tokens that eviction spares; the second where they are few
+EXACT = "exact"
+ALL = "all"
+_TURBO = Transform(rotate=True)
+_ROTATED = Transform(hadamard=True)
+FORMATS: dict[str, dict[str, Format | None]] = {
+    "keys": {
+        EXACT: None,
+        "kivi-8": Packed(8, "channel", 32, residual=32),
+        **{
+            f"rotated-{bits}": Packed(
+                bits, "channel", SCORED_GROUP, residual=SCORED_GROUP, transform=_ROTATED
+            )
+            for bits in (2, 3, 4)
+        },
+    },
+    "values": {
+        EXACT: None,
+        "kivi-8": Packed(8, "token", 32),
+        **{f"turbo-{bits}": Packed(bits, "token", 0, transform=_TURBO) for bits in (2, 3, 4)},
+    },
+}
+"""The formats of keys and of values by name: exact, KIVI's, the same rotated, and TurboQuant's."""
+
+
+class Kept(NamedTuple):
+    """A share of the prompt, the score whose best tokens stay, and how heads share a budget."""
+
+    share: float
+    scorer: Scorer
+    group: str
+    heads: float | None = None
+
+
+KEPT: dict[str, Kept | None] = {
+    ALL: None,
+    **{
+        f"kvzip-{share:g}": Kept(share, Reconstruction(), "max", CERTAIN)
+        for share in (0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+    },
+    **{
+        f"snapkv-{share:g}": Kept(share, Observation(OBSERVED), "mean")
+        for share in (0.75, 0.5, 0.3, 0.15)
+    },
+}
+"""The kept tokens by name: all, or a share by KVzip's score (heads compete), or by SnapKV's."""
+OTHERS = "kvzip-0.5", "snapkv-0.5"  # what other layers keep while kept tokens are scored
+JOINT: dict[str, Kept] = {
+    f"joint-{share:g}": Kept(share, Reconstruction(), "max", CERTAIN)
+    for share in (0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8)
+}
+"""Shares of the prompt by KVzip's score that all layers keep together. A layer with such a choice
+keeps what it would win where the heads of all layers compete for such a budget."""
+
+
+class Choice(NamedTuple):
+    """The formats of a layer and its kept tokens, by their names in `FORMATS` and `KEPT`."""
+
+    keys: str = EXACT
+    values: str = EXACT
+    kept: str = ALL
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+    @property
+    def changes(self) -> tuple[Choice, Choice, Choice]:
+        """The choices that change its keys, its values and its kept tokens alone."""
+        return Choice(keys=self.keys), Choice(values=self.values), Choice(kept=self.kept)
+
+
+class Scored(NamedTuple):
+    """The choices to score. The first one of each list is exact, and what others compare with.
+
+    formats: change the keys or the values; all other layers are exact. kept: change the kept
+    tokens; all other layers have the choice `others`. An evicted token often survives in another
+    layer, so `kept` is scored while the other layers evict, too.
+    """
+
+    formats: list[Choice]
+    kept: list[Choice]
+    others: Choice
+
+
+def to_score(geometry: Geometry, repeats: bool = True) -> Scored:
+    """Return the choices that fit a model; repeats: whether it can repeat a prompt, for KVzip.
+
+    Tokens are kept by SnapKV's score only where KVzip's does not fit.
+    """
+    formats = [
+        Choice(),
+        *(Choice(keys=name) for name in FORMATS["keys"] if name != EXACT),
+        *(Choice(values=name) for name in FORMATS["values"] if name != EXACT),
+    ]
+
+    def fits(choice: Choice) -> bool:
+        kept = KEPT[choice.kept]
+        possible = repeats or kept is None or not kept.scorer.repeats
+        return possible and not uniform(choice, RecipeShape(0)).problems(geometry)
+
+    others = next(choice for choice in (Choice(kept=name) for name in OTHERS) if fits(choice))
+    score = others.kept.partition("-")[0]
+    kept = [Choice(kept=name) for name in KEPT if name.startswith(score)]
+    return Scored([choice for choice in formats if fits(choice)], [Choice(), *kept], others)
+
+
+def combined(scored: Scored) -> list[Choice]:
+    """Return all that a layer can be."""
+    every = itertools.starmap(Choice, itertools.product(*FORMATS.values(), KEPT))
+    one = {*scored.formats, *scored.kept}
+    return [choice for choice in every if one.issuperset(choice.changes)]
+
+
+def recents(context: int) -> list[int]:
+    """Return how many of the newest tokens eviction spares: the second one in long contexts only.
+
+    There, they are at most a sixteenth: a budget has room for sinks and heavy hitters, too.
+    """
+    few, more = RECENTS
+    return [few, more] if 16 * more <= context else [few]
+
+
+class RecipeShape(NamedTuple):
+    """What the choices of layers leave open.
+
+    window: the newest tokens, which stay exact. group: the tokens in a group of rotated keys.
+    recent: the newest tokens that eviction spares. layers: "uniform": the heads of a layer compete;
+    "joint": those of all layers.
+    """
+
+    window: int
+    group: int = GROUP
+    recent: int = OBSERVED
+    layers: str = "uniform"
+
+
+def parts(choice: Choice, shape: RecipeShape, share: float | None = None) -> dict[str, Any]:
+    """Return `keep` and `store` of a choice; share: what the layer keeps (None: its choice's)."""
+    keep, kept = None, (KEPT | JOINT)[choice.kept]
+    if kept is not None:
+        share = kept.share if share is None else share
+        recent = max(shape.recent, shape.window)
+        layers = "uniform" if kept.heads is None else shape.layers
+        budget = Budget(fraction=share, recent=recent, layers=layers, heads=kept.heads)
+        keep = Keep(budget, kept.scorer, when="prompt", group=kept.group)
+    keys = FORMATS["keys"][choice.keys]
+    if isinstance(keys, Packed) and keys.transform is not None:
+        keys = replace(keys, group=shape.group, residual=shape.group)
+    return {"keep": keep, "store": Store(keys, FORMATS["values"][choice.values])}
+
+
+def uniform(choice: Choice, shape: RecipeShape, share: float | None = None) -> Recipe:
+    """Return the recipe whose layers all have this choice; share: as for `parts`."""
+    protect = Protect(SINKS, shape.window)
+    return Recipe(**parts(choice, shape, share), protect=protect, name=str(choice))
+
+
+def evicting(choice: Choice, shape: RecipeShape) -> Recipe:
+    """Return the recipe of all layers but a scored one; their heads keep equally many tokens."""
+    recipe = uniform(choice, shape)
+    assert recipe.keep is not None
+    budget = replace(recipe.keep.budget, heads=None)
+    return replace(recipe, keep=replace(recipe.keep, budget=budget))

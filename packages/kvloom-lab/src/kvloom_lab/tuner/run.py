@@ -1,0 +1,261 @@
+"""Tune a recipe for a model: score its layers, solve, measure what was found, correct it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvloom.hf import compat
+from kvloom.hf.attach import attachment_restored
+from kvloom.hf.cache import Cache
+from kvloom.hf.metadata import identity
+from kvloom.hf.shard import needs_whole
+from kvloom.progress import TotalProgress
+from kvloom.recipe.spec import Recipe
+from kvloom.recipe.tuned import Tuned
+
+from ..models import check_positions
+from ..workload import stored_recipes
+from ..workload.forward import forward
+from ..workload.text import cut_rows, leading_ids, tokenize
+from .bound import Bound
+from .candidates import (
+    JOINT,
+    OTHERS,
+    SCORED_GROUP,
+    Choice,
+    RecipeShape,
+    combined,
+    evicting,
+    recents,
+    to_score,
+    uniform,
+)
+from .precision import in_float32
+from .problem import Problem, problems
+from .prompt import Base, ReadPrompt, repeats
+from .repair import Measured, repair
+from .scores import Scores
+from .settings import Settings
+from .sizes import LayerSizes
+
+FRONT = 24  # bounds at which the front is solved
+
+
+@dataclass
+class Tuning:
+    """A tuned recipe, and what it was chosen from.
+
+    Attributes:
+        recipe: The result.
+        choices: The choice of each layer, by the model's number.
+        predicted: The cost of each layer in nats, by the model's number.
+        front: (share of the exact bytes, predicted KL) of the best choices at many bounds.
+        uniform: The name and the same of the recipes whose layers are all the same.
+        scores: The folder of the scores.
+    """
+
+    recipe: Recipe
+    choices: dict[int, Choice]
+    predicted: dict[int, float]
+    front: list[tuple[float, float]]
+    uniform: list[tuple[str, float, float]]
+    scores: Path
+
+    @property
+    def tuned(self) -> Tuned:
+        """The provenance and figures of the recipe."""
+        assert self.recipe.tuned is not None
+        return self.recipe.tuned
+
+
+def tune(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    text: str,
+    *,
+    bytes: float | None = None,
+    kl: float | None = None,
+    context: int = 2048,
+    settings: Settings | None = None,
+    folder: str | Path | None = None,
+    progress: TotalProgress | None = None,
+) -> Tuning:
+    """Return the recipe whose layers lose least within a bound, with formats and budgets by layer.
+
+    It is stored in kvloom's cache folder, where `kvloom_lab.auto` finds it. The model is left as it
+    was.
+
+    Args:
+        model: The model, loaded.
+        tokenizer: The model's.
+        text: What the model is tuned on; longer than one context.
+        bytes: The bound: a share of the exact cache's bytes after `context` tokens. Give it or
+            `kl`.
+        kl: The bound: a mean divergence from the exact cache in nats.
+        context: Tokens of the prompt.
+        settings: How layers are scored; its own `context` is ignored.
+        folder: Where scores are written, and read by a second run; None: in kvloom's cache folder.
+        progress: Called with finished units of work.
+
+    Raises:
+        InputError: Nothing meets the bound, or the text or the model's context is too short.
+        UnsupportedModel: kvloom does not support the model.
+    """
+    settings = replace(settings or Settings(), context=context)
+    with attachment_restored(model), torch.inference_mode():
+        compat.refuse_unsupported(model)
+        needs_whole(model, "tuning")
+        sizes = LayerSizes(compat.geometry(model), context, RecipeShape(settings.window))
+        bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
+        repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
+        scored = to_score(sizes.geometry, repeats(model, context, repeating))
+        bound.check(int(sizes.of(combined(scored)).min()) * sizes.geometry.layers)
+        check_positions(model, context, settings.measured)
+        ids = tokenize(tokenizer, text)
+        tokens = context + settings.tokens
+        rows = cut_rows(ids, leading_ids(tokenizer), settings.texts, tokens, settings.seed)
+        weights = identity(model)["weights"]
+        read = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
+        about = {"model": weights, "dtype": str(model.dtype), "text": read, **asdict(settings)}
+        scores = Scores(scored, about, None if folder is None else Path(folder))
+        prompts = _Prompts(model, rows.to(model.device), settings)
+        with in_float32(model):
+            best, first = _search(prompts, scores, sizes, bound, progress or (lambda *_: None))
+        nbytes = _measured_nbytes(model, best.recipe, prompts.rows[:1, :context])
+        tuned = Tuned(
+            model=weights,
+            text=read,
+            bound=str(bound),
+            context=context,
+            texts=settings.texts,
+            tokens=settings.measured,
+            seed=settings.seed,
+            predicted_kl=_rounded(best.predicted.sum()),
+            kl=_rounded(best.mean),
+            kl_p99=_rounded(best.kl.quantile(0.99).item()),
+            predicted_nbytes=best.recipe.nbytes(context, sizes.geometry),
+            nbytes=nbytes,
+            share=_rounded(nbytes / bound.exact_nbytes),
+        )
+        recipe = replace(best.recipe, tuned=tuned)
+        stored_recipes.write(recipe)
+        numbers, predicted = sizes.geometry.numbers, best.predicted.sum(axis=1).tolist()
+        return Tuning(
+            recipe=recipe,
+            choices=dict(zip(numbers, best.choices, strict=True)),
+            predicted=dict(zip(numbers, predicted, strict=True)),
+            front=_front(first, bound.exact_nbytes),
+            uniform=_uniform(first, bound.exact_nbytes),
+            scores=scores.folder,
+        )
+
+
+def _search(
+    prompts: _Prompts, scores: Scores, sizes: LayerSizes, bound: Bound, on_step: TotalProgress
+) -> tuple[Measured, Problem]:
+    """Score the layers; return the best recipe that was measured, and the first problem."""
+    score(prompts, scores, sizes.geometry.numbers, on_step)
+    competes = scores.scored.others.kept == OTHERS[0]
+    shares = {
+        recent: joint_shares(prompts, sizes.shape._replace(recent=recent)) if competes else {}
+        for recent in recents(sizes.context)
+    }
+
+    def measure(recipes: Sequence[Recipe]) -> Iterable[Tensor]:
+        on_step(f"measuring {len(recipes)} recipes", len(scores.lines), len(scores.lines))
+        return prompts.whole(recipes) if recipes else []
+
+    every = problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
+    return repair(every, bound, measure)[0], every[0]
+
+
+def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int:
+    """Return the bytes of a recipe's cache that holds a prompt, ids [1, T]."""
+    cache = Cache(model, recipe)
+    forward(model, ids, cache)
+    return sum(layer.cache.nbytes for layer in cache.routed)
+
+
+def score(
+    prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: TotalProgress
+) -> None:
+    """Add the scores that are missing, layer by layer."""
+    shape = RecipeShape(prompts.settings.window, SCORED_GROUP)
+    scored = scores.scored
+    formats = [uniform(choice, shape) for choice in scored.formats]
+    kept = [uniform(choice, shape) for choice in scored.kept]
+    others = evicting(scored.others, shape)
+    layers_of_texts = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
+    evicted: dict[int, Base] = {}
+    for done, (text, number) in enumerate(layers_of_texts):
+        if (text, number) not in scores:
+            on_step(f"scoring layer {number} on text {text + 1}", done, len(layers_of_texts))
+            prompt = prompts[text]
+            if text not in evicted:
+                evicted = {text: prompt.evicted(others)}
+            layer_scores = {
+                "formats": prompt.one_layer(number, formats, prompt.exact),
+                "kept": prompt.one_layer(number, kept, evicted[text]),
+            }
+            scores.add(text, number, layer_scores)
+
+
+def joint_shares(prompts: _Prompts, shape: RecipeShape) -> dict[str, list[float]]:
+    """Return what each layer keeps where the heads of all layers compete, by the names in `JOINT`.
+
+    The mean over the texts, in ten thousandths of the prompt.
+    """
+    joint = shape._replace(layers="joint")
+    recipes = [uniform(Choice(kept=name), joint) for name in JOINT]
+    texts = range(len(prompts.rows))
+    kept = np.mean([[prompts[text].kept(one) for one in recipes] for text in texts], axis=0)
+    return dict(zip(JOINT, kept.round(4).tolist(), strict=True))
+
+
+class _Prompts:
+    """The prompts of rows int64 [texts, context + tokens]; those that were read stay in memory."""
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor, settings: Settings) -> None:
+        self.model, self.rows, self.settings = model, rows, settings
+        self.read: dict[int, ReadPrompt] = {}
+
+    def __getitem__(self, text: int) -> ReadPrompt:
+        if text not in self.read:
+            s = self.settings
+            ids, after = self.rows[text : text + 1].split([s.context, s.tokens], dim=1)
+            begins = np.random.default_rng([s.seed, text]).integers(
+                0, max(1, s.context - s.passage), s.passages
+            )
+            repeated = [ids[:, begin : begin + s.passage] for begin in begins]
+            after = torch.cat([after, *repeated], dim=1)
+            self.read[text] = ReadPrompt(self.model, ids, after, s.window)
+        return self.read[text]
+
+    def whole(self, recipes: Sequence[Recipe]) -> Tensor:
+        """Return the divergences of recipes over all texts, fp32 [recipes, texts * T]."""
+        return torch.cat([self[text].whole(recipes) for text in range(len(self.rows))], dim=1)
+
+
+def _front(problem: Problem, exact: int) -> list[tuple[float, float]]:
+    knapsack = problem.knapsack()
+    solved = knapsack.front(FRONT)
+    return [(knapsack.size(items) / exact, knapsack.cost(items)) for items in solved]
+
+
+def _uniform(problem: Problem, exact: int) -> list[tuple[str, float, float]]:
+    costs, shares = problem.parts.sum(axis=(0, 2)), problem.nbytes.sum(axis=0) / exact
+    rows = zip(map(str, problem.choices), shares, costs, strict=True)
+    return [(name, float(share), float(cost)) for name, share, cost in rows]
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.4g}")

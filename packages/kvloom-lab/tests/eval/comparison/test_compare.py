@@ -1,0 +1,275 @@
+"""The comparison: what each figure means, checked against plain transformers."""
+
+import math
+import weakref
+from dataclasses import replace
+from importlib import import_module
+from itertools import count
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numbered_lines import TEXT
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+)
+
+import kvloom
+from kvloom.errors import InputError
+from kvloom.recipe.resolve import resolve
+from kvloom_lab import eval as work
+from kvloom_lab.eval import decoding, passes, with_full
+from kvloom_lab.eval.comparison import measure, needles
+from kvloom_lab.workload import clock, crew, prefill, text
+from kvloom_lab.workload.forward import forward
+from pairwise import some_slow
+
+compare_module = import_module("kvloom_lab.eval.comparison.compare")
+
+
+def test_full_is_plain_transformers(model, tokenizer, task, rows):
+    with torch.no_grad():
+        logits = model(task.text[:, :-1], use_cache=False).logits[:, task.context :]
+    loss = F.cross_entropy(logits.flatten(0, 1), task.text[:, task.context + 1 :].flatten())
+    assert rows[0].recipe == "full"
+    assert rows[0].perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+    assert (rows[0].agreement, rows[0].times_smaller) == (1.0, 1.0)
+
+
+def test_figures_of_a_compressed_cache(model, task, rows):
+    full, kivi, *_ = rows
+    tokens = task.text.shape[1] - 1
+    assert 32 <= full.bits_per_value < 40  # fp32 and spare room
+    values = 2 * 2 * 2 * 2 * 32 * tokens  # k and v, layers, batch, heads, head_dim
+    assert kivi.kv_bytes == pytest.approx(kivi.bits_per_value * values / 8)
+    assert kivi.times_smaller == pytest.approx(full.kv_bytes / kivi.kv_bytes)
+    assert kivi.bits_per_value < full.bits_per_value / 2
+    assert kivi.perplexity != full.perplexity
+    assert all(r.prefill_s > 0 and r.decode_tokens_s > 0 for r in rows[:3])
+
+
+def test_decoding_is_measured_on_what_the_window_left(model, task, rows):
+    """A window's predictions are those of a model that sees so many tokens and no more."""
+    with torch.no_grad():
+        exact = model(task.text[:, :-1], use_cache=False).logits[:, task.context :].argmax(-1)
+        span = torch.arange(task.text.shape[1] - 1)
+        # a context token sees all before it; a later one the 24 newest of the past and itself
+        see = (span[None] <= span[:, None]) & (
+            (span[:, None] < task.context) | (span[None] >= span[:, None] - 24)
+        )
+        mask = torch.where(see, 0.0, torch.finfo(torch.float32).min)[None, None]
+        logits = model(task.text[:, :-1], attention_mask=mask, use_cache=False).logits
+    logits = logits[:, task.context :]
+    losses = F.cross_entropy(logits.flatten(0, 1), task.text[:, task.context + 1 :].flatten())
+    same = (logits.argmax(-1) == exact).float().mean().item()
+    window = rows[2]
+    assert window.perplexity == pytest.approx(math.exp(losses), rel=1e-3)
+    assert window.agreement == pytest.approx(same)
+    assert window.agreement < 1
+
+
+def test_a_recipe_that_does_not_fit_gets_a_row_saying_why(rows):
+    bad = rows[3]
+    assert bad.recipe == "kivi:group=64"
+    assert "head_dim=32" in bad.problem
+    assert bad.perplexity is bad.kv_bytes is bad.needle is None
+
+
+def test_full_is_always_there_once_and_first():
+    assert [r.name for r in with_full(["kivi", "full", "rtn", "kivi"])] == ["full", "kivi", "rtn"]
+
+
+def test_the_model_is_left_as_it_was(model, rows):
+    assert getattr(model, "_kvloom", None) is None
+    assert model.config._attn_implementation != "kvloom"
+
+
+def test_progress_adds_up(model, tokenizer, task):
+    done = []
+    work.compare(model, tokenizer, [], task, lambda what, units: done.append((what, units)))
+    assert sum(units for _, units in done) == task.units
+    assert all(what.startswith("full: ") for what, _ in done)
+
+
+def test_progress_adds_up_when_recipes_fail(model, tokenizer, task, monkeypatch):
+    """One recipe does not fit, one fails as it stores a prompt, one as it decodes."""
+    whole = measure.measure
+
+    def fails(model, prompt, *rest):
+        if prompt.recipe.name == "random":
+            raise KeyError
+        return whole(model, prompt, *rest)
+
+    monkeypatch.setattr(compare_module, "measure", fails)
+    specs = ["kivi:group=64", "pyramidkv:fraction=0.02,window=1", "random", "rtn"]
+    done = []
+    rows = work.compare(
+        model, tokenizer, specs, task, lambda what, units: done.append((what, units))
+    )
+    assert [row.problem is None for row in rows] == [True, False, False, False, True]
+    assert sum(units for _, units in done) == 5 * task.units
+    whats = {what for what, _ in done}
+    assert {"5 recipes: reading context 1 of 2", "rtn: decoding", "random: no figures"} <= whats
+
+
+def test_nan_in_the_model_is_reported(tokenizer, model, task):
+    broken = LlamaForCausalLM(model.config).eval()
+    torch.nn.init.constant_(broken.model.layers[1].self_attn.k_proj.weight, math.nan)
+    with pytest.raises(kvloom.errors.NotFinite, match="layer 1: NaN"):
+        work.compare(broken, tokenizer, ["kivi"], task)
+
+
+# one forward pass for many recipes
+
+
+def alone(model, tokenizer, recipe, task):
+    """The figures of a recipe whose caches read every prompt in a forward pass of their own."""
+    span = range(task.context, task.context + task.new_tokens)
+    cache, logits = kvloom.Cache(model, recipe), []
+    forward(model, task.text[:, : task.context], cache)
+    logits = [forward(model, task.text[:, i : i + 1], cache) for i in span]
+    losses = [F.cross_entropy(x, task.text[:, i + 1]) for x, i in zip(logits, span, strict=True)]
+    correct = [
+        crew.run_alone(
+            model, needles.count_correct(model, tokenizer, recipe, hay, len(task.text), task.ask)
+        )
+        for hay in task.haystacks
+    ]
+    greedy = torch.stack(logits, 1).argmax(-1)
+    read = cache.tokens_read if recipe.recall else None
+    # a batch of several recipes rounds otherwise
+    exact = pytest.approx(math.exp(torch.stack(losses).mean()), rel=1e-5)
+    return (
+        greedy, exact, sum(correct) / task.questions, cache.nbytes, cache.bits_per_value, read
+    )  # fmt: skip
+
+
+@some_slow("ask", needles.ASK, "after")
+def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
+    specs = ["kivi:residual=32", "rtn", "h2o:tokens=40", "snapkv:tokens=40", "streaming:tokens=40",
+             "minikv", "quest:tokens=48,page=4,recent=8", "clusterkv", "turbo"]  # fmt: skip
+    task = replace(task, ask=ask)
+    rows = work.compare(model, tokenizer, specs, task)
+    with torch.inference_mode():
+        want = [alone(model, tokenizer, resolve(spec), task) for spec in ("full", *specs)]
+    for row, (greedy, *figures) in zip(rows, want, strict=True):
+        found = row.perplexity, row.needle, row.kv_bytes, row.bits_per_value, row.tokens_read
+        assert list(found) == figures, row.recipe
+        assert row.agreement == (greedy == want[0][0]).float().mean().item()
+    assert len({row.perplexity for row in rows}) > 6
+    kvloom.detach(model)
+
+
+def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, monkeypatch):
+    """With little memory, every recipe has a group of its own; `full` is measured once."""
+    specs = ["kivi:residual=32", "h2o:tokens=40", "snapkv:tokens=40"]
+    together = work.compare(model, tokenizer, specs, task)
+    whole, alive, found_passes = passes.prefill, weakref.WeakSet(), []
+
+    def counting(model, recipes, ids):
+        found_passes.append(([recipe.name for recipe in recipes], len(alive)))
+        logits, found = whole(model, recipes, ids)
+        alive.update(x.cache for x in found)
+        return logits, found
+
+    monkeypatch.setattr(passes, "prefill", counting)
+    monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
+    apart = work.compare(model, tokenizer, specs, task)
+    assert len(task.prompts) == 2
+    groups = [["full"], *([spec] for spec in specs)]
+    assert found_passes == [(group, 0) for group in groups for _ in task.prompts]
+    for one, other in zip(apart, together, strict=True):
+        assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)  # rounding alone
+        rest = {"prefill_s": 0, "decode_tokens_s": 0, "perplexity": 0}
+        assert replace(one, **rest) == replace(other, **rest)
+
+
+def test_a_failed_forward_pass_leaves_the_rows_of_other_groups(
+    model, tokenizer, task, monkeypatch, caplog
+):
+    whole = passes.prefill
+
+    def fails(model, recipes, ids):
+        if "rtn" in [recipe.name for recipe in recipes]:
+            raise KeyError("a bug")
+        return whole(model, recipes, ids)
+
+    monkeypatch.setattr(passes, "prefill", fails)
+    with pytest.raises(KeyError):  # that of `full` too
+        work.compare(model, tokenizer, ["rtn", "window"], task)
+    monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
+    full, rtn, window = work.compare(model, tokenizer, ["rtn", "window"], task)
+    assert (rtn.problem, rtn.failed) == ("KeyError: 'a bug'", True)
+    assert full.problem is window.problem is None
+    assert "recipe 'rtn' failed" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_recipe_that_cannot_store_the_prompt_leaves_the_others(model, tokenizer, task):
+    bad, good = work.compare(model, tokenizer, ["pyramidkv:fraction=0.02,window=1", "rtn"], task)[
+        1:
+    ]
+    assert bad.failed
+    assert "without a heavy hitter; use a larger budget" in bad.problem
+    assert good.problem is None
+
+
+def test_warm_up_steps_of_decoding_are_not_timed(model, tokenizer, task, monkeypatch):
+    ticks = count()
+    monkeypatch.setattr(clock, "seconds", lambda device: next(ticks))
+    full, kivi = work.compare(model, tokenizer, ["kivi:residual=32"], task)
+    # all timed steps are one tick; so is storing in each of 2 layers, beside a pass of 1 + 2 ticks
+    timed = measure.TIMED_STEPS - decoding.WARM_UP_STEPS
+    assert full.decode_tokens_s == kivi.decode_tokens_s == task.text.shape[0] * timed
+    assert (full.prefill_s, kivi.prefill_s) == (3, 5)
+
+
+# decoding
+
+
+def test_decoding_ends_when_every_answer_is_right_or_wrong(model, tokenizer, monkeypatch):
+    ids = text.tokenize(tokenizer, TEXT)
+    (hay,) = needles.haystacks(tokenizer, ids, [1], context=300, questions=1)
+    question = hay.questions[0]
+    with torch.inference_mode():
+        cache = kvloom.Cache(model, "full")
+        new, said = torch.tensor([hay.context_ids + question.ids]), []
+        for _ in range(9):
+            new = forward(model, new, cache).argmax(-1, keepdim=True)
+            said.append(new)
+        whole = tokenizer.decode(torch.cat(said, dim=1)[0]).lstrip()
+        steps = []
+
+        def counted(*args):
+            steps.append(args)
+            return forward(*args)
+
+        monkeypatch.setattr(needles, "forward", counted)
+        monkeypatch.setattr(crew, "forward", counted)
+        for answer, most in ((whole, 9), ("~" + whole, 3), (whole[:-1] + "~", 9)):
+            steps.clear()
+            one = needles.Haystack(
+                hay.context_ids, [replace(question, answer=answer, answer_tokens=9)]
+            )
+            work = needles.count_correct(model, tokenizer, resolve("full"), one, 1)
+            correct = crew.run_alone(model, work)
+            assert correct == (answer == whole)
+            assert 1 < len(steps) <= 1 + most  # the context, then token by token
+    kvloom.detach(model)
+
+
+def test_load_takes_a_folder_in_its_own_dtype(model, tokenizer, tmp_path):
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model.to(torch.float32)
+    tokenizer.save_pretrained(tmp_path)
+    loaded, words = work.load(str(tmp_path))
+    assert loaded.dtype == torch.bfloat16
+    assert words.encode("line 1") == tokenizer.encode("line 1")
+    assert work.load(str(tmp_path), "float32")[0].dtype == torch.float32
+    assert not loaded.training
+    with pytest.raises(InputError, match="dtype='int8' is unknown"):
+        work.load(str(tmp_path), "int8")
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), LlamaForCausalLM)
+    assert AutoTokenizer.from_pretrained(tmp_path).bos_token == "<s>"

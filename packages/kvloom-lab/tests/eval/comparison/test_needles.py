@@ -1,0 +1,114 @@
+"""Needles of a comparison: what is asked, and when an answer counts."""
+
+import pytest
+import torch
+from numbered_lines import TEXT, WORDS
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+)
+
+import kvloom
+from for_each import for_each
+from kvloom.errors import InputError
+from kvloom.recipe.resolve import resolve
+from kvloom_lab import eval as work
+from kvloom_lab.eval import Settings
+from kvloom_lab.eval.comparison import needles
+from kvloom_lab.workload import crew, text
+from kvloom_lab.workload import facts as tasks
+from reference_model.tasks import needle_fact
+from reference_model.tokenizer import train_tokenizer
+
+
+@for_each(
+    ("said", "undecided"),
+    [("", True), ("12", True), ("123", False), ("1234", False), ("13", False), ("13\ufffd", True)],
+)
+def test_an_answer_is_decided_by_its_first_wrong_character(said, undecided):
+    assert needles._undecided(said, "123") == undecided
+
+
+def test_needle_sentences_are_those_of_training():
+    """With a token for every digit, a fact and its question are id for id those of `tasks`."""
+    pieces = ["\n The magic number for is Question: 1 2. \n"] * 5
+    tokenizer = train_tokenizer([TEXT, WORDS, *pieces], 900)
+    encode = tasks.Encoder(tokenizer, text.tokenize(tokenizer, TEXT))
+    want = needle_fact(encode, "amber", encode(*"9234567"))
+    fact, question = needles._needle(tokenizer, "amber", "9234567")
+    assert (fact.ids, question.ids) == (want.ids, want.question_ids)
+    assert question.answer_tokens == 7
+
+
+def bpe(pre_tokenizer, decoder, normalizer=None):
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizer, decoder
+    if normalizer is not None:
+        core.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<unk>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    core.train_from_iterator([TEXT, WORDS, "The magic number for Question: 1234567"] * 2, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: bpe(pre_tokenizers.ByteLevel(), decoders.ByteLevel()), id="gpt2-like"),
+        pytest.param(
+            lambda: bpe(
+                pre_tokenizers.Metaspace(), decoders.Metaspace(), normalizers.Replace("\n", " ")
+            ),
+            id="sentencepiece-like",
+        ),
+    ],
+)
+def test_needles_of_other_tokenizers_read_as_text(other):
+    """Digits may share tokens and spaces may stick to them: the answer still reads as digits."""
+    tokenizer = other()
+    ids = text.tokenize(tokenizer, TEXT)
+    (hay,) = needles.haystacks(tokenizer, ids, [], context=400, questions=4, seed=3)
+    assert len(hay.context_ids) == 400
+    said = tokenizer.decode(hay.context_ids)
+    for q in hay.questions:
+        asked = tokenizer.decode(q.ids)
+        key = asked.split(" for ")[1].split(" is")[0]
+        assert asked.rstrip().endswith(f"The magic number for {key} is")
+        assert f"The magic number for {key} is {q.answer}." in said
+        whole = tokenizer.encode(
+            f"\nQuestion: The magic number for {key} is {q.answer}", add_special_tokens=False
+        )
+        assert whole[: len(q.ids)] == q.ids
+        answer = tokenizer.batch_decode([whole[len(q.ids) :]])[0]
+        assert answer.lstrip() == q.answer
+        assert len(whole) == len(q.ids) + q.answer_tokens
+
+
+@pytest.mark.parametrize("ask", needles.ASK)
+def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
+    """Questions of different lengths, side by side, after the context or as its end."""
+    ids = text.tokenize(tokenizer, TEXT)
+    (hay,) = needles.haystacks(tokenizer, ids, [1], context=300, questions=6)
+    asked = []
+    for i, q in enumerate(hay.questions):
+        longer = q.ids[: len(q.ids) - i % 2]
+        prompt = torch.tensor([hay.context_ids + longer])
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, min_new_tokens=5,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        said = tokenizer.decode(out[0, prompt.shape[1] :]).lstrip()
+        answer = said if i != 2 else "not " + said
+        asked.append(needles.Question(longer, answer, 5))
+    hay = needles.Haystack(hay.context_ids, asked)
+    with torch.inference_mode():
+        work = needles.count_correct(model, tokenizer, resolve("full"), hay, 2, ask)
+        assert crew.run_alone(model, work) == 5
+    kvloom.detach(model)
+
+
+def test_needles_need_room(model, tokenizer):
+    with pytest.raises(InputError, match="context of 40 tokens is too short for 8 needles"):
+        work.prepare(model, tokenizer, TEXT, Settings(context=40, new_tokens=32))

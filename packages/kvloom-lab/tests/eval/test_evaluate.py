@@ -1,0 +1,317 @@
+"""`kvloom eval`: scores equal those of a plain loop, and one failure does not stop the others."""
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tiny
+from for_each import for_each
+from kvloom import Cache, __version__
+from kvloom.recipe.resolve import resolve
+from kvloom_lab.cli.app import app
+from kvloom_lab.eval.decoding import answers, greedy
+from kvloom_lab.eval.result_files import ResultFolder
+from kvloom_lab.eval.sample import Run, Source
+from kvloom_lab.eval.task_batches import task_batches
+from kvloom_lab.eval.tasks import task_named
+from kvloom_lab.workload.crew import run_alone
+
+evaluate, units = (
+    getattr(import_module("kvloom_lab.eval.evaluate"), n) for n in ("evaluate", "units")
+)
+NAMES = ["full", "window:tokens=16", "kivi:group=16,residual=16", "kivi:group=64",
+         "quest:page=4,recent=8,full_layers=0,tokens=32"]  # fmt: skip
+RUN = {"environment": {"kvloom": __version__}, "model": {}, "settings": {}}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.llama(max_position_embeddings=2048, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def source():
+    return Source.of(
+        tiny.tokenizer(), tiny.TEXT, lengths=[420], samples=1, new_tokens=6, batch=2, seed=0
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(source):
+    names = ["perplexity", "free", "niah:multikey", "multiturn"]
+    return task_batches([task_named(name) for name in names], source, 2048)
+
+
+@pytest.fixture(scope="module")
+def lines(model, source, plan, tmp_path_factory):
+    folder = ResultFolder.open(tmp_path_factory.mktemp("results"), RUN)
+    reports, again = [], []
+    recipes = [resolve(name) for name in NAMES]
+    evaluate(model, source, recipes, plan, folder, lambda what, n: reports.append(n))
+    assert reports[0] == 0
+    assert sum(reports) == units(plan, recipes) == 5 * (1 + 1 + 10 + 8)
+    evaluate(model, source, recipes, plan, folder, lambda what, n: again.append(n))
+    assert again == [sum(reports)]  # all were finished before
+    return {
+        (task.name, line["sample"], line["recipe"]): line
+        for task, _ in plan
+        for line in folder.lines(task.name)
+    }
+
+
+def batch_of(plan, name):
+    return next(batches[0] for task, batches in plan if task.name == name)
+
+
+def scored(lines, task):
+    """The lines of a task that have scores, with the recipes that they belong to."""
+    return [(line, key[2]) for key, line in lines.items() if key[0] == task and "scores" in line]
+
+
+def read(model, recipe, batch):
+    """A cache of its own that has read the context."""
+    cache = Cache(model, recipe)
+    with torch.inference_mode():
+        model(batch.ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def step(model, cache, ids):
+    """The greedy token after ids, and the log-probabilities."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+    return int(logits.argmax()), torch.log_softmax(logits.float(), -1)
+
+
+def test_every_sample_has_a_line_for_each_recipe(lines):
+    assert len(lines) == 5 * 20
+    assert {key[2] for key in lines} == set(NAMES)
+
+
+def test_full_has_no_divergence(lines):
+    full = lines["perplexity", "420/0", "full"]["scores"]
+    assert (full["kl_mean"], full["kl_p999"], full["agreement"]) == (0, 0, 1)
+    free = lines["free", "420/0", "full"]["scores"]
+    assert (free["diverged_at"], free["kl_mean"]) == (6, 0)
+
+
+def test_bytes_are_those_of_the_cache(lines, model, plan):
+    for name in NAMES[:3]:
+        line = lines["niah", "multikey/420/0/0", name]
+        assert line["kv_bytes"] == read(model, name, batch_of(plan, "niah")).nbytes
+        assert line["exact_bytes"] == 420 * 2 * 2 * 2 * 16 * 4  # layers, k and v, heads, dim, fp32
+
+
+def test_perplexity_equals_a_plain_loop(lines, model, plan):
+    batch = batch_of(plan, "perplexity")
+    ids = batch.samples[0].data.tolist()
+    exact = read(model, "full", batch)
+    p = [step(model, exact, [i])[1] for i in ids[:-1]]
+    for line, recipe in scored(lines, "perplexity"):
+        cache = read(model, recipe, batch)
+        q = [step(model, cache, [i])[1] for i in ids[:-1]]
+        nll = -torch.stack([x[i] for x, i in zip(q, ids[1:], strict=True)]).mean()
+        kl = torch.stack([(a.exp() * (a - b)).sum() for a, b in zip(p, q, strict=True)])
+        assert line["scores"]["nll"] == pytest.approx(float(nll), abs=1e-4)
+        assert line["scores"]["kl_mean"] == pytest.approx(float(kl.mean()), abs=1e-4)
+        same = [float(a.argmax() == b.argmax()) for a, b in zip(p, q, strict=True)]
+        assert line["scores"]["agreement"] == pytest.approx(sum(same) / 6)
+        assert len(line["curves"]["kl"]) == len(line["tokens"]) == 6
+    assert len(scored(lines, "perplexity")) == 4
+
+
+def test_free_running_text_equals_a_plain_loop(lines, model, plan, source):
+    batch = batch_of(plan, "free")
+    texts = {}
+    for line, recipe in scored(lines, "free"):
+        cache, exact = read(model, recipe, batch), read(model, "full", batch)
+        token, found, kl = int(batch.samples[0].data[0]), [], []
+        for _ in range(6):
+            p = step(model, exact, [token])[1]
+            token, q = step(model, cache, [token])
+            found.append(token)
+            kl.append(float((p.exp() * (p - q)).sum()))
+        texts[recipe] = found
+        assert line["answer"] == source.decode(found)
+        assert line["scores"]["kl_mean"] == pytest.approx(sum(kl) / 6, abs=1e-4)
+        same = [a == b for a, b in zip(found, texts["full"], strict=True)]
+        assert line["scores"]["diverged_at"] == (same.index(False) if False in same else 6)
+
+
+@pytest.mark.parametrize("task", ["niah", "multiturn"])
+def test_answers_equal_a_plain_loop(lines, model, plan, source, task):
+    batch = batch_of(plan, task)
+    for recipe in (NAMES[1], NAMES[4]):
+        cache, last = read(model, recipe, batch), []
+        for sample in batch.samples[: 6 if task == "multiturn" else 2]:
+            document, asked = sample.data if task == "multiturn" else ([], sample.data)
+            if task == "niah":
+                cache = read(model, recipe, batch)
+            if document:
+                step(model, cache, [*last, *document])
+                last = []
+            ids = [*last, *asked.ids]
+            if recipe.startswith("quest"):
+                for i in ids[:-1]:
+                    step(model, cache, [i])
+                ids = ids[-1:]
+            found = []
+            for _ in range(asked.tokens):
+                token, _ = step(model, cache, ids)
+                found.append(token)
+                ids = [token]
+            last = found[-1:] if task == "multiturn" else []
+            line = lines[task, sample.name, recipe]
+            assert line["answer"] == source.decode(found)
+            assert line["tokens"] == source.pieces(found)
+
+
+def test_a_recipe_that_fails_says_why_and_the_others_continue(lines):
+    problems = {key[2]: line["problem"] for key, line in lines.items() if "problem" in line}
+    assert set(problems) == {"kivi:group=64"}
+    assert "group" in problems["kivi:group=64"]
+    assert "scores" not in lines["niah", "multikey/420/0/0", "kivi:group=64"]
+
+
+def test_a_recipe_whose_step_cannot_be_timed_says_why_too(
+    model, plan, source, tmp_path, monkeypatch
+):
+    module = import_module("kvloom_lab.eval.evaluate")
+    whole = module.decode_seconds
+
+    def fails(model, cache, rows):
+        if cache.recipe.name == NAMES[1]:
+            raise MemoryError
+        return whole(model, cache, rows)
+
+    monkeypatch.setattr(module, "decode_seconds", fails)
+    folder = ResultFolder.open(tmp_path, {"environment": {}, "model": {}, "settings": {}})
+    recipes = [resolve(name) for name in NAMES[:3]]
+    evaluate(model, source, recipes, [plan[0]], folder)
+    found = {line["recipe"]: line.get("problem", "") for line in folder.lines(plan[0][0].name)}
+    assert list(map(bool, found.values())) == [False, True, False]
+    assert "not enough memory" in found[NAMES[1]]
+
+
+def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch):
+    batch = batch_of(plan, "niah")
+    cache, asked = read(model, "full", batch), [s.data for s in batch.samples]
+    ids, tokens = [a.ids for a in asked], [a.tokens for a in asked]
+    run = Run(model, source, cache, batch, None)
+    with torch.inference_mode():
+        before = run_alone(model, answers(run, ids, tokens))
+        end = before[0][3]
+        monkeypatch.setattr(model.generation_config, "eos_token_id", [end, 10**6])
+        after = run_alone(model, answers(run, ids, tokens))
+        rows = run_alone(model, greedy(cache, torch.tensor([ids[0]]), tokens[0], [end]))
+    for a, b in zip(before, after, strict=True):
+        assert b == a[: a.index(end) if end in a else len(a)]
+    assert rows[0].tolist() == before[0][: before[0].index(end) + 1]
+
+
+# the command
+
+
+def run(here, *args):
+    usual = ["--model", here / "model", "--text", here / "text.txt", "--samples", "1",
+             "--max-new-tokens", "4", "--recipes", "window:tokens=64"]  # fmt: skip
+    return CliRunner().invoke(app, ["eval", *map(str, [*args, *usual])])
+
+
+def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
+    args = ["perplexity", "niah:multikey", "--context", "420", "--out", tmp_path / "out"]
+    found = run(here, *args)
+    assert found.exit_code == 0, found.output
+    assert f"results: {tmp_path / 'out'}" in found.output
+    files = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    assert set(files) == {"run.json", "prompts.jsonl", "perplexity.jsonl", "niah.jsonl"}
+    settings = json.loads(files["run.json"])["settings"]
+    assert (settings["tasks"], settings["data"]) == (["perplexity", "niah:multikey"], None)
+    assert run(here, *args).exit_code == 0
+    assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == files
+    other = run(here, *args, "--seed", "3")
+    assert other.exit_code == 2
+    assert "settings seed 0, and this run has 3" in other.stderr
+
+
+def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch):
+    args = ["niah:multikey", "--context", "420", "--samples", "1"]
+    assert run(here, *args, "--out", tmp_path / "whole").exit_code == 0
+    args += ["--out", tmp_path / "out"]
+    append = ResultFolder.append
+
+    def interrupted(folder, name, lines):
+        append(folder, name, lines)
+        if name == "niah":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFolder, "append", interrupted)
+        found = run(here, *args)
+    assert (found.exit_code, found.stdout) == (130, "")
+    assert "Run the same command again to resume.\n" in found.stderr
+    file = tmp_path / "out" / "niah.jsonl"
+    first = file.read_text()
+    assert run(here, *args).exit_code == 0
+    assert file.read_text().startswith(first)
+    names = [
+        [(x["sample"], x["recipe"]) for x in map(json.loads, path.read_text().splitlines())]
+        for path in (file, tmp_path / "whole" / "niah.jsonl")
+    ]
+    assert sorted(names[0]) == sorted(names[1])
+
+
+def test_bytes_give_a_budget(here, tmp_path):
+    found = run(here, "perplexity", "--context", "420", "--bytes", "0.5,0.25", "--out", tmp_path)
+    assert found.exit_code == 0, found.output
+    lines = [json.loads(x) for x in (tmp_path / "perplexity.jsonl").read_text().splitlines()]
+    names = ["full", "window:tokens=64 at 0.5", "window:tokens=64 at 0.25"]
+    assert [x["recipe"] for x in lines] == names
+    assert lines[2]["kv_bytes"] < lines[1]["kv_bytes"] < lines[0]["kv_bytes"]
+
+
+def test_summaries_of_a_file(here, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "A cat sat.", "summary": "A cat."}\n')
+    args = ["summarize", "--data", tmp_path / "a.jsonl", "--context", "700"]
+    found = run(here, *args, "--out", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    line = json.loads((tmp_path / "out" / "summarize.jsonl").read_text().splitlines()[0])
+    assert set(line["scores"]) == {"rouge1", "rouge2", "rougeL"}
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["data"] == "a.jsonl"
+
+
+@for_each(("args", "message"), [
+    (["reading"], "there is no task 'reading'"),
+    (["niah", "--ask", "before"], "--ask 'before' is unknown; use after or inside"),
+    (["niah", "--context", "0"], "--context '0' is not a list of whole numbers above 0"),
+    (["niah", "--bytes", "2"], "--bytes '2' is not a list of shares between 0 and 1"),
+    (["niah", "--bytes", "0.5", "--budget", "9"], "--bytes and --budget both set the budget"),
+    (["niah", "--context", "1020"], "niah: a context of 1020 tokens and the "),
+    (["perplexity", "--context", "1021"], "need 1025 positions, and the model has 1024"),
+    (["multiturn", "--context", "700"], "multiturn: a context of 700 tokens and the "),
+    (["ruler", "--context", "4096"], "ruler: a context of 4096 tokens"),
+    (["niah", "--data", "x"], "--data is given, and niah takes none"),
+    (["longbench"], "the task longbench needs --data: a file or folder of LongBench's JSON lines"),
+    (["summarize", "--data", "x"], "there is no file or folder 'x'"),
+])  # fmt: skip
+def test_mistakes_are_refused_before_the_model_is_loaded(
+    here, tmp_path, args, message, monkeypatch
+):
+    monkeypatch.setattr("kvloom_lab.models.load_model", None)  # a call would fail
+    found = run(here, *args, "--out", tmp_path / "out")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr.startswith("kvloom: ")
+    assert message in found.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_longbench_needs_a_chat_template(here, tmp_path):
+    line = {"input": "", "context": "", "answers": ["1"], "dataset": "qmsum", "_id": "a"}
+    (tmp_path / "qmsum.jsonl").write_text(json.dumps(line))
+    args = ["longbench", "--data", tmp_path, "--context", "400", "--out", tmp_path / "out"]
+    found = run(here, *args)
+    assert found.exit_code == 2
+    assert "the tokenizer has no chat template" in found.stderr

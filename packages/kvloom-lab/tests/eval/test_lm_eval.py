@@ -1,0 +1,60 @@
+"""lm-evaluation-harness scores from the compressed cache. Needs lm_eval, which is not in `dev`."""
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.filterwarnings("default")  # lm_eval's own
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+
+import kvloom  # noqa: E402
+from kvloom_lab.eval.lm_eval import KvloomLM  # noqa: E402
+from kvloom_lab.models.reference import WEIGHTS, reference_tokenizer  # noqa: E402
+from kvloom_lab.workload.text import library_text  # noqa: E402
+
+TEXT = library_text()[:1500]
+
+
+def requests(kind="loglikelihood"):
+    options = [" value", " the value of the argument", " None"]
+    pairs = [(TEXT, options[0]), (TEXT[:300], options[0]), *((TEXT, x) for x in options[1:])]
+    return [Instance(kind, {}, pair, i) for i, pair in enumerate(pairs)]
+
+
+def model(cls, **options):
+    return cls(
+        pretrained=str(WEIGHTS), tokenizer=reference_tokenizer(), device="cpu", batch_size=1,
+        dtype="float32", **options,
+    )  # fmt: skip
+
+
+def test_full_scores_as_the_model_alone_and_a_recipe_does_not():
+    plain = model(HFLM).loglikelihood(requests(), disable_tqdm=True)
+    full = model(KvloomLM, recipe="full").loglikelihood(requests(), disable_tqdm=True)
+    window = model(KvloomLM, recipe="window:tokens=32").loglikelihood(requests(), disable_tqdm=True)
+    assert [greedy for _, greedy in full] == [greedy for _, greedy in plain]
+    torch.testing.assert_close(
+        torch.tensor([x for x, _ in full]), torch.tensor([x for x, _ in plain]), atol=1e-3, rtol=0
+    )
+    moved = [abs(a - b) for (a, _), (b, _) in zip(window, plain, strict=True)]
+    assert min(moved) > 0.01
+
+
+def test_the_answer_to_one_request_does_not_depend_on_the_others():
+    lm = model(KvloomLM, recipe="kivi")
+    together = lm.loglikelihood(requests(), disable_tqdm=True)
+    apart = [lm.loglikelihood([one], disable_tqdm=True)[0] for one in requests()]
+    assert together == apart
+
+
+def test_generation_uses_the_recipe():
+    lm = model(KvloomLM, recipe="kivi")
+    asked = [Instance("generate_until", {}, (TEXT, {"until": [], "max_gen_toks": 8}), 0)]
+    text = lm.generate_until(asked, disable_tqdm=True)[0]
+    ids = lm.tokenizer(TEXT, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    kvloom.detach(lm.model)
+    cache = kvloom.Cache(lm.model, "kivi")
+    out = lm.model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert text == lm.tokenizer.decode(out[0, ids.shape[1] :])

@@ -1,0 +1,354 @@
+"""`kvloom papers`: verdicts, their layout, and that one failure does not stop the others."""
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import kvloom_lab.papers as papers
+import tiny
+from for_each import for_each
+from kvloom.errors import InputError
+from kvloom_lab.analyse import attention, error
+from kvloom_lab.cli import papers as command
+from kvloom_lab.cli.app import app
+from kvloom_lab.papers import Claim, ClaimTable, Finding, NotTestable, check, clusterkv, kivi
+from kvloom_lab.papers.claim import FAILED, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED
+from kvloom_lab.papers.judge import AS_GOOD, difference, kept, monotone, ordered
+from kvloom_lab.papers.lab import Lab, Quality, Size, named
+
+OURS = ClaimTable(("score",), {"a": (1.0,), "b": ("OOM",)})
+RNG = np.random.default_rng(1)
+SAMPLES = 8
+SIZE = Size(context=96, samples=2, new_tokens=4, needles=1, long_context=256, steps=2)
+
+
+def claim(test=None, **fields):
+    return Claim("one", "A is better than B.", "Table 1", "A > B", test, paper=OURS, **fields)
+
+
+def quality(kl, nll=1.0):
+    """A recipe with samples around a KL divergence, each with its own difficulty."""
+    hard = np.linspace(0.9, 1.1, SAMPLES)
+    full = np.full(SAMPLES, 1.0)
+    return Quality(np.full(SAMPLES, nll), kl * hard, 0.5, 0.25, full)
+
+
+class FakeLab:
+    """Returns the given qualities and rates instead of measuring."""
+
+    is_reference = True
+    long_context = 8192
+
+    def __init__(self, found=None, rates=None):
+        self.found, self.rates = found, rates
+
+    def quality(self, recipes, context=None, samples=None):
+        return self.found
+
+    def recall(self):
+        return self.rates
+
+
+# verdicts
+
+
+@pytest.mark.parametrize(("holds", "status"), [(True, REPRODUCED), (False, NOT_REPRODUCED)])
+def test_the_rule_decides(holds, status):
+    found = check(
+        claim(lambda lab: Finding(OURS, holds, "1 > 2"), why_not_reproduced="too small"), FakeLab()
+    )
+    assert (found.status, found.ours, found.evidence) == (status, OURS, "1 > 2")
+    assert found.explanation == ("" if holds else "too small")
+
+
+def test_a_cause_is_that_of_the_reference_model():
+    lab = FakeLab()
+    lab.is_reference = False
+    failing = claim(lambda lab: Finding(OURS, False, ""), why_not_reproduced="too small")
+    assert check(failing, lab).explanation == (
+        "the cause was not investigated on this model; on the reference model: too small"
+    )
+    assert (
+        check(replace(failing, why_not_reproduced=""), lab).explanation
+        == "the cause was not investigated"
+    )
+
+
+def test_what_is_not_testable_says_why():
+    assert check(claim(why_not_testable="needs an A100"), FakeLab()).status == NOT_TESTABLE
+
+    def test(lab):
+        raise NotTestable("finds nothing")
+
+    found = check(claim(test), FakeLab())
+    assert (found.status, found.explanation, found.ours) == (NOT_TESTABLE, "finds nothing", None)
+
+
+def test_a_failing_experiment_says_why(caplog):
+    def refuses(lab):
+        raise InputError("no calibration")
+
+    def breaks(lab):
+        raise ZeroDivisionError("by zero\nlong")
+
+    assert check(claim(refuses), FakeLab()) == papers.Verdict(
+        claim(refuses), FAILED, explanation="no calibration"
+    )
+    assert caplog.text == ""
+    assert check(claim(breaks), FakeLab()).explanation == "ZeroDivisionError: by zero"
+    assert "claim 'one' failed" in caplog.text
+
+
+# statistics and rules
+
+
+def test_an_interval_contains_the_mean_and_is_paired():
+    hard = RNG.normal(10, 5, 50)  # differs far more from sample to sample than the two recipes do
+    gap = difference(hard + 0.1, hard)
+    assert gap.low == pytest.approx(0.1) == gap.high
+    noise = RNG.normal(0, 1, 200)
+    found = difference(noise, 0 * noise)
+    assert found.low < noise.mean() < found.high
+    assert found.high - found.low == pytest.approx(2 * 1.96 * noise.std() / 200**0.5, rel=0.15)
+
+
+def test_smaller_needs_more_than_chance():
+    base = RNG.normal(0, 1, 16)
+    assert difference(base - 1, base).high < 0
+    assert difference(base, base).high == 0
+    mixed = base + np.where(np.arange(16) % 2, 1.0, -1.05)
+    assert mixed.mean() < base.mean()
+    assert difference(mixed, base).high >= 0
+
+
+def test_order_limits_and_steps():
+    found = {"a": quality(0.1, 1.005), "b": quality(0.2, 1.2), "c": quality(0.3)}
+    assert ordered(found, ("a", "b"), ("b", "c")).holds
+    assert not ordered(found, ("a", "b"), ("c", "b")).holds
+    assert not ordered(found, ("a", "a")).holds
+    assert monotone(found, ["c", "b", "a"]).holds
+    assert not monotone(found, ["a", "b", "c"]).holds
+    assert kept(found, {"a": AS_GOOD}).holds
+    assert not kept(found, {"a": AS_GOOD, "b": AS_GOOD}).holds
+    assert ordered(found, ("a", "b")).ours.rows["b"][1:] == pytest.approx((0.2, 0.5, 0.25))
+
+
+def test_an_order_within_chance_says_so():
+    found = {"a": quality(0.1), "b": quality(0.11)}
+    found["a"].kl[:2] += 0.03
+    assert not (order := ordered(found, ("a", "b"))).holds
+    assert found["a"].kl.mean() < found["b"].kl.mean()
+    assert (
+        "an interval includes 0"
+        in check(claim(lambda lab: order, why_not_reproduced="no"), FakeLab()).explanation
+    )
+    assert ordered(found, ("b", "a")).why_not_reproduced == ""
+
+
+def by_name(paper, name):
+    return next(c for c in papers.PAPERS[paper][1] if c.name == name)
+
+
+def cells(ct, tt, cc, tc):
+    return {
+        name: quality(kl, 1 + kl)
+        for name, kl in zip((kivi.CT, kivi.TT, kivi.CC, kivi.TC, kivi.FOUR),
+                            (ct, tt, cc, tc, 0.01), strict=True)
+    }  # fmt: skip
+
+
+@for_each(
+    ("name", "found", "status"),
+    [
+        ("best layout", cells(0.1, 0.2, 0.3, 0.4), REPRODUCED),
+        ("best layout", cells(0.1, 0.2, 0.09, 0.4), NOT_REPRODUCED),
+        ("values per channel", cells(0.1, 0.2, 0.3, 0.4), REPRODUCED),
+        ("values per channel", cells(0.1, 0.2, 0.15, 0.4), NOT_REPRODUCED),
+        ("4-bit", cells(0.1, 0.2, 0.3, 0.4), REPRODUCED),
+        ("4-bit", cells(0.1, 0.02, 0.3, 0.4), NOT_REPRODUCED),
+    ],
+)
+def test_the_rules_of_kivis_layouts(name, found, status):
+    assert check(by_name("kivi", name), FakeLab(found)).status == status
+
+
+@for_each(
+    ("name", "changed", "status"),
+    [
+        ("recall rate", {}, REPRODUCED),
+        ("recall rate", {clusterkv.QUEST: 0.49}, NOT_REPRODUCED),
+        ("distance", {}, REPRODUCED),
+        ("distance", {"L2, L/80": 0.495}, NOT_REPRODUCED),
+        ("number of clusters", {}, REPRODUCED),
+        ("number of clusters", {"cosine, L/20": 0.7}, NOT_REPRODUCED),
+    ],
+)
+def test_the_rules_of_recall_rates(name, changed, status):
+    rates = {
+        "cosine, L/160": 0.4, "cosine, L/80": 0.5, "cosine, L/40": 0.54, "cosine, L/20": 0.55,
+        "L2, L/80": 0.3, "inner product, L/80": 0.2, clusterkv.QUEST: 0.3,
+    } | changed  # fmt: skip
+    lab = FakeLab(rates={key: {256: x, 512: x} for key, x in rates.items()})
+    assert check(by_name("clusterkv", name), lab).status == status
+
+
+# what claims contain
+
+
+@for_each("paper", papers.PAPERS)
+def test_every_claim_is_complete(paper):
+    title, claims = papers.PAPERS[paper]
+    assert re.search(r"\(arXiv:\d{4}\.\d{5}(v\d)?\)$", title)
+    assert len({c.name for c in claims}) == len(claims)
+    for c in claims:
+        assert c.text.endswith("."), c.name
+        assert (c.test is None) == bool(c.why_not_testable), c.name
+        assert c.test is None or c.rule, c.name
+        for cells in () if c.paper is None else c.paper.rows.values():
+            assert len(cells) == len(c.paper.columns), c.name
+
+
+# the command
+
+
+@pytest.fixture
+def two_claims(monkeypatch):
+    def breaks(lab):
+        raise InputError("no calibration")
+
+    claims = (
+        replace(claim(breaks), name="breaks"),
+        claim(lambda lab: Finding(OURS, True, "1 < 2")),
+        replace(claim(why_not_testable="needs an A100"), name="speed"),
+    )
+    monkeypatch.setitem(papers.PAPERS, "kivi", ("KIVI", claims))
+    monkeypatch.setattr("kvloom_lab.models.load_model", lambda *_: tiny.llama())
+    return monkeypatch
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["papers", *map(str, args)])
+
+
+def test_the_command_prints_verdicts_and_writes_json(two_claims, tmp_path):
+    found = run("kivi", "--quick", "--json", tmp_path / "out.json")
+    assert found.exit_code == 1  # one claim failed
+    assert "no figures for breaks" in found.stderr
+    assert re.search(r"failed: no calibration.*\nreproduced\n.*not testable here: needs an A100",
+                     found.stdout, re.DOTALL)  # fmt: skip
+    assert found.stdout.endswith("1 reproduced, 1 not testable here, 1 failed\n")
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert (data["paper"], data["environment"]["quick"]) == ("kivi", True)
+    assert [c["status"] for c in data["claims"]] == [FAILED, REPRODUCED, NOT_TESTABLE]
+    assert data["claims"][1]["ours"] == {"columns": ["score"], "rows": {"a": [1.0], "b": ["OOM"]}}
+
+
+def test_ctrl_c_keeps_what_is_finished(two_claims):
+    def interrupt(lab):
+        raise KeyboardInterrupt
+
+    title, claims = papers.PAPERS["kivi"]
+    ended = (claims[1], replace(claim(interrupt), name="later"), claims[2])
+    two_claims.setitem(papers.PAPERS, "kivi", (title, ended))
+    found = run("kivi", "--json", "-")
+    assert found.exit_code == 130
+    assert "interrupted; not measured: later, speed" in found.stderr
+    data = json.loads(found.stdout)
+    assert [c["name"] for c in data["claims"]] == ["one"]
+    assert data["environment"]["missing"] == ["later", "speed"]
+
+
+def test_a_claim_is_one_unit_of_work_whatever_it_measures():
+    def test(lab):
+        for what, total in (("recall", 4), ("needles", 2)):
+            lab.counter(total)(what, total - 1)
+        return Finding(OURS, True, "1 < 2")
+
+    reports = []
+    for one in (claim(test), claim(why_not_testable="needs an A100")):
+        command._check(one, FakeLab(), lambda *report: reports.append(report))
+    assert reports == [
+        ("one", 0), ("recall", 0.75), ("needles", 0.25), ("", 0), ("one", 0), ("", 0),
+    ]  # fmt: skip
+
+
+def test_an_unknown_paper_is_refused():
+    found = run("kvquant")
+    assert found.exit_code == 2
+    assert "there is no paper 'kvquant'; choose from kivi, skvq" in found.stderr
+
+
+# the lab
+
+
+@pytest.fixture(scope="module")
+def lab():
+    made = Lab(
+        tiny.llama(head_dim=32), tiny.tokenizer(), tiny.TEXT, size=SIZE,
+        format_errors=error.measure, attention=attention.measure,
+    )  # fmt: skip
+    yield made
+    made.close()
+
+
+def test_a_claim_is_tested_on_a_tiny_model(lab):
+    found = check(by_name("keyformer", "window"), lab)
+    assert found.status in (REPRODUCED, NOT_REPRODUCED), found.explanation
+    full = found.ours.rows["full"]
+    assert full[:3] == pytest.approx((1.0, 0.0, 1.0), abs=1e-6)
+    assert found.ours.rows["Window"][1] > 0
+
+
+def test_quality_is_measured_once_and_full_is_exact(lab, monkeypatch):
+    first = lab.quality(["window:tokens=24"])["window:tokens=24"]
+    assert first.nll.shape == first.kl.shape == (2,)
+    assert 0 < first.bytes_share < 0.5
+    assert first.ratio == pytest.approx(np.exp(first.nll.mean() - first.full_nll.mean()))
+    module = SimpleNamespace(calls=0)
+    real = lab.model.forward
+
+    def counted(*args, **kwargs):
+        module.calls += 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(lab.model, "forward", counted)
+    again = lab.quality(["window:tokens=24"])["window:tokens=24"]
+    assert module.calls == 0
+    assert np.array_equal(again.kl, first.kl)
+
+
+def test_two_recipes_of_one_name_are_measured_apart(lab):
+    one, two = (lab.quality([named(f"window:tokens={n}", "same")])["same"] for n in (20, 80))
+    again = lab.quality([named("window:tokens=20", "same")])["same"]
+    assert one.bytes_share < two.bytes_share
+    assert np.array_equal(one.kl, again.kl)
+
+
+def test_contexts_fit_the_model(lab, monkeypatch):
+    assert (lab.context, lab.long_context) == (96, 256)
+    monkeypatch.setattr(lab.model.config, "max_position_embeddings", 150)
+    assert (lab.context, lab.long_context) == (86, 86)
+
+
+def test_a_recipe_without_figures_names_itself(lab):
+    with pytest.raises(InputError, match=r"kivi:group=64: .*head_dim=32"):
+        lab.quality(["kivi:group=64"])
+
+
+def test_recall_rates_are_shares_and_rise_with_the_budget(lab):
+    rates = lab.recall()
+    for by in rates.values():
+        assert list(by) == sorted(by)
+        assert all(0 < x <= 1 for x in by.values())
+        assert max(by.values()) == by[max(by)] > by[min(by)]
+
+
+def test_errors_of_formats_are_means_over_layers(lab):
+    found = lab.errors([kivi.cell(8, "T", "T"), kivi.cell(2, "T", "T")])
+    eight, two = found["8bit (K - T, V - T)"], found["2bit (K - T, V - T)"]
+    assert 0 < eight["keys"] < two["keys"] < 1

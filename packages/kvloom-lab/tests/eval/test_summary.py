@@ -1,0 +1,118 @@
+"""Means with intervals over samples, the share of bytes, and the Pareto front."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvloom_lab.eval.summary import (
+    Figures,
+    bootstrap,
+    higher_is_better,
+    main_score,
+    pareto,
+    summarize,
+)
+
+
+def line(recipe, sample, share=0.25, **scores):
+    return {
+        "task": "niah", "sample": sample, "recipe": recipe, "scores": scores,
+        "kv_bytes": 1000 * share, "exact_bytes": 1000,
+        "seconds": {"prefill": [1.0, 0.5], "decode": 2.0, "steps": 10},
+    }  # fmt: skip
+
+
+def test_an_interval_is_that_of_a_naive_bootstrap():
+    values = np.random.default_rng(3).exponential(size=60)
+    rng = np.random.default_rng(99)  # other resamples: the bounds agree up to their own noise
+    means = [rng.choice(values, len(values)).mean() for _ in range(4000)]
+    found = bootstrap(values.tolist())
+    assert found.mean == pytest.approx(values.mean())
+    spread = np.std(means)
+    assert found.low == pytest.approx(np.quantile(means, 0.025), abs=0.2 * spread)
+    assert found.high == pytest.approx(np.quantile(means, 0.975), abs=0.2 * spread)
+    assert found.samples == 60
+    assert bootstrap(values.tolist()) == found
+
+
+def test_intervals_contain_the_truth_as_often_as_they_claim():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(300):
+        found = bootstrap(rng.normal(size=50).tolist())
+        hits += found.low <= 0 <= found.high
+    assert 0.90 <= hits / 300 <= 0.98
+
+
+def test_values_without_spread_or_that_are_not_finite():
+    assert (bootstrap([1.0] * 5).low, bootstrap([1.0] * 5).high) == (1, 1)
+    assert bootstrap([2.0]).low is None
+    assert bootstrap([1.0, math.nan, math.inf, 3.0]).mean == 2
+    assert bootstrap([1.0, math.nan, 3.0]).samples == 2
+    with pytest.raises(ValueError, match="at least one finite value"):
+        bootstrap([math.nan])
+
+
+def test_figures_of_recipes():
+    lines = [line("full", f"s{i}", share=1.0, correct=1.0) for i in range(4)]
+    lines += [line("kivi", f"s{i}", share=0.1 * (i + 1), correct=float(i > 0)) for i in range(4)]
+    lines += [{"task": "niah", "sample": "s0", "recipe": "skvq", "problem": "does not fit"}]
+    full, kivi, skvq = summarize(lines)
+    assert (full.recipe, full.share, full.over_full) == ("full", 1.0, {})
+    assert kivi.share == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
+    assert (kivi.samples, kivi.problems, kivi.exact_bytes) == (4, 0, 1000)
+    assert kivi.scores["correct"].mean == 0.75
+    assert kivi.over_full["correct"].mean == -0.25
+    assert (kivi.prefill_s, kivi.decode_tokens_s) == (1.5, 5.0)
+    assert skvq == Figures("niah", "skvq", 0, 1, "does not fit")
+
+
+def test_differences_are_of_the_same_samples():
+    lines = [line("full", f"s{i}", correct=10.0 * i) for i in range(5)]
+    lines += [line("h2o", f"s{i}", correct=10.0 * i - 1) for i in (4, 1)]  # two are missing
+    h2o = summarize(lines)[1]
+    assert (h2o.over_full["correct"].low, h2o.over_full["correct"].high) == (-1, -1)
+    assert h2o.scores["correct"].mean == 24
+
+
+def test_a_later_line_of_a_sample_replaces_the_earlier():
+    found = summarize([line("h2o", "a", correct=0.0), line("h2o", "a", correct=1.0)])
+    assert (found[0].samples, found[0].scores["correct"].mean) == (1, 1)
+
+
+def test_perplexity_is_of_the_mean_loss():
+    found = summarize([line("kivi", "a", nll=1.0), line("kivi", "b", nll=3.0)])[0].scores
+    assert found["perplexity"].mean == pytest.approx(math.exp(2))
+    assert found["perplexity"].low == pytest.approx(math.exp(found["nll"].low))
+    assert found["perplexity"].high == pytest.approx(math.exp(3))
+    assert "nll" not in summarize([line("kivi", "a", nll=None)])[0].scores
+
+
+def test_the_usual_score_of_a_task():
+    assert main_score("perplexity", ["nll", "perplexity"]) == "perplexity"
+    assert main_score("ruler", ["time", "correct"]) == "correct"
+    assert main_score("longbench", ["f1", "rouge"]) == "f1"
+    assert higher_is_better("correct")
+    assert not higher_is_better("kl_p999")
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_front_is_what_no_point_beats(higher):
+    rng = np.random.default_rng(1)
+    points = [tuple(p) for p in rng.integers(0, 12, (80, 2)).tolist()]  # with ties
+    points[3:5] = [(None, 5), (4, None)]
+    sign = 1 if higher else -1
+
+    def beaten(p):
+        return any(
+            None not in q and q[0] <= p[0] and sign * q[1] >= sign * p[1] and q != p for q in points
+        )
+
+    want = {i for i, p in enumerate(points) if None not in p and not beaten(p)}
+    found = pareto(points, higher)
+    assert set(found) == want
+    assert len(found) == len(want)
+    assert [points[i][0] for i in found] == sorted(points[i][0] for i in found)

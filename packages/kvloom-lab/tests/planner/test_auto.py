@@ -1,0 +1,178 @@
+"""`kvloom_lab.auto`: the best recipe within a bound, and the figures that decide."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvloom
+import kvloom_lab
+import tiny
+from for_each import for_each
+from kvloom.errors import InputError
+from kvloom.hf import compat
+from kvloom.hf.metadata import identity
+from kvloom.recipe import Recipe
+from kvloom.recipe.geometry import Geometry
+from kvloom.recipe.resolve import resolve
+from kvloom.recipe.tuned import Tuned
+from kvloom_lab.planner import read_model
+from kvloom_lab.planner.evidence import EVIDENCE
+from kvloom_lab.workload import stored_recipes
+
+CONTEXT = 2048
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def model():
+    """A model of each test's own, as some change it."""
+    return tiny.llama(max_position_embeddings=4096, head_dim=64)
+
+
+def share(model, recipe):
+    geometry = compat.geometry(model)
+    return resolve(recipe).nbytes(CONTEXT, geometry) / Recipe().nbytes(CONTEXT, geometry)
+
+
+def store(model, spec, kl=0.01, bound="bytes=0.2"):
+    """Store a recipe as if it had been tuned for the model."""
+    weights = identity(model)["weights"]
+    tuned = Tuned(weights, "0" * 64, bound, CONTEXT, 3, 64, 0, kl, kl, kl, 1, 1, 0.2)
+    return stored_recipes.write(replace(resolve(spec), tuned=tuned))
+
+
+def auto(model, **bound):
+    return kvloom_lab.auto(model, context=CONTEXT, **bound)
+
+
+@for_each("bound", [1.0, *(one.recipe for one in EVIDENCE[1:]), 0.25])
+def test_no_recipe_that_fits_has_better_published_figures(model, bound):
+    bound = share(model, bound) if isinstance(bound, str) else bound
+    found = auto(model, bytes=bound)
+    fitting = [one for one in EVIDENCE if share(model, one.recipe) <= bound]
+    assert found.recipe.name == min(fitting, key=lambda one: one.kl).recipe
+    assert found.nbytes == resolve(found.recipe).nbytes(CONTEXT, compat.geometry(model))
+    assert found.share == pytest.approx(share(model, found.recipe))
+    kvloom.attach(model, found.recipe)
+    kvloom.detach(model)
+
+
+def test_what_was_chosen_is_said(model):
+    said = str(auto(model, bytes=share(model, "near-lossless")))
+    assert said.startswith("near-lossless: ")
+    assert "after 2,048 tokens, batch 1" in said
+    assert f"{EVIDENCE[1].kl:.2g} nats" in said
+    assert str(auto(model, bytes=1.0)).endswith("The exact cache fits.")
+    assert "A prompt takes several times as long" in str(auto(model, bytes=share(model, "small")))
+
+
+def test_memory_holds_weights_activations_and_cache(model):
+    """The bound that a plan states for a recipe chooses it; one byte less does not."""
+    planned = kvloom_lab.plan(
+        model.config, ["near-lossless"], context=CONTEXT, batch=3, memory=1 << 40
+    )
+    peak = planned.rows[0].peak_bytes
+    found = auto(model, memory=peak, batch=3)
+    assert found.recipe.name == "near-lossless"
+    assert auto(model, memory=peak - 1, batch=3).recipe.name != "near-lossless"
+
+
+def test_if_no_prompt_fits_at_once_it_says_so(model):
+    facts = read_model(model.config)
+    least = facts.weights.nbytes + resolve("near-lossless").nbytes(CONTEXT, facts.geometry)
+    found = auto(model, memory=least)
+    assert found.recipe.name == "near-lossless"
+    assert "give prefill_chunk_size to generate()" in found.why
+
+
+def test_the_dtype_of_the_weights_counts(model):
+    exact = auto(model, bytes=1.0).nbytes
+    assert auto(model.to(torch.bfloat16), bytes=1.0).nbytes * 2 == exact
+
+
+def test_a_tuned_recipe_of_about_the_same_bytes_is_taken(model):
+    path = store(model, "kivi-4", kl=0.02)
+    store(model, "turbo:bits=4", kl=0.05, bound="bytes=0.19")
+    store(model, "kivi:bits=2", kl=0.001, bound="bytes=0.1")  # of too few bytes
+    bound = share(model, "near-lossless")
+    found = auto(model, bytes=bound)
+    assert found.recipe.name == str(path)
+    assert "tuned for this model at 2,048 tokens (bytes=0.2)" in found.why
+    assert "evicts" not in found.why
+    assert auto(model, bytes=1.0).recipe.name == "full"
+
+
+def test_a_tuned_recipe_that_evicts_says_so(model):
+    store(model, "snapkv:fraction=0.2")
+    found = auto(model, bytes=share(model, "snapkv:fraction=0.2"))
+    assert found.why.endswith("It evicts tokens: facts in them are lost.")
+
+
+def test_another_models_tuned_recipe_is_not_taken(model):
+    store(model, "kivi-4")
+    bound = share(model, "near-lossless")
+    assert auto(model, bytes=bound).recipe.name != "near-lossless"
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    assert auto(model, bytes=bound).recipe.name == "near-lossless"
+
+
+def test_a_damaged_stored_recipe_is_named(model):
+    path = store(model, "kivi-4")
+    path.write_text("nonsense")
+    with pytest.raises(InputError, match=r"is damaged: .*; remove it"):
+        auto(model, bytes=0.5)
+
+
+@for_each(
+    ("bound", "said"),
+    [
+        ({}, "give either memory, in bytes, or bytes"),
+        ({"memory": 1 << 30, "bytes": 0.5}, "give either memory, in bytes, or bytes"),
+        ({"bytes": 0.0}, "bytes=0 must be above 0"),
+        ({"bytes": 1.5}, "bytes=1.5 must be above 0 and at most 1"),
+        (
+            {"bytes": 0.01},
+            "no recipe fits into bytes=0.01 at 2,048 tokens and batch 1",
+        ),
+        ({"memory": 10}, "the weights of .* take"),
+    ],
+)
+def test_a_bound_that_is_none_or_that_nothing_meets(model, bound, said):
+    with pytest.raises(InputError, match=said):
+        auto(model, **bound)
+
+
+def test_memory_for_the_weights_alone_names_what_fits(model):
+    weights = read_model(model.config).weights.nbytes
+    with pytest.raises(InputError, match=r"with which [0-9,]+ tokens fit"):
+        auto(model, memory=weights + 1000)
+
+
+def test_the_figures_are_the_published_ones():
+    files = sorted(RESULTS.glob("*/evidence_smollm2-2k.json"))
+    assert len(files) == 1, "keep one file, or say which one the figures are from"
+    figures = {
+        (f["task"], f["recipe"]): f["scores"] for f in json.loads(files[0].read_text())["figures"]
+    }
+    row = {"small:fraction=0.666": "small at 0.2"}
+    smollm2 = Geometry(layers=30, q_heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16)
+    for recipe in row:
+        size = resolve(recipe).nbytes(CONTEXT, smollm2) / Recipe().nbytes(CONTEXT, smollm2)
+        assert 0.199 < size <= 0.2
+    for one in EVIDENCE:
+        name = row.get(one.recipe, one.recipe)
+        kl = figures["perplexity", name]["kl_mean"]["mean"]
+        needles = figures["niah", name]["correct"]["mean"]
+        assert float(f"{kl:.3g}") == one.kl, one.recipe
+        assert round(needles, 2) == one.needles, one.recipe
+    assert sorted(EVIDENCE, key=lambda one: one.kl) == list(EVIDENCE)

@@ -1,0 +1,192 @@
+"""Plans: bytes equal those of real caches, inverse questions agree, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from planned_models import CONFIGS, built, facts
+
+import kvloom
+import probe
+from for_each import for_each
+from kvloom.errors import InputError
+from kvloom.recipe.resolve import RECIPES, resolve
+from kvloom_lab.planner import plan_recipes, read_model
+from kvloom_lab.planner.cache_bytes import CacheBytes
+from kvloom_lab.planner.largest import UNLIMITED, largest
+from kvloom_lab.planner.plan_recipes import plan
+
+TOKENS = 300
+RECIPE_SPECS = (
+    "full", "kivi:group=16", "h2o", "snapkv:tokens=100", "pyramidkv:tokens=100,window=8",
+    "quest:page=4,tokens=64,recent=8,full_layers=1", "streaming:tokens=50",
+    "kivi:group=16@first 1=full@last 1=kivi:bits=4,group=16",
+)  # fmt: skip
+
+
+@for_each("name", CONFIGS)
+def test_a_real_cache_has_the_planned_bytes(name):
+    """In layers that kvloom caches, after a prompt; in sliding layers, after one more token."""
+    model, found = built(name), facts(name)
+    fitting = [spec for spec in RECIPE_SPECS if fits(resolve(spec), spec, found.geometry)]
+    assert len(fitting) >= (6 if found.geometry.layers else 1)
+    for spec in fitting:
+        recipe = resolve(spec)
+        cache = kvloom.Cache(model, recipe)
+        ids = torch.randint(3, 199, (2, TOKENS))
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+            planned = CacheBytes(recipe, found)
+            assert cache.nbytes == planned.prefill_nbytes(TOKENS, 2), spec
+            ours = sum(layer.nbytes for layer in probe.layers(cache))
+            assert ours == recipe.nbytes(TOKENS, found.geometry, 2), spec
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            sliding = cache.nbytes - sum(layer.nbytes for layer in probe.layers(cache))
+        assert ours + sliding == planned.nbytes(TOKENS, 2), spec
+        assert bool(sliding) == bool(found.windows), spec
+
+
+def fits(recipe, spec, geometry):
+    """Whether a model can use a recipe of `RECIPE_SPECS`."""
+    return not recipe.problems(geometry) and not (spec.count("@") and geometry.layers < 2)
+
+
+def test_every_recipe_has_the_bytes_that_it_predicts(llama):
+    found = read_model(llama)
+    for spec in set(RECIPES) - {"evict", "store", "recall"}:
+        recipe = resolve(spec)
+        cache = CacheBytes(recipe, found)
+        for tokens in (1, 900, 5000):
+            try:
+                expected = recipe.nbytes(tokens, found.geometry, 3)
+            except kvloom.errors.RecipeError:
+                assert tokens < 5000, spec
+                continue
+            assert cache.nbytes(tokens, 3) == expected, (spec, tokens)
+            nbytes, held = cache.kinds[0].read(tokens, found.geometry)
+            assert 0 < nbytes <= cache.kinds[0].nbytes(tokens, found.geometry), (spec, tokens)
+            assert 0 < held <= tokens, (spec, tokens)
+
+
+@for_each(
+    "spec", ["h2o:shared=true", "snapkv:fraction=0.5,heads=0.2,layers=joint", "kvzip:fraction=0.5"]
+)
+def test_layers_that_wait_for_scores_hold_the_prompt(llama, spec):
+    found = read_model(llama)
+    cache = CacheBytes(resolve(spec), found)
+    assert cache.prefill_nbytes(4000, 2) >= 2 * 4000 * found.geometry.token_nbytes()
+    assert cache.nbytes(4000, 2) < 0.6 * cache.prefill_nbytes(4000, 2)
+
+
+def test_the_working_memory_is_that_of_the_widest_layer(llama):
+    """Per token: gate, up and their product, two hidden states, and little more."""
+    mlp = 2 * (3 * 14336 + 2 * 4096)
+    assert mlp <= read_model(llama).working <= mlp + 2 * 3 * 4096
+    assert facts("bloom").working is None
+
+
+# inverse questions
+
+
+@for_each("spec", ["full", "kivi", "rtn", "skvq", "h2o", "snapkv", "minikv", "quest"])
+def test_the_longest_context_and_the_largest_batch_fit_and_one_more_does_not(spec, llama):
+    memory = 12 << 30
+    asked = {"memory": memory, "context": 20000, "batch": 2}
+    (row,) = plan(llama, [spec], **asked).rows
+    assert row.fits is (row.peak_bytes <= memory)
+    for one, limit in ({"context": row.longest_context}, row.longest_context), (
+        {"batch": row.largest_batch}, row.largest_batch,
+    ):  # fmt: skip
+        name = next(iter(one))
+        at = plan(llama, [spec], **{**asked, **one}).rows[0]
+        beyond = plan(llama, [spec], **{**asked, name: limit + 1}).rows[0]
+        assert (at.fits, beyond.fits) == (True, False)
+    assert (row.longest_in_chunks == UNLIMITED) == (spec == "snapkv")  # a number of tokens stays
+    if spec == "snapkv":
+        return
+    at, beyond = (
+        plan(llama, [spec], **{**asked, "context": row.longest_in_chunks + more}).rows[0]
+        for more in (0, 1)
+    )
+    assert row.longest_in_chunks > row.longest_context
+    assert (at.fits_in_chunks, beyond.fits_in_chunks) == (True, False)
+
+
+def test_the_largest_number_is_found_beyond_a_gap():
+    assert largest(lambda n: n <= 1000) == 1000
+    assert largest(lambda n: n <= 1000 or 1010 <= n <= 1013) == 1000
+    assert largest(lambda n: n <= 1000 or 1010 <= n <= 1013, beyond=20) == 1013
+    assert largest(lambda n: False) == 0
+    assert largest(lambda n: True) == UNLIMITED
+
+
+def test_a_target_is_reached_up_to_the_longest_context(llama):
+    asked = {"hardware": "a100", "target": 100.0, "batch": 1}
+    (row,) = plan(llama, ["full"], context=8192, **asked).rows
+    assert row.reaches
+    at, beyond = (
+        plan(llama, ["full"], context=row.longest_at_target + more, **asked).rows[0]
+        for more in (0, 1)
+    )
+    assert at.reaches
+    assert not beyond.reaches
+
+
+def test_a_target_that_nothing_reaches_names_the_nearest(llama):
+    found = plan(llama, ["full", "kivi"], context=8192, hardware="a100", target=9e5)
+    assert not any(row.reaches for row in found.rows)
+    best = max(found.rows, key=lambda row: row.tokens_s.best)
+    assert f"the nearest is {best.recipe} with" in found.warnings[-1]
+
+
+def test_less_memory_than_the_weights_need(llama):
+    with pytest.raises(
+        InputError, match=r"weights of llama take 3\.58 GiB, and there are 2\.00 GiB"
+    ):
+        plan(llama, memory=2 << 30)
+
+
+def test_a_context_beyond_the_positions_is_warned_of(llama):
+    (warning,) = plan(llama, ["full"], context=200000).warnings
+    assert "200,000 tokens exceeds the 131,072 positions" in warning
+
+
+@for_each(
+    ("asked", "says"),
+    [
+        ({"context": 0}, "context=0 must be a whole number"),
+        ({"batch": 1.5}, r"batch=1\.5 must be a whole number"),
+        ({"target": 5.0}, "a target speed needs hardware"),
+        ({"target": -1.0, "hardware": "h100"}, "above 0"),
+        ({"hardware": "h900"}, "hardware 'h900' is unknown; use h100, h200, b200"),
+    ],
+)
+def test_wrong_settings_are_refused_before_the_model_is_read(asked, says, monkeypatch):
+    monkeypatch.setattr(plan_recipes, "read_model", lambda model: pytest.fail("read"))
+    with pytest.raises(InputError, match=says):
+        plan("anything", **asked)
+
+
+def test_a_recipe_that_does_not_fit_has_a_row_with_the_problem():
+    config = CONFIGS["llama-gqa"]()
+    found = plan(config, ["full", "rtn:group=128"], context=64)
+    assert found.rows[0].problem is None
+    assert "group=128 does not divide head_dim=16" in found.rows[1].problem
+    assert "rtn:group=128: " in str(found)
+
+
+def test_a_config_file_and_a_folder_are_read_and_other_files_are_not(tmp_path):
+    config = CONFIGS["llama-gqa"]()
+    config.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert read_model(path).name == tmp_path.name
+    (tmp_path / "notes.txt").write_text("no config")
+    with pytest.raises(InputError, match="is not a config"):
+        read_model(tmp_path / "notes.txt")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_model(Path(tmp_path))

@@ -1,0 +1,168 @@
+"""Search how far to clip each group of channels (SKVQ, arXiv:2405.06219, section 3.1, equation 3).
+
+The search minimizes the squared error of attention's output on sampled queries, over a grid of
+factors. Keys and values are searched separately and as a cache uses them: queries attend to the
+first and the newest tokens unquantized. This matters for keys, because clipping makes keys shorter
+and so lowers their weight relative to exact keys.
+
+The layer's factor is the same for all its groups. For values, the error of a group depends on its
+own factor only. For keys, every group starts at the layer's factor; then each group in turn changes
+to its best factor while the others stay fixed. So no step increases the error.
+
+Every search is coarse to fine: every third factor of the grid, then both neighbours of the best.
+
+Departures: the output is taken before the projection W_o, where the groups of values do not
+interact; the official code uses one constant instead of a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..kernels.quantize import reference as ref
+from ..positions.rope import Rope
+from ..store import Packed
+from ..store.codec import Channels
+from .sampled_attention import ExactAttention
+
+GRID = (0.005, 0.01, *(round(0.02 * i, 2) for i in range(1, 51)))
+_COARSE = 3
+
+Errors = Callable[[Tensor], Tensor]
+"""Returns the squared errors, fp32 [n], of factors given by their indices in `GRID`, int64 [n]."""
+
+
+class QuantizedGroups:
+    """Tokens x [B, Hk, N, D] in groups of channels, and how quantization changes each group.
+
+    Rows are channels and columns are tokens, so that a group is a contiguous block. Metadata are
+    fp32. A difference (`delta`) is the quantized tensor minus the exact one.
+    """
+
+    def __init__(self, x: Tensor, fmt: Packed, channels: Channels) -> None:
+        assert channels.group_of is not None
+        b, h, n, d = x.shape
+        self.bits, self._shape = fmt.bits, (h, d, b, n)
+        if channels.divisor is not None:
+            x = x / channels.divisor[:, None, :]
+        rows = x.permute(1, 3, 0, 2).reshape(h * d, b * n)
+        self.of = channels.group_of.reshape(-1)
+        self.members = [(self.of == g).nonzero().flatten() for g in range(int(self.of.max()) + 1)]
+        self._rows = [rows[some] for some in self.members]
+        self._ends = [some.aminmax(dim=0) for some in self._rows]
+        unit = rows.new_ones(h, d) if channels.divisor is None else channels.divisor
+        self._unit = [unit.reshape(-1, 1)[some] for some in self.members]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def delta(self, group: int, alpha: float) -> Tensor:
+        """Return the difference of a group at clip factor alpha, fp32 [its channels, B * N]."""
+        x, (low, high) = self._rows[group], self._ends[group]
+        scale, zero = ref.metadata(low * alpha, high * alpha, self.bits, torch.float32)
+        back = torch.addcmul(zero, ref.encode(x, scale, zero, self.bits).float(), scale)
+        return back.sub_(x).mul_(self._unit[group])
+
+    def all_deltas(self, at: Tensor) -> Tensor:
+        """Return the difference of all groups, fp32 [Hk * D, B * N].
+
+        at: int64 [groups], the index of each group's factor in `GRID`.
+        """
+        h, d, b, n = self._shape
+        delta = torch.empty(h * d, b * n)
+        for group, i in enumerate(at.tolist()):
+            delta[self.members[group]] = self.delta(group, GRID[i])
+        return delta
+
+    def tokens(self, delta: Tensor) -> Tensor:
+        """Return rows [Hk * D, B * N] as tokens [B, Hk, N, D]."""
+        return delta.view(self._shape).permute(2, 0, 3, 1)
+
+
+def search_clip(
+    exact: ExactAttention, side: str, fmt: Packed, channels: Channels, rope: Rope | None
+) -> tuple[Tensor, Tensor]:
+    """Return the clip factors of a format: fp32 [groups], and fp32 [1] for the whole layer.
+
+    side: "keys" or "values". channels: of the layer, without clip factors. rope: for keys that are
+    quantized before RoPE, else None.
+    """
+    grid = torch.tensor(GRID)
+    if side == "values":
+        by_group, by_layer = _search_values(exact, QuantizedGroups(exact.v, fmt, channels))
+    else:
+        at = torch.arange(exact.k.shape[2]).view(1, 1, -1)
+        raw = exact.k if rope is None else rope.rotate(exact.k, -at)
+        by_group, by_layer = _search_keys(exact, QuantizedGroups(raw, fmt, channels), rope, at)
+    return grid[by_group], grid[by_layer]
+
+
+def _search_values(exact: ExactAttention, groups: QuantizedGroups) -> tuple[Tensor, Tensor]:
+    """Return indices of the best factors in the grid: [groups], and [1] for the layer."""
+
+    @cache
+    def errors(indices: tuple[int, ...]) -> Tensor:
+        delta = groups.tokens(groups.all_deltas(torch.tensor(indices)))
+        by_channel = exact.error_of_values(delta).reshape(-1)
+        return torch.zeros(len(groups)).index_add_(0, groups.of, by_channel)
+
+    count = len(groups)
+    by_layer, _ = _minimize(lambda at: errors((int(at),) * count).sum().view(1), 1)
+    start = by_layer.repeat(count), errors((int(by_layer),) * count)
+    by_group, _ = _minimize(lambda at: errors(tuple(at.tolist())), count, start)
+    return by_group, by_layer
+
+
+def _search_keys(
+    exact: ExactAttention, groups: QuantizedGroups, rope: Rope | None, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return indices of the best factors in the grid: [groups], and [1] for the layer."""
+
+    def error(delta: Tensor) -> Tensor:
+        tokens = groups.tokens(delta)
+        return exact.error_of_keys(tokens if rope is None else rope.rotate(tokens, positions)).view(
+            1
+        )
+
+    count = len(groups)
+    by_layer, least = _minimize(lambda at: error(groups.all_deltas(at.expand(count))), 1)
+    by_group = by_layer.repeat(count)
+    if count == 1:
+        return by_group, by_layer
+    delta = groups.all_deltas(by_group)
+    for group, members in enumerate(groups.members):
+
+        def error_with(at: Tensor, group: int = group, members: Tensor = members) -> Tensor:
+            delta[members] = groups.delta(group, GRID[int(at)])
+            return error(delta)
+
+        by_group[group], least = _minimize(error_with, 1, (by_group[group].view(1), least))
+        delta[members] = groups.delta(group, GRID[int(by_group[group])])
+    return by_group, by_layer
+
+
+def _minimize(
+    errors: Errors, count: int, start: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the indices in the grid with the least errors found, and these errors, [count] each.
+
+    start: indices and errors to improve on.
+    """
+    best, least = start or (torch.zeros(count).long(), torch.full((count,), torch.inf))
+    for i in range(0, len(GRID), _COARSE):
+        best, least = _better(errors, torch.full_like(best, i), best, least)
+    center = best
+    for side in (-1, 1):
+        neighbour = (center + side).clamp(0, len(GRID) - 1)
+        best, least = _better(errors, neighbour, best, least)
+    return best, least
+
+
+def _better(errors: Errors, tried: Tensor, best: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    error = errors(tried)
+    better = error < least
+    return torch.where(better, tried, best), torch.where(better, error, least)

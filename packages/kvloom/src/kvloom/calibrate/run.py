@@ -1,0 +1,199 @@
+"""A whole calibration: ranges from contexts, groups from the ranges, clip factors by search.
+
+Decides the order of the work and when a saved state is reused. Memory grows with the number of
+layers, not with the text: running ranges, and one sample a layer. The state is saved next to the
+result as `NAME.partial`; it is reused if model, text and settings are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import CalibrationError
+from ..hf import compat
+from ..hf.attach import attachment_restored
+from ..hf.metadata import identity, undoable_rope
+from ..hf.shard import needs_whole
+from ..positions.rope import Rope
+from ..progress import TotalProgress
+from ..recipe.spec import Recipe
+from ..store import Packed
+from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
+from ..store.codec import Channels, consecutive
+from .channel_groups import group_channels
+from .clip_search import search_clip
+from .ranges import CONTEXTS, LAYERS, read_ranges
+from .recorder import AttentionInputs, compressible_layers, record
+from .sampled_attention import AttentionSample, ExactAttention
+from .settings import Settings
+
+
+def calibrate(
+    model: PreTrainedModel,
+    ids: Tensor,
+    recipes: Iterable[Recipe],
+    out: Path,
+    settings: Settings | None = None,
+    progress: TotalProgress | None = None,
+) -> Calibration:
+    """Calibrate a model for the formats of the recipes; the model is left as it was.
+
+    It continues an interrupted run.
+
+    Args:
+        model: The model, loaded.
+        ids: int64 [M, T], contexts.
+        recipes: Those whose formats need a calibration.
+        out: The file of the result.
+        settings: How much text to read.
+        progress: Called with finished units of work.
+
+    Returns:
+        What `out` holds. `read` in its settings is the number of contexts that were read.
+
+    Raises:
+        CalibrationError: The file cannot be written, or a format packs keys before a RoPE that
+            cannot be undone.
+        IncompatibleRecipe: A recipe does not fit the model.
+        NotFinite: Keys or values are not finite.
+    """
+    settings = settings or Settings()
+    recipes = list(recipes)
+    formats = sorted(
+        {
+            (side, f)
+            for recipe in recipes
+            for store in recipe.stores
+            for side, f in store.quantized.items()
+            if f.calibrated
+        },
+        key=str,
+    )
+    needs_whole(model, "a calibration")
+    for recipe in recipes:
+        recipe.check(compat.geometry(model))
+    with attachment_restored(model):
+        return _calibrate(model, ids, formats, out, settings, progress or (lambda *_: None))
+
+
+def _calibrate(
+    model: PreTrainedModel,
+    ids: Tensor,
+    formats: list[tuple[str, Packed]],
+    out: Path,
+    settings: Settings,
+    on_step: TotalProgress,
+) -> Calibration:
+    layers, rope = compressible_layers(model), _rope(model, formats)
+    partial = out.with_name(out.name + ".partial")
+    text = hashlib.sha256(ids.cpu().numpy().astype(np.int64).tobytes()).hexdigest()
+    about = {**asdict(settings), "contexts": len(ids), "formats": [_spell(*f) for f in formats]}
+    found = _resume(partial, Calibration(identity(model), text, about, name=out.name))
+    done = found.tensors.setdefault("done", torch.zeros(3, dtype=torch.int64))
+    read_ranges(model, ids, found, partial, rope, settings.settled, on_step)
+    searched = [
+        (side, f) for side, f in formats if f.transform and isinstance(f.transform.clip, str)
+    ]
+    unfinished = int(done[LAYERS]) < len(layers)
+    samples = _samples(model, ids, settings) if searched and unfinished else {}
+    for i in range(int(done[LAYERS]), len(layers)):
+        on_step("calibrating layers", i, len(layers))
+        layer = layers[i]
+        for side, fmt in formats:
+            _add_groups(found, layer, side, fmt)
+        if searched:
+            attention = ExactAttention(samples.pop(layer))
+            for side, fmt in searched:
+                _add_clip(found, layer, side, fmt, attention, rope)
+        done[LAYERS] = i + 1
+        found.save(partial)
+    on_step("calibrating layers", len(layers), len(layers))
+    found.settings = {**found.settings, "read": int(done[CONTEXTS])}
+    del found.tensors["done"]
+    found.save(out)
+    partial.unlink(missing_ok=True)
+    return found
+
+
+def _resume(partial: Path, fresh: Calibration) -> Calibration:
+    """Return the saved state if model, text and settings are those of `fresh`, else `fresh`."""
+    try:
+        saved = Calibration.load(partial)
+    except CalibrationError:
+        return fresh
+    same = (saved.model, saved.text, saved.settings) == (fresh.model, fresh.text, fresh.settings)
+    saved.name = fresh.name
+    return saved if same else fresh
+
+
+def _samples(model: PreTrainedModel, ids: Tensor, settings: Settings) -> dict[int, AttentionSample]:
+    """Return the sample of each layer on which clip factors are searched."""
+    samples: dict[int, AttentionSample] = {}
+    exact = settings.sinks, settings.recent
+
+    def add(layer: int, inputs: AttentionInputs) -> None:
+        samples[layer] = AttentionSample.of(inputs, settings.queries, exact)
+
+    record(model, ids[: settings.sample_contexts, : settings.sample_tokens], add)
+    return samples
+
+
+def _add_groups(found: Calibration, layer: int, side: str, fmt: Packed) -> None:
+    """Group the channels of a layer's keys or values, where the format reorders them."""
+    assert fmt.transform is not None
+    kind = kind_of(side, fmt)
+    name = f"groups.{layer}.{kind}.{shape_of(fmt)}"
+    if not fmt.transform.reorder or name in found.tensors:
+        return
+    low, high = found.ranges(layer, kind)
+    if fmt.transform.smooth:
+        max_abs = largest(low, high)
+        low, high = low / max_abs, high / max_abs
+    found.tensors[name] = group_channels(low, high, fmt.transform.span, fmt.group)
+
+
+def _add_clip(
+    found: Calibration,
+    layer: int,
+    side: str,
+    fmt: Packed,
+    exact: ExactAttention,
+    rope: Rope | None,
+) -> None:
+    """Search the clip factors of a format in a layer, unless they are found already."""
+    name = f"{layer}.{kind_of(side, fmt)}.{format_of(fmt)}"
+    if f"clip.{name}" in found.tensors:
+        return
+    transform = fmt.transform
+    assert transform is not None
+    channels = found.channels(layer, side, replace(fmt, transform=replace(transform, clip=1.0)))
+    if channels is None:
+        heads, dim = exact.k.shape[1], exact.k.shape[3]
+        channels = Channels(consecutive(fmt.group, transform, heads, dim))
+    by_group, by_layer = search_clip(exact, side, fmt, channels, rope if fmt.pre_rope else None)
+    found.tensors[f"clip.{name}"] = by_group
+    found.tensors[f"clip_layer.{name}"] = by_layer
+
+
+def _rope(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> Rope | None:
+    """Return the model's rotary embedding; None if it has none and no format needs it."""
+    try:
+        return undoable_rope(model)
+    except CalibrationError:
+        if any(fmt.pre_rope for _, fmt in formats):
+            raise
+        return None
+
+
+def _spell(side: str, fmt: Packed) -> str:
+    assert fmt.transform is not None
+    clip = "" if isinstance(fmt.transform.clip, float) else f".clip-{fmt.transform.clip}"
+    return f"{kind_of(side, fmt)}.{format_of(fmt)}{clip}"

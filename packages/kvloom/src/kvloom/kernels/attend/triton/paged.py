@@ -1,0 +1,100 @@
+"""Decode attention to pages of packed tokens on CUDA tensors: the cases covered, and the call.
+
+Each batch row has its own pages, by a table of blocks; `paged_kernel` does it. A call reads nothing
+back from the device: its grid follows from the longest row, which the host knows. Importing this
+does not import Triton; the first call does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from ... import triton_runtime as cuda
+from ...arguments import contiguous_rows
+from ..kv_view import KVView
+from ..pages import PageTable
+from ..reference import First, State
+from . import decode
+from .arguments import ExactRows, Options
+from .launch import Launch, nothing, processors, rotated, run, side_arguments, tile_shapes
+
+MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
+
+
+def problems(tokens: int, like: Tensor, keys: Any, values: Any, page: int) -> list[str]:
+    """Return why no kernel reads pages in these formats, of any number of tokens.
+
+    like: exact keys [blocks, H, page, D]. keys, values: formats of packed tokens, or None.
+    """
+    found = decode.problems(tokens, like, keys, values)
+    if tokens != 1:
+        found.append(f"{tokens} queries a step are not one")
+    for side, fmt in (("keys", keys), ("values", values)):
+        if fmt is None:
+            found.append(f"{side}: pages of exact tokens are not read by the table")
+    return found
+
+
+@cache
+def kernel() -> Any:
+    """Import the kernel, and with it Triton."""
+    from . import paged_kernel
+
+    return paged_kernel._split_pages
+
+
+def attend(
+    q: Tensor,
+    keys: KVView,
+    values: KVView,
+    table: PageTable,
+    scale: float,
+    *,
+    sinks: First | None = None,
+    new: First | None = None,
+) -> State:
+    """Attend q [B, Hq, 1, D] as `pages.attend_pages` does."""
+    if not q.shape[0]:
+        return nothing(q)
+    if new is not None:
+        at = table.tokens - table.packed - 1
+        for view, x in zip((keys, values), new, strict=True):
+            view.tail[table.tails, :, at] = x[:, :, 0].to(view.tail.dtype)
+    return run(arguments(q, keys, values, table, scale, sinks), kernel())
+
+
+def arguments(
+    q: Tensor, keys: KVView, values: KVView, table: PageTable, scale: float, sinks: First | None
+) -> Launch:
+    """Prepare the call for a case; tensors may be on torch's meta device."""
+    b, hq, _, d = q.shape
+    heads, like = keys.tail.shape[1], keys.tail.dtype
+    ks, vs = side_arguments(keys), side_arguments(values)
+    q = q.to(like).contiguous()
+    rotated_q = rotated(q, ks.rotated).to(like) if ks.rotated else q
+    r, count = hq // heads, 0 if sinks is None else sinks[0].shape[2]
+    first = [q, q] if sinks is None else [contiguous_rows(x.to(like)) for x in sinks]
+    shapes = tile_shapes(d, r, like, min(ks.most, vs.most, MOST))
+    programs = b * heads * -(-r // shapes.rows)
+    want = max(1, -(-2 * processors(q.device) // programs))
+    splits = min(table.longest // table.page, want)
+    blocks, packed, tokens, tails = table.contiguous
+    given = {
+        "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
+        "k_sinks": ExactRows(first[0], *first[0].stride()[:3]),
+        "v_sinks": ExactRows(first[1], *first[1].stride()[:3]),
+        "blocks_ptr": blocks, "packed_ptr": packed,
+        "tokens_ptr": tokens, "tails_ptr": tails, "scale": float(scale), "h": heads, "r": r,
+        "width": blocks.shape[1], "sinks": count, "splits": splits,
+    }  # fmt: skip
+    constants = {
+        "K": ks.form, "V": vs.form, "D": d, "DP": cuda.room(d), "BM": shapes.rows,
+        "BN0": shapes.tokens, "BN1": shapes.alone, "PAGE": table.page, "OPTIONS": Options(),
+    }  # fmt: skip
+    return Launch(
+        programs * (splits + 1), given, constants, shapes.warps, STAGES, q, vs.rotated,
+        splits + 1, splits,
+    )  # fmt: skip

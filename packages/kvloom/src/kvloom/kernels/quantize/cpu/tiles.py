@@ -1,0 +1,240 @@
+"""The steps of packing and unpacking a tile of tokens.
+
+Decides how one row, group or pack block is treated. Formats are distinguished at run time, a few
+times per row, so one kernel covers all. Which tokens form a tile, and the order of steps, is in
+`pack_kernel`. Rows of numbers are fp32, padded to whole vectors; codes are one byte each. Addresses
+are int64. Importing this imports Numba.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...cpu_runtime import kernel_step
+from ...simd import (
+    larger,
+    largest,
+    load,
+    load_any,
+    load_byte,
+    load_i32,
+    load_one,
+    smaller,
+    splat,
+    store,
+    store_one,
+)
+from .arguments import MAPPED, TOKEN
+from .codes import clamp_scale, decode, encode, gather, join, nonzero, put, put_one, split
+
+
+@kernel_step
+def size_of(kind):  # type: ignore[no-untyped-def]
+    """The bytes of a number of a format."""
+    return 4 if kind == 0 else 1 if kind == 3 else 2
+
+
+@kernel_step
+def _get(x, i, kind):  # type: ignore[no-untyped-def]
+    """Sixteen numbers of a format, the i-th and on."""
+    if kind == 0:
+        return load(x + 4 * i)
+    if kind == 1:
+        return load_any(x + 2 * i, 1)
+    if kind == 2:
+        return load_any(x + 2 * i, 2)
+    return load_any(x + i, 3)
+
+
+@kernel_step
+def _get_one(x, kind):  # type: ignore[no-untyped-def]
+    if kind == 0:
+        return load_one(x, 0)
+    if kind == 1:
+        return load_one(x, 1)
+    if kind == 2:
+        return load_one(x, 2)
+    return load_one(x, 3)
+
+
+@kernel_step
+def widen(x, step, kind, d, to):  # type: ignore[no-untyped-def]
+    """Convert d numbers of a format, `step` bytes apart, to fp32."""
+    even = d // 16 * 16 if step == size_of(kind) else 0
+    for c in range(0, even, 16):
+        store(to + 4 * c, _get(x, c, kind))
+    for c in range(even, d):
+        store_one(to + 4 * c, _get_one(x + step * c, kind))
+
+
+@kernel_step
+def fill(x, d):  # type: ignore[no-untyped-def]
+    """Fill a row of d numbers up to whole vectors with its first, which changes no range."""
+    for c in range(d, -(-d // 16) * 16):
+        store_one(x + 4 * c, load_one(x, 0))
+
+
+@kernel_step
+def rope_row(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
+    """Rotate `half` pairs of a row in place; products and sums are rounded apart."""
+    even = 0 if interleaved else half // 16 * 16
+    for i in range(0, even, 16):
+        a, b = load(x + 4 * i), load(x + 4 * (half + i))
+        c, s = load(cos + 4 * i), load(sin + 4 * i)
+        store(x + 4 * i, a * c - b * s)
+        store(x + 4 * (half + i), b * c + a * s)
+    for i in range(even, half):
+        first = x + 4 * (2 * i if interleaved else i)
+        second = first + 4 * (1 if interleaved else half)
+        p, q = load_one(first, 0), load_one(second, 0)
+        u, v = load_one(cos + 4 * i, 0), load_one(sin + 4 * i, 0)
+        store_one(first, p * u - q * v)
+        store_one(second, q * u + p * v)
+
+
+@kernel_step
+def narrow(x, d, kind, to):  # type: ignore[no-untyped-def]
+    """Convert d fp32 numbers to a format."""
+    even, size = d // 16 * 16, size_of(kind)
+    for c in range(0, even, 16):
+        put(to + size * c, load(x + 4 * c), kind)
+    for c in range(even, d):
+        put_one(to + size * c, load_one(x + 4 * c, 0), kind)
+
+
+@kernel_step
+def range_of_tokens(x, row, tokens, dp, nonpadding, low, high):  # type: ignore[no-untyped-def]
+    """The least and the largest of each channel, without padding; 0 where all is padding.
+
+    nonpadding: the address of a byte a token, 0 for padding; or 0.
+    """
+    any_token = nonpadding == 0
+    for t in range(tokens if nonpadding != 0 else 0):
+        any_token = any_token or load_byte(nonpadding + t) != 0
+    for c in range(0, dp, 16):
+        lo, hi = splat(np.float32(np.inf)), splat(np.float32(-np.inf))
+        for t in range(tokens):
+            if nonpadding == 0 or load_byte(nonpadding + t) != 0:
+                one = load(x + t * row + 4 * c)
+                lo, hi = smaller(one, lo), larger(one, hi)
+        if not any_token:
+            lo, hi = splat(np.float32(0.0)), splat(np.float32(0.0))
+        store(low + 4 * c, lo)
+        store(high + 4 * c, hi)
+
+
+@kernel_step
+def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
+    """The least and the largest of each group of consecutive channels."""
+    for g in range(d // group):
+        lo = hi = load(x + 4 * g * group)
+        for c in range(g * group + 16, (g + 1) * group, 16):
+            one = load(x + 4 * c)
+            lo, hi = smaller(one, lo), larger(one, hi)
+        store_one(low + 4 * g, -largest(lo * splat(np.float32(-1.0))))
+        store_one(high + 4 * g, largest(hi))
+
+
+@kernel_step
+def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-untyped-def]
+    """The least and the largest of each group, times its alpha.
+
+    slots: int32, where the channels of the first group are, then those of the next, each in whole
+    sixteens. ends: int32, where a group ends among them.
+    """
+    begin = 0
+    for g in range(groups):
+        end = load_i32(ends + 4 * g)
+        lo = hi = gather(x, slots + 4 * begin)
+        for i in range(begin + 16, end, 16):
+            one = gather(x, slots + 4 * i)
+            lo, hi = smaller(one, lo), larger(one, hi)
+        least = -largest(lo * splat(np.float32(-1.0)))
+        store_one(low + 4 * g, least * load_one(clip + 4 * g, 0))
+        store_one(high + 4 * g, largest(hi) * load_one(clip + 4 * g, 0))
+        begin = end
+
+
+@kernel_step
+def metadata(low, high, n, top, tops, meta, scale, zero):  # type: ignore[no-untyped-def]
+    """Store scale and zero of n groups, and leave them in fp32: zeros in low, scales in high.
+
+    top: by what a range is divided; tops: by what each one is, fp32, or 0.
+    A scale of 0 is left as infinity: whatever is divided by it has code 0.
+    """
+    for i in range(0, n, 16):
+        lo = load(low + 4 * i) + splat(np.float32(0.0))  # -0 to 0
+        by = splat(np.float32(top)) if tops == 0 else load(tops + 4 * i)
+        step = (load(high + 4 * i) - lo) / by
+        step = step + splat(np.float32(0.0))
+        if meta == 3:
+            step = clamp_scale(step)
+            lo = larger(smaller(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))
+        store(low + 4 * i, lo)
+        store(high + 4 * i, step)
+    narrow(low, n, meta, zero)
+    narrow(high, n, meta, scale)
+    widen(zero, size_of(meta), meta, n, low)
+    widen(scale, size_of(meta), meta, n, high)
+    for i in range(0, n, 16):
+        store(high + 4 * i, nonzero(load(high + 4 * i)))
+
+
+@kernel_step
+def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
+    """Pack the codes of a pack block, one byte each, into its byte rows."""
+    even = d // 16 * 16
+    for c in range(0, even, 16):
+        join(codes + c, gap, to + c, stride, bits, 16)
+    for c in range(even, d):
+        join(codes + c, gap, to + c, stride, bits, 1)
+
+
+@kernel_step
+def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
+    """Invert `join_atom`."""
+    even = d // 16 * 16
+    for c in range(0, even, 16):
+        split(rows + c, stride, to + c, gap, bits, 16)
+    for c in range(even, d):
+        split(rows + c, stride, to + c, gap, bits, 1)
+
+
+@kernel_step
+def encode_row(x, dp, sharing, group, group_of, zero, scale, top, tops, codes):  # type: ignore[no-untyped-def]
+    """Encode a row of numbers, given zeros and scales of its groups or of its channels.
+
+    tops: the highest code of each channel, fp32, or 0: top of all.
+    """
+    top_code = splat(np.float32(top))
+    if sharing == TOKEN:
+        for c in range(0, dp, 16):
+            g = 4 * (c // group)
+            z, s = splat(load_one(zero + g, 0)), splat(load_one(scale + g, 0))
+            encode(load(x + 4 * c), z, s, top_code, codes + c)
+    elif sharing == MAPPED:
+        for c in range(0, dp, 16):
+            z, s = gather(zero, group_of + 4 * c), gather(scale, group_of + 4 * c)
+            encode(load(x + 4 * c), z, s, top_code, codes + c)
+    else:
+        for c in range(0, dp, 16):
+            z, s = load(zero + 4 * c), load(scale + 4 * c)
+            highest = top_code if tops == 0 else load(tops + 4 * c)
+            encode(load(x + 4 * c), z, s, highest, codes + c)
+
+
+@kernel_step
+def decode_row(codes, dp, sharing, group, group_of, zero, scale, divisor, to):  # type: ignore[no-untyped-def]
+    """Invert `encode_row`: a row of codes to fp32."""
+    for c in range(0, dp, 16):
+        if sharing == TOKEN:
+            g = 4 * (c // group)
+            z, s = splat(load_one(zero + g, 0)), splat(load_one(scale + g, 0))
+        elif sharing == MAPPED:
+            z, s = gather(zero, group_of + 4 * c), gather(scale, group_of + 4 * c)
+        else:
+            z, s = load(zero + 4 * c), load(scale + 4 * c)
+        one = decode(codes + c, z, s)
+        if divisor != 0:
+            one = one * load(divisor + 4 * c)
+        store(to + 4 * c, one)

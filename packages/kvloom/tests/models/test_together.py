@@ -1,0 +1,146 @@
+"""Several caches step in one forward pass, as if each had stepped alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import zoo
+from test_fan_out import prompt
+
+import kvloom
+import probe
+from backends import by_reference
+from for_each import for_each
+from kvloom.errors import CacheMisuse
+from kvloom.hf.together import Together, can_step_together
+from kvloom_lab.workload.crew import Ask, run_alone, run_together
+from kvloom_lab.workload.forward import forward
+from near import assert_near
+
+pytestmark = by_reference
+FORMS = (
+    "full", "kivi:group=16,residual=32", "h2o:tokens=20", "snapkv:tokens=20,window=8",
+    "streaming:tokens=24,positions=renumbered", "quest:tokens=24,page=4,sinks=4,recent=8",
+    "snapkv:tokens=20,window=8,heads=0.2,layers=joint",
+)  # fmt: skip
+
+
+def filled(model, rows: int = 2) -> list:
+    caches = []
+    ids = prompt(70, 3)["input_ids"][-rows:]
+    for form in FORMS:
+        caches.append(kvloom.Cache(model, form))
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=caches[-1])
+    return caches
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gpt-neox"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_each_cache_steps_as_if_alone(name, tokens):
+    model = zoo.build(name)
+    caches = filled(model)
+    alone = copy.deepcopy(caches)
+    for step in range(4):
+        ids = torch.randint(3, 199, (2 * len(caches), tokens), generator=torch.manual_seed(step))
+        with torch.no_grad():
+            out = forward(model, ids, Together(model, caches), every=True)
+            rows = zip(ids.split(2), alone, strict=True)
+            each = [forward(model, x, cache, every=True) for x, cache in rows]
+        assert_near(out, torch.cat(each), 1e-5)
+    assert [c.nbytes for c in caches] == [c.nbytes for c in alone]
+    assert [c.get_seq_length() for c in caches] == [70 + 4 * tokens] * len(caches)
+
+
+def test_a_failure_in_one_cache_leaves_all_as_they_were():
+    model = zoo.build("llama-gqa")
+    caches = filled(model, 1)
+    before = [c.get_seq_length() for c in caches]
+    probe.layers(caches[3])[1].unusable = "a test broke it"
+    ids = torch.randint(3, 199, (len(caches), 1))
+    with torch.no_grad(), pytest.raises(CacheMisuse, match="a test broke it"):
+        forward(model, ids, Together(model, caches))
+    assert [c.get_seq_length() for c in caches] == before
+    probe.layers(caches[3])[1].unusable = ""
+    with torch.no_grad():
+        forward(model, ids, Together(model, caches))
+    assert [c.get_seq_length() for c in caches] == [n + 1 for n in before]
+
+
+@for_each("name", ["gpt2", "opt", "bloom", "gemma3"])
+def test_models_that_need_more_than_the_caches_are_refused(name):
+    model = zoo.build(name)
+    form = (
+        "streaming:tokens=24,positions=renumbered" if name in ("gpt2", "opt") else "h2o:tokens=20"
+    )
+    caches = [kvloom.Cache(model, x) for x in ("full", form)]
+    for cache in caches:
+        with torch.no_grad():
+            model(**prompt(40, 1), past_key_values=cache)
+    assert not can_step_together(model, caches)
+    with pytest.raises(CacheMisuse, match="step each of them alone"):
+        Together(model, caches)
+
+
+def test_caches_of_other_lengths_are_refused():
+    model = zoo.build("llama-gqa")
+    caches = [kvloom.Cache(model, "full") for _ in range(2)]
+    for tokens, cache in zip((40, 41), caches, strict=True):
+        with torch.no_grad():
+            model(**prompt(tokens, 1), past_key_values=cache)
+    assert not can_step_together(model, caches)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_measurements_give_what_each_gives_alone(name):
+    """They make other numbers of steps, and steps of other sizes."""
+    model = zoo.build(name)
+    first = prompt(40, 1)["input_ids"]
+    forms = FORMS if name == "llama-gqa" else FORMS[:3]
+
+    def measure(i, form):
+        cache = kvloom.Cache(model, form)
+        logits = [(yield Ask(first, cache, every=True))[0]]
+        for k in range(4 + i):
+            logits.append((yield Ask(first[:, k : k + 1 + k % 2], cache)))
+        return torch.cat(logits)
+
+    with torch.inference_mode():
+        found = run_together(model, [measure(i, form) for i, form in enumerate(forms)])
+        for i, form in enumerate(forms):
+            assert_near(found[i], run_alone(model, measure(i, form)), 1e-5)
+
+
+def test_a_measurement_that_fails_does_not_stop_the_others():
+    model = zoo.build("llama-gqa")
+    first = prompt(40, 1)["input_ids"]
+
+    def good():
+        cache = kvloom.Cache(model, "full")
+        yield Ask(first, cache)
+        return (yield Ask(first[:, :1], cache)).shape
+
+    def broken(caught):
+        cache = kvloom.Cache(model, "full")
+        yield Ask(first, cache)
+        probe.layers(cache)[0].unusable = "a test broke it"
+        try:
+            return (yield Ask(first[:, :1], cache))
+        except CacheMisuse as error:
+            caught.append(error)
+            raise
+
+    def wrong():
+        yield Ask(first, kvloom.Cache(model, "full"))
+        raise ValueError("a mistake of its own")
+
+    caught = []
+    with torch.inference_mode():
+        shape, one, other = run_together(model, [good(), broken(caught), wrong()])
+    assert shape == (1, 199)
+    assert caught == [one]
+    assert isinstance(other, ValueError)
+    with pytest.raises(ValueError, match="a mistake of its own"):
+        run_alone(model, wrong())

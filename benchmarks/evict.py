@@ -19,10 +19,8 @@ from dataclasses import asdict, replace
 import torch
 
 import record
-from kvloom.hf.compat import geometry
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.hf import geometry
+from kvloom.recipe import Geometry, Recipe, resolve
 from kvloom_lab.eval import Settings, iter_rows, load, prepare, with_full
 from kvloom_lab.eval.comparison.needles import count_correct
 from kvloom_lab.workload.crew import run_alone

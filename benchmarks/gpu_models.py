@@ -17,8 +17,8 @@ from transformers import DynamicCache, QuantizedCache
 
 import kvloom
 from gpu_clock import Bench
-from kvloom.hf.compat import geometry
-from kvloom.recipe.resolve import resolve
+from kvloom.hf import geometry
+from kvloom.recipe import resolve
 from kvloom_lab.bench import transformers_caches
 from kvloom_lab.models.random_llama import random_llama
 from kvloom_lab.workload.shapes import ModelShape

@@ -16,8 +16,8 @@ import torch
 import kvloom
 import record
 from kvloom import Recipe
-from kvloom.hf.compat import geometry
-from kvloom.recipe.resolve import resolve
+from kvloom.hf import geometry
+from kvloom.recipe import resolve
 from kvloom_lab.eval import Settings, compare, load, prepare
 from kvloom_lab.eval.comparison.table import line
 from kvloom_lab.papers.kivi import GROUP, cell

@@ -26,8 +26,8 @@ import torch
 from transformers import LlamaConfig
 
 import record
-from kvloom.kernels.dispatch import compile_seconds
-from kvloom.recipe.resolve import resolve
+from kvloom.kernels import compile_seconds
+from kvloom.recipe import resolve
 from kvloom_lab.models.random_llama import random_llama
 from kvloom_lab.planner import machine_measurement
 from kvloom_lab.planner.cache_bytes import CacheBytes

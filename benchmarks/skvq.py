@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import record
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe, resolve
 from kvloom_lab.analyse import error
 from kvloom_lab.eval import Row, Settings, compare, environment, load, plot, prepare
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig
 
 import record
-from kvloom.recipe.resolve import resolve
+from kvloom.recipe import resolve
 from kvloom_lab.planner.cache_bytes import CacheBytes
 from kvloom_lab.planner.decode_step import step_work
 from kvloom_lab.planner.hardware import Hardware

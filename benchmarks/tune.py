@@ -21,8 +21,7 @@ from pathlib import Path
 
 import record
 from evaluation import Evaluation, recipe_of
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe, resolve
 from kvloom_lab.eval.share import at_share
 from kvloom_lab.eval.summary import Figures
 from kvloom_lab.models import load

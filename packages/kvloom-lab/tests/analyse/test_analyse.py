@@ -12,12 +12,12 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from kvloom.hf import read_tokens as forward
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
 from kvloom_lab.analyse import attention, attention_figures
 from kvloom_lab.analyse.attention_figures import EDGES, GRID, THRESHOLD
 from kvloom_lab.cli.app import app
-from kvloom_lab.workload.forward import forward
 
 CONTEXT, NEW = 40, 6
 SIZE = {

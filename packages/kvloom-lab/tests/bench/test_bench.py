@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from for_each import for_each
-from kvloom.cache.layer import LayerCache
+from kvloom.cache import LayerCache, fill, read_nbytes
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.bench import LayerShape, Row, rows, timing, transformers_caches
@@ -296,7 +296,7 @@ def test_filled_is_as_after_a_prompt(name):
         filled_caches.empty_layers(recipe, SMALL)[0],
         filled_caches.empty_layers(recipe, SMALL)[0],
     )
-    filled_caches.fill(filled, q[:, :, -8:], k, v)
+    fill(filled, q[:, :, -8:], k, v)
     prompted.attend(q, k, v, scale=32**-0.5)
     assert (filled.seen, filled.nbytes) == (prompted.seen, prompted.nbytes)
     new = [x[:, :, :1] for x in (q, k, v)]
@@ -308,7 +308,7 @@ def test_filled_is_as_after_a_prompt(name):
 def test_filled_by_score_holds_the_budget(name):
     recipe = resolve(name)
     (cache,) = filled_caches.empty_layers(recipe, SMALL)
-    filled_caches.fill(cache, *filled_caches.random_qkv(SMALL, 400))
+    fill(cache, *filled_caches.random_qkv(SMALL, 400))
     assert cache.nbytes == recipe.nbytes(400, SMALL.geometry)
 
 
@@ -330,5 +330,5 @@ def test_an_older_transformers_says_what_to_install():
 
 def test_a_step_of_an_exact_cache_reads_all_of_it():
     cache = LayerCache(resolve("kivi"))
-    filled_caches.fill(cache, *filled_caches.random_qkv(SMALL, 200))
-    assert filled_caches.read_nbytes(cache) == cache.nbytes
+    fill(cache, *filled_caches.random_qkv(SMALL, 200))
+    assert read_nbytes(cache) == cache.nbytes

@@ -9,9 +9,10 @@ import torch
 from small_search import few
 
 from for_each import for_each
+from kvloom.calibrate import can_repeat
 from kvloom.hf import compat
 from kvloom.recipe import Recipe
-from kvloom_lab.tuner import candidates, prompt
+from kvloom_lab.tuner import candidates
 from kvloom_lab.tuner.bound import Bound
 from kvloom_lab.tuner.candidates import Choice, RecipeShape, uniform
 from kvloom_lab.tuner.knapsack import Knapsack
@@ -87,8 +88,8 @@ def test_choices_that_do_not_fit_the_heads_are_left_out(model):
 def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
     geometry = compat.geometry(model)
     evicting = uniform(Choice(kept="kvzip-0.5"), RecipeShape(4))
-    assert prompt.repeats(model, 240, evicting)
-    assert not prompt.repeats(model, 480, evicting)  # it has 512 positions
+    assert can_repeat(model, 240, evicting)
+    assert not can_repeat(model, 480, evicting)  # it has 512 positions
     scored = candidates.to_score(geometry, repeats=False)
     assert not any("kvzip" in choice.kept for choice in candidates.combined(scored))
     assert scored.others == Choice(kept="snapkv-0.5")

@@ -12,9 +12,9 @@ import kvloom
 from backends import by_reference
 from kvloom.errors import IncompatibleRecipe, NotFinite
 from kvloom.hf import compat
+from kvloom.hf import read_tokens as forward
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.workload import clock, prefill
-from kvloom_lab.workload.forward import forward
 
 IDS = torch.randint(1, 64, (2, 70), generator=torch.Generator().manual_seed(0))
 FULL, H2O, KIVI, UNFIT = map(

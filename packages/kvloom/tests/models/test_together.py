@@ -14,9 +14,9 @@ import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.errors import CacheMisuse
+from kvloom.hf import read_tokens as forward
 from kvloom.hf.together import Together, can_step_together
 from kvloom_lab.workload.crew import Ask, run_alone, run_together
-from kvloom_lab.workload.forward import forward
 from near import assert_near
 
 pytestmark = by_reference

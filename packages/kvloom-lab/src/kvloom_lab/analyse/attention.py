@@ -28,18 +28,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.cache.layer import LayerCache
-from kvloom.cache.reading import marked
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.cache import Cache
-from kvloom.hf.observe import ObservedStep, observe
-from kvloom.hf.routed import RoutedLayer
-from kvloom.hf.shard import needs_whole
-from kvloom.kernels import ops
+from kvloom import Cache
+from kvloom.cache import LayerCache, layer_contents
+from kvloom.hf import ObservedStep, attachment_restored, observe_steps, read_tokens, supported_model
 from kvloom.progress import Progress
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
-from ..workload.forward import forward
 from .attention_figures import (
     EDGES,
     GRID,
@@ -94,17 +88,16 @@ def measure(
     compresses; the model is left as it was. progress: called with units that sum to
     tokens - context + 1. Raises what `Cache` and `watch` raise.
     """
-    needs_whole(model, "an analysis")
+    supported_model(model, whole="an analysis")
     on_step = progress or (lambda what, units: None)
     text = ids.to(model.device)
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, recipe)
-        numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, RoutedLayer)]
-        layers = [_LayerObserver(number) for number in numbers]
-        observe(cache, lambda look: layers[look.layer].before_attention(look))
+        layers = [_LayerObserver(number) for number in cache.geometry.numbers]
+        observe_steps(cache, lambda look: layers[look.layer].before_attention(look))
         for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             on_step("reading the prompt" if lo == 0 else "decoding", 0)
-            forward(model, text[:, lo:hi], cache)
+            read_tokens(model, text[:, lo:hi], cache)
             for layer, routed in zip(layers, cache.routed, strict=True):
                 layer.after_step(routed.cache)
             on_step("decoding", 1)
@@ -138,9 +131,7 @@ class _LayerObserver:
         if look.cache.seen == 0:
             self._prompt(q, k, look)
             return
-        weights = ops.column_mass(
-            look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias
-        )[0]
+        weights = look.mass()[0]
         own = self.cached.new_ones(len(self.cached), 1)
         self.cached = torch.cat([self.cached, own], dim=1)
         in_cache = weights * self.cached.repeat_interleave(len(q) // len(k), dim=0)
@@ -153,11 +144,10 @@ class _LayerObserver:
 
     def after_step(self, cache: LayerCache) -> None:
         """Record which tokens are in the cache after a step."""
-        index = cache.logical()[0]
         self.cached_before = self.cached
-        self.cached = marked(index, cache.seen)
+        self.cached = layer_contents(cache).kept.to(self.mass.device)
         if self.queries == 0:
-            self.cached_tokens = round(self.cached.sum().item() / len(index))
+            self.cached_tokens = round(self.cached.sum().item() / len(self.cached))
 
     def figures(self) -> LayerAttention:
         """Return the figures of the layer."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvloom.recipe.resolve import resolve
+from kvloom.cache import fill, read_nbytes
+from kvloom.recipe import resolve
 
 from ..workload import filled_caches
 from ..workload.shapes import LayerShape, short_name
@@ -98,8 +99,8 @@ def _recipe(name: str, shape: LayerShape, context: int) -> list[Candidate]:
     q, k, v = filled_caches.random_qkv(shape, context)
     (cache,) = filled_caches.empty_layers(resolve(name), shape)
     with torch.inference_mode():
-        filled_caches.fill(cache, q, k, v)
+        fill(cache, q, k, v)
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
     attend = partial(cache.attend, q, k, v, scale=shape.head_dim**-0.5)
-    read_bytes = partial(filled_caches.read_nbytes, cache)
+    read_bytes = partial(read_nbytes, cache)
     return [Candidate(name, attend, kv_bytes=lambda: cache.nbytes, read_bytes=read_bytes)]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from kvloom.recipe.resolve import resolve
+from kvloom.cache import read_nbytes
+from kvloom.recipe import resolve
 
 from ..workload import filled_caches
 from ..workload.shapes import ModelShape
@@ -60,7 +61,7 @@ def candidates(
         return [
             _candidate(
                 name, routed, ids, cache, weights, lambda: cache.nbytes,
-                lambda: sum(map(filled_caches.read_nbytes, layers)),
+                lambda: sum(map(read_nbytes, layers)),
             )
         ]  # fmt: skip
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
-from kvloom.store import KVSide
+from kvloom.recipe import Recipe, resolve
+from kvloom.store import PromptPacker
 
 from ..workload import filled_caches
 from ..workload.shapes import LayerShape
@@ -49,14 +47,11 @@ class _EmptyStore:
         self.renew()
 
     def renew(self) -> None:
-        metadata = filled_caches.empty_layers(self.recipe, self.shape)[0].state.metadata
-        store, recents = self.recipe.store, self.recipe.protect.recents
-        self.keys = KVSide(store.keys, recents[0], metadata.keys, metadata.rope)
-        self.values = KVSide(store.values, recents[1], metadata.values)
+        metadata = filled_caches.random_calibration(self.recipe, self.shape)
+        self.packer = PromptPacker(self.recipe.store, self.recipe.protect.recents, metadata)
 
     def pack(self, k: Tensor, v: Tensor) -> None:
-        self.keys.extend(k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1))
-        self.values.extend(v, 0)
+        self.packer.pack(k, v)
 
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.packer.nbytes

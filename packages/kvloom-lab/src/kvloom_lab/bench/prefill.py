@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvloom.cache.layer import LayerCache
-from kvloom.recipe.resolve import resolve
+from kvloom.cache import LayerCache, fill
+from kvloom.recipe import resolve
 
 from ..workload import filled_caches
 from ..workload.shapes import DTYPES, LayerShape, short_name
@@ -74,7 +74,7 @@ class _EmptyLayer:
         return self.cache.attend(q, k, v, scale=q.shape[3] ** -0.5)
 
     def store(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        filled_caches.fill(self.cache, q, k, v)
+        fill(self.cache, q, k, v)
 
     def nbytes(self) -> int:
         return self.cache.nbytes

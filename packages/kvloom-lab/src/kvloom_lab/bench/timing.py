@@ -15,7 +15,7 @@ from types import FrameType
 
 import torch
 
-from kvloom.kernels import dispatch
+from kvloom.kernels import operations_run
 
 from ..report.errors import logged_line
 from ..workload import clock
@@ -143,12 +143,12 @@ def _time(candidate: Candidate) -> tuple[float, set[str]]:
     assert candidate.call is not None
     if candidate.prepare is not None:
         candidate.prepare()
-    before = dispatch.ran.copy()
+    before = operations_run()
     begin = clock.seconds()
     candidate.call()
     ms = 1e3 * (clock.seconds() - begin)
     return ms, {
         f"{operation}: {reason}"
-        for (operation, backend, reason), n in dispatch.ran.items()
-        if backend == "ref" and n > before[operation, backend, reason]
+        for operation, backend, reason in operations_run() - before
+        if backend == "ref"
     }

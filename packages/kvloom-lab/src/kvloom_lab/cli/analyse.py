@@ -57,7 +57,7 @@ def attention(
     As in Keyformer's figures 3a, 3b and 4 and MiniKV's figure 7.
     """
     with user_errors():
-        from kvloom.recipe.resolve import resolve
+        from kvloom.recipe import resolve
 
         from ..analyse.attention import measure
 
@@ -135,7 +135,7 @@ def distribution(
     As in KIVI's figure 2 and SKVQ's figure 2. Without a calibrated recipe, there are no groups.
     """
     with user_errors():
-        from kvloom.recipe.resolve import resolve
+        from kvloom.recipe import resolve
 
         from ..analyse.distribution import measure
 

@@ -208,7 +208,7 @@ def _run(
     """
     import torch
 
-    from kvloom.kernels.dispatch import compile_seconds
+    from kvloom.kernels import compile_seconds
 
     from ..bench import plot as plots
     from ..bench import rows, table, timing, transformers_caches

@@ -27,8 +27,8 @@ def command(
     Exits with 1 if a mode differs.
     """
     with user_errors():
-        from kvloom.hf import compat
-        from kvloom.recipe.resolve import resolve
+        from kvloom.hf import geometry, supported_model
+        from kvloom.recipe import resolve
 
         from ..analyse.modes import DIFFERENT, check_modes
         from ..analyse.table import modes_table
@@ -39,8 +39,7 @@ def command(
         known = ChosenModel(model, dtype)
         with show_progress() as progress:
             loaded = known.load(progress)
-            compat.refuse_unsupported(loaded)
-            chosen.check(compat.geometry(loaded))
+            chosen.check(geometry(supported_model(loaded)))
             checks = list(check_modes(loaded, chosen, progress))
         data = {
             "model": known.name, "class": type(loaded).__name__, **machine(loaded),

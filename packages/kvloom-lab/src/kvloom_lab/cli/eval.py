@@ -25,8 +25,7 @@ from .progress import show_progress
 from .user_errors import user_errors
 
 if TYPE_CHECKING:
-    from kvloom.recipe.geometry import Geometry
-    from kvloom.recipe.spec import Recipe
+    from kvloom.recipe import Geometry, Recipe
 
 
 def command(
@@ -99,7 +98,7 @@ def command(
     the same command again to resume. kvloom report DIR shows the results.
     """
     with user_errors():
-        from kvloom.hf import compat
+        from kvloom.hf import geometry as model_geometry
 
         from ..eval.evaluate import evaluate, units
         from ..eval.result_files import ResultFolder
@@ -127,7 +126,7 @@ def command(
         batches = task_batches(chosen_tasks, source, max_positions(known.config))
         with show_progress() as progress:
             loaded = known.load(progress)
-            geometry = compat.geometry(loaded)
+            geometry = model_geometry(loaded)
             measured = _with_bytes(chosen, shares, budget, lengths, geometry)
             settings = {
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},

@@ -52,7 +52,7 @@ def command(
     or pages.
     """
     with user_errors():
-        from kvloom.recipe.resolve import resolve
+        from kvloom.recipe import resolve
 
         from ..inspect import page, trace_recipe
         from ..inspect.token_text import prompt_ids

@@ -10,7 +10,7 @@ import typer
 from kvloom.errors import InputError, RecipeError
 
 if TYPE_CHECKING:
-    from kvloom.recipe.spec import Recipe
+    from kvloom.recipe import Recipe
 
 Text = Annotated[
     list[Path] | None,
@@ -44,7 +44,7 @@ RECIPES_HELP = 'Recipe names with options, or recipe files: "kivi:bits=4,rtn,min
 
 def parse_recipes(option: str) -> list[Recipe]:
     """Return the recipes of an option `--recipes`; raises `RecipeError` or `InputError`."""
-    from kvloom.recipe.resolve import RECIPES, resolve
+    from kvloom.recipe import RECIPES, resolve
 
     specs = split_recipes(option)
     if not specs:

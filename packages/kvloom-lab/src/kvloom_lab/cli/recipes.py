@@ -29,7 +29,7 @@ def command(
     give the file's name wherever a recipe is expected.
     """
     with user_errors():
-        from kvloom.recipe.resolve import RECIPES
+        from kvloom.recipe import RECIPES
 
         if name is not None:
             recipe = describe(name)
@@ -62,7 +62,7 @@ def describe(spec: str) -> dict[str, Any]:
 
 
 def _summary(name: str) -> dict[str, Any]:
-    from kvloom.recipe.resolve import options, summary
+    from kvloom.recipe import options, summary
 
     return {"name": name, "summary": summary(name), "options": options(name)}
 

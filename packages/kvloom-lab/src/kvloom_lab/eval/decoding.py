@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf.cache import Cache
+from kvloom import Cache
+from kvloom.hf import read_tokens
 
 from ..workload import clock
 from ..workload.crew import Ask, Work
-from ..workload.forward import forward
 from .sample import Run
 
 WARM_UP_STEPS = 2  # before steps that are timed
@@ -52,10 +52,10 @@ def decode_seconds(model: PreTrainedModel, cache: Cache, ids: Tensor) -> float:
     own = copy.deepcopy(cache)
     timed = ids.shape[1] - WARM_UP_STEPS
     for new in ids[:, :WARM_UP_STEPS].split(1, dim=1):
-        forward(model, new, own)
+        read_tokens(model, new, own)
     begin = clock.seconds(model.device)
     for new in ids[:, WARM_UP_STEPS:].split(1, dim=1):
-        forward(model, new, own)
+        read_tokens(model, new, own)
     return (clock.seconds(model.device) - begin) / timed
 
 

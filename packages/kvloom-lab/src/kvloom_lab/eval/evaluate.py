@@ -16,10 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvloom.errors import InputError
-from kvloom.hf import compat
-from kvloom.hf.attach import attachment_restored
+from kvloom.hf import attachment_restored, supported_model
 from kvloom.progress import Progress
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
 from ..report.errors import logged_line
 from ..workload.crew import Work
@@ -48,7 +47,7 @@ def evaluate(
     has. The model is left as it was. A recipe that fails on a batch gets lines with the reason; the
     others continue. Raises `InputError` if the folder has another text for a sample.
     """
-    compat.refuse_unsupported(model)
+    supported_model(model)
     report = progress or (lambda what, units: None)
     written = _written(tasks, folder)
     done = {

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe, resolve
 
 from ..workload.crew import TOGETHER, Result, Work, run_alone, run_together
 from ..workload.prefill import Prefilled, groups, prefill

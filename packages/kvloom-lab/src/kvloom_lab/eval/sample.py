@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf.cache import Cache
+from kvloom import Cache
 
 from ..workload.crew import Work
 from ..workload.text import leading_ids, tokenize

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvloom.errors import RecipeError
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe
 
 
 def at_share(recipe: Recipe, share: float, tokens: int, geometry: Geometry) -> Recipe:

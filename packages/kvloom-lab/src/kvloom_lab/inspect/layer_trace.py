@@ -1,7 +1,8 @@
 """Record, step by step, which tokens each head of a layer has in its cache, and in which format.
 
 An evicted or packed token stays so. Hence one number for each token, the step of the change,
-describes all steps.
+describes all steps. The tokens that a step of recall reads change from step to step, so they are
+stored as a list by step, as runs of consecutive tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.cache.layer import LayerCache
-from kvloom.cache.reading import marked
-from kvloom.cache.segment import Segment
-from kvloom.hf.observe import ObservedStep
-from kvloom.kernels import ops
+from kvloom.cache import LayerCache, LayerContents, layer_contents
+from kvloom.hf import ObservedStep
 
-from .recall_trace import NEVER, NO_RECALL, RecallTrace
+NEVER = -1
 
 
 class LayerTrace:
@@ -35,41 +33,69 @@ class LayerTrace:
         self.held: list[int] = []  # by step, tokens in the cache of a head, on average
         self.mass: list[Tensor] = []  # by step, [Hk]
         self.step_mass = torch.empty(0)  # exact attention mass of the current step, [Hk, N]
-        self.choice: Any = None
-        self.recall: RecallTrace | None = None
-        if layer.state.retriever is not None:
-            self.recall = RecallTrace(layer, heads, tokens)
+        self.contents: LayerContents | None = None
+        # With recall: what each step read, and each token's place in the index.
+        self.index = None if layer.recipe.recall is None else layer.recipe.recall.index.kind
+        self.read: list[Tensor] = []  # by step, bool [Hk, seen]
+        self.read_mass: list[Tensor] = []  # by step, [Hk]
+        self.indexed, self.parts = self.gone.clone(), self.gone.clone()
 
-    def before_attention(self, look: ObservedStep) -> None:
+    def before_attention(self, step: ObservedStep) -> None:
         """Compute the exact attention mass of a step."""
-        mass = ops.column_mass(look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias)
-        heads, n = look.keys.shape[1], look.keys.shape[2]
-        self.step_mass = mass[0].view(heads, -1, n).sum(dim=1).cpu()
+        heads, n = step.keys.shape[1:3]
+        self.step_mass = step.mass()[0].view(heads, -1, n).sum(dim=1).cpu()
 
     def after_step(self, step: int) -> None:
         """Record the content of the cache after a step."""
-        seen, index = self.layer.seen, self.layer.logical()[0].cpu()
-        cached = marked(index, seen)
+        contents, before = layer_contents(self.layer), self.contents
+        kept, seen = contents.kept, self.layer.seen
         gone = self.gone[:, :seen]
-        assert not (cached & (gone != NEVER)).any(), "an evicted token is in the cache again"
-        gone[~cached & (gone == NEVER)] = step
-        self.held.append(round(cached.sum().item() / len(cached)))
-        self.mass.append((self.step_mass * cached).sum(dim=1) / self.step_mass.sum(dim=1))
-        sinks = self.layer.state.sinks
-        begin = 0 if sinks is None else sinks.count
-        if self.recall is not None:
-            self.recall.after_step(step, cached, index[:, begin:], self.step_mass)
-        self._record_packed(step, cached, index, begin)
-        self._record_scores(step)
+        assert not (kept & (gone != NEVER)).any(), "an evicted token is in the cache again"
+        gone[~kept & (gone == NEVER)] = step
+        self.held.append(round(kept.sum().item() / len(kept)))
+        self.mass.append(self._share(kept))
+        for side, packed in self.packed.items():
+            packed[:, :seen][contents.packed[side] & (packed[:, :seen] == NEVER)] = step
+        if self.index is not None:
+            self._record_recall(step, contents, before)
+        if contents.scores is not None and (
+            before is None or contents.scores is not before.scores
+        ):  # an eviction in this step
+            index, scores = (x[0].cpu() for x in contents.scores)
+            self.last_scores.scatter_(1, index, scores)
+            if step == 0:
+                self.first_scores.scatter_(1, index, scores)
+        self.contents = contents
+
+    def _record_recall(
+        self, step: int, contents: LayerContents, before: LayerContents | None
+    ) -> None:
+        """Record what a step read: all tokens but those that it could leave out and did."""
+        read = contents.kept.clone()
+        if contents.recalled is not None:
+            if before is not None:
+                tokens = before.selectable.shape[1]
+                read[:, :tokens] &= ~before.selectable
+            read |= contents.recalled
+        self.read.append(read)
+        self.read_mass.append(self._share(read))
+        indexed = self.indexed[:, : self.layer.seen]
+        indexed[contents.indexed & (indexed == NEVER)] = step
+        parts = self.parts[:, : self.layer.seen]
+        parts[contents.indexed] = contents.parts[contents.indexed]
+
+    def _share(self, tokens: Tensor) -> Tensor:
+        """Return the share of the step's attention mass on tokens, bool [Hk, N]; fp32 [Hk]."""
+        return (self.step_mass * tokens).sum(dim=1) / self.step_mass.sum(dim=1)
 
     def plain(self, tokens: int) -> dict[str, Any]:
         """Return the record of the first `tokens` tokens as plain data; see `trace_recipe`."""
-        evictor = self.layer.state.evictor
-        scored = evictor is not None and evictor.sums_scores
+        contents = self.contents
+        assert contents is not None
         return {
             "number": self.number,
-            "budget": None if evictor is None else evictor.budget_tokens,
-            "index": None if self.recall is None else self.recall.kind,
+            "budget": contents.budget_tokens,
+            "index": self.index,
             "held": self.held,
             "heads": [
                 {
@@ -79,45 +105,33 @@ class LayerTrace:
                         "first": _plain_scores(self.first_scores[h, :tokens]),
                         "last": _plain_scores(self.last_scores[h, :tokens]),
                     }
-                    if scored
+                    if contents.sums_scores
                     else None,
                     "packed": {side: x[h, :tokens].tolist() for side, x in self.packed.items()}
                     or None,
-                    **(NO_RECALL if self.recall is None else self.recall.plain(h, tokens)),
+                    **self._plain_recall(h, tokens),
                 }
                 for h in range(len(self.gone))
             ],
         }
 
-    def _record_packed(self, step: int, cached: Tensor, index: Tensor, begin: int) -> None:
-        """Record the tokens that are packed now; `begin` is the first token of the segment."""
-        state = self.layer.state
-        tokens = state.storage
-        if not isinstance(tokens, Segment):
-            return
-        for name, side in (("keys", tokens.keys), ("values", tokens.values)):
-            if name not in self.packed:
-                continue
-            packed = self.packed[name][:, : self.layer.seen]
-            offloaded = 0 if side.packed is None else tokens.offloaded
-            packed_indices = [index[:, begin : begin + offloaded + side.packed_count]]
-            ragged = None if state.evictor is None else state.evictor.ragged
-            if side.packed is not None and ragged is not None:
-                packed_indices.append(index[:, begin + len(tokens) :])  # all packed at once
-            is_packed = marked(torch.cat(packed_indices, dim=1), cached.shape[1])
-            packed[is_packed & (packed == NEVER)] = step
+    def _plain_recall(self, head: int, tokens: int) -> dict[str, Any]:
+        """Return what recall read for a head; None for one that reads its whole cache."""
+        if self.index is None:
+            return dict.fromkeys(("read", "read_mass", "indexed", "parts"))
+        return {
+            "read": [runs(read[head]) for read in self.read],
+            "read_mass": [round(mass[head].item(), 6) for mass in self.read_mass],
+            "indexed": self.indexed[head, :tokens].tolist(),
+            "parts": None if self.index == "topk" else self.parts[head, :tokens].tolist(),
+        }
 
-    def _record_scores(self, step: int) -> None:
-        """Record the scores of the last eviction, if there was one at this step."""
-        trace = self.layer.state.trace
-        choice = None if trace is None else trace.scored
-        if choice is None or choice is self.choice:
-            return
-        self.choice = choice
-        index, scores = (x[0].cpu() for x in choice)
-        self.last_scores.scatter_(1, index, scores)
-        if step == 0:
-            self.first_scores.scatter_(1, index, scores)
+
+def runs(marks: Tensor) -> list[int]:
+    """Return the runs of True in bool marks [N]: [first, length, first, length, ...]."""
+    padded = torch.cat([marks.new_zeros(1), marks, marks.new_zeros(1)]).int()
+    begins, ends = ((padded.diff() == sign).nonzero().flatten() for sign in (1, -1))
+    return torch.stack([begins, ends - begins], dim=1).flatten().tolist()
 
 
 def _plain_scores(scores: Tensor) -> list[float | str | None]:

@@ -11,18 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvloom import __version__
-from kvloom.hf import compat
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.cache import Cache
-from kvloom.hf.observe import observe
-from kvloom.hf.routed import RoutedLayer
+from kvloom import Cache, __version__
+from kvloom.hf import attachment_restored, observe_steps, read_tokens
 from kvloom.progress import Progress
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe, resolve
 from kvloom.store import Format, Packed
 
-from ..workload.forward import forward
 from .layer_trace import LayerTrace
 from .token_text import prompt_ids, token_texts
 
@@ -94,11 +88,11 @@ def trace_recipe(
         "text_tokens": text_tokens,
         "steps": len(read) - len(ids),
         "formats": {
-            "keys": _format_text(store.keys, model),
-            "values": _format_text(store.values, model),
+            "keys": _format_text(store.keys, cache),
+            "values": _format_text(store.values, cache),
         },
         "views": _views(resolved),
-        "stock_layers": [i for i, x in enumerate(cache.layers) if not isinstance(x, RoutedLayer)],
+        "stock_layers": sorted({*range(len(cache.layers))} - {*cache.geometry.numbers}),
         "layers": [layer.plain(len(read)) for layer in layers],
     }
 
@@ -107,16 +101,16 @@ def _run(
     model: PreTrainedModel, cache: Cache, ids: list[int], new_tokens: int, on_step: Progress
 ) -> tuple[list[int], list[LayerTrace]]:
     """Prefill ids and generate; return all ids that were read, and the record of each layer."""
-    numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, RoutedLayer)]
+    numbers = cache.geometry.numbers
     size = cache.geometry.kv_heads, len(ids) + new_tokens
     layers = [LayerTrace(i, r.cache, *size) for i, r in zip(numbers, cache.routed, strict=True)]
-    observe(cache, lambda look: layers[look.layer].before_attention(look))
+    observe_steps(cache, lambda look: layers[look.layer].before_attention(look))
     end = model.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]
     read, new = list(ids), list(ids)
     for step in range(new_tokens + 1):
         on_step("reading the prompt" if step == 0 else "generating", 0)
-        logits = forward(model, torch.tensor([new], device=model.device), cache)
+        logits = read_tokens(model, torch.tensor([new], device=model.device), cache)
         for layer in layers:
             layer.after_step(step)
         on_step("generating", 1)
@@ -135,10 +129,10 @@ def _views(recipe: Recipe) -> list[str]:
     return views if recipe.store.exact else [*views, "format"]
 
 
-def _format_text(fmt: Format | None, model: PreTrainedModel) -> str:
+def _format_text(fmt: Format | None, cache: Cache) -> str:
     if fmt is None:
-        return f"exact, {str(model.dtype).removeprefix('torch.')}"
-    head_dim = compat.geometry(model).head_dim
+        return f"exact, {str(cache.geometry.dtype).removeprefix('torch.')}"
+    head_dim = cache.geometry.head_dim
     bits = fmt.bits_a_value(head_dim)
     if not isinstance(fmt, Packed):
         return f"{fmt.kind} ({bits:g} bits a value)"

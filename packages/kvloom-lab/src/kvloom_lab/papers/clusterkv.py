@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
 from .claim import Claim, ClaimTable, Finding
 from .judge import difference, ordered, quality_figures, require_retrieval, shares

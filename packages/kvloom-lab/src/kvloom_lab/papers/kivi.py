@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe import Protect, Recipe, resolve
 from kvloom.store import Packed, Store
 
 from .claim import Claim, ClaimTable, Finding

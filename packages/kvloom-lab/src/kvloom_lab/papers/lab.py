@@ -19,11 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvloom.errors import InputError
-from kvloom.hf import compat
+from kvloom.hf import geometry
 from kvloom.progress import Progress
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, resolve
 
 from ..eval.comparison.task import QUESTION_POSITIONS
 from ..eval.evaluate import evaluate, units
@@ -124,7 +122,7 @@ class Lab:
     @property
     def geometry(self) -> Geometry:
         """The shape of the model's cache."""
-        return compat.geometry(self.model)
+        return geometry(self.model)
 
     def quality(
         self,

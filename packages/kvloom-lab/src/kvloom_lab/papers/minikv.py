@@ -7,9 +7,7 @@ from dataclasses import replace
 import torch
 
 from kvloom.keep import Budget, Keep, Mass
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, resolve
 from kvloom.store import Packed, Store
 
 from ..eval.share import at_share

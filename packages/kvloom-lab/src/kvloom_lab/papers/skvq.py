@@ -7,9 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe import Geometry, Protect, Recipe, resolve
 
 from .claim import Claim, ClaimTable, Finding, NotTestable
 from .judge import (

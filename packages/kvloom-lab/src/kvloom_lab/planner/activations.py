@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvloom.hf import compat
+from kvloom.hf import has_adapter
 
 _NAME = "kvloom_planner"
 _TOKENS = 256  # activations are proportional to the tokens
@@ -29,7 +29,7 @@ def working_bytes(model: PreTrainedModel) -> int | None:
     model: on the meta device. Logits count for the last position only, where the model can leave
     out the others, as in `generate()`.
     """
-    if compat.adapted(model):
+    if has_adapter(model):
         return None
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
@@ -45,13 +45,10 @@ def working_bytes(model: PreTrainedModel) -> int | None:
 
 def _trace(model: PreTrainedModel) -> int:
     row = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    inputs = {
-        "input_ids": row,
-        "use_cache": False,
-        **compat.last_logits_option(type(model).forward),
-    }
+    inputs: dict[str, Any] = {"input_ids": row, "use_cache": False}
+    optional = {"position_ids": row, "attention_mask": row, "logits_to_keep": 1}
     accepted = inspect.signature(type(model).forward).parameters
-    inputs |= {name: row for name in ("position_ids", "attention_mask") if name in accepted}
+    inputs |= {name: value for name, value in optional.items() if name in accepted}
     live = _Live([*model.parameters(), *model.buffers()])
     with live, torch.no_grad():
         model(**inputs)

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvloom.keep.budgets import BY_VARIANCE
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.size import predicted_layer_nbytes
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, predicted_layer_nbytes
 
 from .model import ModelFacts
 
@@ -107,4 +104,4 @@ def _unequal(recipe: Recipe) -> bool:
     """Return whether a budget gives the layers that share it different numbers of tokens."""
     if recipe.keep is None or recipe.keep.by_age:
         return False
-    return recipe.keep.budget.layers not in ("uniform", "joint", *BY_VARIANCE)
+    return recipe.keep.budget.layers not in ("uniform", "joint", "variance", "inverse-variance")

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvloom.errors import InputError
-from kvloom.hf import compat
-from kvloom.hf.metadata import identity
-from kvloom.hf.shard import needs_whole
+from kvloom.hf import identity, supported_model
 from kvloom.keep import Keep
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe, resolve
 
 from ..workload import stored_recipes
 from .evidence import EVIDENCE, Evidence
@@ -86,9 +83,7 @@ def auto(
         raise InputError("give either memory, in bytes, or bytes, a share such as 0.2")
     if bytes is not None and not 0 < bytes <= 1:
         raise InputError(f"bytes={bytes:g} must be above 0 and at most 1: a share")
-    model = compat.unwrap(model)
-    compat.refuse_unsupported(model)
-    needs_whole(model, "kvloom_lab.auto")
+    model = supported_model(model, whole="kvloom_lab.auto")
     tuned = stored_recipes.read(identity(model)["weights"])
     recipes = [*(resolve(one.recipe) for one in EVIDENCE), *tuned]
     planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)

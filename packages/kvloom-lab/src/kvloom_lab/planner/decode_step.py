@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvloom.recipe.geometry import Geometry
+from kvloom.recipe import Geometry
 
 from .cache_bytes import CacheBytes, LayerKind
 from .model import ModelFacts

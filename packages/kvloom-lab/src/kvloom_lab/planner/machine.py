@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from kvloom.errors import RecipeError
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe
 
 from .decode_step import LayerWork, StepTime, StepWork
 from .ranges import Range

@@ -20,12 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvloom import Cache
+from kvloom.cache import fill, read_nbytes
 from kvloom.errors import InputError
-from kvloom.hf.cache import Cache
 from kvloom.progress import Progress
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, resolve
 
 from ..models.random_llama import random_llama
 from ..report.machine import versions
@@ -211,7 +210,7 @@ def _layer_seconds(recipe: Recipe, shape: LayerShape, tokens: int) -> tuple[floa
     """
     (first,) = filled_caches.empty_layers(recipe, shape)
     q, k, v = filled_caches.random_qkv(shape, tokens)
-    filled_caches.fill(first, q, k, v)
+    fill(first, q, k, v)
     count = min(_MOST_LAYERS, max(2, -(-_CACHES // max(1, first.nbytes))))
     layers = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
@@ -223,7 +222,7 @@ def _layer_seconds(recipe: Recipe, shape: LayerShape, tokens: int) -> tuple[floa
 
     seconds = _median(step, _SECONDS) / count
     first.attend(q, k, v, scale=shape.head_dim**-0.5)
-    return seconds, filled_caches.read_nbytes(first)
+    return seconds, read_nbytes(first)
 
 
 def _kinds(machine: Machine, works: Sequence[StepWork], g: Geometry) -> dict[str, Recipe]:

@@ -15,9 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvloom.errors import InputError, UnsupportedModel
-from kvloom.hf import compat
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.layers import listed
+from kvloom.hf import geometry, stock_layers, supported_model
+from kvloom.recipe import Geometry
 
 from ..models import REFERENCE, located, max_positions
 from ..models.reference import WEIGHTS
@@ -58,15 +57,13 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
     stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
     built = _build(config, name)
-    compat.refuse_unsupported(built)
-    text = compat.decoder_config(built)
-    stock = compat.stock_layers(text)
+    stock = stock_layers(supported_model(built))
     _refuse_other_layers(built, [kind for kind, _ in stock])
-    windows = tuple(layer.sliding_window for kind, layer in stock if kind == compat.SLIDING)
+    windows = tuple(window for _, window in stock if window is not None)
     return ModelFacts(
         name,
         type(built).__name__,
-        compat.geometry(built),
+        geometry(built),
         windows,
         count_weights(built),
         working_bytes(built),
@@ -123,10 +120,10 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
 
 def _refuse_other_layers(model: Any, kinds: list[str]) -> None:
     """Raise `UnsupportedModel` for layers with another state than keys and values."""
-    others = sorted({kind for kind in kinds if kind not in (compat.FULL, compat.SLIDING)})
+    others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
     if others:
         numbers = [i for i, kind in enumerate(kinds) if kind in others]
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be planned: layers {listed(numbers)} have a state that "
+            f"{type(model).__name__} cannot be planned: layers {numbers} have a state that "
             f"kvloom cannot count ({', '.join(others)}), such as that of linear attention"
         )

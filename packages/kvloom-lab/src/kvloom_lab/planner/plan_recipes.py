@@ -12,9 +12,7 @@ from transformers import PreTrainedConfig
 
 from kvloom.errors import InputError
 from kvloom.progress import Progress
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, resolve
 
 from . import machine_file, machine_measurement
 from .cache_bytes import CacheBytes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
 from .cache_bytes import CacheBytes
 from .decode_step import step_work

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kvloom.errors import UnsupportedModel
-from kvloom.hf import compat
 
 from .quantized_layouts import LAYOUTS, Layout
 from .ranges import Range
@@ -61,7 +60,9 @@ def count_weights(model: PreTrainedModel) -> Weights:
     """Return the weights of a model on the meta device. Raises `UnsupportedModel`."""
     method, layout, settings = _layout(model)
     matrices = _quantized_matrices(model, settings) if layout.matrix else {}
-    decoder = compat.decoder(model)
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # ModernBERT's is its output layer
+        decoder = model.base_model
     read = {id(p) for p in decoder.parameters()}
     output = model.get_output_embeddings()
     kept = set() if output is None else {id(p) for p in output.parameters()}
@@ -106,7 +107,7 @@ def count_weights(model: PreTrainedModel) -> Weights:
 
 def _routing(model: PreTrainedModel) -> tuple[int, int]:
     """Return how many experts a layer has, and how many a token uses."""
-    config = compat.decoder_config(model)
+    config = model.config.get_text_config(decoder=True)
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = next((n for name in names if (n := getattr(config, name, None))), None)
     used = next(
@@ -136,7 +137,7 @@ def _layout(model: PreTrainedModel) -> tuple[str | None, Layout, dict[str, Any]]
     problem = None
     if method not in LAYOUTS:
         problem = f"weights quantized by {method} are not counted yet"
-    elif compat.decoder_config(model) is not model.config:
+    elif model.config.get_text_config(decoder=True) is not model.config:
         problem = f"which matrices of a multimodal model {method} quantizes is not known here"
     elif model.config.model_type not in (LAYOUTS[method].models or (model.config.model_type,)):
         problem = f"which weights of a {model.config.model_type} {method} quantizes is not known"

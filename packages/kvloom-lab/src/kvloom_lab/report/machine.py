@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvloom import __version__
-from kvloom.recipe.geometry import Geometry
+from kvloom.recipe import Geometry
 
 
 def versions() -> dict[str, Any]:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvloom.keep import Budget, Keep, Observation, Reconstruction, Scorer
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe import Geometry, Protect, Recipe
 from kvloom.store import Format, Packed, Store, Transform
 
 SINKS = 4  # first tokens that always stay: they cost little, and most models attend to them

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from kvloom.recipe.spec import LayerOverride, Recipe
+from kvloom.recipe import LayerOverride, Recipe
 
 from .candidates import Choice, RecipeShape, parts, uniform
 

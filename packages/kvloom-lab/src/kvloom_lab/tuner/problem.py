@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
 from .candidates import EXACT, KEPT, SCORED_GROUP, Choice, combined
 from .knapsack import Knapsack

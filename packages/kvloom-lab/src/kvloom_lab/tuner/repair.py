@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from kvloom.errors import InputError
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
 from .bound import Bound
 from .candidates import Choice

@@ -13,22 +13,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf import compat
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.cache import Cache
-from kvloom.hf.metadata import identity
-from kvloom.hf.shard import needs_whole
+from kvloom import Cache
+from kvloom.calibrate import LayerContext, ReadPrompt, can_repeat
+from kvloom.hf import attachment_restored, geometry, identity, read_tokens, supported_model
 from kvloom.progress import TotalProgress
-from kvloom.recipe.spec import Recipe
-from kvloom.recipe.tuned import Tuned
+from kvloom.recipe import Recipe, Tuned
 
 from ..models import check_positions
 from ..workload import stored_recipes
-from ..workload.forward import forward
 from ..workload.text import cut_rows, leading_ids, tokenize
 from .bound import Bound
 from .candidates import (
     JOINT,
+    OBSERVED,
     OTHERS,
     SCORED_GROUP,
     Choice,
@@ -41,7 +38,6 @@ from .candidates import (
 )
 from .precision import in_float32
 from .problem import Problem, problems
-from .prompt import Base, ReadPrompt, repeats
 from .repair import Measured, repair
 from .scores import Scores
 from .settings import Settings
@@ -112,12 +108,11 @@ def tune(
     """
     settings = replace(settings or Settings(), context=context)
     with attachment_restored(model), torch.inference_mode():
-        compat.refuse_unsupported(model)
-        needs_whole(model, "tuning")
-        sizes = LayerSizes(compat.geometry(model), context, RecipeShape(settings.window))
+        supported_model(model, whole="tuning")
+        sizes = LayerSizes(geometry(model), context, RecipeShape(settings.window))
         bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
         repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
-        scored = to_score(sizes.geometry, repeats(model, context, repeating))
+        scored = to_score(sizes.geometry, can_repeat(model, context, repeating))
         bound.check(int(sizes.of(combined(scored)).min()) * sizes.geometry.layers)
         check_positions(model, context, settings.measured)
         ids = tokenize(tokenizer, text)
@@ -181,7 +176,7 @@ def _search(
 def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int:
     """Return the bytes of a recipe's cache that holds a prompt, ids [1, T]."""
     cache = Cache(model, recipe)
-    forward(model, ids, cache)
+    read_tokens(model, ids, cache)
     return sum(layer.cache.nbytes for layer in cache.routed)
 
 
@@ -195,7 +190,7 @@ def score(
     kept = [uniform(choice, shape) for choice in scored.kept]
     others = evicting(scored.others, shape)
     layers_of_texts = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
-    evicted: dict[int, Base] = {}
+    evicted: dict[int, LayerContext] = {}
     for done, (text, number) in enumerate(layers_of_texts):
         if (text, number) not in scores:
             on_step(f"scoring layer {number} on text {text + 1}", done, len(layers_of_texts))
@@ -237,7 +232,7 @@ class _Prompts:
             )
             repeated = [ids[:, begin : begin + s.passage] for begin in begins]
             after = torch.cat([after, *repeated], dim=1)
-            self.read[text] = ReadPrompt(self.model, ids, after, s.window)
+            self.read[text] = ReadPrompt(self.model, ids, after, s.window, OBSERVED)
         return self.read[text]
 
     def whole(self, recipes: Sequence[Recipe]) -> Tensor:

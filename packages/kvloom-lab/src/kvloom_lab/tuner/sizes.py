@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvloom.recipe.geometry import Geometry
+from kvloom.recipe import Geometry
 
 from .candidates import JOINT, Choice, RecipeShape, uniform
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from kvloom.kernels.dispatch import compile_seconds
+from kvloom.kernels import compile_seconds
 
 
 def seconds(device: torch.device | None = None) -> float:

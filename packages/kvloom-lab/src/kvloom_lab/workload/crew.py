@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf.cache import Cache
-from kvloom.hf.together import Together, can_step_together
-
-from .forward import forward
+from kvloom import Cache
+from kvloom.hf import Together, can_step_together, read_tokens
 
 TOGETHER = 8  # measurements whose forward passes are one batch
 Result = TypeVar("Result")
 
 
 class Ask(NamedTuple):
-    """A forward pass: append ids [B, T] to a cache; arguments as for `workload.forward`."""
+    """A forward pass: append ids [B, T] to a cache; arguments as for `kvloom.hf.read_tokens`."""
 
     ids: Tensor
     cache: Cache
@@ -81,7 +79,7 @@ def _answers(model: PreTrainedModel, asks: Sequence[Ask]) -> list[Tensor | Excep
     if len(asks) > 1 and can_step_together(model, caches):
         ids = torch.cat([ask.ids for ask in asks])
         try:
-            logits = forward(model, ids, Together(model, caches), asks[0].every)
+            logits = read_tokens(model, ids, Together(model, caches), asks[0].every)
         except Exception:  # of one of them: find out which, each in a pass of its own
             pass
         else:
@@ -91,7 +89,7 @@ def _answers(model: PreTrainedModel, asks: Sequence[Ask]) -> list[Tensor | Excep
 
 def _answer(model: PreTrainedModel, ask: Ask) -> Tensor | Exception:
     try:
-        return forward(model, *ask)
+        return read_tokens(model, *ask)
     except Exception as error:
         return error
 

@@ -12,14 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.cache.build import build_layers
-from kvloom.cache.layer import LayerCache
-from kvloom.cache.step import Queries, StepInputs
-from kvloom.hf.cache import Cache
-from kvloom.positions.rope import Rope
-from kvloom.recipe.spec import Recipe
-from kvloom.store import Format, LayerMetadata, Packed
-from kvloom.store.codec import Channels, consecutive
+from kvloom import Cache, Recipe
+from kvloom.cache import LayerCache, build_layers, fill
+from kvloom.positions import Rope
+from kvloom.store import LayerMetadata, random_metadata
 
 from .shapes import LayerShape
 
@@ -42,26 +38,16 @@ def empty_layers(recipe: Recipe, shape: LayerShape, count: int = 1) -> list[Laye
     A single layer comes after the layers that the recipe leaves exact.
     """
     recipe.check(shape.geometry)
-    rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
-    metadata = LayerMetadata(
-        _random_channels(recipe.store.keys, shape),
-        _random_channels(recipe.store.values, shape),
-        rope,
-    )
+    metadata = random_calibration(recipe, shape)
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
     total = before + count
-    return build_layers(recipe, range(total), [metadata] * total, rope)[before:]
+    return build_layers(recipe, range(total), [metadata] * total, metadata.rope)[before:]
 
 
-def fill(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store a prompt k, v [B, Hk, N, D] whose last queries are q [B, Hq, T, D]."""
-    queries, tokens = Queries(q, k.shape[3] ** -0.5), k.shape[2]
-    cache.prefill(StepInputs(queries, k, v))
-    if cache.state.scores_repetition:  # as if the last queries repeated the whole prompt
-        first = tokens - q.shape[2]
-        cache.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
-        cache.end_repetition()
-    cache.end_step()
+def random_calibration(recipe: Recipe, shape: LayerShape) -> LayerMetadata:
+    """Return what the formats of a recipe need of a layer, with random numbers."""
+    rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
+    return random_metadata(recipe.store, shape.kv_heads, shape.head_dim, rope)
 
 
 def filled_cache(model: Any, recipe: Recipe, shape: LayerShape, tokens: int) -> Cache:
@@ -73,38 +59,3 @@ def filled_cache(model: Any, recipe: Recipe, shape: LayerShape, tokens: int) -> 
         routed.cache = layer
         fill(layer, q, k, v)
     return cache
-
-
-def read_nbytes(cache: LayerCache) -> int:
-    """Return the bytes that the last step read: the whole cache, or the index and its selection."""
-    retriever, read = cache.state.retriever, cache.state.read
-    if retriever is None or not cache.seen:
-        return cache.nbytes
-    index = retriever.finder.nbytes
-    return index + round((cache.nbytes - index) * read / cache.seen)
-
-
-def _random_channels(fmt: Format | None, shape: LayerShape) -> Channels | None:
-    """Return a random calibration of a layer; None for a format that needs none."""
-    if not isinstance(fmt, Packed) or fmt.transform is None or not fmt.calibrated:
-        return None
-    g = torch.Generator().manual_seed(0)
-    size = shape.kv_heads, shape.head_dim
-    group_of = consecutive(fmt.group or shape.head_dim, fmt.transform, *size)
-    if fmt.transform.reorder:
-        if fmt.transform.span == "layer":
-            order = torch.randperm(group_of.numel(), generator=g)
-            group_of = group_of.reshape(-1)[order].view(size)
-        else:
-            order = torch.randn(size, generator=g).argsort(dim=-1)
-            group_of = group_of.gather(-1, order)
-    groups = int(group_of.max()) + 1
-    return Channels(
-        group_of,
-        torch.full((groups if fmt.transform.clip == "group" else 1,), 0.95)
-        if isinstance(fmt.transform.clip, str)
-        else None,
-        torch.ones(size) if fmt.transform.smooth else None,
-        torch.full((groups,), -4.0) if fmt.transform.static else None,
-        torch.full((groups,), 4.0) if fmt.transform.static else None,
-    )

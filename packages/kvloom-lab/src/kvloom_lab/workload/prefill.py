@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvloom import Cache
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.hf import compat
-from kvloom.hf.cache import Cache
-from kvloom.hf.fan_out import Follower, prefill_together
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.hf import Follower, prefill_together, supported_model
+from kvloom.hf import geometry as model_geometry
+from kvloom.recipe import Geometry, Recipe, resolve
 
 from . import clock
 
@@ -89,7 +87,7 @@ def groups(
     at most half of the memory available now; a larger recipe has a group of its own. The exact
     caches that every forward pass needs are not counted.
     """
-    geometry, exact = compat.geometry(compat.unwrap(model)), resolve("full")
+    geometry, exact = model_geometry(supported_model(model)), resolve("full")
     most: float = GROUP_SIZE * exact.nbytes(tokens, geometry, rows)
     available = available_bytes(model.device)
     if available is not None:

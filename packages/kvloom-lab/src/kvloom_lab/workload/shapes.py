@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvloom.errors import InputError
-from kvloom.recipe.geometry import Geometry
+from kvloom.recipe import Geometry
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

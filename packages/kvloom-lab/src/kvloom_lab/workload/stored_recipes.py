@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvloom.errors import InputError, RecipeError
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
 from ..models.smollm2 import cache_folder
 from . import whole_file

@@ -18,12 +18,12 @@ from transformers import (
 
 import kvloom
 from kvloom.errors import InputError
+from kvloom.hf import read_tokens as forward
 from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
 from kvloom_lab.eval import decoding, passes, with_full
 from kvloom_lab.eval.comparison import measure, needles
 from kvloom_lab.workload import clock, crew, prefill, text
-from kvloom_lab.workload.forward import forward
 from pairwise import some_slow
 
 compare_module = import_module("kvloom_lab.eval.comparison.compare")
@@ -246,8 +246,8 @@ def test_decoding_ends_when_every_answer_is_right_or_wrong(model, tokenizer, mon
             steps.append(args)
             return forward(*args)
 
-        monkeypatch.setattr(needles, "forward", counted)
-        monkeypatch.setattr(crew, "forward", counted)
+        monkeypatch.setattr(needles, "read_tokens", counted)
+        monkeypatch.setattr(crew, "read_tokens", counted)
         for answer, most in ((whole, 9), ("~" + whole, 3), (whole[:-1] + "~", 9)):
             steps.clear()
             one = needles.Haystack(

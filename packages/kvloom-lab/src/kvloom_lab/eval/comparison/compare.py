@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from kvloom import Cache
 from kvloom.errors import IncompatibleRecipe
-from kvloom.hf import compat
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.cache import Cache
+from kvloom.hf import attachment_restored, supported_model
 from kvloom.progress import Progress
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
 from ...report.errors import logged_line
 from ...workload.crew import Work
@@ -61,7 +60,7 @@ def iter_rows(
     A recipe that does not fit the model, or raises an error, gets a row with the reason; the
     traceback of a defect is logged.
     """
-    compat.refuse_unsupported(model)
+    supported_model(model)
     every, prompts = with_full(recipes), [ids for ids, _ in task.prompts]
     comparison = _Comparison(model, tokenizer, task, progress or (lambda what, units: None), every)
     with attachment_restored(model):

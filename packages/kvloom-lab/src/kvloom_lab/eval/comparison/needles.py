@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvloom import Cache
 from kvloom.errors import InputError
-from kvloom.hf.cache import Cache
-from kvloom.recipe.spec import Recipe
+from kvloom.hf import read_tokens
+from kvloom.recipe import Recipe
 
 from ...workload import facts as tasks
 from ...workload.crew import Ask, Work
-from ...workload.forward import forward
 from ..decoding import equal_lengths, read_question, repeated
 from ..questions import draw_number, split_at_answer
 
@@ -90,7 +90,7 @@ def count_correct(
     context = haystack.context_ids
     if ask == "after" and prefilled is None:
         prefilled = Cache(model, recipe)
-        forward(model, torch.tensor([context], device=model.device), prefilled)
+        read_tokens(model, torch.tensor([context], device=model.device), prefilled)
     correct = 0
     for numbers in equal_lengths([len(q.ids) for q in haystack.questions], batch):
         together = [haystack.questions[i] for i in numbers]
@@ -100,7 +100,7 @@ def count_correct(
             cache, ids = repeated(prefilled, len(together)), [q.ids for q in together]
         new = torch.tensor(ids, device=model.device)
         if prefilled is None:
-            logits = forward(model, new, cache)
+            logits = read_tokens(model, new, cache)
         else:
             logits = yield from read_question(cache, new)
         correct += yield from _answer(tokenizer, cache, logits, together)

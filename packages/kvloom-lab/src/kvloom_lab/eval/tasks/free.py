@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.hf.cache import Cache
+from kvloom import Cache
 
 from ...workload.crew import Work
 from ..decoding import decode, divergence, exact_logp

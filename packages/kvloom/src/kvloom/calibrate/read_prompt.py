@@ -1,36 +1,36 @@
-"""A prompt that a model has read exactly, and passes of its continuation over candidates.
+"""A prompt that a model has read exactly, and passes of its continuation over candidate recipes.
 
 A pass is one batch with another candidate in each row. Decides what the layers beside the
-candidates hold in a pass, and that the layers in front of them are not computed again.
+candidates hold in a pass. How a layer stores the prompt changes no activation in front of it, so
+the layers in front are not computed again; a model whose layers cannot be found is computed from
+the start.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvloom.cache.layer import LayerCache
-from kvloom.cache.part import Part, attend_parts
-from kvloom.cache.score_evictor import ScoreEvictor
-from kvloom.cache.step import StepInputs
-from kvloom.errors import CacheMisuse
-from kvloom.hf import attention
-from kvloom.hf.cache import Cache
-from kvloom.hf.repetition import of_prompt
-from kvloom.hf.routed import RoutedCache, RoutedLayer, lasting
-from kvloom.recipe.spec import Recipe
-
-from ..workload.forward import forward
-from .candidates import OBSERVED
-from .skip import decoder_layers, outputs_recorded, skipped
+from ..cache.layer import LayerCache
+from ..cache.part import Part, attend_parts
+from ..cache.score_evictor import ScoreEvictor
+from ..cache.step import StepInputs
+from ..errors import CacheMisuse
+from ..hf import attention, compat
+from ..hf.access import read_tokens
+from ..hf.cache import Cache
+from ..hf.repetition import of_prompt
+from ..hf.routed import RoutedCache, RoutedLayer, lasting
+from ..recipe.spec import Recipe
 
 
-class Base(NamedTuple):
+class LayerContext(NamedTuple):
     """What the layers beside a scored one hold.
 
     tokens: by the model's number of each compressed layer. outputs: of all layers, for the
@@ -42,14 +42,28 @@ class Base(NamedTuple):
 
 
 class ReadPrompt:
-    """A prompt ids [1, N] in exact form, and its continuation [1, T].
+    """A prompt in exact form, and its continuation: the divergence of candidate recipes from it.
 
-    step: tokens of the continuation that one step of a whole recipe appends, so that tokens leave
-    the recent window as they do when they come one by one.
+    Args:
+        model: A supported model.
+        ids: The prompt, int64 [1, N].
+        continuation: int64 [1, T].
+        step: Tokens of the continuation that one step of a whole recipe appends, so that tokens
+            leave the recent window as they do when they come one by one.
+        queries: The last queries of the prompt that recipes may score it by.
+
+    Attributes:
+        exact: What all layers hold with an exact cache.
+        logp: The exact log-probabilities after each token of the continuation, fp32 [T, V].
     """
 
     def __init__(
-        self, model: PreTrainedModel, ids: Tensor, continuation: Tensor, step: int
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        continuation: Tensor,
+        step: int,
+        queries: int = 32,
     ) -> None:
         self.model, self.ids, self.continuation, self.step = model, ids, continuation, step
         self.repeated: dict[int, ScoreEvictor] = {}
@@ -58,15 +72,14 @@ class ReadPrompt:
         self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
         self.layers = cache.layers  # after the prompt: a `_Reader`, or a layer of transformers
         for i in self.numbers:
-            self.layers[i] = _Reader(self.layers[i].cache)
-        forward(model, ids, cache)
-        self.modules = decoder_layers(model)
+            self.layers[i] = _Reader(self.layers[i].cache, queries)
+        read_tokens(model, ids, cache)
+        self.modules = _decoder_layers(model)
         own = {i: self.layers[i].inputs for i in self.numbers}
         self.exact, logits = self._base({i: _Tokens(x.k, x.v, None) for i, x in own.items()})
         self.logp = torch.log_softmax(logits[0].float(), dim=-1)
-        """The exact log-probabilities after each token of the continuation, fp32 [T, V]."""
 
-    def evicted(self, recipe: Recipe) -> Base:
+    def evicted(self, recipe: Recipe) -> LayerContext:
         """Return what all layers hold where an exact store has evicted tokens after the prompt."""
         cache, tokens = Cache(self.model, recipe), {}
         for number in self.numbers:
@@ -76,7 +89,7 @@ class ReadPrompt:
             tokens[number] = _Tokens(keys, values, index)
         return self._base(tokens)[0]
 
-    def one_layer(self, number: int, recipes: Sequence[Recipe], base: Base) -> Tensor:
+    def one_layer(self, number: int, recipes: Sequence[Recipe], base: LayerContext) -> Tensor:
         """Return KL(exact || candidate) in nats, fp32 [candidates, T].
 
         number: the model's number of the layer that has these recipes. base: of all other layers.
@@ -85,8 +98,8 @@ class ReadPrompt:
         members = [self._filled(number, Cache(self.model, recipe)) for recipe in recipes]
         cache.layers[number] = _Candidates(members)
         ids = self.continuation.expand(len(recipes), -1)
-        with skipped(self.modules[:number], base.outputs, len(recipes)):
-            return divergences(self.logp, forward(self.model, ids, cache, every=True))
+        with _skipped(self.modules[:number], base.outputs, len(recipes)):
+            return kl_divergence(self.logp, read_tokens(self.model, ids, cache, every=True))
 
     def whole(self, recipes: Sequence[Recipe]) -> Tensor:
         """Return KL(exact || recipe) of recipes of the whole model, fp32 [recipes, T]."""
@@ -96,7 +109,7 @@ class ReadPrompt:
             together.layers[number] = _Candidates([self._filled(number, x) for x in caches])
         ids = self.continuation.expand(len(recipes), -1)
         found = [
-            divergences(exact, forward(self.model, new, together, every=True))
+            kl_divergence(exact, read_tokens(self.model, new, together, every=True))
             for exact, new in zip(
                 self.logp.split(self.step), ids.split(self.step, dim=1), strict=True
             )
@@ -136,14 +149,14 @@ class ReadPrompt:
             repetition.score()
         self.repeated |= {number: member.state.score_evictor for number, member in members.items()}
 
-    def _base(self, tokens: dict[int, _Tokens]) -> tuple[Base, Tensor]:
+    def _base(self, tokens: dict[int, _Tokens]) -> tuple[LayerContext, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""
-        cache = self._rows(1, Base(tokens, []))
-        with outputs_recorded(self.modules) as outputs:
-            logits = forward(self.model, self.continuation, cache, every=True)
-        return Base(tokens, outputs), logits
+        cache = self._rows(1, LayerContext(tokens, []))
+        with _outputs_recorded(self.modules) as outputs:
+            logits = read_tokens(self.model, self.continuation, cache, every=True)
+        return LayerContext(tokens, outputs), logits
 
-    def _rows(self, rows: int, base: Base) -> _Batch:
+    def _rows(self, rows: int, base: LayerContext) -> _Batch:
         """Return a cache of `rows` rows, all with the tokens of `base`."""
         layers: list[Any] = []
         for number, layer in enumerate(self.layers):
@@ -155,7 +168,7 @@ class ReadPrompt:
         return _Batch(layers, self.fingerprint)
 
 
-def repeats(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:
+def can_repeat(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:
     """Return whether a model has the positions to repeat a prompt, where a recipe needs it."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     try:
@@ -165,7 +178,7 @@ def repeats(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:
     return True
 
 
-def divergences(logp: Tensor, logits: Tensor) -> Tensor:
+def kl_divergence(logp: Tensor, logits: Tensor) -> Tensor:
     """Return KL(exact || other) of the next tokens in nats, fp32 [rows, T].
 
     logp: fp32 [T, V], log-probabilities of the exact cache. logits: [rows, T, V].
@@ -198,11 +211,15 @@ class _Reader(RoutedLayer):
 
     inputs: StepInputs  # with the last queries alone
 
+    def __init__(self, cache: LayerCache, queries: int) -> None:
+        super().__init__(cache)
+        self.queries = queries
+
     def attend(self, given: StepInputs) -> Tensor:
         """Attend causally within the prompt."""
         self.awaits_attention = False
         queries = given.queries
-        last = queries._replace(q=queries.q[:, :, -OBSERVED:].clone(), visible=None)
+        last = queries._replace(q=queries.q[:, :, -self.queries :].clone(), visible=None)
         self.inputs = given._replace(queries=last)
         self.cache.state.seen = given.tokens
         return _attend(given)
@@ -262,3 +279,54 @@ def _attend(given: StepInputs, index: Tensor | None = None) -> Tensor:
     part = Part(k, v, None, own=q.shape[2], bias=bias)
     out, _ = attend_parts(q, [part], queries.scale, queries.softcap)
     return out
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of a model's layers, in order; none if they are not one list."""
+    count = compat.decoder_config(model).num_hidden_layers
+    lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == count]
+    return list(lists[0]) if len(lists) == 1 else []
+
+
+@contextmanager
+def _outputs_recorded(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """Yield a list to which each of these layers adds its output, a tensor or a tuple."""
+    found: list[Any] = []
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda _, given, output: found.append(output))
+            hooks.callback(hook.remove)
+        yield found
+
+
+@contextmanager
+def _skipped(layers: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
+    """Let these layers return their outputs for one row, `rows` times, without computing."""
+    with ExitStack() as restored:
+        for layer, output in zip(layers, outputs, strict=False):
+            restored.callback(_restore, layer, vars(layer).get("forward"))
+            layer.forward = _FixedOutput(_repeated(output, rows))
+        yield
+
+
+class _FixedOutput:
+    """A forward whose output is known."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.output
+
+
+def _repeated(output: Any, rows: int) -> Any:
+    if isinstance(output, tuple):
+        return (_repeated(output[0], rows), *output[1:])
+    return output.expand(rows, *output.shape[1:])
+
+
+def _restore(layer: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del layer.forward
+    else:
+        layer.forward = forward

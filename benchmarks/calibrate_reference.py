@@ -12,9 +12,8 @@ from kvloom.hf import CALIBRATION_FILE
 from kvloom.recipe import resolve
 from kvloom_lab.cli.progress import show_progress
 from kvloom_lab.eval import load
-from kvloom_lab.models.reference import WEIGHTS
-from kvloom_lab.workload.corpus import calibration_text
-from kvloom_lab.workload.text import leading_ids, tokenize
+from kvloom_lab.models import WEIGHTS
+from kvloom_lab.workload.text import calibration_text, leading_ids, tokenize
 
 
 def recipes() -> list[str]:

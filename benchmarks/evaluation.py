@@ -10,11 +10,11 @@ from kvloom.hf import geometry
 from kvloom.progress import Progress
 from kvloom.recipe import Recipe, resolve
 from kvloom_lab.eval.evaluate import evaluate
-from kvloom_lab.eval.result_files import ResultFolder
+from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Source
 from kvloom_lab.eval.summary import Figures, summarize
 from kvloom_lab.eval.tasks import task_named
-from kvloom_lab.report.machine import machine, model_facts
+from kvloom_lab.show.machine import machine, model_facts
 
 HERE = Path(__file__).parent
 

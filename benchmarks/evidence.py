@@ -33,8 +33,7 @@ from kvloom.errors import RecipeError
 from kvloom.hf import CALIBRATION_FILE
 from kvloom.recipe import Recipe
 from kvloom_lab.cli.options import split_recipes
-from kvloom_lab.eval.passes import with_full
-from kvloom_lab.eval.share import at_share
+from kvloom_lab.eval.evaluate import at_share, with_full
 from kvloom_lab.models import load
 from kvloom_lab.workload.text import library_text
 

@@ -17,11 +17,9 @@ from kvloom.hf import geometry
 from kvloom.hf import read_tokens as forward
 from kvloom.recipe import resolve
 from kvloom_lab import models
-from kvloom_lab.eval.comparison.needles import count_correct, haystacks
-from kvloom_lab.workload.corpus import calibration_text
-from kvloom_lab.workload.crew import run_alone
-from kvloom_lab.workload.prefill import prefill
-from kvloom_lab.workload.text import leading_ids
+from kvloom_lab.eval.compare import count_correct, haystacks
+from kvloom_lab.workload.passes import prefill, run_alone
+from kvloom_lab.workload.text import calibration_text, leading_ids
 
 CONTEXT, LATER = 2048, 256
 NAMES = [

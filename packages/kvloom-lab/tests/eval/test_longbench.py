@@ -9,10 +9,9 @@ from task_sources import only, source
 
 from for_each import for_each
 from kvloom.errors import InputError
-from kvloom_lab.eval.task_batches import task_batches
+from kvloom_lab.eval.sample import task_batches
 from kvloom_lab.eval.tasks import longbench_metrics, task_named
-from kvloom_lab.eval.tasks.longbench import LongBench, middle_cut
-from kvloom_lab.eval.tasks.longbench_data import DATA_SETS
+from kvloom_lab.eval.tasks.longbench import DATA_SETS, LongBench, middle_cut
 
 
 @for_each(("name", "answer", "expected", "classes", "score"), [

@@ -22,10 +22,9 @@ from kvloom.recipe import LayerOverride, Recipe
 from kvloom_lab.cli.app import app
 from kvloom_lab.models import load
 from kvloom_lab.tuner import Settings
-from kvloom_lab.tuner.bound import Bound
-from kvloom_lab.tuner.candidates import Choice, RecipeShape, evicting, uniform
-from kvloom_lab.tuner.layers import by_layer
-from kvloom_lab.tuner.precision import in_float32
+from kvloom_lab.tuner.candidates import Choice, RecipeShape, by_layer, evicting, uniform
+from kvloom_lab.tuner.problem import Bound
+from kvloom_lab.tuner.run import in_float32
 
 SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
 CONTEXT = 96

@@ -24,8 +24,7 @@ from kvloom.hf.observe import observe
 from kvloom.hf.repetition import Repetition
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.workload.filled_caches import empty_layers, random_qkv
-from kvloom_lab.workload.shapes import LayerShape
+from kvloom_lab.workload.layers import LayerShape, empty_layers, random_qkv
 from pairwise import some_slow
 
 PROMPT = 61

@@ -1,6 +1,6 @@
 """Speed: kvloom compared with torch and transformers, in one run on one machine.
 
-    from kvloom_lab.bench import LayerShape, decode, rows, timing
+    from . import LayerShape, decode, rows, timing
     candidates = decode.candidates(LayerShape(32, 8, 128), ["full", "kivi"], context=8192)
     times = timing.time_candidates(candidates, repeats=20)
     print(rows.make_rows(candidates, times, decode.BASELINES, shape="", context=8192, batch=1))
@@ -13,7 +13,7 @@ times all candidates alternately. `rows`, `table` and `plot` show the result.
 
 from __future__ import annotations
 
-from ..workload.shapes import LayerShape, ModelShape
-from .rows import Row
+from ..workload.layers import LayerShape, ModelShape
+from .timing import TimedRow
 
-__all__ = ["LayerShape", "ModelShape", "Row"]
+__all__ = ["LayerShape", "ModelShape", "TimedRow"]

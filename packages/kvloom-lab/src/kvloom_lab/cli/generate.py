@@ -9,10 +9,9 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import ChosenModel, check_utf8, read_stdin
-from .options import RECIPE_HELP, Dtype, Model
+from .options import RECIPE_HELP, ChosenModel, Dtype, Model, check_utf8, read_stdin
+from .outputs import user_errors
 from .progress import show_progress
-from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from kvloom import Cache

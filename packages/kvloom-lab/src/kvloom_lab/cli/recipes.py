@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .outputs import output_width, print_rich
-from .user_errors import user_errors
+from .outputs import output_width, print_rich, user_errors
 
 
 def command(

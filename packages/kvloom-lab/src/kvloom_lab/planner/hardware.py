@@ -7,11 +7,15 @@ best and high. Python launches the work meanwhile: a step takes the longer of th
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from .decode_step import StepTime, StepWork
-from .ranges import Range
+from kvloom.errors import InputError
+
+from .step import StepTime, StepWork
+from .units import Range
 
 SOURCES = {
     "weights": "Llama-2-7B on an A100 with 2,039 GB/s (gpt-fast, README): 1,397 GB/s in 16 bits "
@@ -107,3 +111,113 @@ class Hardware:
             "overhead_s": vars(self.overhead),
             "sources": self.sources,
         }
+
+
+def _preset(name: str, gb: int, gb_s: float, tflops: float, source: str) -> Hardware:
+    sources = {**SOURCES, "rates": source}
+    return Hardware(name, gb * 10**9, gb_s * 1e9, tflops * 1e12, sources)
+
+
+PRESETS = {
+    one.name: one
+    for one in (
+        _preset(
+            "h100", 80, 3350, 989.4,
+            "NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, 1,979 TFLOPS in bf16 with sparsity, "
+            "half of it without",
+        ),
+        _preset(
+            "h200", 141, 4800, 989.4,
+            "NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s, 1,979 TFLOPS in bf16 with sparsity, "
+            "half of it without",
+        ),
+        _preset(
+            "b200", 180, 8000, 2250,
+            "NVIDIA DGX B200 data sheet, one of eight GPUs: 1,440 GB and 64 TB/s together; NVIDIA "
+            "Blackwell architecture brief, HGX B200: 4.5 PFLOPS in bf16 with sparsity, half of it "
+            "without",
+        ),
+        _preset(
+            "a100", 80, 2039, 312,
+            "NVIDIA A100 data sheet, SXM 80 GB: 2,039 GB/s, 312 TFLOPS in bf16",
+        ),
+        _preset(
+            "mi300x", 192, 5300, 1307.4,
+            "AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1,307.4 TFLOPS in bf16",
+        ),
+        _preset(
+            "rtx4090", 24, 1008, 165.2,
+            "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090: 24 GB, 1,008 GB/s, 165.2 "
+            "TFLOPS in fp16 with fp32 accumulation",
+        ),
+        _preset(
+            "rtx5090", 32, 1792, 209.5,
+            "NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090: 32 GB, 1,792 "
+            "GB/s, 209.5 TFLOPS in fp16 with fp32 accumulation",
+        ),
+        _preset(
+            "m4-max", 128, 546, 16,
+            "Apple, M4 Max with 40 GPU cores: up to 128 GB shared with the system, 546 GB/s; Apple "
+            "states no rate: 40 cores with 128 multiply-adds at about 1.6 GHz are 16 TFLOPS",
+        ),
+    )
+}  # fmt: skip
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_REQUIRED = {"memory_gb": 1e9, "bandwidth_gb_s": 1e9, "tflops": 1e12}
+_OPTIONAL = {"weights": 1.0, "kv": 1.0, "arithmetic": 1.0, "overhead_us": 1e-6}
+_TEXT = ("name", "source")
+
+
+def read_hardware(path: Path) -> Hardware:
+    """Return the hardware that a TOML file describes. Raises `InputError`.
+
+    memory_gb, bandwidth_gb_s and tflops are required; name and source are text; weights, kv,
+    arithmetic (shares of the rates) and overhead_us (per layer) are [low, best, high].
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(
+            f"hardware file {str(path)!r} cannot be read ({error}); give a TOML file"
+        ) from error
+    unknown = sorted(set(data) - set(_REQUIRED) - set(_OPTIONAL) - set(_TEXT))
+    missing = [name for name in _REQUIRED if not _positive(data.get(name))]
+    if unknown or missing:
+        mistake = f"has unknown fields {', '.join(unknown)}" if unknown else (
+            f"has no number above 0 for {', '.join(missing)}"
+        )  # fmt: skip
+        raise InputError(
+            f"hardware file {str(path)!r} {mistake}; it takes "
+            f"{', '.join([*_REQUIRED, *_OPTIONAL, *_TEXT])}"
+        )
+    ranges: dict[str, Any] = {}
+    for name, unit in _OPTIONAL.items():
+        if name in data:
+            ranges[name.removesuffix("_us")] = _range(path, name, data[name], unit)
+    memory, bandwidth, flops = (data[name] * unit for name, unit in _REQUIRED.items())
+    sources = {**SOURCES, "rates": str(data.get("source", f"the file {path.name}"))}
+    for name in ranges:
+        sources[name] = sources["rates"]
+    return Hardware(
+        str(data.get("name", path.stem)), int(memory), bandwidth, flops, sources, **ranges
+    )
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _range(path: Path, name: str, value: Any, unit: float) -> Range:
+    numbers = value if isinstance(value, list) and len(value) == 3 else []
+    valid = all(_positive(x) or (name == "overhead_us" and x == 0) for x in numbers)
+    if not numbers or not valid or numbers != sorted(numbers):
+        raise InputError(
+            f"hardware file {str(path)!r}: {name}={value!r} must be [low, best, high], ascending"
+        )
+    return Range(*(x * unit for x in numbers))

@@ -9,17 +9,22 @@ for each operation.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvloom.errors import RecipeError
+from kvloom.errors import InputError, RecipeError
 from kvloom.recipe import Geometry, Recipe
 
-from .decode_step import LayerWork, StepTime, StepWork
-from .ranges import Range
+from ..models.smollm2 import cache_folder
+from ..show.machine import versions
+from ..workload.files import write_whole
+from .step import LayerWork, StepTime, StepWork
+from .units import Range
 
 TOLERANCE = 0.2
 """The bounds of a time: the mark that docs/guides/plan.md checks, not a measured interval."""
@@ -60,7 +65,7 @@ class Machine:
 
     def step(self, work: StepWork) -> StepTime:
         """Return the seconds of a decode step; everything it needs must have been measured."""
-        dtype = short_name(work.geometry.dtype)
+        dtype = dtype_name(work.geometry.dtype)
         curve = self.linear[dtype]
         per_step, per_layer = self.overhead[dtype]
         reading = work.weights.scaled(at_batch(curve, 1))
@@ -109,7 +114,12 @@ class Machine:
         )
 
 
-def short_name(dtype: torch.dtype) -> str:
+def about() -> dict[str, object]:
+    """Return what measurements depend on: processor, threads, versions, kernels."""
+    return {**versions(), "kernels": os.environ.get("KVLOOM_KERNELS", "auto")}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
     """Return "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -142,7 +152,7 @@ def measured_recipe(recipe: Recipe, tokens: int) -> Recipe:
 
 def layer_key(layer: LayerWork, g: Geometry) -> str:
     """Return what a layer's speed depends on, as text: recipe without its budget, heads, dtype."""
-    shape = f"{g.q_heads}/{g.kv_heads}x{g.head_dim} {short_name(g.dtype)}"
+    shape = f"{g.q_heads}/{g.kv_heads}x{g.head_dim} {dtype_name(g.dtype)}"
     if layer.kind is None:
         return f"{shape} {{}}"
     data = layer.kind.recipe.to_dict()
@@ -168,3 +178,35 @@ def unmeasured(machine: Machine, works: Iterable[StepWork], g: Geometry) -> dict
 def _within(low: float, best: float, high: float) -> Range:
     """Return a range widened by the tolerance."""
     return Range(low * (1 - TOLERANCE), best, high * (1 + TOLERANCE))
+
+
+_FILE_FORMAT = 1
+
+
+def machine_path() -> Path:
+    """Return the file with the measurements."""
+    return cache_folder() / "hardware.json"
+
+
+def load_machine() -> Machine | None:
+    """Return what was measured of this machine before; None if nothing fits."""
+    try:
+        data = json.loads(machine_path().read_text(encoding="utf-8"))
+        if data["format"] == _FILE_FORMAT and data["about"] == about():
+            return Machine.from_dict(data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        pass
+    return None
+
+
+def save_machine(machine: Machine) -> None:
+    """Write the measurements, completely or not at all. Raises `InputError`."""
+    data = {"format": _FILE_FORMAT, **machine.to_dict()}
+    target = machine_path()
+    try:
+        write_whole(target, json.dumps(data, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"measurements cannot be written to {target}: {error.strerror}; set XDG_CACHE_HOME to "
+            "a folder that can be written"
+        ) from error

@@ -1,10 +1,79 @@
-"""How the planner reads and writes sizes: "24GiB", "128k", "20tok/s"."""
+"""An estimate with its bounds."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvloom.errors import InputError
+
+
+@dataclass(frozen=True)
+class Range:
+    """A best estimate between a low and a high bound."""
+
+    low: float
+    best: float
+    high: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Range:
+        """Return a range without width."""
+        return cls(value, value, value)
+
+    def __add__(self, other: Range) -> Range:
+        """Return the sum: of the bounds, and of the best estimates."""
+        return Range(self.low + other.low, self.best + other.best, self.high + other.high)
+
+    def scaled(self, factor: float) -> Range:
+        """Return it multiplied by a factor above 0."""
+        return Range(self.low * factor, self.best * factor, self.high * factor)
+
+    def above(self, other: Range) -> Range:
+        """Return by how much it exceeds the other, 0 or more; `other + result` covers both."""
+        return Range(
+            max(0.0, self.low - other.low),
+            max(0.0, self.best - other.best),
+            max(0.0, self.high - other.high),
+        )
+
+    def over(self, amount: float) -> Range:
+        """Return amount / range: rates from times, with the bounds in ascending order."""
+        return Range(amount / self.high, amount / self.best, amount / self.low)
+
+
+UNLIMITED = 1 << 40
+"""The largest number that is tried: of tokens, or of rows."""
+
+
+def largest(fits: Callable[[int], bool], beyond: int = 0) -> int:
+    """Return the largest number up to `UNLIMITED` that fits; 0 if none does.
+
+    beyond: how far to search after a number that does not fit, where a larger one may fit again.
+    """
+    most = UNLIMITED
+    if fits(most):
+        return most
+    power = 1 << (most.bit_length() - 1)
+    while power and not fits(power):
+        power >>= 1
+    if not power:
+        return 0
+    low, high = power, min(2 * power, most)  # low fits; high does not, or is `most`
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    result, tried = low, low
+    while tried < min(result + beyond, most):
+        tried += 1
+        if fits(tried):
+            result = tried
+    return result
+
 
 _BYTES = {
     "": 1, "b": 1,

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from .run import Tuning, tune
-from .settings import Settings
+from .run import Settings, Tuning, tune
 
 __all__ = ["Settings", "Tuning", "tune"]

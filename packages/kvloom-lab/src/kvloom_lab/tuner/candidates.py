@@ -7,11 +7,16 @@ formats and which kept tokens there are.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvloom.keep import Budget, Keep, Observation, Reconstruction, Scorer
-from kvloom.recipe import Geometry, Protect, Recipe
+from kvloom.recipe import Geometry, LayerOverride, Protect, Recipe
 from kvloom.store import Format, Packed, Store, Transform
 
 SINKS = 4  # first tokens that always stay: they cost little, and most models attend to them
@@ -182,3 +187,66 @@ def evicting(choice: Choice, shape: RecipeShape) -> Recipe:
     assert recipe.keep is not None
     budget = replace(recipe.keep.budget, heads=None)
     return replace(recipe, keep=replace(recipe.keep, budget=budget))
+
+
+def by_layer(
+    choices: Sequence[Choice],
+    numbers: Sequence[int],
+    shape: RecipeShape,
+    shares: Sequence[float | None] | None = None,
+) -> Recipe:
+    """Return the recipe with these choices of the layers `numbers`, in order.
+
+    shares: what each layer keeps of a prompt; None: what its choice says. The most frequent layer
+    is the recipe's own; neighbours that are alike share an override.
+    """
+    kinds = list(zip(choices, shares or [None] * len(choices), strict=True))
+    common = Counter(kinds).most_common(1)[0][0]
+    own = uniform(common[0], shape, common[1])
+    overrides = []
+    for kind, run in groupby(zip(kinds, numbers, strict=True), key=lambda pair: pair[0]):
+        given = parts(kind[0], shape, kind[1])
+        changed = {name: part for name, part in given.items() if part != getattr(own, name)}
+        if not changed:
+            continue
+        run_numbers = [number for _, number in run]
+        where = (
+            f"{run_numbers[0]}-{run_numbers[-1]}" if len(run_numbers) > 1 else f"{run_numbers[0]}"
+        )
+        overrides.append(LayerOverride(where, **changed))
+    return replace(own, layers=tuple(overrides), name="tuned")
+
+
+UNIFORM = Choice("rotated-4", "turbo-4", next(iter(JOINT)))
+"""What all layers have where they are the same, as in `small`; its share fills the bytes."""
+FINENESS = 10_000  # a share is a whole number of these parts of the prompt
+
+
+class LayerSizes(NamedTuple):
+    """What bytes depend on besides a layer's choice: the model, a prompt's tokens, the shape."""
+
+    geometry: Geometry
+    context: int
+    shape: RecipeShape
+
+    def of(self, choices: Sequence[Choice], share: float | None = None) -> np.ndarray:
+        """Return the bytes of one layer with each choice, int64 [choices].
+
+        share: what the layer keeps; None: what the choice says.
+        """
+        one = replace(self.geometry, layers=1, layer_numbers=None)
+        found = [uniform(x, self.shape, share).nbytes(self.context, one) for x in choices]
+        return np.array(found, np.int64)
+
+    def uniform(self, shares: Sequence[float]) -> int:
+        """Return the bytes of all layers with `UNIFORM`; shares: what each layer keeps."""
+        return sum(int(self.of([UNIFORM], share)[0]) for share in shares)
+
+    def filling(self, nbytes: int) -> float:
+        """Return the largest share with which uniform layers fit into `nbytes`; 0 if none does."""
+        low, high = 0, FINENESS
+        while low < high:
+            middle = (low + high + 1) // 2
+            size = self.uniform([middle / FINENESS]) * self.geometry.layers
+            low, high = (middle, high) if size <= nbytes else (low, middle - 1)
+        return low / FINENESS

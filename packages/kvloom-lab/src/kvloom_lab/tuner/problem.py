@@ -1,25 +1,87 @@
-"""The choice of all layers as a knapsack: their bytes, and costs that add up.
-
-Decides which problems there are. Some choose a share of the prompt for each layer alone. Some begin
-with a share that all layers keep together: a layer keeps what it would win where the heads of all
-layers compete for such a budget, or for one of the two next larger ones. Some have one uniform
-recipe.
+"""What a recipe is tuned for: the least divergence within some bytes, or the fewest bytes within
+some divergence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from kvloom.errors import InputError
 from kvloom.recipe import Recipe
 
-from .candidates import EXACT, KEPT, SCORED_GROUP, Choice, combined
+from .candidates import EXACT, KEPT, SCORED_GROUP, UNIFORM, Choice, LayerSizes, by_layer, combined
 from .knapsack import Knapsack
-from .layers import by_layer
 from .scores import Scores
-from .sizes import UNIFORM, LayerSizes
+
+if TYPE_CHECKING:
+    pass  # REMOVED
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A share of the exact cache's bytes, or a mean divergence `kl` in nats; one of the two.
+
+    exact_nbytes: of the exact cache.
+    """
+
+    share: float | None
+    kl: float | None
+    exact_nbytes: int
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.kl is None):
+            raise InputError("give either bytes, such as 0.2, or kl, such as 0.01")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise InputError(f"bytes={self.share:g} must be above 0 and at most 1: a share")
+        if self.kl is not None and not self.kl > 0:
+            raise InputError(f"kl={self.kl:g} must be above 0: a mean divergence in nats")
+
+    def __str__(self) -> str:
+        return f"kl={self.kl:g}" if self.share is None else f"bytes={self.share:g}"
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes, where bytes are bounded."""
+        assert self.share is not None
+        return int(self.share * self.exact_nbytes)
+
+    def check(self, fewest: int) -> None:
+        """Raise `InputError` if even the smallest recipe, of `fewest` bytes, is too large."""
+        if self.share is not None and self.nbytes < fewest:
+            smallest = math.ceil(1e4 * fewest / self.exact_nbytes) / 1e4
+            raise InputError(
+                f"no recipe takes {self.share:.4g} of the exact cache's bytes at this context; "
+                f"the nearest bound is bytes={smallest:.4f}"
+            )
+
+    def solve(self, knapsack: Knapsack, margin: float = 1.0) -> list[int] | None:
+        """Return one item a layer; margin: a factor of the bound on `kl`.
+
+        None where no items are within the bound.
+        """
+        if self.kl is None:
+            return knapsack.within(self.nbytes)
+        return knapsack.reaching(self.kl * margin)
+
+    def wasted_by(self, knapsack: Knapsack) -> bool:
+        """Return whether even the largest items leave bytes unused."""
+        return self.share is not None and knapsack.most < self.nbytes
+
+    def met_by(self, one: MeasuredRecipe) -> bool:
+        """Return whether a measured recipe is within the bound."""
+        return one.nbytes <= self.nbytes if self.kl is None else one.mean <= self.kl
+
+    def rank(self, one: MeasuredRecipe) -> tuple[bool, float]:
+        """Return a key that sorts measured recipes, the best first."""
+        met = self.met_by(one)
+        return not met, one.nbytes if met and self.kl is not None else one.mean
+
 
 Weights = tuple[float, float, float]
 """By how much the scores of keys, values and kept tokens count."""
@@ -127,7 +189,7 @@ class Problem:
         return [self.choices.index(choice) for choice in choices]
 
 
-def problems(
+def all_problems(
     scores: Scores, sizes: LayerSizes, shares: Mapping[int, Shares], nbytes: int | None = None
 ) -> list[Problem]:
     """Return the problems of a model.
@@ -163,3 +225,92 @@ def problems(
                 same = {UNIFORM.kept: [share] * sizes.geometry.layers}
                 results.append(Problem([UNIFORM], costs, joint, same))
     return results
+
+
+ROUNDS = 2  # of one more recipe each
+MOST_ROUNDS = 8  # where none has met a bound on quality yet
+TIGHTER = 0.7  # the factor of the bound in each round where no recipe has met it
+TRUST = 0.1  # in the sum of the scores, against a measured recipe
+WEIGHTS = 0.1, 10  # the least and the largest weight of a part of the costs
+
+
+@dataclass
+class MeasuredRecipe:
+    """A whole recipe: the choices that solve a problem, and its divergences fp32 [T]."""
+
+    problem: Problem
+    choices: tuple[Choice, ...]
+    kl: Tensor
+
+    @property
+    def mean(self) -> float:
+        """The mean divergence."""
+        return self.kl.mean().item()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.problem.recipe(self.choices)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes after a prompt."""
+        return self.problem.size(self.choices)
+
+    @property
+    def predicted(self) -> np.ndarray:
+        """What keys, values and kept tokens of each layer cost by the scores, [layers, 3]."""
+        return self.problem.costs(self.choices)
+
+
+Measure = Callable[[Sequence[Recipe]], Iterable[Tensor]]
+"""Returns the divergences of whole recipes."""
+
+
+def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[MeasuredRecipe]:
+    """Return recipes that were measured, the best one within the bound first.
+
+    Raises `InputError` where no measured recipe is within the bound, as rounding may prevent.
+    """
+    measured: dict[Recipe, MeasuredRecipe] = {}
+
+    def add(unsolved: Sequence[Problem], weights: Weights, margin: float = 1.0) -> None:
+        solved = {}
+        for problem in unsolved:
+            knapsack = problem.knapsack(weights)
+            items = bound.solve(knapsack, margin)
+            if items is not None and not (problem.open and bound.wasted_by(knapsack)):
+                choices = tuple(problem.choices[i] for i in items)
+                solved[problem.recipe(choices)] = problem, choices
+        new = [recipe for recipe in solved if recipe not in measured]
+        for recipe, kl in zip(new, measure(new), strict=True):
+            measured[recipe] = MeasuredRecipe(*solved[recipe], kl)
+
+    add(problems, PLAIN)
+    margin = 1.0
+    for number in range(MOST_ROUNDS):
+        best = min((x for x in measured.values() if x.problem.open), key=bound.rank)
+        within = bound.met_by(best)
+        if within and number >= ROUNDS:
+            break
+        margin = margin if within or number < ROUNDS else margin * TIGHTER
+        before = len(measured)
+        add([best.problem], _fitted(list(measured.values())), margin)
+        if within and len(measured) == before:
+            break
+    best, *others = sorted(measured.values(), key=bound.rank)
+    if not bound.met_by(best):
+        raise InputError(
+            f"no recipe that was measured is within {bound}; the nearest has kl={best.mean:.4g}: "
+            "allow that much"
+        )
+    return [best, *others]
+
+
+def _fitted(measured: Sequence[MeasuredRecipe]) -> Weights:
+    """Return the weights that explain the measured recipes best, in relative terms."""
+    rows = np.array([one.predicted.sum(axis=0) / max(one.mean, 1e-9) for one in measured])
+    some = TRUST**0.5 * np.eye(3)
+    a, b = np.vstack([rows, some]), np.concatenate([np.ones(len(rows)), some.sum(axis=1)])
+    keys, values, kept = np.linalg.lstsq(a, b, rcond=None)[0].clip(*WEIGHTS)
+    return float(keys), float(values), float(kept)

@@ -1,9 +1,10 @@
-"""Tune a recipe for a model: score its layers, solve, measure what was found, correct it."""
+"""How much text tuning reads, and which of its tokens are compressed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ from kvloom.progress import TotalProgress
 from kvloom.recipe import Recipe, Tuned
 
 from ..models import check_positions
-from ..workload import stored_recipes
+from ..workload.files import store_recipe
 from ..workload.text import cut_rows, leading_ids, tokenize
-from .bound import Bound
 from .candidates import (
     JOINT,
     OBSERVED,
     OTHERS,
     SCORED_GROUP,
     Choice,
+    LayerSizes,
     RecipeShape,
     combined,
     evicting,
@@ -36,12 +37,62 @@ from .candidates import (
     to_score,
     uniform,
 )
-from .precision import in_float32
-from .problem import Problem, problems
-from .repair import Measured, repair
+from .problem import Bound, MeasuredRecipe, Problem, all_problems, repair
 from .scores import Scores
-from .settings import Settings
-from .sizes import LayerSizes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    The distributions that are compared with those of the exact cache are of text that follows the
+    prompt, and of passages that repeat the prompt from places drawn at random. Text that continues
+    a prompt needs few of its facts, so evicting tokens costs almost nothing there; a passage that
+    repeats the prompt needs them all.
+
+    Attributes:
+        context: Tokens of a prompt, which are compressed.
+        texts: How many prompts.
+        tokens: Tokens that follow the prompt in the text.
+        passages: How many passages.
+        passage: Tokens of each.
+        window: The newest tokens of a layer that stay exact.
+        seed: Draws the places.
+    """
+
+    context: int = 2048
+    texts: int = 3
+    tokens: int = 64
+    passages: int = 2
+    passage: int = 32
+    window: int = 16
+    seed: int = 0
+
+    @property
+    def measured(self) -> int:
+        """The tokens behind a prompt."""
+        return self.tokens + self.passages * self.passage
+
+
+_HALF = torch.float16, torch.bfloat16
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model have its weights in float32, beside its own ones, which it has again afterwards.
+
+    Weights that are not in half precision, such as quantized ones, stay as they are.
+    """
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in _HALF]
+    own = [x.data for x in tensors]
+    try:
+        for one in tensors:
+            one.data = one.data.float()
+        yield
+    finally:
+        for one, data in zip(tensors, own, strict=True):
+            one.data = data
+
 
 FRONT = 24  # bounds at which the front is solved
 
@@ -142,7 +193,7 @@ def tune(
             share=_rounded(nbytes / bound.exact_nbytes),
         )
         recipe = replace(best.recipe, tuned=tuned)
-        stored_recipes.write(recipe)
+        store_recipe(recipe)
         numbers, predicted = sizes.geometry.numbers, best.predicted.sum(axis=1).tolist()
         return Tuning(
             recipe=recipe,
@@ -156,7 +207,7 @@ def tune(
 
 def _search(
     prompts: _Prompts, scores: Scores, sizes: LayerSizes, bound: Bound, on_step: TotalProgress
-) -> tuple[Measured, Problem]:
+) -> tuple[MeasuredRecipe, Problem]:
     """Score the layers; return the best recipe that was measured, and the first problem."""
     score(prompts, scores, sizes.geometry.numbers, on_step)
     competes = scores.scored.others.kept == OTHERS[0]
@@ -169,7 +220,7 @@ def _search(
         on_step(f"measuring {len(recipes)} recipes", len(scores.lines), len(scores.lines))
         return prompts.whole(recipes) if recipes else []
 
-    every = problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
+    every = all_problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
     return repair(every, bound, measure)[0], every[0]
 
 

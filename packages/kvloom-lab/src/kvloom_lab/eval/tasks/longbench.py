@@ -9,22 +9,50 @@ from.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import NamedTuple
 
 import torch
 
 from kvloom.errors import InputError
 
-from ...workload.json_lines import Fields, Record
+from ...workload.files import Fields, Record
 from ..sample import Batch, Sample, Source
-from .asking import Asked, QuestionTask
-from .chat import encode, frame
-from .longbench_data import DATA_SETS, FIRST_LINE, PLAIN
-from .longbench_metrics import PARAGRAPH, retrieval
-from .user_data import chosen, data_records
+from . import longbench_metrics
+from .asking import Asked, QuestionTask, data_records, drawn, frame
+from .longbench_metrics import PARAGRAPH, Metric, retrieval
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FIELDS: Fields = {"input": str, "context": str, "answers": list, "dataset": str, "_id": str}
+
+
+PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
+"""Few-shot and code data sets: no chat template goes around their prompts."""
+FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+"""Data sets of which only the first line of an answer counts."""
+
+
+class DataSet(NamedTuple):
+    """A prompt with {context} and {input}, the most tokens of an answer, and its metric."""
+
+    prompt: str
+    tokens: int
+    metric: Metric
+
+
+DATA_SETS = {
+    name: DataSet(data["prompt"], data["tokens"], getattr(longbench_metrics, data["metric"]))
+    for name, data in tomllib.loads(
+        (files(__package__) / "longbench.toml").read_text("utf-8")
+    ).items()
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +95,7 @@ class LongBench(QuestionTask):
             _batch(source, length, f"{stem}/{length}/{record.value['_id']}", dataset, record)
             for length in source.lengths
             for (stem, dataset), records in groups.items()
-            for record in chosen(records, source.samples, source.seed)
+            for record in drawn(records, source.samples, source.seed)
         ]
 
     def score(self, text: str, sample: Sample) -> dict[str, float]:
@@ -100,15 +128,15 @@ def _batch(source: Source, length: int, name: str, dataset: str, record: Record)
     head, tail = template.split("{context}")
     text = head + record.value["context"]
     tail = tail.replace("{input}", record.value["input"])
-    end = encode(source.tokenizer, around.after)
+    end = source.encode(around.after)
     if source.ask == "inside":
         room = length + 1 - len(around.before) - len(end)
-        whole = [*around.before, *middle_cut(encode(source.tokenizer, text + tail), room), *end]
+        whole = [*around.before, *middle_cut(source.encode(text + tail), room), *end]
         ids, question = whole[:-1], whole[-1:]
     else:
         room = length - len(around.before)
-        ids = [*around.before, *middle_cut(encode(source.tokenizer, text), room)]
-        question = encode(source.tokenizer, tail + around.after)
+        ids = [*around.before, *middle_cut(source.encode(text), room)]
+        question = source.encode(tail + around.after)
     answers = record.value["answers"]
     sample = Sample(
         name,

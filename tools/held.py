@@ -247,7 +247,7 @@ class CheckedLayer(RoutedLayer):
         if isinstance(packed, FormatTokens):
             return packed.fmt.unpack(packed.fmt.pack(x), x.dtype)
         at = tokens.positions(0, index.shape[2]) if side.needs_positions else None
-        again = PackedTokens(packed.fmt, packed.channels, packed.rope)
+        again = PackedTokens(packed.fmt, packed.calibrated, packed.rope)
         with dispatch.use("ref"):
             again.append(x, _at(visible, index), at)
             return again.view(at=at).tensor()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
-    from .store import Packed, Store, Transform, register_format
+    from .store import Encoding, Packed, Store, register_format
 
 _WHERE = {
     "attach": "hf.attach",
@@ -56,9 +56,9 @@ _WHERE = {
     "Keep": "keep",
     "Outliers": "keep",
     "register_score": "keep",
+    "Encoding": "store",
     "Packed": "store",
     "Store": "store",
-    "Transform": "store",
     "register_format": "store",
 }
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "CacheMisuse",
     "CalibrationError",
     "Clusters",
+    "Encoding",
     "IncompatibleRecipe",
     "InputError",
     "Keep",
@@ -87,7 +88,6 @@ __all__ = [
     "Store",
     "TierError",
     "TopK",
-    "Transform",
     "UnsupportedModel",
     "attach",
     "detach",

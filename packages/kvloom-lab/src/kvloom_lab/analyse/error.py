@@ -30,8 +30,7 @@ from kvloom.hf.metadata import load_layer_metadata
 from kvloom.hf.shard import needs_whole
 from kvloom.progress import Progress
 from kvloom.recipe.spec import Recipe
-from kvloom.store import Format, LayerMetadata, Packed
-from kvloom.store.codec import Channels
+from kvloom.store import Format, LayerEncoding, LayerMetadata, Packed
 from kvloom.store.packed import PackedTokens
 
 
@@ -108,7 +107,7 @@ def to_data(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]
 
 
 def quantized(
-    x: Tensor, fmt: Format | None, channels: Channels | None, layer: LayerMetadata
+    x: Tensor, fmt: Format | None, calibrated: LayerEncoding | None, layer: LayerMetadata
 ) -> Tensor:
     """Return x [B, Hk, N, D] after quantization to a format, in the dtype of x.
 
@@ -124,7 +123,7 @@ def quantized(
     if not whole:
         return x
     at = torch.arange(whole).view(1, 1, -1)
-    tokens = PackedTokens(fmt, channels, layer.rope)
+    tokens = PackedTokens(fmt, calibrated, layer.rope)
     tokens.append(x[:, :, :whole], at=at)
     return torch.cat([tokens.view(at=at).tensor(), x[:, :, whole:]], dim=2)
 

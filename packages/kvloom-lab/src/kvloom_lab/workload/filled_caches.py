@@ -18,8 +18,7 @@ from kvloom.cache.step import Queries, StepInputs
 from kvloom.hf.cache import Cache
 from kvloom.positions.rope import Rope
 from kvloom.recipe.spec import Recipe
-from kvloom.store import Format, LayerMetadata, Packed
-from kvloom.store.codec import Channels, consecutive
+from kvloom.store import Format, LayerEncoding, LayerMetadata, Packed
 
 from .shapes import LayerShape
 
@@ -44,8 +43,8 @@ def empty_layers(recipe: Recipe, shape: LayerShape, count: int = 1) -> list[Laye
     recipe.check(shape.geometry)
     rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
     metadata = LayerMetadata(
-        _random_channels(recipe.store.keys, shape),
-        _random_channels(recipe.store.values, shape),
+        _randomly_calibrated(recipe.store.keys, shape),
+        _randomly_calibrated(recipe.store.values, shape),
         rope,
     )
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
@@ -84,27 +83,29 @@ def read_nbytes(cache: LayerCache) -> int:
     return index + round((cache.nbytes - index) * read / cache.seen)
 
 
-def _random_channels(fmt: Format | None, shape: LayerShape) -> Channels | None:
+def _randomly_calibrated(fmt: Format | None, shape: LayerShape) -> LayerEncoding | None:
     """Return a random calibration of a layer; None for a format that needs none."""
-    if not isinstance(fmt, Packed) or fmt.transform is None or not fmt.calibrated:
+    if not isinstance(fmt, Packed) or not fmt.calibrated:
         return None
     g = torch.Generator().manual_seed(0)
     size = shape.kv_heads, shape.head_dim
-    group_of = consecutive(fmt.group or shape.head_dim, fmt.transform, *size)
-    if fmt.transform.reorder:
-        if fmt.transform.span == "layer":
+    group_of = fmt.consecutive(*size)
+    if fmt.reorder:
+        if fmt.span == "layer":
             order = torch.randperm(group_of.numel(), generator=g)
             group_of = group_of.reshape(-1)[order].view(size)
         else:
             order = torch.randn(size, generator=g).argsort(dim=-1)
             group_of = group_of.gather(-1, order)
     groups = int(group_of.max()) + 1
-    return Channels(
+    return LayerEncoding(
+        fmt.encoding,
+        *size,
         group_of,
-        torch.full((groups if fmt.transform.clip == "group" else 1,), 0.95)
-        if isinstance(fmt.transform.clip, str)
+        torch.full((groups if fmt.clip == "group" else 1,), 0.95)
+        if isinstance(fmt.clip, str)
         else None,
-        torch.ones(size) if fmt.transform.smooth else None,
-        torch.full((groups,), -4.0) if fmt.transform.static else None,
-        torch.full((groups,), 4.0) if fmt.transform.static else None,
+        torch.ones(size) if fmt.smooth else None,
+        torch.full((groups,), -4.0) if fmt.static else None,
+        torch.full((groups,), 4.0) if fmt.static else None,
     )

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from ..kernels.select import reference
 from ..positions.alibi import Alibi
-from ..recall import Finder, OffloadFormat, OffloadStore, SideStream
+from ..recall import Finder, OffloadStore, SideStream
 from ..recipe.spec import Recipe
-from ..store import Format, KVSide, Packed
-from ..store.codec import Plain
-from ..store.formats import META
+from ..store import KVSide, Packed
 from ..store.packed import PackedView
 from .gathered_part import gather_part
 from .part import Part
@@ -44,8 +42,11 @@ class Retriever:
         self.offloaded: OffloadStore | None = None
         if self.recall.tier is not None:
             store = recipe.store
-            formats = _offload_format(store.keys), _offload_format(store.values)
-            self.offloaded = OffloadStore(self.recall.tier, formats, store.block_tokens)
+            keys, values = (
+                fmt.encoding if isinstance(fmt, Packed) else None
+                for fmt in (store.keys, store.values)
+            )
+            self.offloaded = OffloadStore(self.recall.tier, (keys, values), store.block_tokens)
         self.visible: Tensor | None = None  # padding so far, bool [B, 1, seen]
 
     @property
@@ -215,15 +216,11 @@ def _gather(side: KVSide, end: int, slots: Tensor, segment: Segment) -> Tensor:
     x = side.view(0, end, segment.positions)
     if isinstance(x, Tensor):
         return reference.gather(x, slots)
-    if (
-        not isinstance(x, PackedView)
-        or not isinstance(x.codec, Plain)
-        or type(x.codec) is not Plain  # a derived codec rotates tokens, or boosts channels
-        or x.rope is not None
-    ):
+    if not isinstance(x, PackedView) or not x.layer.encoding.plain:
         return reference.gather(x.tensor(), slots)  # unpacks all tokens to gather some
+    how = x.layer.encoding
     return reference.gather_packed(
-        x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype
+        x.codes, x.scale, x.zero, how.bits, how.axis, x.layer.group, slots, x.dtype
     )
 
 
@@ -233,11 +230,3 @@ def _at(x: Tensor | None, slots: Tensor) -> Tensor:
     b, h, m = slots.shape
     by_head = slots.reshape(b, x.shape[1], -1)
     return x.expand(b, -1, -1).gather(2, by_head).view(b, h, m)
-
-
-def _offload_format(fmt: Format | None) -> OffloadFormat | None:
-    """Return how an offload store reads a format; None where tokens are exact."""
-    if fmt is None:
-        return None
-    assert isinstance(fmt, Packed), "recipes refuse a tier for other formats"
-    return OffloadFormat(fmt.bits, fmt.axis, fmt.group, META[fmt.meta])

@@ -8,11 +8,12 @@ the others. Reordering a batch moves row numbers, not rows. Does not decide whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.quantize.encoding import META, Encoding
 from ..kernels.select.reference import gather, gather_packed
 from .tiers import FileRows, Rows, Tier, Traffic
 
@@ -20,21 +21,12 @@ Block = Tensor | Sequence[Tensor]
 """Keys or values of tokens [B, Hk, T, D]: exact, or their codes, scales and zeros."""
 
 
-class OffloadFormat(NamedTuple):
-    """How keys or values are packed: `group` channels of a token, or tokens of a channel."""
-
-    bits: float
-    axis: str
-    group: int
-    meta: torch.dtype
-
-
 class OffloadBuffer:
     """Keys, values, or both concatenated, in blocks: `unit` tokens of one row and head."""
 
-    def __init__(self, rows: Callable[[], Rows], fmt: OffloadFormat | None, unit: int) -> None:
-        self.fmt, self.unit = fmt, unit
-        self.rows = [rows() for _ in range(1 if fmt is None else 3)]
+    def __init__(self, rows: Callable[[], Rows], encoding: Encoding | None, unit: int) -> None:
+        self.encoding, self.unit = encoding, unit
+        self.rows = [rows() for _ in range(1 if encoding is None else 3)]
         self.widths: list[int] = []  # last dimension of each of the rows' contents
 
     @property
@@ -63,14 +55,14 @@ class OffloadBuffer:
         flat = [
             rows.view().view(-1, width) for rows, width in zip(self.rows, self.widths, strict=True)
         ]
-        if self.fmt is None:
+        if self.encoding is None:
             return flat[0].index_select(0, at)
-        fmt = self.fmt
+        how = self.encoding
         codes, scale, zero = (x[None, None] for x in flat)
-        scale, zero = scale.view(fmt.meta), zero.view(fmt.meta)
-        group = fmt.group or self.widths[0]
+        scale, zero = scale.view(META[how.meta]), zero.view(META[how.meta])
+        group = how.group or self.widths[0]
         slots = at[None, None]
-        return gather_packed(codes, scale, zero, fmt.bits, fmt.axis, group, slots, dtype)[0, 0]
+        return gather_packed(codes, scale, zero, how.bits, how.axis, group, slots, dtype)[0, 0]
 
 
 class OffloadStore:
@@ -89,7 +81,7 @@ class OffloadStore:
     def __init__(
         self,
         tier: Tier,
-        formats: tuple[OffloadFormat | None, OffloadFormat | None],
+        formats: tuple[Encoding | None, Encoding | None],
         unit: int,
     ) -> None:
         self.tier, self.formats, self.unit = tier, formats, unit
@@ -159,7 +151,7 @@ class OffloadStore:
             nbytes += sum(x.nbytes for x in got)
             joint = len(self.buffers) == 1
             halves = (x.contiguous() for x in got[0].split(d, dim=-1))
-            result += halves if joint else [got if buffer.fmt else got[0]]
+            result += halves if joint else [got if buffer.encoding else got[0]]
         self._count(0, (hi - lo) * b * h, nbytes)
         return result
 

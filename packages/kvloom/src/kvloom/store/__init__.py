@@ -1,17 +1,18 @@
 """In what format a segment stores its tokens."""
 
-from .codec import LayerMetadata
+from ..kernels.quantize.encoding import Encoding, LayerEncoding
 from .formats import FORMATS, Format, Packed, Store, register_format
 from .kv_side import KVSide
-from .transform import Transform
+from .layer_metadata import LayerMetadata
 
 __all__ = [
     "FORMATS",
+    "Encoding",
     "Format",
     "KVSide",
+    "LayerEncoding",
     "LayerMetadata",
     "Packed",
     "Store",
-    "Transform",
     "register_format",
 ]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.attend.kv_view import KVView
+from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
 from .buffer import Buffer
-from .codec import Channels
 from .format_tokens import FormatTokens, FormatView
 from .formats import Format, Packed
 from .packed import PackedTokens, PackedView, take_blocks
@@ -34,20 +34,21 @@ Block = Tensor | Sequence[Tensor]
 class KVSide:
     """The keys, or the values, of a segment.
 
-    recent: the number of newest tokens that always stay exact. channels, rope: see `PackedTokens`.
+    recent: the number of newest tokens that always stay exact. calibrated, rope: as for
+    `PackedTokens`.
     """
 
     def __init__(
         self,
         fmt: Format | None = None,
         recent: int = 0,
-        channels: Channels | None = None,
+        calibrated: LayerEncoding | None = None,
         rope: Rope | None = None,
     ) -> None:
         self.packed: PackedTokens | FormatTokens | None = None
         blocks = 0  # a tail that is packed in large blocks has room for one block
         if isinstance(fmt, Packed):
-            self.packed = PackedTokens(fmt, channels, rope)
+            self.packed = PackedTokens(fmt, calibrated, rope)
             blocks = fmt.residual if fmt.in_blocks else 0
         elif fmt is not None:
             self.packed = FormatTokens(fmt)
@@ -164,7 +165,7 @@ class KVSide:
         if at and count and self.needs_positions:
             positions = at(0, count if gaps else 1)
         packed = self.packed.view(at=positions) if count else None
-        return KVView(packed, exact.data, self.packed.fmt, exact.start, tail)
+        return KVView(packed, exact.data, self.packed.fmt.encoding, exact.start, tail)
 
     def fill(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
         """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact.

@@ -16,7 +16,6 @@ from kvloom.recipe import RECIPES
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc"
 
 
 def section(page, heading):

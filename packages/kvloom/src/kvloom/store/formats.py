@@ -87,7 +87,8 @@ class Packed(Encoding, Format):
     """kvloom's own quantizer: an `Encoding`, and when decoding packs.
 
     Attributes:
-        residual: Decoding packs when this many exact tokens have gathered.
+        residual: Decoding packs when this many exact tokens have gathered; per channel a multiple
+            of `group`.
         unit: The number of tokens that are packed at once is a multiple of this. None: `residual`,
             as in KIVI.
     """

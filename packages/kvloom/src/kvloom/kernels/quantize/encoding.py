@@ -45,7 +45,8 @@ class Encoding:
     Attributes:
         bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8.
         axis: "channel" groups tokens of one channel; "token" groups channels of one token.
-        group: Tokens or channels in a group; 0: all channels of a head.
+        group: Tokens or channels in a group: 16, 32, 64 or 128; 0: all channels of a head, for
+            axis="token".
         meta: dtype of scale and zero: "fp32", "fp16", "bf16" or "fp8" (e4m3, up to 448).
         span: A group of channels has channels of one "head", or of the "layer", all key/value heads
             together.
@@ -59,8 +60,8 @@ class Encoding:
             each group and rounds it to the levels of a normal distribution, with a scale and no
             zero (see `kernels.quantize.rotated`); or "none".
         pre_rope: Keys are packed before RoPE, which each step applies at their positions.
-        boost: The number of channels of a head that have 4 bits: those with the largest range in a
-            group of tokens (keys with 2 bits per channel).
+        boost: The number of channels of a head that have 4 bits: 0, 8, 16, 32 or 64, those with the
+            largest range in a group of tokens (keys with 2 bits per channel).
         balance: The number of tokens of a rotated head in a tile, whose tokens and channels are
             divided by their standard deviations in turns (see `kernels.quantize.balanced`). Then
             `group` must equal `balance` per channel, and 0 per token. 0: no tiles.

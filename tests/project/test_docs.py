@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cache.saved_state import VERSION
+from kvloom.cache.layer_state import VERSION
 from kvloom.keep import SCORERS
 from kvloom.recipe import RECIPES
-from kvloom_lab.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

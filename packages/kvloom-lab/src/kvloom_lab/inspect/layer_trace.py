@@ -65,7 +65,7 @@ class LayerTrace:
     def plain(self, tokens: int) -> dict[str, Any]:
         """Return the record of the first `tokens` tokens as plain data; see `trace_recipe`."""
         evictor = self.layer.state.evictor
-        scored = evictor is not None and evictor.sums_scores
+        scored = evictor is not None and not evictor.keep.by_age
         return {
             "number": self.number,
             "budget": None if evictor is None else evictor.budget_tokens,

@@ -1,6 +1,6 @@
 """A cache as a file, which `Cache.save` writes and `Cache.load` reads.
 
-Decides what is in a file's metadata and which files are refused; `cache.saved_state` decides what
+Decides what is in a file's metadata and which files are refused; `LayerState.state` decides what
 of a cache is saved. The file is safetensors: tensors as the cache stores them (packed, without
 spare room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same.
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..cache.saved_state import VERSION, load_layer, save_layer
+from ..cache.layer_state import VERSION
 from ..errors import (
     CacheMisuse,
     IncompatibleRecipe,
@@ -118,13 +118,13 @@ def _restore(
 
 def _state(layer: Any) -> Any:
     """Return the state of a layer, kvloom's or transformers' own."""
-    return save_layer(layer.cache.state) if isinstance(layer, RoutedLayer) else stock_state(layer)
+    return layer.cache.state.state() if isinstance(layer, RoutedLayer) else stock_state(layer)
 
 
 def _load_state(layer: Any, saved: Any) -> None:
     """Load a saved state into a new layer."""
     if isinstance(layer, RoutedLayer):
-        load_layer(layer.cache.state, saved)
+        layer.cache.state.load_state(saved)
     else:
         load_stock_state(layer, saved)
 

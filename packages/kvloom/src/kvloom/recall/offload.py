@@ -15,24 +15,23 @@ from torch import Tensor
 
 from ..kernels.quantize.encoding import META, Encoding
 from ..kernels.select.reference import gather, gather_packed
+from ..state import Stateful
 from .tiers import FileRows, Rows, Tier, Traffic
 
 Block = Tensor | Sequence[Tensor]
 """Keys or values of tokens [B, Hk, T, D]: exact, or their codes, scales and zeros."""
 
 
-class OffloadBuffer:
+class OffloadBuffer(Stateful):
     """Keys, values, or both concatenated, in blocks: `unit` tokens of one row and head."""
+
+    counters = ("widths",)
+    children = ("rows",)
 
     def __init__(self, rows: Callable[[], Rows], encoding: Encoding | None, unit: int) -> None:
         self.encoding, self.unit = encoding, unit
         self.rows = [rows() for _ in range(1 if encoding is None else 3)]
         self.widths: list[int] = []  # last dimension of each of the rows' contents
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved."""
-        return sum(rows.nbytes for rows in self.rows)
 
     def put(self, part: Block, blocks: int) -> None:
         """Append a number of whole blocks."""
@@ -65,7 +64,7 @@ class OffloadBuffer:
         return gather_packed(codes, scale, zero, how.bits, how.axis, group, slots, dtype)[0, 0]
 
 
-class OffloadStore:
+class OffloadStore(Stateful):
     """Keys and values of the oldest tokens, by slot, in a tier.
 
     formats: of keys and of values, None where they are exact. unit: the store appends tokens in
@@ -77,6 +76,11 @@ class OffloadStore:
     An extent is a run of tokens offloaded while the batch stayed the same. `extents` int64 [E, 3]:
     its first slot, batch rows, first block; `source` int64 [B, E]: which of these rows is b's own.
     """
+
+    tensors = ("resident", "resident_index", "read_slots")
+    uncounted = ("like", "source")
+    counters = ("tokens", "reads", "extents", "traffic")
+    children = ("buffers",)
 
     def __init__(
         self,
@@ -94,21 +98,9 @@ class OffloadStore:
         self.forget()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in all, on the device and in the tier."""
-        return self.device_nbytes + sum(buffer.nbytes for buffer in self.buffers)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes; tensors on the device are changed in place."""
-        rows = [rows for buffer in self.buffers for rows in buffer.rows]
-        return [self, *self.buffers, *rows]
-
-    @property
     def device_nbytes(self) -> int:
         """Bytes of the tensors on the device."""
-        tensors = (self.resident, self.resident_index, *self.read_slots)
-        return sum(x.nbytes for x in tensors if x is not None)
+        return sum(x.nbytes for x in self._held(self.tensors))
 
     def forget(self) -> None:
         """Discard the resident copies on the device."""
@@ -181,42 +173,24 @@ class OffloadStore:
 
         Rows that are no longer in the batch stay, unless the batch has become smaller.
         """
-        if self.resident is not None and self.resident_index is not None:
-            self.resident, self.resident_index = fn(self.resident), fn(self.resident_index)
-            self.read_slots = [fn(x) for x in self.read_slots]
         if self.like is None:
             return
         batch = self.like.shape[0]
-        self.source, self.like = fn(self.source), fn(self.like)
+        super().map(fn)
         if self.like.shape[0] < batch:
             self._compact()
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        buffers = [
-            {"rows": [rows.state() for rows in buffer.rows], "widths": buffer.widths}
-            for buffer in self.buffers
-        ]
-        return {
-            "host": {"buffers": buffers, "extents": self.extents, "source": self.source},
-            **{name: getattr(self, name) for name in _STATE},
-            "traffic": list(self.traffic),
-        }
+        """Return the state, see `Stateful.state`."""
+        state = super().state()
+        return {"host": {name: state.pop(name) for name in _IN_HOST_MEMORY}, **state}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned."""
-        for name in _STATE:
-            setattr(self, name, state[name])
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
+        if state["host"]["buffers"] and not self.buffers:
+            self.buffers = self.empty_buffers(pinned=like is not None and like.is_cuda)
+        super().load_state({**state, **state["host"]}, like)
         self.traffic = Traffic(*state["traffic"])
-        host = state["host"]
-        self.extents, self.source = host["extents"], host["source"]
-        if host["buffers"] and not self.buffers:
-            pinned = self.like is not None and self.like.is_cuda
-            self.buffers = self.empty_buffers(pinned)
-        for buffer, saved in zip(self.buffers, host["buffers"], strict=True):
-            buffer.widths = saved["widths"]
-            for rows, x in zip(buffer.rows, saved["rows"], strict=True):
-                rows.load_state(x)
 
     def fresh(self) -> OffloadStore:
         """Return an empty store like this one, with its traffic."""
@@ -322,4 +296,4 @@ class OffloadStore:
         self.traffic = Traffic(old.hits + hits, old.misses + misses, old.nbytes + nbytes)
 
 
-_STATE = ("tokens", "like", "resident", "resident_index", "read_slots", "reads")
+_IN_HOST_MEMORY = ("buffers", "extents", "source")

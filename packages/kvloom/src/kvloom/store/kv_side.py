@@ -11,7 +11,6 @@ it does not depend on how a prompt was cut into chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from ..kernels.attend.kv_view import KVView
 from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
+from ..state import Stateful
 from .buffer import Buffer
 from .format_tokens import FormatTokens, FormatView
 from .formats import Format, Packed
@@ -31,12 +31,15 @@ Block = Tensor | Sequence[Tensor]
 """Tokens [B, Hk, T, D]: exact, or the tensors in which they are packed."""
 
 
-class KVSide:
+class KVSide(Stateful):
     """The keys, or the values, of a segment.
 
     recent: the number of newest tokens that always stay exact. calibrated, rope: as for
     `PackedTokens`.
     """
+
+    children = ("tail", "packed")
+    fixed = True
 
     def __init__(
         self,
@@ -66,16 +69,6 @@ class KVSide:
     def packed_count(self) -> int:
         """Tokens in the packed prefix."""
         return 0 if self.packed is None else self.packed.count
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self.tail] if self.packed is None else [self.tail, *self.packed.mutable]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
 
     def extend(
         self, x: Tensor, drop: int, nonpadding: Tensor | None = None, at: Positions | None = None
@@ -189,20 +182,3 @@ class KVSide:
         else:
             assert isinstance(self.packed, PackedTokens)
             self.packed.take(blocks, unit)
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        self.tail.map(fn)
-        if self.packed is not None:
-            self.packed.map(fn)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        packed = None if self.packed is None else self.packed.state()
-        return {"tail": self.tail.state(), "packed": packed}
-
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
-        self.tail.load_state(state["tail"])
-        if self.packed is not None:
-            self.packed.load_state(state["packed"], like)

@@ -18,6 +18,7 @@ from ..kernels.plan import OpPlan
 from ..kernels.quantize.byte_layout import PACK_BLOCK, rows_for
 from ..kernels.quantize.encoding import LayerEncoding, PackedTensors, RopeAngles
 from ..positions.rope import Rope
+from ..state import Stateful
 from .buffer import grown_capacity
 from .formats import Packed
 
@@ -63,7 +64,7 @@ class PackedAllocation:
     capacity: int
 
 
-class PackedTokens:
+class PackedTokens(Stateful):
     """The packed prefix of keys or values, in kvloom's own quantized format."""
 
     def __init__(
@@ -84,11 +85,6 @@ class PackedTokens:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return 0 if self.allocation is None else sum(x.nbytes for x in self.allocation.tensors)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self]
 
     @property
     def live(self) -> PackedTensors:

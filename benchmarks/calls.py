@@ -26,7 +26,7 @@ import record
 from kvloom.kernels import cpu_runtime
 
 PACKAGE = str(Path(kvloom.__file__).parent)
-RECIPES = ["full", "kivi", "minikv", "clusterkv", "h2o"]
+RECIPES = ["full", "kivi", "near-lossless", "small", "minikv", "clusterkv", "h2o"]
 
 
 class Steps:

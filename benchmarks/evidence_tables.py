@@ -26,7 +26,6 @@ FRONT = {  # the recommended recipe of a size, and the papers' own recipes of th
     "1/12": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
 }
 SCORES = (
-    ("perplexity", "perplexity"),
     ("perplexity", "kl_mean"),
     ("perplexity", "kl_p999"),
     ("free", "kl_mean"),
@@ -43,17 +42,16 @@ def table(figures: list[dict]) -> str:
     needles = {f["recipe"]: f["scores"].get("correct") for f in figures if f["task"] == "niah"}
     full = next(f["scores"]["perplexity"]["mean"] for f in rows if f["recipe"] == "full")
     lines = [
-        "| Recipe | Bytes | Perplexity | KL, mean | Agreement | Needles |",
+        "|Recipe|Bytes|Perplexity|KL, mean|Agreement|Needles|",
         "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda f: -f["share"]):
         s, found = row["scores"], needles.get(row["recipe"])
         kl = s["kl_mean"]
         lines.append(
-            f"| `{row['recipe']}` | {row['share']:.1%} | {s['perplexity']['mean'] / full:.3f}× | "
-            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}] | "
-            f"{s['agreement']['mean']:.1%} | "
-            f"{'' if found is None else format(found['mean'], '.0%')} |"
+            f"|`{row['recipe']}`|{row['share']:.1%}|{s['perplexity']['mean'] / full:.3f}×|"
+            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]|{s['agreement']['mean']:.1%}|"
+            f"{'' if found is None else format(found['mean'], '.0%')}|"
         )
     return "\n".join(lines)
 
@@ -75,31 +73,31 @@ def tasks(figures: list[dict]) -> str:
     }
     names = {f["recipe"] for f in figures if f["task"] == "ruler"}
     lines = [
-        f"| Recipe | Bytes | {' | '.join(columns.values())} |",
+        f"|Recipe|Bytes|{'|'.join(columns.values())}|",
         f"|---|---|{'---|' * len(columns)}",
     ]
     for name in sorted(names, key=lambda n: (-shares[n], n)):
-        row = " | ".join(cells.get((name, *column), "") for column in columns)
-        lines.append(f"| `{name}` | {shares[name]:.1%} | {row} |")
+        row = "|".join(cells.get((name, *column), "") for column in columns)
+        lines.append(f"|`{name}`|{shares[name]:.1%}|{row}|")
     return "\n".join(lines)
 
 
 def free(figures: list[dict]) -> str:
     """Return the scores of free-running generation as a Markdown table, by bytes."""
     lines = [
-        "| Recipe | Bytes | Free-running KL | Tokens until it differs |",
+        "|Recipe|Bytes|Free-running KL|Tokens until it differs|",
         "|---|---|---|---|",
     ]
     for row in sorted((f for f in figures if f["task"] == "free"), key=lambda f: -f["share"]):
         kl, tokens = (_interval(row["scores"][name]) for name in ("kl_mean", "diverged_at"))
-        lines.append(f"| `{row['recipe']}` | {row['share']:.1%} | {kl} | {tokens} |")
+        lines.append(f"|`{row['recipe']}`|{row['share']:.1%}|{kl}|{tokens}|")
     return "\n".join(lines)
 
 
 def front(figures: list[dict]) -> str:
     """Return the recommended recipe and the best other one of each task and size, as Markdown."""
     lines = [
-        "| Task | Bytes | Recommended | | Best of the papers' own | |",
+        "|Task|Bytes|Recommended||Best of the papers' own||",
         "|---|---|---|---|---|---|",
     ]
     for task, score in SCORES:
@@ -111,10 +109,10 @@ def front(figures: list[dict]) -> str:
             sign = 1 if higher_is_better(score) else -1
             best = max(names, key=lambda n: sign * by_recipe[n]["scores"][score]["mean"])
             cells = [
-                f"`{n}` {by_recipe[n]['share']:.0%} | {_interval(by_recipe[n]['scores'][score])}"
+                f"`{n}` {by_recipe[n]['share']:.0%}|{_interval(by_recipe[n]['scores'][score])}"
                 for n in (recommended, best)
             ]
-            lines.append(f"| {task}, {score} | {bound} | {' | '.join(cells)} |")
+            lines.append(f"|{task}, {score}|{bound}|{'|'.join(cells)}|")
     return "\n".join(lines)
 
 

@@ -18,13 +18,12 @@ from gpu_clock import Bench
 from kvloom.kernels import ops
 from kvloom.kernels.attend import reference as attend_ref
 from kvloom.kernels.quantize import reference as quant_ref
-from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec
+from kvloom.kernels.quantize.encoding import META, PackedTensors
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score import reference as score_ref
 from kvloom.kernels.score.noise import Noise
 from kvloom.kernels.score.triton import mass as score_gpu
-from kvloom.store import Packed
-from kvloom.store.formats import META
+from kvloom.store import Encoding, LayerEncoding, Packed
 from kvloom.store.kv_side import KVSide
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -89,18 +88,20 @@ def _quant(bench: Bench, fast: bool) -> Iterator[Case]:
             turn += 1
             if fast and turn % 5:
                 continue
-            spec = QuantSpec(bits, axis, group, META[meta])
+            how = Encoding(bits, axis, 0 if axis == "token" and group == d else group, meta)
+            spec = how.bind(2, d)
             what = f"{bits} bit per {axis} {group}, D={d}, {meta}, {dtype}"
-            yield "pack, unpack", what, 0.0, lambda s=spec, d=d, t=dtype: _packed(bench, s, d, t)
+            yield "pack, unpack", what, 0.0, lambda s=spec, t=dtype: _packed(bench, s, t)
 
 
-def _packed(bench: Bench, spec: QuantSpec, d: int, dtype: torch.dtype) -> float:
-    group, channel = spec.group, spec.axis == "channel"
+def _packed(bench: Bench, spec: LayerEncoding, dtype: torch.dtype) -> float:
+    how, group, d = spec.encoding, spec.group, spec.head_dim
+    channel = how.axis == "channel"
     b, h, n = 2, 2, 3 * group if channel else 29
     x = torch.randn(b, h, n, d).to(dtype)
     real = torch.arange(n) >= torch.tensor([0, group + 3])[:, None, None] if channel else None
-    codes, scale, zero = quant_ref.quantize(x, spec.bits, spec.axis, group, spec.meta, real)
-    packed = quant_ref.pack_codes(codes, spec.bits)
+    codes, scale, zero = quant_ref.to_codes(x.float(), spec, real)
+    packed = quant_ref.pack_codes(codes, how.bits)
     held = PackedTensors(*(torch.full_like(m.to(bench.device), 77) for m in (packed, scale, zero)))
     cut = n // 2 // group * group if channel else n // 2
     for lo, hi in ((0, cut), (cut, n)):
@@ -112,7 +113,7 @@ def _packed(bench: Bench, spec: QuantSpec, d: int, dtype: torch.dtype) -> float:
     )
     if bench.dry and dtype == torch.bfloat16:
         dtype = torch.float16  # the interpreter truncates to bf16
-    back = quant_ref.dequantize(codes, scale, zero, spec.axis, group, dtype)[:, :, 3:]
+    back = quant_ref.from_codes(codes, scale, zero, spec).to(dtype)[:, :, 3:]
     got = quant_gpu.unpack(held, spec, 3, n, dtype)
     if spec.meta != torch.float32:
         return wrong + float((got.cpu() != back).sum())

@@ -10,7 +10,7 @@ from kvloom.errors import RecipeError
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.store import Packed, Store
+from kvloom.store import Encoding, Packed, Store
 
 
 @pytest.fixture(autouse=True, params=dispatch.CHOICES)
@@ -26,10 +26,9 @@ by_reference = pytest.mark.parametrize(
 """Runs a test by the reference by default: its kernels take long to compile, or it needs none."""
 
 
-def _plain(fmt: Packed | None) -> tuple | None:
+def _plain(fmt: Packed | None) -> Encoding | None:
     """The fields of a format that a kernel is compiled for."""
-    fields = ("bits", "axis", "group", "meta", "transform", "pre_rope", "boost", "balance")
-    return fmt and tuple(getattr(fmt, name) for name in fields)
+    return fmt and fmt.encoding
 
 
 def _compiled_for(store: Store) -> tuple:

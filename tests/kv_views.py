@@ -15,8 +15,7 @@ from kvloom.kernels.attend.cpu import decode as cpu
 from kvloom.kernels.attend.cpu import gathered
 from kvloom.kernels.attend.pages import PageTable
 from kvloom.positions.rope import Rope
-from kvloom.store import Packed, Transform
-from kvloom.store.codec import Channels
+from kvloom.store import LayerEncoding, Packed
 from kvloom.store.packed import PackedTokens
 
 FP32 = torch.float32
@@ -36,8 +35,9 @@ def page_table(page, tokens, blocks):
 
 
 def channel(bits, group, meta="fp16", pre_rope=False, boost=0, **fields):
-    transform = Transform(**fields) if fields else None
-    return Packed(bits, "channel", group, meta, group, None, transform, pre_rope, boost)
+    return Packed(
+        bits, "channel", group, meta, residual=group, pre_rope=pre_rope, boost=boost, **fields
+    )
 
 
 def token(bits, group, meta="fp16"):
@@ -46,13 +46,11 @@ def token(bits, group, meta="fp16"):
 
 def balanced(bits, axis, tile, meta="fp16"):
     group = tile if axis == "channel" else 0
-    transform = Transform(hadamard=True)
-    return Packed(bits, axis, group, meta, tile, transform=transform, balance=tile)
+    return Packed(bits, axis, group, meta, residual=tile, rotation="head", balance=tile)
 
 
 def mapped(bits, group, meta="fp16", pre_rope=False, **fields):
-    transform = Transform(**fields)
-    return Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope)
+    return Packed(bits, "token", group, meta, pre_rope=pre_rope, **fields)
 
 
 def draw(shape, seed, dtype=FP32):
@@ -65,12 +63,12 @@ def draw(shape, seed, dtype=FP32):
 
 def known(fmt, hk, d):
     """What calibration might say of a layer."""
-    if fmt.transform is None:
+    if not fmt.regroups:
         return None
     g, count = torch.Generator().manual_seed(d), fmt.groups(hk, d)
-    group_of = None
-    if fmt.transform.reorder:
-        heads = hk if fmt.transform.span == "head" else 1  # that have groups of their own
+    group_of = fmt.consecutive(hk, d)
+    if fmt.reorder:
+        heads = hk if fmt.span == "head" else 1  # that have groups of their own
         own, channels = count // heads, hk * d // heads
         of = [torch.randint(own, (channels,), generator=g) for _ in range(heads)]
         for i, its in enumerate(of):
@@ -78,10 +76,13 @@ def known(fmt, hk, d):
             its += i * own
         group_of = torch.cat(of).view(hk, d)
     spread = 0.5 + torch.rand(count, generator=g)
-    return Channels(
+    return LayerEncoding(
+        fmt.encoding,
+        hk,
+        d,
         group_of,
         0.8 + 0.2 * torch.rand(count, generator=g),
-        0.5 + torch.rand(hk, d, generator=g) if fmt.transform.smooth else None,
+        0.5 + torch.rand(hk, d, generator=g) if fmt.smooth else None,
         -2 * spread,
         3 * spread,
     )
@@ -103,14 +104,14 @@ def kv_view(fmt, packed_end, n, b, hk, d, dtype, seed):
     packed_end = min(packed_end, n)
     packed_end -= packed_end % fmt.tokens_per_scale
     if not packed_end:
-        return cpu.KVView(None, x, fmt), x.float()
+        return cpu.KVView(None, x, fmt.encoding), x.float()
     held = PackedTokens(fmt, known(fmt, hk, d), rope(fmt, d))
     at = torch.tensor([0, -3, 70_000])[:b, None, None]  # where the rows begin
     for lo, hi in itertools.pairwise(sorted({0, packed_end // 2 // 128 * 128, packed_end})):
         held.append(x[:, :, lo:hi], at=at + torch.arange(lo, hi))
     view = held.view(at=at if fmt.pre_rope else None)
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
-    return cpu.KVView(view, x[:, :, packed_end:], fmt), exact
+    return cpu.KVView(view, x[:, :, packed_end:], fmt.encoding), exact
 
 
 def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
@@ -119,7 +120,7 @@ def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     q = draw((b, hq, t, d), seed, dtype)
     keys, k = kv_view(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
     values, v = kv_view(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
-    assert not cpu.problems(t, keys.tail, keys.fmt, values.fmt)
+    assert not cpu.problems(t, keys.tail, keys.encoding, values.encoding)
     got = cpu.attend(q, keys, values, 0.125, **options)
     options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
@@ -157,7 +158,7 @@ def chosen_agree(
     lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None
     g = torch.Generator().manual_seed(seed)
     slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]
-    assert not gathered.problems(1, keys.tail, kfmt, vfmt)
+    assert not gathered.problems(1, keys.tail, keys.encoding, values.encoding)
     got = gathered.attend(q, keys, values, slots, begin, 0.125, first=lead, **options)
     listed = []
     for x, before in ((k, 0), (v, 1)):

@@ -112,7 +112,7 @@ def ragged(layer: LayerCache) -> RaggedTokens:
 
 def outliers(layer: LayerCache) -> Segment:
     """The exact copies of marked tokens."""
-    return layer.state.outliers.segment
+    return layer.state.outliers.tokens
 
 
 def retriever(layer: LayerCache) -> Retriever:
@@ -127,7 +127,7 @@ def indexed(layer: LayerCache) -> int:
 
 def tier(layer: LayerCache) -> OffloadStore:
     """The tokens in host memory or in a file."""
-    return layer.state.retriever.offloaded
+    return layer.state.retriever.store
 
 
 # --- the last step -------------------------------------------------------------------------------

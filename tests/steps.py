@@ -15,7 +15,7 @@ from kvloom.kernels.quantize.byte_layout import unpack_codes
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import Packed, Store, Transform
+from kvloom.store import Packed, Store
 from kvloom.store.kv_side import KVSide
 from pairwise import some_slow
 
@@ -52,14 +52,14 @@ RECIPES: dict[str, Recipe] = {
         Packed(4, "token", 16, residual=8), Packed(2, "channel", 32, residual=32), recent=(7, 10)
     ),
     "fp8, layer": _store(
-        Packed(1.5, "token", 32, "fp8", transform=Transform(span="layer", clip=0.9)),
-        Packed(2, "token", 16, "fp8", transform=Transform(clip=0.95)),
+        Packed(1.5, "token", 32, "fp8", span="layer", clip=0.9),
+        Packed(2, "token", 16, "fp8", clip=0.95),
         sinks=2,
         recent=9,
     ),
     "rotated": _store(
-        Packed(3, "token", 0, transform=Transform(rotate=True)),
-        Packed(1.5, "token", 16, "fp8", transform=Transform(rotate=True)),
+        Packed(3, "token", 0, rotation="group"),
+        Packed(1.5, "token", 16, "fp8", rotation="group"),
         recent=4,
     ),
     "boosted": _store(
@@ -69,14 +69,14 @@ RECIPES: dict[str, Recipe] = {
         recent=(0, 9),
     ),
     "rotated heads": _store(
-        Packed(2, "channel", 16, residual=32, transform=Transform(hadamard=True)),
-        Packed(4, "token", 16, transform=Transform(hadamard=True)),
+        Packed(2, "channel", 16, residual=32, rotation="head"),
+        Packed(4, "token", 16, rotation="head"),
         sinks=2,
         recent=(0, 9),
     ),
     "balanced": _store(
-        Packed(4, "channel", 32, "bf16", 32, transform=Transform(hadamard=True), balance=32),
-        Packed(2, "token", 0, "fp16", 16, transform=Transform(hadamard=True), balance=16),
+        Packed(4, "channel", 32, "bf16", residual=32, rotation="head", balance=32),
+        Packed(2, "token", 0, "fp16", residual=16, rotation="head", balance=16),
         sinks=2,
     ),
     "sinks, packed": _store(

@@ -134,8 +134,8 @@ class CheckedLayer(RoutedLayer):
     def _exact_parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return index, keys and values of the sinks and the outliers."""
         layer, parts = self.cache, []
-        if layer.state.outliers is not None and layer.state.outliers.segment.index is not None:
-            own = layer.state.outliers.segment
+        if layer.state.outliers is not None and layer.state.outliers.tokens.index is not None:
+            own = layer.state.outliers.tokens
             assert own.index is not None
             parts.append((own.index.long(), own.exact_keys(), own.exact_values()))
         if layer.state.sinks is not None and layer.state.sinks.keys is not None:
@@ -225,8 +225,8 @@ class CheckedLayer(RoutedLayer):
             retriever = self.cache.state.retriever
             if tokens.offloaded:
                 assert retriever is not None
-                assert retriever.offloaded is not None
-                block = retriever.offloaded.raw(0, tokens.offloaded)[("keys", "values").index(name)]
+                assert retriever.store is not None
+                block = retriever.store.raw(0, tokens.offloaded)[("keys", "values").index(name)]
                 x = side.view_offloaded(block, tokens.offloaded)
                 parts.append(x if isinstance(x, Tensor) else x.tensor())
             if side.packed_count:
@@ -247,7 +247,7 @@ class CheckedLayer(RoutedLayer):
         if isinstance(packed, FormatTokens):
             return packed.fmt.unpack(packed.fmt.pack(x), x.dtype)
         at = tokens.positions(0, index.shape[2]) if side.needs_positions else None
-        again = PackedTokens(packed.fmt, packed.channels, packed.rope)
+        again = PackedTokens(packed.fmt, packed.calibrated, packed.rope)
         with dispatch.use("ref"):
             again.append(x, _at(visible, index), at)
             return again.view(at=at).tensor()

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import triton_runtime
-from kvloom.kernels.attend.kv_view import Channelwise, KVView
+from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.pages import PageTable
 from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel
 from kvloom.kernels.quantize.byte_layout import PACK_BLOCK, rows_for
-from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec
+from kvloom.kernels.quantize.encoding import Encoding, LayerEncoding, PackedTensors
 from kvloom.kernels.quantize.triton import pack as quantize_pack
 from kvloom.kernels.score.noise import Noise
 from kvloom.kernels.score.triton import mass
@@ -30,12 +30,20 @@ _META = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "fp8": torch.uint8}
 _B, _HK, _N = 1, 2, 4096
 
 
-def _packed(bits: float, axis: str, group: int = 32, meta: str = "fp16", kind: str = "") -> Any:
-    """A format; kind: "", "mapped", "smooth", "static" or "rotated"."""
-    transform = SimpleNamespace(rotate=kind == "rotated") if kind else None
-    return SimpleNamespace(
-        bits=bits, axis=axis, group=group, meta=meta, kind=kind, transform=transform
-    )
+_KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "mapped": {"span": "layer", "reorder": True},
+    "smooth": {"span": "layer", "reorder": True, "smooth": True},
+    "static": {"span": "layer", "reorder": True, "static": True},
+    "rotated": {"rotation": "group"},
+}
+
+
+def _packed(
+    bits: float, axis: str, group: int = 32, meta: str = "fp16", kind: str = ""
+) -> Encoding:
+    """An encoding of a kind."""
+    return Encoding(bits, axis, group, meta, **_KINDS[kind])
 
 
 def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int) -> KVView:
@@ -49,18 +57,16 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int) -> KVView:
         return KVView(None, empty(_B, _HK, _N, d))
     group = fmt.group or d
     shape = (_B, _HK, _N // group, d) if fmt.axis == "channel" else (_B, _HK, _N, d // group)
-    if fmt.kind and fmt.kind != "rotated":
+    if fmt.regroups:
         shape = (_B, 1, _N, max(1, _HK * d // group))
     meta = empty(*shape, dtype=_META[fmt.meta])
-    constant = empty(1, _HK, 1, d, dtype=FP32)
-    how = Channelwise(
-        group_of=empty(_HK, d, dtype=torch.int64) if fmt.kind in ("mapped", "smooth") else None,
-        fixed=(constant, constant) if fmt.kind == "static" else None,
-        divisor=empty(_HK, 1, d, dtype=FP32) if fmt.kind == "smooth" else None,
-        rotated=group if fmt.kind == "rotated" else 0,
-    )
+    ranges = empty(max(1, _HK * d // group), dtype=FP32)
+    layer = LayerEncoding(
+        fmt, _HK, d, empty(_HK, d, dtype=torch.int64) if fmt.regroups else None,
+        divisor=empty(_HK, d, dtype=FP32) if fmt.smooth else None, low=ranges, high=ranges,
+    )  # fmt: skip
     codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
-    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=packed_end, channelwise=how)
+    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=packed_end, layer=layer)
     return KVView(packed, tail, fmt)
 
 
@@ -201,14 +207,14 @@ def attend() -> Iterator[Variant]:
 def quantize() -> Iterator[Variant]:
     """Packing and unpacking: every number of bits along both axes."""
 
-    def of(spec: QuantSpec, d: int, begin: int, name: str, brief: bool) -> Iterator[Variant]:
-        rows, numbers = spec.scales(2, d) if spec.group_of is None else (1, 8)
+    def of(spec: LayerEncoding, begin: int, name: str, brief: bool) -> Iterator[Variant]:
+        d, how, (rows, numbers) = spec.head_dim, spec.encoding, spec.scales
         n = 256 + begin
         scale, zero = (
-            _meta(1, rows, n // spec.tokens_per_scale, numbers, dtype=spec.meta) for _ in range(2)
+            _meta(1, rows, n // how.tokens_per_scale, numbers, dtype=spec.meta) for _ in range(2)
         )
         tensors = PackedTensors(
-            _meta(1, 2, rows_for(n, spec.bits), d, dtype=torch.uint8), scale, zero
+            _meta(1, 2, rows_for(n, how.bits), d, dtype=torch.uint8), scale, zero
         )
         real = _meta(1, 1, 256, dtype=torch.bool)
         x = _meta(1, 2, 256, d, dtype=BF16)
@@ -219,16 +225,15 @@ def quantize() -> Iterator[Variant]:
 
     for bits, (per_block, _) in PACK_BLOCK.items():
         for axis, group, d, meta in (
-            ("channel", 32, 128, FP16),
-            ("token", 32, 128, FP16),
-            ("channel", 128, 80, BF16),
-            ("token", 80, 80, torch.float8_e4m3fn),
+            ("channel", 32, 128, "fp16"),
+            ("token", 32, 128, "fp16"),
+            ("channel", 128, 80, "bf16"),
+            ("token", 0, 80, "fp8"),
         ):
             begin = 0 if axis == "channel" or per_block == 1 else 1
-            name = f"{bits} bit per {axis} {group}"
-            yield from of(
-                QuantSpec(bits, axis, group, meta), d, begin, name, bits == 3 and d == 128
-            )
+            name = f"{bits} bit per {axis} {group or d}"
+            layer = Encoding(bits, axis, group, meta).bind(2, d)
+            yield from of(layer, begin, name, bits == 3 and d == 128)
 
 
 def score() -> Iterator[Variant]:

@@ -8,17 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 
-from for_each import for_each
-from kvloom.cache.saved_state import VERSION
+from kvloom.cache.layer_state import VERSION
 from kvloom.keep import SCORERS
 from kvloom.recipe import RECIPES
-from kvloom_lab.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc"
 
 
 def section(page, heading):
@@ -35,83 +31,32 @@ def rows(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-# command line
-
-PAGE = DOCS / "reference" / "command-line.md"
-GROUPS = "analyse", "bench"
+# generated tables
 
 
-def commands(group=None, name=""):
-    """Yield (name, options) of all commands; options: {"--context": default}."""
-    found = typer.main.get_command(app) if group is None else group
-    for own, command in found.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, f"{own} ")
-        else:
-            options = [one for one in command.params if one.param_type_name == "option"]
-            yield name + own, {one.opts[0]: one.default for one in options}
+@pytest.fixture
+def generate(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("generate")
 
 
-COMMANDS = dict(commands())
+def test_the_tables_of_the_reference_are_those_of_the_code(generate):
+    for page in generate.PAGES:
+        assert generate.filled(page.read_text()) == page.read_text()
 
 
-def documented(name):
-    """Return {"--context": "`2048`"}: the options that the page has for a command."""
-    group, _, own = name.rpartition(" ")
-    text = section(PAGE, f"## kvloom {group or own}")
-    if not group:
-        found = {}
-        for cells in rows(text)[2:]:
-            names, defaults = cells[0].split(", "), cells[1].split(", ")
-            if len(defaults) != len(names):
-                defaults = [cells[1]] * len(names)
-            names = [re.match("`(--[a-z-]+)", one)[1] for one in names]
-            found |= dict(zip(names, defaults, strict=True))
-        return found
-    header, _, *table = rows(text)
-    named = [cells for cells in table if cells[0] == f"`{own}`"]
-    prose = [line for line in text.splitlines() if not line.startswith("|")]
-    lines = [*(cells[1] for cells in named), *prose]
-    found = dict(re.findall("`(--[a-z-]+)(?: ([^` ]+))?`", "\n".join(lines)))
-    if not named:
-        column = header.index(f"`{own}`")
-        found |= {re.match("`(--[a-z-]+)", cells[0])[1]: cells[column] for cells in table}
-    return found
-
-
-def test_the_page_has_every_command():
-    pages = re.findall("^## kvloom (.*)$", PAGE.read_text(), flags=re.MULTILINE)
-    assert sorted(pages) == sorted({name.split()[0] for name in COMMANDS})
-
-
-@for_each("name", [name for name in COMMANDS if name != "recipes"])
-def test_options_and_defaults_of_a_command(name):
-    found = documented(name)
-    for_all = PAGE.read_text().partition("\n## ")[0]
-    for option, default in COMMANDS[name].items():
-        assert option in found or f"`{option}" in for_all, f"{option} is not documented"
-        if option not in found:
-            continue
-        text = found[option].strip("`")
-        if default is None:
-            assert not re.fullmatch(r"[\d.]+", text), option
-            assert found[option] == text, option
-        else:
-            assert text == ("off" if default is False else str(default)), option
-    own = re.findall("`(--[a-z-]+)", section(PAGE, f"## kvloom {name.split()[0]}"))
-    group = [options for other, options in COMMANDS.items() if other.split()[0] == name.split()[0]]
-    assert set(own) <= set().union(*group), "the page has an option that does not exist"
+def test_the_page_has_every_command(generate):
+    text = (DOCS / "reference" / "command-line.md").read_text()
+    marked = re.findall(r"^## kvloom (\w+)\n(?:(?!^## ).*\n)*?<!-- options \1 -->$", text, re.M)
+    assert sorted(marked) == sorted(generate.COMMANDS)
 
 
 # recipes
 
 
-@pytest.mark.parametrize(
-    ("page", "heading"), [(ROOT / "README.md", "## Recipes"), (DOCS / "recipes/index.md", "")]
-)
-def test_the_tables_of_recipes_have_every_recipe(page, heading):
-    text = section(page, heading) if heading else page.read_text()
-    names = [name for cells in rows(text) for name in re.findall("`([^`]+)`", cells[0])]
+def test_the_table_of_recipes_has_every_recipe():
+    table = rows((DOCS / "recipes" / "index.md").read_text())
+    names = [name for cells in table for name in re.findall("`([^`]+)`", cells[0])]
     assert sorted(names) == sorted(RECIPES)
 
 

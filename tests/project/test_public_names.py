@@ -24,13 +24,10 @@ PLUGIN_EXCEPTIONS = {
     "kvloom.kernels.attend.reference.merge",
     "kvloom.kernels.plan.OpPlan",
     "kvloom.kernels.quantize.byte_layout.rows_for",
-    "kvloom.kernels.quantize.spec.PackedTensors",
-    "kvloom.kernels.quantize.spec.RopeAngles",
+    "kvloom.kernels.quantize.encoding.PackedTensors",
+    "kvloom.kernels.quantize.encoding.RopeAngles",
     "kvloom.recipe.layers.listed",
     "kvloom.store.calibration.Calibration",
-    "kvloom.store.codec.Channels",
-    "kvloom.store.codec.Codec",
-    "kvloom.store.codec.codec",
     "kvloom.store.packed.PackedView",
 }
 

@@ -1,4 +1,14 @@
-"""The text of a run: which ids are read, and the text that each token adds."""
+"""`kvloom inspect`: run a recipe on a text, and record every layer and head as plain data.
+
+    from kvloom_lab.inspect import trace_recipe
+    from kvloom_lab.show.pages import inspect_page
+    Path("page.html").write_text(inspect_page(trace_recipe(model, tokenizer, "h2o", "some text")))
+
+Step 0 is after the prompt, step s is after the s-th generated token was read. An evicted or packed
+token stays so; hence one number for each token, the step of the change, describes all steps. The
+tokens that a step of recall reads change from step to step, so they are a list by step, as runs of
+consecutive tokens.
+"""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class PagedAttention:
         self.plan = OpPlan(ops.attend_pages)
         tails = tail.split(layout.head_dim, dim=-1)
         self.views = [
-            KVView(pages.whole(side), x, fmt)
-            for side, (x, (fmt, _)) in enumerate(zip(tails, layout.plan.sides, strict=True))
+            KVView(pages.whole(side), x, layer and layer.encoding)
+            for side, (x, layer) in enumerate(zip(tails, layout.encodings, strict=True))
         ]
 
     # --- one token each
@@ -89,9 +89,8 @@ class PagedAttention:
         views = []
         for side in (0, 1):
             stored = self.pages.gathered(side, blocks, numbers)
-            fmt = self.pages.layout.plan.sides[side][0]
             if isinstance(stored, PackedView):
-                views.append(KVView(stored, none, fmt))
+                views.append(KVView(stored, none, stored.layer.encoding))
             else:
                 views.append(KVView(None, stored))
         return ops.attend(q, *views, self.scale, visible=visible)

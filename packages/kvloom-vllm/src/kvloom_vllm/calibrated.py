@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from kvloom.errors import CalibrationError
 from kvloom.hf import CALIBRATION_FILE, identity
 from kvloom.recipe import Recipe
+from kvloom.store import LayerEncoding
 from kvloom.store.calibration import Calibration
-from kvloom.store.codec import Channels
 
 
 class Calibrated:
@@ -39,11 +39,13 @@ class Calibrated:
                 "calibrate it with `kvloom calibrate`"
             )
 
-    def channels(self, recipe: Recipe, layer: int) -> tuple[Channels | None, Channels | None]:
-        """Return the channels of keys and of values that a layer's plain recipe needs."""
+    def encodings(
+        self, recipe: Recipe, layer: int
+    ) -> tuple[LayerEncoding | None, LayerEncoding | None]:
+        """Return the calibrated encodings of keys and of values of a layer's plain recipe."""
         formats = recipe.store.quantized
         keys, values = (
-            self.file.channels(layer, side, formats[side]) if side in formats else None
+            self.file.encoding(layer, side, formats[side]) if side in formats else None
             for side in ("keys", "values")
         )
         return keys, values

@@ -1,8 +1,8 @@
 """Which attention backend an engine gets: kvloom's if it has a recipe, otherwise vLLM's own.
 
-vLLM resolves `choice.CPU_ATTN` by name, once per process and kind of layer, and keeps the class. So
-the class of either answer checks each layer it is used for: an engine of the same process with
-another answer is refused rather than served by the wrong class.
+vLLM resolves `CPU_ATTN` of this module by name, once per process and kind of layer, and keeps the
+class. So the class of either answer checks each layer it is used for: an engine of the same process
+with another answer is refused rather than served by the wrong class.
 """
 
 from __future__ import annotations

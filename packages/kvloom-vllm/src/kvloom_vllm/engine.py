@@ -104,11 +104,11 @@ class Engine:
         recipe = self.recipe.for_layer(number, geometry.numbers)
         store = recipe.store
         sinks = 0 if store.exact else recipe.protect.sinks
-        channels: tuple[Any, Any] = None, None
+        calibrated: tuple[Any, Any] = None, None
         if store.calibrated:
-            channels = self._calibrated(recipe).channels(recipe, number)
+            calibrated = self._calibrated(recipe).encodings(recipe, number)
         rope = rotary.rope(recipe) if store.pre_rope else None
-        return LayerPlan(store.keys, store.values, sinks, channels, rope)
+        return LayerPlan(store.keys, store.values, sinks, calibrated, rope)
 
     def _calibrated(self, recipe: Recipe) -> Calibrated:
         """Return the calibration that a layer's plain recipe names, read once."""

@@ -1,4 +1,4 @@
-"""The bytes of one layer's page, and tokens into a page and out of it by kvloom's codecs.
+"""The bytes of one layer's page, and tokens into a page and out of it by kvloom's encodings.
 
 A page holds the keys and values of `tokens` tokens in all key/value heads of a rank: per side the
 codes [H, rows, D], scales and zeros as kvloom's cache stores them, or exact tokens; then exact
@@ -18,10 +18,9 @@ from torch import Tensor
 from kvloom.errors import NotFinite
 from kvloom.kernels import ops
 from kvloom.kernels.quantize.byte_layout import rows_for
-from kvloom.kernels.quantize.spec import PackedTensors, RopeAngles
+from kvloom.kernels.quantize.encoding import PackedTensors, RopeAngles
 from kvloom.positions import Rope
-from kvloom.store import Packed
-from kvloom.store.codec import Channels, Codec, codec
+from kvloom.store import LayerEncoding, Packed
 from kvloom.store.packed import PackedView
 
 
@@ -35,13 +34,13 @@ class LayerPlan:
     keys: Packed | None
     values: Packed | None
     sinks: int = 0
-    channels: tuple[Channels | None, Channels | None] = (None, None)
+    calibrated: tuple[LayerEncoding | None, LayerEncoding | None] = (None, None)
     rope: Rope | None = None
 
     @property
-    def sides(self) -> tuple[tuple[Packed | None, Channels | None], ...]:
-        """Format and calibrated channels of keys and of values."""
-        return tuple(zip((self.keys, self.values), self.channels, strict=True))
+    def sides(self) -> tuple[tuple[Packed | None, LayerEncoding | None], ...]:
+        """Format and calibrated encoding of keys and of values."""
+        return tuple(zip((self.keys, self.values), self.calibrated, strict=True))
 
 
 class Piece(NamedTuple):
@@ -68,14 +67,14 @@ class PageLayout:
     ) -> None:
         self.plan, self.tokens, self.heads, self.head_dim = plan, tokens, heads, head_dim
         self.dtype = dtype
-        like = torch.empty(1, heads, 0, head_dim, dtype=dtype)
-        self.codecs: list[Codec | None] = [
-            None if fmt is None else codec(fmt, channels, like) for fmt, channels in plan.sides
+        self.encodings: list[LayerEncoding | None] = [
+            None if fmt is None else calibrated or fmt.encoding.bind(heads, head_dim)
+            for fmt, calibrated in plan.sides
         ]
         self.pieces: list[list[Piece]] = []
         end = 0
-        for one in self.codecs:
-            shapes = self._shapes(one)
+        for layer in self.encodings:
+            shapes = self._shapes(layer)
             pieces = []
             for shape, kind in shapes:
                 pieces.append(Piece(end, shape, kind))
@@ -85,16 +84,15 @@ class PageLayout:
         self.nbytes = self.sinks.end
         """Bytes that hold something; vLLM's page may have a few more."""
 
-    def _shapes(self, how: Codec | None) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _shapes(self, layer: LayerEncoding | None) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of a side's tensors: exact ones, or codes, scales and zeros."""
         h, n, d = self.heads, self.tokens, self.head_dim
-        if how is None:
+        if layer is None:
             return [((h, n, d), self.dtype)]
-        spec = how.spec
-        rows, numbers = spec.scales(h, d)
-        scales = ((rows, n // spec.tokens_per_scale, numbers), spec.meta)
-        zeros = ((*scales[0][:2], 0), spec.meta) if spec.rotated else scales
-        codes = (h, rows_for(n, spec.bits), d + spec.boost)
+        how, (rows, numbers) = layer.encoding, layer.scales
+        scales = ((rows, n // how.tokens_per_scale, numbers), layer.meta)
+        zeros = scales if how.zeros else ((*scales[0][:2], 0), layer.meta)
+        codes = (h, rows_for(n, how.bits), d + how.boost)
         return [(codes, torch.uint8), scales, zeros]
 
     @cached_property
@@ -139,10 +137,10 @@ class Pages:
         `NotFinite` for numbers that the format cannot hold.
         """
         layout, count = self.layout, self.layout.plan.sinks
-        for x, how, tensors, (fmt, _) in zip(
-            (k, v), layout.codecs, self.sides, layout.plan.sides, strict=True
+        for x, layer, tensors, (fmt, _) in zip(
+            (k, v), layout.encodings, self.sides, layout.plan.sides, strict=True
         ):
-            if how is None or fmt is None:
+            if layer is None or fmt is None:
                 tensors[0][blocks] = x
                 continue
             largest = float(x.abs().amax())
@@ -156,7 +154,7 @@ class Pages:
                 real = torch.ones(len(blocks), 1, layout.tokens, dtype=torch.bool)
                 real[numbers == 0, :, :count] = False
             packed = PackedTensors(*(t.new_empty(len(blocks), *t.shape[1:]) for t in tensors))
-            ops.pack(x, how.spec, packed, 0, real, self._back(numbers) if fmt.pre_rope else None)
+            ops.pack(x, layer, packed, 0, real, self._back(numbers) if fmt.pre_rope else None)
             for to, new in zip(tensors, packed, strict=True):
                 to[blocks] = new
         if count:
@@ -164,7 +162,7 @@ class Pages:
 
     def whole(self, side: int) -> PackedView | None:
         """Return keys (0) or values (1) of all blocks as packed; None: they are exact."""
-        if self.layout.codecs[side] is None:
+        if self.layout.encodings[side] is None:
             return None
         return self._view(side, self.sides[side], torch.zeros(1, 1, 1, dtype=torch.long))
 
@@ -173,19 +171,17 @@ class Pages:
 
         numbers: as in `write`.
         """
-        tensors, how = [t[blocks] for t in self.sides[side]], self.layout.codecs[side]
-        if how is None:
+        tensors = [t[blocks] for t in self.sides[side]]
+        if self.layout.encodings[side] is None:
             return tensors[0]
         return self._view(side, tensors, (numbers * self.layout.tokens)[:, None, None])
 
     def _view(self, side: int, tensors: list[Tensor], begin: Tensor) -> PackedView:
         """Return a view of packed pages; begin: int64 [n or 1, 1, 1], of their first tokens."""
-        layout, fmt = self.layout, self.layout.plan.sides[side][0]
-        how = layout.codecs[side]
-        assert fmt is not None
-        assert how is not None
-        turned = (layout.plan.rope, begin) if fmt.pre_rope else (None, None)
-        return PackedView(*tensors, fmt, 0, layout.tokens, layout.dtype, how, *turned)
+        layout, layer = self.layout, self.layout.encodings[side]
+        assert layer is not None
+        rope = (layout.plan.rope, begin) if layer.encoding.pre_rope else (None, None)
+        return PackedView(*tensors, layer, 0, layout.tokens, layout.dtype, *rope)
 
     def _back(self, numbers: Tensor) -> RopeAngles:
         """Return the angles by which keys of pages rotate back to position 0."""

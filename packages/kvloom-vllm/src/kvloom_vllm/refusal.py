@@ -85,7 +85,11 @@ def _nearest(recipe: Recipe) -> str:
     formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
     if not formats or min(fmt.bits for fmt in formats) > 3:
         return "near-lossless"
-    return "kivi" if all(fmt.transform is None for fmt in formats) else "balanced"
+    return (
+        "kivi"
+        if all(fmt.rotation == "none" and not fmt.regroups for fmt in formats)
+        else "balanced"
+    )
 
 
 def refuse_version(version: str) -> None:

@@ -17,7 +17,7 @@ def lines(recipe: str, layouts: Mapping[int, PageLayout], blocks: int, block: in
     """
     some = next(iter(layouts.values()))
     page = some.tokens
-    packed = [number for number, one in layouts.items() if any(one.codecs)]
+    packed = [number for number, one in layouts.items() if any(one.encodings)]
     exact = [number for number in layouts if number not in packed]
     plain = sum(one.exact_nbytes for one in layouts.values())
     fits, before = blocks * page, blocks * block // plain * page

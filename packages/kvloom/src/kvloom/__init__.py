@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
-    from .store import Packed, Store, Transform, register_format
+    from .store import Encoding, Packed, Store, register_format
 
 _WHERE = {
     "attach": "hf.attach",
@@ -57,9 +57,9 @@ _WHERE = {
     "Keep": "keep",
     "Outliers": "keep",
     "register_score": "keep",
+    "Encoding": "store",
     "Packed": "store",
     "Store": "store",
-    "Transform": "store",
     "register_format": "store",
 }
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "CacheMisuse",
     "CalibrationError",
     "Clusters",
+    "Encoding",
     "IncompatibleRecipe",
     "InputError",
     "Keep",
@@ -88,7 +89,6 @@ __all__ = [
     "Store",
     "TierError",
     "TopK",
-    "Transform",
     "UnsupportedModel",
     "attach",
     "detach",

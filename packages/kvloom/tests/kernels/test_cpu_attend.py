@@ -18,8 +18,7 @@ from for_each import for_each
 from kv_views import agrees, channel, draw, hidden, kv_view, mapped, token
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import decode as cpu
-from kvloom.store import Packed
-from kvloom.store.formats import Transform
+from kvloom.store import Encoding
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
 
@@ -162,7 +161,7 @@ def test_a_constant_group_and_subnormal_scales_come_back(meta):
     x[:, :, 32:, ::2] = 1e-6  # a scale that fp16 holds as a subnormal number
     view = PackedTokens(channel(2, 32, meta))
     view.append(x)
-    keys = cpu.KVView(view.view(), x[:, :, :0], view.fmt)
+    keys = cpu.KVView(view.view(), x[:, :, :0], view.fmt.encoding)
     q = draw((1, 1, 1, 32), 3)
     v = draw((1, 1, 64, 32), 4)
     got = cpu.attend(q, keys, cpu.KVView(None, v), 1.0)
@@ -172,8 +171,10 @@ def test_a_constant_group_and_subnormal_scales_come_back(meta):
 
 def test_what_is_not_covered_is_said():
     like = torch.zeros(1, 1, 4, 128)
-    assert cpu.problems(1, like, *KIVI[:2]) == []
-    said = cpu.problems(9, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, token(2, 32))
+    assert cpu.problems(1, like, *(fmt.encoding for fmt in KIVI[:2])) == []
+    said = cpu.problems(
+        9, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, token(2, 32).encoding
+    )
     assert len(said) == 4
     assert "head_dim=40" in said[0]
     assert "float64" in said[1]
@@ -185,10 +186,10 @@ def test_what_is_not_covered_is_said():
 @for_each(
     ("fmt", "problem"),
     [
-        (mapped(8, 32, rotate=True), "8 bit have more levels than registers hold"),
+        (mapped(8, 32, rotation="group"), "8 bit have more levels than registers hold"),
         (mapped(2, 16, span="layer"), "136 groups a token are more than 128"),
         (
-            mapped(2, 32, pre_rope=True, rotate=True),
+            mapped(2, 32, pre_rope=True, rotation="group"),
             "it does not read keys before RoPE that were divided or rotated",
         ),
         (
@@ -198,24 +199,14 @@ def test_what_is_not_covered_is_said():
     ],
 )
 def test_a_format_it_does_not_know_is_left_to_the_reference(fmt, problem):
-    assert cpu.problems(1, torch.zeros(1, 17, 4, 128), fmt) == [f"keys: {problem}"]
+    assert cpu.problems(1, torch.zeros(1, 17, 4, 128), fmt.encoding) == [f"keys: {problem}"]
 
 
 def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():
     @dataclass(frozen=True)
-    class Turned(Packed):
+    class Turned(Encoding):
         by: int = 0
-
-    @dataclass(frozen=True)
-    class Swapped(Transform):
-        swapped: bool = False
 
     like = torch.zeros(1, 1, 4, 128)
     assert cpu.problems(1, like, Turned(2, "token", 32)) == []
     assert cpu.problems(1, like, Turned(2, "token", 32, by=1)) == ["keys: by=1 is not supported"]
-    for swapped, problems in (
-        (False, []),
-        (True, ["values: transform: swapped=True is not supported"]),
-    ):
-        fmt = Packed(2, "token", 32, transform=Swapped(swapped=swapped))
-        assert cpu.problems(1, like, None, fmt) == problems

@@ -34,16 +34,16 @@ FORMS = {  # keys, values, head dimension
         mapped(1.5, 16, "fp8", static=True),
         32,
     ),
-    "turbo": (mapped(3, 0, rotate=True), mapped(1.5, 16, "fp8", rotate=True), 48),
-    "rotated heads": (channel(2, 32, hadamard=True), mapped(3, 16, hadamard=True), 48),
-    "boosted": (channel(2, 32, boost=16), mapped(2, 0, rotate=True), 32),
+    "turbo": (mapped(3, 0, rotation="group"), mapped(1.5, 16, "fp8", rotation="group"), 48),
+    "rotated heads": (channel(2, 32, rotation="head"), mapped(3, 16, rotation="head"), 48),
+    "boosted": (channel(2, 32, boost=16), mapped(2, 0, rotation="group"), 32),
     "balanced": (balanced(4, "channel", 128), balanced(2, "token", 32, "bf16"), 48),
     "more groups than a table holds, before RoPE": (
         mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True),
         mapped(2, 16, span="layer"),
         80,
     ),
-    "interleaved before RoPE": (channel(2, 32, pre_rope=True), mapped(4, 0, rotate=True), 80),
+    "interleaved before RoPE": (channel(2, 32, pre_rope=True), mapped(4, 0, rotation="group"), 80),
 }
 
 

@@ -21,7 +21,7 @@ from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import gathered
 from kvloom.kernels.attend.kv_view import KVView
-from kvloom.store import Packed
+from kvloom.store import Encoding
 from pairwise import some_slow
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -139,18 +139,18 @@ def test_what_is_not_covered_is_said():
     assert gathered.problems(1, like.to("meta")) == ["the tensors are on meta"]
     for fmt, problem in (
         (token(2, 64), "group=64 is not a multiple of 16 that divides 32"),
-        (mapped(8, 0, rotate=True), "8 bit have more levels than registers hold"),
+        (mapped(8, 0, rotation="group"), "8 bit have more levels than registers hold"),
         (
             mapped(2, 16, pre_rope=True, smooth=True),
             "it does not read keys before RoPE that were divided or rotated",
         ),
     ):
-        assert gathered.problems(1, like, fmt) == [f"keys: {problem}"]
+        assert gathered.problems(1, like, fmt.encoding) == [f"keys: {problem}"]
 
 
 def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():
     @dataclass(frozen=True)
-    class Rotated(Packed):
+    class Rotated(Encoding):
         rotate: bool = False
 
     fmt = Rotated(2, "token", 32, rotate=True)

@@ -20,13 +20,17 @@ FORMS = {  # keys, values, head dimension
         mapped(1.5, 16, "fp8", span="layer", reorder=True, clip="group"),
         32,
     ),
-    "divided and rotated": (mapped(3, 16, smooth=True), mapped(4, 16, "bf16", rotate=True), 48),
+    "divided and rotated": (
+        mapped(3, 16, smooth=True),
+        mapped(4, 16, "bf16", rotation="group"),
+        48,
+    ),
     "rotated and divided": (
-        mapped(1.5, 0, "fp32", rotate=True),
+        mapped(1.5, 0, "fp32", rotation="group"),
         mapped(8, 16, reorder=True, smooth=True),
         80,
     ),
-    "rotated heads": (channel(4, 16, hadamard=True), mapped(2, 0, hadamard=True), 80),
+    "rotated heads": (channel(4, 16, rotation="head"), mapped(2, 0, rotation="head"), 80),
     "fixed, more groups than lanes": (
         mapped(4, 16, span="layer", reorder=True, static=True, smooth=True),
         mapped(2, 16, span="layer", reorder=True),

@@ -11,7 +11,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import LayerMetadata, Packed, Store, Transform
+from kvloom.store import LayerMetadata, Packed, Store
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
 
@@ -27,15 +27,15 @@ CACHES = {
     **steps.RECIPES,
     "skvq's": Recipe(
         store=Store(
-            Packed(2, "token", 32, "fp8", transform=Transform("layer", clip=0.9), pre_rope=True),
-            Packed(1.5, "token", 32, "fp8", transform=Transform("layer")),
+            Packed(2, "token", 32, "fp8", span="layer", clip=0.9, pre_rope=True),
+            Packed(1.5, "token", 32, "fp8", span="layer"),
         ),
         protect=Protect(2, 7),
     ),
     "rotated before RoPE": Recipe(
         store=Store(
-            Packed(3, "token", 0, transform=Transform(rotate=True), pre_rope=True),
-            Packed(8, "token", 16, "bf16", transform=Transform(rotate=True)),
+            Packed(3, "token", 0, rotation="group", pre_rope=True),
+            Packed(8, "token", 16, "bf16", rotation="group"),
         ),
         protect=Protect(2, 7),
     ),
@@ -66,7 +66,7 @@ def test_what_is_left_to_the_reference_says_why():
     assert held.view().tensor().dtype == torch.float64
     with dispatch.use("ref"):
         PackedTokens(Packed(2, "token")).append(x)
-    rotated = PackedTokens(Packed(3, "token", 0, transform=Transform(rotate=True)))
+    rotated = PackedTokens(Packed(3, "token", 0, rotation="group"))
     rotated.append(x)
     assert rotated.view().tensor().dtype == torch.float32
     assert dispatch.ran == {

@@ -22,7 +22,9 @@ def pool(fmt, page, dtype, generator):
     x = torch.randn(BLOCKS, HEADS, page, D, generator=generator).to(dtype)
     tokens, begin = PackedTokens(fmt, rope=ROPE), torch.zeros(1, 1, 1, dtype=torch.long)
     tokens.append(x, at=begin + torch.arange(page))
-    return KVView(tokens.view(at=begin), torch.randn(x.shape, generator=generator).to(dtype), fmt)
+    return KVView(
+        tokens.view(at=begin), torch.randn(x.shape, generator=generator).to(dtype), fmt.encoding
+    )
 
 
 RAW_KEYS = "skvq:reorder=false,clip=1.0,group=32"  # before RoPE

@@ -8,23 +8,29 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bound_encodings import bound
 from for_each import for_each
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.cpu import pack as cpu
-from kvloom.kernels.quantize.rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
-from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
+from kvloom.kernels.quantize.encoding import (
+    META,
+    Encoding,
+    LayerEncoding,
+    PackedTensors,
+    RopeAngles,
+)
+from kvloom.kernels.quantize.rotated import rotate
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.positions.rope import Rope
-from kvloom.store import Packed, Transform
-from kvloom.store.formats import META
+from kvloom.store import Packed
 
 BITS = (1, 1.5, 2, 3, 4, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,59 +78,21 @@ def scattered(heads, dim, groups, seed):
     return group_of.view(heads, dim)
 
 
-def mapped(bits, meta, heads, dim, groups=5, seed=0, static=False, smooth=True, clip=None):
-    """A spec like SKVQ's, with everything a calibration may say."""
-    group_of = scattered(heads, dim, groups, seed)
-    divisor = torch.logspace(-1, 1, dim).repeat(heads, 1) if smooth else None
-    given = None
-    if static:
-        low, high = -torch.linspace(0, 2, groups), torch.linspace(0, 3, groups)
-        stored = ref.metadata(low, high, bits, meta)
-        given = tuple(ref.spread(m.view(1, 1, 1, -1), group_of) for m in stored)
-    return QuantSpec(
-        bits, "token", 0, meta, group_of, 1.0 if clip is None else clip, divisor, given
-    )
-
-
-def quantized(x, spec, real=None):
-    """Codes, scale and zero by the reference."""
-    if spec.rotated:
-        codes, scale = quantize_rotated(x, spec.bits, spec.group, spec.meta)
-        return codes, scale, scale[..., :0]
-    if spec.hadamard:
-        x = rotate(x.float())
-    if spec.balance:
-        codes, scale = ref.balanced(x, spec, real)
-        return codes, scale, scale[..., :0]
-    if spec.boost:
-        return ref.boosted(x, spec.group, spec.boost, spec.meta, real)
-    if spec.group_of is None:
-        return ref.quantize(x, spec.bits, spec.axis, spec.group, spec.meta, real)
-    x = x.float() if spec.divisor is None else x.float() / spec.divisor[:, None]
-    if spec.static is None:
-        return ref.quantize_mapped(x, spec.bits, spec.group_of, spec.meta, spec.clip)
-    none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=spec.meta)
-    return ref.encode(x, *spec.static, spec.bits), none, none
-
-
-def restored(codes, scale, zero, spec, dtype):
-    """Tokens by the reference."""
-    if spec.rotated:
-        return dequantize_rotated(codes, scale, spec.bits, spec.group, dtype)
-    if spec.hadamard:
-        plain = replace(spec, hadamard=False)
-        return unrotate(restored(codes, scale, zero, plain, torch.float32)).to(dtype)
-    if spec.balance:
-        return ref.unbalanced(codes, scale, spec)
-    if spec.boost:
-        return ref.unboosted(codes, scale, zero, spec.group, spec.boost).to(dtype)
-    if spec.group_of is None:
-        return ref.dequantize(codes, scale, zero, spec.axis, spec.group, dtype)
-    if spec.static is None:
-        x = ref.dequantize_mapped(codes, scale, zero, spec.group_of, torch.float32)
-    else:
-        x = torch.addcmul(spec.static[1], codes.float(), spec.static[0])
-    return (x if spec.divisor is None else x * spec.divisor[:, None]).to(dtype)
+def mapped(x, bits, meta, groups=5, seed=0, static=False, smooth=True, clip=None):
+    """An encoding like SKVQ's, with everything a calibration may say."""
+    heads, dim = x.shape[1], x.shape[3]
+    by_group = isinstance(clip, torch.Tensor)
+    name = next(n for n, dtype in META.items() if dtype == meta)
+    how = Encoding(
+        bits, "token", 16, name, span="layer", reorder=True, smooth=smooth, static=static,
+        clip=1.0 if static or clip is None else "group" if by_group else clip,
+    )  # fmt: skip
+    return LayerEncoding(
+        how, heads, dim, scattered(heads, dim, groups, seed),
+        clip=clip if by_group else None,
+        divisor=torch.logspace(-1, 1, dim).repeat(heads, 1) if smooth else None,
+        low=-torch.linspace(0, 2, groups), high=torch.linspace(0, 3, groups),
+    )  # fmt: skip
 
 
 def raw(x):
@@ -143,8 +111,8 @@ def room(x):
 
 def agrees(x, spec, cuts=(), real=None, stretch=None):
     """What the kernel packs, in parts, and unpacks is the reference's, and nothing else moves."""
-    codes, scale, zero = quantized(x, spec, real)
-    want = (ref.pack_codes(codes, spec.bits), scale, zero)
+    codes, scale, zero = ref.to_codes(x.float(), spec, real)
+    want = (ref.pack_codes(codes, spec.encoding.bits), scale, zero)
     (held_codes, *held_meta), wholes = zip(*(room(w) for w in want), strict=True)
     held = PackedTensors(held_codes, *held_meta)
     plain = PackedTensors(*(torch.zeros_like(part) for part in want))
@@ -160,9 +128,9 @@ def agrees(x, spec, cuts=(), real=None, stretch=None):
         assert (whole[:, :, part.shape[2] :] == GUARD).all()
     lo, hi = stretch or (0, x.shape[2])
     got = cpu.unpack(held, spec, lo, hi, x.dtype)
-    exact = restored(codes, scale, zero, spec, x.dtype)[:, :, lo:hi]
+    exact = ref.from_codes(codes, scale, zero, spec).to(x.dtype)[:, :, lo:hi]
     assert torch.equal(ref.unpack(plain, spec, lo, hi, x.dtype), exact)
-    if spec.meta == torch.float32 and not spec.rotated:
+    if spec.meta == torch.float32 and spec.encoding.rotation != "group":
         # whether torch rounds a product and a sum once or twice is its own affair
         size = exact.float().abs().max() if exact.numel() else 0.0
         tol = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}[x.dtype]
@@ -185,7 +153,7 @@ PLAIN = [
 def test_every_format(axis, meta, dtype, group, dim):
     x = draw((2, 2, 2 * group if axis == "channel" else 9, dim), dtype)
     for bits in BITS:
-        agrees(x, QuantSpec(bits, axis, group, META[meta]))
+        agrees(x, bound(x, bits, axis, group, meta))
 
 
 @every_format
@@ -194,7 +162,7 @@ def test_every_format(axis, meta, dtype, group, dim):
 def test_every_format_of_scattered_groups(meta, dtype, dim, static):
     x, clip = draw((2, 3, 11, dim), dtype), torch.linspace(0.8, 1.0, 5)
     for bits in BITS:
-        agrees(x, mapped(bits, META[meta], 3, dim, static=static, clip=clip))
+        agrees(x, mapped(x, bits, META[meta], static=static, clip=clip))
 
 
 @every_format
@@ -208,7 +176,7 @@ def test_every_format_of_rotated_groups(meta, dtype, size):
     dim, group = size
     x = draw((2, 2, 9, dim), dtype)
     for bits in BITS:
-        agrees(x, QuantSpec(bits, "token", group, META[meta], rotated=True))
+        agrees(x, bound(x, bits, "token", group, meta, rotation="group"))
 
 
 @pytest.mark.sample("values")
@@ -218,8 +186,8 @@ def test_every_format_of_rotated_groups(meta, dtype, size):
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_rotated_heads_are_quantized_by_range(bits, dtype, dim, axis):
     group = 16 if axis == "channel" else dim
-    spec = QuantSpec(bits, axis, group, torch.float16, hadamard=True)
-    agrees(draw((2, 2, 48, dim), dtype), spec)
+    x = draw((2, 2, 48, dim), dtype)
+    agrees(x, bound(x, bits, axis, group, "fp16", rotation="head"))
 
 
 @pytest.mark.sample("values")
@@ -227,11 +195,11 @@ def test_rotated_heads_are_quantized_by_range(bits, dtype, dim, axis):
 @pytest.mark.parametrize("meta", META)
 def test_rotated_vectors_of_any_size(bits, meta):
     """None, of which fp32 has no square, rounded to no scale, and the largest that are let in."""
-    fmt = Packed(bits, "token", 32, meta, transform=Transform(rotate=True))
+    fmt = Packed(bits, "token", 32, meta, rotation="group")
     some = torch.stack([torch.ones(32), torch.eye(32)[5], *rotate(torch.eye(32)).T.sign()[:3]])
     sizes = torch.tensor([0.0, 1e-38, 1e-30, 1e-23, 1e-20, 3e-8, 1e-4, fmt.largest])
     x = (sizes[:, None, None] * some).view(1, 1, -1, 32)
-    agrees(x, QuantSpec(bits, "token", 32, META[meta], rotated=True))
+    agrees(x, bound(x, bits, "token", 32, meta, rotation="group"))
 
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 8, 16, 20, 64, 80]))
@@ -250,17 +218,17 @@ def test_tokens_of_any_length_cut_anywhere(form, shape, layout, cuts, data):
     n = data.draw(st.integers(cuts[-1] if cuts else 0, 90))
     lo = data.draw(st.integers(0, n))
     hi = data.draw(st.integers(lo, n))
-    kind = data.draw(st.sampled_from(["plain", "mapped", "rotated", "hadamard"]))
+    kind = data.draw(st.sampled_from(["none", "mapped", "group", "head"]))
+    x = draw((b, h, n, d), dtype, n, layout)
     if kind == "mapped":
         groups = data.draw(st.integers(1, min(7, h * d)))
         static, smooth = data.draw(st.booleans()), data.draw(st.booleans())
         clip = data.draw(st.sampled_from([None, 0.9]))
-        spec = mapped(bits, meta, h, d, groups, n, static, smooth, clip)
+        spec = mapped(x, bits, meta, groups, n, static, smooth, clip)
     else:
         group = data.draw(st.sampled_from([g for g in (16, 32, 64, d) if d % g == 0]))
-        how = {} if kind == "plain" else {kind: True}
-        spec = QuantSpec(bits, "token", group, meta, **how)
-    agrees(draw((b, h, n, d), dtype, n, layout), spec, cuts, stretch=(lo, hi))
+        spec = bound(x, bits, "token", group, meta, rotation=kind)
+    agrees(x, spec, cuts, stretch=(lo, hi))
 
 
 @settings(max_examples=150)
@@ -280,13 +248,13 @@ def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data
     elif kind != "none":
         heads = h if kind == "each head's" else 1
         real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
-    rotated = {"hadamard": True}
+    rotated = {"rotation": "head"}
     tiles = rotated | {"balance": group}
     how = data.draw(st.sampled_from([{}, rotated, tiles, {"boost": 8}, {"boost": 32}]))
     bits = 2 if "boost" in how else bits
-    spec = QuantSpec(bits, "channel", group, meta, **how if how.get("boost", 0) < d else {})
-    if how is tiles and data.draw(st.booleans()):
-        spec = replace(spec, axis="token", group=d)
+    by_token = how is tiles and data.draw(st.booleans())
+    how = how if how.get("boost", 0) < d else {}
+    spec = bound(x, bits, *("token", d) if by_token else ("channel", group), meta, **how)
     agrees(x, spec, ends[:-1], real, (lo, hi))
 
 
@@ -301,20 +269,20 @@ def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
     kind = data.draw(st.sampled_from(["mapped", "channel", "token", "rotated"]))
     if kind != "rotated" and meta == torch.float32:
         meta = torch.float16  # of fp32, products are not all exact
-    if kind == "mapped":
-        spec = mapped(bits, meta, h, d, min(5, h * d), n)
-    elif kind == "channel":
-        spec = QuantSpec(bits, kind, 16, meta)
-    else:
-        spec = QuantSpec(bits, "token", d, meta, rotated=kind == "rotated")
     x = draw((b, h, n, d), dtype, n, layout)
-    codes, scale, zero = quantized(rope.rotate(x.float(), -at), spec)
+    if kind == "mapped":
+        spec = mapped(x, bits, meta, min(5, h * d), n)
+    elif kind == "channel":
+        spec = bound(x, bits, kind, 16, meta)
+    else:
+        spec = bound(x, bits, "token", d, meta, rotation="group" if kind == "rotated" else "none")
+    codes, scale, zero = ref.to_codes(rope.rotate(x.float(), -at), spec)
     held = PackedTensors(*(room(w)[0] for w in (ref.pack_codes(codes, bits), scale, zero)))
     cpu.pack(x, spec, held, 0, rope=RopeAngles(*rope.angles(-at), interleaved))
     assert torch.equal(held.codes, ref.pack_codes(codes, bits))
     assert torch.equal(raw(held.scale), raw(scale))
     got = cpu.unpack(held, spec, 0, n, dtype, RopeAngles(*rope.angles(at), interleaved))
-    flat = restored(codes, scale, zero, spec, torch.float32)
+    flat = ref.from_codes(codes, scale, zero, spec)
     assert torch.equal(got, rope.rotate(flat, at).to(dtype))
 
 
@@ -331,8 +299,8 @@ def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
     x = torch.zeros(1, 1, len(numbers), 16)
     x[..., 3] = numbers  # scale is its size, zero is 0 or it
     x = x.transpose(2, 3) if axis == "channel" else x
-    spec = QuantSpec(1, axis, 16, meta)
-    codes, *want = quantized(x, spec)
+    spec = bound(x, 1, axis, 16, meta)
+    codes, *want = ref.to_codes(x, spec)
     held = PackedTensors(*(room(w)[0] for w in (ref.pack_codes(codes, 1), *want)))
     cpu.pack(x, spec, held, 0)
     assert torch.equal(raw(held.scale), raw(want[0]))
@@ -343,15 +311,16 @@ def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
 def test_extremes_of_fp16(values):
     x = torch.tensor(values, dtype=torch.float16).repeat(64)[:64].expand(1, 1, 64, 64)
     for bits, axis in itertools.product(BITS[1:], ("channel", "token")):
-        agrees(x, QuantSpec(bits, axis, 32, torch.float16))
+        agrees(x, bound(x, bits, axis, 32, "fp16"))
 
 
 def test_storage_that_is_not_in_rows_is_read_but_not_written_to():
-    x, spec = draw((2, 2, 32, 64)), QuantSpec(2, "token", 32, torch.float16)
-    codes, scale, zero = quantized(x, spec)
+    x = draw((2, 2, 32, 64))
+    spec = bound(x, 2, "token", 32, "fp16")
+    codes, scale, zero = ref.to_codes(x, spec)
     held = PackedTensors(ref.pack_codes(codes, 2), scale, zero)
     apart = PackedTensors(*(p.transpose(2, 3).contiguous().transpose(2, 3) for p in held))
-    want = restored(codes, scale, zero, spec, torch.float32)
+    want = ref.from_codes(codes, scale, zero, spec)
     assert torch.equal(cpu.unpack(apart, spec, 0, 32, torch.float32), want)
     with pytest.raises(ValueError, match="must be contiguous"):
         cpu.pack(x, spec, apart, 0)
@@ -359,12 +328,13 @@ def test_storage_that_is_not_in_rows_is_read_but_not_written_to():
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_does_not_point_into_the_original(again):
-    spec = mapped(2, torch.float16, 2, 32)
-    agrees(draw((1, 2, 9, 32)), spec)
+    x = draw((1, 2, 9, 32))
+    spec = mapped(x, 2, torch.float16)
+    agrees(x, spec)
     copied = again(spec)
     assert spec.prepared
     assert not copied.prepared
-    agrees(draw((1, 2, 9, 32)), copied)
+    agrees(x, copied)
 
 
 @pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "Python's threads"])
@@ -376,33 +346,26 @@ def test_threads_share_the_work(monkeypatch, openmp):
         monkeypatch.setattr(team, "_openmp", lambda: None)
     x = draw((2, 2, 1920, 64), torch.bfloat16)
     for spec in (
-        QuantSpec(1.5, "channel", 128, torch.float16),
-        QuantSpec(3, "token", 32, torch.float16),
-        mapped(1.5, torch.float8_e4m3fn, 2, 64),
-        QuantSpec(3, "token", 64, torch.float16, rotated=True),
+        bound(x, 1.5, "channel", 128, "fp16"),
+        bound(x, 3, "token", 32, "fp16"),
+        mapped(x, 1.5, torch.float8_e4m3fn),
+        bound(x, 3, "token", 64, "fp16", rotation="group"),
     ):
         agrees(x, spec, [128, 640])
 
 
-@dataclass(frozen=True, eq=False)
-class Clustered(QuantSpec):
+@dataclass(frozen=True)
+class Clustered(Encoding):
     centroids: int = 0
 
 
-@for_each(
-    ("spec", "why"),
-    [
-        (QuantSpec(5, "token", 16, torch.float16), "bits=5 is none of 8, 4, 3, 2, 1.5, 1"),
-        (QuantSpec(4, "head", 16, torch.float16), "axis='head' is neither 'channel' nor 'token'"),
-        (QuantSpec(4, "token", 16, torch.float64), "meta=torch.float64 is none of"),
-        (Clustered(4, "token", 16, torch.float16, centroids=8), "centroids=8 is not supported"),
-    ],
-)
-def test_a_spec_that_kernels_do_not_know_is_refused_by_name(spec, why):
+def test_an_encoding_that_kernels_do_not_know_is_refused_by_name():
+    x = torch.zeros(1, 1, 1, 16)
+    new = Clustered(4, "token", 16, centroids=8).bind(1, 16)
     for module in (cpu, triton_pack):
-        (found,) = module.problems(spec, torch.device("meta"), torch.float32)[:1]
-        assert found.startswith(why)
-    assert ops.pack.bind(torch.zeros(1, 1, 1, 16), spec).backend == "ref"
-    known = Clustered(4, "token", 16, torch.float16)
+        problems = module.problems(new, torch.device("meta"), torch.float32)
+        assert problems[0] == "centroids=8 is not supported"
+    assert ops.pack.bind(x, new).backend == "ref"
+    known = Clustered(4, "token", 16).bind(1, 16)
     with dispatch.use("auto"):
-        assert ops.pack.bind(torch.zeros(1, 1, 1, 16), known).run is not None
+        assert ops.pack.bind(x, known).run is not None

@@ -10,7 +10,7 @@ from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.ragged import Spans, attend_ragged
 from kvloom.recipe import resolve
-from kvloom.store import Packed, Transform
+from kvloom.store import Packed
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
 
@@ -19,8 +19,8 @@ FORMS = {  # keys, values, dtype of exact tokens; the number of a head's tokens 
     "exact": (None, None, FP32, 1),
     "bf16": (None, None, torch.bfloat16, 1),
     "balanced": (
-        channel(4, 64, hadamard=True),
-        Packed(2, "token", 0, transform=Transform(rotate=True)),
+        channel(4, 64, rotation="head"),
+        Packed(2, "token", 0, rotation="group"),
         FP32,
         64,
     ),
@@ -39,7 +39,7 @@ def side(fmt, tokens, dtype, seed):
     packed = PackedTokens(fmt)
     packed.append(x)
     view = packed.view()
-    return KVView(view, x[:, :, :0], fmt), view._replace(dtype=FP32).tensor()
+    return KVView(view, x[:, :, :0], fmt and fmt.encoding), view._replace(dtype=FP32).tensor()
 
 
 def spans(counts):
@@ -110,7 +110,7 @@ def agrees_with_loops(found, q, k, v, where, visible=None, softcap=None):
 def test_what_the_kernel_does_not_read(recipe, why):
     store = resolve(recipe).store
     tail = torch.randn(1, 1, 0, D)
-    keys, values = (KVView(None, tail, fmt) for fmt in (store.keys, store.values))
+    keys, values = (KVView(None, tail, fmt and fmt.encoding) for fmt in (store.keys, store.values))
     q = torch.randn(1, 4, 1, D)
     with dispatch.use("auto"):
         assert why in ops.attend_ragged.choose(q, keys, values, spans([0, 0]), 0.125).why

@@ -30,7 +30,7 @@ SKVQ = Store(
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
     mapped(1.5, 16, "fp8", span="layer", reorder=True, clip="group"),
 )
-ROTATED = Store(mapped(3, 0, rotate=True), mapped(4, 16, rotate=True))
+ROTATED = Store(mapped(3, 0, rotation="group"), mapped(4, 16, rotation="group"))
 BEFORE_ROPE = Store(
     Packed(2, "channel", 16, residual=16, pre_rope=True), mapped(2, 16, smooth=True)
 )

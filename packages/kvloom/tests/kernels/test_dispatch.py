@@ -18,7 +18,7 @@ from kvloom.kernels.attend.triton import decode as triton_decode
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import Packed, Store
+from kvloom.store import LayerEncoding, Packed, Store
 from pairwise import some_slow
 
 
@@ -123,17 +123,18 @@ def test_a_kernel_that_fails_to_load_leaves_the_case_to_the_reference_visibly(mo
 
 
 class Lattice:
-    """A scheme from elsewhere, which shares no field with `QuantSpec`."""
+    """A scheme from elsewhere, which shares no field with `Encoding`."""
 
 
 def test_a_backend_refuses_a_scheme_and_a_format_that_it_does_not_know_by_name():
     x = torch.zeros(1, 1, 1, 16)
-    bound = ops.pack.bind(x, Lattice())
-    assert (bound.backend, bound.why) == ("ref", "Lattice is not a QuantSpec")
+    layer = LayerEncoding(Lattice(), 1, 16)
+    bound = ops.pack.bind(x, layer)
+    assert (bound.backend, bound.why) == ("ref", "Lattice is not supported")
     view = KVView(None, x, Lattice())
     bound = ops.attend.bind(x, view, KVView(None, x))
     assert (bound.backend, bound.why) == ("ref", "keys: Lattice is not supported")
-    assert triton_pack.problems(Lattice(), x.device, x.dtype)[0] == "Lattice is not a QuantSpec"
+    assert triton_pack.problems(layer, x.device, x.dtype)[0] == "Lattice is not supported"
     found = triton_decode.problems(1, x, None, Lattice())
     assert "values: Lattice is not supported" in found
 

@@ -8,6 +8,8 @@ fp32 and fp16.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,9 +21,7 @@ from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.triton import decode as gpu
 from kvloom.recipe.resolve import resolve
-from kvloom.store import Packed
-from kvloom.store.codec import Channels
-from kvloom.store.formats import Transform
+from kvloom.store import LayerEncoding, Packed
 from kvloom.store.packed import PackedTokens
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -47,11 +47,11 @@ def channel(bits, group=32, meta="fp16"):
 
 
 def token(bits, group=32, meta="fp16", **more):
-    return Packed(bits, "token", group, meta, transform=Transform(**more) if more else None)
+    return Packed(bits, "token", group, meta, **more)
 
 
 def hadamard(bits, axis, group):
-    return Packed(bits, axis, group, residual=group, transform=Transform(hadamard=True))
+    return Packed(bits, axis, group, residual=group, rotation="head")
 
 
 def channels(**which):
@@ -64,7 +64,7 @@ def channels(**which):
         "low": torch.full((4,), -2.0),
         "high": torch.full((4,), 2.5),
     }
-    return Channels(**{name: known[name] for name in which})
+    return tuple((name, known[name]) for name in which)
 
 
 LAYER = {"span": "layer", "reorder": True}
@@ -81,8 +81,9 @@ FORMS = {  # keys, values, head dimension, dtype, calibration
     "keys only": (token(8, 64, "fp32"), None, 256, FP16, None),
     "values only": (None, token(4, 16), 80, FP32, None),
     "exact": (None, None, 80, FP32, None),
-    "rotated": (token(3, 0, rotate=True), token(2, 16, "fp8", rotate=True), 96, FP32, None),
-    "keys rotated": (token(4, 32, rotate=True), token(2), 64, FP32, None),
+    "rotated": (token(3, 0, rotation="group"), token(2, 16, "fp8", rotation="group"), 96, FP32,
+                None),
+    "keys rotated": (token(4, 32, rotation="group"), token(2), 64, FP32, None),
     "rotated ranges": (hadamard(4, "channel", 16), hadamard(3, "token", 32), 96, FP32, None),
     "skvq": (token(2, 32, "fp8", clip=0.9, **LAYER), token(1.5, 32, "fp8", clip=0.9, **LAYER),
              64, FP32, channels(group_of=1)),
@@ -107,8 +108,11 @@ def kv_view(fmt, packed_end, n, d, dtype, known, seed):
     if fmt is not None and fmt.axis == "channel":
         packed_end -= packed_end % fmt.group
     if fmt is None or not packed_end:
-        return KVView(None, x, fmt), x.float()
-    held = PackedTokens(fmt, known)
+        return KVView(None, x, fmt and fmt.encoding), x.float()
+    layer = known and LayerEncoding(fmt.encoding, HK, d, **dict(known))
+    if layer and layer.group_of is None:
+        layer = replace(layer, group_of=fmt.consecutive(HK, d))
+    held = PackedTokens(fmt, layer)
     held.append(x[:, :, :packed_end].contiguous())
     view = held.view()
     if fmt.meta != "fp8":  # what lies behind the last group is not read
@@ -117,7 +121,7 @@ def kv_view(fmt, packed_end, n, d, dtype, known, seed):
             zero=torch.nn.functional.pad(view.zero, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
         )
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
-    return KVView(view, x[:, :, packed_end:], fmt), exact
+    return KVView(view, x[:, :, packed_end:], fmt.encoding), exact
 
 
 def both(form, n, packed_end, seed=0):
@@ -137,7 +141,7 @@ def agrees(form, hq, t, n, packed_end, **options):
     """The kernel's state is the reference's over the unpacked tokens, in fp32."""
     q = draw((B, hq, t, form[2]), 0, form[3])
     keys, values, k, v = both(form, n, packed_end)
-    assert gpu.problems(t, keys.tail, keys.fmt, values.fmt) == []
+    assert gpu.problems(t, keys.tail, keys.encoding, values.encoding) == []
     got = gpu.attend(q, keys, values, 0.125, **options)
     close(got, ref.attend(q.float(), k, v, 0.125, **options), form[3])
 
@@ -277,9 +281,9 @@ def test_what_is_not_covered_is_said(monkeypatch):
     pytest.importorskip("triton")
     like = torch.zeros(1, 1, 4, 64)
     pre_rope = Packed(2, "token", 32, pre_rope=True)
-    assert gpu.problems(1, like, channel(2), token(1.5, 0, "fp8")) == []
-    assert gpu.problems(1, like, pre_rope) == ["keys: pre_rope=True is not supported"]
-    assert gpu.problems(1, like, None, token(2, 128)) == [
+    assert gpu.problems(1, like, channel(2).encoding, token(1.5, 0, "fp8").encoding) == []
+    assert gpu.problems(1, like, pre_rope.encoding) == ["keys: pre_rope=True is not supported"]
+    assert gpu.problems(1, like, None, token(2, 128).encoding) == [
         "values: group=128 does not divide head_dim=64"
     ]
     assert gpu.problems(9, torch.zeros(1, 1, 4, 8)) == [

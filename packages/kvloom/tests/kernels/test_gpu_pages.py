@@ -16,7 +16,7 @@ from kvloom.kernels.attend.kv_view import KVView
 from kvloom.kernels.attend.pages import attend_pages
 from kvloom.kernels.attend.triton import paged
 from kvloom.recipe import resolve
-from kvloom.store.codec import Channels
+from kvloom.store import LayerEncoding
 from kvloom.store.packed import PackedTokens
 
 FP32, FP16 = torch.float32, torch.float16
@@ -35,10 +35,11 @@ def pool(fmt, page, dtype, seed, channels=None):
     """Return the blocks of a side, packed pages and exact tokens, between blocks of NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(BLOCKS, HEADS, page, D, generator=generator).to(dtype)
-    tokens = PackedTokens(fmt, channels)
+    layer = None if channels is None else LayerEncoding(fmt.encoding, HEADS, D, channels)
+    tokens = PackedTokens(fmt, layer)
     tokens.append(x)
     tail = torch.full((2 * BLOCKS, HEADS, page, D), torch.nan, dtype=dtype)[::2]
-    return KVView(tokens.view(), tail, fmt)
+    return KVView(tokens.view(), tail, fmt.encoding)
 
 
 def rows(page, tokens, views):
@@ -58,7 +59,7 @@ def agrees(keys, values, page, tokens, dtype, *, heads=6, sinks=0):
     if sinks:
         options["sinks"] = torch.randn(BLOCKS, 2, HEADS, sinks, D).to(dtype).unbind(1)
     full = [
-        KVView(view.packed._replace(dtype=FP32), view.tail.float(), view.fmt)
+        KVView(view.packed._replace(dtype=FP32), view.tail.float(), view.encoding)
         for view in (keys, values)
     ]
     want = attend_pages(
@@ -107,9 +108,8 @@ def test_exact_first_tokens(sinks):
 @needs_interpreter
 def test_channels_in_groups_across_heads():
     group_of = torch.cat([torch.arange(4), torch.randint(0, 4, (HEADS * D - 4,))])
-    channels = Channels(group_of=group_of.view(HEADS, D))
     recipe = "skvq:pre_rope=false,clip=0.9,group=32"
-    agrees(*sides(recipe, 32, FP32, channels), 32, mixed(32), FP32)
+    agrees(*sides(recipe, 32, FP32, group_of.view(HEADS, D)), 32, mixed(32), FP32)
 
 
 @needs_interpreter
@@ -133,11 +133,11 @@ def test_rows_without_a_full_page(tokens):
 
 def test_what_the_kernel_does_not_read():
     store, like = resolve("kivi").store, torch.empty(1, HEADS, 64, D)
-    formats = {"keys": store.keys, "values": store.values}
+    formats = {"keys": store.keys.encoding, "values": store.values.encoding}
     assert "2 queries" in " ".join(paged.problems(2, like, page=64, **formats))
     exact = paged.problems(1, like, page=64, **{**formats, "values": None})
     assert "values: pages of exact tokens" in " ".join(exact)
-    before_rope = resolve("skvq").store.keys
+    before_rope = resolve("skvq").store.keys.encoding
     assert "pre_rope" in " ".join(
         paged.problems(1, like, page=64, **{**formats, "keys": before_rope})
     )

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import interpreter
+from bound_encodings import bound, layer_encoding
 from kvloom.kernels.quantize import reference as ref
-from kvloom.kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
+from kvloom.kernels.quantize.encoding import META, PackedTensors, RopeAngles
 from kvloom.kernels.quantize.triton import pack as gpu
 from kvloom.positions.rope import Rope
-from kvloom.store.codec import Channels, Mapped
-from kvloom.store.formats import META, Packed, Transform
+from kvloom.store import Packed
 
 FP32, FP16 = torch.float32, torch.float16
 DIMS = {"channel": ((16, 80), (32, 64), (128, 16)), "token": ((16, 80), (32, 96), (80, 80))}
@@ -31,9 +31,9 @@ CASES = [
 
 def storage(b, h, tokens, d, spec, poison):
     """Room for `tokens` tokens in larger storage, all of it `poison`."""
-    rows, numbers = spec.scales(h, d)
-    lines = tokens // spec.tokens_per_scale
-    codes = torch.full((b, h, ref.rows_for(tokens, spec.bits) + 3, d), poison, dtype=torch.uint8)
+    how, (rows, numbers) = spec.encoding, spec.scales
+    lines = tokens // how.tokens_per_scale
+    codes = torch.full((b, h, ref.rows_for(tokens, how.bits) + 3, d), poison, dtype=torch.uint8)
     meta = torch.uint8 if spec.meta == torch.float8_e4m3fn else spec.meta
     scale, zero = (torch.full((b, rows, lines + 2, numbers), poison, dtype=meta) for _ in "sz")
     return PackedTensors(codes[:, :, :-3], scale[:, :, :-2], zero[:, :, :-2])
@@ -46,26 +46,26 @@ def same(got, want):
     assert torch.equal(got, want)
 
 
-def check(x, spec, quantize, dequantize, real=None, step=1e-6):
+def check(x, spec, real=None, step=1e-6):
     """Pack in two calls and unpack a stretch: as the reference does all at once."""
     b, h, n, d = x.shape
-    codes, scale, zero = quantize(x, real)
+    how, (codes, scale, zero) = spec.encoding, ref.to_codes(x.float(), spec, real)
     held = storage(b, h, n, d, spec, 113)
-    cut = n // 2 // spec.tokens_per_scale * spec.tokens_per_scale
+    cut = n // 2 // how.tokens_per_scale * how.tokens_per_scale
     for lo, hi in ((0, cut), (cut, n)):
         upto = PackedTensors(
-            held.codes[:, :, : ref.rows_for(hi, spec.bits)],
-            *(m[:, :, : hi // spec.tokens_per_scale] for m in held[1:]),
+            held.codes[:, :, : ref.rows_for(hi, how.bits)],
+            *(m[:, :, : hi // how.tokens_per_scale] for m in held[1:]),
         )
         here = None if real is None else real[:, :, lo:hi]
         gpu.pack(x[:, :, lo:hi], spec, upto, lo, here)
-    same(held.codes, ref.pack_codes(codes, spec.bits))
+    same(held.codes, ref.pack_codes(codes, how.bits))
     if spec.static is None:
         same(held.scale, scale)
         same(held.zero, zero)
     for lo, hi, dtype in ((0, n, FP32), (3, n - 2, FP16)):
         got = gpu.unpack(held, spec, lo, hi, dtype)
-        want = dequantize(codes, scale, zero, dtype)[:, :, lo:hi]
+        want = ref.from_codes(codes, scale, zero, spec).to(dtype)[:, :, lo:hi]
         if spec.meta == FP32 or spec.static is not None or spec.divisor is not None:
             # the interpreter rounds code * scale + zero twice
             torch.testing.assert_close(got, want, rtol=step, atol=step * float(x.abs().max()))
@@ -85,16 +85,9 @@ if interpreter.INTERPRETED:
         real = None
         if axis == "channel" and bits != 4:
             real = torch.arange(n) >= torch.tensor([0, group + 3])[:, None, None]
-        spec = QuantSpec(bits, axis, group, META[meta])
+        spec = bound(x, bits, axis, group, meta)
         step = 1e-6 if dtype == FP32 else 1e-3
-        check(
-            x,
-            spec,
-            lambda y, r: ref.quantize(y, bits, axis, group, META[meta], r),
-            lambda c, s, z, to: ref.dequantize(c, s, z, axis, group, to),
-            real,
-            step,
-        )
+        check(x, spec, real, step)
 
     @pytest.mark.parametrize("extra", ["", "clip", "smooth", "static"])
     @pytest.mark.parametrize(("bits", "meta"), [(2, "fp8"), (1.5, "fp16"), (3, "fp32")])
@@ -102,24 +95,25 @@ if interpreter.INTERPRETED:
         g = torch.Generator().manual_seed(7)
         group_of = (torch.randperm(96, generator=g) // 20).view(2, 48)
         more = {"clip": {"clip": "group"}, "smooth": {"smooth": True}, "static": {"static": True}}
-        transform = Transform(span="layer", reorder=True, **more.get(extra, {}))
-        fmt = Packed(bits, "token", 16, meta, transform=transform)
+        fmt = Packed(bits, "token", 16, meta, span="layer", reorder=True, **more.get(extra, {}))
         low = -torch.rand(5, generator=g) - 1
-        channels = Channels(
-            group_of,
-            torch.rand(5, generator=g) * 0.2 + 0.8 if extra == "clip" else None,
-            torch.rand(2, 48, generator=g) + 0.5 if extra == "smooth" else None,
-            low,
-            -low,
-        )
-        codec = Mapped(fmt, group_of, channels)
         x = torch.randn(2, 2, 11, 48, generator=g)
-        check(x, codec.spec, codec.quantize, codec.dequantize, step=1e-3)
+        layer = layer_encoding(
+            fmt,
+            x,
+            group_of=group_of,
+            clip=torch.rand(5, generator=g) * 0.2 + 0.8 if extra == "clip" else None,
+            divisor=torch.rand(2, 48, generator=g) + 0.5 if extra == "smooth" else None,
+            low=low,
+            high=-low,
+        )
+        check(x, layer, step=1e-3)
 
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_tokens_are_turned_before_and_back_after(interleaved):
         g = torch.Generator().manual_seed(1)
-        x, spec = torch.randn(1, 2, 32, 48, generator=g), QuantSpec(4, "channel", 16, FP16)
+        x = torch.randn(1, 2, 32, 48, generator=g)
+        spec = bound(x, 4, "channel", 16, FP16)
         rope = Rope(0.1 * torch.randn(16, generator=g).abs(), interleaved)
         at = torch.arange(5, 37).expand(1, 1, -1)
         back, there = (RopeAngles(*rope.angles(p), interleaved) for p in (-at, at))
@@ -132,7 +126,7 @@ if interpreter.INTERPRETED:
 
     def test_halves_are_rounded_to_even():
         x = torch.arange(0, 8, 0.5).repeat(4).view(1, 1, 4, 16)
-        spec = QuantSpec(3, "token", 16, FP32)
+        spec = bound(x, 3, "token", 16, FP32)
         x[..., -1] = 7.0  # scale 1
         held = storage(1, 1, 4, 16, spec, 9)
         gpu.pack(x, spec, held, 0)
@@ -146,8 +140,8 @@ else:
         interpreter.run(__file__)
 
     def test_what_is_not_covered_is_said():
-        rotated = QuantSpec(2, "token", 32, FP16, rotated=True)
+        rotated = bound(torch.zeros(1, 1, 1, 32), 2, "token", 32, FP16, rotation="group")
         said = gpu.problems(rotated, torch.device("cpu"), torch.float64)
         assert any("CUDA" in s for s in said)
-        assert any("rotated" in s for s in said)
+        assert "rotation=group is not supported" in said
         assert any("float64" in s for s in said)

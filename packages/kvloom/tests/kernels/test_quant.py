@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import naive
 from for_each import for_each
 from kvloom.kernels.quantize import reference as ref
-from kvloom.store.formats import META, Packed
+from kvloom.kernels.quantize.encoding import META
+from kvloom.store import Packed
 
 BITS = (1, 1.5, 2, 3, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from for_each import for_each
+from kvloom.kernels.quantize.encoding import META
 from kvloom.kernels.quantize.rotated import (
     dequantize_rotated,
     levels,
@@ -16,8 +17,7 @@ from kvloom.kernels.quantize.rotated import (
     rotate,
     unrotate,
 )
-from kvloom.store import Packed, Transform
-from kvloom.store.formats import META
+from kvloom.store import Packed
 
 BITS = (1, 1.5, 2, 3, 4, 8)
 # Max (1960), table I: levels of the optimum quantizer of the normal distribution, and its error
@@ -102,7 +102,7 @@ def test_zero_vectors_and_tiny_ones_stay_finite(meta, bits):
 @for_each("bits", BITS)
 @for_each("meta", META)
 def test_the_largest_numbers_let_in_do_not_overflow_the_scale(bits, meta):
-    fmt = Packed(bits, "token", 32, meta, transform=Transform(rotate=True))
+    fmt = Packed(bits, "token", 32, meta, rotation="group")
     x = fmt.largest * torch.stack([torch.ones(32), *rotate(torch.eye(32)).T.sign()[:3]])[None, None]
     codes, scale = quantize_rotated(x, bits, 32, META[meta])
     back = dequantize_rotated(codes, scale, bits, 32, torch.float32)

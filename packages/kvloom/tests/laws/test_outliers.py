@@ -20,7 +20,7 @@ from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import Packed, Store, Transform
+from kvloom.store import Packed, Store
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 
 pytestmark = by_reference  # their formats take long to compile
@@ -28,7 +28,7 @@ TOKEN = Store(Packed(2, "token", 16), Packed(1.5, "token", 32, "fp8"))
 KIVI = Store(Packed(2, "channel", 16, residual=32), Packed(2, "token", 16))
 KITTY = Store(
     Packed(2, "channel", 16, residual=32, boost=8),
-    Packed(2, "token", 16, transform=Transform(hadamard=True)),
+    Packed(2, "token", 16, rotation="head"),
 )
 STORES = {
     "per token": (TOKEN, 6),

@@ -17,7 +17,7 @@ from kvloom.keep import Budget, Keep, Mass
 from kvloom.positions.rope import Rope
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import LayerMetadata, Packed, Store, Transform
+from kvloom.store import LayerMetadata, Packed, Store
 from near import assert_near
 from steps import SOME, SOME_TOKENS, D, draw, feed
 
@@ -28,7 +28,7 @@ ROPES = {
     "interleaved": Rope(500.0 ** -(torch.arange(0, D, 2) / D), interleaved=True),
 }
 every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-LAYER = Packed(2, "token", 32, "fp32", pre_rope=True, transform=Transform(span="layer", clip=0.9))
+LAYER = Packed(2, "token", 32, "fp32", pre_rope=True, span="layer", clip=0.9)
 HEAD = Packed(3, "token", 16, "fp32", pre_rope=True)
 CHANNEL = Packed(2, "channel", 16, "fp32", residual=32, pre_rope=True)
 seeds = st.integers(0, 99)

@@ -261,12 +261,12 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
         (lambda: Recall(TopK(), tier=Tier()), "index='topk' reads every key"),
         (
             lambda: replace(resolve("clusterkv:tier=host"), store=resolve("skvq").store),
-            "keys: a tier takes tokens that are packed after RoPE, without a transform",
+            "keys: a tier takes tokens that are packed after RoPE, each head by itself",
         ),
         (
             lambda: replace(resolve("clusterkv:tier=host"), store=resolve("kitty").store),
-            "keys: a tier takes tokens that are packed after RoPE, without a transform and without "
-            "boost; leave out transform, pre_rope and boost, or the tier",
+            "keys: a tier takes tokens that are packed after RoPE, each head by itself, and not "
+            "rotated or boosted; use kivi or rtn without rotate, or leave out the tier",
         ),
         (
             lambda: replace(recipe("clusters", Tier()), store=resolve("kivi").store),

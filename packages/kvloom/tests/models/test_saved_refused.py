@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import kvloom
 from backends import by_reference
 from for_each import for_each
-from kvloom.cache.saved_state import VERSION
+from kvloom.cache.layer_state import VERSION
 from kvloom.errors import SavedCacheError, UnsupportedModel
 from kvloom.hf.metadata import identity
 from kvloom.store import files

@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from bound_encodings import bound, round_trip
 from kvloom.errors import RecipeError
 from kvloom.kernels.attend.cpu import decode, gathered
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.balanced import LEAST, MOST, deviations
 from kvloom.kernels.quantize.rotated import rotate
-from kvloom.kernels.quantize.spec import QuantSpec
 from kvloom.recipe.resolve import resolve
-from kvloom.store import Packed, Transform
-from kvloom.store.codec import codec
+from kvloom.store import Packed
 
 TILE, D = 32, 16
-ROTATED = Transform(hadamard=True)
 
 
 def tile(seed=0):
@@ -71,9 +69,9 @@ def by_loops(x, bits, keys):
 
 
 def spec(axis, bits, meta=torch.float32):
-    return QuantSpec(
-        bits, axis, TILE if axis == "channel" else D, meta, hadamard=True, balance=TILE
-    )
+    like = torch.empty(1, 1, 0, D)
+    group = TILE if axis == "channel" else D
+    return bound(like, bits, axis, group, meta, rotation="head", balance=TILE)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -146,11 +144,10 @@ def test_tiles_of_any_size_come_back(axis, meta):
     x[0, 1, 1:] = 0
     x[0, 2] = 3.7
     x[0, 3] *= 1e-9
-    fmt = Packed(4, axis, TILE if axis == "channel" else 0, meta, TILE, transform=ROTATED,
+    fmt = Packed(4, axis, TILE if axis == "channel" else 0, meta, residual=TILE, rotation="head",
                  balance=TILE)  # fmt: skip
     x[0, 4] *= fmt.largest / x[0, 4].abs().max()
-    how = codec(fmt, None, x)
-    back = how.dequantize(*how.quantize(x, None), torch.float32)
+    back = round_trip(x, fmt.encoding.bind(6, D))
     assert back.isfinite().all()
     assert (back[0, 0] == 0).all()
     error = (rotate(back) - rotate(x))[0, 4:].norm(dim=(1, 2)) / x[0, 4:].norm(dim=(1, 2))
@@ -158,22 +155,22 @@ def test_tiles_of_any_size_come_back(axis, meta):
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    with pytest.raises(RecipeError, match=r"use transform=Transform\(hadamard=True\)"):
+    with pytest.raises(RecipeError, match='use rotation="head"'):
         Packed(2, "channel", 32, residual=32, balance=32)
     with pytest.raises(RecipeError, match="per channel, a tile is a group; use group=32"):
-        Packed(2, "channel", 16, residual=32, transform=ROTATED, balance=32)
+        Packed(2, "channel", 16, residual=32, rotation="head", balance=32)
     with pytest.raises(RecipeError, match="per token, a token of a tile is a group; use group=0"):
-        Packed(2, "token", 32, residual=32, transform=ROTATED, balance=32)
+        Packed(2, "token", 32, residual=32, rotation="head", balance=32)
     with pytest.raises(RecipeError, match="pack no whole tiles of balance=64 tokens"):
-        Packed(2, "token", 0, residual=32, transform=ROTATED, balance=64)
+        Packed(2, "token", 0, residual=32, rotation="head", balance=64)
     with pytest.raises(RecipeError, match="balance=48 is not one of 0, 16, 32, 64, 128"):
-        Packed(2, "token", 0, residual=48, transform=ROTATED, balance=48)
+        Packed(2, "token", 0, residual=48, rotation="head", balance=48)
 
 
 def test_what_kernels_do_not_read_is_refused_by_name():
     like, store = torch.zeros(1, 2, TILE, 64), resolve("kvarn").store
-    assert not decode.problems(1, like, store.keys, store.values)
-    (problem,) = gathered.problems(1, like, None, store.values)
+    assert not decode.problems(1, like, store.keys.encoding, store.values.encoding)
+    (problem,) = gathered.problems(1, like, None, store.values.encoding)
     assert problem == "values: balance=128 is not read token by token"
-    (problem,) = decode.problems(1, like, store.values, None)
+    (problem,) = decode.problems(1, like, store.values.encoding, None)
     assert problem == "keys: it reads balanced tiles per channel, not per token"

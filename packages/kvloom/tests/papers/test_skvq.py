@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import naive
 import probe
+from bound_encodings import round_trip
 from kvloom.cache.layer import LayerCache
+from kvloom.kernels.quantize import reference as ref
 from kvloom.positions.rope import Rope
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.named.skvq import skvq, skvq_k2v1_5
 from kvloom.recipe.named.turbo import turbo
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.store import LayerMetadata, Packed, Transform
-from kvloom.store.codec import Channels, codec
+from kvloom.store import LayerEncoding, LayerMetadata, Packed, Store
 from steps import draw, feed, unpacked
 
 D, HK = 32, 2
@@ -26,16 +29,17 @@ ROPE = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
 SIZES = torch.tensor([8, 40, 4, 12])
 
 
-def layer(seed: int) -> LayerMetadata:
+def layer(seed: int, store: Store) -> LayerMetadata:
     """What calibration might say of a layer."""
     g = torch.Generator().manual_seed(seed)
 
-    def side() -> Channels:
+    def side(fmt: Packed) -> LayerEncoding:
         group_of = torch.empty(HK * D, dtype=torch.long)
         group_of[torch.randperm(HK * D, generator=g)] = torch.arange(4).repeat_interleave(SIZES)
-        return Channels(group_of.view(HK, D), 0.8 + 0.2 * torch.rand(4, generator=g))
+        clip = 0.8 + 0.2 * torch.rand(4, generator=g)
+        return LayerEncoding(fmt.encoding, HK, D, group_of.view(HK, D), clip)
 
-    return LayerMetadata(side(), side(), ROPE)
+    return LayerMetadata(side(store.keys), side(store.values), ROPE)
 
 
 def recipe(**options) -> Recipe:
@@ -51,15 +55,15 @@ def test_a_group_over_two_heads_by_hand():
     Ends -2 and 3: zero -2, scale 5/3. Codes: (-4 + 2) / s < 0 -> 0; (6 + 2) / s = 4.8 -> 3;
     (2 + 2) / s = 2.4 -> 2. Back: -2, 3, 4/3.
     """
-    fmt = Packed(2, "token", 16, "fp32", transform=Transform("layer", reorder=True, clip="group"))
+    fmt = Packed(2, "token", 16, "fp32", span="layer", reorder=True, clip="group")
     group_of = torch.tensor([[0, 1, 1], [1, 0, 0]])
     x = torch.tensor([[-4.0, 9, 9], [9, 6, 2]]).view(1, 2, 1, 3)
-    by = codec(fmt, Channels(group_of, torch.tensor([0.5, 1.0])), x)
-    codes, scale, zero = by.quantize(x, None)
+    layer = LayerEncoding(fmt.encoding, 2, 3, group_of, torch.tensor([0.5, 1.0]))
+    codes, scale, zero = ref.to_codes(x, layer)
     assert codes[0, :, 0].tolist() == [[0, 0, 0], [0, 3, 2]]
     assert scale[0, 0, 0].tolist() == pytest.approx([5 / 3, 0])
     assert zero[0, 0, 0].tolist() == [-2, 9]
-    back = by.dequantize(codes, scale, zero, torch.float32)[0, :, 0]
+    back = ref.from_codes(codes, scale, zero, layer)[0, :, 0]
     np.testing.assert_allclose(back, [[-2, 9, 9], [9, 3, 4 / 3]], rtol=1e-6)
 
 
@@ -68,11 +72,10 @@ def test_fp8_metadata_by_hand():
 
     -5.3: round(0.2 / 3.25) = 0 -> -5.5; 4.1: round(9.6 / 3.25) = 3 -> 4.25; 0: 2 -> 1.
     """
-    fmt = Packed(2, "token", 16, "fp8", transform=Transform("layer"))
+    fmt = Packed(2, "token", 16, "fp8", span="layer")
     x = torch.zeros(1, 1, 1, 16)
     x[..., 0], x[..., 1] = -5.3, 4.1
-    by = codec(fmt, None, x)
-    back = by.dequantize(*by.quantize(x, None), torch.float32)[0, 0, 0]
+    back = round_trip(x, fmt.encoding.bind(1, 16))[0, 0, 0]
     assert back.tolist() == [-5.5, 4.25] + [1.0] * 14
 
 
@@ -118,8 +121,8 @@ class Skvq:
                 self.v[b, :, i] = self._fake(self.v[b, :, i], self.known.values)
             self.done += 1
 
-    def _fake(self, x, channels: Channels):
-        args = channels.group_of.numpy(), self.meta, channels.clip.numpy()
+    def _fake(self, x, layer: LayerEncoding):
+        args = layer.group_of.numpy(), self.meta, layer.clip.numpy()
         return naive.mapped(x[:, None], self.bits, *args)[0][:, 0]
 
     @staticmethod
@@ -136,10 +139,11 @@ class Skvq:
 @pytest.mark.parametrize("bits", [1.5, 2, 4])
 @pytest.mark.parametrize("meta", ["fp32", "fp8"])
 def test_every_step_is_the_definition(prompt, bits, meta):
-    steps, known = 30, layer(prompt)
+    steps, made = 30, recipe(bits=bits, value_bits=bits, meta=meta)
+    known = layer(prompt, made.store)
     tokens = draw(prompt, prompt + steps, 2, 4, HK, D)
     q, k, v = (x.double().numpy() for x in tokens)
-    cache = LayerCache(recipe(bits=bits, value_bits=bits, meta=meta), metadata=known)
+    cache = LayerCache(made, metadata=known)
     paper = Skvq(bits, known, 3, 12, meta)
     got = cache.attend(*(x[:, :, :prompt] for x in tokens), scale=SCALE)
     want = paper.prompt(*(x[:, :, :prompt] for x in (q, k, v)))
@@ -159,7 +163,7 @@ def test_every_step_is_the_definition(prompt, bits, meta):
 
 def test_the_prompts_own_attention_and_the_window_are_exact():
     q, k, v = draw(0, 70, 2, 4, HK, D)
-    cache = LayerCache(recipe(), metadata=layer(0))
+    cache = LayerCache(recipe(), metadata=layer(0, recipe().store))
     got = feed(cache, q, k, v)
     want, _ = naive.attention(*(x.double().numpy() for x in (q, k, v)), SCALE, causal=True)
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=2e-6)
@@ -186,9 +190,9 @@ def test_folding_a_permutation_of_values_into_the_weights_changes_nothing_that_i
     """SKVQ folds its permutation into W_v and W_o. Here it is a map from channel to group, so the
     same weights with permuted value channels, and the map permuted alike, hold the same numbers.
     """
-    known, order = layer(1), torch.randperm(D)
+    known, order = layer(1, recipe().store), torch.randperm(D)
     q, k, v = draw(0, 70, 1, 4, HK, D)
-    values = known.values._replace(group_of=known.values.group_of[:, order])
+    values = replace(known.values, group_of=known.values.group_of[:, order])
     plain = LayerCache(recipe(), metadata=known)
     folded = LayerCache(recipe(), metadata=known._replace(values=values))
     new = draw(1, 4, 1, 4, HK, D)

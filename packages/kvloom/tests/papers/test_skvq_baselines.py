@@ -12,8 +12,7 @@ import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.positions.rope import Rope
 from kvloom.recipe.resolve import resolve
-from kvloom.store import LayerMetadata
-from kvloom.store.codec import Channels
+from kvloom.store import LayerEncoding, LayerMetadata, Packed
 from steps import draw
 
 D = 32
@@ -22,15 +21,15 @@ HEADS = [(2, 2), (4, 2), (4, 1)]  # MHA, GQA, MQA
 ROPE = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
 
 
-def channels(seed: int, hk: int, reorder: bool, smooth: bool) -> Channels:
+def calibrated(seed: int, hk: int, fmt: Packed) -> LayerEncoding:
     """What calibration might say of one side of a layer."""
     g = torch.Generator().manual_seed(seed)
     group_of, divisor = torch.arange(hk * D) // 16, None
-    if reorder:  # groups of unequal sizes over all heads
+    if fmt.reorder:  # groups of unequal sizes over all heads
         group_of = torch.randint(hk * D // 16, (hk * D,), generator=g)
-    if smooth:
+    if fmt.smooth:
         divisor = 0.5 + 3 * torch.rand(hk, D, generator=g)
-    return Channels(group_of.view(hk, D), None, divisor)
+    return LayerEncoding(fmt.encoding, hk, D, group_of.view(hk, D), None, divisor)
 
 
 @pytest.mark.sample("pairs")
@@ -40,10 +39,10 @@ def channels(seed: int, hk: int, reorder: bool, smooth: bool) -> Channels:
 @pytest.mark.parametrize("name", ["rptq", "smoothquant"])
 def test_skvqs_baselines_store_what_its_harness_stores(name, prompt, bits, heads):
     seed, hk = int(10 * bits) + prompt, heads[1]
-    sides = [channels(seed + i, hk, name == "rptq", name == "smoothquant") for i in (0, 1)]
-    layer = LayerCache(
-        resolve(f"{name}:bits={bits},group=16"), metadata=LayerMetadata(*sides, ROPE)
-    )
+    recipe = resolve(f"{name}:bits={bits},group=16")
+    formats = recipe.store.keys, recipe.store.values
+    sides = [calibrated(seed + i, hk, fmt) for i, fmt in enumerate(formats)]
+    layer = LayerCache(recipe, metadata=LayerMetadata(*sides, ROPE))
     q, k, v = draw(seed, prompt + 12, 2, *heads, D)
     for n in [prompt, *range(prompt + 1, prompt + 13)]:
         part = slice(layer.seen, n)

@@ -1,6 +1,6 @@
-"""The results of the sweep, and the tables that the page docs/guides/architectures.md has of them.
+"""The results of the sweep, and the lists that the page docs/guides/architectures.md has of them.
 
-The tables stand between `<!-- sweep -->` and `<!-- end -->`.
+The lists stand between `<!-- sweep -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[4] / "docs" / "guides" / "architectures.md"
 MARKED = re.compile(r"(<!-- sweep -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 GROUPS = "causal", "image-text"
-# Each table: its heading, the outcomes in it, and the heading of its column of details.
-TABLES = (
-    ("Equal", ("equal",), "Layers that kvloom compresses"),
-    ("Refused", ("refused",), "Reason"),
-    ("Wrong", ("different", "unused", "crash"), "What happens"),
-    ("Not compared", ("plain fails", "not built"), "Reason"),
+# Each section: its heading, and the outcomes in it.
+SECTIONS = {
+    "Equal": ("equal",),
+    "Refused": ("refused",),
+    "Wrong": ("different", "unused", "crash"),
+    "Not compared": ("plain fails", "not built"),
+}
+# What a reason has besides the reason: errors and classes before it, remedies and sizes in it.
+BESIDE = re.compile(
+    r"^\w+: (\w+ (cannot be used with kvloom: |(?=cannot be verified)))?(layer \d+: )?(\w+Error: )?"
+    r"|(?<=cannot be verified: ).*raises .*|;.*|,? of shape.*|,? which kvloom.*|, so this.*"
+    r"| by [\d.]+ of.*| of type <.*| of layers [\d-]+"
 )
-PREFIX = re.compile(r"^\w+: (\w+ (cannot be used with kvloom: |(?=cannot be verified)))?")
 Records = list[dict[str, Any]]  # of one model: its default form first
 
 
 def page() -> str:
-    """Return the page with the tables of the results between its marks."""
+    """Return the page with the lists of the results between its marks."""
     return MARKED.sub(lambda mark: mark[1] + text(load()) + mark[2], PAGE.read_text())
 
 
@@ -45,31 +50,47 @@ def load() -> dict[str, dict[tuple[str, str], Records]]:
 
 
 def text(results: dict[str, dict[tuple[str, str], Records]]) -> str:
-    """Return the counts and the tables as Markdown."""
-    versions = list(results)
+    """Return the counts and the models by outcome and reason as Markdown."""
     newest: dict[tuple[str, str], Records] = {}
     for models in results.values():
         newest |= models
     lines = _counts(results)
-    for title, outcomes, column in TABLES:
-        chosen = sorted(pair for pair in newest if newest[pair][0]["outcome"] in outcomes)
-        if not chosen:
-            continue
-        others = versions[:-1]
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            _row("Model type", "Class", column, "Other forms", *others),
+    for title, outcomes in SECTIONS.items():
+        chosen = [(name, r[0]) for (name, _), r in newest.items() if r[0]["outcome"] in outcomes]
+        if chosen:
+            lines += ["", f"## {title}", "", *_grouped(chosen)]
+    forms = [
+        (name, record)
+        for (name, _), (default, *others) in newest.items()
+        for record in others
+        if record["outcome"] != default["outcome"]
+    ]
+    lines += ["", "## Forms with another outcome", "", *_grouped(forms, "{form}: {outcome} ")]
+    for version, models in list(results.items())[:-1]:
+        changed = [
+            (pair[0], records[0])
+            for pair, records in models.items()
+            if records[0]["outcome"] != newest[pair][0]["outcome"]
         ]
-        lines += ["|---" * (4 + len(others)) + "|"]
-        for pair in chosen:
-            records = newest[pair]
-            before = [_in_version(results[version].get(pair), records) for version in versions[:-1]]
-            forms = [f"{r['form']}: {_form(r, records[0])}" for r in records[1:]]
-            names = (f"`{name}`" for name in pair)
-            lines.append(_row(*names, _detail(records[0]), "; ".join(forms), *before))
+        title = f"## Models with another outcome in transformers {version}"
+        lines += ["", title, "", *_grouped(changed, "{outcome} ")]
     return "\n".join(lines)
+
+
+def _grouped(records: list[tuple[str, dict[str, Any]]], label: str = "") -> list[str]:
+    """Return a list item for each reason, with the model types that it holds for.
+
+    label: a format of a record's fields, to stand before the reason.
+    """
+    types: dict[str, set[str]] = {}
+    for name, record in records:
+        reason = f"{label.format(**record)}({_detail(record)})" if label else _detail(record)
+        types.setdefault(reason, set()).add(name)
+    ordered = sorted(types.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [
+        f"- {reason}: {', '.join(f'`{name}`' for name in sorted(names))}"
+        for reason, names in ordered
+    ]
 
 
 def _counts(results: dict[str, dict[tuple[str, str], Records]]) -> list[str]:
@@ -85,7 +106,7 @@ def _counts(results: dict[str, dict[tuple[str, str], Records]]) -> list[str]:
     }
     rows = [_row("Outcome", *(f"{group}, {version}" for version, group in columns))]
     rows.append("|---" * (1 + len(columns)) + "|")
-    for outcome in (outcome for _, outcomes, _ in TABLES for outcome in outcomes):
+    for outcome in (outcome for outcomes in SECTIONS.values() for outcome in outcomes):
         numbers = [counted[column][outcome] for column in columns]
         if any(numbers):
             rows.append(_row(outcome, *map(str, numbers)))
@@ -93,40 +114,22 @@ def _counts(results: dict[str, dict[tuple[str, str], Records]]) -> list[str]:
 
 
 def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return f"|{'|'.join(cells)}|"
 
 
 def _detail(record: dict[str, Any]) -> str:
-    """Return the compressed layers of a model, or why there are none."""
+    """Return the layers that kvloom compresses, or why it compresses none."""
     if record["outcome"] != "equal":
         return {**NOT_BUILT, **PLAIN_FAILS}.get(record["type"]) or _reason(record)
-    kinds = record["layers"]
-    if record["compressed"] == len(kinds):
-        return "all"
-    share = f"{record['compressed']} of {len(kinds)}" if record["compressed"] else "none"
-    return f"{share}: " + ", ".join(f"{n} `{kind}`" for kind, n in Counter(kinds).items())
-
-
-def _form(record: dict[str, Any], default: dict[str, Any]) -> str:
-    """Return the outcome of another form of a model, and why, where that differs."""
-    outcome = record["outcome"]
-    if outcome == "equal" or record.get("detail") == default.get("detail"):
-        return outcome
-    return f"{outcome} ({_reason(record)})"
+    kept = sorted({f"`{kind}`" for kind in record["layers"]} - {"`full_attention`"})
+    if record["compressed"] == len(record["layers"]):
+        return "all layers"
+    return f"{'all layers but' if record['compressed'] else 'none of'} {', '.join(kept)}"
 
 
 def _reason(record: dict[str, Any]) -> str:
     """Return why a model is refused, or how it differs."""
     if "detail" not in record:
         return f"logits differ by {record['difference']:.0%} of the largest"
-    return PREFIX.sub("", record["detail"]).replace("|", "\\|")
-
-
-def _in_version(records: Records | None, newest: Records) -> str:
-    """Return the outcome in another version of transformers."""
-    if records is None:
-        return "–"
-    outcome = records[0]["outcome"]
-    if outcome == newest[0]["outcome"]:
-        return outcome
-    return f"{outcome}: {_detail(records[0])}"
+    reason = BESIDE.sub("", record["detail"])
+    return f"{reason}it needs more than tokens" if reason.endswith(": ") else reason

@@ -1,6 +1,23 @@
-"""Figures of an attention matrix, computed in blocks of rows.
+"""How attention is distributed over tokens, layer by layer, and how a recipe changes it.
 
-Memory grows with the number of tokens, not with its square.
+One pass measures everything: a prompt attends exactly under every recipe, so its queries and keys
+are those of the plain model; the steps after it attend to the recipe's cache. The figures:
+
+- sparsity (Keyformer, arXiv:2403.09054, figure 3a, which does not state its threshold): the share
+  of attention weights below 1% of the largest weight of their query row, among all causal weights
+  of all query heads and rows of the prompt.
+- cdf (figure 3b): the share of a query head's attention, summed over the prompt's rows, on its best
+  tokens, as a function of the fraction of tokens; the mean over query heads.
+- variance (MiniKV, arXiv:2411.18077, figure 7): the variance over tokens (divided by N - 1) of the
+  attention summed over the prompt's rows and over the query heads that share a key/value head; the
+  mean over key/value heads. Budgets by variance divide by it.
+- before, after (Keyformer, figure 4, equations 2 and 3): a token's score is the attention it
+  receives, averaged over the queries after the prompt, for every query head. Before: the softmax
+  runs over all tokens. After: over the tokens in the cache, with the same logits, so the shares of
+  evicted tokens go to the others. Keys are exact in both; quantization is not measured here.
+
+An attention matrix is computed in blocks of rows: memory grows with the number of tokens, not with
+its square.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""One layer's decode step: the attention of one query to a long context, and storing its token.
+"""What a benchmark compares: torch without a cache, transformers' caches, and kvloom's recipes.
 
-Decides what is compared: torch's SDPA without a cache, transformers' caches with the attention that
-transformers would call, and kvloom's recipes.
+`decode`: one layer's attention of one query to a long context, and storing its token. `prefill`: a
+prompt's attention in one layer, and what a cache does after it (score, evict, pack, index), which
+is also timed alone. `pack`: the quantization of a prompt alone; GB/s are of the exact keys and
+values. `generate`: whole decode steps of a Llama with random weights; a step reads the weights
+once, and what its cache reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and how recipes are read from one."""
+"""Options that several commands share, and what they read: recipes, models, texts, stdin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands write: tables to stdout, JSON, plots and pages to files."""
+"""What commands write, and how they end: results, rows of an interrupted run, the user's errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measure recipes on a model: `kvloom compare`, `kvloom eval`, `kvloom report`, `kvloom papers`.
 
-    from . import Settings, compare, load, prepare
+    from kvloom_lab.eval import Settings, compare, load, prepare
     model, tokenizer = load()                          # the reference model; or load("org/model")
     task = prepare(model, tokenizer, text, Settings(context=1024))
     rows = compare(model, ["full", "kivi:bits=4"], task)

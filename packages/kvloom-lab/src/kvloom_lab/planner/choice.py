@@ -1,7 +1,8 @@
-"""The published figures of the recipes that `kvloom_lab.auto` chooses from.
+"""`auto`: the best recipe of a model within its memory, or within a share of the cache's bytes.
 
-SmolLM2-135M-Instruct in bfloat16, 2,048 tokens: benchmarks/results/*/evidence_smollm2-2k.json. A
-test compares the figures with that file.
+Decides the order: the exact cache, then a recipe that was tuned for this model, then the recipe
+with the best published figures. These are of SmolLM2-135M-Instruct in bfloat16 after 2,048 tokens:
+benchmarks/results/*/evidence_smollm2-2k.json, with which a test compares them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Bytes of activations that a prompt needs at the widest place of a forward pass.
+"""What the planner knows of a model: its layers, weights, positions and activations.
 
-Runs the model's own forward pass on the meta device and adds up the tensors that are alive at once;
-nothing is computed. Attention is replaced by a function that returns an output of the right shape,
-as kvloom's attention stores no weights of attention.
+Everything comes from the config. The model is built on torch's meta device, which allocates no
+weights, so it is the model's own code that decides what there is to count. The activations of a
+prompt are the tensors that are alive at once in the model's own forward pass there; attention is
+replaced by a function that returns an output of the right shape. Decides which models are refused:
+those of which kvloom cannot count everything.
 """
 
 from __future__ import annotations

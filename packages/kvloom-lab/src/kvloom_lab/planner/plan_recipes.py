@@ -1,4 +1,7 @@
-"""The figures of one recipe in a plan: its bytes, the limits of memory, and the times of a step."""
+"""`plan`: bytes, limits and speed of recipes on a model, before anything runs.
+
+Decides the order of its steps, the settings that it refuses, and what a reader is warned of.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +239,7 @@ def plan(
         context: Tokens (default: 32,768, or the model's positions if they are fewer).
         batch: Rows.
         memory: Bytes (default: the hardware's).
-        hardware: A name in `planner.presets.PRESETS` such as "h100", "this" (measures this machine,
+        hardware: A name in `planner.hardware.PRESETS` such as "h100", "this" (measures this machine,
             and stores the result), a TOML file, or a `Hardware`.
         target: Tokens per second of the whole batch.
         on_step: Called with the number of units to measure; returns the function to report them to.

@@ -1,4 +1,4 @@
-"""Bytes of the cache that a recipe needs, and those that a decode step reads.
+"""Bytes of a recipe's cache, and what a decode step reads and computes.
 
 `CacheBytes.nbytes` is `Recipe.nbytes` and what transformers stores in layers with a sliding window.
 It evaluates each kind of layer once, because inverse questions try many contexts.

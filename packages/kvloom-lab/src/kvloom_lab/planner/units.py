@@ -1,4 +1,4 @@
-"""An estimate with its bounds."""
+"""Numbers of a plan: an estimate with its bounds, inverse questions, and sizes such as "24GiB"."""
 
 from __future__ import annotations
 

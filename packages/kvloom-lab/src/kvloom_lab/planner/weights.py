@@ -1,7 +1,8 @@
-"""Bytes of quantized matrices and experts, by the tensors that a checkpoint has for them.
+"""Bytes of a model's weights, and which of them a decode step reads.
 
-Decides which settings of a method have a layout that is described here. `settings` are the model's
-`quantization_config`; a matrix has `rows` outputs and `columns` inputs.
+Decides how quantized weights are counted: by the tensors that their checkpoint has for a matrix.
+`settings` are the model's `quantization_config`; a matrix has `rows` outputs and `columns` inputs.
+Refuses, by name, quantizations whose layout is not described here.
 """
 
 from __future__ import annotations

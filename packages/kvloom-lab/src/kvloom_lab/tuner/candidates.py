@@ -1,7 +1,7 @@
 """What a layer can be: a format of its keys, a format of its values, and the tokens that it keeps.
 
 The three are scored separately, and any three combine to a choice for a layer. Decides which
-formats and which kept tokens there are.
+formats and kept tokens there are, the recipe of layers with different choices, and its bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvloom.keep import Budget, Keep, Observation, Reconstruction, Scorer
 from kvloom.recipe import Geometry, LayerOverride, Protect, Recipe
-from kvloom.store import Format, Packed, Store, Transform
+from kvloom.store import Format, Packed, Store
 
 SINKS = 4  # first tokens that always stay: they cost little, and most models attend to them
 OBSERVED = 32  # queries of the prompt that score its tokens, as in SnapKV
@@ -27,15 +27,13 @@ GROUP = 32  # the same in recipes, where 4 bits lose less
 RECENTS = OBSERVED, 128  # newest tokens that eviction spares; the second where they are few
 EXACT = "exact"
 ALL = "all"
-_TURBO = Transform(rotate=True)
-_ROTATED = Transform(hadamard=True)
 FORMATS: dict[str, dict[str, Format | None]] = {
     "keys": {
         EXACT: None,
         "kivi-8": Packed(8, "channel", 32, residual=32),
         **{
             f"rotated-{bits}": Packed(
-                bits, "channel", SCORED_GROUP, residual=SCORED_GROUP, transform=_ROTATED
+                bits, "channel", SCORED_GROUP, residual=SCORED_GROUP, rotation="head"
             )
             for bits in (2, 3, 4)
         },
@@ -43,7 +41,7 @@ FORMATS: dict[str, dict[str, Format | None]] = {
     "values": {
         EXACT: None,
         "kivi-8": Packed(8, "token", 32),
-        **{f"turbo-{bits}": Packed(bits, "token", 0, transform=_TURBO) for bits in (2, 3, 4)},
+        **{f"turbo-{bits}": Packed(bits, "token", 0, rotation="group") for bits in (2, 3, 4)},
     },
 }
 """The formats of keys and of values by name: exact, KIVI's, the same rotated, and TurboQuant's."""
@@ -170,7 +168,7 @@ def parts(choice: Choice, shape: RecipeShape, share: float | None = None) -> dic
         budget = Budget(fraction=share, recent=recent, layers=layers, heads=kept.heads)
         keep = Keep(budget, kept.scorer, when="prompt", group=kept.group)
     keys = FORMATS["keys"][choice.keys]
-    if isinstance(keys, Packed) and keys.transform is not None:
+    if isinstance(keys, Packed) and keys.rotation != "none":
         keys = replace(keys, group=shape.group, residual=shape.group)
     return {"keep": keep, "store": Store(keys, FORMATS["values"][choice.values])}
 

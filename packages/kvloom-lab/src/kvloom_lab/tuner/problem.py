@@ -1,5 +1,10 @@
-"""What a recipe is tuned for: the least divergence within some bytes, or the fewest bytes within
-some divergence.
+"""Which layers get which choices: the bound, the choice as a knapsack, and whole recipes measured.
+
+The scores of layers are measured one layer at a time and added. Some problems choose a share of the
+prompt for each layer alone. Some begin with a share that all layers keep together: a layer keeps
+what it would win where the heads of all layers compete for such a budget, or for one of the two
+next larger ones. Some have one uniform recipe. Together, layers may cost more or less than their
+sum, so whole recipes are measured, and correct the predicted costs of keys, values and kept tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How much text tuning reads, and which of its tokens are compressed."""
+"""Tune a recipe for a model: score its layers, solve, measure the best recipes, correct the costs.
+
+Layers are scored in float32: in bfloat16, rounding alone hides what one layer's format costs.
+"""
 
 from __future__ import annotations
 

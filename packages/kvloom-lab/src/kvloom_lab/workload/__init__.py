@@ -1,1 +1,1 @@
-"""The inputs of commands: models, texts, one timed forward pass, caches filled without a prompt."""
+"""The inputs of measurements: texts, shared forward passes, filled caches, files and the clock."""

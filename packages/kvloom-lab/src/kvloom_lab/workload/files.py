@@ -1,7 +1,8 @@
-"""Files of JSON lines, one object a line.
+"""Files that are written whole: JSON lines, files of kvloom's cache folder, and tuned recipes.
 
-Decides how they are read and grow: every line is written whole, so an interrupted run leaves at
-most one damaged last line, which is removed; an error names the file and the line.
+Of JSON lines, every line is written whole, so an interrupted run leaves at most one damaged last
+line, which is removed; an error names the file and the line. `kvloom tune` stores recipes in one
+folder for each model's weights, where `kvloom_lab.auto` reads them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The shape of a benchmark: heads, head dimension, batch and dtype of a layer; sizes of a model.
+"""Layers with random content: the shape of a benchmark, and caches filled without a prompt.
 
-Decides which shapes are refused, before anything is allocated.
+Keys, values, calibrations and the queries that scores need are random: the speed of a cache does
+not depend on their values. A layer stores tokens as it does after a prompt's attention. Decides
+which shapes are refused, before anything is allocated.
 """
 
 from __future__ import annotations

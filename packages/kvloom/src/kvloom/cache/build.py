@@ -8,9 +8,9 @@ from ..positions.rope import Rope
 from ..recipe.layers import budget_key
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
-from .coordinator import Coordinator
 from .layer import LayerCache
 from .layer_state import LayerState
+from .score_evictor import ScoreEvictor
 
 
 def build_layers(
@@ -19,7 +19,7 @@ def build_layers(
     metadata: Sequence[LayerMetadata],
     rope: Rope | None = None,
 ) -> list[LayerCache]:
-    """Return one empty `LayerCache` per layer; layers that decide together share a coordinator.
+    """Return one empty `LayerCache` per layer; layers that decide together know each other.
 
     numbers: the model's numbers of these layers. metadata: of each of them. rope: rotates keys in
     layers whose recipe renumbers positions.
@@ -39,14 +39,12 @@ def build_layers(
 
 
 def coordinate(layers: Sequence[LayerCache]) -> None:
-    """Give one coordinator to layers that divide one budget and need each other's scores."""
+    """Make layers known to each other that divide one budget and need each other's scores."""
     by_budget: dict[Hashable, list[LayerState]] = {}
     for layer in layers:
         state = layer.state
-        if state.evictor is not None and state.evictor.waits:
+        if isinstance(state.evictor, ScoreEvictor) and state.evictor.joint:
             by_budget.setdefault(budget_key(state.recipe), []).append(state)
     for together in by_budget.values():
-        keep = together[0].recipe.keep
-        coordinator = Coordinator(together, keep is not None and keep.shared)
         for state in together:
-            state.coordinator = coordinator
+            state.together = together

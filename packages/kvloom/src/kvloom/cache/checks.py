@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import CacheMisuse, NotFinite
 from ..kernels.append.reference import within
+from .evictor import Phase
 from .layer_state import LayerState
 from .step import StepInputs
 
@@ -25,7 +26,7 @@ def checked(state: LayerState, given: StepInputs) -> StepInputs:
             f"{state.name}: the rule for outliers reads token ids; run the layer by its model"
         )
     tokens, evictor = state.seen + k.shape[2], state.evictor
-    if evictor is not None and not evictor.begun and tokens > state.recipe.start:
+    if evictor is not None and evictor.phase is Phase.EMPTY and tokens > state.recipe.start:
         evictor.check_prompt(tokens)
     visible, alibi = queries.visible, queries.alibi
     if visible is not None:
@@ -84,12 +85,12 @@ def check_crop(state: LayerState, tokens: int) -> None:
     storage, evictor = state.storage, state.evictor
     draft = 0 if state.uncommitted is None else state.uncommitted.tokens
     remedy = "call activate_past_recording() before the step that is to be undone"
-    if tokens > draft and not (evictor is not None and evictor.done):
+    if tokens > draft and evictor is not None and evictor.phase is not Phase.DONE:
         if state.dropped > 0:
             raise CacheMisuse(
                 f"{state.name}: crop cannot bring back the tokens that were dropped since; {remedy}"
             )
-        if evictor is not None and evictor.sums_scores:
+        if evictor.scoring:
             raise CacheMisuse(
                 f"{state.name}: crop cannot take back the scores of removed tokens; {remedy}"
             )

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from .evictor import Phase
+from .joint import decide
 from .layer_state import LayerState
 from .part import Part, RaggedPart
 from .reading import exact_tokens
+from .score_evictor import Decision, StepEvictor
 from .segment import Segment
 from .slot_storage import SlotStorage
 from .step import Queries
@@ -34,7 +37,7 @@ def commit(
     they were stored before attention). parts: the tokens that the step attended to.
     """
     evictor = state.evictor
-    if evictor is not None and evictor.waiting is not None:
+    if evictor is not None and evictor.phase in (Phase.REPEATING, Phase.DECIDING):
         raise CacheMisuse(
             f"{state.name}: the prompt waits for the scores of its repetition; run the layer by "
             "its model, which repeats the prompt"
@@ -43,7 +46,7 @@ def commit(
         assert new is not None
         state.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])
     exact = state.seen <= state.recipe.start  # the whole context stays exact
-    if evictor is not None and not evictor.begun and not exact:
+    if evictor is not None and evictor.phase is Phase.EMPTY and not exact:
         evictor.begin(state.seen)
     if state.retriever is not None:
         state.retriever.visible = queries.visible
@@ -52,7 +55,8 @@ def commit(
     elif isinstance(state.storage, SlotStorage):
         part = parts[0]
         assert isinstance(part, Part)
-        _vote(state, queries, state.score_evictor.score_slots(state.storage, queries, part))
+        assert isinstance(evictor, StepEvictor)
+        _vote(state, queries, evictor.score_slots(state.storage, queries, part))
     elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
         _add_uncommitted(state, queries, new)
         settle(state, state.uncommitted.queries, None)
@@ -72,7 +76,7 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
     assert isinstance(segment, Segment), "a layer with slots never settles"
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, (new or exact_tokens(state))[0])
-    by_score = evictor is not None and not evictor.done and evictor.decides(queries)
+    by_score = evictor is not None and evictor.scoring and (queries.tokens or evictor.repeats)
     all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
     if by_score and all_exact:
         _settle_scored(state, segment, queries, new)
@@ -89,30 +93,26 @@ def end_repetition(state: LayerState) -> None:
     """
     if not state.scores_repetition:
         return
-    evictor = state.score_evictor
+    evictor = state.prompt_evictor
     evictor.end_repetition(state.segment)
-    queries, evictor.waiting = evictor.waiting, None
-    if queries is not None:
+    if evictor.phase is Phase.REPEATING:
+        queries = evictor.end_wait()
         _vote(state, queries, evictor.score_segment(state.segment, queries, state.seen))
 
 
-def evict(
-    state: LayerState, queries: Queries, scores: Tensor, counts: Tensor | None = None
-) -> None:
-    """Evict by the fp32 scores [B, Hk, N] that these queries gave; then pack and index.
-
-    counts: int64 [B, Hk], how many tokens each head wins where heads of all layers compete for
-    them (None: the scores of this layer decide alone).
-    """
+def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
+    """Evict by a decision for the step of these queries; then pack and index."""
     evictor, storage = state.score_evictor, state.storage
     if isinstance(storage, SlotStorage):
-        evictor.evict_from_slots(storage, scores, queries.visible, state.trace)
+        assert isinstance(evictor, StepEvictor)
+        evictor.evict_from_slots(storage, decision.scores, queries.visible, state.trace)
         return
-    evictor.evict_from_segment(storage, scores, queries, state.trace, counts)
+    evictor.evict_from_segment(storage, decision, queries, state.trace)
     state.storage = evictor.next_storage(storage, state.recording)
     if state.storage is storage:
-        storage.pack(queries.visible, prompt=evictor.done)
-        if evictor.done:
+        once = evictor.phase is Phase.DONE
+        storage.pack(queries.visible, prompt=once)
+        if once:
             storage.trim()
         index(state)
 
@@ -135,7 +135,7 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     new: keys and values of a prompt that is not stored yet (None: all tokens are stored).
     """
     evictor = state.score_evictor
-    if new is not None and not evictor.decides_later:  # store only the tokens that stay
+    if new is not None and not evictor.defers:  # store only the tokens that stay
         kept = evictor.keep_prompt(segment, queries, *new, state.trace)
         segment.extend(*kept, 0, queries.visible)
         state.storage = evictor.next_storage(segment, drafting=False)
@@ -148,20 +148,21 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     elif evictor.repetition.scores is not None:
         _vote(state, queries.without_queries(), evictor.score_segment(segment, queries, state.seen))
     else:  # the model has not repeated the prompt yet
-        evictor.waiting = queries.without_queries()
+        evictor.wait(Phase.REPEATING, queries.without_queries())
 
 
 def _vote(state: LayerState, queries: Queries, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = state.score_evictor
-    if not evictor.waits or state.coordinator is None:
-        evict(state, queries, scores)
+    if not evictor.joint:
+        evict(state, queries, Decision(scores))
         return
-    evictor.waiting = queries
-    for layer, layer_scores, counts in state.coordinator.vote(state, scores):
-        waiting, layer.score_evictor.waiting = layer.score_evictor.waiting, None
-        assert waiting is not None
-        evict(layer, waiting, layer_scores, counts)
+    evictor.wait(Phase.DECIDING, queries, scores)
+    layers = state.together or [state]
+    if state is layers[-1]:
+        decisions = decide([layer.score_evictor for layer in layers])
+        for layer, decision in zip(layers, decisions, strict=True):
+            evict(layer, layer.score_evictor.end_wait(), decision)
 
 
 def _store(
@@ -196,7 +197,7 @@ def _store(
 def _surplus(state: LayerState, segment: Segment, new: int) -> int:
     """Return how many tokens of a segment are too old to stay once it has `new` more."""
     evictor = state.evictor
-    return 0 if evictor is None or evictor.done else evictor.surplus(len(segment) + new)
+    return 0 if evictor is None else evictor.surplus(len(segment) + new)
 
 
 def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> None:
@@ -206,7 +207,7 @@ def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> Non
     before, evictor = state.uncommitted, state.evictor
     tokens = queries.tokens + (0 if before is None else before.tokens)
     needed = (
-        (evictor is not None and evictor.scores_more)
+        (evictor is not None and evictor.scoring and not evictor.repeats)
         or (state.outliers is not None and not state.outliers.done)
         or (state.retriever is not None and state.retriever.learns)
     )

@@ -16,6 +16,7 @@ from .commit import commit
 from .layer_state import LayerState
 from .part import attend_parts, joined
 from .reading import step_parts
+from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
 from .step import StepInputs
 
@@ -71,7 +72,7 @@ def repeat(state: LayerState, given: StepInputs, repeated: tuple[int, int]) -> T
     parts = joined(step_parts(state, step, stored=False))
     out, _ = attend_parts(step.queries.q, parts, step.queries.scale, step.queries.softcap)
     if state.scores_repetition:
-        state.score_evictor.note_repetition(state.segment, step, repeated)
+        state.prompt_evictor.note_repetition(state.segment, step, repeated)
     return out
 
 
@@ -84,7 +85,8 @@ def _append(state: LayerState, step: StepInputs) -> bool:
     _, k, v = step
     t, storage = k.shape[2], state.storage
     if isinstance(storage, SlotStorage) and (t > 1 or state.recording):
-        storage = state.storage = state.score_evictor.in_segment(storage)
+        assert isinstance(state.evictor, StepEvictor)
+        storage = state.storage = state.evictor.in_segment(storage)
     fits = t <= _SHORT or state.exact_until_commit
     if not state.seen or not fits or not (state.sinks is None or state.sinks.full(state.seen)):
         check_range(state.name, state.max_abs, k, v)

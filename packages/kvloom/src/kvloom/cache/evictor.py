@@ -1,39 +1,61 @@
-"""What a layer asks of its evictor, by age or by score.
+"""What a layer asks of its evictor, and eviction by age.
 
-Decides nothing. Where a step needs scores, `LayerState.score_evictor` is the evictor by score.
+An evictor drops the tokens of a layer down to a budget. `Phase` says where it is in its life;
+`score_evictor` has those that decide by scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
 
+from ..recipe.spec import Recipe
+from ..state import Stateful
 from .part import Part
 from .ragged import RaggedTokens
 from .slot_storage import Storage
-from .step import Queries
 
 
-class Evictor:
+class Phase(IntEnum):
+    """The life of an evictor.
+
+    EMPTY → EVICTING at the first prompt, which sets the budget. Where the model repeats the prompt,
+    or layers decide together, EVICTING → REPEATING → DECIDING → EVICTING; no step may begin in the
+    two phases between. → DONE after an eviction that happens once.
+    """
+
+    EMPTY = 0
+    EVICTING = 1
+    REPEATING = 2
+    DECIDING = 3
+    DONE = 4
+
+
+class Evictor(Stateful):
     """Drops tokens of a layer down to a budget. This base class answers as one without scores.
 
-    ragged: the tokens of which heads have different numbers (None: budgets are equal). waiting: the
-    queries whose eviction waits for other layers or for a repetition (None: none do). done: whether
-    no more tokens are evicted.
+    recipe: of the layer. ragged: the tokens of which heads have different numbers (None: budgets
+    are equal).
     """
 
     ragged: RaggedTokens | None = None
-    waiting: Queries | None = None
-    done = False
 
-    # --- what it needs --------------------------------------------------------------------------
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.keep is not None
+        self.recipe, self.keep = recipe, recipe.keep
+        self.phase = Phase.EMPTY
 
     @property
-    def sums_scores(self) -> bool:
-        """Whether it adds up scores of steps, which a crop cannot subtract again."""
+    def scoring(self) -> bool:
+        """Whether scores decide which tokens stay, as long as tokens are evicted."""
         return False
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the model repeats the first prompt to score it."""
+        return self.keep.scorer.repeats
 
     @property
     def scores_steps(self) -> bool:
@@ -41,50 +63,13 @@ class Evictor:
         return False
 
     @property
-    def scores_more(self) -> bool:
-        """Whether the queries of a draft will score."""
-        return False
-
-    @property
-    def stores_first(self) -> bool:
-        """Whether the tokens of a long step are stored unpacked before some are evicted.
-
-        For the first prompt, `decides_later` says this.
-        """
-        return False
-
-    @property
-    def waits(self) -> bool:
-        """Whether a decision needs the scores of other layers."""
-        return False
-
-    @property
-    def awaits_repetition(self) -> bool:
-        """Whether the model must repeat the first prompt, which scores its tokens."""
-        return False
-
-    @property
-    def decides_later(self) -> bool:
+    def defers(self) -> bool:
         """Whether the layer stores a prompt exactly before it evicts some of it."""
         return False
 
-    def decides(self, queries: Queries) -> bool:
-        """Return whether scores of these queries, or of a repetition, decide what stays.
-
-        Do not call this, or `surplus`, once the evictor is done.
-        """
-        return False
-
-    # --- its budget -----------------------------------------------------------------------------
-
     @property
     def budget_tokens(self) -> int | None:
-        """The most tokens that the layer keeps between steps; before `begin` None or 0."""
-        raise NotImplementedError
-
-    @property
-    def begun(self) -> bool:
-        """Whether the budget is set."""
+        """The most tokens that the layer keeps between steps; None where it is not known yet."""
         raise NotImplementedError
 
     def check_prompt(self, tokens: int) -> None:
@@ -105,25 +90,36 @@ class Evictor:
         """
         return parts
 
-    # --- its tensors ----------------------------------------------------------------------------
+
+class AgeEvictor(Evictor):
+    """Drops the oldest tokens but the sinks, which the budget includes.
+
+    budget: tokens; None before `begin`.
+    """
+
+    counters = ("budget",)
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.budget: int | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return 0
+    def budget_tokens(self) -> int | None:
+        """The most tokens that the layer keeps between steps; None before `begin`."""
+        return self.budget
 
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self]
+    def begin(self, prompt_tokens: int) -> None:
+        """Set the budget for a first prompt of `prompt_tokens` tokens."""
+        self.budget, self.phase = self.recipe.budget_tokens(prompt_tokens), Phase.EVICTING
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        raise NotImplementedError
+    def surplus(self, tokens: int) -> int:
+        """Return how many of the segment's `tokens` tokens exceed the budget."""
+        sinks = self.recipe.protect.sinks
+        if self.budget is None or not self.keep.drops(tokens + sinks):
+            return 0
+        return max(0, tokens - max(0, self.budget - sinks))
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
-        raise NotImplementedError
+        """Load a state that `state` returned; like: see `Stateful`."""
+        super().load_state(state, like)
+        self.phase = Phase.EMPTY if self.budget is None else Phase.EVICTING

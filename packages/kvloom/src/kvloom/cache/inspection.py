@@ -75,7 +75,7 @@ def layer_contents(layer: LayerCache) -> LayerContents:
         recalled,
         None if trace is None else trace.scored,
         None if evictor is None else evictor.budget_tokens,
-        evictor is not None and evictor.sums_scores,
+        evictor is not None and not evictor.keep.by_age,
     )
 
 

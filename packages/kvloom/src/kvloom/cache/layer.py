@@ -14,13 +14,13 @@ from ..errors import CacheMisuse, TierError
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
+from ..state import Mutable, Undo
 from ..store import LayerMetadata
 from . import checks, commit, cycle, reading
 from .layer_state import LayerState
 from .step import Queries, StepInputs
 from .trace import Trace
 from .uncommitted import Uncommitted
-from .undo import Mutable, Undo
 from .verification import Verification
 
 
@@ -178,14 +178,16 @@ class LayerCache:
         undo.restore()
         undo.forget()
         retriever = self.state.retriever
-        if retriever is not None and retriever.offloaded is not None:
-            retriever.offloaded.forget()  # its copies on the device are changed in place
+        if retriever is not None and retriever.store is not None:
+            retriever.store.forget()  # its copies on the device are changed in place
 
     def mutable(self) -> Mutable:
         """Return the objects that a step changes; kept in `_mutable` while no part is replaced."""
-        state = self.state
-        mutable = Mutable([self.verification, *state.mutable], state.storage)
-        fixed = state.retriever is None and self.recipe.store.fixed_buffers
+        state, retriever = self.state, self.state.retriever
+        finder = None if retriever is None else retriever.finder
+        mutable = Mutable([self.verification, *state.walk()], state.storage, finder)
+        tier = retriever is not None and retriever.store is not None
+        fixed = self.recipe.store.fixed_buffers and not tier
         self._mutable = mutable if fixed else None
         return mutable
 
@@ -193,11 +195,13 @@ class LayerCache:
         """Check that the layer is usable; note how to undo this step."""
         if self.unusable:
             self.check_usable()
-        if self.state.retriever is not None:
-            self.state.retriever.side_stream.wait()
+        state, finder = self.state, None
+        if state.retriever is not None:
+            state.retriever.side_stream.wait()
+            finder = state.retriever.finder
         self.undo = None  # it would keep the tensors of the step before
         mutable = self._mutable
-        if mutable is None or mutable.tokens is not self.state.storage:
+        if mutable is None or mutable.tokens is not state.storage or mutable.finder is not finder:
             mutable = self.mutable()
         self.undo = Undo(mutable)
 
@@ -251,9 +255,8 @@ class LayerCache:
         draft: tuple[StepInputs, ...] = ()
         if self.verification.running:
             self.undo, draft = None, self.verification.restore(state)
-        state.like, state.traits = fn(state.like), ()
-        for part in state.parts:
-            part.map(fn)
+        state.traits = ()
+        state.map(fn)
         for step in draft:
             self.verification.attend(state, step.map(fn), self.mutable)
 

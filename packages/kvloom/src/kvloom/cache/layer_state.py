@@ -6,6 +6,7 @@ these and undoes a step that fails.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,30 +15,37 @@ from torch import Tensor
 from ..errors import CacheMisuse
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
+from ..state import Stateful
 from ..store import KVSide, LayerMetadata
-from .age_evictor import AgeEvictor
-from .coordinator import Coordinator
-from .evictor import Evictor
+from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
 from .part import AttendPlans
 from .retriever import Retriever
-from .score_evictor import ScoreEvictor
+from .score_evictor import STRATEGIES, PromptEvictor, ScoreEvictor
 from .segment import Segment
 from .sinks import Sinks
-from .slot_storage import Storage
+from .slot_storage import SlotStorage, Storage
+from .step import Queries
 from .trace import Trace
 from .uncommitted import Uncommitted
 
+VERSION = 5
+"""The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
-class LayerState:
+
+class LayerState(Stateful):
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. coordinator: of layers
-    that decide together. trace: the decisions of each step; None if `observe` was not called.
+    recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. together: the layers that
+    decide together, in the order in which a step runs them; empty where this one decides alone.
+    trace: the decisions of each step; None if `observe` was not called.
 
     storage: of the tokens, a `Segment` or a `SlotStorage`. sinks, evictor, retriever, outliers:
     None where the recipe has none. uncommitted: the newest tokens while their commit waits.
     """
+
+    tensors = ("like",)
+    children = ("storage", "sinks", "evictor", "retriever", "outliers", "uncommitted")
 
     def __init__(
         self,
@@ -57,7 +65,7 @@ class LayerState:
         self.rope, self.metadata = rope, metadata
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
-        self.coordinator: Coordinator | None = None
+        self.together: Sequence[LayerState] = ()
         self.recording = False  # a crop may remove the tokens of each step
         self.trace: Trace | None = None
         self.plans = (AttendPlans(), AttendPlans())  # of the first two parts of a step
@@ -75,9 +83,10 @@ class LayerState:
         self.segment.first = 0 if scored else sinks
         self.sinks = Sinks(sinks) if sinks and not scored else None
         self.evictor: Evictor | None = None
-        if scored:
+        if keep is not None and scored:
             ropes = self.rope, metadata.rope
-            self.evictor = ScoreEvictor(recipe, rank, self.budget_rank, *ropes, metadata.head)
+            strategy = STRATEGIES[keep.when]
+            self.evictor = strategy(recipe, rank, self.budget_rank, *ropes, metadata.head)
         elif keep is not None:
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe)
@@ -103,19 +112,21 @@ class LayerState:
         return self.evictor
 
     @property
+    def prompt_evictor(self) -> PromptEvictor:
+        """The evictor, where it evicts once, by the scores of the prompt."""
+        assert isinstance(self.evictor, PromptEvictor)
+        return self.evictor
+
+    @property
     def scores_repetition(self) -> bool:
         """Whether the model must repeat the first prompt, which scores its tokens."""
-        return self.evictor is not None and self.evictor.awaits_repetition
+        evictor = self.evictor
+        return evictor is not None and evictor.scoring and evictor.repeats
 
     @property
     def needs_ids(self) -> bool:
         """Whether the next step needs token ids, for the rule that chooses outliers."""
         return self.outliers is not None and self.outliers.reads_ids and not self.outliers.done
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(part.nbytes for part in self.parts)
 
     @property
     def dropped(self) -> float:
@@ -128,22 +139,40 @@ class LayerState:
     def exact_until_commit(self) -> bool:
         """Whether the tail holds all stored tokens, exact, until a step commits."""
         evictor = self.evictor
-        return self.recipe.store.exact and (evictor is None or evictor.stores_first)
+        return self.recipe.store.exact and (evictor is None or evictor.scoring)
 
-    @property
-    def parts(self) -> list[Any]:
-        """The parts with tensors."""
-        parts = (
-            self.storage, self.sinks, self.evictor, self.retriever, self.outliers,
-            self.uncommitted,
-        )  # fmt: skip
-        return [part for part in parts if part is not None]
+    def state(self) -> dict[str, Any]:
+        """Return the state of the layer: views of its tensors, without spare room.
 
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        objects = [self, *self.storage.mutable]
-        for part in (self.sinks, self.evictor, self.retriever, self.outliers):
-            if part is not None:
-                objects += part.mutable
-        return objects
+        Everything else follows from the recipe and the model.
+        """
+        state = super().state()
+        return {
+            **{name: state[name] for name in ("like", "sinks", "evictor", "retriever", "outliers")},
+            "seen": self.seen,
+            "read": self.read,
+            "recording": self.recording,
+            "settled": self.prompt_done,
+            "observed": self.trace is not None,
+            "slots": isinstance(self.storage, SlotStorage),
+            "tokens": state["storage"],
+            "draft": state["uncommitted"],
+        }
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None = None) -> None:
+        """Load a state that `state` returned into an empty layer of the same recipe and model.
+
+        The layer owns the tensors then, and continues exactly as the saved one.
+        """
+        like = state["like"]
+        self.seen, self.read = state["seen"], state["read"]
+        self.recording, self.prompt_done = state["recording"], state["settled"]
+        if state["observed"] and self.trace is None:
+            self.trace = Trace()
+        if state["slots"]:
+            self.storage = SlotStorage.empty(self.seen)
+        if state["draft"] is not None:
+            assert like is not None
+            self.uncommitted = Uncommitted(0, Queries(like, 1.0))
+        both = {"storage": state["tokens"], "uncommitted": state["draft"]}
+        super().load_state({**state, **both}, like)

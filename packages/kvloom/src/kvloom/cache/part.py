@@ -227,7 +227,9 @@ def _mask(part: Part, heads: int) -> Tensor:
 
 
 def _format(x: Stored) -> Any:
-    return None if isinstance(x, Tensor) else x.fmt
+    if isinstance(x, PackedView):
+        return x.layer.encoding
+    return x.fmt if isinstance(x, FormatView) else None if isinstance(x, Tensor) else x.encoding
 
 
 def _exact(x: Stored) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..keep import head_budgets, protect_sinks
 from ..kernels.attend.ragged import Spans
 from ..recipe.spec import Recipe
+from ..state import Stateful
 from ..store import KVSide
 from .part import RaggedPart
 
@@ -33,12 +34,15 @@ class RaggedChoice(NamedTuple):
     counts: Tensor
 
 
-class RaggedTokens:
+class RaggedTokens(Stateful):
     """The tokens of one layer that heads compete for. Before they are stored, `spans` is None.
 
     spans: of B rows and Hk heads. index: int32 [M], the logical index of each token (None: no
     padding was among them, and no trace wants it).
     """
+
+    tensors = ("bounds", "index")
+    children = ("keys", "values")
 
     def __init__(self, recipe: Recipe) -> None:
         keep, store = recipe.keep, recipe.store
@@ -54,15 +58,9 @@ class RaggedTokens:
         self.index: Tensor | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        held = [self.index, None if self.spans is None else self.spans.bounds]
-        return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in held if x is not None)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self, *self.keys.mutable, *self.values.mutable]
+    def bounds(self) -> Tensor | None:
+        """The bounds of `spans`."""
+        return None if self.spans is None else self.spans.bounds
 
     @property
     def stored(self) -> bool:
@@ -177,12 +175,6 @@ class RaggedTokens:
         if self.index is not None:
             self.index = self.index.view(-1, self.unit)[blocks].flatten()
         self.spans = _spans(count.view(len(rows), -1))
-
-    def state(self) -> dict[str, Any]:
-        """Return the tensors and plain data that `Cache.save` writes."""
-        bounds = None if self.spans is None else self.spans.bounds
-        sides = {"keys": self.keys.state(), "values": self.values.state()}
-        return {**sides, "bounds": bounds, "index": self.index}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned.

@@ -8,20 +8,17 @@ Where the recipe has a tier, the layer then offloads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.select import reference
 from ..positions.alibi import Alibi
-from ..recall import Finder, OffloadFormat, OffloadStore, SideStream
+from ..recall import Finder, OffloadStore, SideStream
 from ..recipe.spec import Recipe
-from ..store import Format, KVSide, Packed
-from ..store.codec import Plain
-from ..store.formats import META
+from ..state import Stateful
+from ..store import KVSide, Packed
 from ..store.packed import PackedView
 from .gathered_part import gather_part
 from .part import Part
@@ -33,36 +30,31 @@ from .trace import Trace
 _READ_AT_ONCE = 8192
 
 
-class Retriever:
+class Retriever(Stateful):
     """An index of the oldest tokens of a segment, and their offload store if there is a tier."""
+
+    uncounted = ("visible",)
+    children = ("finder", "store")
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.recall is not None
         self.recipe, self.recall = recipe, recipe.recall
         self.finder: Finder = self.recall.index.finder()
         self.side_stream = SideStream()  # where the index grows
-        self.offloaded: OffloadStore | None = None
+        self.store: OffloadStore | None = None
         if self.recall.tier is not None:
-            store = recipe.store
-            formats = _offload_format(store.keys), _offload_format(store.values)
-            self.offloaded = OffloadStore(self.recall.tier, formats, store.block_tokens)
+            keys, values = (
+                fmt.encoding if isinstance(fmt, Packed) else None
+                for fmt in (recipe.store.keys, recipe.store.values)
+            )
+            unit = recipe.store.block_tokens
+            self.store = OffloadStore(self.recall.tier, (keys, values), unit)
         self.visible: Tensor | None = None  # padding so far, bool [B, 1, seen]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index and of the offloaded tokens."""
-        return self.finder.nbytes + (0 if self.offloaded is None else self.offloaded.nbytes)
 
     @property
     def learns(self) -> bool:
         """Whether the index waits for the queries of the first prompt."""
         return not self.finder.learned
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        own = [self, self.finder]
-        return own if self.offloaded is None else [*own, *self.offloaded.mutable]
 
     def read(
         self,
@@ -96,8 +88,8 @@ class Retriever:
             recalled = alibi.bias(_at(segment.logical(0, end, slots.device), slots))
             bias = recalled, segment.bias(alibi, end, len(segment))
         rest = partial(segment.parts, visible, present, alibi, begin=end)
-        if self.offloaded is not None:
-            return [Part(*self.offloaded.read(slots), masks[0], bias=bias[0]), *rest()]
+        if self.store is not None:
+            return [Part(*self.store.read(slots), masks[0], bias=bias[0]), *rest()]
         gather = partial(_gather_both, segment, end, slots)
         if not (segment.keys.fused and segment.values.fused):
             return [Part(*gather(), masks[0], bias=bias[0]), *rest()]
@@ -115,8 +107,8 @@ class Retriever:
         pinned = self.recipe.pinned_prefix
         recent = max(self.recipe.protect.recents)
         ready = max(0, min(len(segment) - recent, segment.packed_oldest))
-        if self.offloaded is not None:
-            ready = ready // self.offloaded.unit * self.offloaded.unit
+        if self.store is not None:
+            ready = ready // self.store.unit * self.store.unit
         ready = max(0, ready - pinned)
         if self.finder.tokens > ready:  # a crop removed indexed tokens
             self.restore(segment)
@@ -131,18 +123,18 @@ class Retriever:
                 nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             nonpadding = nonpadding[:, :1]  # padding is the same in all heads
             self.side_stream.run(partial(self.finder.extend, keys, nonpadding), keys, nonpadding)
-        if self.offloaded is not None and self.finder.tokens:
+        if self.store is not None and self.finder.tokens:
             self.side_stream.wait()
             n = pinned + self.finder.tokens - segment.offloaded
             if n:
-                self.offloaded.append(segment.offload(n), n, like)
+                self.store.append(segment.offload(n), n, like)
 
     def restore(self, segment: Segment) -> None:
         """Move all offloaded tokens back into the segment and discard the index."""
-        if self.offloaded is None or not self.offloaded.tokens:
+        if self.store is None or not self.store.tokens:
             return
-        segment.restore(self.offloaded.raw(0, self.offloaded.tokens))
-        self.offloaded, self.finder = self.offloaded.fresh(), self._emptied()
+        segment.restore(self.store.raw(0, self.store.tokens))
+        self.store, self.finder = self.store.fresh(), self._emptied()
 
     def learn(self, queries: Queries, keys: Tensor) -> None:
         """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
@@ -151,25 +143,6 @@ class Retriever:
             nonpadding = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
             own = nonpadding[..., -queries.tokens :]
         self.finder.learn(queries.q, keys, nonpadding, own)
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        self.finder.map(fn)
-        if self.offloaded is not None:
-            self.offloaded.map(fn)
-        self.visible = None if self.visible is None else fn(self.visible)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        store = None if self.offloaded is None else self.offloaded.state()
-        return {"finder": self.finder.state(), "store": store, "visible": self.visible}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned."""
-        self.finder.load_state(state["finder"])
-        if self.offloaded is not None:
-            self.offloaded.load_state(state["store"])
-        self.visible = state["visible"]
 
     def _emptied(self) -> Finder:
         finder = self.recall.index.finder()
@@ -191,15 +164,15 @@ class Retriever:
     ) -> list[Part]:
         """Return all offloaded tokens as parts of at most `_READ_AT_ONCE` tokens."""
         parts: list[Part] = []
-        if self.offloaded is None:
+        if self.store is None:
             return parts
-        step = max(1, _READ_AT_ONCE // self.offloaded.unit) * self.offloaded.unit
-        for lo in range(0, self.offloaded.tokens, step):
-            hi = min(lo + step, self.offloaded.tokens)
+        step = max(1, _READ_AT_ONCE // self.store.unit) * self.store.unit
+        for lo in range(0, self.store.tokens, step):
+            hi = min(lo + step, self.store.tokens)
             sides = (segment.keys, segment.values)
             keys, values = (
                 side.view_offloaded(block, hi - lo)
-                for side, block in zip(sides, self.offloaded.raw(lo, hi), strict=True)
+                for side, block in zip(sides, self.store.raw(lo, hi), strict=True)
             )
             bias = None if alibi is None else segment.bias(alibi, lo, hi)
             parts.append(Part(keys, values, segment.mask(visible, lo, hi), bias=bias))
@@ -215,15 +188,11 @@ def _gather(side: KVSide, end: int, slots: Tensor, segment: Segment) -> Tensor:
     x = side.view(0, end, segment.positions)
     if isinstance(x, Tensor):
         return reference.gather(x, slots)
-    if (
-        not isinstance(x, PackedView)
-        or not isinstance(x.codec, Plain)
-        or type(x.codec) is not Plain  # a derived codec rotates tokens, or boosts channels
-        or x.rope is not None
-    ):
+    if not isinstance(x, PackedView) or not x.layer.encoding.plain:
         return reference.gather(x.tensor(), slots)  # unpacks all tokens to gather some
+    how = x.layer.encoding
     return reference.gather_packed(
-        x.codes, x.scale, x.zero, x.fmt.bits, x.fmt.axis, x.codec.group, slots, x.dtype
+        x.codes, x.scale, x.zero, how.bits, how.axis, x.layer.group, slots, x.dtype
     )
 
 
@@ -233,11 +202,3 @@ def _at(x: Tensor | None, slots: Tensor) -> Tensor:
     b, h, m = slots.shape
     by_head = slots.reshape(b, x.shape[1], -1)
     return x.expand(b, -1, -1).gather(2, by_head).view(b, h, m)
-
-
-def _offload_format(fmt: Format | None) -> OffloadFormat | None:
-    """Return how an offload store reads a format; None where tokens are exact."""
-    if fmt is None:
-        return None
-    assert isinstance(fmt, Packed), "recipes refuse a tier for other formats"
-    return OffloadFormat(fmt.bits, fmt.axis, fmt.group, META[fmt.meta])

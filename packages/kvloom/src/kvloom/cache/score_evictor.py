@@ -1,15 +1,14 @@
 """Eviction by score: when a layer's tokens are scored, and which of them stay.
 
-Decides when tokens are scored and which of them are evicted. The prompt's own queries score it, and
-the tokens with the highest scores stay, within the budget. Later, `when="step"` scores every step
-and evicts down to the budget (in `SlotStorage`, where nothing moves); `when="prompt"` keeps all
-later tokens.
+The prompt's own queries score it, and the tokens with the highest scores stay, within the budget.
+Decides when tokens are scored and which of them are evicted, by one of three strategies:
+`PromptEvictor` evicts once, after the prompt; `StepEvictor` at every step (in `SlotStorage`, where
+nothing moves); `LimitEvictor` whenever a layer has more tokens than a limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +18,26 @@ from ..kernels.select.reference import gather
 from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from .evictor import Evictor
+from .evictor import Evictor, Phase
 from .part import Part
 from .ragged import RaggedChoice, RaggedTokens
-from .repetition import RepetitionScores
-from .running_scores import RunningScores
+from .scoring import RepetitionScores, RunningScores, StepScorer
 from .segment import Segment
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, StepInputs
-from .step_scorer import StepScorer
 from .trace import Trace
+
+
+class Decision(NamedTuple):
+    """What a layer evicts by: scores fp32 [B, Hk, N].
+
+    heavy: heavy hitters that the layer keeps from now on (None: as before). counts: int64 [B, Hk],
+    the tokens that each head wins where heads of all layers compete (None: its own scores decide).
+    """
+
+    scores: Tensor
+    heavy: int | None = None
+    counts: Tensor | None = None
 
 
 class ScoreEvictor(Evictor):
@@ -38,7 +47,16 @@ class ScoreEvictor(Evictor):
     count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
     renumbers positions. score_rope: the model's rotary embedding, for scores that need it. head:
     the model's number of the first key/value head, which seeds noise.
+
+    heavy, recent: the budget: heavy hitters (None: not known yet) and newest tokens. prompt_tokens:
+    of the first prompt; 0 before `begin`. waiting, vote: the queries whose eviction waits, for a
+    repetition or for other layers, and the scores that they gave (None: none).
     """
+
+    counters = ("heavy", "recent", "prompt_tokens")
+    children = ("scores", "scorer", "repetition", "ragged")
+    repetition: RepetitionScores | None = None
+    heavy: int | None
 
     def __init__(
         self,
@@ -49,8 +67,8 @@ class ScoreEvictor(Evictor):
         score_rope: Rope | None = None,
         head: int = 0,
     ) -> None:
-        assert recipe.keep is not None
-        keep = self.keep = recipe.keep
+        super().__init__(recipe)
+        keep = self.keep
         self.budget_rank, self.rope, self.sinks = budget_rank, rope, recipe.protect.sinks
         self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
         self.needs_positions = recipe.store.pre_rope
@@ -58,87 +76,34 @@ class ScoreEvictor(Evictor):
         rotation = score_rope if keep.scorer.rotates else None
         self.scorer = StepScorer(keep.scorer, keep.group, seed, head, rotation)
         self.scores = RunningScores(keep.scorer, self.sinks)
-        self.heavy = self.recent = 0
-        self.prompt_tokens = 0  # tokens of the first prompt; 0: none was scored
-        self.done = False  # no more tokens are evicted
-        self.awaits_variances = keep.budget.layers in budgets.BY_VARIANCE
-        self.joint = keep.budget.layers == "joint"  # heads of all layers compete for tokens
-        self.repetition = RepetitionScores(self.sinks) if keep.scorer.repeats else None
-        self.ragged = None if keep.budget.heads is None else RaggedTokens(recipe)
-        self.waiting: Queries | None = None  # until other layers, or a repetition, have scored
+        self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
+        self.heavy, self.recent, self.prompt_tokens = None, 0, 0
+        self.waiting: Queries | None = None
+        self.vote: Tensor | None = None
+
+    # --- its budget -------------------------------------------------------------------------------
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the scores."""
-        return self.scores.nbytes + sum(part.nbytes for part in self._parts)
+    def scoring(self) -> bool:
+        """Whether scores decide which tokens stay, as long as tokens are evicted."""
+        return self.phase is not Phase.DONE
 
     @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        parts = [x for part in self._parts for x in part.mutable]
-        return [self, self.scorer, *self.scores.mutable, *parts]
+    def joint(self) -> bool:
+        """Whether the next decision needs the scores of other layers."""
+        keep = self.keep
+        undivided = self.by_variance and self.heavy is None
+        return keep.shared or undivided or keep.budget.layers == "joint"
 
     @property
-    def _parts(self) -> list[RepetitionScores | RaggedTokens]:
-        return [part for part in (self.repetition, self.ragged) if part is not None]
-
-    @property
-    def sums_scores(self) -> bool:
-        """True: it adds up scores of steps, which a crop cannot subtract again."""
-        return True
-
-    @property
-    def begun(self) -> bool:
-        """Whether the budget is set."""
-        return self.prompt_tokens > 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether a decision needs the scores of other layers."""
-        return self.keep.shared or self.awaits_variances or self.joint
-
-    @property
-    def awaits_repetition(self) -> bool:
-        """Whether the model must repeat the first prompt, which scores its tokens."""
-        return self.repetition is not None and not self.done
-
-    @property
-    def decides_later(self) -> bool:
+    def defers(self) -> bool:
         """Whether the layer stores a prompt exactly before it evicts some of it."""
-        return not self.done and (self.waits or self.repetition is not None)
-
-    @property
-    def stores_first(self) -> bool:
-        """Whether a long step's tokens are stored, exact, before it evicts some."""
-        return not self.done
+        return self.scoring and (self.joint or self.repetition is not None)
 
     @property
     def budget_tokens(self) -> int:
         """The most tokens that the layer keeps between steps."""
-        return self.heavy + self.recent
-
-    @property
-    def scores_steps(self) -> bool:
-        """Whether the scores need the attention mass of decode steps."""
-        return not self.done and self.keep.scorer.weighs and self.keep.when != "prompt"
-
-    @property
-    def scores_more(self) -> bool:
-        """Whether the queries of a draft will score."""
-        already_scored = self.keep.when == "prompt" and len(self.scores) > 0
-        return not self.done and not already_scored and self.repetition is None
-
-    @property
-    def renumbers_steps(self) -> bool:
-        """Whether stored keys keep their positions, and every step rotates them to new ones.
-
-        One-shot eviction rotates keys once, when they are stored.
-        """
-        return self.rope is not None and self.keep.when != "prompt"
-
-    def decides(self, queries: Queries) -> bool:
-        """Return whether scores of these queries, or of a repetition, decide what stays."""
-        return queries.tokens > 0 or self.repetition is not None
+        return (self.heavy or 0) + self.recent
 
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
@@ -146,31 +111,52 @@ class ScoreEvictor(Evictor):
 
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self.phase = prompt_tokens, Phase.EVICTING
         self.recent = self.keep.budget.window(prompt_tokens)
-        if not self.awaits_variances:
-            self.divide(None)
+        if not self.by_variance:
+            self.heavy = self.divided(None)
 
-    def divide(self, variances: list[float] | None) -> None:
-        """Set the number of heavy hitters.
+    def divided(self, variances: list[float] | None) -> int:
+        """Return the number of heavy hitters of this layer.
 
         variances: of the scores of each layer (None: the recipe does not divide by variance).
         """
         rank, count = self.budget_rank
-        by_layer = self.keep.budget.heavy(self.prompt_tokens, count, variances)
-        self.heavy, self.awaits_variances = by_layer[rank], False
+        return self.keep.budget.heavy(self.prompt_tokens, count, variances)[rank]
 
-    def renumbered(self, parts: list[Part], storage: Storage, newest: int) -> list[Part]:
-        """Return the parts of a step, with keys at new positions if the recipe renumbers them.
+    # --- its scores -------------------------------------------------------------------------------
 
-        storage: of the parts. newest: the logical index of the step's newest token.
+    def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
+        """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries.
+
+        Those of a repetition are of the prompt alone, as far as its tokens still exist.
         """
-        if not self.renumbers_steps or not parts:
-            return parts
-        (part,) = parts  # an exact store has one
-        index = storage.step_index(part.exact_keys.device)
-        assert self.rope is not None
-        return [part._replace(keys=renumber(self.rope, part.exact_keys, index, newest))]
+        keys, values = segment.exact_keys(), segment.exact_values()
+        index = segment.step_index(keys.device)
+        keys = self._step_keys(keys, index, seen - 1)
+        bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
+        visible = segment.mask(queries.visible)
+        return self.scorer.score(queries, keys, values, visible, index, seen, bias)
+
+    def wait(self, phase: Phase, queries: Queries, vote: Tensor | None = None) -> None:
+        """Begin to wait for a repetition, or for other layers with the scores `vote`."""
+        self.phase, self.waiting, self.vote = phase, queries, vote
+
+    def end_wait(self) -> Queries:
+        """Wait no longer; return the queries that waited."""
+        queries = self.waiting
+        assert queries is not None
+        self.phase, self.waiting, self.vote = Phase.EVICTING, None, None
+        return queries
+
+    def take_repetition(self, other: ScoreEvictor) -> None:
+        """Take the scores of another evictor, whose cache holds the same prompt."""
+        assert self.repetition is not None
+        assert other.repetition is not None
+        scores = other.repetition.scores
+        self.repetition.scores = None if scores is None else scores.clone()
+
+    # --- eviction ---------------------------------------------------------------------------------
 
     def keep_prompt(
         self, segment: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
@@ -187,105 +173,27 @@ class ScoreEvictor(Evictor):
             return k, v
         self._fill_ragged(k, v, choice, queries, trace)
         segment.note_kept(slots, t, self._needs_index(queries, trace))
-        return self._renumbered_once(gather(k, slots), slots, t), gather(v, slots)
-
-    def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
-        """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries.
-
-        Those of a repetition are of the prompt alone, as far as its tokens still exist.
-        """
-        if self.repetition is not None:
-            assert self.repetition.scores is not None
-            scores, self.repetition.scores = self.repetition.scores, None
-            return scores[..., : len(segment)]
-        keys, values = segment.exact_keys(), segment.exact_values()
-        index = segment.step_index(keys.device)
-        if self.renumbers_steps:
-            assert self.rope is not None
-            keys = renumber(self.rope, keys, index, seen - 1)
-        bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
-        visible = segment.mask(queries.visible)
-        return self.scorer.score(queries, keys, values, visible, index, seen, bias)
-
-    def note_repetition(
-        self, segment: Segment, step: StepInputs, repeated: tuple[int, int]
-    ) -> None:
-        """Score a prompt's tokens repeated[0] to repeated[1] by a step whose end repeats them."""
-        assert self.repetition is not None
-        self.repetition.note(segment, step, repeated, self.scorer)
-
-    def take_repetition(self, other: ScoreEvictor) -> None:
-        """Take the scores of another evictor, whose cache holds the same prompt."""
-        assert self.repetition is not None
-        assert other.repetition is not None
-        scores = other.repetition.scores
-        self.repetition.scores = None if scores is None else scores.clone()
-
-    def end_repetition(self, segment: Segment) -> None:
-        """Give the tokens of a prompt that was not repeated equal scores."""
-        assert self.repetition is not None
-        if self.repetition.scores is None:
-            keys = segment.exact_keys()
-            self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
-
-    def score_slots(self, slots: SlotStorage, queries: Queries, part: Part) -> Tensor:
-        """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
-        assert isinstance(part.values, Tensor)
-        return self.scorer.score(
-            queries, part.exact_keys, part.values, part.visible, slots.index, slots.seen, part.bias
-        )
+        return self._kept_keys(gather(k, slots), slots, t), gather(v, slots)
 
     def evict_from_segment(
-        self,
-        segment: Segment,
-        scores: Tensor,
-        queries: Queries,
-        trace: Trace | None,
-        counts: Tensor | None = None,
+        self, segment: Segment, decision: Decision, queries: Queries, trace: Trace | None
     ) -> None:
-        """Add a step's scores [B, Hk, N] and evict from a segment down to the budget.
-
-        counts: int64 [B, Hk], how many tokens each head wins where heads of all layers compete for
-        them (None: the scores of this layer decide alone).
-        """
+        """Add a step's scores and evict from a segment down to the budget."""
+        if decision.heavy is not None:
+            self.heavy = decision.heavy
         visible, n = segment.mask(queries.visible), len(segment)
-        self.scores.add(scores, visible)
+        self.scores.add(decision.scores, visible)
         self._note(segment, trace)
-        slots, choice = self.choose(n, visible, counts)
+        slots, choice = self.choose(n, visible, decision.counts)
         if slots is not None:
             self._fill_ragged(segment.exact_keys(), segment.exact_values(), choice, queries, trace)
             segment.keep(slots, self._needs_index(queries, trace))
             tail = segment.keys.tail
-            tail.replace(self._renumbered_once(tail.view(), slots, n))
-
-    def evict_from_slots(
-        self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None
-    ) -> None:
-        """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
-        total = self.scores.joined(slots.scores, scores)
-        if trace is not None:
-            trace.scored = slots.index.long(), total
-        slots.evict(total, slots.mask(visible), slots.seen - self.recent)
+            tail.replace(self._kept_keys(tail.view(), slots, n))
 
     def next_storage(self, segment: Segment, drafting: bool) -> Storage:
-        """Return where tokens are stored from now on: in slots once each step evicts one token."""
-        if self.keep.when == "prompt":
-            self.scores.clear()
-            self.done = True
-        elif self.keep.when == "step" and len(segment) == self.budget_tokens and not drafting:
-            keys = segment.exact_keys()
-            index = segment.step_index(keys.device).expand(*keys.shape[:3]).int()
-            seen = segment.first + len(segment)
-            storage = SlotStorage(keys, segment.exact_values(), self.scores.view(), index, seen)
-            self.scores.clear()
-            return storage
+        """Return where tokens are stored after an eviction; drafting: a crop may follow."""
         return segment
-
-    def in_segment(self, slots: SlotStorage) -> Segment:
-        """Return the tokens of slots as a segment, oldest first."""
-        keys, values, scores, index = slots.in_order()
-        self.scores.replace(scores)
-        return Segment.kept_of(keys, values, index, slots.seen)
 
     def choose(
         self, tokens: int, visible: Tensor | None, counts: Tensor | None = None
@@ -294,18 +202,19 @@ class ScoreEvictor(Evictor):
 
         Slots ascend, but for a retriever sinks come first and padding next. None: all tokens stay.
         Tokens newer than the scores stay: they follow the only prompt that is scored. The second
-        value is the choice of `ragged`, where heads have different budgets. counts: int64 [B, Hk],
-        how many tokens each head wins (None: the scores of this layer decide alone).
+        value is the choice of `ragged`, where heads have different budgets. counts: as in
+        `Decision`.
         """
-        scores = self.scores.view()
+        scores = self.scores.scores
         n, sinks = scores.shape[-1], scores == torch.inf
         best = choice = None
         if self.keep.drops(tokens):
-            given = scores, self.heavy, self.recent, None if visible is None else visible[..., :n]
+            assert self.heavy is not None
+            mask = None if visible is None else visible[..., :n]
             if self.ragged is None:
-                best = choose(*given)
+                best = choose(scores, self.heavy, self.recent, mask)
             else:
-                choice = self.ragged.choose(*given, counts)
+                choice = self.ragged.choose(scores, self.heavy, self.recent, mask, counts)
                 best = None if choice is None else choice.certain
         slots = None
         if best is not None:
@@ -319,30 +228,41 @@ class ScoreEvictor(Evictor):
         later = sinks.new_zeros(*sinks.shape[:2], tokens - n)
         return sinks_first(slots, torch.cat([sinks, later], dim=2), visible), choice
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to the scores, along the batch dimension."""
-        self.scores.map(fn)
-        for part in self._parts:
-            part.map(fn)
+    # --- its saved state --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the tensors and plain data that `Cache.save` writes."""
-        numbers = {name: getattr(self, name) for name in _STATE}
-        ragged = None if self.ragged is None else self.ragged.state()
-        scores = {"scores": self.scores.state(), "steps": self.scorer.steps}
-        return {**scores, "ragged": ragged, **numbers}
+        """Return the state: that of `scorer` among its own, and none of a repetition."""
+        state = super().state()
+        del state["repetition"]
+        return {
+            **state,
+            **state.pop("scorer"),
+            "heavy": self.heavy or 0,
+            "awaits_variances": self.by_variance and self.heavy is None,
+            "done": self.phase is Phase.DONE,
+        }
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned.
+        """Load a state that `state` returned; like: see `Stateful`."""
+        super().load_state({**state, "scorer": state, "repetition": {"scores": None}}, like)
+        if state["awaits_variances"] or not self.prompt_tokens:
+            self.heavy = None
+        if self.prompt_tokens:
+            self.phase = Phase.DONE if state["done"] else Phase.EVICTING
 
-        like: an empty tensor [B, Hk, 0, D] with the dtype and device of the layer's keys.
-        """
-        self.scores.load_state(state["scores"])
-        self.scorer.steps = state["steps"]
-        for name in _STATE:
-            setattr(self, name, state[name])
-        if self.ragged is not None:
-            self.ragged.load_state(state["ragged"], like)
+    # --- what strategies differ in ----------------------------------------------------------------
+
+    def _step_keys(self, keys: Tensor, index: Tensor, newest: int) -> Tensor:
+        """Return stored keys [B, Hk, N, D] as a step attends to them; newest: its last index."""
+        return keys
+
+    def _kept_keys(self, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
+        """Return k [B, Hk, M, D], kept at slots of `tokens` tokens, as they are stored."""
+        return k
+
+    def _needs_index(self, queries: Queries, trace: Trace | None) -> bool:
+        """Return whether a part of the layer needs the logical indices of tokens that stay."""
+        return True
 
     def _fill_ragged(
         self,
@@ -356,23 +276,132 @@ class ScoreEvictor(Evictor):
         if self.ragged is not None and choice is not None:
             self.ragged.fill(k, v, choice, queries.visible, self._needs_index(queries, trace))
 
-    def _renumbered_once(self, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
-        """Return k [B, Hk, M, D], kept at slots of `tokens` tokens, at their final positions."""
-        if self.rope is None or self.renumbers_steps:
-            return k
-        return renumber_once(self.rope, k, slots, tokens)
-
-    def _needs_index(self, queries: Queries, trace: Trace | None) -> bool:
-        """Return whether padding, ALiBi, RoPE, a later eviction or a trace needs the indices."""
-        masked = queries.visible is not None or queries.alibi is not None
-        return masked or self.needs_positions or trace is not None or self.keep.when != "prompt"
-
     def _note(self, segment: Segment, trace: Trace | None) -> None:
         """Note the logical indices and scores [B, Hk, N] of the candidates in a trace."""
         if trace is not None:
-            scores = self.scores.view().clone()
+            scores = self.scores.scores.clone()
             index = segment.logical(0, scores.shape[-1], scores.device)
             trace.scored = index.expand_as(scores), scores
 
 
-_STATE = ("heavy", "recent", "prompt_tokens", "done", "awaits_variances")
+class PromptEvictor(ScoreEvictor):
+    """Evicts once, after the first prompt, and keeps all later tokens.
+
+    Its heads may keep different numbers of tokens (`ragged`), and the model may repeat the prompt
+    to score it (`repetition`).
+    """
+
+    def __init__(self, recipe: Recipe, *args: Any) -> None:
+        super().__init__(recipe, *args)
+        self.repetition = RepetitionScores(self.sinks) if self.keep.scorer.repeats else None
+        self.ragged = None if self.keep.budget.heads is None else RaggedTokens(recipe)
+
+    def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
+        """Return the scores of a repetition, or those that `queries` give: see the base class."""
+        if self.repetition is None:
+            return super().score_segment(segment, queries, seen)
+        assert self.repetition.scores is not None
+        scores, self.repetition.scores = self.repetition.scores, None
+        return scores[..., : len(segment)]
+
+    def note_repetition(
+        self, segment: Segment, step: StepInputs, repeated: tuple[int, int]
+    ) -> None:
+        """Score a prompt's tokens repeated[0] to repeated[1] by a step whose end repeats them."""
+        assert self.repetition is not None
+        self.repetition.note(segment, step, repeated, self.scorer)
+
+    def end_repetition(self, segment: Segment) -> None:
+        """Give the tokens of a prompt that was not repeated equal scores."""
+        assert self.repetition is not None
+        if self.repetition.scores is None:
+            keys = segment.exact_keys()
+            self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+
+    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
+        """Return the segment, where tokens stay from now on; evict no more."""
+        self.scores.clear()
+        self.phase = Phase.DONE
+        return segment
+
+    def _kept_keys(self, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
+        """Return k, rotated to its final positions where the recipe renumbers them."""
+        return k if self.rope is None else renumber_once(self.rope, k, slots, tokens)
+
+    def _needs_index(self, queries: Queries, trace: Trace | None) -> bool:
+        """Return whether padding, ALiBi, RoPE or a trace needs the indices."""
+        masked = queries.visible is not None or queries.alibi is not None
+        return masked or self.needs_positions or trace is not None
+
+
+class LimitEvictor(ScoreEvictor):
+    """Scores every step, and evicts down to the budget whenever there are more tokens than a limit.
+
+    Where the recipe renumbers positions, stored keys keep theirs, and every step rotates them.
+    """
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether the scores need the attention mass of decode steps."""
+        return self.keep.scorer.weighs
+
+    def renumbered(self, parts: list[Part], storage: Storage, newest: int) -> list[Part]:
+        """Return the parts of a step, with keys at new positions: see the base class."""
+        if self.rope is None or not parts:
+            return parts
+        (part,) = parts  # an exact store has one
+        keys = part.exact_keys
+        keys = self._step_keys(keys, storage.step_index(keys.device), newest)
+        return [part._replace(keys=keys)]
+
+    def _step_keys(self, keys: Tensor, index: Tensor, newest: int) -> Tensor:
+        """Return stored keys, rotated to new positions where the recipe renumbers them."""
+        return keys if self.rope is None else renumber(self.rope, keys, index, newest)
+
+
+class StepEvictor(LimitEvictor):
+    """Scores every step, and evicts down to the budget at every step.
+
+    Once each step evicts one token, the tokens are in slots.
+    """
+
+    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
+        """Return where tokens are stored: in slots once the budget is full."""
+        if len(segment) != self.budget_tokens or drafting:
+            return segment
+        keys = segment.exact_keys()
+        index = segment.step_index(keys.device).expand(*keys.shape[:3]).int()
+        seen = segment.first + len(segment)
+        slots = SlotStorage(keys, segment.exact_values(), self.scores.scores, index, seen)
+        self.scores.clear()
+        return slots
+
+    def score_slots(self, slots: SlotStorage, queries: Queries, part: Part) -> Tensor:
+        """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
+        assert isinstance(part.values, Tensor)
+        return self.scorer.score(
+            queries, part.exact_keys, part.values, part.visible, slots.index, slots.seen, part.bias
+        )
+
+    def evict_from_slots(
+        self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None
+    ) -> None:
+        """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
+        total = self.scores.joined(slots.scores, scores)
+        if trace is not None:
+            trace.scored = slots.index.long(), total
+        slots.evict(total, slots.mask(visible), slots.seen - self.recent)
+
+    def in_segment(self, slots: SlotStorage) -> Segment:
+        """Return the tokens of slots as a segment, oldest first."""
+        keys, values, scores, index = slots.in_order()
+        self.scores.put(scores)
+        return Segment.kept_of(keys, values, index, slots.seen)
+
+
+STRATEGIES: dict[str, type[ScoreEvictor]] = {
+    "prompt": PromptEvictor,
+    "step": StepEvictor,
+    "limit": LimitEvictor,
+}
+"""The evictor of each `Keep.when`."""

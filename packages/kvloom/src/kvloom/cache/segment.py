@@ -6,10 +6,9 @@ included. Visibility, causality and positions follow from it. Independent of rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from ..kernels.append.reference import within
 from ..kernels.plan import OpPlan
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
+from ..state import Stateful
 from ..store import KVSide
 from ..store.kv_side import Block
 from .part import Part
@@ -27,7 +27,7 @@ from .part import Part
 _UNPACK = 8192
 
 
-class Segment:
+class Segment(Stateful):
     """Tokens in order, oldest first.
 
     The first `kept` tokens survived an eviction, and `index` int32 [B, Hk, kept] has their logical
@@ -35,6 +35,10 @@ class Segment:
     later token j has the logical index first + j. The first `offloaded` tokens are in an offload
     store; all numbers of tokens include them.
     """
+
+    tensors = ("index", "start")
+    counters = ("first", "kept", "offloaded", "start_final")
+    children = ("keys", "values")
 
     def __init__(self, keys: KVSide | None = None, values: KVSide | None = None) -> None:
         self.keys = KVSide() if keys is None else keys
@@ -58,17 +62,6 @@ class Segment:
 
     def __len__(self) -> int:
         return self.offloaded + len(self.keys)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        more = (self.index, self.start)
-        return self.keys.nbytes + self.values.nbytes + sum(x.nbytes for x in more if x is not None)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes: this one and its buffers."""
-        return [self, *self.keys.mutable, *self.values.mutable]
 
     @property
     def exact_newest(self) -> int:
@@ -280,25 +273,6 @@ class Segment:
         at = self.logical(lo, hi, device)
         return at if self.start is None else at - self.start[:, None, None]
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        self.keys.map(fn)
-        self.values.map(fn)
-        self.index = None if self.index is None else fn(self.index)
-        self.start = None if self.start is None else fn(self.start)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        numbers = {name: getattr(self, name) for name in _STATE}
-        return {"keys": self.keys.state(), "values": self.values.state(), **numbers}
-
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
-        self.keys.load_state(state["keys"], like)
-        self.values.load_state(state["values"], like)
-        for name in _STATE:
-            setattr(self, name, state[name])
-
     def _find_start(self, visible: Tensor | None) -> None:
         """Find the logical index of each row's first token, once, if packing needs positions."""
         if self.start_final or not self.keys.needs_positions:
@@ -318,6 +292,3 @@ class Segment:
             index = self.index[:, :, lo:hi].long()
             kept = visible.expand(-1, index.shape[1], -1).gather(2, index)
         return torch.cat([kept, rest.expand(-1, kept.shape[1], -1)], dim=2)
-
-
-_STATE = ("first", "kept", "offloaded", "index", "start", "start_final")

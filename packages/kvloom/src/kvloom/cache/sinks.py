@@ -5,17 +5,15 @@ Decides where they are stored and which queries see them; the recipe decides how
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..positions.alibi import Alibi
+from ..state import Stateful
 from .part import Part
 
 
-class Sinks:
+class Sinks(Stateful):
     """The first `count` tokens of every row, padding not counted; always exact.
 
     Rows of a left-padded batch begin at different logical indices (`start` [B]). The segment
@@ -23,18 +21,15 @@ class Sinks:
     come later, the segment stores them too, and `hide` masks them there.
     """
 
+    tensors = ("keys", "values", "start")
+    counters = ("padded",)
+
     def __init__(self, count: int) -> None:
         self.count = count
         self.padded = False
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.start: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        held = (self.keys, self.values, self.start)
-        return sum(t.nbytes for t in held if t is not None)
 
     def extend(self, k: Tensor, v: Tensor, seen: int, visible: Tensor | None) -> int:
         """Copy the sinks among k, v [B, Hk, T, D], whose logical indices begin at `seen`.
@@ -117,30 +112,7 @@ class Sinks:
         index = self._index()
         return index.masked_fill(index >= seen, -1)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        if self.keys is not None and self.values is not None and self.start is not None:
-            self.keys, self.values = fn(self.keys), fn(self.values)
-            self.start = fn(self.start)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self]
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        return {name: getattr(self, name) for name in _STATE}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned."""
-        for name in _STATE:
-            setattr(self, name, state[name])
-
     def _index(self) -> Tensor:
         """Return logical indices of the sinks, int64 [B, count]."""
         assert self.start is not None
         return self.start[:, None] + torch.arange(self.count, device=self.start.device)
-
-
-_STATE = ("keys", "values", "start", "padded")

@@ -7,8 +7,7 @@ evicted token is free again. Each slot has the logical index of its token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -17,17 +16,19 @@ from ..kernels import ops
 from ..kernels.append.reference import WriteTarget
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
+from ..state import Stateful
 from .part import Part
 from .segment import Segment
 
 
-class SlotStorage:
+class SlotStorage(Stateful):
     """C slots [B, Hk, C, D], of which one is free between steps.
 
     seen: the number of tokens seen. scores: fp32 [B, Hk, C]. index: int32 [B, Hk, C], the logical
     index of each slot's token.
     """
 
+    tensors = ("keys", "values", "scores", "free", "index")
     kept = 0  # tokens of a prompt that a crop cannot remove: see `Segment`
 
     def __init__(
@@ -45,16 +46,6 @@ class SlotStorage:
         return self.keys.shape[2] - 1
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(getattr(self, name).nbytes for name in _STATE)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self]
-
-    @property
     def first(self) -> int:
         """The number of tokens that were evicted."""
         return self.seen - len(self)
@@ -66,7 +57,9 @@ class SlotStorage:
 
     def undoable(self) -> SlotStorage:
         """Return a copy: steps overwrite live tokens, which `Undo` cannot restore."""
-        return self.from_state({name: getattr(self, name).clone() for name in _STATE}, self.seen)
+        slots = copy(self)
+        slots.map(Tensor.clone)
+        return slots
 
     def append(self, k: Tensor, v: Tensor, max_abs: tuple[float, ...] | None = None) -> bool:
         """Write the next token k, v [B, Hk, 1, D] into the free slot.
@@ -131,29 +124,16 @@ class SlotStorage:
             self.index.gather(2, order),
         )
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        for name in _STATE:
-            setattr(self, name, fn(getattr(self, name)))
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        return {name: getattr(self, name) for name in _STATE}
-
     @classmethod
-    def from_state(cls, state: dict[str, Any], seen: int) -> SlotStorage:
-        """Return slots with a state that `state` returned; seen: the number of tokens seen."""
+    def empty(cls, seen: int) -> SlotStorage:
+        """Return slots without tensors, for `load_state`; seen: the number of tokens seen."""
         slots = cls.__new__(cls)
         slots.seen = seen
-        for name in _STATE:
-            setattr(slots, name, state[name])
         return slots
 
 
 Storage = Segment | SlotStorage
 """Where a layer stores its tokens."""
-
-_STATE = ("keys", "values", "scores", "free", "index")
 
 
 def _one_more(x: Tensor) -> Tensor:

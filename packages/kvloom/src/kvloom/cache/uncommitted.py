@@ -7,36 +7,38 @@ nothing. It keeps the queries that its parts will score with once it is certain 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
+from ..positions.alibi import Alibi
+from ..state import Stateful
 from .step import Queries
 
 
-class Uncommitted:
+class Uncommitted(Stateful):
     """The number of these tokens, and their queries, where a part needs them (else none)."""
 
+    tensors = ("q", "ids")
+    uncounted = ("visible",)
+    counters = ("tokens", "scale", "softcap")
+    fixed = True  # a step replaces this object
+    q: Tensor
+    scale: float
+    visible: Tensor | None
+    softcap: float | None
+    alibi: Alibi | None  # not saved: the next step brings its own
+    ids: Tensor | None
+
     def __init__(self, tokens: int, queries: Queries) -> None:
-        self.tokens, self.queries = tokens, queries
+        self.tokens = tokens
+        self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids, _ = queries
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the stored queries."""
-        return self.queries.q.nbytes + (0 if self.queries.ids is None else self.queries.ids.nbytes)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`; the next step brings its own ALiBi."""
-        return {"tokens": self.tokens, **{name: getattr(self.queries, name) for name in _STATE}}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Uncommitted:
-        """Return a draft with a state that `state` returned."""
-        return cls(state["tokens"], Queries(**{name: state[name] for name in _STATE}))
+    def queries(self) -> Queries:
+        """The queries of these tokens."""
+        return Queries(self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        self.queries = self.queries.map(fn)
-
-
-_STATE = ("q", "scale", "softcap", "visible", "ids")
+        super().map(fn)
+        self.alibi = None if self.alibi is None else self.alibi.map(fn)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..state import Mutable, Undo
 from .cycle import attend
 from .layer_state import LayerState
 from .step import StepInputs
-from .undo import Mutable, Undo
 
 
 class Verification:
@@ -59,7 +59,7 @@ class Verification:
         if not (state.seen or self.certain):
             return False
         evictor = state.evictor
-        if evictor is not None and evictor.decides_later:
+        if evictor is not None and evictor.defers:
             return False
         return not (state.recipe.store.exact and evictor is None and state.retriever is None)
 
@@ -94,8 +94,8 @@ class Verification:
         steps, before = self.steps, self.before
         assert before is not None
         before.restore()
-        if state.retriever is not None and state.retriever.offloaded is not None:
-            state.retriever.offloaded.forget()  # its copies on the device are changed in place
+        if state.retriever is not None and state.retriever.store is not None:
+            state.retriever.store.forget()  # its copies on the device are changed in place
         self.end()
         state.recording = True
         return steps

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.quantize import reference as ref
+from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
-from ..store import Packed
-from ..store.codec import Channels
 from .sampled_attention import ExactAttention
 
 GRID = (0.005, 0.01, *(round(0.02 * i, 2) for i in range(1, 51)))
@@ -43,18 +42,18 @@ class QuantizedGroups:
     fp32. A difference (`delta`) is the quantized tensor minus the exact one.
     """
 
-    def __init__(self, x: Tensor, fmt: Packed, channels: Channels) -> None:
-        assert channels.group_of is not None
+    def __init__(self, x: Tensor, encoding: LayerEncoding) -> None:
+        assert encoding.group_of is not None
         b, h, n, d = x.shape
-        self.bits, self._shape = fmt.bits, (h, d, b, n)
-        if channels.divisor is not None:
-            x = x / channels.divisor[:, None, :]
+        self.bits, self._shape = encoding.encoding.bits, (h, d, b, n)
+        if encoding.divisor is not None:
+            x = x / encoding.divisor[:, None, :]
         rows = x.permute(1, 3, 0, 2).reshape(h * d, b * n)
-        self.of = channels.group_of.reshape(-1)
+        self.of = encoding.group_of.reshape(-1)
         self.members = [(self.of == g).nonzero().flatten() for g in range(int(self.of.max()) + 1)]
         self._rows = [rows[some] for some in self.members]
         self._ends = [some.aminmax(dim=0) for some in self._rows]
-        unit = rows.new_ones(h, d) if channels.divisor is None else channels.divisor
+        unit = rows.new_ones(h, d) if encoding.divisor is None else encoding.divisor
         self._unit = [unit.reshape(-1, 1)[some] for some in self.members]
 
     def __len__(self) -> int:
@@ -84,20 +83,20 @@ class QuantizedGroups:
 
 
 def search_clip(
-    exact: ExactAttention, side: str, fmt: Packed, channels: Channels, rope: Rope | None
+    exact: ExactAttention, side: str, encoding: LayerEncoding, rope: Rope | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the clip factors of a format: fp32 [groups], and fp32 [1] for the whole layer.
+    """Return the clip factors of an encoding: fp32 [groups], and fp32 [1] for the whole layer.
 
-    side: "keys" or "values". channels: of the layer, without clip factors. rope: for keys that are
+    side: "keys" or "values". encoding: of the layer, without clip factors. rope: for keys that are
     quantized before RoPE, else None.
     """
     grid = torch.tensor(GRID)
     if side == "values":
-        by_group, by_layer = _search_values(exact, QuantizedGroups(exact.v, fmt, channels))
+        by_group, by_layer = _search_values(exact, QuantizedGroups(exact.v, encoding))
     else:
         at = torch.arange(exact.k.shape[2]).view(1, 1, -1)
         raw = exact.k if rope is None else rope.rotate(exact.k, -at)
-        by_group, by_layer = _search_keys(exact, QuantizedGroups(raw, fmt, channels), rope, at)
+        by_group, by_layer = _search_keys(exact, QuantizedGroups(raw, encoding), rope, at)
     return grid[by_group], grid[by_layer]
 
 

@@ -25,9 +25,8 @@ from ..hf.shard import needs_whole
 from ..positions.rope import Rope
 from ..progress import TotalProgress
 from ..recipe.spec import Recipe
-from ..store import Packed
+from ..store import LayerEncoding, Packed
 from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
-from ..store.codec import Channels, consecutive
 from .channel_groups import group_channels
 from .clip_search import search_clip
 from .ranges import CONTEXTS, LAYERS, read_ranges
@@ -99,9 +98,7 @@ def _calibrate(
     found = _resume(partial, Calibration(identity(model), text, about, name=out.name))
     done = found.tensors.setdefault("done", torch.zeros(3, dtype=torch.int64))
     read_ranges(model, ids, found, partial, rope, settings.settled, on_step)
-    searched = [
-        (side, f) for side, f in formats if f.transform and isinstance(f.transform.clip, str)
-    ]
+    searched = [(side, f) for side, f in formats if isinstance(f.clip, str)]
     unfinished = int(done[LAYERS]) < len(layers)
     samples = _samples(model, ids, settings) if searched and unfinished else {}
     for i in range(int(done[LAYERS]), len(layers)):
@@ -148,16 +145,15 @@ def _samples(model: PreTrainedModel, ids: Tensor, settings: Settings) -> dict[in
 
 def _add_groups(found: Calibration, layer: int, side: str, fmt: Packed) -> None:
     """Group the channels of a layer's keys or values, where the format reorders them."""
-    assert fmt.transform is not None
     kind = kind_of(side, fmt)
     name = f"groups.{layer}.{kind}.{shape_of(fmt)}"
-    if not fmt.transform.reorder or name in found.tensors:
+    if not fmt.reorder or name in found.tensors:
         return
     low, high = found.ranges(layer, kind)
-    if fmt.transform.smooth:
+    if fmt.smooth:
         max_abs = largest(low, high)
         low, high = low / max_abs, high / max_abs
-    found.tensors[name] = group_channels(low, high, fmt.transform.span, fmt.group)
+    found.tensors[name] = group_channels(low, high, fmt.span, fmt.group)
 
 
 def _add_clip(
@@ -172,13 +168,12 @@ def _add_clip(
     name = f"{layer}.{kind_of(side, fmt)}.{format_of(fmt)}"
     if f"clip.{name}" in found.tensors:
         return
-    transform = fmt.transform
-    assert transform is not None
-    channels = found.channels(layer, side, replace(fmt, transform=replace(transform, clip=1.0)))
-    if channels is None:
+    unclipped = replace(fmt, clip=1.0)
+    encoding = found.encoding(layer, side, unclipped)
+    if encoding is None:
         heads, dim = exact.k.shape[1], exact.k.shape[3]
-        channels = Channels(consecutive(fmt.group, transform, heads, dim))
-    by_group, by_layer = search_clip(exact, side, fmt, channels, rope if fmt.pre_rope else None)
+        encoding = LayerEncoding(unclipped.encoding, heads, dim, fmt.consecutive(heads, dim))
+    by_group, by_layer = search_clip(exact, side, encoding, rope if fmt.pre_rope else None)
     found.tensors[f"clip.{name}"] = by_group
     found.tensors[f"clip_layer.{name}"] = by_layer
 
@@ -194,6 +189,5 @@ def _rope(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> Rope | N
 
 
 def _spell(side: str, fmt: Packed) -> str:
-    assert fmt.transform is not None
-    clip = "" if isinstance(fmt.transform.clip, float) else f".clip-{fmt.transform.clip}"
+    clip = "" if isinstance(fmt.clip, float) else f".clip-{fmt.clip}"
     return f"{kind_of(side, fmt)}.{format_of(fmt)}{clip}"

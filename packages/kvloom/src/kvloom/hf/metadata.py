@@ -19,8 +19,7 @@ from ..errors import CalibrationError, IncompatibleRecipe, UnsupportedModel
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata
-from ..store.calibration import Calibration
-from ..store.rank_channels import of_heads
+from ..store.calibration import Calibration, of_heads
 from . import compat, rotary, shard
 
 BESIDE = "calibration.kvcal"
@@ -161,13 +160,10 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
             if (path, stamp) not in read:
                 read[path, stamp] = _calibration(model, path)
             calibration = read[path, stamp]
-            sides = {s: calibration.channels(number, s, f) for s, f in store.quantized.items()}
+            sides = {s: calibration.encoding(number, s, f) for s, f in store.quantized.items()}
         if geometry.ranks > 1:
             heads = geometry.first_head, geometry.kv_heads
-            sides = {
-                s: None if x is None else of_heads(x, store.quantized[s], s, *heads)
-                for s, x in sides.items()
-            }
+            sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
         read[key] = LayerMetadata(sides.get("keys"), sides.get("values"), rope, geometry.first_head)
     found: LayerMetadata = read[key]
     return found

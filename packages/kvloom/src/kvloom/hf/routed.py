@@ -225,9 +225,7 @@ class RoutedCache(transformers.Cache):
     def traffic(self) -> Traffic:
         """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
         retrievers = [layer.cache.state.retriever for layer in self.routed]
-        each = [
-            x.offloaded.traffic for x in retrievers if x is not None and x.offloaded is not None
-        ]
+        each = [x.store.traffic for x in retrievers if x is not None and x.store is not None]
         return Traffic(*(sum(x) for x in zip(*each, strict=True))) if each else Traffic()
 
     @property

@@ -1,6 +1,6 @@
 """A cache as a file, which `Cache.save` writes and `Cache.load` reads.
 
-Decides what is in a file's metadata and which files are refused; `cache.saved_state` decides what
+Decides what is in a file's metadata and which files are refused; `LayerState.state` decides what
 of a cache is saved. The file is safetensors: tensors as the cache stores them (packed, without
 spare room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same.
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..cache.saved_state import VERSION, load_layer, save_layer
+from ..cache.layer_state import VERSION
 from ..errors import (
     CacheMisuse,
     IncompatibleRecipe,
@@ -32,7 +32,6 @@ from ..errors import (
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata, files
 from ..store.calibration import checksum
-from ..store.codec import Channels
 from . import compat, shard
 from .flat import flat, load_stock_state, nested, stock_state
 from .metadata import identity, load_layer_metadata
@@ -100,10 +99,10 @@ def _restore(
             "prefill and save the cache again"
         ) from error
     try:
-        channels = load_layer_metadata(model, recipe)
+        metadata = load_layer_metadata(model, recipe)
     except IncompatibleRecipe as error:
         raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
-    if _tables(channels) != about["calibration"]:
+    if _tables(metadata) != about["calibration"]:
         raise SavedCacheError(
             f"{str(path)!r} was packed with another calibration than the one that "
             f"{recipe.name!r} finds now; put the old one back, or prefill and save the cache again"
@@ -119,13 +118,13 @@ def _restore(
 
 def _state(layer: Any) -> Any:
     """Return the state of a layer, kvloom's or transformers' own."""
-    return save_layer(layer.cache.state) if isinstance(layer, RoutedLayer) else stock_state(layer)
+    return layer.cache.state.state() if isinstance(layer, RoutedLayer) else stock_state(layer)
 
 
 def _load_state(layer: Any, saved: Any) -> None:
     """Load a saved state into a new layer."""
     if isinstance(layer, RoutedLayer):
-        load_layer(layer.cache.state, saved)
+        layer.cache.state.load_state(saved)
     else:
         load_stock_state(layer, saved)
 
@@ -203,12 +202,11 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 def _tables(layers: list[LayerMetadata]) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
     tables = {
-        f"{i}.{side}.{field}": x
+        f"{i}.{side}.{name}": x
         for i, metadata in enumerate(layers)
-        for side, channels in (("keys", metadata.keys), ("values", metadata.values))
-        if channels is not None
-        for field, x in zip(Channels._fields, channels, strict=True)
-        if x is not None
+        for side, encoding in (("keys", metadata.keys), ("values", metadata.values))
+        if encoding is not None
+        for name, x in encoding.tensors.items()
     }
     return checksum(tables) if tables else None
 

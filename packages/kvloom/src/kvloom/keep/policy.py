@@ -36,13 +36,13 @@ class Budget:
 
     Attributes:
         tokens: The number.
-        fraction: The fraction, in (0, 1]. It keeps `FLOOR_TOKENS` tokens or more, so that a short
-            prompt stays whole.
+        fraction: The fraction, in (0, 1]. It keeps 128 tokens or more, so that a short prompt stays
+            whole.
         recent: How many of these are the newest tokens (int), or which share of the budget (float):
             1 is one token, 1.0 is all. The others are heavy hitters, chosen by score. Of a
             fraction, a number takes at most half.
-        layers: How heavy hitters are divided over the layers: a policy of `budgets.POLICIES`, or
-            one weight for each layer.
+        layers: How heavy hitters are divided over the layers: "uniform", "pyramid", "pyramidkv",
+            "variance", "inverse-variance", "joint" (see heads), or one weight for each layer.
         apart: Round the recent share and the heavy share of the prompt down separately, as MiniKV's
             code does; otherwise round the budget down, and then its recent share.
         heads: The share of its heavy hitters that every key/value head is certain of (AdaKV). The

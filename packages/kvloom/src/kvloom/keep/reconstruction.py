@@ -1,6 +1,6 @@
 """KVzip's score: the attention that a token receives while the model repeats the prompt.
 
-Decides the score alone. `hf.repetition` runs the model, `cache.repetition` collects the scores.
+Decides the score alone. `hf.repetition` runs the model, `cache.scoring` collects the scores.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from .declare import only, rows_op, scores_op
 from .dispatch import Backend, Op
 from .quantize import reference as quantize_reference
 from .quantize.cpu import pack as pack_cpu
-from .quantize.spec import QuantSpec, kind_of
+from .quantize.encoding import LayerEncoding
 from .quantize.triton import pack as pack_triton
 from .score import reference as score_reference
 from .score.cpu import mass as mass_cpu
@@ -82,8 +82,8 @@ def _attend_case(
     few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
     return like, (
-        heads, few, d, like.shape[1], like.dtype, keys.fmt, values.fmt, packed is None, rotation,
-        gradient,
+        heads, few, d, like.shape[1], like.dtype, keys.encoding, values.encoding, packed is None,
+        rotation, gradient,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _attend_problems(module: Any, extra: Callable[..., tuple[Any, ...]] = _nothi
     """
 
     def problems(q: Tensor, keys: KVView, values: KVView, *rest: Any, **__: Any) -> list[str]:
-        formats = keys.fmt, values.fmt
+        formats = keys.encoding, values.encoding
         reasons: list[str] = module.problems(q.shape[2], keys.exact, *formats, *extra(*rest))
         return reasons or (_GRADIENT if dispatch.differentiated(q) else [])
 
@@ -250,17 +250,17 @@ _FORMATS = (
 pack = Op(
     "pack",
     quantize_reference.pack,
-    lambda x, spec, *_, **__: (x, (kind_of(spec), x.dtype)),
+    lambda x, layer, *_, **__: (x, (layer.encoding, x.dtype)),
     cpu=Backend(
         pack_cpu.pack,
-        only(lambda x, spec: pack_cpu.problems(spec, x.device, x.dtype)),
+        only(lambda x, layer: pack_cpu.problems(layer, x.device, x.dtype)),
         only(pack_cpu.compiled),
         f"{_FORMATS}; rotated groups and heads; balanced tiles",
         only(pack_cpu.Packer),
     ),
     gpu=Backend(
         pack_triton.pack,
-        only(lambda x, spec: pack_triton.problems(spec, x.device, x.dtype)),
+        only(lambda x, layer: pack_triton.problems(layer, x.device, x.dtype)),
         only(pack_triton.kernels),
         _FORMATS,
     ),
@@ -268,14 +268,14 @@ pack = Op(
 
 
 def _unpack_case(
-    packed: Any, spec: QuantSpec, lo: int, hi: int, dtype: torch.dtype, *_: Any, **__: Any
+    packed: Any, layer: LayerEncoding, lo: int, hi: int, dtype: torch.dtype, *_: Any, **__: Any
 ) -> tuple[Tensor, Hashable]:
-    return packed.codes, (kind_of(spec), dtype)
+    return packed.codes, (layer.encoding, dtype)
 
 
 def _unpack_problems(module: Any) -> Callable[..., list[str]]:
-    def problems(packed: Any, spec: QuantSpec, lo: int, hi: int, dtype: torch.dtype) -> Any:
-        return module.problems(spec, packed.codes.device, dtype)
+    def problems(packed: Any, layer: LayerEncoding, lo: int, hi: int, dtype: torch.dtype) -> Any:
+        return module.problems(layer, packed.codes.device, dtype)
 
     return only(problems)
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 from ..registry import Registry
 from .clusters import Clusters
 from .index import HEAD_CHOICES, Finder, Index, Recall, grown
-from .offload import OffloadFormat, OffloadStore
+from .offload import OffloadStore
 from .pages import Pages, TopK
 from .partial_keys import PartialKeys
 from .side_stream import SideStream
@@ -40,7 +40,6 @@ __all__ = [
     "Clusters",
     "Finder",
     "Index",
-    "OffloadFormat",
     "OffloadStore",
     "Pages",
     "PartialKeys",

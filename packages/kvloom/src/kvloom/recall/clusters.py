@@ -87,7 +87,7 @@ class ClusterFinder(Finder):
     [B, Hk, C], False for clusters that no query reads: of padding, or unused in a short row.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("centroids", "size", "start", "order", "alive")
+    tensors = ("centroids", "size", "start", "order", "alive")
     centroids: Tensor
     size: Tensor
     start: Tensor

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..registry.fields import check_fields
+from ..state import Stateful
 from .tiers import Tier
 
 HEAD_CHOICES = {
@@ -60,15 +61,13 @@ class Index:
         raise NotImplementedError
 
 
-class Finder:
+class Finder(Stateful):
     """The index of one layer's keys, for each key/value head.
 
     Attributes:
         tokens: The number of indexed keys. A key's slot is its number among them, oldest first.
         tensors: Names of the attributes that are tensors, batch first; one may be None or missing.
     """
-
-    tensors: ClassVar[tuple[str, ...]]
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -120,27 +119,13 @@ class Finder:
         """Return the cluster or page of each slot, int64 [B, Hk, N]; None if the index has none."""
         return None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(getattr(self, name).nbytes for name in self._present)
-
-    @property
-    def _present(self) -> tuple[str, ...]:
-        """Names of the tensors that exist; some come with the first key or the first padding."""
-        return tuple(name for name in self.tensors if getattr(self, name, None) is not None)
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        for name in self._present:
-            setattr(self, name, fn(getattr(self, name)))
-
     def state(self) -> dict[str, Any]:
         """Return the number of tokens, and the tensors by name."""
-        tensors = {name: getattr(self, name) for name in self._present}
-        return {"tokens": self.tokens, "tensors": tensors}
+        tensors = {name: getattr(self, name, None) for name in self.tensors}
+        held = {name: x for name, x in tensors.items() if x is not None}
+        return {"tokens": self.tokens, "tensors": held}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned."""
         self.tokens = state["tokens"]
         for name, x in state["tensors"].items():

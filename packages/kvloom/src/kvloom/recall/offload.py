@@ -8,39 +8,30 @@ the others. Reordering a batch moves row numbers, not rows. Does not decide whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.quantize.encoding import META, Encoding
 from ..kernels.select.reference import gather, gather_packed
+from ..state import Stateful
 from .tiers import FileRows, Rows, Tier, Traffic
 
 Block = Tensor | Sequence[Tensor]
 """Keys or values of tokens [B, Hk, T, D]: exact, or their codes, scales and zeros."""
 
 
-class OffloadFormat(NamedTuple):
-    """How keys or values are packed: `group` channels of a token, or tokens of a channel."""
-
-    bits: float
-    axis: str
-    group: int
-    meta: torch.dtype
-
-
-class OffloadBuffer:
+class OffloadBuffer(Stateful):
     """Keys, values, or both concatenated, in blocks: `unit` tokens of one row and head."""
 
-    def __init__(self, rows: Callable[[], Rows], fmt: OffloadFormat | None, unit: int) -> None:
-        self.fmt, self.unit = fmt, unit
-        self.rows = [rows() for _ in range(1 if fmt is None else 3)]
-        self.widths: list[int] = []  # last dimension of each of the rows' contents
+    counters = ("widths",)
+    children = ("rows",)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved."""
-        return sum(rows.nbytes for rows in self.rows)
+    def __init__(self, rows: Callable[[], Rows], encoding: Encoding | None, unit: int) -> None:
+        self.encoding, self.unit = encoding, unit
+        self.rows = [rows() for _ in range(1 if encoding is None else 3)]
+        self.widths: list[int] = []  # last dimension of each of the rows' contents
 
     def put(self, part: Block, blocks: int) -> None:
         """Append a number of whole blocks."""
@@ -63,17 +54,17 @@ class OffloadBuffer:
         flat = [
             rows.view().view(-1, width) for rows, width in zip(self.rows, self.widths, strict=True)
         ]
-        if self.fmt is None:
+        if self.encoding is None:
             return flat[0].index_select(0, at)
-        fmt = self.fmt
+        how = self.encoding
         codes, scale, zero = (x[None, None] for x in flat)
-        scale, zero = scale.view(fmt.meta), zero.view(fmt.meta)
-        group = fmt.group or self.widths[0]
+        scale, zero = scale.view(META[how.meta]), zero.view(META[how.meta])
+        group = how.group or self.widths[0]
         slots = at[None, None]
-        return gather_packed(codes, scale, zero, fmt.bits, fmt.axis, group, slots, dtype)[0, 0]
+        return gather_packed(codes, scale, zero, how.bits, how.axis, group, slots, dtype)[0, 0]
 
 
-class OffloadStore:
+class OffloadStore(Stateful):
     """Keys and values of the oldest tokens, by slot, in a tier.
 
     formats: of keys and of values, None where they are exact. unit: the store appends tokens in
@@ -86,10 +77,15 @@ class OffloadStore:
     its first slot, batch rows, first block; `source` int64 [B, E]: which of these rows is b's own.
     """
 
+    tensors = ("resident", "resident_index", "read_slots")
+    uncounted = ("like", "source")
+    counters = ("tokens", "reads", "extents", "traffic")
+    children = ("buffers",)
+
     def __init__(
         self,
         tier: Tier,
-        formats: tuple[OffloadFormat | None, OffloadFormat | None],
+        formats: tuple[Encoding | None, Encoding | None],
         unit: int,
     ) -> None:
         self.tier, self.formats, self.unit = tier, formats, unit
@@ -102,21 +98,9 @@ class OffloadStore:
         self.forget()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in all, on the device and in the tier."""
-        return self.device_nbytes + sum(buffer.nbytes for buffer in self.buffers)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes; tensors on the device are changed in place."""
-        rows = [rows for buffer in self.buffers for rows in buffer.rows]
-        return [self, *self.buffers, *rows]
-
-    @property
     def device_nbytes(self) -> int:
         """Bytes of the tensors on the device."""
-        tensors = (self.resident, self.resident_index, *self.read_slots)
-        return sum(x.nbytes for x in tensors if x is not None)
+        return sum(x.nbytes for x in self._held(self.tensors))
 
     def forget(self) -> None:
         """Discard the resident copies on the device."""
@@ -159,7 +143,7 @@ class OffloadStore:
             nbytes += sum(x.nbytes for x in got)
             joint = len(self.buffers) == 1
             halves = (x.contiguous() for x in got[0].split(d, dim=-1))
-            result += halves if joint else [got if buffer.fmt else got[0]]
+            result += halves if joint else [got if buffer.encoding else got[0]]
         self._count(0, (hi - lo) * b * h, nbytes)
         return result
 
@@ -189,42 +173,24 @@ class OffloadStore:
 
         Rows that are no longer in the batch stay, unless the batch has become smaller.
         """
-        if self.resident is not None and self.resident_index is not None:
-            self.resident, self.resident_index = fn(self.resident), fn(self.resident_index)
-            self.read_slots = [fn(x) for x in self.read_slots]
         if self.like is None:
             return
         batch = self.like.shape[0]
-        self.source, self.like = fn(self.source), fn(self.like)
+        super().map(fn)
         if self.like.shape[0] < batch:
             self._compact()
 
     def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        buffers = [
-            {"rows": [rows.state() for rows in buffer.rows], "widths": buffer.widths}
-            for buffer in self.buffers
-        ]
-        return {
-            "host": {"buffers": buffers, "extents": self.extents, "source": self.source},
-            **{name: getattr(self, name) for name in _STATE},
-            "traffic": list(self.traffic),
-        }
+        """Return the state, see `Stateful.state`."""
+        state = super().state()
+        return {"host": {name: state.pop(name) for name in _IN_HOST_MEMORY}, **state}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned."""
-        for name in _STATE:
-            setattr(self, name, state[name])
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
+        if state["host"]["buffers"] and not self.buffers:
+            self.buffers = self.empty_buffers(pinned=like is not None and like.is_cuda)
+        super().load_state({**state, **state["host"]}, like)
         self.traffic = Traffic(*state["traffic"])
-        host = state["host"]
-        self.extents, self.source = host["extents"], host["source"]
-        if host["buffers"] and not self.buffers:
-            pinned = self.like is not None and self.like.is_cuda
-            self.buffers = self.empty_buffers(pinned)
-        for buffer, saved in zip(self.buffers, host["buffers"], strict=True):
-            buffer.widths = saved["widths"]
-            for rows, x in zip(buffer.rows, saved["rows"], strict=True):
-                rows.load_state(x)
 
     def fresh(self) -> OffloadStore:
         """Return an empty store like this one, with its traffic."""
@@ -330,4 +296,4 @@ class OffloadStore:
         self.traffic = Traffic(old.hits + hits, old.misses + misses, old.nbytes + nbytes)
 
 
-_STATE = ("tokens", "like", "resident", "resident_index", "read_slots", "reads")
+_IN_HOST_MEMORY = ("buffers", "extents", "source")

@@ -51,7 +51,7 @@ class Pages(Index):
 class PageFinder(Finder):
     """Bounds low, high [B, Hk, pages, D] of one layer's keys, in their dtype."""
 
-    tensors: ClassVar[tuple[str, ...]] = ("low", "high")
+    tensors = ("low", "high")
     low: Tensor
     high: Tensor
 
@@ -106,7 +106,7 @@ class TopK(Index):
 class TopKFinder(Finder):
     """A mask bool [B, 1, N], False for padding; None where there is no padding."""
 
-    tensors: ClassVar[tuple[str, ...]] = ("real",)
+    tensors = ("real",)
 
     def __init__(self) -> None:
         super().__init__()

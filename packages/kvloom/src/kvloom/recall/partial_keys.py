@@ -77,7 +77,7 @@ class PartialKeyFinder(Finder):
     there is none.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("rotation", "partial", "real")
+    tensors = ("rotation", "partial", "real")
 
     def __init__(self, options: PartialKeys) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import RecipeError, TierError
 from ..registry.fields import check_fields
+from ..state import Stateful
 
 TIERS = {
     "host": "in host memory",
@@ -67,7 +68,7 @@ class Traffic(NamedTuple):
     nbytes: int = 0
 
 
-class Rows:
+class Rows(Stateful):
     """Rows [n, width] in host memory that grow at their end.
 
     pinned: a GPU copies the rows while the host continues; the host waits before it reads them.
@@ -123,7 +124,7 @@ class Rows:
         """Return the rows [n, width], a view; None if there never were any."""
         return None if self.data is None else self.view()
 
-    def load_state(self, state: Tensor | None) -> None:
+    def load_state(self, state: Any, like: Tensor | None) -> None:
         """Load a state that `state` returned."""
         if state is not None:
             self.append(state)

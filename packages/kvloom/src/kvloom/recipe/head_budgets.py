@@ -37,12 +37,10 @@ def _check_store(store: Store, heads: str) -> None:
                 f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; leave "
                 "out heads, or use Packed"
             )
-        own = fmt.transform is None or fmt.transform.rotate or fmt.transform.hadamard
-        if fmt.pre_rope or not own:
+        if fmt.pre_rope or fmt.regroups:
             raise RecipeError(
                 f"{side}: {heads} takes tokens that are packed after RoPE, each head by itself; "
-                "leave out pre_rope and transforms other than rotate and hadamard, or leave out "
-                "heads"
+                "leave out pre_rope, span, reorder, clip, smooth and static, or leave out heads"
             )
 
 

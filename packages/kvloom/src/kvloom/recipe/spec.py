@@ -204,10 +204,11 @@ class Recipe:
                     f"{side}: a tier takes packed tokens of kvloom's own format, not of "
                     f"{fmt.kind!r}; leave out the tier, or use Packed"
                 )
-            if fmt.transform is not None or fmt.pre_rope or fmt.boost:
+            if not fmt.plain:
                 raise RecipeError(
-                    f"{side}: a tier takes tokens that are packed after RoPE, without a transform "
-                    "and without boost; leave out transform, pre_rope and boost, or the tier"
+                    f"{side}: a tier takes tokens that are packed after RoPE, each head by "
+                    "itself, and not rotated or boosted; use kivi or rtn without rotate, or leave "
+                    "out the tier"
                 )
         unit, step = self.store.block_tokens, recall.index.step
         if max(unit, step) % min(unit, step):

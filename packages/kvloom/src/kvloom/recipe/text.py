@@ -76,6 +76,8 @@ def from_dict(cls: type, table: Any, where: str = "recipe") -> Any:
     has a wrong type.
     """
     own = {one.name: one for one in fields(cls)}
+    if isinstance(table, dict) and hasattr(cls, "upgraded"):
+        table = cls.upgraded(table)
     if not isinstance(table, dict):
         raise RecipeError(f"{where} must be a table of {', '.join(own)}, not {table!r}")
     unknown = sorted(set(table) - set(own), key=str)

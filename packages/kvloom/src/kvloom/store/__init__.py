@@ -1,20 +1,21 @@
 """In what format a segment stores its tokens."""
 
-from .codec import LayerMetadata
+from ..kernels.quantize.encoding import Encoding, LayerEncoding
 from .formats import FORMATS, Format, Packed, Store, register_format
 from .kv_side import KVSide
+from .layer_metadata import LayerMetadata
 from .measuring import PromptPacker, calibrated_groups, random_metadata, round_trip
-from .transform import Transform
 
 __all__ = [
     "FORMATS",
+    "Encoding",
     "Format",
     "KVSide",
+    "LayerEncoding",
     "LayerMetadata",
     "Packed",
     "PromptPacker",
     "Store",
-    "Transform",
     "calibrated_groups",
     "random_metadata",
     "register_format",

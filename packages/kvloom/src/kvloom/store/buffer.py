@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.append.reference import WriteTarget
+from ..state import Stateful
 
 
 @dataclass(slots=True)
@@ -24,14 +25,14 @@ class Allocation:
 
     A buffer that grows replaces the tensor in its allocation; every other change of `start` or of
     live tokens makes a new allocation. So a copy of a buffer's attributes remains valid when the
-    buffer grows, and does not keep the old tensor (see `cache.undo`).
+    buffer grows, and does not keep the old tensor (see `state.Undo`).
     """
 
     data: Tensor
     start: int = 0
 
 
-class Buffer:
+class Buffer(Stateful):
     """Tokens along dimension 2 of a tensor: `count` live ones, from the allocation's start on.
 
     tight: grow by the new tokens alone. most: limits the capacity up to that many tokens.
@@ -129,7 +130,7 @@ class Buffer:
             return None
         return {"live": self.view(), "start": own.start, "room": own.data.shape[2]}
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
+    def load_state(self, state: Any, like: Tensor | None) -> None:
         """Load a state that `state` returned."""
         if state is None:
             return

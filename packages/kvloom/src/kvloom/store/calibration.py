@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CalibrationError
+from ..kernels.quantize.encoding import LayerEncoding
 from . import files
-from .codec import Channels, consecutive
 from .formats import Packed
 
 VERSION = 1
@@ -78,30 +78,29 @@ class Calibration:
             raise CalibrationError(f"{str(path)!r} is damaged: its checksum is wrong; {again}")
         return cls(about["model"], about["text"], about["settings"], tensors, path.name)
 
-    def channels(self, layer: int, side: str, fmt: Packed) -> Channels | None:
-        """Return what `fmt` needs for a layer's "keys" or "values"; None if it needs nothing.
+    def encoding(self, layer: int, side: str, fmt: Packed) -> LayerEncoding | None:
+        """Return `fmt` bound to a layer's "keys" or "values"; None if it needs no calibration.
 
         Raises `CalibrationError` if the file does not have it.
         """
-        transform = fmt.transform
-        if transform is None or not transform.calibrated:
+        if not fmt.calibrated:
             return None
         kind = kind_of(side, fmt)
         low, high = self.ranges(layer, kind)
-        divisor = None
-        if transform.smooth:
+        clip = divisor = lows = highs = None
+        if fmt.smooth:
             divisor = largest(low, high)
             low, high = low / divisor, high / divisor
-        group_of = consecutive(fmt.group, transform, *low.shape)
-        if transform.reorder:
+        group_of = fmt.consecutive(*low.shape)
+        if fmt.reorder:
             group_of = self._find(f"groups.{layer}.{kind}.{shape_of(fmt)}", side, fmt).long()
-        lows = highs = clip = None
-        if transform.static:
+        if fmt.static:
             lows, highs = group_ranges(low, high, group_of)
-        elif isinstance(transform.clip, str):
-            name = "clip" if transform.clip == "group" else "clip_layer"
+        elif isinstance(fmt.clip, str):
+            name = "clip" if fmt.clip == "group" else "clip_layer"
             clip = self._find(f"{name}.{layer}.{kind}.{format_of(fmt)}", side, fmt)
-        return Channels(group_of, clip, divisor, lows, highs)
+        heads, dim = low.shape
+        return LayerEncoding(fmt.encoding, heads, dim, group_of, clip, divisor, lows, highs)
 
     def ranges(self, layer: int, kind: str) -> tuple[Tensor, Tensor]:
         """Return minimum and maximum of each channel, fp32 [Hk, D] each."""
@@ -131,15 +130,13 @@ def kind_of(side: str, fmt: Packed) -> str:
 
 def shape_of(fmt: Packed) -> str:
     """Return a name for what the groups of a format depend on."""
-    assert fmt.transform is not None
-    smooth = ".smooth" if fmt.transform.smooth else ""
-    return f"{fmt.transform.span}.{fmt.group}{smooth}"
+    smooth = ".smooth" if fmt.smooth else ""
+    return f"{fmt.span}.{fmt.group}{smooth}"
 
 
 def format_of(fmt: Packed) -> str:
     """Return a name for what clip factors depend on; the dtype of metadata is not part of it."""
-    assert fmt.transform is not None
-    order = "reordered" if fmt.transform.reorder else "consecutive"
+    order = "reordered" if fmt.reorder else "consecutive"
     return f"{shape_of(fmt)}.{order}.{fmt.bits}"
 
 
@@ -165,3 +162,36 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
         total.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         total.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
+
+
+def of_heads(layer: LayerEncoding, side: str, first: int, heads: int) -> LayerEncoding:
+    """Return the encoding of `heads` key/value heads from number `first` on; groups count from 0.
+
+    Under tensor parallelism a process holds a part of the heads. layer: of all heads, of "keys" or
+    "values". Raises `CalibrationError` where a group has channels of these heads and of others.
+    """
+    all_groups = layer.group_of
+    assert all_groups is not None, "a calibration has the group of every channel"
+    own = all_groups[first : first + heads]
+    groups = own.unique()
+    others = torch.cat([all_groups[:first], all_groups[first + heads :]])
+    expected = layer.encoding.groups(heads, layer.head_dim)
+    if torch.isin(groups, others).any() or len(groups) != expected:
+        raise CalibrationError(
+            f'{side}: groups of span="layer" have channels of all heads, and this process holds '
+            f"{heads} of {len(all_groups)} (tensor parallelism); use groups within a head, such as "
+            "skvq:span=head,group=64, and calibrate for it"
+        )
+
+    def chosen(x: Tensor | None) -> Tensor | None:
+        each_group = x is not None and len(x) == int(all_groups.max()) + 1
+        return x[groups] if x is not None and each_group else x
+
+    return LayerEncoding(
+        layer.encoding, heads, layer.head_dim,
+        torch.searchsorted(groups, own.contiguous()),
+        chosen(layer.clip),
+        None if layer.divisor is None else layer.divisor[first : first + heads],
+        chosen(layer.low),
+        chosen(layer.high),
+    )  # fmt: skip

@@ -6,13 +6,14 @@ decides what is in them. No kernel reads them: each step unpacks the tokens that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..state import Stateful
 from .buffer import Buffer
 from .formats import Format
 
@@ -32,9 +33,11 @@ class FormatView(NamedTuple):
         return self.fmt.unpack(self.tensors, self.dtype)[:, :, skip : skip + self.hi - self.lo]
 
 
-class FormatTokens:
+class FormatTokens(Stateful):
     """The packed prefix of keys or values in any format."""
 
+    counters = ("count",)
+    children = ("buffers",)
     rope = None  # such a format packs keys after RoPE
 
     def __init__(self, fmt: Format) -> None:
@@ -45,16 +48,6 @@ class FormatTokens:
 
     def __len__(self) -> int:
         return self.count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(buffer.nbytes for buffer in self.buffers)
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self, *self.buffers]
 
     def append(self, x: Tensor, nonpadding: Tensor | None = None, at: Tensor | None = None) -> None:
         """Pack and add x [B, Hk, T, D], whole units. Raises `RecipeError` for unfit tensors."""
@@ -88,20 +81,9 @@ class FormatTokens:
         cut = (x[:, :, begin * n : end * n] for x, n in zip(tensors, rows, strict=True))
         return FormatView(tuple(cut), self.fmt, lo, hi, self.dtype)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        for buffer in self.buffers:
-            buffer.map(fn)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state: the tensors, and the number of tokens."""
-        return {"count": self.count, "buffers": [buffer.state() for buffer in self.buffers]}
-
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
-        self.count = state["count"]
         self.buffers = [Buffer(tight=True) for _ in state["buffers"]]
-        for buffer, saved in zip(self.buffers, state["buffers"], strict=True):
-            buffer.load_state(saved)
+        super().load_state(state, like)
         if like is not None:
             self.dtype = like.dtype

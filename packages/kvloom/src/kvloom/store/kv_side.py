@@ -11,15 +11,15 @@ it does not depend on how a prompt was cut into chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.attend.kv_view import KVView
+from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
+from ..state import Stateful
 from .buffer import Buffer
-from .codec import Channels
 from .format_tokens import FormatTokens, FormatView
 from .formats import Format, Packed
 from .packed import PackedTokens, PackedView, take_blocks
@@ -31,23 +31,27 @@ Block = Tensor | Sequence[Tensor]
 """Tokens [B, Hk, T, D]: exact, or the tensors in which they are packed."""
 
 
-class KVSide:
+class KVSide(Stateful):
     """The keys, or the values, of a segment.
 
-    recent: the number of newest tokens that always stay exact. channels, rope: see `PackedTokens`.
+    recent: the number of newest tokens that always stay exact. calibrated, rope: as for
+    `PackedTokens`.
     """
+
+    children = ("tail", "packed")
+    fixed = True
 
     def __init__(
         self,
         fmt: Format | None = None,
         recent: int = 0,
-        channels: Channels | None = None,
+        calibrated: LayerEncoding | None = None,
         rope: Rope | None = None,
     ) -> None:
         self.packed: PackedTokens | FormatTokens | None = None
         blocks = 0  # a tail that is packed in large blocks has room for one block
         if isinstance(fmt, Packed):
-            self.packed = PackedTokens(fmt, channels, rope)
+            self.packed = PackedTokens(fmt, calibrated, rope)
             blocks = fmt.residual if fmt.in_blocks else 0
         elif fmt is not None:
             self.packed = FormatTokens(fmt)
@@ -65,16 +69,6 @@ class KVSide:
     def packed_count(self) -> int:
         """Tokens in the packed prefix."""
         return 0 if self.packed is None else self.packed.count
-
-    @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self.tail] if self.packed is None else [self.tail, *self.packed.mutable]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.tail.nbytes + (0 if self.packed is None else self.packed.nbytes)
 
     def extend(
         self, x: Tensor, drop: int, nonpadding: Tensor | None = None, at: Positions | None = None
@@ -164,7 +158,7 @@ class KVSide:
         if at and count and self.needs_positions:
             positions = at(0, count if gaps else 1)
         packed = self.packed.view(at=positions) if count else None
-        return KVView(packed, exact.data, self.packed.fmt, exact.start, tail)
+        return KVView(packed, exact.data, self.packed.fmt.encoding, exact.start, tail)
 
     def fill(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
         """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact.
@@ -188,20 +182,3 @@ class KVSide:
         else:
             assert isinstance(self.packed, PackedTokens)
             self.packed.take(blocks, unit)
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply fn to every tensor, along the batch dimension."""
-        self.tail.map(fn)
-        if self.packed is not None:
-            self.packed.map(fn)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, see `cache.saved_state`."""
-        packed = None if self.packed is None else self.packed.state()
-        return {"tail": self.tail.state(), "packed": packed}
-
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
-        self.tail.load_state(state["tail"])
-        if self.packed is not None:
-            self.packed.load_state(state["packed"], like)

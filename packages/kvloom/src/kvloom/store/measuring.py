@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
-from .codec import Channels, LayerMetadata, consecutive
 from .formats import Format, Packed, Store
 from .kv_side import KVSide
+from .layer_metadata import LayerMetadata
 from .packed import PackedTokens
 
 
@@ -47,8 +48,8 @@ def calibrated_groups(metadata: LayerMetadata, side: str) -> Tensor | None:
         metadata: Of one layer.
         side: "keys" or "values".
     """
-    channels: Channels | None = getattr(metadata, side)
-    return None if channels is None else channels.group_of
+    encoding: LayerEncoding | None = getattr(metadata, side)
+    return None if encoding is None else encoding.group_of
 
 
 def random_metadata(store: Store, heads: int, head_dim: int, rope: Rope | None) -> LayerMetadata:
@@ -60,33 +61,35 @@ def random_metadata(store: Store, heads: int, head_dim: int, rope: Rope | None) 
         head_dim: Channels of a head.
         rope: The layer's rotary embedding.
     """
-    keys, values = (_random_channels(fmt, heads, head_dim) for fmt in (store.keys, store.values))
+    keys, values = (_random_encoding(fmt, heads, head_dim) for fmt in (store.keys, store.values))
     return LayerMetadata(keys, values, rope)
 
 
-def _random_channels(fmt: Format | None, heads: int, head_dim: int) -> Channels | None:
+def _random_encoding(fmt: Format | None, heads: int, head_dim: int) -> LayerEncoding | None:
     """Return a random calibration of one side; None for a format that needs none."""
-    if not isinstance(fmt, Packed) or fmt.transform is None or not fmt.calibrated:
+    if not isinstance(fmt, Packed) or not fmt.calibrated:
         return None
-    transform, size = fmt.transform, (heads, head_dim)
+    size = heads, head_dim
     generator = torch.Generator().manual_seed(0)
-    group_of = consecutive(fmt.group or head_dim, transform, *size)
-    if transform.reorder and transform.span == "layer":
+    group_of = fmt.consecutive(*size)
+    if fmt.reorder and fmt.span == "layer":
         order = torch.randperm(group_of.numel(), generator=generator)
         group_of = group_of.reshape(-1)[order].view(size)
-    elif transform.reorder:
+    elif fmt.reorder:
         order = torch.randn(size, generator=generator).argsort(dim=-1)
         group_of = group_of.gather(-1, order)
     groups = int(group_of.max()) + 1
     clip = None
-    if isinstance(transform.clip, str):
-        clip = torch.full((groups if transform.clip == "group" else 1,), 0.95)
-    return Channels(
+    if isinstance(fmt.clip, str):
+        clip = torch.full((groups if fmt.clip == "group" else 1,), 0.95)
+    return LayerEncoding(
+        fmt.encoding,
+        *size,
         group_of,
         clip,
-        torch.ones(size) if transform.smooth else None,
-        torch.full((groups,), -4.0) if transform.static else None,
-        torch.full((groups,), 4.0) if transform.static else None,
+        torch.ones(size) if fmt.smooth else None,
+        torch.full((groups,), -4.0) if fmt.static else None,
+        torch.full((groups,), 4.0) if fmt.static else None,
     )
 
 

@@ -1,82 +1,55 @@
 """Packed tokens: codes, scales and zeros that grow together.
 
-Decides when these tensors grow, and how the reference appends codes to a byte that is not full. The
-arithmetic, and kernels that write in place, are in `kernels.quantize`.
+Decides when these tensors grow. The arithmetic is in `kernels.quantize`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import CacheMisuse
 from ..kernels import ops
-from ..kernels.attend.kv_view import Channelwise
 from ..kernels.plan import OpPlan
-from ..kernels.quantize import reference as ref
-from ..kernels.quantize.spec import PackedTensors, QuantSpec, RopeAngles
+from ..kernels.quantize.byte_layout import PACK_BLOCK, rows_for
+from ..kernels.quantize.encoding import LayerEncoding, PackedTensors, RopeAngles
 from ..positions.rope import Rope
+from ..state import Stateful
 from .buffer import grown_capacity
-from .codec import Channels, Codec, codec
-from .formats import META, Packed
+from .formats import Packed
 
 # Tokens quantized at once, which bounds the temporary fp32 copies and angles.
 _CHUNK = 4096
 
 
 class PackedView(NamedTuple):
-    """A range of packed tokens as kernels read them: storage, token range and format."""
+    """A range of packed tokens as kernels read them: storage, token range and encoding."""
 
     codes: Tensor  # uint8 [B, Hk, rows, D + boost]; spare room at the end, as the next two
-    scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; by map [B, 1, N, groups]; see `spec`
+    scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; by map [B, 1, N, groups]; see `encoding`
     zero: Tensor
-    fmt: Packed
+    layer: LayerEncoding
     lo: int
     hi: int
     dtype: torch.dtype
-    codec: Codec
     rope: Rope | None = None  # for keys that are packed before RoPE
     at: Tensor | None = None  # positions of these keys, int64 [B or 1, Hk or 1, hi - lo], or that
     # of the first key, where positions are consecutive, [B or 1, 1, 1]
 
-    @property
-    def channelwise(self) -> Channelwise:
-        """What a kernel needs beside the format."""
-        return self.codec.channelwise
-
     def tensor(self) -> Tensor:
         """Return the unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        codec, fmt, rope, at = self.codec, self.fmt, self.rope, self.at
-        if at is not None and at.shape[2] == 1:
-            at = at + torch.arange(self.hi - self.lo, device=at.device)
-        packed, angles = PackedTensors(self.codes, self.scale, self.zero), None
-        unpack = ops.unpack.bind(packed, codec.spec, self.lo, self.hi, self.dtype).run
-        if unpack is not None:
-            if rope is not None:
-                assert at is not None
-                angles = RopeAngles(*rope.angles(at), rope.interleaved)
-            return unpack(packed, codec.spec, self.lo, self.hi, self.dtype, angles)
-        per_block, rows = ref.PACK_BLOCK[fmt.bits]
-        per_meta = codec.spec.tokens_per_scale
-        unit = math.lcm(per_meta, per_block)
-        lo = self.lo // unit * unit  # start where both bytes and groups start
-        hi = -(-self.hi // per_meta) * per_meta
-        codes = ref.unpack_codes(
-            self.codes[:, :, lo // per_block * rows : ref.rows_for(hi, fmt.bits)], fmt.bits, hi - lo
-        )
-        meta = slice(lo // per_meta, hi // per_meta)
-        scale, zero = self.scale[:, :, meta], self.zero[:, :, meta]
-        wanted = slice(self.lo - lo, self.hi - lo)
-        if rope is None:
-            return codec.dequantize(codes, scale, zero, self.dtype)[:, :, wanted]
-        assert at is not None
-        raw = codec.dequantize(codes, scale, zero, torch.float32)[:, :, wanted]
-        return rope.rotate(raw, at).to(self.dtype)
+        at, angles = self.at, None
+        if self.rope is not None:
+            assert at is not None
+            if at.shape[2] == 1:
+                at = at + torch.arange(self.hi - self.lo, device=at.device)
+            angles = RopeAngles(*self.rope.angles(at), self.rope.interleaved)
+        packed = PackedTensors(self.codes, self.scale, self.zero)
+        return ops.unpack(packed, self.layer, self.lo, self.hi, self.dtype, angles)
 
 
 @dataclass(slots=True)
@@ -91,15 +64,15 @@ class PackedAllocation:
     capacity: int
 
 
-class PackedTokens:
+class PackedTokens(Stateful):
     """The packed prefix of keys or values, in kvloom's own quantized format."""
 
     def __init__(
-        self, fmt: Packed, channels: Channels | None = None, rope: Rope | None = None
+        self, fmt: Packed, calibrated: LayerEncoding | None = None, rope: Rope | None = None
     ) -> None:
-        self.fmt, self.channels = _one(fmt), channels
+        self.fmt, self.calibrated = fmt, calibrated
         self.rope = rope if fmt.pre_rope else None
-        self.codec: Codec | None = None
+        self.layer: LayerEncoding | None = None  # bound by the first token
         self.allocation: PackedAllocation | None = None  # None before the first token
         self.count = 0
         self.dtype = torch.float32
@@ -114,11 +87,6 @@ class PackedTokens:
         return 0 if self.allocation is None else sum(x.nbytes for x in self.allocation.tensors)
 
     @property
-    def mutable(self) -> list[Any]:
-        """The objects that a step changes."""
-        return [self]
-
-    @property
     def live(self) -> PackedTensors:
         """Codes, scales and zeros of all tokens, without spare room; views."""
         assert self.allocation is not None, "no tokens yet"
@@ -131,46 +99,31 @@ class PackedTokens:
         nonpadding: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the
         tokens' positions, for keys that are packed before RoPE.
         """
-        if self.codec is None:
-            self.codec = codec(self.fmt, self.channels, x)
-        pack = self.pack_plan.bind(x, self.codec.spec)
-        if pack is None:
-            self._append(x, nonpadding, at)
-        else:
-            packed = self._with_room(x)
-            whole = ((x, nonpadding, at),)
-            chunks = whole if x.shape[2] <= _CHUNK else _chunks(x, nonpadding, at)
-            for tokens, mask, positions in chunks:
-                angles = None
-                if self.rope is not None:
-                    assert positions is not None
-                    angles = RopeAngles(*self.rope.angles(-positions), self.rope.interleaved)
-                pack(tokens, self.codec.spec, packed, self.count, mask, angles)
-                self.count += tokens.shape[2]
+        layer = self._bind(x)
+        packed, whole = self._with_room(x), ((x, nonpadding, at),)
+        for tokens, mask, positions in whole if x.shape[2] <= _CHUNK else _chunks(*whole[0]):
+            angles = None
+            if self.rope is not None:
+                assert positions is not None
+                angles = RopeAngles(*self.rope.angles(-positions), self.rope.interleaved)
+            self.pack_plan(tokens, layer, packed, self.count, mask, angles)
+            self.count += tokens.shape[2]
         self.dtype = x.dtype
 
     def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
         """Return tokens lo..hi of this prefix; at: their positions, as in `append`."""
-        assert self.codec is not None and self.allocation is not None, "no tokens yet"  # noqa: PT018
-        tensors = self.allocation.tensors
-        hi = self.count if hi is None else hi
-        if self.fmt.meta == "fp8":  # stored as bytes
-            return self.wrap(tensors, lo, hi, at)
-        return PackedView(
-            *tensors, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at,
-        )  # fmt: skip
+        assert self.allocation is not None, "no tokens yet"
+        return self.wrap(self.allocation.tensors, lo, self.count if hi is None else hi, at)
 
     def wrap(
         self, tensors: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None
     ) -> PackedView:
         """Return tokens lo..hi of tensors such as this prefix's; at: as in `append`."""
-        assert self.codec is not None, "no tokens yet"
+        assert self.layer is not None, "no tokens yet"
         codes, scale, zero = tensors
-        if self.fmt.meta == "fp8":  # stored as bytes
-            scale, zero = scale.view(META["fp8"]), zero.view(META["fp8"])
-        return PackedView(
-            codes, scale, zero, self.fmt, lo, hi, self.dtype, self.codec, self.rope, at
-        )
+        if scale.dtype == torch.uint8:  # fp8 is stored as bytes
+            scale, zero = scale.view(self.layer.meta), zero.view(self.layer.meta)
+        return PackedView(codes, scale, zero, self.layer, lo, hi, self.dtype, self.rope, at)
 
     def offload(self, n: int) -> Sequence[Tensor]:
         """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""
@@ -208,7 +161,8 @@ class PackedTokens:
         self.count = state["count"]
         if self.count:
             assert like is not None
-            self.codec, self.dtype = codec(self.fmt, self.channels, like), like.dtype
+            self._bind(like)
+            self.dtype = like.dtype
             sides = (state[name] for name in PackedTensors._fields)
             self._allocate(_with_rows(side["live"], side["room"]) for side in sides)
 
@@ -217,10 +171,10 @@ class PackedTokens:
         own, tokens = self.allocation, self.count + x.shape[2]
         if own is not None and tokens <= own.capacity:
             return own.tensors
-        assert self.codec is not None
+        assert self.layer is not None
         needed = self._rows(tokens)
         if own is None:
-            empty = _empty(x, self.codec.spec)
+            empty = _empty(x, self.layer)
             own = self._allocate(_with_rows(y, n) for y, n in zip(empty, needed, strict=True))
             return own.tensors
         tight = self.fmt.in_blocks
@@ -244,42 +198,32 @@ class PackedTokens:
 
     def _capacity(self, tensors: PackedTensors) -> int:
         """Return how many tokens fit in tensors."""
-        per_block, rows = ref.PACK_BLOCK[self.fmt.bits]
+        per_block, rows = PACK_BLOCK[self.fmt.bits]
         codes, scale, zero = (x.shape[2] for x in tensors)
         return min(codes // rows * per_block, min(scale, zero) * self.fmt.tokens_per_scale)
 
     def _rows(self, tokens: int) -> tuple[int, int, int]:
         """Return the rows of codes, scales and zeros that the first tokens have."""
         groups = tokens // self.fmt.tokens_per_scale
-        return ref.rows_for(tokens, self.fmt.bits), groups, groups
+        return rows_for(tokens, self.fmt.bits), groups, groups
 
-    def _append(self, x: Tensor, nonpadding: Tensor | None, at: Tensor | None) -> None:
-        """Quantize and append x by the reference; nonpadding, at: as in `append`."""
-        assert self.codec is not None
-        chunks = []
-        for tokens, mask, positions in _chunks(x, nonpadding, at):
-            if self.rope is not None:
-                assert positions is not None
-                tokens = self.rope.rotate(tokens.float(), -positions)
-            chunks.append(self.codec.quantize(tokens, mask))
-        codes, scale, zero = (
-            torch.cat(p, dim=2) if len(p) > 1 else p[0] for p in zip(*chunks, strict=True)
-        )
-        tensors, bits = self._with_room(x), self.fmt.bits
-        per_block, rows = ref.PACK_BLOCK[bits]
-        at_row, group, _ = self._rows(self.count)
-        begun = self.count % per_block
-        if begun:  # the last pack block is not full: pack it again with the new codes
-            at_row -= rows
-            old = ref.unpack_codes(tensors.codes[:, :, at_row : at_row + rows], bits, begun)
-            codes = torch.cat([old, codes], dim=2)
-        for stored, new, row in (
-            (tensors.codes, ref.pack_codes(codes, bits), at_row),
-            (tensors.scale, _plain(scale), group),
-            (tensors.zero, _plain(zero), group),
-        ):
-            stored[:, :, row : row + new.shape[2]] = new
-        self.count += x.shape[2]
+    def _bind(self, x: Tensor) -> LayerEncoding:
+        """Return the encoding of tokens like x [B, Hk, any, D], on its device.
+
+        Raises `CacheMisuse` for a calibrated format without calibration.
+        """
+        if self.layer is None:
+            layer = self.calibrated
+            if layer is None:
+                if self.fmt.calibrated:
+                    raise CacheMisuse(
+                        "a calibrated format needs the calibration of its layer; give it as "
+                        "metadata"
+                    )
+                layer = self.fmt.encoding.bind(x.shape[1], x.shape[3])
+            assert layer.encoding == self.fmt.encoding, "calibrated for another encoding"
+            self.layer = layer.to(x.device)
+        return self.layer
 
 
 def take_blocks(x: Tensor, blocks: Tensor, stored: int) -> Tensor:
@@ -292,12 +236,6 @@ def take_blocks(x: Tensor, blocks: Tensor, stored: int) -> Tensor:
     return x.unflatten(2, (stored, -1)).index_select(2, blocks).flatten(2, 3)
 
 
-@cache
-def _one(fmt: Packed) -> Packed:
-    """Return one object for all equal formats: bindings of kernels are keyed by it."""
-    return fmt
-
-
 def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Yield x [B, Hk, N, D] and tensors [., ., N] along its tokens, a chunk at a time."""
     if x.shape[2] <= _CHUNK:
@@ -308,14 +246,14 @@ def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
         yield x[:, :, part], *(None if y is None else y[:, :, part] for y in along)
 
 
-def _empty(x: Tensor, spec: QuantSpec) -> PackedTensors:
+def _empty(x: Tensor, layer: LayerEncoding) -> PackedTensors:
     """Return codes, scales and zeros of no tokens, for tokens like x [B, Hk, any, D]."""
     b, h, _, d = x.shape
-    rows, numbers = spec.scales(h, d)
-    meta = torch.uint8 if spec.meta == torch.float8_e4m3fn else spec.meta
-    codes = x.new_empty(b, h, 0, d + spec.boost, dtype=torch.uint8)
+    rows, numbers = layer.scales
+    meta = torch.uint8 if layer.meta == torch.float8_e4m3fn else layer.meta
+    codes = x.new_empty(b, h, 0, d + layer.encoding.boost, dtype=torch.uint8)
     scales = x.new_empty(b, rows, 0, numbers, dtype=meta)
-    return PackedTensors(codes, scales, scales if spec.zeros else scales[..., :0])
+    return PackedTensors(codes, scales, scales if layer.encoding.zeros else scales[..., :0])
 
 
 def _with_rows(live: Tensor, rows: int) -> Tensor:
@@ -324,8 +262,3 @@ def _with_rows(live: Tensor, rows: int) -> Tensor:
     wider = live.new_empty(b, h, rows, d)
     wider[:, :, :n] = live
     return wider
-
-
-def _plain(meta: Tensor) -> Tensor:
-    """Return scales or zeros as they are stored: fp8 as bytes, which every torch can join."""
-    return meta.view(torch.uint8) if meta.dtype == torch.float8_e4m3fn else meta

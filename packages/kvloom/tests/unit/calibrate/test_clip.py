@@ -14,8 +14,7 @@ from kvloom.calibrate.clip_search import GRID, QuantizedGroups, search_clip
 from kvloom.calibrate.recorder import AttentionInputs
 from kvloom.calibrate.sampled_attention import AttentionSample, ExactAttention
 from kvloom.positions.rope import Rope
-from kvloom.store import Packed, Transform
-from kvloom.store.codec import Channels
+from kvloom.store import LayerEncoding, Packed
 
 GROUP_OF = torch.tensor([[0] * 10 + [1] * 6, [1] * 9 + [2] * 7])
 ROPE = Rope(100.0 ** -(torch.arange(0, 16, 2) / 16))
@@ -32,8 +31,14 @@ def sample(seed=0, softcap=None, exact=(0, 0)) -> AttentionSample:
 
 
 def packed(bits, side="values") -> Packed:
-    transform = Transform("layer", reorder=True, clip="group")
-    return Packed(bits, "token", 16, "fp32", transform=transform, pre_rope=side == "raw_keys")
+    return Packed(
+        bits, "token", 16, "fp32", span="layer", reorder=True, clip="group",
+        pre_rope=side == "raw_keys",
+    )  # fmt: skip
+
+
+def bound_layer(fmt: Packed, divisor=None) -> LayerEncoding:
+    return LayerEncoding(fmt.encoding, 2, 16, GROUP_OF, divisor=divisor)
 
 
 def misses(given: AttentionSample, bits: float, side: str):
@@ -74,7 +79,7 @@ def test_the_search_is_as_good_as_trying_every_factor(bits, side, softcap, exact
     given, fmt = sample(softcap=softcap, exact=exact), packed(bits, side)
     rope = ROPE if side == "raw_keys" else None
     alone, together = search_clip(
-        ExactAttention(given), side.removeprefix("raw_"), fmt, Channels(GROUP_OF), rope
+        ExactAttention(given), side.removeprefix("raw_"), bound_layer(fmt), rope
     )
     assert (alone.shape, together.shape) == ((3,), (1,))
     missed = misses(given, bits, side)
@@ -89,7 +94,7 @@ def test_the_search_is_as_good_as_trying_every_factor(bits, side, softcap, exact
 
 def test_the_error_of_a_channel_that_is_divided_is_in_its_own_unit():
     given, divisor = sample(), torch.linspace(0.5, 4, 32).view(2, 16)
-    groups = QuantizedGroups(given.v, packed(2), Channels(GROUP_OF, divisor=divisor))
+    groups = QuantizedGroups(given.v, bound_layer(packed(2), divisor))
     x = (given.v / divisor[:, None]).double().numpy()
     off = groups.tokens(groups.all_deltas(torch.tensor([16, 26, 51])))
     clip = [GRID[i] for i in (16, 26, 51)]

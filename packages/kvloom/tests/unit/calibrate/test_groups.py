@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from for_each import for_each
 from kvloom.calibrate.channel_groups import group_channels, kmeans
-from kvloom.store import Packed, Transform
+from kvloom.store import Packed
 
 
 def partition(of) -> set[frozenset[int]]:
@@ -46,7 +46,7 @@ def test_groups_are_as_many_as_predicted_and_stay_in_their_heads(span, size, cou
     low, high = torch.randn(2, 3, 32).sort(dim=0).values
     of = group_channels(low, high, span, size)
     assert of.unique().tolist() == list(range(count))
-    assert Packed(2, "token", size, transform=Transform(span)).groups(3, 32) == count
+    assert Packed(2, "token", size, span=span).groups(3, 32) == count
     if span == "head":
         heads = [set(of[h].tolist()) for h in range(3)]
         assert sum(map(len, heads)) == len(set.union(*heads))

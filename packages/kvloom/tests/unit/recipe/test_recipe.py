@@ -14,7 +14,7 @@ from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import Packed, Store, Transform
+from kvloom.store import Encoding, Packed, Store
 
 
 def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry:
@@ -36,7 +36,7 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
         ({"group": 32.0}, "group=32.0", "16, 32, 64, 128"),
         ({"meta": "fp4"}, "meta='fp4'", "fp32, fp16, bf16, fp8"),
         ({"group": 0}, "group=0", "16, 32, 64, 128"),
-        ({"transform": Transform()}, "transform", 'use axis="token"'),
+        ({"span": "layer"}, "span, reorder, clip", 'use axis="token"'),
         ({"residual": 0}, "0", "1 or more"),
         ({"residual": 1.5}, "1.5", "whole number"),
         ({"residual": 100}, "residual=100 is not a multiple of group=32", "use 32 or 128"),
@@ -45,8 +45,8 @@ def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry
         ({"residual": 64, "unit": 16}, "unit=16 is not a multiple of group=32", "use 32"),
         ({"boost": 12}, "boost=12", "0, 8, 16, 32, 64"),
         ({"boost": 16, "bits": 4}, "boost=16", "use bits=2"),
-        ({"balance": 32}, "balance=32 needs channels that are alike", "Transform(hadamard=True)"),
-        ({"boost": 16, "transform": Transform(hadamard=True)}, "boost=16", "one of them out"),
+        ({"balance": 32}, "balance=32 needs channels that are alike", 'use rotation="head"'),
+        ({"boost": 16, "rotation": "head"}, "boost=16", "one of them out"),
     ],
 )
 def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
@@ -65,27 +65,25 @@ def test_a_bad_format_is_refused_by_what_would_be_right(fields, wrong, right):
         ({"clip": True}, "clip=True must be above 0"),
         ({"clip": "head"}, "clip='head' is not one of group, layer"),
         ({"static": True, "clip": 0.9}, "clip=0.9 clips a token's own range; leave it out"),
-        ({"rotate": True, "smooth": True}, "rotate=True stands alone"),
-        ({"hadamard": True, "clip": 0.9}, "hadamard=True stands alone"),
-        ({"hadamard": True, "rotate": True}, "rotate=True stands alone"),
+        ({"rotation": "group", "smooth": True}, 'rotation="group" stands alone'),
+        ({"rotation": "head", "clip": 0.9}, 'rotation="head" stands alone'),
+        ({"rotation": "all"}, "rotation='all' is not one of none, group, head"),
     ],
 )
-def test_a_bad_transform_is_refused(fields, says):
+def test_channels_that_cannot_be_regrouped_are_refused(fields, says):
     with pytest.raises(RecipeError) as refused:
-        Transform(**fields)
+        Encoding(2, "token", **fields)
     assert says in str(refused.value)
 
 
 @for_each(
     ("build", "says"),
     [
-        (lambda: Packed(2, "token", transform="rotate"), "transform='rotate' must be a Transform"),
         (lambda: Packed(2, "token", pre_rope="yes"), "pre_rope='yes' must be True or False"),
         (lambda: Packed(2, "token", unit=1.5), "unit=1.5 must be a whole number or None"),
         (lambda: Store(keys=2), "keys=2 must be a Format or None"),
-        (lambda: Transform(smooth=1), "smooth=1 must be True or False"),
-        (lambda: Transform(hadamard=1), "hadamard=1 must be True or False"),
-        (lambda: Transform(clip=None), "clip=None must be above 0"),
+        (lambda: Encoding(2, "token", smooth=1), "smooth=1 must be True or False"),
+        (lambda: Encoding(2, "token", clip=None), "clip=None must be above 0"),
         (lambda: Protect(outliers=64), "outliers=64 must be an Outliers or None"),
         (lambda: Budget(5, recent="1"), "recent='1' must be a number"),
         (lambda: Budget(5, layers=[1, 2]), r"layers=[1, 2] must be a string or a tuple"),
@@ -271,7 +269,7 @@ def test_a_group_that_does_not_divide_names_those_that_do(group, head_dim, fits)
     ],
 )
 def test_a_group_over_all_heads_must_fit_the_layer(reorder, group, heads, says):
-    fmt = Packed(2, "token", group, transform=Transform(span="layer", reorder=reorder))
+    fmt = Packed(2, "token", group, span="layer", reorder=reorder)
     problems = Recipe(store=Store(fmt)).problems(geometry(32, kv_heads=heads))
     assert (not problems) if says is None else says in problems[0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from kvloom.keep import Budget, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import Packed, Store, Transform
+from kvloom.store import Packed, Store
 
 formats = st.none() | st.builds(
     Packed,
@@ -22,21 +24,16 @@ formats = st.none() | st.builds(
     meta=st.sampled_from(["fp32", "fp16", "bf16", "fp8"]),
     residual=st.sampled_from([128, 256]),
 )
-transforms = st.builds(
-    Transform,
+by_token = partial(st.builds, Packed, axis=st.just("token"), meta=st.just("fp8"))
+formats |= by_token(
+    bits=st.sampled_from([1.5, 2]),
     span=st.sampled_from(["head", "layer"]),
     reorder=st.booleans(),
     clip=st.sampled_from([1.0, 0.9, "group", "layer"]),
     smooth=st.booleans(),
 )
-formats |= st.builds(
-    Packed,
-    bits=st.sampled_from([1.5, 2]),
-    axis=st.just("token"),
-    meta=st.just("fp8"),
-    transform=transforms
-    | st.sampled_from([Transform(static=True, reorder=True), Transform(rotate=True)]),
-)
+formats |= by_token(bits=st.just(3), rotation=st.sampled_from(["group", "head"]))
+formats |= by_token(bits=st.just(4), static=st.just(True), reorder=st.just(True))
 numbers = st.integers(0, 500)
 protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers, numbers))
 budgets = st.builds(Budget, tokens=st.integers(1001, 10**6)) | st.builds(
@@ -85,9 +82,12 @@ def test_a_dict_is_plain_and_without_none():
                 "axis": "token",
                 "group": 32,
                 "meta": "fp16",
-                "residual": 1,
+                "span": "head",
+                "clip": 1.0,
+                "rotation": "none",
                 "boost": 0,
                 "balance": 0,
+                "residual": 1,
             }
         },
         "protect": {"sinks": 2, "recent": [0, 128]},

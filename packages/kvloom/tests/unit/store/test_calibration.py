@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from bound_encodings import round_trip
 from for_each import for_each
 from kvloom.errors import CalibrationError
-from kvloom.store import Packed, Transform
+from kvloom.kernels.quantize import reference as ref
+from kvloom.store import Packed
 from kvloom.store.calibration import Calibration, format_of, group_ranges, shape_of
-from kvloom.store.codec import codec
 
-REORDERED = Packed(2, "token", 16, transform=Transform("layer", reorder=True, clip="group"))
+REORDERED = Packed(2, "token", 16, span="layer", reorder=True, clip="group")
 LOW = -torch.arange(1.0, 65).view(2, 32)
 
 
@@ -95,50 +97,50 @@ def test_a_file_may_be_read_by_whom_the_user_lets_read_files(tmp_path):
 
 def test_channels_of_a_format():
     found = made()
-    assert found.channels(0, "values", Packed(2, "token")) is None
-    assert found.channels(0, "values", Packed(2, "token", transform=Transform(clip=0.9))) is None
-    grouped = found.channels(0, "values", REORDERED)
+    assert found.encoding(0, "values", Packed(2, "token")) is None
+    assert found.encoding(0, "values", Packed(2, "token", clip=0.9)) is None
+    grouped = found.encoding(0, "values", REORDERED)
     assert grouped.group_of.tolist()[0][:5] == [0, 1, 2, 3, 0]
     torch.testing.assert_close(grouped.clip, torch.tensor([0.7, 0.8, 0.9, 1.0]))
-    layer = Packed(2, "token", 16, transform=Transform("layer", reorder=True, clip="layer"))
-    torch.testing.assert_close(found.channels(0, "values", layer).clip, torch.tensor([0.86]))
-    smooth = found.channels(0, "values", Packed(2, "token", transform=Transform(smooth=True)))
+    layer = Packed(2, "token", 16, span="layer", reorder=True, clip="layer")
+    torch.testing.assert_close(found.encoding(0, "values", layer).clip, torch.tensor([0.86]))
+    smooth = found.encoding(0, "values", Packed(2, "token", smooth=True))
     assert torch.equal(smooth.divisor, LOW.abs())
-    static = Packed(2, "token", 32, transform=Transform("head", static=True))
-    fixed = found.channels(0, "values", static)
+    static = Packed(2, "token", 32, span="head", static=True)
+    fixed = found.encoding(0, "values", static)
     assert (fixed.low.tolist(), fixed.high.tolist()) == ([-32, -64], [16, 32])
 
 
 @for_each(
     ("fmt", "says"),
     [
-        (Packed(3, "token", 16, transform=REORDERED.transform), "values at 3 bit in groups of 16"),
-        (Packed(2, "token", 32, transform=REORDERED.transform), "values at 2 bit in groups of 32"),
-        (Packed(2, "token", 16, transform=Transform(clip="group")), "was not made for values"),
+        (replace(REORDERED, bits=3), "values at 3 bit in groups of 16"),
+        (replace(REORDERED, group=32), "values at 2 bit in groups of 32"),
+        (Packed(2, "token", 16, clip="group"), "was not made for values"),
     ],
 )
 def test_a_format_that_was_not_calibrated_is_named(fmt, says):
     with pytest.raises(CalibrationError, match="kvloom calibrate") as error:
-        made().channels(0, "values", fmt)
+        made().encoding(0, "values", fmt)
     assert says in str(error.value)
 
 
 def test_a_layer_or_kind_that_is_not_there_is_named():
     with pytest.raises(CalibrationError, match="has no ranges for the values of layer 7"):
-        made().channels(7, "values", REORDERED)
-    before = Packed(2, "token", 16, transform=Transform(smooth=True), pre_rope=True)
+        made().encoding(7, "values", REORDERED)
+    before = Packed(2, "token", 16, smooth=True, pre_rope=True)
     with pytest.raises(CalibrationError, match="has no ranges for the raw keys of layer 0"):
-        made().channels(0, "keys", before)
+        made().encoding(0, "keys", before)
 
 
 def test_static_ranges_cost_no_metadata_and_clip_what_lies_outside():
-    fmt = Packed(3, "token", 32, transform=Transform(static=True))
+    fmt = Packed(3, "token", 32, static=True)
     x = torch.zeros(1, 2, 3, 32)
     x[0, 0, 0, 0], x[0, 1, 2, 5] = 1000.0, -1000.0
-    by = codec(fmt, made().channels(0, "values", fmt), x)
-    codes, scale, zero = by.quantize(x, None)
+    layer = made().encoding(0, "values", fmt)
+    codes, scale, zero = ref.to_codes(x, layer)
     assert (scale.numel(), zero.numel()) == (0, 0)
-    back = by.dequantize(codes, scale, zero, torch.float32)
+    back = ref.from_codes(codes, scale, zero, layer)
     assert back[0, 0, 0, 0] == pytest.approx(16, rel=1e-3)
     assert back[0, 1, 2, 5] == pytest.approx(-64, rel=1e-3)
     assert fmt.bits_a_value() == 3
@@ -146,10 +148,9 @@ def test_static_ranges_cost_no_metadata_and_clip_what_lies_outside():
 
 
 def test_dividing_channels_by_their_magnitude_is_undone():
-    fmt = Packed(8, "token", 32, transform=Transform(smooth=True))
+    fmt = Packed(8, "token", 32, smooth=True)
     x = torch.randn(2, 2, 9, 32) * LOW.abs()[:, None]
-    by = codec(fmt, made().channels(0, "values", fmt), x)
-    off = by.dequantize(*by.quantize(x, None), torch.float32) - x
+    off = round_trip(x, made().encoding(0, "values", fmt)) - x
     # half a step of a range of at most about 8 in every channel's own unit
     assert (off.abs() <= LOW.abs()[:, None] * 10 / 255 / 2).all()
 

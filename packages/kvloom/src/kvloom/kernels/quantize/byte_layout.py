@@ -38,6 +38,24 @@ def stored_scale(scale: Tensor, meta: torch.dtype) -> Tensor:
     return scale.to(meta)
 
 
+def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape).
+
+    Which of 0 and -0 is the less depends on the order in which they are compared: 0 it is.
+    """
+    scale, zero = stored_scale((high - low) / top(bits) + 0.0, meta), low + 0.0
+    if meta == torch.float8_e4m3fn:
+        most = torch.finfo(meta).max
+        zero = zero.clamp(-most, most)
+    return scale, zero.to(meta)
+
+
+def spread(meta: Tensor, group_of: Tensor) -> Tensor:
+    """Numbers of groups [B, 1, N, groups] to those of their channels, fp32 [B, Hk, N, D]."""
+    by_channel = meta[:, 0].float().index_select(-1, group_of.reshape(-1))  # [B, N, Hk * D]
+    return by_channel.unflatten(-1, group_of.shape).transpose(1, 2)
+
+
 def pack_codes(codes: Tensor, bits: float) -> Tensor:
     """Pack codes uint8 [..., N, D] into bytes [..., rows_for(N, bits), D], zeros as filler."""
     per_block, _ = PACK_BLOCK[bits]

@@ -21,20 +21,20 @@ from torch import Tensor
 
 from .balanced import deviations, stored_factor
 from .boosted import dequantize_boosted, quantize_boosted
-from .byte_layout import PACK_BLOCK, pack_codes, rows_for, stored_scale, top, unpack_codes
+from .byte_layout import PACK_BLOCK, metadata, pack_codes, rows_for, spread, top, unpack_codes
+from .encoding import LayerEncoding, PackedTensors, RopeAngles
 from .rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
-from .spec import PackedTensors, QuantSpec, RopeAngles
 
 
 def pack(
     x: Tensor,
-    spec: QuantSpec,
+    layer: LayerEncoding,
     out: PackedTensors,
     begin: int,
     nonpadding: Tensor | None = None,
     rope: RopeAngles | None = None,
 ) -> None:
-    """Quantize x [B, Hk, T, D] by a spec and write it behind `begin` packed tokens, in place.
+    """Quantize x [B, Hk, T, D] and write it behind `begin` packed tokens, in place.
 
     out: storage that has room. Filler codes of the last pack block are 0. nonpadding: bool
     [B, 1 or Hk, T], False for padding, which does not enter the range of a group along tokens.
@@ -42,15 +42,16 @@ def pack(
     """
     if not x.numel():
         return
-    codes, scale, zero = _by_spec(
-        x.float() if rope is None else rotated(x.float(), rope), spec, nonpadding
+    how = layer.encoding
+    codes, scale, zero = to_codes(
+        x.float() if rope is None else rotated(x.float(), rope), layer, nonpadding
     )
-    per_block, rows = PACK_BLOCK[spec.bits]
-    row, begun, line = begin // per_block * rows, begin % per_block, begin // spec.tokens_per_scale
+    per_block, rows = PACK_BLOCK[how.bits]
+    row, begun, line = begin // per_block * rows, begin % per_block, begin // how.tokens_per_scale
     if begun:  # pack the partial block again, together with the new codes
-        old = unpack_codes(out.codes[:, :, row : row + rows], spec.bits, begun)
+        old = unpack_codes(out.codes[:, :, row : row + rows], how.bits, begun)
         codes = torch.cat([old, codes], dim=2)
-    packed = pack_codes(codes, spec.bits)
+    packed = pack_codes(codes, how.bits)
     out.codes[:, :, row : row + packed.shape[2]] = packed
     for to, new in ((out.scale, scale), (out.zero, zero)):
         to[:, :, line : line + new.shape[2]] = new.view(to.dtype)  # fp8 may be stored as bytes
@@ -58,23 +59,24 @@ def pack(
 
 def unpack(
     packed: PackedTensors,
-    spec: QuantSpec,
+    layer: LayerEncoding,
     lo: int,
     hi: int,
     dtype: torch.dtype,
     rope: RopeAngles | None = None,
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
-    (per_block, rows), each = PACK_BLOCK[spec.bits], spec.tokens_per_scale
+    how = layer.encoding
+    (per_block, rows), each = PACK_BLOCK[how.bits], how.tokens_per_scale
     unit = math.lcm(each, per_block)
     first, last = lo // unit * unit, -(-hi // each) * each  # whole bytes and groups
-    bytes_ = packed.codes[:, :, first // per_block * rows : rows_for(last, spec.bits)]
-    codes = unpack_codes(bytes_, spec.bits, last - first)
+    bytes_ = packed.codes[:, :, first // per_block * rows : rows_for(last, how.bits)]
+    codes = unpack_codes(bytes_, how.bits, last - first)
     scale, zero = (
-        (x.view(spec.meta) if x.dtype == torch.uint8 else x)[:, :, first // each : last // each]
+        (x.view(layer.meta) if x.dtype == torch.uint8 else x)[:, :, first // each : last // each]
         for x in (packed.scale, packed.zero)
     )
-    x = _inverse(codes, scale, zero, spec)[:, :, lo - first : hi - first]
+    x = from_codes(codes, scale, zero, layer)[:, :, lo - first : hi - first]
     return (x if rope is None else rotated(x, rope)).to(dtype)
 
 
@@ -88,47 +90,49 @@ def rotated(x: Tensor, rope: RopeAngles) -> Tensor:
     return torch.cat([part, rest], dim=-1)
 
 
-def _by_spec(
-    x: Tensor, spec: QuantSpec, nonpadding: Tensor | None
+def to_codes(
+    x: Tensor, layer: LayerEncoding, nonpadding: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize x fp32 by a spec: codes uint8 [B, Hk, T, D], scale and zero as stored."""
-    if spec.rotated:
-        codes, scale = quantize_rotated(x, spec.bits, spec.group, spec.meta)
+    """Quantize x fp32: codes uint8 [B, Hk, T, D + boost], scale and zero as stored."""
+    how, meta = layer.encoding, layer.meta
+    if how.rotation == "group":
+        codes, scale = quantize_rotated(x, how.bits, layer.group, meta)
         return codes, scale, scale[..., :0]
-    if spec.hadamard:
+    if how.rotation == "head":
         x = rotate(x)
-    if spec.balance:
-        codes, scale = balanced(x, spec, nonpadding)
+    if how.balance:
+        codes, scale = balanced(x, layer, nonpadding)
         return codes, scale, scale[..., :0]
-    if spec.divisor is not None:
-        x = x / spec.divisor[:, None, :]
-    if spec.static is not None:
-        none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=spec.meta)
-        return encode(x, *spec.static, spec.bits), none, none
-    if spec.boost:
-        return boosted(x, spec.group, spec.boost, spec.meta, nonpadding)
-    if spec.group_of is not None:
-        return quantize_mapped(x, spec.bits, spec.group_of, spec.meta, spec.clip)
-    return quantize(x, spec.bits, spec.axis, spec.group, spec.meta, nonpadding)
+    if layer.divisor is not None:
+        x = x / layer.divisor[:, None, :]
+    if layer.static is not None:
+        none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=meta)
+        return encode(x, *layer.static, how.bits), none, none
+    if how.boost:
+        return boosted(x, layer.group, how.boost, meta, nonpadding)
+    if layer.group_of is not None:
+        return quantize_mapped(x, how.bits, layer.group_of, meta, layer.alpha)
+    return quantize(x, how.bits, how.axis, layer.group, meta, nonpadding)
 
 
-def _inverse(codes: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
-    """Invert `_by_spec`: fp32 [B, Hk, N, D]."""
-    if spec.rotated:
-        return dequantize_rotated(codes, scale, spec.bits, spec.group, torch.float32)
-    if spec.boost:
-        x = unboosted(codes, scale, zero, spec.group, spec.boost)
-    elif spec.balance:
-        x = unbalanced(codes, scale, spec)
-    elif spec.static is not None:
-        x = torch.addcmul(spec.static[1], codes.float(), spec.static[0])
-    elif spec.group_of is not None:
-        x = dequantize_mapped(codes, scale, zero, spec.group_of, torch.float32)
+def from_codes(codes: Tensor, scale: Tensor, zero: Tensor, layer: LayerEncoding) -> Tensor:
+    """Invert `to_codes`: fp32 [B, Hk, N, D]."""
+    how = layer.encoding
+    if how.rotation == "group":
+        return dequantize_rotated(codes, scale, how.bits, layer.group, torch.float32)
+    if how.boost:
+        x = unboosted(codes, scale, zero, layer.group, how.boost)
+    elif how.balance:
+        x = unbalanced(codes, scale, layer)
+    elif layer.static is not None:
+        x = torch.addcmul(layer.static[1], codes.float(), layer.static[0])
+    elif layer.group_of is not None:
+        x = dequantize_mapped(codes, scale, zero, layer.group_of, torch.float32)
     else:
-        x = dequantize(codes, scale, zero, spec.axis, spec.group, torch.float32)
-    if spec.hadamard:
+        x = dequantize(codes, scale, zero, how.axis, layer.group, torch.float32)
+    if how.rotation == "head":
         x = unrotate(x)
-    return x if spec.divisor is None else x * spec.divisor[:, None, :]
+    return x if layer.divisor is None else x * layer.divisor[:, None, :]
 
 
 def quantize(
@@ -183,32 +187,36 @@ def unboosted(codes: Tensor, scale: Tensor, zero: Tensor, group: int, boost: int
     return x.flatten(2, 3)
 
 
-def balanced(x: Tensor, spec: QuantSpec, nonpadding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def balanced(
+    x: Tensor, layer: LayerEncoding, nonpadding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize x [B, Hk, N, D] by range after each tile is normalized (see `balanced`).
 
     Per channel, a token is divided by its standard deviation, per token a channel of the tile.
     Returns (codes uint8 [B, Hk, N, D], rows of scales, zeros and factors [B, Hk, N/T, numbers]).
     nonpadding: as in `quantize`; padding enters no standard deviation either.
     """
-    tiles = x.float().unflatten(2, (-1, spec.balance))  # [B, Hk, N/T, T, D]
-    live = None if nonpadding is None else nonpadding.unflatten(2, (-1, spec.balance)).unsqueeze(-1)
-    if live is not None:
+    how, meta, live = layer.encoding, layer.meta, None
+    tiles = x.float().unflatten(2, (-1, how.balance))  # [B, Hk, N/T, T, D]
+    if nonpadding is not None:
+        live = nonpadding.unflatten(2, (-1, how.balance)).unsqueeze(-1)
         tiles = torch.where(live, tiles, 0.0)
-    (tokens, channels), channel = deviations(tiles, live), spec.axis == "channel"
-    factor = stored_factor(tokens if channel else channels, spec.meta)
+    (tokens, channels), channel = deviations(tiles, live), how.axis == "channel"
+    factor = stored_factor(tokens if channel else channels, meta)
     divisor = factor.float()
     tiles = tiles / torch.where(divisor > 0, divisor, torch.inf)
     low, high = _range(tiles, 3 if channel else 4, nonpadding if channel else None)
-    scale, zero = metadata(low, high, spec.bits, spec.meta)
+    scale, zero = metadata(low, high, how.bits, meta)
     row = torch.cat([part.flatten(3) for part in (scale, zero, factor)], dim=-1)
-    return encode(tiles, scale, zero, spec.bits).flatten(2, 3), row
+    return encode(tiles, scale, zero, how.bits).flatten(2, 3), row
 
 
-def unbalanced(codes: Tensor, row: Tensor, spec: QuantSpec) -> Tensor:
+def unbalanced(codes: Tensor, row: Tensor, layer: LayerEncoding) -> Tensor:
     """Invert `balanced`: (code * scale + zero) * factor, fp32 [B, Hk, N, D]."""
-    tiles = codes.unflatten(2, (-1, spec.balance))
-    sizes, dims = (codes.shape[3], spec.balance), (-2, -1)
-    if spec.axis == "token":
+    how = layer.encoding
+    tiles = codes.unflatten(2, (-1, how.balance))
+    sizes, dims = (codes.shape[3], how.balance), (-2, -1)
+    if how.axis == "token":
         sizes, dims = sizes[::-1], dims[::-1]
     scale, zero, factor = row.float().split([sizes[0], sizes[0], sizes[1]], dim=-1)
     x = torch.addcmul(zero.unsqueeze(dims[0]), tiles.float(), scale.unsqueeze(dims[0]))
@@ -246,24 +254,6 @@ def dequantize_mapped(
     """Invert `quantize_mapped`: code * scale + zero in fp32, cast to `dtype`, [B, Hk, N, D]."""
     scale, zero = spread(scale, group_of), spread(zero, group_of)
     return torch.addcmul(zero, codes.float(), scale).to(dtype)
-
-
-def spread(meta: Tensor, group_of: Tensor) -> Tensor:
-    """Numbers of groups [B, 1, N, groups] to those of their channels, fp32 [B, Hk, N, D]."""
-    by_channel = meta[:, 0].float().index_select(-1, group_of.reshape(-1))  # [B, N, Hk * D]
-    return by_channel.unflatten(-1, group_of.shape).transpose(1, 2)
-
-
-def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape).
-
-    Which of 0 and -0 is the less depends on the order in which they are compared: 0 it is.
-    """
-    scale, zero = stored_scale((high - low) / top(bits) + 0.0, meta), low + 0.0
-    if meta == torch.float8_e4m3fn:
-        most = torch.finfo(meta).max
-        zero = zero.clamp(-most, most)
-    return scale, zero.to(meta)
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:

@@ -10,7 +10,7 @@ With `rotate`, values are rotated and rounded as by `turbo`, which the paper doe
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 
 
@@ -25,8 +25,10 @@ def kitty(
     """Kitty (arXiv:2511.18643): keys per channel, a few at 4 bits, all else 2 bits."""
     values = Packed(2, "token", 32, meta)
     if rotate:
-        values = Packed(2, "token", 0, meta, transform=Transform(rotate=True))
+        values = Packed(2, "token", 0, meta, rotation="group")
     return Recipe(
-        store=Store(keys=Packed(2, "channel", group, meta, residual, boost=boost), values=values),
+        store=Store(
+            keys=Packed(2, "channel", group, meta, residual=residual, boost=boost), values=values
+        ),
         protect=Protect(sinks, (0, residual)),
     )

@@ -13,7 +13,7 @@ quantizes keys and values after the rotation of `turbo`, and `sinks`, first toke
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 
 
@@ -26,11 +26,11 @@ def kivi(
     sinks: int = 0,
 ) -> Recipe:
     """KIVI (arXiv:2402.02750): keys per channel, values per token, 2 bits."""
-    transform = Transform(hadamard=True) if rotate else None
+    rotation = "head" if rotate else "none"
     return Recipe(
         store=Store(
-            keys=Packed(bits, "channel", group, meta, residual=residual, transform=transform),
-            values=Packed(bits, "token", group, meta, transform=transform),
+            keys=Packed(bits, "channel", group, meta, residual=residual, rotation=rotation),
+            values=Packed(bits, "token", group, meta, rotation=rotation),
         ),
         protect=Protect(sinks, (0, residual)),
     )

@@ -13,7 +13,7 @@ deviation.
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 
 
@@ -29,12 +29,19 @@ def kvarn(
 
     value_bits: 0 is as many as `bits`.
     """
-    rotated = Transform(hadamard=True)
     return Recipe(
         store=Store(
-            keys=Packed(bits, "channel", group, meta, residual, transform=rotated, balance=group),
+            keys=Packed(
+                bits, "channel", group, meta, residual=residual, rotation="head", balance=group
+            ),
             values=Packed(
-                value_bits or bits, "token", 0, meta, residual, transform=rotated, balance=group
+                value_bits or bits,
+                "token",
+                0,
+                meta,
+                residual=residual,
+                rotation="head",
+                balance=group,
             ),
         ),
         protect=Protect(sinks),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...store import Packed, Store, Transform
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 from .kvzip import kvzip
 
@@ -61,8 +61,7 @@ def tiny(
 
 def _store(value_bits: int, group: int, residual: int) -> Store:
     """Return keys at 4 bits and values at `value_bits`."""
-    by_range, by_levels = Transform(hadamard=True), Transform(rotate=True)
     return Store(
-        Packed(4, "channel", group, residual=residual, transform=by_range),
-        Packed(value_bits, "token", 0, transform=by_levels),
+        Packed(4, "channel", group, residual=residual, rotation="head"),
+        Packed(value_bits, "token", 0, rotation="group"),
     )

@@ -6,13 +6,15 @@ window and no sink.
 
 Departures: the prompt attends exactly, and so does a step to its own token (the harness quantizes
 both before they attend); codes are computed with the stored, rounded scale and zero. RPTQ's paper
-fixes the ranges by calibration; SKVQ's harness does not. `Transform(reorder=True, static=True)`
+fixes the ranges by calibration; SKVQ's harness does not. `Packed(..., reorder=True, static=True)`
 does.
 """
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from functools import partial
+
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 
 
@@ -25,11 +27,11 @@ def rptq(
     calibration: str = "auto",
 ) -> Recipe:
     """RPTQ (arXiv:2304.01089): channels grouped by calibration, then rounded per token."""
-    transform = Transform("layer", reorder=True)
+    packed = partial(Packed, axis="token", group=group, meta=meta, span="layer", reorder=True)
     return Recipe(
         store=Store(
-            keys=Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope),
-            values=Packed(bits, "token", group, meta, transform=transform),
+            keys=packed(bits, pre_rope=pre_rope),
+            values=packed(bits),
             calibration=None if calibration == "auto" else calibration,
         ),
         protect=Protect(recent=residual),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 
 
@@ -14,5 +14,5 @@ def rtn(
     rotate: bool = False,
 ) -> Recipe:
     """Round-to-nearest per token, keys and values alike, nothing exact: the baseline."""
-    fmt = Packed(bits, "token", group, meta, transform=Transform(hadamard=True) if rotate else None)
+    fmt = Packed(bits, "token", group, meta, rotation="head" if rotate else "none")
     return Recipe(store=Store(fmt, fmt), protect=Protect(recent=residual))

@@ -18,7 +18,9 @@ for tensor parallelism.
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from functools import partial
+
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 from .general import outliers
 
@@ -39,11 +41,13 @@ def skvq(
     calibration: str = "auto",
 ) -> Recipe:
     """SKVQ (arXiv:2405.06219): calibrated groups and clipping, sinks and a window, 2 bits."""
-    transform = Transform(span, reorder, clip)
+    packed = partial(
+        Packed, axis="token", group=group, meta=meta, span=span, reorder=reorder, clip=clip
+    )
     return Recipe(
         store=Store(
-            keys=Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope),
-            values=Packed(value_bits, "token", group, meta, transform=transform),
+            keys=packed(bits, pre_rope=pre_rope),
+            values=packed(value_bits),
             calibration=None if calibration == "auto" else calibration,
         ),
         protect=Protect(sinks, window, outliers(heavy, filter)),

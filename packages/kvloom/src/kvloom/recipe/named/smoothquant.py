@@ -12,7 +12,7 @@ group divides head_dim).
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 
 
@@ -25,11 +25,10 @@ def smoothquant(
     calibration: str = "auto",
 ) -> Recipe:
     """SmoothQuant (arXiv:2211.10438): channels divided by calibrated magnitudes, then rounded."""
-    transform = Transform(smooth=True)
     return Recipe(
         store=Store(
-            keys=Packed(bits, "token", group, meta, transform=transform, pre_rope=pre_rope),
-            values=Packed(bits, "token", group, meta, transform=transform),
+            keys=Packed(bits, "token", group, meta, smooth=True, pre_rope=pre_rope),
+            values=Packed(bits, "token", group, meta, smooth=True),
             calibration=None if calibration == "auto" else calibration,
         ),
         protect=Protect(recent=residual),

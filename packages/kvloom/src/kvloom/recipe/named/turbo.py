@@ -12,7 +12,7 @@ All heads and layers share one rotation; a window of recent tokens stays exact.
 
 from __future__ import annotations
 
-from ...store import Packed, Store, Transform
+from ...store import Packed, Store
 from ..spec import Protect, Recipe
 
 
@@ -24,5 +24,5 @@ def turbo(
     meta: str = "fp16",
 ) -> Recipe:
     """TurboQuant (arXiv:2504.19874): rotated and rounded to fixed levels, no calibration."""
-    fmt = Packed(bits, "token", group, meta, transform=Transform(rotate=True))
+    fmt = Packed(bits, "token", group, meta, rotation="group")
     return Recipe(store=Store(fmt, fmt), protect=Protect(sinks, window))

@@ -101,8 +101,7 @@ class SidePacker:
     Packs a prefix again only after one of its tensors was replaced.
     """
 
-    def __init__(self, fmt: Any) -> None:
-        self.fmt = fmt
+    def __init__(self) -> None:
         self._storage = Storage()
         self._prefix = _NO_PREFIX
         self._alive: tuple[Any, ...] = ()  # tables and copies at addresses in `_prefix`
@@ -124,43 +123,45 @@ class SidePacker:
         return SIDE.pack(self._prefix, packed.hi, at)
 
     def _repack(self, packed: PackedPrefix, d: int) -> None:
-        how, table, first, table_head = packed.channelwise, None, None, 0
+        layer, table, first, table_head = packed.layer, None, None, 0
+        how = layer.encoding
         stored = packed.codes, packed.scale, packed.zero
-        if how.rotated:
-            table = _levels(self.fmt.bits) if self.fmt.transform.rotate else None
-        elif how.group_of is not None:
-            by = how.by_layer if self.fmt.transform.span == "layer" else how.by_head
+        if how.rotation == "group":
+            table = _levels(how.bits)
+        elif layer.group_of is not None:
+            by = layer.by_layer if how.span == "layer" else layer.by_head
             table, first, table_head = *by, 4 * d
-        read = stored if how.fixed is None else (stored[0], *how.multiplied)
+        read = stored if layer.static is None else (stored[0], *layer.multiplied)
         codes, scale, zero = rows = tuple(_rowwise(x) for x in read)
         zeros = strides(zero, 2)
-        if self.fmt.balance:  # in the rows of the scales
+        if how.balance:  # in the rows of the scales
             begin, *steps = strides(scale, 2)
-            ahead = d if self.fmt.axis == "channel" else self.fmt.balance
+            ahead = d if how.axis == "channel" else how.balance
             zeros = begin + ahead * scale.itemsize, *steps
         self._prefix = PREFIX.pack(
             codes=strides(codes, 3), scale=strides(scale, 2), zero=zeros,
-            meta_row=0 if how.fixed is not None else scale.shape[3] * scale.itemsize,
+            meta_row=0 if layer.static is not None else scale.shape[3] * scale.itemsize,
             table=address(table), table_head=table_head, first_group=address(first),
         )  # fmt: skip
         if all(x is y for x, y in zip(rows, read, strict=True)):
             self._storage.remember(*stored)
-            self._alive = (how,)
+            self._alive = (layer,)
         else:  # tokens appended in place do not reach a copy: make it again at the next step
             self._storage.forget()
-            self._alive = (how, *rows)
+            self._alive = (layer, *rows)
 
 
 def rope_of(keys: KVView) -> tuple[tuple[int, bool], Any]:
-    """Return how a kernel rotates packed keys (channels, interleaved), and the format it reads.
+    """Return how a kernel rotates packed keys (channels, interleaved), and the encoding it reads.
 
     While nothing is packed, keys that will be packed before RoPE are exact keys.
     """
     if keys.packed is None:
-        return (0, False), None if keys.fmt is not None and keys.fmt.pre_rope else keys.fmt
+        waits = keys.encoding is not None and keys.encoding.pre_rope
+        return (0, False), None if waits else keys.encoding
     rope = keys.packed.rope
     rotated = (0, False) if rope is None else (2 * rope.inv_freq.shape[0], rope.interleaved)
-    return rotated, keys.fmt
+    return rotated, keys.encoding
 
 
 def positions(
@@ -182,9 +183,9 @@ def positions(
 
 
 def multiplied(q: Tensor, divisor: Tensor) -> Tensor:
-    """Multiply queries fp32 [B, Hq, T, D] by what packed keys were divided by, [Hk, 1, D]."""
+    """Multiply queries fp32 [B, Hq, T, D] by what packed keys were divided by, [Hk, D]."""
     by_head = q.view(q.shape[0], len(divisor), -1, q.shape[3])
-    return (by_head * divisor).view(q.shape)
+    return (by_head * divisor[:, None]).view(q.shape)
 
 
 def _rowwise(x: Tensor) -> Tensor:

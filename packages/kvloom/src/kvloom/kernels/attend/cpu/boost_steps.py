@@ -42,7 +42,7 @@ def fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin):  # type
     """Write the columns of w folded queries for low bits, and add to what their sums begin with.
 
     scale: stored, of d channels. folded: fp32 [w, d + boost], of which the first d are written.
-    minus, begin: as in `decode_kernel.fold_scales`.
+    minus, begin: as in `score_tile.fold_scales`.
     """
     row, j = 4 * (d + boost), d
     for block in range(0, d, 16):

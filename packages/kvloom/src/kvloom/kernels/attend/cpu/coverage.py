@@ -15,20 +15,19 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import NUMBERS
-from ...quantize.byte_layout import PACK_BLOCK
-from ...quantize.spec import unknown_fields
+from ...quantize.encoding import META, Encoding, unknown_fields
 
-META = ("fp32", "fp16", "bf16", "fp8")
 _GROUPS = 128  # per token, that kernels look up by channel
-WHEN = {"residual", "unit"}  # fields of a format that say when tokens are packed, not how
-_HOW = {"bits", "axis", "group", "meta", "transform", "pre_rope", "boost", "balance"}
-_TRANSFORM = {"span", "reorder", "clip", "smooth", "static", "rotate", "hadamard"}
+_KNOWN = (
+    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
+    "pre_rope", "boost", "balance",
+)  # fmt: skip
 
 
 @cache
 def problems(d: int, heads: int, dtype: torch.dtype, *formats: Any) -> tuple[str, ...]:
     """Return why no kernel reads keys and values [B, heads, N, d] packed in these formats."""
-    return tuple(of_sides(d, dtype, formats, lambda fmt: _of_format(fmt, d, heads)))
+    return tuple(of_sides(d, dtype, formats, lambda fmt: _of_encoding(fmt, d, heads)))
 
 
 def step_problems(
@@ -73,56 +72,39 @@ def of_sides(
     return reasons
 
 
-def _of_format(fmt: Any, d: int, heads: int) -> list[str]:
-    reasons = unknown_fields(fmt, _HOW | WHEN)
+def _of_encoding(how: Encoding, d: int, heads: int) -> list[str]:
+    reasons = unknown_fields(how, _KNOWN)
     if reasons:
         return reasons
-    transform = fmt.transform
-    if transform is not None:
-        reasons += [f"transform: {problem}" for problem in unknown_fields(transform, _TRANSFORM)]
-    if fmt.bits not in PACK_BLOCK:
-        reasons.append(f"bits={fmt.bits} is none of {', '.join(map(str, PACK_BLOCK))}")
-    if fmt.meta not in META:
-        reasons.append(f"meta={fmt.meta} is none of {', '.join(META)}")
-    if _in_runs(transform):
-        group, whole = fmt.group or d, 128 if fmt.axis == "channel" else d
+    if not how.regroups:
+        group, whole = how.group or d, 128 if how.axis == "channel" else d
         if group % 16 or whole % group:
             reasons.append(f"group={group} is not a multiple of 16 that divides {whole}")
-    elif not transform.static and across(fmt, d, heads) > _GROUPS:
-        reasons.append(f"{across(fmt, d, heads)} groups a token are more than {_GROUPS}")
-    if transform is not None and transform.rotate and fmt.bits == 8:
+    elif not how.static and across(how, d, heads) > _GROUPS:
+        reasons.append(f"{across(how, d, heads)} groups a token are more than {_GROUPS}")
+    if how.rotation == "group" and how.bits == 8:
         reasons.append("8 bit have more levels than registers hold")
-    if fmt.pre_rope and own_space(fmt):
+    if how.pre_rope and own_space(how):
         reasons.append("it does not read keys before RoPE that were divided or rotated")
-    if fmt.boost % 16:
-        reasons.append(f"boost={fmt.boost} is not a multiple of 16")
-    if fmt.pre_rope and fmt.boost:
+    if how.boost % 16:
+        reasons.append(f"boost={how.boost} is not a multiple of 16")
+    if how.pre_rope and how.boost:
         reasons.append("it does not read keys before RoPE of which channels have more bits")
     return reasons
 
 
-def across(fmt: Any, d: int, heads: int) -> int:
-    """Return how many scales of a token a head reads, in a format per token."""
-    if fmt.transform is not None and fmt.transform.span == "layer":
-        return int(fmt.groups(heads, d))
-    return d // (fmt.group or d)
+def across(how: Encoding, d: int, heads: int) -> int:
+    """Return how many scales of a token a head reads, in an encoding per token."""
+    return how.groups(heads if how.span == "layer" else 1, d)
 
 
-def own_space(fmt: Any) -> bool:
+def own_space(how: Encoding) -> bool:
     """Return whether packed tokens are in another space than exact ones: divided or rotated.
 
     Queries are transformed into the space of packed keys, and sums of packed values are transformed
     back. Static scales absorb the divisor instead.
     """
-    transform = fmt.transform
-    return transform is not None and (
-        transform.rotate or transform.hadamard or (transform.smooth and not transform.static)
-    )
-
-
-def _in_runs(transform: Any) -> bool:
-    """Return whether groups are consecutive channels of a head, or tokens of a channel."""
-    return transform is None or transform.rotate or transform.hadamard
+    return how.rotation != "none" or (how.smooth and not how.static)
 
 
 @cache
@@ -155,7 +137,7 @@ def kernel(
         dequant_spec(formats[1], d, heads),
         each(number_format, 0),
         each(lambda fmt: fmt.balance or (fmt.group if fmt.axis == "channel" else 0), 0),
-        each(lambda fmt: fmt.transform is None or fmt.transform.span == "layer", True),
+        each(lambda how: not how.regroups or how.span == "layer", True),
         each(own_space, False),
         0 if formats[0] is None else formats[0].boost,
         each(lambda fmt: fmt.balance > 0, False),
@@ -174,18 +156,18 @@ def dequant_spec(fmt: Any, d: int, heads: int, rope: tuple[int, bool] = (0, Fals
     if fmt is None:
         return DequantSpec()
     spec = DequantSpec(int(2 * fmt.bits), rope_dims=rope[0], interleaved=int(rope[1]))
-    transform, width = fmt.transform, across(fmt, d, heads)
-    if fmt.axis == "channel" or (transform is not None and transform.static):
+    if fmt.axis == "channel" or fmt.static:
         return spec._replace(by=CHANNEL)
-    if _in_runs(transform):
-        levels = int(transform is not None and transform.rotate)
-        return spec._replace(by=RUN, group=fmt.group or d, across=width, levels=levels)
-    return spec._replace(by=MAP, across=width)
+    width = across(fmt, d, heads)
+    if fmt.regroups:
+        return spec._replace(by=MAP, across=width)
+    levels = int(fmt.rotation == "group")
+    return spec._replace(by=RUN, group=fmt.group or d, across=width, levels=levels)
 
 
 def number_format(fmt: Any) -> int:
     """Return the number format of scale and zero; static ones are fp32."""
-    return 0 if fmt.transform is not None and fmt.transform.static else META.index(fmt.meta)
+    return 0 if fmt.static else list(META).index(fmt.meta)
 
 
 def of_both(formats: Sequence[Any], of: Callable[[Any], Any], default: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...arguments import contiguous_rows, strides
 from ...dispatch import once
+from ...quantize.encoding import Encoding
 from ..kv_view import KVView
 from ..reference import First, State
 from . import coverage
@@ -27,10 +28,10 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     return coverage.step_problems(1, tokens, like, (keys, values), _refuse)
 
 
-def _refuse(fmt: Any) -> list[str]:
-    if fmt is None:
+def _refuse(how: Encoding | None) -> list[str]:
+    if how is None:
         return []
-    found = {"boost": fmt.boost, "balance": fmt.balance}
+    found = {"boost": how.boost, "balance": how.balance}
     return [f"{name}={size} is not read token by token" for name, size in found.items() if size]
 
 

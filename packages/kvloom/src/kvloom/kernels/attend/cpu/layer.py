@@ -60,12 +60,13 @@ class KernelAttention:
         rope, key_format = rope_of(keys)
         self.kernel, self.tile = coverage.kernel(
             d, self.kv_heads, self.rows, keys.exact.dtype, rope, layout is GATHERED, key_format,
-            values.fmt, page=page, ragged=layout is RAGGED,
+            values.encoding, page=page, ragged=layout is RAGGED,
         )  # fmt: skip
         self.layout = layout
-        self.keys, self.values = SidePacker(keys.fmt), SidePacker(values.fmt)
-        self.own_queries = keys.packed is not None and coverage.own_space(keys.fmt)
-        self.sets = 1 + (values.fmt is not None and coverage.own_space(values.fmt))
+        self.keys, self.values = SidePacker(), SidePacker()
+        moved = [x is not None and coverage.own_space(x) for x in (keys.encoding, values.encoding)]
+        self.own_queries = keys.packed is not None and moved[0]
+        self.sets = 1 + moved[1]
         self.states = q.new_empty(0)
 
     def run(
@@ -142,7 +143,7 @@ class KernelAttention:
         b, _hq, _t, d = queries.shape
         shared = self.heads // self.kv_heads
         sums = queries.new_empty(b, self.kv_heads, shared, self.sets, self.rows, d)
-        group = 0 if packed is None else packed.channelwise.rotated
+        group = 0 if packed is None else packed.layer.rotated
         return sums, rotation(group, d, back=True).data_ptr() if group else 0
 
     def _masks(self, queries: Tensor, visible: Tensor | None, bias: Tensor | None) -> KeptArguments:
@@ -157,10 +158,10 @@ class KernelAttention:
 
 def _packed_queries(queries: Tensor, packed: PackedPrefix) -> tuple[Tensor, int]:
     """Return queries in the space of packed keys, or the rotation that the kernel applies."""
-    how = packed.channelwise
-    if how.rotated:
-        return queries, rotation(how.rotated, queries.shape[3]).data_ptr()
-    return queries if how.divisor is None else multiplied(queries, how.divisor), 0
+    layer = packed.layer
+    if layer.rotated:
+        return queries, rotation(layer.rotated, queries.shape[3]).data_ptr()
+    return queries if layer.divisor is None else multiplied(queries, layer.divisor), 0
 
 
 def _merged(sums: Tensor, packed: PackedPrefix | None) -> Tensor:
@@ -168,6 +169,6 @@ def _merged(sums: Tensor, packed: PackedPrefix | None) -> Tensor:
     exact, packed_sums = sums.unbind(-3)
     if packed is None:
         return exact
-    divisor = packed.channelwise.divisor
+    divisor = packed.layer.divisor
     assert divisor is not None
-    return torch.addcmul(exact, packed_sums, divisor[:, None])
+    return torch.addcmul(exact, packed_sums, divisor[:, None, None])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...arguments import MATRIX, TOKENS, contiguous_rows, strides
 from ...dispatch import once
+from ...quantize.encoding import Encoding
 from ..kv_view import KVView
 from ..pages import PageTable
 from ..reference import First, State
@@ -36,10 +37,10 @@ def problems(tokens: int, like: Tensor, keys: Any, values: Any, page: int) -> li
     return found
 
 
-def _refuse(fmt: Any) -> list[str]:
-    if fmt is None:
+def _refuse(how: Encoding | None) -> list[str]:
+    if how is None:
         return ["pages of exact tokens are not read by the table"]
-    if fmt.bits == 1.5:
+    if how.bits == 1.5:
         return ["at 1.5 bit, tokens share bytes across the tiles of a page"]
     return []
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dispatch import once
+from ...quantize.encoding import Encoding
 from ..kv_view import KVView
 from ..ragged import Spans
 from ..reference import State
@@ -27,12 +28,11 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     return coverage.step_problems(decode.MAX_QUERIES, tokens, like, (keys, values), _refuse)
 
 
-def _refuse(fmt: Any) -> list[str]:
+def _refuse(how: Encoding | None) -> list[str]:
     found = []
-    if fmt is not None and fmt.pre_rope:
+    if how is not None and how.pre_rope:
         found.append("it does not read keys before RoPE by spans")
-    transform = None if fmt is None else fmt.transform
-    if transform is not None and not (transform.rotate or transform.hadamard):
+    if how is not None and how.regroups:
         found.append("channels of a layer's heads that are grouped or scaled together")
     return found
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...quantize.spec import unknown_fields
+from ...quantize.encoding import unknown_fields
 from .. import reference as ref
 from ..kv_view import KVView
 from ..reference import State
@@ -36,8 +36,9 @@ from .launch import (
 KEYS, VALUES = 1, 2  # the side that is packed, where only one is
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
-_KNOWN = {"bits", "axis", "group", "meta", "transform", "residual", "unit"}
-_TRANSFORMS = {"span", "reorder", "clip", "smooth", "static", "rotate", "hadamard"}
+_KNOWN = (
+    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
+)  # fmt: skip
 
 
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
@@ -70,9 +71,7 @@ def _of_format(fmt: Any, d: int) -> list[str]:
     found = unknown_fields(fmt, _KNOWN)
     if found:
         return found
-    if fmt.transform is not None:
-        found += unknown_fields(fmt.transform, _TRANSFORMS)
-    elif fmt.axis == "token" and d % (fmt.group or d):
+    if fmt.axis == "token" and d % (fmt.group or d):
         found.append(f"group={fmt.group} does not divide head_dim={d}")
     return found
 

@@ -34,30 +34,31 @@ class SideArguments(NamedTuple):
 
 def side_arguments(view: KVView) -> SideArguments:
     """Return the kernel arguments of keys or values."""
-    tail, packed, fmt = view.tail, view.packed, view.fmt
+    tail, packed = view.tail, view.packed
     tail = contiguous_rows(tail)
-    d = tail.shape[3]
     codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
     meta, bits, kind, group, rotated, packed_end, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
     rotation = 0
     if packed is not None:
-        bits, packed_end, how = fmt.bits, packed.hi, packed.channelwise
+        layer, packed_end = packed.layer, packed.hi
+        how = layer.encoding
+        bits = how.bits
         codes, scale, zero = (
             x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
             for x in (packed.codes, packed.scale, packed.zero)
         )
-        kind, group, rotated = (0 if fmt.axis == "channel" else 1), fmt.group or d, how.rotated
+        kind, group, rotated = (0 if how.axis == "channel" else 1), layer.group, layer.rotated
         if rotated:
-            rotation = _LEVELS if fmt.transform.rotate else _AFFINE
+            rotation = _LEVELS if how.rotation == "group" else _AFFINE
         if rotation == _LEVELS:
             zero, table = scale, _levels(bits, tail.device)
-        elif how.fixed is not None:  # one for all tokens
+        elif layer.static is not None:  # one for all tokens
             kind = 3
-            scale, zero = how.fixed
-        elif how.group_of is not None:
-            kind, group_of = 2, how.group_of
-        if how.divisor is not None:
-            divided, divisor = True, how.divisor
+            scale, zero = layer.static
+        elif layer.group_of is not None:
+            kind, group_of = 2, layer.group_of
+        if layer.divisor is not None:
+            divided, divisor = True, layer.divisor
         if scale.stride() != zero.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does

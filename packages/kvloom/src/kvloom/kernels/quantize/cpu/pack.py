@@ -18,18 +18,21 @@ from ...constants import on_cpu
 from ...dispatch import once
 from .. import rotated
 from ..byte_layout import PACK_BLOCK, top
-from ..spec import PackedTensors, QuantSpec, RopeAngles, unknown_spec
+from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
 from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
 
-_METAS = {**NUMBERS, torch.float8_e4m3fn: 3}
+_KNOWN = (
+    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
+    "pre_rope", "boost", "balance",
+)  # fmt: skip
 _NO_ROPE = (0,) * ROPE.numbers
 _TILE = 1 << 14  # numbers of a task: their fp32 copies stay in the core's cache
 _NUMBERS_PER_THREAD = 1 << 17
 
 
-def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return why no kernel packs or unpacks tokens of a dtype by a spec; empty if one does."""
-    found = unknown_spec(spec)
+def problems(layer: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
+    found = unknown_fields(layer.encoding, _KNOWN)
     if device.type != "cpu":
         found.append(f"the tensors are on {device.type}")
     if dtype not in NUMBERS:
@@ -40,18 +43,18 @@ def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[
 class Packer:
     """Packs one layer's keys or values, step after step.
 
-    Describes the spec and the storage again only after one of them was replaced.
+    Describes the encoding and the storage again only after one of them was replaced.
     """
 
-    def __init__(self, x: Tensor, spec: QuantSpec) -> None:
-        self._spec, self._prepared = spec, _prepared(spec, x.shape[1], x.shape[3])
+    def __init__(self, x: Tensor, layer: LayerEncoding) -> None:
+        self._layer, self._prepared = layer, _prepared(layer, x.shape[1], x.shape[3])
         self._storage = Storage()
         self._numbers: tuple[tuple[int, ...], ...] = ()
 
     def __call__(
         self,
         x: Tensor,
-        spec: QuantSpec,
+        layer: LayerEncoding,
         out: PackedTensors,
         begin: int,
         nonpadding: Tensor | None = None,
@@ -66,14 +69,14 @@ class Packer:
         """
         if not x.numel():
             return
-        if spec is not self._spec or not self._storage.holds(*out):
+        if layer is not self._layer or not self._storage.holds(*out):
             if not all(_contiguous_rows(part) for part in out):
                 raise ValueError("rows of codes, scales and zeros must be contiguous to be written")
-            self._spec, self._prepared = spec, _prepared(spec, x.shape[1], x.shape[3])
-            self._numbers = _storage(out, spec)
+            self._layer, self._prepared = layer, _prepared(layer, x.shape[1], x.shape[3])
+            self._numbers = _storage(out, layer)
             self._storage.remember(*out)
         mask: tuple[int, ...] = (0, 0, 0)
-        if nonpadding is not None and (spec.balance or spec.axis == "channel"):
+        if nonpadding is not None and (layer.encoding.balance or layer.encoding.axis == "channel"):
             nonpadding = contiguous_rows(nonpadding)
             mask = strides(nonpadding, 2)
         prepared = self._prepared
@@ -86,7 +89,7 @@ pack = once(Packer)
 
 def unpack(
     packed: PackedTensors,
-    spec: QuantSpec,
+    layer: LayerEncoding,
     lo: int,
     hi: int,
     dtype: torch.dtype,
@@ -94,14 +97,14 @@ def unpack(
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
     b, h, _, columns = packed.codes.shape
-    d = columns - spec.boost
+    d = columns - layer.encoding.boost
     x = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not x.numel():
         return x
     packed = PackedTensors(*(y if _contiguous_rows(y) else y.contiguous() for y in packed))
-    prepared = _prepared(spec, h, d)
+    prepared = _prepared(layer, h, d)
     static = prepared.static_decode
-    _run(compiled()[1], x, lo, _storage(packed, spec), prepared, static, (0, 0, 0), rope)
+    _run(compiled()[1], x, lo, _storage(packed, layer), prepared, static, (0, 0, 0), rope)
     return x
 
 
@@ -114,7 +117,7 @@ def compiled() -> tuple[Any, Any]:
 
 
 class _Prepared(NamedTuple):
-    """The arguments that follow from a spec alone, for heads of one size."""
+    """The arguments that follow from an encoding alone, for heads of one size."""
 
     joint_heads: int
     spec: tuple[int, ...]
@@ -125,27 +128,28 @@ class _Prepared(NamedTuple):
     tensors: tuple[Tensor, ...]  # keeps the addresses valid
 
 
-def _prepared(spec: QuantSpec, heads: int, d: int) -> _Prepared:
-    found = spec.prepared.get(("cpu", heads, d))
-    if found is None:
-        found = spec.prepared["cpu", heads, d] = _prepare(spec, heads, d)
-    return found
+def _prepared(layer: LayerEncoding, heads: int, d: int) -> _Prepared:
+    prepared = layer.prepared.get(("cpu", heads, d))
+    if prepared is None:
+        prepared = layer.prepared["cpu", heads, d] = _prepare(layer, heads, d)
+    return prepared
 
 
 @on_cpu
-def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
-    per_block, block_rows = PACK_BLOCK[spec.bits]
-    mapped = spec.group_of is not None
+def _prepare(layer: LayerEncoding, heads: int, d: int) -> _Prepared:
+    how = layer.encoding
+    per_block, block_rows = PACK_BLOCK[how.bits]
+    mapped, in_groups = layer.group_of is not None, how.rotation == "group"
     joint_heads, padded = heads if mapped else 1, -(-d // 16) * 16
-    unit = math.lcm(spec.tokens_per_scale, per_block)
+    unit = math.lcm(how.tokens_per_scale, per_block)
     tile = max(1, _TILE // (joint_heads * padded) // unit) * unit
     tables: dict[str, Tensor] = {}
-    groups = padded if spec.axis == "channel" else d // (spec.group or d)
-    sharing = CHANNEL if spec.axis == "channel" else ROTATED if spec.rotated else TOKEN
+    groups = padded if how.axis == "channel" else d // layer.group
+    sharing = CHANNEL if how.axis == "channel" else ROTATED if in_groups else TOKEN
     if mapped:
-        assert spec.group_of is not None
-        sharing = MAPPED if spec.static is None else STATIC
-        group_of = spec.group_of
+        assert layer.group_of is not None
+        sharing = MAPPED if layer.static is None else STATIC
+        group_of = layer.group_of
         groups = int(group_of.max()) + 1
         tables["group_of"] = _padded_rows(group_of.int(), 0)
         slot = torch.arange(heads)[:, None] * padded + torch.arange(d)
@@ -153,26 +157,26 @@ def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
         by_group = [torch.cat([s, s[:1].expand(-len(s) % 16)]) for s in by_group]
         tables["slots"] = torch.cat(by_group).int()
         tables["slot_ends"] = torch.tensor([len(s) for s in by_group]).cumsum(0).int()
-        tables["clip"] = torch.as_tensor(spec.clip, dtype=torch.float32).expand(groups).clone()
-        if spec.divisor is not None:
-            tables["divisor"] = _padded_rows(spec.divisor.float(), 1)
+        tables["clip"] = torch.as_tensor(layer.alpha, dtype=torch.float32).expand(groups).clone()
+        if layer.divisor is not None:
+            tables["divisor"] = _padded_rows(layer.divisor.float(), 1)
     addresses = TABLES.pack(**{name: address(tables.get(name)) for name in TABLES.names})
     encode = decode = (0, 0)
-    if spec.static is not None:
+    if layer.static is not None:
         scale, zero = (
-            _padded_rows(x.float().expand(1, heads, 1, d)[0, :, 0], 0) for x in spec.static
+            _padded_rows(x.float().expand(1, heads, 1, d)[0, :, 0], 0) for x in layer.static
         )
         step = torch.where(scale > 0, scale, torch.inf)
         tables |= {"scale": scale, "zero": zero, "step": step}
         encode = (step.data_ptr(), zero.data_ptr())
         decode = (scale.data_ptr(), zero.data_ptr())
     rotation: tuple[int, ...] = (0,) * ROTATION.numbers
-    if spec.rotated or spec.hadamard:
-        together = spec.group if spec.rotated else d
+    if layer.rotated:
+        together = layer.rotated
         signs, mix = rotated.parts(together)
         tensors = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
-        if spec.rotated:
-            levels = rotated.levels(spec.bits)
+        if in_groups:
+            levels = rotated.levels(how.bits)
             tensors |= {"levels": levels, "level_ends": rotated.ends(levels)}
         tables |= tensors
         where = {name: address(tensors.get(name)) for name in ROTATION.names if name != "size"}
@@ -180,15 +184,15 @@ def _prepare(spec: QuantSpec, heads: int, d: int) -> _Prepared:
     numbers = SPEC.pack(
         tile=tile,
         sharing=sharing,
-        group=spec.group,
+        group=layer.group,
         groups=groups,
-        twice_bits=int(2 * spec.bits),
-        top=top(spec.bits),
+        twice_bits=int(2 * how.bits),
+        top=top(how.bits),
         per_block=per_block,
         block_rows=block_rows,
-        meta=_METAS[spec.meta],
-        boost=spec.boost,
-        balance=spec.balance,
+        meta=list(META).index(how.meta),
+        boost=how.boost,
+        balance=how.balance,
     )
     return _Prepared(
         joint_heads, numbers, addresses, encode, decode, rotation, tuple(tables.values())
@@ -208,13 +212,14 @@ def _contiguous_rows(x: Tensor) -> bool:
     return row == 0 or (x.stride(2) == row and (row == 1 or x.stride(3) == 1))
 
 
-def _storage(packed: PackedTensors, spec: QuantSpec) -> tuple[tuple[int, ...], ...]:
+def _storage(packed: PackedTensors, layer: LayerEncoding) -> tuple[tuple[int, ...], ...]:
     """Describe codes, scales and zeros to a kernel."""
     codes, scale, zero = packed
     zeros = strides(zero, 2)
-    if spec.balance:  # in the rows of the scales
+    how = layer.encoding
+    if how.balance:  # in the rows of the scales
         first, *steps = strides(scale, 2)
-        ahead = codes.shape[3] if spec.axis == "channel" else spec.balance
+        ahead = codes.shape[3] if how.axis == "channel" else how.balance
         zeros = first + ahead * scale.itemsize, *steps
     return strides(codes, 3), strides(scale, 2), zeros
 

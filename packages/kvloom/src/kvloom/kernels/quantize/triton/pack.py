@@ -14,30 +14,24 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ..byte_layout import PACK_BLOCK, top
+from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
 from ..reference import rotated
-from ..spec import PackedTensors, QuantSpec, RopeAngles, unknown_spec
 
-_META = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+_KNOWN = "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "pre_rope"
 _TILE = 2048  # numbers a program owns, about
 
 
-def problems(spec: QuantSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return why no kernel packs or unpacks tokens of a dtype by a spec; empty if one does."""
-    found = unknown_spec(spec) + cuda.misplaced(device)
+def problems(layer: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
+    found = unknown_fields(layer.encoding, _KNOWN) + cuda.misplaced(device)
     if dtype not in cuda.DTYPES:
         found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
-    if isinstance(spec, QuantSpec) and spec.rotated:
-        found.append("it has no kernel for rotated groups")
-    if isinstance(spec, QuantSpec) and spec.hadamard:
-        found.append("it has no kernel for rotated heads")
-    if isinstance(spec, QuantSpec) and spec.boost:
-        found.append("it has no kernel for channels with two more bits")
     return found
 
 
 def pack(
     x: Tensor,
-    spec: QuantSpec,
+    layer: LayerEncoding,
     out: PackedTensors,
     begin: int,
     nonpadding: Tensor | None = None,
@@ -50,50 +44,51 @@ def pack(
     if not x.numel():
         return
     x = x if rope is None else rotated(x.float(), rope)
-    (_, h, n, d), bits, by = x.shape, spec.bits, kernels()
-    codes, scale, zero, steps, m_steps = _storage(out, spec)
-    table = _table(spec, h, d, x.device)
-    begun, channel = begin % PACK_BLOCK[bits][0] > 0, spec.axis == "channel"
+    (_, h, n, d), how, by = x.shape, layer.encoding, kernels()
+    bits, group, divided = how.bits, layer.group, layer.divisor is not None
+    codes, scale, zero, steps, m_steps = _storage(out, layer)
+    table = _table(layer, h, d, x.device)
+    begun, channel = begin % PACK_BLOCK[bits][0] > 0, how.axis == "channel"
     form: dict[str, Any] = {"BITS2": int(2 * bits), "TOP": top(bits)}
-    fused = spec.group_of is None and (not channel or spec.group % PACK_BLOCK[bits][0] == 0)
-    if spec.group_of is None:
+    fused = layer.group_of is None and (not channel or group % PACK_BLOCK[bits][0] == 0)
+    if layer.group_of is None:
         real_steps, given = (0, 0), codes
         if nonpadding is not None and channel:
             given = nonpadding.contiguous().view(torch.uint8)
             real_steps = given.stride(0), given.stride(1) if given.shape[1] > 1 else 0
         # 1.5 bits per channel: groups and pack blocks end apart; here, metadata as if of 8 bit
-        tokens = spec.group if channel else 0
+        tokens = group if channel else 0
         tile, grid = _tile(x, bits if fused else 8, begin, tokens, whole=not channel)
         cuda.launch(
             by.pack, grid, x,
             x, given, codes, scale, zero, begin, n, h, *x.stride(), *real_steps, *steps, *m_steps,
-            d, scale.shape[3], **form, META=_META[spec.meta], **tile, CHANNEL=channel,
-            G=tile["DB"] if spec.group == d else spec.group,
+            d, scale.shape[3], **form, META=list(META).index(how.meta), **tile, CHANNEL=channel,
+            G=tile["DB"] if group == d else group,
             REAL=nonpadding is not None and channel, BEGUN=begun, CODES=fused, contract=False,
         )  # fmt: skip
-    elif spec.static is None:
+    elif layer.static is None:
         room = cuda.room(d)
         tokens = max(1, _TILE // room)
         cuda.launch(
             by.ranges, (-(-n // tokens), x.shape[0], scale.shape[3]), x,
             x, table.columns, table.clip, table.divisor, scale, zero, begin, n, h, *x.stride(),
-            m_steps[0], m_steps[2], d, TOP=top(bits), META=_META[spec.meta],
-            TB=tokens, DB=room, DIVISOR=spec.divisor is not None, contract=False,
+            m_steps[0], m_steps[2], d, TOP=top(bits), META=list(META).index(how.meta),
+            TB=tokens, DB=room, DIVISOR=divided, contract=False,
         )  # fmt: skip
     if not fused:
         tile, grid = _tile(x, bits, begin)
-        scale, zero, m_steps = _given(spec, scale, zero, m_steps, table)
+        scale, zero, m_steps = _given(scale, zero, m_steps, table)
         cuda.launch(
             by.pack_given, grid, x,
             x, codes, scale, zero, table.columns, table.divisor, begin, n, h, *x.stride(),
-            *steps, *m_steps, d, **form, **tile, PER=spec.tokens_per_scale,
-            BEGUN=begun, DIVISOR=spec.divisor is not None, contract=False,
+            *steps, *m_steps, d, **form, **tile, PER=how.tokens_per_scale,
+            BEGUN=begun, DIVISOR=divided, contract=False,
         )  # fmt: skip
 
 
 def unpack(
     packed: PackedTensors,
-    spec: QuantSpec,
+    layer: LayerEncoding,
     lo: int,
     hi: int,
     dtype: torch.dtype,
@@ -101,7 +96,7 @@ def unpack(
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; torch rotates by `rope`."""
     if rope is not None:
-        return rotated(unpack(packed, spec, lo, hi, torch.float32), rope).to(dtype)
+        return rotated(unpack(packed, layer, lo, hi, torch.float32), rope).to(dtype)
     b, h, _, d = packed.codes.shape
     out = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():
@@ -110,22 +105,22 @@ def unpack(
         PackedTensors(
             *(x if x.stride(3) == 1 or not x.numel() else x.contiguous() for x in packed)
         ),
-        spec,
+        layer,
     )
-    table = _table(spec, h, d, out.device)
-    scale, zero, m_steps = _given(spec, scale, zero, m_steps, table)
-    tile, grid = _tile(out, spec.bits, lo)
+    table = _table(layer, h, d, out.device)
+    scale, zero, m_steps = _given(scale, zero, m_steps, table)
+    tile, grid = _tile(out, layer.encoding.bits, lo)
     cuda.launch(
         kernels().unpack, grid, out,
         codes, scale, zero, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps, d,
-        BITS2=int(2 * spec.bits), PER=spec.tokens_per_scale, **tile,
-        DIVISOR=spec.divisor is not None, contract=False,
+        BITS2=int(2 * layer.encoding.bits), PER=layer.encoding.tokens_per_scale, **tile,
+        DIVISOR=layer.divisor is not None, contract=False,
     )  # fmt: skip
     return out
 
 
-class _SpecTables(NamedTuple):
-    """A spec's tables on a device; columns: int32 [Hk, D], the metadata column of each channel."""
+class _Tables(NamedTuple):
+    """Tables on a device; columns: int32 [Hk, D], the metadata column of each channel."""
 
     columns: Tensor
     clip: Tensor  # fp32 [groups]
@@ -133,32 +128,32 @@ class _SpecTables(NamedTuple):
     static: tuple[Tensor, Tensor] | None  # fp32 [Hk, D]
 
 
-def _table(spec: QuantSpec, heads: int, d: int, device: torch.device) -> _SpecTables:
+def _table(layer: LayerEncoding, heads: int, d: int, device: torch.device) -> _Tables:
     key = ("gpu", heads, d, device)
-    if key not in spec.prepared:
+    if key not in layer.prepared:
         each = torch.arange(d, device=device).expand(heads, d)
-        columns = each if spec.axis == "channel" else each // (spec.group or 1)
+        columns = each if layer.encoding.axis == "channel" else each // layer.group
         nothing = torch.ones(1, device=device)
         clip, divisor, static = nothing, nothing, None
-        if spec.group_of is not None:
-            columns, groups = spec.group_of, spec.scales(heads, d)[1]
-            clip = torch.as_tensor(spec.clip, dtype=torch.float32, device=device)
+        if layer.group_of is not None:
+            columns, groups = layer.group_of, layer.scales[1]
+            clip = torch.as_tensor(layer.alpha, dtype=torch.float32, device=device)
             clip = clip.expand(groups or 1).contiguous()
-        if spec.divisor is not None:
-            divisor = spec.divisor.float().to(device).contiguous()
-        if spec.static is not None:
+        if layer.divisor is not None:
+            divisor = layer.divisor.float().to(device).contiguous()
+        if layer.static is not None:
             scale, zero = (
                 x.float().to(device).expand(1, heads, 1, d).reshape(heads, d).contiguous()
-                for x in spec.static
+                for x in layer.static
             )
             static, columns = (scale, zero), each
         columns = columns.to(device=device, dtype=torch.int32).contiguous()
-        spec.prepared[key] = _SpecTables(columns, clip, divisor, static)
-    return spec.prepared[key]
+        layer.prepared[key] = _Tables(columns, clip, divisor, static)
+    return layer.prepared[key]
 
 
 def _given(
-    spec: QuantSpec, scale: Tensor, zero: Tensor, steps: tuple[int, ...], table: _SpecTables
+    scale: Tensor, zero: Tensor, steps: tuple[int, ...], table: _Tables
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Return the metadata that kernels read, stored or static, and their strides."""
     if table.static is None:
@@ -167,13 +162,13 @@ def _given(
 
 
 def _storage(
-    packed: PackedTensors, spec: QuantSpec
+    packed: PackedTensors, layer: LayerEncoding
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
     """Return codes, scales and zeros, and the strides of batch row, head and line of either."""
     scale, zero = (x.view(torch.uint8) if x.element_size() == 1 else x for x in packed[1:])
     assert scale.stride() == zero.stride(), "scales and zeros lie alike"
     row, head, line, _ = scale.stride()
-    if spec.group_of is not None:
+    if layer.group_of is not None:
         head = 0
     return packed.codes, scale, zero, packed.codes.stride()[:3], (row, head, line)
 

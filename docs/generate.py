@@ -1,0 +1,120 @@
+"""Write the tables of docs/reference that follow from the code.
+
+    python docs/generate.py
+
+A table stands between `<!-- options COMMAND -->` or `<!-- fields CLASS -->` and `<!-- end -->`. Its
+words are the help texts of the command line, or the docstring of the class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pkgutil
+import re
+from collections import Counter
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvloom_lab.cli.app import app
+from kvloom_lab.cli.options import RECIPE_HELP, RECIPES_HELP
+
+REFERENCE = Path(__file__).parent / "reference"
+PAGES = REFERENCE / "command-line.md", REFERENCE / "recipe.md"
+MARKED = re.compile(r"(<!-- (\w+) ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
+ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+Options = dict[str, tuple[str, str]]  # name: default and meaning
+
+
+def filled(text: str) -> str:
+    """Return the text of a page with its tables as the code has them."""
+    kinds = {"options": options, "fields": fields}
+    return MARKED.sub(lambda mark: f"{mark[1]}{kinds[mark[2]](mark[3])}\n\n{mark[4]}", text)
+
+
+def options(name: str) -> str:
+    """Return the options of a command, of a group of commands, or those of most commands."""
+    if name == "common":
+        return _table(("Option", "Meaning"), [(n, meaning) for n, meaning in sorted(COMMON)])
+    found = COMMANDS[name]
+    names = dict.fromkeys(option for command in found.values() for option in command)
+    rows, others = [], []
+    for option in names:
+        cells = [command.get(option) for command in found.values()]
+        meaning = next(cell[1] for cell in cells if cell)
+        if (option, meaning) in COMMON:
+            others.append(option)
+        else:
+            rows.append((option, *(cell[0] if cell else "–" for cell in cells), meaning))
+    defaults = found if len(found) > 1 else ("Default",)
+    table = _table(("Option", *defaults, "Meaning"), rows)
+    return f"{table}\n\nAlso {', '.join(others)}." if others else table
+
+
+def commands() -> dict[str, dict[str, Options]]:
+    """Return the commands of each group by name; a command that is no group is alone in its own."""
+    groups = {}
+    for name, group in typer.main.get_command(app).commands.items():
+        members = getattr(group, "commands", {name: group})
+        groups[name] = {f"`{own}`": _options(command) for own, command in members.items()}
+    return groups
+
+
+def _options(command: Any) -> Options:
+    """Return the arguments and options of a command."""
+    found = {}
+    for one in command.params:
+        default = "required" if one.required else f"`{one.default}`"
+        if one.default is None or one.default is False:
+            default = default if one.required else ""
+        meaning = (one.help or "").replace(RECIPES_HELP, "Recipes").replace(RECIPE_HELP, "Recipe")
+        meaning = re.sub(r"( Recipes?| \(see kvloom recipes\)\.?)+$", "", meaning).rstrip(".")
+        name = one.opts[0] if one.param_type_name == "option" else one.metavar
+        value = f" {one.metavar}" if one.metavar and name != one.metavar else ""
+        found[f"`{name}{value}`"] = (default, meaning)
+    return found
+
+
+def fields(name: str) -> str:
+    """Return the fields of a dataclass."""
+    found = pkgutil.resolve_name(name)
+    docs = (inspect.cleandoc(base.__doc__ or "") for base in reversed(found.__mro__))
+    meanings = {name: text for doc in docs for name, text in ATTRIBUTE.findall(doc)}
+    rows = []
+    for field in dataclasses.fields(found):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = f"{type(field.default_factory()).__name__}()"
+        elif isinstance(default, str):
+            default = f'"{default}"'
+        elif isinstance(default, Enum):
+            default = default.name.lower()
+        cell = "required" if default is dataclasses.MISSING else f"`{default}`"
+        rows.append((f"`{field.name}`", cell, meanings[field.name].rstrip(".")))
+    return _table(("Field", "Default", "Meaning"), rows)
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
+    return "\n".join(f"|{'|'.join(row)}|" for row in [header, ["---"] * len(header), *cells])
+
+
+COMMANDS = commands()
+COMMON = {
+    (name, meaning)
+    for (name, meaning), times in Counter(
+        (name, one[1])
+        for group in COMMANDS.values()
+        for command in group.values()
+        for name, one in command.items()
+    ).items()
+    if times > 5
+}
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))

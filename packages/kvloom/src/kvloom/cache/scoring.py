@@ -1,0 +1,172 @@
+"""The scores of one layer's tokens: of a step, of all steps so far, and of a repeated prompt.
+
+Decides which number a step has and which seed its noise has, how its scores join those before it,
+and that sinks keep the highest score of all. The scorer decides the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..keep import Scorer, Step, checked, protect_sinks
+from ..kernels.select.reference import gather
+from ..positions.rope import Rope
+from ..state import Stateful
+from ..store.buffer import Buffer
+from .segment import Segment
+from .step import Queries, StepInputs
+
+
+class StepScorer(Stateful):
+    """A scorer, and the number of steps of this layer that it has scored.
+
+    group: how the query heads of a key/value head are joined. seed: of the noise, by layer. head:
+    the model's number of the first key/value head, which seeds noise, too. rope: the model's rotary
+    embedding, for scores that rotate keys.
+    """
+
+    counters = ("steps",)
+
+    def __init__(
+        self,
+        scorer: Callable[[Step], Tensor],
+        group: str,
+        seed: int,
+        head: int,
+        rope: Rope | None = None,
+    ) -> None:
+        self.scorer, self.group, self.seed, self.head = scorer, group, seed, head
+        self.rope = rope
+        self.steps = 0  # the prompt included
+
+    def score(
+        self,
+        queries: Queries,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        index: Tensor,
+        seen: int,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D].
+
+        visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
+        logical index of each token. seen: the number of tokens seen, the step's included. bias:
+        fp32 [B, Hq, N], added to the logits.
+        """
+        number, self.steps = self.steps, self.steps + 1
+        step = Step(
+            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
+            visible_queries=queries.visible_queries, index=index, seen=seen, number=number,
+            seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
+            head=self.head, ids=queries.ids,
+        )  # fmt: skip
+        return checked(self.scorer, step)
+
+
+class RunningScores(Buffer):
+    """Scores fp32 [B, Hk, N, 1], oldest token first; the first `sinks` tokens have plus inf.
+
+    scorer: joins the scores of a step to those before.
+    """
+
+    def __init__(self, scorer: Scorer, sinks: int) -> None:
+        super().__init__()
+        self.scorer, self.sinks = scorer, sinks
+
+    @property
+    def scores(self) -> Tensor:
+        """All scores [B, Hk, N]; a view."""
+        return self.view()[..., 0]
+
+    def add(self, scores: Tensor, visible: Tensor | None) -> None:
+        """Add a step's scores [B, Hk, N] to those of the tokens stored before it.
+
+        visible: bool [B, 1 or Hk, N or more], False for padding, which is not a sink.
+        """
+        before = len(self)
+        if before == 0:
+            if visible is not None:
+                visible = visible[..., : scores.shape[-1]]
+            self.put(protect_sinks(scores, self.sinks, visible))
+            return
+        new = torch.zeros_like(scores[..., before:])
+        self.put(self.joined(torch.cat([self.scores, new], dim=-1), scores))
+
+    def joined(self, old: Tensor, scores: Tensor) -> Tensor:
+        """Return scores after a step; sinks keep theirs."""
+        joined = self.scorer.join(old, scores)
+        return torch.where(old == torch.inf, old, joined) if self.sinks else joined
+
+    def keep(self, slots: Tensor) -> None:
+        """Keep only the scores of the tokens at slots int64 [B, Hk, M]."""
+        self.replace(gather(self.view(), slots))
+
+    def put(self, scores: Tensor) -> None:
+        """Replace all scores by a copy of `scores` [B, Hk, N]."""
+        self.replace(scores.unsqueeze(-1))
+
+
+class RepetitionScores(Stateful):
+    """The scores of a prompt's tokens, fp32 [B, Hk, P], collected chunk by chunk.
+
+    sinks: the first tokens of the prompt that every chunk attends to. scores: None before the first
+    chunk and after the eviction.
+    """
+
+    tensors = ("scores",)
+
+    def __init__(self, sinks: int) -> None:
+        self.sinks = sinks
+        self.scores: Tensor | None = None
+
+    def note(
+        self,
+        segment: Segment,
+        step: StepInputs,
+        repeated: tuple[int, int],
+        scorer: StepScorer,
+    ) -> None:
+        """Score the tokens from repeated[0] to repeated[1] of the P exact tokens of a prompt.
+
+        step: T tokens that end with a repetition of these. scorer: of the layer.
+        """
+        queries, (lo, hi) = step.queries, repeated
+        b, hk, prompt, _ = segment.exact_keys().shape
+        device, t = step.k.device, step.tokens
+        at, mask = self._slots(prompt, lo, hi, queries.visible, device)
+        slots = at.expand(b, hk, -1)
+        own = torch.arange(prompt, prompt + t, device=device)
+        index = torch.cat([at, own.expand(*at.shape[:2], -1)], dim=2)
+        k = torch.cat([gather(segment.exact_keys(), slots), step.k], dim=2)
+        v = torch.cat([gather(segment.exact_values(), slots), step.v], dim=2)
+        if mask is not None and queries.visible is not None:
+            mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
+        bias = None if queries.alibi is None else queries.alibi.bias(index)
+        scores = scorer.score(queries, k, v, mask, index, prompt + t, bias)
+        if self.scores is None:
+            self.scores = scores.new_zeros(b, hk, prompt)
+        begin = at.shape[2] - (hi - lo)
+        self.scores[:, :, lo:hi] = scores[:, :, begin : at.shape[2]]
+
+    def _slots(
+        self, prompt: int, lo: int, hi: int, visible: Tensor | None, device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the slots of the sinks before lo and of the tokens lo to hi, and their mask.
+
+        Both [B or 1, 1, M]; a row's sinks are its first tokens that are not padding.
+        """
+        chunk = torch.arange(lo, hi, device=device)
+        if visible is None:
+            sinks = torch.arange(min(self.sinks, lo), device=device)
+            return torch.cat([sinks, chunk]).expand(1, 1, -1), None
+        first = visible[:, 0, :prompt].int().argmax(dim=-1, keepdim=True)  # [B, 1]
+        places = first + torch.arange(self.sinks, device=device)
+        slots = torch.cat([places.clamp(max=prompt - 1), chunk.expand(len(first), -1)], dim=1)
+        mask = visible[:, 0].gather(1, slots)
+        mask[:, : self.sinks] &= places < lo
+        return slots[:, None], mask[:, None]

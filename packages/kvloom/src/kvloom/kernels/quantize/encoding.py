@@ -1,0 +1,433 @@
+"""How tokens become bytes: the one description that recipes, sizes and kernels share.
+
+An `Encoding` is plain data, part of a recipe. A layer binds it to its heads and to the calibrated
+numbers of its channels, as a `LayerEncoding`; kernels read that. The arithmetic is in `reference`,
+the bytes of codes in `byte_layout`. SKVQ's reorder (arXiv:2405.06219, section 3.1) permutes
+channels so that those of one group are adjacent. Here each channel has the number of its group
+instead, and nothing is permuted, neither the cache nor the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import RecipeError
+from ...registry.fields import check_fields
+from . import balanced, boosted
+from .byte_layout import PACK_BLOCK, metadata, rows_for, spread, top
+
+META = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+GROUP_SIZES = (16, 32, 64, 128)
+AXES = ("channel", "token")
+SPANS = ("head", "layer")
+CLIPS = ("group", "layer")
+ROTATIONS = ("none", "group", "head")
+BOOSTS = (0, 8, 16, 32, 64)
+BALANCES = (0, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """n-bit codes, and a scale and a zero for each group of tokens or channels.
+
+    Attributes:
+        bits: 1, 1.5 (three levels, packed at 1.6 bits), 2, 3, 4 or 8.
+        axis: "channel" groups tokens of one channel; "token" groups channels of one token.
+        group: Tokens or channels in a group: 16, 32, 64 or 128; 0: all channels of a head, for
+            axis="token".
+        meta: dtype of scale and zero: "fp32", "fp16", "bf16" or "fp8" (e4m3, up to 448).
+        span: A group of channels has channels of one "head", or of the "layer", all key/value heads
+            together.
+        reorder: Channels that are alike in calibration form a group; sizes differ, `group` is their
+            average.
+        clip: Groups reach from alpha * min to alpha * max; a number, or calibrated for each "group"
+            or for the "layer" (SKVQ, arXiv:2405.06219, equation 3).
+        smooth: Channels are divided by their calibrated largest magnitude.
+        static: A group's range is that of calibration, so no scale and zero are stored.
+        rotation: "head" rotates each head at random before its ranges are taken; "group" rotates
+            each group and rounds it to the levels of a normal distribution, with a scale and no
+            zero (see `kernels.quantize.rotated`); or "none".
+        pre_rope: Keys are packed before RoPE, which each step applies at their positions.
+        boost: The number of channels of a head that have 4 bits: 0, 8, 16, 32 or 64, those with the
+            largest range in a group of tokens (keys with 2 bits per channel).
+        balance: The number of tokens of a rotated head in a tile, whose tokens and channels are
+            divided by their standard deviations in turns (see `kernels.quantize.balanced`). Then
+            `group` must equal `balance` per channel, and 0 per token. 0: no tiles.
+    """
+
+    bits: int | float
+    axis: str
+    group: int = 32
+    meta: str = "fp16"
+    span: str = "head"
+    reorder: bool = False
+    clip: float | str = 1.0
+    smooth: bool = False
+    static: bool = False
+    rotation: str = "none"
+    pre_rope: bool = False
+    boost: int = 0
+    balance: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "reorder", "smooth", "static", "pre_rope")
+        choice("bits", self.bits, tuple(sorted(PACK_BLOCK)))
+        choice("axis", self.axis, AXES)
+        choice("group", self.group, GROUP_SIZES if self.axis == "channel" else (*GROUP_SIZES, 0))
+        choice("meta", self.meta, tuple(META))
+        choice("span", self.span, SPANS)
+        choice("rotation", self.rotation, ROTATIONS)
+        choice("boost", self.boost, BOOSTS)
+        choice("balance", self.balance, BALANCES)
+        if isinstance(self.clip, str):
+            choice("clip", self.clip, CLIPS)
+        elif type(self.clip) not in (int, float) or not 0 < self.clip <= 1:
+            raise RecipeError(
+                f"clip={self.clip!r} must be above 0 and at most 1, or calibrated: "
+                f"{' or '.join(CLIPS)}"
+            )
+        if self.static and self.clip != 1.0:
+            raise RecipeError(
+                f"clip={self.clip!r} clips a token's own range; leave it out with static=True"
+            )
+        if not self.group and self.span == "layer":
+            raise RecipeError(
+                f'group=0 is one head; span="layer" takes {", ".join(map(str, GROUP_SIZES))}'
+            )
+        if self.regroups and self.axis == "channel":
+            raise RecipeError(
+                "span, reorder, clip, smooth and static are of the channels of a token; use "
+                'axis="token", or leave them out'
+            )
+        if self.rotation != "none" and self.regroups:
+            raise RecipeError(
+                f'rotation="{self.rotation}" stands alone: leave out span, reorder, clip, smooth '
+                "and static"
+            )
+        if self.rotation == "group" and self.axis == "channel":
+            raise RecipeError(
+                'rotation="group" rotates the channels of a token; use axis="token", or '
+                'rotation="head", which takes both axes'
+            )
+        if self.boost:
+            self._check_boost()
+        if self.balance:
+            self._check_balance()
+
+    def _check_boost(self) -> None:
+        if self.bits != boosted.BITS or self.axis != "channel":
+            raise RecipeError(
+                f"boost={self.boost} gives channels of 2 bits two more; use bits=2 and "
+                'axis="channel", or leave boost out'
+            )
+        if self.rotation != "none":
+            raise RecipeError(
+                f"boost={self.boost} finds channels that stand out, and a rotation removes them; "
+                "leave one of them out"
+            )
+
+    def _check_balance(self) -> None:
+        if self.rotation != "head":
+            raise RecipeError(
+                f'balance={self.balance} needs channels that are alike; use rotation="head", or '
+                "leave balance out"
+            )
+        group = self.balance if self.axis == "channel" else 0
+        if self.group != group:
+            what = "a tile is a group" if group else "a token of a tile is a group"
+            raise RecipeError(
+                f"balance={self.balance} does not combine with group={self.group}: per "
+                f"{self.axis}, {what}; use group={group}"
+            )
+
+    @property
+    def regroups(self) -> bool:
+        """Whether the channels of a token are regrouped, scaled or clipped first."""
+        return self.calibrated or self.span == "layer" or self.clip != 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether code * scale + zero of a head's own groups is the token itself."""
+        mixed = self.regroups or self.rotation != "none"
+        return not (mixed or self.pre_rope or self.boost or self.balance)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration of the model is needed."""
+        return self.reorder or self.smooth or self.static or isinstance(self.clip, str)
+
+    @property
+    def zeros(self) -> bool:
+        """Whether zeros are stored, in a tensor of their own."""
+        return self.rotation != "group" and not self.balance
+
+    @cached_property
+    def tokens_per_scale(self) -> int:
+        """Tokens that share metadata."""
+        return self.balance or (self.group if self.axis == "channel" else 1)
+
+    @property
+    def whole(self) -> int:
+        """Tokens whose bytes and metadata are shared with no others."""
+        return math.lcm(PACK_BLOCK[self.bits][0], self.tokens_per_scale)
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude whose scale and zero can be stored."""
+        most = torch.finfo(torch.float32).max / 2
+        if self.static:
+            return most
+        largest = torch.finfo(META[self.meta]).max
+        if self.rotation == "group":  # squares are summed in fp32
+            return min(largest, 1e17)
+        # a scale may be up to twice that over the highest code; ranges are taken in fp32
+        largest *= min(1.0, top(self.bits) / 2)
+        largest /= 1.5 if self.pre_rope else 1.0  # rotating a pair adds up to a factor of sqrt(2)
+        if self.rotation == "head" and self.meta != "fp8":
+            largest /= 32  # rotating a head of up to 512 channels; fp8 stores its largest instead
+        if self.balance:  # squares of a tile are summed in fp32
+            largest = min(largest, 1e16)
+        return min(largest, most)
+
+    def groups(self, heads: int, head_dim: int) -> int:
+        """Return the groups of one token (of `group` tokens, per channel) in `heads` heads."""
+        if self.axis == "channel":
+            return heads * head_dim
+        if self.span == "layer":
+            return max(1, heads * head_dim // self.group)
+        return heads * (head_dim // (self.group or head_dim))
+
+    def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
+        """Return the bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
+        blocks = tokens // self.tokens_per_scale
+        if self.balance:
+            numbers = balanced.numbers(self.axis, self.balance, head_dim)
+            meta = blocks * heads * numbers * META[self.meta].itemsize
+        else:
+            meta = blocks * self.groups(heads, head_dim) * self._group_nbytes
+        return rows_for(tokens, self.bits) * (head_dim + self.boost) * heads + meta
+
+    def bits_a_value(self, head_dim: int = 0) -> float:
+        """Return the effective bits of a packed value: codes + 2 * metadata bits / group.
+
+        head_dim: the channels of a head; needed where the group is a whole head (group=0), with
+        boost and with balance.
+        """
+        if not head_dim and (not self.group or self.boost or self.balance):
+            raise RecipeError(
+                "group=0, boost and balance count channels of a head: give bits_a_value its "
+                "head_dim"
+            )
+        if self.balance:
+            return 8 * self.nbytes(self.whole, head_dim) / (self.whole * head_dim)
+        per_block, rows = PACK_BLOCK[self.bits]
+        wider = 1 + self.boost / head_dim if self.boost else 1
+        return 8 * rows / per_block * wider + 8 * self._group_nbytes / (self.group or head_dim)
+
+    def problems(self, head_dim: int, heads: int = 1) -> list[str]:
+        """Return why this encoding does not fit a layer, one sentence each; empty if it does."""
+        if self.boost >= head_dim:
+            fits = [str(n) for n in BOOSTS if n < head_dim]
+            return [
+                f"boost={self.boost} leaves no channel of head_dim={head_dim} at 2 bits; use "
+                f"{' or '.join(fits)}"
+            ]
+        if self.axis == "channel" or not self.group:
+            return []
+        whole, what = head_dim, "head_dim"
+        if self.span == "layer":
+            whole, what = heads * head_dim, "the layer's channels"
+        unequal = self.span == "layer" and self.reorder
+        if whole % self.group == 0 or (unequal and self.group <= whole):
+            return []
+        fits = [str(g) for g in GROUP_SIZES if whole % g == 0]
+        remedy = f"use {' or '.join(fits)}" if fits else "no group fits; store values exact"
+        return [f"group={self.group} does not divide {what}={whole}; {remedy}"]
+
+    def bind(self, heads: int, head_dim: int) -> LayerEncoding:
+        """Return the encoding of a layer's keys or values, for one that needs no calibration."""
+        group_of = self.consecutive(heads, head_dim) if self.regroups else None
+        return LayerEncoding(self, heads, head_dim, group_of)
+
+    def consecutive(self, heads: int, head_dim: int) -> Tensor:
+        """Return the group of each channel, consecutive ones together: int64 [heads, head_dim]."""
+        group = self.group or head_dim
+        if self.span == "layer":
+            return (torch.arange(heads * head_dim) // group).view(heads, head_dim)
+        each = torch.arange(head_dim) // group
+        return each + torch.arange(heads)[:, None] * (head_dim // group)
+
+    @property
+    def _group_nbytes(self) -> int:
+        """Bytes of a group's scale and zero."""
+        return (0 if self.static else 2 if self.zeros else 1) * META[self.meta].itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEncoding:
+    """An encoding bound to the keys or values of one layer.
+
+    group_of: int64 [Hk, D], the group of each channel, for an encoding that regroups channels.
+    Calibrated: clip, fp32 [groups] or [1], alpha; divisor, fp32 [Hk, D], by which channels are
+    divided first; low, high, fp32 [groups], static ranges.
+    """
+
+    encoding: Encoding
+    heads: int
+    head_dim: int
+    group_of: Tensor | None = None
+    clip: Tensor | None = None
+    divisor: Tensor | None = None
+    low: Tensor | None = None
+    high: Tensor | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """Tables that backends made of it, with memory addresses; a copy starts empty."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{one.name: self.__dict__[one.name] for one in fields(self)}, "prepared": {}}
+
+    def to(self, device: torch.device) -> LayerEncoding:
+        """Return it with its tensors on a device."""
+        if all(x.device == device for x in self.tensors.values()):
+            return self
+        moved = (None if x is None else x.to(device) for x in map(self.tensors.get, TENSORS))
+        return LayerEncoding(self.encoding, self.heads, self.head_dim, *moved)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are given, by name."""
+        named = {name: getattr(self, name) for name in TENSORS}
+        return {name: x for name, x in named.items() if x is not None}
+
+    @cached_property
+    def group(self) -> int:
+        """Tokens or channels in a group."""
+        return self.encoding.group or self.head_dim
+
+    @cached_property
+    def meta(self) -> torch.dtype:
+        """The dtype of scale and zero."""
+        return META[self.encoding.meta]
+
+    @cached_property
+    def alpha(self) -> Tensor | float:
+        """The clip factor: a number, or fp32 [groups] or [1]."""
+        if self.clip is not None:
+            return self.clip
+        assert not isinstance(self.encoding.clip, str), "calibration gives the clip factors"
+        return self.encoding.clip
+
+    @cached_property
+    def rotated(self) -> int:
+        """Channels that are rotated together, or 0."""
+        return {"none": 0, "group": self.group, "head": self.head_dim}[self.encoding.rotation]
+
+    @property
+    def scales(self) -> tuple[int, int]:
+        """The rows, and the numbers per row, of the scales of all heads."""
+        how = self.encoding
+        if how.static:
+            return 1, 0
+        if self.group_of is not None:
+            return 1, int(self.group_of.max()) + 1
+        if how.balance:
+            return self.heads, balanced.numbers(how.axis, how.balance, self.head_dim)
+        return self.heads, self.head_dim // (1 if how.axis == "channel" else self.group)
+
+    @cached_property
+    def static(self) -> tuple[Tensor, Tensor] | None:
+        """Scale and zero of all tokens, fp32 [1, Hk, 1, D]; None where tokens have their own."""
+        if not self.encoding.static:
+            return None
+        assert self.low is not None
+        assert self.high is not None
+        assert self.group_of is not None
+        meta = metadata(self.low, self.high, self.encoding.bits, self.meta)
+        scale, zero = (spread(x.view(1, 1, 1, -1), self.group_of) for x in meta)
+        return scale, zero
+
+    @cached_property
+    def by_layer(self) -> tuple[Tensor, Tensor]:
+        """group_of as int32 [Hk, D], and where each head begins to count, int64 [Hk]: at 0."""
+        assert self.group_of is not None
+        begin = torch.zeros(self.heads, dtype=torch.long, device=self.group_of.device)
+        return self.group_of.int().contiguous(), begin
+
+    @cached_property
+    def by_head(self) -> tuple[Tensor, Tensor]:
+        """The same, where each head counts from its first group."""
+        assert self.group_of is not None
+        first = self.group_of.amin(dim=1)
+        return (self.group_of - first[:, None]).int().contiguous(), first.contiguous()
+
+    @cached_property
+    def multiplied(self) -> tuple[Tensor, Tensor]:
+        """Static scale and zero times the divisor: fp32 [1, Hk, 1, D]."""
+        assert self.static is not None
+        times = 1.0 if self.divisor is None else self.divisor[:, None]
+        return (self.static[0] * times).contiguous(), (self.static[1] * times).contiguous()
+
+
+TENSORS = ("group_of", "clip", "divisor", "low", "high")
+
+
+class PackedTensors(NamedTuple):
+    """Storage of packed tokens, token 0 first.
+
+    codes: uint8 [B, Hk, rows, D + boost]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with
+    groups of all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no
+    zeros. A row of scales of a tile has its scales, its zeros and its factors, and `zero` is empty.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+class RopeAngles(NamedTuple):
+    """The rotation of tokens before they are packed, or after they are unpacked (see `rope`).
+
+    cos, sin: fp32 [B or 1, Hk or 1, N, dims / 2]; (a, b) becomes (a cos - b sin, b cos + a sin),
+    where a pair is channels (2i, 2i + 1) if interleaved, else (i, i + dims / 2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+def unknown_fields(encoding: Any, known: Collection[str]) -> list[str]:
+    """Return a sentence for each field of an encoding that is set and not among the known ones.
+
+    So a backend refuses by name what was added after it was written. Anything that lacks a known
+    field is refused by the name of its type.
+    """
+    every = fields(encoding) if isinstance(encoding, Encoding) else ()
+    if not {one.name for one in every}.issuperset(known):
+        return [f"{type(encoding).__name__} is not supported"]
+    return [
+        f"{one.name}={getattr(encoding, one.name)} is not supported"
+        for one in every
+        if one.name not in known
+        and (one.default is MISSING or getattr(encoding, one.name) != one.default)
+    ]
+
+
+def choice(name: str, value: object, allowed: tuple) -> None:
+    """Raise `RecipeError` unless a value is one of those allowed, and of its type."""
+    same = [a for a in allowed if a == value and type(a) is type(value)]
+    if not same:
+        choices = ", ".join(map(str, allowed))
+        raise RecipeError(f"{name}={value!r} is not one of {choices}")

@@ -1,0 +1,20 @@
+"""What a layer needs of its model before its first token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..kernels.quantize.encoding import LayerEncoding
+from ..positions.rope import Rope
+
+
+class LayerMetadata(NamedTuple):
+    """Calibrated encodings of a layer's keys and values, and the rope.
+
+    head: the model's number of the first key/value head, where this process holds a part of them.
+    """
+
+    keys: LayerEncoding | None = None
+    values: LayerEncoding | None = None
+    rope: Rope | None = None
+    head: int = 0

@@ -1,0 +1,65 @@
+"""Code names in backticks exist: in the pages of the documentation, and in docstrings."""
+
+import ast
+import builtins
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+import kvloom
+import kvloom_lab  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"(?<!`)`([\w/-]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*?\))?`(?!`)")
+NO_CODE = re.compile(r"kvloom\.plugins|.*\.(css|csv|html|js|json|jsonl|kvcal|toml|yaml)")
+FILES = [*ROOT.glob("[!.]*/**/*.py")]
+NODES = {p: [*ast.walk(ast.parse(p.read_text()))] for p in FILES if "tests" not in p.parts}
+CLASSES = [n for nodes in NODES.values() for n in nodes if isinstance(n, ast.ClassDef)]
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef
+
+
+def defined(nodes):
+    """Return the names of classes, functions, arguments, variables and attributes that are set."""
+    kinds = ast.arg, ast.alias, ast.ClassDef, ast.FunctionDef
+    chosen = [n for n in nodes if isinstance(n, kinds) or type(getattr(n, "ctx", 0)) is ast.Store]
+    return {getattr(n, key, "") for n in chosen for key in ("id", "attr", "arg", "name", "asname")}
+
+
+NAMES = set(dir(builtins)).union(*map(defined, NODES.values()))
+NAMES |= {part for path in FILES for part in path.with_suffix("").parts}
+
+
+def has(owner, member):
+    """Return whether a class of ours has the member; a class from elsewhere may."""
+    found = [node for node in CLASSES if node.name == owner]
+    bases = [getattr(base, "id", "") for node in found for base in node.bases]
+    own = defined(part for node in found for part in ast.walk(node))
+    return not found or member in own or any(has(base, member) for base in bases)
+
+
+def exists(name, call):
+    owner, *members = name.split(".")
+    if name.endswith(".py"):
+        return any(path.as_posix().endswith(f"/{name}") for path in FILES)
+    if members and owner[0].isupper():
+        return has(owner, members[0])
+    if members and owner in sys.modules:
+        try:
+            return pkgutil.resolve_name(name) is not name
+        except (ImportError, AttributeError):
+            if owner == kvloom.__name__:
+                return False
+    return not (members or call) or NAMES.issuperset(members or [owner])
+
+
+def test_code_names_in_pages_and_docstrings_exist():
+    pages = ROOT / "README.md", *ROOT.glob("docs/**/*.md")
+    texts = [(page.name, re.sub("(?s)```.*?```", "", page.read_text())) for page in pages]
+    for path, nodes in NODES.items():
+        own = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
+        texts += [(path.name, text) for text in own if text]
+    codes = {(page, *code) for page, text in texts for code in CODE.findall(text)}
+    assert len(codes) > 1000
+    wrong = [code for code in sorted(codes) if not exists(*code[1:])]
+    assert [code for code in wrong if not NO_CODE.fullmatch(code[1])] == []

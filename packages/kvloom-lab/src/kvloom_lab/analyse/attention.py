@@ -193,8 +193,8 @@ class _LayerObserver:
             self._prompt(q, k, look)
             return
         weights = look.mass()[0]
-        own = self.cached.new_ones(len(self.cached), 1)
-        self.cached = torch.cat([self.cached, own], dim=1)
+        new_token = self.cached.new_ones(len(self.cached), 1)
+        self.cached = torch.cat([self.cached, new_token], dim=1)
         in_cache = weights * self.cached.repeat_interleave(len(q) // len(k), dim=0)
         share = in_cache.sum(dim=-1, keepdim=True)
         prompt = self.mass.shape[1]

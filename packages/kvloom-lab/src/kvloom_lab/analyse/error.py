@@ -87,7 +87,9 @@ def mean(errors: dict[int, LayerError]) -> LayerError:
     return LayerError(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
 
 
-def to_data(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]) -> dict[str, Any]:
+def to_data(
+    errors_by_recipe: dict[str, dict[int, LayerError]], environment: dict[str, Any]
+) -> dict[str, Any]:
     """Return plain data: of each recipe its name, the mean over layers, and every layer."""
     rows = [
         {
@@ -95,7 +97,7 @@ def to_data(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]
             **asdict(mean(errors)),
             "layers": [{"layer": number, **asdict(e)} for number, e in sorted(errors.items())],
         }
-        for name, errors in found.items()
+        for name, errors in errors_by_recipe.items()
     ]
     return {"environment": environment, "rows": rows}
 

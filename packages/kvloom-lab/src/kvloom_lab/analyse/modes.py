@@ -191,16 +191,20 @@ def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
             return generate_sample(model, sample_batch(model, _PACKED), past_key_values=cache)
 
     before = operations_run()
-    found = _compare(limit, f"kernels of {recipe.name}", partial(run, "ref"), partial(run, "auto"))
+    comparison = _compare(
+        limit, f"kernels of {recipe.name}", partial(run, "ref"), partial(run, "auto")
+    )
     ran = sorted(
         {f"{op} ({backend})" for op, backend, _ in operations_run() - before if backend != "ref"}
     )
-    note = found.note or (", ".join(ran) if ran else "no kernel covers it; the reference runs it")
-    return ModeCheck(**{**asdict(found), "note": note})
+    note = comparison.note or (
+        ", ".join(ran) if ran else "no kernel covers it; the reference runs it"
+    )
+    return ModeCheck(**{**asdict(comparison), "note": note})
 
 
 def _compare(
-    limit: float, mode: str, expected: Callable[[], Any], found: Callable[[], Any]
+    limit: float, mode: str, expected: Callable[[], Any], routed: Callable[[], Any]
 ) -> ModeCheck:
     begin = time.perf_counter()
     try:
@@ -211,7 +215,7 @@ def _compare(
         note = str(error) if known else f"{type(error).__name__}: {error}"
         return ModeCheck(mode, result, None, None, time.perf_counter() - begin, note)
     try:
-        got = found()
+        got = routed()
     except KvloomError as error:
         return ModeCheck(mode, REFUSED, None, None, time.perf_counter() - begin, str(error))
     off, tokens = logits_difference(want, got), None

@@ -56,17 +56,17 @@ def decode_candidates(
     """
     q, k, v = random_qkv(shape, context)
     q = q[:, :, -1:]
-    found = []
+    candidates = []
     if "sdpa" in peers:
         dtypes = dict.fromkeys((torch.float32, torch.bfloat16, shape.dtype))
-        found += [_sdpa_step(dtype, q, k, v) for dtype in dtypes]
+        candidates += [_sdpa_step(dtype, q, k, v) for dtype in dtypes]
         if shape.q_heads != shape.kv_heads:
-            found.append(_sdpa_step(shape.dtype, q, k, v, rows=True))
+            candidates.append(_sdpa_step(shape.dtype, q, k, v, rows=True))
     caches = [name for peer, name in transformers_caches.NAMES.items() if peer in peers]
-    found += [_transformers_candidate(name, shape, q, k, v, limit_s) for name in caches]
+    candidates += [_transformers_candidate(name, shape, q, k, v, limit_s) for name in caches]
     for name in recipes:
-        found += built(name, partial(_decode_recipe, name, shape, context))
-    return found
+        candidates += built(name, partial(_decode_recipe, name, shape, context))
+    return candidates
 
 
 def _sdpa_step(
@@ -128,10 +128,10 @@ PREFILL_BASELINES = tuple(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values
 def prefill_candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
     """Return all candidates at one prompt length."""
     q, k, v = random_prompt(shape, context)
-    found = [prompt_sdpa(f"SDPA {short_name(shape.dtype)}", q, k, v)]
+    candidates = [prompt_sdpa(f"SDPA {short_name(shape.dtype)}", q, k, v)]
     for name in recipes:
-        found += built(name, partial(_prefill_recipe, name, shape, q, k, v))
-    return found
+        candidates += built(name, partial(_prefill_recipe, name, shape, q, k, v))
+    return candidates
 
 
 def _prefill_recipe(
@@ -189,10 +189,10 @@ PACK_BASELINES = ("the prompt's attention",)
 def pack_candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
     """Return all candidates at one prompt length."""
     q, k, v = random_prompt(shape, context)
-    found = [prompt_sdpa(PACK_BASELINES[0], q, k, v)]
+    candidates = [prompt_sdpa(PACK_BASELINES[0], q, k, v)]
     for name in recipes:
-        found += built(name, partial(_pack_recipe, name, shape, k, v))
-    return found
+        candidates += built(name, partial(_pack_recipe, name, shape, k, v))
+    return candidates
 
 
 def _pack_recipe(name: str, shape: LayerShape, k: Tensor, v: Tensor) -> list[Candidate]:

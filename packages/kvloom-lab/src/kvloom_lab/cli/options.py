@@ -84,15 +84,15 @@ def with_budget(recipes: list[Recipe], share: int | float | None, context: int) 
 def parse_numbers(option: str, kind: type, name: str) -> list[Any]:
     """Return the numbers of a list such as "1024,2048"; each must be positive."""
     try:
-        found = list(dict.fromkeys(kind(part) for part in option.split(",")))
+        numbers = list(dict.fromkeys(kind(part) for part in option.split(",")))
     except ValueError:
-        found = []
-    if not found or min(found) <= 0 or (kind is float and max(found) > 1):
+        numbers = []
+    if not numbers or min(numbers) <= 0 or (kind is float and max(numbers) > 1):
         what = "shares between 0 and 1; give some such as 0.25,0.125"
         if kind is int:
             what = "whole numbers above 0; give some such as 1024,2048"
         raise InputError(f"{name} {option!r} is not a list of {what}")
-    return found
+    return numbers
 
 
 def parse_budget(option: str) -> int | float:
@@ -144,9 +144,9 @@ class ChosenText:
     def __init__(self, files: list[Path] | None, text: list[Path] | None) -> None:
         from ..workload.text import library_text, read_files
 
-        found = [*(files or ()), *(text or ())]
-        self.name = text_name(found) if found else "CPython's library"
-        self.content = read_files(found) if found else library_text()
+        paths = [*(files or ()), *(text or ())]
+        self.name = text_name(paths) if paths else "CPython's library"
+        self.content = read_files(paths) if paths else library_text()
 
 
 def conditions(loaded: Any, model: ChosenModel, text: str, **more: Any) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class KvloomLM(HFLM):
                 if ids.shape[1] > 1:
                     read_tokens(self.model, ids[:, :-1], cache)
                 for i in numbers:
-                    own = cache if i == numbers[-1] else copy.deepcopy(cache)
-                    scored[i] = self._scored(own, ids[:, -1:], requests[i][2])
+                    copied = cache if i == numbers[-1] else copy.deepcopy(cache)
+                    scored[i] = self._scored(copied, ids[:, -1:], requests[i][2])
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], scored[i])
         return [scored[i] for i in range(len(requests))]
 

@@ -183,34 +183,35 @@ def difference(a: np.ndarray, b: np.ndarray) -> Difference:
     return Difference(interval.mean, interval.low, interval.high)
 
 
-def quality_figures(found: Mapping[str, Quality]) -> ClaimTable:
+def quality_figures(qualities: Mapping[str, Quality]) -> ClaimTable:
     """Return one row a recipe."""
     rows = {
-        name: (q.ratio, float(q.kl.mean()), q.agreement, q.bytes_share) for name, q in found.items()
+        name: (q.ratio, float(q.kl.mean()), q.agreement, q.bytes_share)
+        for name, q in qualities.items()
     }
     return ClaimTable(COLUMNS, rows)
 
 
-def ordered(found: Mapping[str, Quality], *pairs: tuple[str, str]) -> Finding:
+def ordered(qualities: Mapping[str, Quality], *pairs: tuple[str, str]) -> Finding:
     """Return whether the first recipe of every pair is better than the second."""
-    intervals = [(a, b, difference(found[a].kl, found[b].kl)) for a, b in pairs]
+    intervals = [(a, b, difference(qualities[a].kl, qualities[b].kl)) for a, b in pairs]
     evidence = "; ".join(f"KL of {a} minus {b}: {x}" for a, b, x in intervals)
     chance = all(x.mean < 0 for *_, x in intervals)
     return Finding(
-        quality_figures(found),
+        quality_figures(qualities),
         all(x.high < 0 for *_, x in intervals),
         evidence,
         WITHIN_CHANCE if chance else "",
     )
 
 
-def kept(found: Mapping[str, Quality], limits: Mapping[str, float]) -> Finding:
+def kept(qualities: Mapping[str, Quality], limits: Mapping[str, float]) -> Finding:
     """Return whether each recipe's perplexity over that of `full` is at most its limit."""
-    holds = all(found[name].ratio <= limit for name, limit in limits.items())
+    holds = all(qualities[name].ratio <= limit for name, limit in limits.items())
     evidence = "; ".join(
-        f"{name}: {found[name].ratio:.3f} (limit {limit:g})" for name, limit in limits.items()
+        f"{name}: {qualities[name].ratio:.3f} (limit {limit:g})" for name, limit in limits.items()
     )
-    return Finding(quality_figures(found), holds, evidence)
+    return Finding(quality_figures(qualities), holds, evidence)
 
 
 def all_hold(*findings: Finding) -> Finding:
@@ -225,20 +226,20 @@ def all_hold(*findings: Finding) -> Finding:
     )
 
 
-def monotone(found: Mapping[str, Quality], names: Sequence[str]) -> Finding:
+def monotone(qualities: Mapping[str, Quality], names: Sequence[str]) -> Finding:
     """Return whether every recipe is better than the one before it."""
-    return ordered(found, *((b, a) for a, b in pairwise(names)))
+    return ordered(qualities, *((b, a) for a, b in pairwise(names)))
 
 
-def shares(found: Mapping[str, np.ndarray]) -> ClaimTable:
+def shares(answers: Mapping[str, np.ndarray]) -> ClaimTable:
     """Return the share of correct answers of each recipe."""
-    rows = {name: (float(x.mean()), float(len(x))) for name, x in found.items()}
+    rows = {name: (float(x.mean()), float(len(x))) for name, x in answers.items()}
     return ClaimTable(("found", "questions"), rows)
 
 
-def require_retrieval(found: Mapping[str, np.ndarray]) -> None:
+def require_retrieval(answers: Mapping[str, np.ndarray]) -> None:
     """Raise `NotTestable` if the exact cache answers less than half of the questions."""
-    full = float(found["full"].mean())
+    full = float(answers["full"].mean())
     if full < LEAST_FOUND:
         raise NotTestable(
             f"with its exact cache this model answers {full:.0%} of the questions; a model that "

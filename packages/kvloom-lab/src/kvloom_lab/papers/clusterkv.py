@@ -83,12 +83,12 @@ def _recipes(tokens: int) -> list[Recipe]:
 def _language(lab: Lab) -> Finding:
     context = lab.long_context
     tokens = shared_budgets(context)[0]
-    found = lab.quality(_recipes(tokens), context, samples=4)
-    full = found["full"].perplexity
-    off = {name: found[name].perplexity - full for name in ("ClusterKV", "Quest", "InfiniGen")}
-    order = ordered(found, ("ClusterKV", "Quest"))
+    qualities = lab.quality(_recipes(tokens), context, samples=4)
+    full = qualities["full"].perplexity
+    off = {name: qualities[name].perplexity - full for name in ("ClusterKV", "Quest", "InfiniGen")}
+    order = ordered(qualities, ("ClusterKV", "Quest"))
     return Finding(
-        quality_figures(found),
+        quality_figures(qualities),
         abs(off["ClusterKV"]) <= 0.5 and order.holds,
         "; ".join(f"perplexity of {name} minus full: {x:+.3f}" for name, x in off.items())
         + f"; {order.evidence}",
@@ -98,10 +98,10 @@ def _language(lab: Lab) -> Finding:
 def _answers(lab: Lab) -> Finding:
     context = lab.long_context
     tokens = shared_budgets(context)[2]
-    found = lab.needles(_recipes(tokens), "multikey", context)
-    require_retrieval(found)
-    gap = difference(found["Quest"], found["ClusterKV"])
-    return Finding(shares(found), gap.high < 0, f"Quest minus ClusterKV: {gap}")
+    answers = lab.needles(_recipes(tokens), "multikey", context)
+    require_retrieval(answers)
+    gap = difference(answers["Quest"], answers["ClusterKV"])
+    return Finding(shares(answers), gap.high < 0, f"Quest minus ClusterKV: {gap}")
 
 
 def _hits(lab: Lab) -> Finding:

@@ -65,9 +65,9 @@ def _beats_h2o(lab: Lab) -> Finding:
 
 
 def _iso_accuracy(lab: Lab) -> Finding:
-    found = _sweep(lab)
-    keeps = kept(found, {"Keyformer 70%": AS_GOOD})
-    ratio = found["H2O 90%"].ratio
+    qualities = _sweep(lab)
+    keeps = kept(qualities, {"Keyformer 70%": AS_GOOD})
+    ratio = qualities["H2O 90%"].ratio
     return all_hold(
         keeps,
         Finding(keeps.ours, ratio > AS_GOOD, f"H2O 90%: {ratio:.4f} (must be above {AS_GOOD})"),
@@ -75,24 +75,26 @@ def _iso_accuracy(lab: Lab) -> Finding:
 
 
 def _noise(lab: Lab) -> Finding:
-    found = lab.quality([named(f"keyformer:fraction=0.6,noise={x}", x) for x in NOISES])
+    qualities = lab.quality([named(f"keyformer:fraction=0.6,noise={x}", x) for x in NOISES])
     return all_hold(
-        ordered(found, *(("gumbel", x) for x in NOISES[1:])),
-        ordered(found, ("none", "gaussian"), ("gaussian", "constant")),
+        ordered(qualities, *(("gumbel", x) for x in NOISES[1:])),
+        ordered(qualities, ("none", "gaussian"), ("gaussian", "constant")),
     )
 
 
 def _recent(lab: Lab) -> Finding:
     recipes = [named(f"keyformer:fraction=0.5,recent={r}", f"recent {r:.0%}") for r in RECENT]
-    found = lab.quality(recipes)
+    qualities = lab.quality(recipes)
     inside = {"recent 20%", "recent 30%"}
-    kl = {recipe.name: float(found[recipe.name].kl.mean()) for recipe in recipes}
+    kl = {recipe.name: float(qualities[recipe.name].kl.mean()) for recipe in recipes}
     best = min(kl, key=lambda name: kl[name])
     ends = [name for name in kl if name not in inside]
-    intervals = {name: difference(found[best].kl, found[name].kl) for name in ends if name != best}
+    intervals = {
+        name: difference(qualities[best].kl, qualities[name].kl) for name in ends if name != best
+    }
     evidence = f"best: {best}; its KL minus " + "; ".join(f"{n}: {x}" for n, x in intervals.items())
     holds = best in inside and all(x.high < 0 for x in intervals.values())
-    return Finding(quality_figures(found), holds, evidence)
+    return Finding(quality_figures(qualities), holds, evidence)
 
 
 def _key_tokens(lab: Lab) -> Finding:

@@ -43,13 +43,13 @@ CELLS = (cell(4, "T", "T"), *(cell(2, k, v) for k, v in ("TT", "CC", "TC", "CT")
 
 
 def _four_bit(lab: Lab) -> Finding:
-    found = lab.quality(CELLS)
-    keeps = kept(found, {FOUR: KEEPS})
-    drop = found[TT].ratio
+    qualities = lab.quality(CELLS)
+    keeps = kept(qualities, {FOUR: KEEPS})
+    drop = qualities[TT].ratio
     return all_hold(
         keeps,
         Finding(keeps.ours, drop > KEEPS, f"{TT}: {drop:.3f} (must be above {KEEPS})"),
-        ordered(found, (FOUR, TT)),
+        ordered(qualities, (FOUR, TT)),
     )
 
 
@@ -66,10 +66,10 @@ def _format_errors(lab: Lab) -> dict[str, dict[str, float]]:
 
 
 def _key_errors(lab: Lab) -> Finding:
-    found = _format_errors(lab)
+    errors = _format_errors(lab)
     rows = {
-        "keys": (found[TT]["keys"], found[CC]["keys"]),
-        "attention": (found[TT]["weights"], found[CC]["weights"]),
+        "keys": (errors[TT]["keys"], errors[CC]["keys"]),
+        "attention": (errors[TT]["weights"], errors[CC]["weights"]),
     }
     ratio = rows["attention"][0] / rows["attention"][1]
     return Finding(
@@ -80,10 +80,10 @@ def _key_errors(lab: Lab) -> Finding:
 
 
 def _value_errors(lab: Lab) -> Finding:
-    found = _format_errors(lab)
+    errors = _format_errors(lab)
     rows = {
-        "values": (found[TT]["values"], found[CC]["values"]),
-        "output": (found[TT]["output_values"], found[CC]["output_values"]),
+        "values": (errors[TT]["values"], errors[CC]["values"]),
+        "output": (errors[TT]["output_values"], errors[CC]["output_values"]),
     }
     ratio = rows["output"][1] / rows["output"][0]
     return Finding(
@@ -111,11 +111,11 @@ def _grouped(lab: Lab, group: int) -> Recipe:
 
 def _group_size(lab: Lab) -> Finding:
     recipes = [_grouped(lab, group) for group in (32, 64, 128)]
-    found = lab.quality(recipes)
-    first = difference(found["G = 64"].kl, found["G = 32"].kl)
-    second = difference(found["G = 128"].kl, found["G = 64"].kl)
+    qualities = lab.quality(recipes)
+    first = difference(qualities["G = 64"].kl, qualities["G = 32"].kl)
+    second = difference(qualities["G = 128"].kl, qualities["G = 64"].kl)
     return Finding(
-        quality_figures(found),
+        quality_figures(qualities),
         second.low > 0 and second.mean > first.mean,
         f"KL of 64 minus 32: {first}; of 128 minus 64: {second}",
     )
@@ -123,24 +123,26 @@ def _group_size(lab: Lab) -> Finding:
 
 def _residual(lab: Lab) -> Finding:
     recipes = [named(f"kivi:residual={r}", f"R = {r}") for r in (32, 64, 96, 128)]
-    found = lab.quality(recipes)
-    ratios = [found[recipe.name].ratio for recipe in recipes]
+    qualities = lab.quality(recipes)
+    ratios = [qualities[recipe.name].ratio for recipe in recipes]
     spread = max(ratios) / min(ratios)
     return Finding(
-        quality_figures(found), spread <= 1.02, f"largest over smallest perplexity: {spread:.3f}"
+        quality_figures(qualities),
+        spread <= 1.02,
+        f"largest over smallest perplexity: {spread:.3f}",
     )
 
 
 def _passkey(lab: Lab) -> Finding:
     variant = "passkey"
-    found = lab.needles(["kivi-4", "kivi"], variant)
-    if found["full"].mean() < LEAST_FOUND:
+    answers = lab.needles(["kivi-4", "kivi"], variant)
+    if answers["full"].mean() < LEAST_FOUND:
         variant = "multikey"
-        found = lab.needles(["kivi-4", "kivi"], variant)
-    require_retrieval(found)
-    least = float(found["full"].mean()) - 0.05
-    ours = {name: float(found[name].mean()) for name in ("kivi-4", "kivi")}
+        answers = lab.needles(["kivi-4", "kivi"], variant)
+    require_retrieval(answers)
+    least = float(answers["full"].mean()) - 0.05
+    ours = {name: float(answers[name].mean()) for name in ("kivi-4", "kivi")}
     evidence = "; ".join(f"{name}: {x:.0%}" for name, x in ours.items())
     return Finding(
-        shares(found), min(ours.values()) >= least, f"{variant}: {evidence} (least {least:.0%})"
+        shares(answers), min(ours.values()) >= least, f"{variant}: {evidence} (least {least:.0%})"
     )

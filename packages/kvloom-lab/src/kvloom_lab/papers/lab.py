@@ -162,12 +162,12 @@ class Lab:
         self, recipes: Sequence[Recipe | str], variant: str, context: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return which questions were answered correctly, 0 or 1 [questions], by recipe name."""
-        found = self._measure(
+        lines_by_recipe = self._measure(
             Niah([variant]), recipes, context or self.context, self.size.needles, 10, 1
         )
         return {
             name: np.array([line["scores"]["correct"] for line in lines])
-            for name, lines in found.items()
+            for name, lines in lines_by_recipe.items()
         }
 
     def errors(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
@@ -181,9 +181,9 @@ class Lab:
 
     def _mean_errors(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
         assert self.format_errors is not None
-        found = self.format_errors(self.model, self.texts(2, self.context), recipes)
+        errors_by_recipe = self.format_errors(self.model, self.texts(2, self.context), recipes)
         means: dict[str, dict[str, float]] = {}
-        for name, layers in found.items():
+        for name, layers in errors_by_recipe.items():
             by: dict[str, list[float]] = defaultdict(list)
             for errors in layers.values():
                 for key, value in vars(errors).items():
@@ -204,8 +204,8 @@ class Lab:
         context = self.long_context
         if context not in self._recall:
             ids = self.texts(1, context + self.size.steps)
-            found = recall_rates(self.model, ids, context, self.counter(self.size.steps))
-            self._recall[context] = {name: x.rates["each"] for name, x in found.items()}
+            recalled = recall_rates(self.model, ids, context, self.counter(self.size.steps))
+            self._recall[context] = {name: x.rates["each"] for name, x in recalled.items()}
         return self._recall[context]
 
     def hits(self, recipe: str) -> float:

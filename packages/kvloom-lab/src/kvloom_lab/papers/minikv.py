@@ -77,9 +77,9 @@ def _keeps(lab: Lab) -> Finding:
 
 
 def _kivi(lab: Lab) -> Finding:
-    found = _same_bytes(lab)
-    order = ordered(found, ("kivi", "MiniKV Pyramid"))
-    ratio = found["kivi"].bytes_share / found["MiniKV Pyramid"].bytes_share
+    qualities = _same_bytes(lab)
+    order = ordered(qualities, ("kivi", "MiniKV Pyramid"))
+    ratio = qualities["kivi"].bytes_share / qualities["MiniKV Pyramid"].bytes_share
     return all_hold(
         order, Finding(order.ours, ratio > 1.2, f"bytes of kivi over MiniKV's: {ratio:.2f}")
     )
@@ -93,19 +93,19 @@ def _pyramid(lab: Lab) -> Finding:
 
 
 def _int2(lab: Lab) -> Finding:
-    found = lab.quality([_h2o(None), _h2o(8), _h2o(4), _h2o(2)])
+    qualities = lab.quality([_h2o(None), _h2o(8), _h2o(4), _h2o(2)])
     ratios = {
-        name: found[name].perplexity / found["16bit"].perplexity
+        name: qualities[name].perplexity / qualities["16bit"].perplexity
         for name in ("INT8", "INT4", "INT2")
     }
     holds = ratios["INT8"] <= AS_GOOD and ratios["INT4"] <= AS_GOOD and ratios["INT2"] > KEEPS
     evidence = "; ".join(f"{name} over 16bit: {x:.3f}" for name, x in ratios.items())
-    return Finding(quality_figures(found), holds, evidence)
+    return Finding(quality_figures(qualities), holds, evidence)
 
 
 def _sub_channel(lab: Lab) -> Finding:
-    found = lab.quality([_h2o(None), _h2o(2), _h2o(2, "CT")])
-    return ordered(found, ("INT2 sub-channel", "INT2"))
+    qualities = lab.quality([_h2o(None), _h2o(2), _h2o(2, "CT")])
+    return ordered(qualities, ("INT2 sub-channel", "INT2"))
 
 
 def _mixture(lab: Lab) -> Finding:
@@ -114,13 +114,13 @@ def _mixture(lab: Lab) -> Finding:
 
 
 def _frozen(lab: Lab) -> Finding:
-    found = lab.quality(
+    qualities = lab.quality(
         [replace(_h2o(None), name="chosen once"), named("h2o:fraction=0.5", "at every step")]
     )
-    ratio = found["chosen once"].perplexity / found["at every step"].perplexity
-    gap = difference(found["chosen once"].kl, found["at every step"].kl)
+    ratio = qualities["chosen once"].perplexity / qualities["at every step"].perplexity
+    gap = difference(qualities["chosen once"].kl, qualities["at every step"].kl)
     return Finding(
-        quality_figures(found),
+        quality_figures(qualities),
         ratio <= AS_GOOD,
         f"perplexity of chosen once over at every step: {ratio:.4f}; KL minus: {gap}",
     )

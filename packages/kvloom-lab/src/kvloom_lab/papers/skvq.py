@@ -64,16 +64,16 @@ def _no_window(lab: Lab) -> Finding:
             replace(resolve(f"rtn:bits={bits},group=64"), name=f"RTN {bits}bit"),
             named(ours, f"SKVQ {bits}bit"),
         ]
-    found = lab.quality(names)
-    return ordered(found, *((f"SKVQ {b}bit", f"RTN {b}bit") for b in (4, 3, 2)))
+    qualities = lab.quality(names)
+    return ordered(qualities, *((f"SKVQ {b}bit", f"RTN {b}bit") for b in (4, 3, 2)))
 
 
 def _window_most(lab: Lab) -> Finding:
-    found = lab.quality(LADDER)
+    qualities = lab.quality(LADDER)
     names = [recipe.name for recipe in LADDER]
-    gains = {b: difference(found[a].kl, found[b].kl).mean for a, b in pairwise(names)}
+    gains = {b: difference(qualities[a].kl, qualities[b].kl).mean for a, b in pairwise(names)}
     best = max(gains, key=lambda name: gains[name])
-    first = ordered(found, ("+ window 128", "RTN"))
+    first = ordered(qualities, ("+ window 128", "RTN"))
     return all_hold(
         first,
         Finding(
@@ -89,9 +89,9 @@ def _parts(lab: Lab) -> Finding:
 
 
 def _fp8(lab: Lab) -> Finding:
-    found = lab.quality(LADDER)
-    ratio = float(found["+ FP8"].kl.mean() / found["+ sinks"].kl.mean())
-    return Finding(quality_figures(found), ratio <= 1.1, f"KL with fp8 over fp16: {ratio:.3f}")
+    qualities = lab.quality(LADDER)
+    ratio = float(qualities["+ FP8"].kl.mean() / qualities["+ sinks"].kl.mean())
+    return Finding(quality_figures(qualities), ratio <= 1.1, f"KL with fp8 over fp16: {ratio:.3f}")
 
 
 def _group(lab: Lab) -> Finding:
@@ -113,12 +113,12 @@ def _needles(lab: Lab) -> Finding:
         named("skvq-k2v1.5:group=128", "SKVQ K2V1.5"),
         named(f"kivi:group={_head(lab)}", "KIVI K2V2"),
     ]
-    found = lab.needles(recipes, "multikey")
-    require_retrieval(found)
-    gap = difference(found["KIVI K2V2"], found["SKVQ K2V1.5"])
-    if min(float(x.mean()) for x in found.values()) >= 0.95:
+    answers = lab.needles(recipes, "multikey")
+    require_retrieval(answers)
+    gap = difference(answers["KIVI K2V2"], answers["SKVQ K2V1.5"])
+    if min(float(x.mean()) for x in answers.values()) >= 0.95:
         raise NotTestable("all methods find at least 95% of the needles, so they cannot be ordered")
-    return Finding(shares(found), gap.high < 0, f"KIVI minus SKVQ: {gap}")
+    return Finding(shares(answers), gap.high < 0, f"KIVI minus SKVQ: {gap}")
 
 
 def _head(lab: Lab) -> int:
@@ -130,8 +130,8 @@ def _smooth(lab: Lab) -> Finding:
     smooth: Recipe = replace(
         resolve("smoothquant:meta=fp8"), protect=Protect(5, 128), name="SKVQ-smooth"
     )
-    found = lab.quality([smooth, named("skvq:group=32", "SKVQ-reorder")])
-    return ordered(found, ("SKVQ-reorder", "SKVQ-smooth"))
+    qualities = lab.quality([smooth, named("skvq:group=32", "SKVQ-reorder")])
+    return ordered(qualities, ("SKVQ-reorder", "SKVQ-smooth"))
 
 
 def _million(lab: Lab) -> Finding:

@@ -113,19 +113,29 @@ def auto(
         raise InputError(f"bytes={bytes:g} must be above 0 and at most 1: a share")
     model = supported_model(model, whole="kvloom_lab.auto")
     tuned = stored_recipes(identity(model)["weights"])
-    recipes = [*(resolve(one.recipe) for one in EVIDENCE), *tuned]
+    recipes = [*(resolve(candidate.recipe) for candidate in EVIDENCE), *tuned]
     planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
     published = [*EVIDENCE, *(None for _ in tuned)]
-    candidates = [_Candidate(*one) for one in zip(recipes, planned.rows, published, strict=True)]
+    candidates = [
+        _Candidate(*candidate) for candidate in zip(recipes, planned.rows, published, strict=True)
+    ]
     exact = candidates[0].nbytes
     chunks = False
     if bytes is not None:
-        fitting = [one for one in candidates if one.works and one.nbytes <= bytes * exact]
+        fitting = [
+            candidate
+            for candidate in candidates
+            if candidate.works and candidate.nbytes <= bytes * exact
+        ]
     else:
-        fitting = [one for one in candidates if one.row.fits]
+        fitting = [candidate for candidate in candidates if candidate.row.fits]
         chunks = not fitting
         if chunks:  # a score of the prompt would see its first chunk only
-            fitting = [one for one in candidates if one.row.fits_in_chunks and not one.keeps]
+            fitting = [
+                candidate
+                for candidate in candidates
+                if candidate.row.fits_in_chunks and not candidate.keeps
+            ]
     if not fitting:
         bound = f"bytes={bytes:g}" if memory is None else f"{show_bytes(memory)} of memory"
         raise InputError(_nothing(candidates, bound, memory is None, planned.context, batch))
@@ -190,20 +200,20 @@ class _Candidate:
 
 def _best(fitting: Sequence[_Candidate]) -> _Candidate:
     """Return the best of the candidates that fit."""
-    known = [one for one in fitting if one.published is not None]
-    tuned = [one for one in fitting if one.published is None]
+    known = [candidate for candidate in fitting if candidate.published is not None]
+    tuned = [candidate for candidate in fitting if candidate.published is None]
     if known:  # in the order of preference
         enough = 1.0 if known[0].recipe.name == "full" else ENOUGH
-        tuned = [one for one in tuned if one.nbytes > enough * known[0].nbytes]
-    return min(tuned, key=lambda one: one.kl) if tuned else known[0]
+        tuned = [candidate for candidate in tuned if candidate.nbytes > enough * known[0].nbytes]
+    return min(tuned, key=lambda candidate: candidate.kl) if tuned else known[0]
 
 
 def _nothing(
     candidates: Sequence[_Candidate], bound: str, by_share: bool, context: int, batch: int
 ) -> str:
     """Return why nothing is chosen, with the nearest recipe."""
-    working = [one for one in candidates if one.works]
-    nearest = min(working, key=lambda one: one.nbytes)
+    working = [candidate for candidate in candidates if candidate.works]
+    nearest = min(working, key=lambda candidate: candidate.nbytes)
     reason = f"no recipe fits into {bound} at {context:,} tokens and batch {batch}"
     if by_share:
         share = nearest.nbytes / working[0].nbytes

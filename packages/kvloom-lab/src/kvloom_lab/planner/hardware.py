@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from kvloom.errors import InputError
 
 from .step import StepTime, StepWork
 from .units import Range
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 SOURCES = {
     "weights": "Llama-2-7B on an A100 with 2,039 GB/s (gpt-fast, README): 1,397 GB/s in 16 bits "
@@ -113,62 +119,6 @@ class Hardware:
         }
 
 
-def _preset(name: str, gb: int, gb_s: float, tflops: float, source: str) -> Hardware:
-    sources = {**SOURCES, "rates": source}
-    return Hardware(name, gb * 10**9, gb_s * 1e9, tflops * 1e12, sources)
-
-
-PRESETS = {
-    one.name: one
-    for one in (
-        _preset(
-            "h100", 80, 3350, 989.4,
-            "NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, 1,979 TFLOPS in bf16 with sparsity, "
-            "half of it without",
-        ),
-        _preset(
-            "h200", 141, 4800, 989.4,
-            "NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s, 1,979 TFLOPS in bf16 with sparsity, "
-            "half of it without",
-        ),
-        _preset(
-            "b200", 180, 8000, 2250,
-            "NVIDIA DGX B200 data sheet, one of eight GPUs: 1,440 GB and 64 TB/s together; NVIDIA "
-            "Blackwell architecture brief, HGX B200: 4.5 PFLOPS in bf16 with sparsity, half of it "
-            "without",
-        ),
-        _preset(
-            "a100", 80, 2039, 312,
-            "NVIDIA A100 data sheet, SXM 80 GB: 2,039 GB/s, 312 TFLOPS in bf16",
-        ),
-        _preset(
-            "mi300x", 192, 5300, 1307.4,
-            "AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1,307.4 TFLOPS in bf16",
-        ),
-        _preset(
-            "rtx4090", 24, 1008, 165.2,
-            "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090: 24 GB, 1,008 GB/s, 165.2 "
-            "TFLOPS in fp16 with fp32 accumulation",
-        ),
-        _preset(
-            "rtx5090", 32, 1792, 209.5,
-            "NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090: 32 GB, 1,792 "
-            "GB/s, 209.5 TFLOPS in fp16 with fp32 accumulation",
-        ),
-        _preset(
-            "m4-max", 128, 546, 16,
-            "Apple, M4 Max with 40 GPU cores: up to 128 GB shared with the system, 546 GB/s; Apple "
-            "states no rate: 40 cores with 128 multiply-adds at about 1.6 GHz are 16 TFLOPS",
-        ),
-    )
-}  # fmt: skip
-
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 _REQUIRED = {"memory_gb": 1e9, "bandwidth_gb_s": 1e9, "tflops": 1e12}
 _OPTIONAL = {"weights": 1.0, "kv": 1.0, "arithmetic": 1.0, "overhead_us": 1e-6}
 _TEXT = ("name", "source")
@@ -186,6 +136,11 @@ def read_hardware(path: Path) -> Hardware:
         raise InputError(
             f"hardware file {str(path)!r} cannot be read ({error}); give a TOML file"
         ) from error
+    return _hardware(data, path)
+
+
+def _hardware(data: dict[str, Any], path: Path) -> Hardware:
+    """Return the hardware of a file's data; raises `InputError`."""
     unknown = sorted(set(data) - set(_REQUIRED) - set(_OPTIONAL) - set(_TEXT))
     missing = [name for name in _REQUIRED if not _positive(data.get(name))]
     if unknown or missing:
@@ -221,3 +176,12 @@ def _range(path: Path, name: str, value: Any, unit: float) -> Range:
             f"hardware file {str(path)!r}: {name}={value!r} must be [low, best, high], ascending"
         )
     return Range(*(x * unit for x in numbers))
+
+
+PRESETS = {
+    name: _hardware({"name": name, **data}, Path("hardware.toml"))
+    for name, data in tomllib.loads(
+        (files(__package__) / "hardware.toml").read_text(encoding="utf-8")
+    ).items()
+}
+"""GPUs by name."""

@@ -171,8 +171,8 @@ def _exact(recipe: Recipe) -> bool:
 
 def unmeasured(machine: Machine, works: Iterable[StepWork], g: Geometry) -> dict[str, LayerWork]:
     """Return the kinds of layers without a rate, by key."""
-    found = {layer_key(layer, g): layer for work in works for layer in work.layers}
-    return {key: layer for key, layer in found.items() if key not in machine.layers}
+    layers = {layer_key(layer, g): layer for work in works for layer in work.layers}
+    return {key: layer for key, layer in layers.items() if key not in machine.layers}
 
 
 def _within(low: float, best: float, high: float) -> Range:

@@ -111,12 +111,12 @@ def linear_curve(dtype: torch.dtype) -> dict[int, float]:
     layer = [torch.randn(size).to(dtype) for size in _MATRICES]
     layers = max(1, _WEIGHTS // sum(x.nbytes for x in layer))
     matrices = [*layer, *(x.clone() for _ in range(layers - 1) for x in layer)]
-    found = {}
+    seconds_per_byte = {}
     for batch in _BATCHES:
         inputs = {n: torch.randn(batch, 1, n).to(dtype) for _, n in _MATRICES}
         seconds = _median(partial(_multiply, inputs, matrices), _SECONDS)
-        found[batch] = seconds / sum(x.nbytes for x in matrices)
-    return found
+        seconds_per_byte[batch] = seconds / sum(x.nbytes for x in matrices)
+    return seconds_per_byte
 
 
 def model_overhead(dtype: torch.dtype) -> tuple[float, float]:

@@ -239,8 +239,8 @@ def plan(
         context: Tokens (default: 32,768, or the model's positions if they are fewer).
         batch: Rows.
         memory: Bytes (default: the hardware's).
-        hardware: A name in `planner.hardware.PRESETS` such as "h100", "this" (measures this machine,
-            and stores the result), a TOML file, or a `Hardware`.
+        hardware: A name in `planner.hardware.PRESETS` such as "h100", "this" (measures this
+            machine, and stores the result), a TOML file, or a `Hardware`.
         target: Tokens per second of the whole batch.
         on_step: Called with the number of units to measure; returns the function to report them to.
 

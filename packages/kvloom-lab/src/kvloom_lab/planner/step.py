@@ -63,12 +63,12 @@ class CacheBytes:
 
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
         numbers = model.geometry.numbers
-        found: Counter[tuple[Recipe, int, int]] = Counter()
+        kinds: Counter[tuple[Recipe, int, int]] = Counter()
         for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True):
             plain = recipe.for_layer(number, numbers)
             rank, count = budget_rank if _unequal(plain) else (0, 1)
-            found[plain, rank, count] += 1
-        self.kinds = [LayerKind(*kind, layers) for kind, layers in found.items()]
+            kinds[plain, rank, count] += 1
+        self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry, self.windows = model.geometry, Counter(model.windows)
         self.exact = model.geometry.layer_token_nbytes()
 

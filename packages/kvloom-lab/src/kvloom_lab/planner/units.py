@@ -86,33 +86,33 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z/]*)")
 
 def parse_bytes(option: str) -> int:
     """Read "24GiB" (2**30 bytes each), "80GB" (10**9 bytes each), or a number of bytes."""
-    found = _split(option)
-    if found is None or found[1] not in _BYTES or found[0] * _BYTES[found[1]] < 1:
+    size = _split(option)
+    if size is None or size[1] not in _BYTES or size[0] * _BYTES[size[1]] < 1:
         raise InputError(
             f"memory {option!r} is not a size; give a number with a unit, such as 24GiB or 80GB"
         )
-    return int(found[0] * _BYTES[found[1]])
+    return int(size[0] * _BYTES[size[1]])
 
 
 def parse_tokens(option: str) -> int:
     """Read "131072", "128k" (1,024 tokens each) or "1M" (1,048,576 tokens each)."""
-    found = _split(option)
-    if found is None or found[1] not in _TOKENS or found[0] * _TOKENS[found[1]] < 1:
+    size = _split(option)
+    if size is None or size[1] not in _TOKENS or size[0] * _TOKENS[size[1]] < 1:
         raise InputError(
             f"context {option!r} is not a number of tokens, 1 or more; give one such as 8192 or "
             "128k"
         )
-    return int(found[0] * _TOKENS[found[1]])
+    return int(size[0] * _TOKENS[size[1]])
 
 
 def parse_rate(option: str) -> float:
     """Read "20tok/s" or "20": tokens per second."""
-    found = _split(option)
-    if found is None or found[1] not in ("", "tok/s", "tokens/s") or found[0] <= 0:
+    rate = _split(option)
+    if rate is None or rate[1] not in ("", "tok/s", "tokens/s") or rate[0] <= 0:
         raise InputError(
             f"target {option!r} is not a speed above 0; give tokens per second, such as 20tok/s"
         )
-    return found[0]
+    return rate[0]
 
 
 def show_bytes(nbytes: int) -> str:
@@ -129,5 +129,5 @@ def show_rate(tokens_s: float) -> str:
 
 def _split(option: str) -> tuple[float, str] | None:
     """Return the number and the unit in lower case; None if it is neither."""
-    found = _NUMBER.fullmatch(option.strip().lower().replace(",", ""))
-    return None if found is None else (float(found[1]), found[2])
+    match = _NUMBER.fullmatch(option.strip().lower().replace(",", ""))
+    return None if match is None else (float(match[1]), match[2])

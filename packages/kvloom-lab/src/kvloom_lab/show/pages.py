@@ -96,10 +96,10 @@ def page_data(runs: Sequence[RunResults]) -> tuple[dict[str, Any], list[str]]:
 
 def _tasks(run: RunResults) -> list[str]:
     """Return the tasks with at least one score, in the order of the settings."""
-    found = list(dict.fromkeys(f.task for f in run.figures if f.scores))
+    tasks = list(dict.fromkeys(f.task for f in run.figures if f.scores))
     wanted = run.settings.get("tasks")
     order = {task: i for i, task in enumerate(wanted)} if isinstance(wanted, list) else {}
-    return sorted(found, key=lambda task: order.get(task, len(order)))
+    return sorted(tasks, key=lambda task: order.get(task, len(order)))
 
 
 def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def _curves(lines: Sequence[dict[str, Any] | None]) -> dict[str, list[list[float
             ((lo + hi - 1) / 2, table[:, lo:hi][~np.isnan(table[:, lo:hi])])
             for lo, hi in pairwise(edges)
         ]
-        kept = [(at, _short(float(part.mean()))) for at, part in steps if len(part)]
-        means[name] = [[at for at, _ in kept], [mean for _, mean in kept]]
+        kept = [(position, _short(float(part.mean()))) for position, part in steps if len(part)]
+        means[name] = [[position for position, _ in kept], [mean for _, mean in kept]]
     return means
 
 

@@ -247,11 +247,11 @@ def bench_table(
 
 def bench_line(row: TimedRow) -> str:
     """Return the time of a row and its bytes in one line."""
-    at = f"{row.context:,} tokens, {row.name}: "
+    name = f"{row.context:,} tokens, {row.name}: "
     if row.ms is None:
-        return at + (row.problem or "no times")
+        return name + (row.problem or "no times")
     size = "" if row.kv_bytes is None else f", {row.kv_bytes / 2**20:,.1f} MiB"
-    return f"{at}{row.ms:,.2f} ms{size}"
+    return f"{name}{row.ms:,.2f} ms{size}"
 
 
 def _bench_cells(
@@ -408,14 +408,14 @@ def tuning_table(tuning: Tuning, name: str) -> FigureTable:
         f"{name}, {t.bound}: {t.share:.1%} of the bytes, KL {t.kl:.4g} (99%: {t.kl_p99:.4g}; "
         f"predicted {t.predicted_kl:.4g}), context {t.context:,}"
     )
-    found = FigureTable(title, "layers", ["keys", "values", "kept", "KL"])
+    rows = FigureTable(title, "layers", ["keys", "values", "kept", "KL"])
     for choice, run in groupby(tuning.choices, key=tuning.choices.__getitem__):
         numbers = list(run)
         first, last = numbers[0], numbers[-1]
         cost = sum(tuning.predicted[number] for number in numbers)
         where = f"{first}" if first == last else f"{first}-{last}"
-        found.add(where, *choice, f"{cost:.2g}")
-    return found
+        rows.add(where, *choice, f"{cost:.2g}")
+    return rows
 
 
 def tuning_data(tuning: Tuning, environment: dict[str, Any]) -> dict[str, Any]:
@@ -460,13 +460,15 @@ def attention_table(layers: Sequence[LayerAttention], environment: dict[str, Any
     return Group(rows, Text(caption, "dim"))
 
 
-def error_table(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]) -> Group:
+def error_table(
+    errors_by_recipe: dict[str, dict[int, LayerError]], environment: dict[str, Any]
+) -> Group:
     """Return the mean errors of each recipe, and its output error in every layer."""
     from ..analyse.error import NAMES, mean
 
     columns = [*(name.replace("_", "\n") for name in NAMES), "output by layer"]
     rows = FigureTable(str(environment.get("model", "")), "recipe", columns)
-    for recipe, errors in found.items():
+    for recipe, errors in errors_by_recipe.items():
         average = mean(errors)
         cells = [f"{getattr(average, name):.2%}" for name in NAMES]
         by_layer = " ".join(f"{errors[number].output:.0%}" for number in sorted(errors))
@@ -478,19 +480,20 @@ def error_table(found: dict[str, dict[int, LayerError]], environment: dict[str, 
     return Group(rows, Text(caption, "dim"))
 
 
-def distribution_table(found: Sequence[Distribution], environment: dict[str, Any]) -> Group:
+def distribution_table(distributions: Sequence[Distribution], environment: dict[str, Any]) -> Group:
     """Return a table of layers, each with keys and values."""
     from ..analyse.distribution import KINDS
 
     e = environment
     columns = ("largest over\nmedian channel", "spread in\nplain groups", "in calibrated\ngroups")
     rows = FigureTable(f"{e['model']} ({e['dtype']}), {e['recipe']}", "layer", columns)
-    for d in found:
+    for d in distributions:
         after = "" if d.after is None else f"{d.after:.2f}"
         rows.add(f"{d.layer} {KINDS[d.kind]}", f"{d.outliers:.1f}x", f"{d.before:.2f}", after)
+    channels = distributions[0].group if distributions else 0
     caption = (
         f"{e['context']:,} tokens of {e['text']}. spread: mean range of a group in a token, over "
-        f"the mean magnitude; groups have {found[0].group if found else 0} channels on average."
+        f"the mean magnitude; groups have {channels} channels on average."
     )
     return Group(rows, Text(caption, "dim"))
 
@@ -538,8 +541,8 @@ def verdict_summary(verdicts: Sequence[Verdict]) -> str:
     """Return how many claims have each status."""
     from ..papers.claim import STYLES
 
-    found = Counter(verdict.status for verdict in verdicts)
-    return ", ".join(f"{found[status]} {status}" for status in STYLES if found[status])
+    counts = Counter(verdict.status for verdict in verdicts)
+    return ", ".join(f"{counts[status]} {status}" for status in STYLES if counts[status])
 
 
 def verdict_data(

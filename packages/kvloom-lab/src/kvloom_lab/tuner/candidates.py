@@ -131,8 +131,8 @@ def to_score(geometry: Geometry, repeats: bool = True) -> Scored:
 def combined(scored: Scored) -> list[Choice]:
     """Return all that a layer can be."""
     every = itertools.starmap(Choice, itertools.product(*FORMATS.values(), KEPT))
-    one = {*scored.formats, *scored.kept}
-    return [choice for choice in every if one.issuperset(choice.changes)]
+    scored_choices = {*scored.formats, *scored.kept}
+    return [choice for choice in every if scored_choices.issuperset(choice.changes)]
 
 
 def recents(context: int) -> list[int]:
@@ -200,11 +200,13 @@ def by_layer(
     """
     kinds = list(zip(choices, shares or [None] * len(choices), strict=True))
     common = Counter(kinds).most_common(1)[0][0]
-    own = uniform(common[0], shape, common[1])
+    common_recipe = uniform(common[0], shape, common[1])
     overrides = []
     for kind, run in groupby(zip(kinds, numbers, strict=True), key=lambda pair: pair[0]):
-        given = parts(kind[0], shape, kind[1])
-        changed = {name: part for name, part in given.items() if part != getattr(own, name)}
+        layer_parts = parts(kind[0], shape, kind[1])
+        changed = {
+            name: part for name, part in layer_parts.items() if part != getattr(common_recipe, name)
+        }
         if not changed:
             continue
         run_numbers = [number for _, number in run]
@@ -212,7 +214,7 @@ def by_layer(
             f"{run_numbers[0]}-{run_numbers[-1]}" if len(run_numbers) > 1 else f"{run_numbers[0]}"
         )
         overrides.append(LayerOverride(where, **changed))
-    return replace(own, layers=tuple(overrides), name="tuned")
+    return replace(common_recipe, layers=tuple(overrides), name="tuned")
 
 
 UNIFORM = Choice("rotated-4", "turbo-4", next(iter(JOINT)))
@@ -232,9 +234,9 @@ class LayerSizes(NamedTuple):
 
         share: what the layer keeps; None: what the choice says.
         """
-        one = replace(self.geometry, layers=1, layer_numbers=None)
-        found = [uniform(x, self.shape, share).nbytes(self.context, one) for x in choices]
-        return np.array(found, np.int64)
+        single_layer = replace(self.geometry, layers=1, layer_numbers=None)
+        sizes = [uniform(x, self.shape, share).nbytes(self.context, single_layer) for x in choices]
+        return np.array(sizes, np.int64)
 
     def uniform(self, shares: Sequence[float]) -> int:
         """Return the bytes of all layers with `UNIFORM`; shares: what each layer keeps."""

@@ -78,14 +78,14 @@ class Bound:
         """Return whether even the largest items leave bytes unused."""
         return self.share is not None and knapsack.most < self.nbytes
 
-    def met_by(self, one: MeasuredRecipe) -> bool:
+    def met_by(self, recipe: MeasuredRecipe) -> bool:
         """Return whether a measured recipe is within the bound."""
-        return one.nbytes <= self.nbytes if self.kl is None else one.mean <= self.kl
+        return recipe.nbytes <= self.nbytes if self.kl is None else recipe.mean <= self.kl
 
-    def rank(self, one: MeasuredRecipe) -> tuple[bool, float]:
+    def rank(self, recipe: MeasuredRecipe) -> tuple[bool, float]:
         """Return a key that sorts measured recipes, the best first."""
-        met = self.met_by(one)
-        return not met, one.nbytes if met and self.kl is not None else one.mean
+        met = self.met_by(recipe)
+        return not met, recipe.nbytes if met and self.kl is not None else recipe.mean
 
 
 Weights = tuple[float, float, float]
@@ -102,12 +102,12 @@ def steadied(costs: np.ndarray, choices: Sequence[Choice], nbytes: np.ndarray) -
     in the layer and of the mean of all layers: few tokens are measured, and the knapsack would
     choose the luckiest of many figures. Fewer bytes of the same kind never cost less.
     """
-    found = (costs + costs.mean(axis=0)) / 2
+    steady = (costs + costs.mean(axis=0)) / 2
     for kind in range(len(Choice._fields)):
         rest = [i for i, x in enumerate(choices) if Choice()[kind] != x[kind] or x == Choice()]
         order = sorted(rest, key=lambda i: -nbytes[i])
-        found[:, order] = np.maximum.accumulate(found[:, order], axis=1)
-    return found.clip(min=0)
+        steady[:, order] = np.maximum.accumulate(steady[:, order], axis=1)
+    return steady.clip(min=0)
 
 
 Shares = Mapping[str, Sequence[float]]
@@ -215,16 +215,16 @@ def all_problems(
     low, high = NEAR_BOUND
     results = []
     for recent, shares_by_name in shares.items():
-        own = sizes._replace(shape=sizes.shape._replace(recent=recent))
-        results += [Problem(alone, steady, own, {}), Problem(alone, costs, own, {})]
+        layer_sizes = sizes._replace(shape=sizes.shape._replace(recent=recent))
+        results += [Problem(alone, steady, layer_sizes, {}), Problem(alone, costs, layer_sizes, {})]
         names = list(shares_by_name)
         for i, name in enumerate(names):
-            if nbytes is None or low < own.uniform(shares_by_name[name]) / nbytes < high:
+            if nbytes is None or low < layer_sizes.uniform(shares_by_name[name]) / nbytes < high:
                 levels = {x: shares_by_name[x] for x in names[i : i + JOINT_SHARES]}
                 together = [Choice(*sides, level) for sides in formats for level in levels]
-                results.append(Problem(together, costs, own, levels))
+                results.append(Problem(together, costs, layer_sizes, levels))
         if names and nbytes is not None and (UNIFORM.keys, UNIFORM.values) in formats:
-            joint = own._replace(shape=own.shape._replace(layers="joint"))
+            joint = layer_sizes._replace(shape=layer_sizes.shape._replace(layers="joint"))
             share = joint.filling(nbytes)
             if share:
                 same = {UNIFORM.kept: [share] * sizes.geometry.layers}
@@ -314,8 +314,8 @@ def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[
 
 def _fitted(measured: Sequence[MeasuredRecipe]) -> Weights:
     """Return the weights that explain the measured recipes best, in relative terms."""
-    rows = np.array([one.predicted.sum(axis=0) / max(one.mean, 1e-9) for one in measured])
-    some = TRUST**0.5 * np.eye(3)
-    a, b = np.vstack([rows, some]), np.concatenate([np.ones(len(rows)), some.sum(axis=1)])
+    rows = np.array([recipe.predicted.sum(axis=0) / max(recipe.mean, 1e-9) for recipe in measured])
+    prior = TRUST**0.5 * np.eye(3)
+    a, b = np.vstack([rows, prior]), np.concatenate([np.ones(len(rows)), prior.sum(axis=1)])
     keys, values, kept = np.linalg.lstsq(a, b, rcond=None)[0].clip(*WEIGHTS)
     return float(keys), float(values), float(kept)

@@ -87,14 +87,14 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
     Weights that are not in half precision, such as quantized ones, stay as they are.
     """
     tensors = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in _HALF]
-    own = [x.data for x in tensors]
+    half_tensors = [x.data for x in tensors]
     try:
-        for one in tensors:
-            one.data = one.data.float()
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
         yield
     finally:
-        for one, data in zip(tensors, own, strict=True):
-            one.data = data
+        for tensor, data in zip(tensors, half_tensors, strict=True):
+            tensor.data = data
 
 
 FRONT = 24  # bounds at which the front is solved
@@ -266,7 +266,7 @@ def joint_shares(prompts: _Prompts, shape: RecipeShape) -> dict[str, list[float]
     joint = shape._replace(layers="joint")
     recipes = [uniform(Choice(kept=name), joint) for name in JOINT]
     texts = range(len(prompts.rows))
-    kept = np.mean([[prompts[text].kept(one) for one in recipes] for text in texts], axis=0)
+    kept = np.mean([[prompts[text].kept(recipe) for recipe in recipes] for text in texts], axis=0)
     return dict(zip(JOINT, kept.round(4).tolist(), strict=True))
 
 

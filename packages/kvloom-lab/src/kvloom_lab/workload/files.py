@@ -136,15 +136,15 @@ def stored_recipes(weights: str) -> list[Recipe]:
 
     weights: the fingerprint, as in `Tuned.model`. Raises `InputError` for a damaged file.
     """
-    found = []
+    recipes = []
     for path in sorted(_folder(weights).glob("*.toml")):
         try:
             recipe = Recipe.from_toml(path)
         except RecipeError as error:
             raise InputError(f"the stored recipe {path} is damaged: {error}; remove it") from error
         if recipe.tuned is not None and recipe.tuned.model == weights:
-            found.append(replace(recipe, name=str(path)))
-    return found
+            recipes.append(replace(recipe, name=str(path)))
+    return recipes
 
 
 def _folder(weights: str) -> Path:

@@ -13,7 +13,7 @@ from kvloom.errors import InputError
 
 from ..sample import Batch, Sample, Source
 from .asking import Asked, QuestionTask, data_records, drawn, frame, prompt_in
-from .longbench_metrics import package
+from .longbench import package
 
 HEAD = (
     "Below is an instruction that describes a task, paired with an input that provides further "
@@ -62,5 +62,5 @@ class Summarize(QuestionTask):
     def score(self, text: str, sample: Sample) -> dict[str, float]:
         """Return the F measures of a summary."""
         scorer = package("rouge_score.rouge_scorer").RougeScorer(ROUGE, use_stemmer=True)
-        found = scorer.score(sample.reference, text)
-        return {name: found[name].fmeasure for name in ROUGE}
+        scores = scorer.score(sample.reference, text)
+        return {name: scores[name].fmeasure for name in ROUGE}

@@ -68,7 +68,7 @@ def command(
         check_outputs(json, plot=plot)
         from ..planner import plan
         from ..planner.plan_recipes import RECIPES
-        from ..show.plots import plan_plot as write_plot
+        from ..show.plots import plan_plot
         from ..show.tables import plan_table
 
         silence_transformers()
@@ -79,7 +79,7 @@ def command(
                 hardware=hardware, target=rate, on_step=_measuring(progress),
             )  # fmt: skip
         if plot:
-            write_plot(planned, plot)
+            plan_plot(planned, plot)
         show_results(planned.to_dict(), json, plan_table(planned))
         failed = [row.recipe for row in planned.rows if row.problem] if recipes else []
         if rate is not None and not failed and not any(row.reaches for row in planned.rows):

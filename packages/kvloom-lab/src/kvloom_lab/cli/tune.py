@@ -47,7 +47,7 @@ def command(
     by the same command. Scores are in kvloom's cache folder.
     """
     with user_errors():
-        from ..show.plots import tuning_plot as draw
+        from ..show.plots import tuning_plot
         from ..show.tables import tuning_data, tuning_table
         from ..tuner import tune
         from ..workload.text import read_files
@@ -66,7 +66,7 @@ def command(
         if out is not None:
             write_file(out, tuning.recipe.to_toml())
         if plot is not None:
-            draw(tuning, chosen.name, plot)
+            tuning_plot(tuning, chosen.name, plot)
         environment = conditions(loaded, chosen, text_name(text))
         show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
 

@@ -237,7 +237,7 @@ def bench_table(
             built.add(row.name + mark, *_bench_cells(row, baselines, shares, speeds, bandwidth))
     notes = [Text(f"{r.name}: {r.problem}", "yellow") for r in _once(rows) if r.problem]
     fallbacks = [f"* {r.name}: plain torch runs {'; '.join(r.fell)}" for r in _once(rows) if r.fell]
-    notes += [Text(bench_line, "yellow") for bench_line in fallbacks]
+    notes += [Text(fallback, "yellow") for fallback in fallbacks]
     compiled = f" Compiling kernels took {e['compile_s']:.1f} s, not timed."
     limit = f" The machine reads at most {bandwidth:.1f} GB/s." if speeds else ""
     if "missing" in e:

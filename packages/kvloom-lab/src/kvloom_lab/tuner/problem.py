@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -23,9 +23,6 @@ from kvloom.recipe import Recipe
 from .candidates import EXACT, KEPT, SCORED_GROUP, UNIFORM, Choice, LayerSizes, by_layer, combined
 from .knapsack import Knapsack
 from .scores import Scores
-
-if TYPE_CHECKING:
-    pass  # REMOVED
 
 
 @dataclass(frozen=True)

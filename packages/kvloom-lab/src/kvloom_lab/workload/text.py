@@ -32,13 +32,6 @@ def read_files(paths: Iterable[str | Path]) -> str:
     return "\n\n".join(_read(Path(path)) for path in paths)
 
 
-def library_text() -> str:
-    """Return the documents of CPython's library that the reference model was not trained on."""
-    pass  # REMOVED
-
-    return held_out_text()
-
-
 def tokenize(tokenizer: Any, text: str) -> np.ndarray:
     """Return the ids of a text of any length, int64 [tokens], without special tokens."""
     chunks, size = [[""]], 0
@@ -133,8 +126,8 @@ def train_documents() -> Iterator[Document]:
     return (d for d in documents() if not is_held_out(d.name))
 
 
-def held_out_text() -> str:
-    """Return all held-out documents as one text."""
+def library_text() -> str:
+    """Return the documents of CPython's library that the reference model was not trained on."""
     return "\n\n".join(d.text for d in held_out_documents())
 
 

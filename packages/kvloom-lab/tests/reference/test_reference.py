@@ -11,7 +11,7 @@ import torch
 
 from for_each import for_each
 from kvloom_lab.models import WEIGHTS, reference_model, reference_tokenizer
-from kvloom_lab.workload.text import held_out_documents, held_out_text, train_documents
+from kvloom_lab.workload.text import held_out_documents, library_text, train_documents
 from reference_model import attention, data, tasks
 
 needs_weights = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def test_held_out_documents_are_not_trained_on():
     held_out = {d.name for d in held_out_documents()}
     assert held_out
     assert not held_out & {d.name for d in train_documents()}
-    assert len(held_out_text()) > 100_000
+    assert len(library_text()) > 100_000
 
 
 def test_tokenizer_puts_bos_first_and_parts_digits(tokenizer):
@@ -138,7 +138,7 @@ def test_model_finds_needles(model, tokenizer):
 
 
 def test_model_knows_its_text(model, tokenizer):
-    ids = torch.tensor([tokenizer(held_out_text()[200_000:206_000]).input_ids])
+    ids = torch.tensor([tokenizer(library_text()[200_000:206_000]).input_ids])
     with torch.no_grad():
         loss = model(ids, labels=ids).loss.item()
     assert loss < 3.5

@@ -14,7 +14,7 @@ from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Source
 from kvloom_lab.eval.summary import Figures, summarize
 from kvloom_lab.eval.tasks import task_named
-from kvloom_lab.show.machine import machine, model_facts
+from kvloom_lab.workload.machine import machine, model_facts
 
 HERE = Path(__file__).parent
 

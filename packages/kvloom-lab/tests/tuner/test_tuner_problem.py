@@ -26,9 +26,7 @@ from kvloom_lab.tuner.candidates import (
     recents,
     to_score,
 )
-from kvloom_lab.tuner.candidates import (
-    uniform as uniform_recipe,
-)
+from kvloom_lab.tuner.candidates import uniform as uniform_recipe
 from kvloom_lab.tuner.knapsack import Knapsack
 from kvloom_lab.tuner.problem import Bound, Costs, all_problems, repair, steadied
 

@@ -19,8 +19,8 @@ import torch
 
 from kvloom.kernels import operations_run
 
-from ..show.errors import logged_line
 from ..workload import clock
+from ..workload.errors import logged_line
 
 WARM_UP = 3
 """Rounds that are not counted."""

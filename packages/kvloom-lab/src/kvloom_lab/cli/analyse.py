@@ -233,8 +233,8 @@ def check(
         from kvloom.recipe import resolve
 
         from ..analyse.modes import DIFFERENT, check_modes
-        from ..show.machine import machine
         from ..show.tables import modes_table
+        from ..workload.machine import machine
 
         chosen = resolve(recipe)
         check_outputs(json)

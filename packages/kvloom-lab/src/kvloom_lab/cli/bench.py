@@ -208,10 +208,10 @@ def _run(
 
     from ..bench import transformers_caches
     from ..bench.timing import TimedRow, bench_data, make_rows, rounds, time_candidates
-    from ..show.machine import machine
     from ..show.plots import bench_plot
     from ..show.tables import bench_line, bench_table
     from ..workload import clock
+    from ..workload.machine import machine
 
     contexts = parse_numbers(context, int, "--context")
     names = list(dict.fromkeys(recipe.name for recipe in parse_recipes(recipes)))

@@ -107,8 +107,8 @@ def command(
         from ..eval.sample import Source, task_batches
         from ..eval.tasks import task_named
         from ..models import max_positions
-        from ..show.machine import machine, model_facts
         from ..show.tables import results_table
+        from ..workload.machine import machine, model_facts
 
         chosen_tasks = [task_named(name) for name in tasks]
         if ask not in ("after", "inside"):

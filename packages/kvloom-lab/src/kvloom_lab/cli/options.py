@@ -151,7 +151,7 @@ class ChosenText:
 
 def conditions(loaded: Any, model: ChosenModel, text: str, **more: Any) -> dict[str, Any]:
     """Return the environment of results: versions, hardware, names of model and text, and more."""
-    from ..show.machine import machine
+    from ..workload.machine import machine
 
     return {**machine(loaded), "model": model.name, "text": text, **more}
 

@@ -73,7 +73,7 @@ def user_errors() -> Iterator[None]:
 
     A defect of the program keeps its traceback.
     """
-    from ..show.errors import user_message
+    from ..workload.errors import user_message
 
     try:
         yield

@@ -26,8 +26,8 @@ from kvloom.progress import Progress
 from kvloom.recipe import Recipe
 
 from ..models import max_positions
-from ..show.errors import logged_line
-from ..show.machine import machine
+from ..workload.errors import logged_line
+from ..workload.machine import machine
 from ..workload.passes import ForwardRequest, Measurement
 from ..workload.text import cut_rows, leading_ids, tokenize
 from .decoding import equal_lengths, read_question, repeated

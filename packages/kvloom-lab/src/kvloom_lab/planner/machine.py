@@ -20,9 +20,8 @@ import torch
 from kvloom.errors import InputError, RecipeError
 from kvloom.recipe import Geometry, Recipe
 
-from ..models.smollm2 import cache_folder
-from ..show.machine import versions
-from ..workload.files import write_whole
+from ..workload.files import cache_folder, write_whole
+from ..workload.machine import versions
 from .step import LayerWork, StepTime, StepWork
 from .units import Range
 

@@ -1,1 +1,1 @@
-"""How results are shown: tables, plots, pages, errors, and the machine they were measured on."""
+"""How results are shown: tables, plots and pages."""

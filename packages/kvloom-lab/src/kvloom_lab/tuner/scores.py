@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvloom.errors import InputError
 
-from ..models.smollm2 import cache_folder
-from ..workload.files import append_lines, finished_lines
+from ..workload.files import append_lines, cache_folder, finished_lines
 from .candidates import Choice, Scored
 
 FORMAT = 2

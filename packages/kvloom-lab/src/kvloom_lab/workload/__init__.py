@@ -1,1 +1,1 @@
-"""The inputs of measurements: texts, shared forward passes, filled caches, files and the clock."""
+"""What measurements need: texts, shared forward passes, filled caches, files, the machine."""

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from kvloom.errors import InputError, RecipeError
 from kvloom.recipe import Recipe
 
-from ..models.smollm2 import cache_folder
-
 Fields = Mapping[str, type[str | list | dict]]
 """Names of required fields, with their types."""
 _WHAT = {str: "text", list: "a list", dict: "an object"}
@@ -149,3 +147,8 @@ def stored_recipes(weights: str) -> list[Recipe]:
 
 def _folder(weights: str) -> Path:
     return cache_folder() / "tuned" / weights
+
+
+def cache_folder() -> Path:
+    """Return kvloom's folder for files that can be made again: in `XDG_CACHE_HOME`, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom"

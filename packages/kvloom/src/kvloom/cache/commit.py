@@ -37,17 +37,19 @@ def commit(
     they were stored before attention). parts: the tokens that the step attended to.
     """
     evictor = state.evictor
-    if evictor is not None and evictor.phase in (Phase.REPEATING, Phase.DECIDING):
-        raise CacheMisuse(
-            f"{state.name}: the prompt waits for the scores of its repetition; run the layer by "
-            "its model, which repeats the prompt"
-        )
+    exact = state.seen <= state.recipe.start  # the whole context stays exact
+    if evictor is not None and evictor.phase is not Phase.EVICTING:
+        if evictor.phase is Phase.EMPTY:
+            if not exact:
+                evictor.begin(state.seen)
+        elif evictor.phase is not Phase.DONE:
+            raise CacheMisuse(
+                f"{state.name}: the prompt waits for the scores of its repetition; run the layer "
+                "by its model, which repeats the prompt"
+            )
     if state.like is None:
         assert new is not None
         state.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])
-    exact = state.seen <= state.recipe.start  # the whole context stays exact
-    if evictor is not None and evictor.phase is Phase.EMPTY and not exact:
-        evictor.begin(state.seen)
     if state.retriever is not None:
         state.retriever.visible = queries.visible
     if state.recording or exact:

@@ -18,7 +18,7 @@ from .part import attend_parts, joined
 from .reading import step_parts
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
-from .step import StepInputs
+from .step import Queries, StepInputs
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
 # are contiguous. More would make the tail of a packed store large for a moment.
@@ -43,7 +43,9 @@ def attend(state: LayerState, given: StepInputs) -> Tensor:
     state.seen += step.k.shape[2]
     state.read = read
     if products is not None or queries.q.requires_grad:
-        queries = queries._replace(q=queries.q.detach(), products=products)
+        q, scale, visible, softcap, alibi, ids, _ = queries
+        q = q.detach() if q.requires_grad else q
+        queries = Queries(q, scale, visible, softcap, alibi, ids, products)
     commit(state, queries, None if stored else (step.k.detach(), step.v.detach()), parts)
     return out
 

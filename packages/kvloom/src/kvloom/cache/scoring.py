@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..keep import Scorer, Step, checked, protect_sinks
+from ..keep import Scorer, Step, built_in, checked, protect_sinks
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope
 from ..state import Stateful
@@ -40,6 +40,7 @@ class StepScorer(Stateful):
     ) -> None:
         self.scorer, self.group, self.seed, self.head = scorer, group, seed, head
         self.rope = rope
+        self.built_in = built_in(scorer)  # then its scores need no check
         self.steps = 0  # the prompt included
 
     def score(
@@ -65,7 +66,7 @@ class StepScorer(Stateful):
             seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
             head=self.head, ids=queries.ids,
         )  # fmt: skip
-        return checked(self.scorer, step)
+        return self.scorer(step) if self.built_in else checked(self.scorer, step)
 
 
 class RunningScores(Buffer):

@@ -69,12 +69,13 @@ def checked(scorer: Rule, step: Step) -> Tensor:
         )
     if scores.device != step.k.device:
         raise _refused(scorer, f"returned scores on {scores.device}; return {step.k.device}")
-    if not _built_in(scorer) and bool(scores.isnan().any()):
+    if not built_in(scorer) and bool(scores.isnan().any()):
         raise _refused(scorer, "returned NaN; return numbers, or infinity")
     return scores
 
 
-def _built_in(scorer: Rule) -> bool:
+def built_in(scorer: Rule) -> bool:
+    """Return whether a score is kvloom's own."""
     kind = getattr(scorer, "kind", "")
     return SCORERS.is_builtin(kind) and type(scorer) is SCORERS[kind]
 

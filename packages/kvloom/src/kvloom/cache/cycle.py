@@ -25,12 +25,12 @@ from .step import Queries, StepInputs
 _SHORT = 64
 
 
-def attend(state: LayerState, given: StepInputs) -> Tensor:
+def attend(state: LayerState, inputs: StepInputs) -> Tensor:
     """Run one step of a layer; returns [B, Hq, T, D] in the dtype of the queries.
 
     Raises `CacheMisuse` or `NotFinite`; the caller then undoes the step.
     """
-    step = checked(state, given)
+    step = checked(state, inputs)
     stored = _append(state, step)
     parts = step_parts(state, step, stored)
     queries, evictor = step.queries, state.evictor
@@ -50,27 +50,27 @@ def attend(state: LayerState, given: StepInputs) -> Tensor:
     return out
 
 
-def prefill(state: LayerState, given: StepInputs) -> None:
+def prefill(state: LayerState, inputs: StepInputs) -> None:
     """Store a first prompt as `attend` does, without its attention.
 
-    given.queries: T or fewer, the last ones, for recipes that score the prompt.
+    inputs.queries: T or fewer, the last ones, for recipes that score the prompt.
     """
     if state.seen:
         raise CacheMisuse(f"{state.name}: prefill is for the first prompt; use attend")
-    step = checked(state, given)
+    step = checked(state, inputs)
     check_range(state.name, state.max_abs, step.k, step.v)
     state.seen = state.read = step.tokens
     queries = step.queries._replace(q=step.queries.q.detach())
     commit(state, queries, (step.k.detach(), step.v.detach()), [])
 
 
-def repeat(state: LayerState, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
+def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int]) -> Tensor:
     """Attend as `attend` does, but store nothing: the step ends with a repetition of the prompt.
 
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
     repetition scores these.
     """
-    step = checked(state, given)
+    step = checked(state, inputs)
     parts = joined(step_parts(state, step, stored=False))
     out, _ = attend_parts(step.queries.q, parts, step.queries.scale, step.queries.softcap)
     if state.scores_repetition:

@@ -133,10 +133,10 @@ class RaggedTokens(Stateful):
         """
         if choice.contested is None:
             return
-        rows, _, slots = at = choice.contested.nonzero(as_tuple=True)
+        rows, _, slots = places = choice.contested.nonzero(as_tuple=True)
         nonpadding = None if visible is None else visible[rows, 0, slots][None, None]
-        self.keys.fill(k[at][None, None], nonpadding)
-        self.values.fill(v[at][None, None], nonpadding)
+        self.keys.fill(k[places][None, None], nonpadding)
+        self.values.fill(v[places][None, None], nonpadding)
         self.spans = _spans(choice.counts)
         self.index = slots.int() if index else None
 
@@ -159,8 +159,8 @@ class RaggedTokens(Stateful):
         assert self.index is not None
         first, count = self.spans.bounds.split(1, dim=-1)  # [B, Hk, 1] each
         step = torch.arange(self.spans.longest, device=first.device)
-        at = (first + step).clamp_max(len(self.index) - 1)
-        return self.index.long()[at].masked_fill_(step >= count, -1)
+        places = (first + step).clamp_max(len(self.index) - 1)
+        return self.index.long()[places].masked_fill_(step >= count, -1)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn, which selects, repeats or reorders batch rows, to the rows."""
@@ -205,6 +205,6 @@ def _spans(counts: Tensor) -> Spans:
 
 def _ranges(first: Tensor, count: Tensor) -> Tensor:
     """Return the numbers first[i] to first[i] + count[i] for each i, one after the other."""
-    own = torch.arange(len(first), device=first.device).repeat_interleave(count)
+    span = torch.arange(len(first), device=first.device).repeat_interleave(count)
     before = count.cumsum(dim=0) - count
-    return torch.arange(len(own), device=first.device) - before[own] + first[own]
+    return torch.arange(len(span), device=first.device) - before[span] + first[span]

@@ -138,11 +138,11 @@ class Retriever(Stateful):
 
     def learn(self, queries: Queries, keys: Tensor) -> None:
         """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
-        nonpadding, own = queries.visible, queries.visible_queries
-        if nonpadding is None or own is None:
+        nonpadding, nonpadding_queries = queries.visible, queries.visible_queries
+        if nonpadding is None or nonpadding_queries is None:
             nonpadding = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
-            own = nonpadding[..., -queries.tokens :]
-        self.finder.learn(queries.q, keys, nonpadding, own)
+            nonpadding_queries = nonpadding[..., -queries.tokens :]
+        self.finder.learn(queries.q, keys, nonpadding, nonpadding_queries)
 
     def _emptied(self) -> Finder:
         finder = self.recall.index.finder()

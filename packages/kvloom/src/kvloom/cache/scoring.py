@@ -139,10 +139,10 @@ class RepetitionScores(Stateful):
         queries, (lo, hi) = step.queries, repeated
         b, hk, prompt, _ = segment.exact_keys().shape
         device, t = step.k.device, step.tokens
-        at, mask = self._slots(prompt, lo, hi, queries.visible, device)
-        slots = at.expand(b, hk, -1)
-        own = torch.arange(prompt, prompt + t, device=device)
-        index = torch.cat([at, own.expand(*at.shape[:2], -1)], dim=2)
+        stored, mask = self._slots(prompt, lo, hi, queries.visible, device)
+        slots = stored.expand(b, hk, -1)
+        new = torch.arange(prompt, prompt + t, device=device)
+        index = torch.cat([stored, new.expand(*stored.shape[:2], -1)], dim=2)
         k = torch.cat([gather(segment.exact_keys(), slots), step.k], dim=2)
         v = torch.cat([gather(segment.exact_values(), slots), step.v], dim=2)
         if mask is not None and queries.visible is not None:
@@ -151,8 +151,8 @@ class RepetitionScores(Stateful):
         scores = scorer.score(queries, k, v, mask, index, prompt + t, bias)
         if self.scores is None:
             self.scores = scores.new_zeros(b, hk, prompt)
-        begin = at.shape[2] - (hi - lo)
-        self.scores[:, :, lo:hi] = scores[:, :, begin : at.shape[2]]
+        begin = stored.shape[2] - (hi - lo)
+        self.scores[:, :, lo:hi] = scores[:, :, begin : stored.shape[2]]
 
     def _slots(
         self, prompt: int, lo: int, hi: int, visible: Tensor | None, device: torch.device

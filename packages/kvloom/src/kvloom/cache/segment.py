@@ -270,8 +270,8 @@ class Segment(Stateful):
         like = self.start if self.index is None else self.index
         device = torch.device("cpu") if like is None else like.device
         assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
-        at = self.logical(lo, hi, device)
-        return at if self.start is None else at - self.start[:, None, None]
+        index = self.logical(lo, hi, device)
+        return index if self.start is None else index - self.start[:, None, None]
 
     def _find_start(self, visible: Tensor | None) -> None:
         """Find the logical index of each row's first token, once, if packing needs positions."""

@@ -19,8 +19,7 @@ from .reading import exact_tokens
 from .score_evictor import Decision, StepEvictor
 from .segment import Segment
 from .slot_storage import SlotStorage
-from .step import Queries
-from .uncommitted import Uncommitted
+from .step import Queries, Uncommitted
 
 KV = tuple[Tensor, Tensor]
 """New keys and values [B, Hk, T, D] that are not stored yet."""

@@ -18,9 +18,7 @@ from ..state import Mutable, Undo
 from ..store import LayerMetadata
 from . import checks, commit, cycle, reading
 from .layer_state import LayerState
-from .step import Queries, StepInputs
-from .trace import Trace
-from .uncommitted import Uncommitted
+from .step import Queries, StepInputs, Trace, Uncommitted
 from .verification import Verification
 
 

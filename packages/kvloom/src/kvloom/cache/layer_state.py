@@ -25,9 +25,7 @@ from .score_evictor import STRATEGIES, PromptEvictor, ScoreEvictor
 from .segment import Segment
 from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
-from .step import Queries
-from .trace import Trace
-from .uncommitted import Uncommitted
+from .step import Queries, Trace, Uncommitted
 
 VERSION = 5
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""

@@ -23,8 +23,7 @@ from ..store.packed import PackedView
 from .gathered_part import gather_part
 from .part import Part
 from .segment import Segment
-from .step import Queries
-from .trace import Trace
+from .step import Queries, Trace
 
 # A step that reads a whole tier copies this many tokens at a time.
 _READ_AT_ONCE = 8192

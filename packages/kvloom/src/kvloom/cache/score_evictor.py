@@ -24,8 +24,7 @@ from .ragged import RaggedChoice, RaggedTokens
 from .scoring import RepetitionScores, RunningScores, StepScorer
 from .segment import Segment
 from .slot_storage import SlotStorage, Storage
-from .step import Queries, StepInputs
-from .trace import Trace
+from .step import Queries, StepInputs, Trace
 
 
 class Decision(NamedTuple):

@@ -11,11 +11,18 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..registry import Registry
 from .expected import Expected
-from .key_norm import KeyNorm
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
-from .scorers import Dilated, Mass, Noisy, Observation, Random, Recent
-from .value_aware import ValueAware
+from .scorers import (
+    Dilated,
+    KeyNorm,
+    Mass,
+    Noisy,
+    Observation,
+    Random,
+    Recent,
+    ValueAware,
+)
 
 S = TypeVar("S", bound="Scorer")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from .evictor import Phase
+from .evictor import AgeEvictor, Phase
 from .joint import decide
 from .layer_state import LayerState
 from .part import Part, RaggedPart
@@ -184,7 +184,7 @@ def _store(
         if k.shape[2]:
             segment.extend(k, v, _surplus(state, segment, k.shape[2]), queries.visible)
     else:
-        if state.evictor is not None and (drop := _surplus(state, segment, 0)):
+        if drop := _surplus(state, segment, 0):
             segment.drop_front(drop)
         segment.pack(queries.visible, prompt)
         if prompt:
@@ -198,7 +198,7 @@ def _store(
 def _surplus(state: LayerState, segment: Segment, new: int) -> int:
     """Return how many tokens of a segment are too old to stay once it has `new` more."""
     evictor = state.evictor
-    return 0 if evictor is None else evictor.surplus(len(segment) + new)
+    return evictor.surplus(len(segment) + new) if isinstance(evictor, AgeEvictor) else 0
 
 
 def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> None:

@@ -79,10 +79,6 @@ class Evictor(Stateful):
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         raise NotImplementedError
 
-    def surplus(self, tokens: int) -> int:
-        """Return how many of the segment's `tokens` tokens are too old to stay."""
-        return 0
-
     def renumbered(self, parts: list[Part], storage: Storage, newest: int) -> list[Part]:
         """Return the parts of a step, with keys at new positions if every step needs them.
 

@@ -13,14 +13,16 @@ import argparse
 
 import torch
 
+from kvloom.calibrate import (
+    AttentionInputs,
+    AttentionSample,
+    ExactAttention,
+    record,
+)
 from kvloom.calibrate.clip_search import GRID
-from kvloom.calibrate.recorder import AttentionInputs, compressible_layers, record
-from kvloom.calibrate.sampled_attention import AttentionSample, ExactAttention
-from kvloom.hf.metadata import load_layer_metadata
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
-from kvloom.store import LayerMetadata
-from kvloom_lab.analyse.error import quantized
+from kvloom.hf import geometry, load_layer_metadata
+from kvloom.recipe import Recipe, resolve
+from kvloom.store import LayerMetadata, round_trip
 from kvloom_lab.cli.calibrate import DEFAULT_RECIPES
 from kvloom_lab.cli.options import split_recipes
 from kvloom_lab.eval import load
@@ -31,7 +33,7 @@ EXACT_TOKENS = (0, 0), (5, 128)
 
 def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
     """Return relative errors of each layer, for each of `EXACT_TOKENS`."""
-    layers = dict(zip(compressible_layers(model), load_layer_metadata(model, recipe), strict=True))
+    layers = dict(zip(geometry(model).numbers, load_layer_metadata(model, recipe), strict=True))
     sums = {number: torch.zeros(len(EXACT_TOKENS), 2, dtype=torch.float64) for number in layers}
 
     def add(number: int, inputs: AttentionInputs) -> None:
@@ -46,8 +48,8 @@ def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
 
 def squares(exact: ExactAttention, recipe: Recipe, layer: LayerMetadata) -> torch.Tensor:
     """Return squared norms [2] of the output's error and of the output."""
-    k = quantized(exact.k, recipe.store.keys, layer.keys, layer)
-    v = quantized(exact.v, recipe.store.values, layer.values, layer)
+    k = round_trip(exact.k, recipe.store, "keys", layer)
+    v = round_trip(exact.v, recipe.store, "values", layer)
     weights = exact.weights_with_keys(k - exact.k)
     out = weights @ exact.v + (weights * exact.packed) @ (v - exact.v)
     return torch.tensor([(out - exact.out).square().sum(), exact.out.square().sum()])

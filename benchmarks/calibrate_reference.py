@@ -8,13 +8,12 @@ Reads all contexts, even after the ranges have settled.
 from __future__ import annotations
 
 from kvloom.calibrate import Settings, calibrate, cut_contexts
-from kvloom.hf.metadata import BESIDE
-from kvloom.recipe.resolve import resolve
+from kvloom.hf import CALIBRATION_FILE
+from kvloom.recipe import resolve
 from kvloom_lab.cli.progress import show_progress
 from kvloom_lab.eval import load
-from kvloom_lab.models.reference import WEIGHTS
-from kvloom_lab.workload.corpus import calibration_text
-from kvloom_lab.workload.text import leading_ids, tokenize
+from kvloom_lab.models import WEIGHTS
+from kvloom_lab.workload.text import calibration_text, leading_ids, tokenize
 
 
 def recipes() -> list[str]:
@@ -40,8 +39,8 @@ def main() -> None:
     ids = cut_contexts(text, leading_ids(tokenizer), settings)
     chosen = [resolve(spec) for spec in recipes()]
     with show_progress() as progress:
-        found = calibrate(model, ids, chosen, WEIGHTS / BESIDE, settings, progress)
-    print(f"{WEIGHTS / BESIDE}: {len(found.tensors)} tensors")
+        found = calibrate(model, ids, chosen, WEIGHTS / CALIBRATION_FILE, settings, progress)
+    print(f"{WEIGHTS / CALIBRATION_FILE}: {len(found.tensors)} tensors")
 
 
 if __name__ == "__main__":

@@ -37,13 +37,11 @@ import kvloom_lab
 import record
 from held import check
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.hf import compat, rotary
+from kvloom.hf import geometry, model_rope
 from kvloom.keep import SCORERS, Budget, Keep
 from kvloom.kernels import dispatch
 from kvloom.recall import INDEXES, Clusters, Recall, Tier
-from kvloom.recipe.named import RECIPES
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe import RECIPES, Protect, Recipe, resolve
 from kvloom.store import FORMATS, Store
 from kvloom_lab.workload.text import library_text
 
@@ -180,7 +178,7 @@ def run(model: Any, ids: torch.Tensor, recipe: Recipe, padded: bool = False) -> 
         ids, mask = ids.repeat(2, 1), mask.repeat(2, 1)
         mask[1, : PROMPT // 5] = 0
     cache, plain = kvloom.Cache(model, recipe), kvloom.Cache(model, recipe)
-    checked = check(cache, rotary.rope(model))
+    checked = check(cache, model_rope(model))
     at, wrong = 0, checked.wrong
     before = dispatch.ran.copy()
     with torch.no_grad():
@@ -194,7 +192,7 @@ def run(model: Any, ids: torch.Tensor, recipe: Recipe, padded: bool = False) -> 
                     wrong.append(f"an observed step differs by {off:.1e}")
             if at == 0 and not padded:
                 by_variance = recipe.keep is not None and recipe.keep.budget.layers == "variance"
-                predicted = recipe.nbytes(PROMPT, compat.geometry(model))
+                predicted = recipe.nbytes(PROMPT, geometry(model))
                 if predicted != plain.nbytes and not by_variance:
                     wrong.append(f"{plain.nbytes} bytes, {predicted} predicted")
             at += t

@@ -18,11 +18,11 @@ import torch
 import record
 from kvloom.kernels import dispatch
 from kvloom_lab.bench import LayerShape
-from kvloom_lab.bench.decode import candidates
+from kvloom_lab.bench.candidates import decode_candidates
 from kvloom_lab.bench.timing import Candidate
 from kvloom_lab.bench.transformers_caches import INSTALL
-from kvloom_lab.workload.bandwidth import read_bandwidth_gb_s
-from kvloom_lab.workload.shapes import short_name
+from kvloom_lab.workload.clock import read_bandwidth_gb_s
+from kvloom_lab.workload.layers import short_name
 
 D = 128
 RECIPES = {
@@ -41,7 +41,7 @@ def named_candidates(q_heads: int, kv_heads: int, tokens: int) -> dict[str, Cand
     found: dict[str, Candidate] = {}
     for dtype, recipes in RECIPES.items():
         shape = LayerShape(q_heads, kv_heads, D, 1, dtype)
-        for one in candidates(shape, recipes, tokens):
+        for one in decode_candidates(shape, recipes, tokens):
             if one.name in INSTALL:  # caches of transformers
                 continue
             assert one.call is not None, one.problem

@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvloom.hf import compat
+from kvloom.hf import geometry
 from kvloom.progress import Progress
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe, resolve
 from kvloom_lab.eval.evaluate import evaluate
-from kvloom_lab.eval.result_files import ResultFolder
+from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Source
 from kvloom_lab.eval.summary import Figures, summarize
 from kvloom_lab.eval.tasks import task_named
-from kvloom_lab.report.machine import machine, model_facts
+from kvloom_lab.workload.machine import machine, model_facts
 
 HERE = Path(__file__).parent
 
@@ -32,7 +31,7 @@ class Evaluation:
     def __init__(
         self, model: Any, tokenizer: Any, name: str, folder: Path, settings: dict[str, Any]
     ) -> None:
-        self.model, self.tokenizer, self.geometry = model, tokenizer, compat.geometry(model)
+        self.model, self.tokenizer, self.geometry = model, tokenizer, geometry(model)
         facts = model_facts(model, name, self.geometry)
         run = {"environment": machine(model), "model": facts, "settings": settings}
         self.folder = ResultFolder.open(folder, run)

@@ -19,13 +19,11 @@ from dataclasses import asdict, replace
 import torch
 
 import record
-from kvloom.hf.compat import geometry
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.hf import geometry
+from kvloom.recipe import Geometry, Recipe, resolve
 from kvloom_lab.eval import Settings, iter_rows, load, prepare, with_full
-from kvloom_lab.eval.comparison.needles import count_correct
-from kvloom_lab.workload.crew import run_alone
+from kvloom_lab.eval.compare import count_correct
+from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import library_text
 
 QUESTIONS = 208
@@ -122,7 +120,7 @@ def main() -> None:
         rows = {row["recipe"]: row for row in done.get(section, {}).get("rows", [])}
         missing = [recipe for recipe in recipes if recipe.name not in rows]
         for recipe, measured in zip(
-            with_full(missing), iter_rows(model, tokenizer, missing, task), strict=True
+            with_full(missing), iter_rows(model, missing, task), strict=True
         ):
             if recipe.name == "full":
                 full = measured.perplexity

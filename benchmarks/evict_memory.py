@@ -25,11 +25,10 @@ import torch
 import torch.nn.functional as F
 
 import record
-from kvloom.cache.layer import LayerCache
+from kvloom.cache import LayerCache
 from kvloom.kernels import ops
 from kvloom.kernels.score.noise import Noise
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
+from kvloom.recipe import Geometry, resolve
 from kvloom_lab.bench.timing import Candidate, time_candidates
 
 HEADS, DIM = 8, 128  # of the scored layer

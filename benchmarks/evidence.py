@@ -30,11 +30,10 @@ import record
 from evaluation import HERE, Evaluation, recipe_of
 from evidence_tables import free, published, table
 from kvloom.errors import RecipeError
-from kvloom.hf.metadata import BESIDE
-from kvloom.recipe.spec import Recipe
+from kvloom.hf import CALIBRATION_FILE
+from kvloom.recipe import Recipe
 from kvloom_lab.cli.options import split_recipes
-from kvloom_lab.eval.passes import with_full
-from kvloom_lab.eval.share import at_share
+from kvloom_lab.eval.evaluate import at_share, with_full
 from kvloom_lab.models import load
 from kvloom_lab.workload.text import library_text
 
@@ -113,7 +112,7 @@ QUICK_SHARES = (1 / 5,)
 
 def calibrate(model: object, name: str) -> None:
     """Calibrate a model that has no calibration beside its weights; takes minutes."""
-    path = Path(model.config._name_or_path) / BESIDE
+    path = Path(model.config._name_or_path) / CALIBRATION_FILE
     if not path.exists():
         command = [sys.executable, "-m", "kvloom", "calibrate", name, "--out", str(path)]
         subprocess.run([*command, "--recipes", "skvq,skvq:group=32"], check=True)

@@ -17,11 +17,11 @@ from transformers import DynamicCache, QuantizedCache
 
 import kvloom
 from gpu_clock import Bench
-from kvloom.hf.compat import geometry
-from kvloom.recipe.resolve import resolve
+from kvloom.hf import geometry
+from kvloom.recipe import resolve
 from kvloom_lab.bench import transformers_caches
-from kvloom_lab.models.random_llama import random_llama
-from kvloom_lab.workload.shapes import ModelShape
+from kvloom_lab.models import random_llama
+from kvloom_lab.workload.layers import ModelShape
 
 # Tokens, of all rows, that are fed at once between the timed ends.
 _STRETCH = 1 << 15

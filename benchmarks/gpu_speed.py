@@ -16,7 +16,7 @@ from kvloom.kernels import ops
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.kernels.select import reference as select_ref
-from kvloom.recipe.resolve import resolve
+from kvloom.recipe import resolve
 from kvloom.store.kv_side import KVSide
 
 HQ, HK, D = 32, 8, 128

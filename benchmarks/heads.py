@@ -13,15 +13,13 @@ import numpy as np
 import torch
 
 import record
-from kvloom.hf import compat
-from kvloom.recipe.resolve import resolve
+from kvloom.hf import geometry
+from kvloom.hf import read_tokens as forward
+from kvloom.recipe import resolve
 from kvloom_lab import models
-from kvloom_lab.eval.comparison.needles import count_correct, haystacks
-from kvloom_lab.workload.corpus import calibration_text
-from kvloom_lab.workload.crew import run_alone
-from kvloom_lab.workload.forward import forward
-from kvloom_lab.workload.prefill import prefill
-from kvloom_lab.workload.text import leading_ids
+from kvloom_lab.eval.compare import count_correct, haystacks
+from kvloom_lab.workload.passes import prefill, run_alone
+from kvloom_lab.workload.text import calibration_text, leading_ids
 
 CONTEXT, LATER = 2048, 256
 NAMES = [
@@ -54,12 +52,12 @@ def main() -> None:
         for each in filled(model, recipes, np.asarray(hay.context_ids)):
             work = count_correct(model, tokenizer, each.recipe, hay, 8, prefilled=each.cache)
             answered[each.recipe.name] += run_alone(model, work)
-    geometry = compat.geometry(model)
-    whole = recipes[0].nbytes(CONTEXT, geometry)
+    shape = geometry(model)
+    whole = recipes[0].nbytes(CONTEXT, shape)
     print(f"full: {answered['full']} of {args.questions} needles")
     for recipe in recipes[1:]:
         kls = divergence[recipe.name]
-        share = recipe.nbytes(CONTEXT, geometry) / whole
+        share = recipe.nbytes(CONTEXT, shape) / whole
         each = " ".join(f"{kl:.4f}" for kl in kls)
         print(f"{recipe.name}: {share:.1%} of the bytes, KL {np.mean(kls):.4f} ({each}), "
               f"{answered[recipe.name]} needles")  # fmt: skip

@@ -16,11 +16,11 @@ import torch
 import kvloom
 import record
 from kvloom import Recipe
-from kvloom.hf.compat import geometry
-from kvloom.recipe.resolve import resolve
+from kvloom.hf import geometry
+from kvloom.recipe import resolve
 from kvloom_lab.eval import Settings, compare, load, prepare
-from kvloom_lab.eval.comparison.table import line
 from kvloom_lab.papers.kivi import GROUP, cell
+from kvloom_lab.show.tables import comparison_line
 from kvloom_lab.workload.text import library_text
 
 
@@ -61,12 +61,10 @@ def main() -> None:
         context=options.context, new_tokens=248, batch=4, questions=options.questions
     )
     task = prepare(model, tokenizer, library_text(), settings)
-    beside = compare(
-        model, tokenizer, ["kivi", "kivi:residual=32", "kivi-4", "rtn", "rtn:bits=4"], task
-    )
-    table = compare(model, tokenizer, grid(), task)
+    beside = compare(model, ["kivi", "kivi:residual=32", "kivi-4", "rtn", "rtn:bits=4"], task)
+    table = compare(model, grid(), task)
     for row in (*beside, *table):  # those of Table 1 last
-        print(line(row, {"questions": options.questions}))
+        print(comparison_line(row, {"questions": options.questions}))
     record.write(
         "kivi",
         {

@@ -26,15 +26,13 @@ import torch
 from transformers import LlamaConfig
 
 import record
-from kvloom.kernels.dispatch import compile_seconds
-from kvloom.recipe.resolve import resolve
-from kvloom_lab.models.random_llama import random_llama
+from kvloom.kernels import compile_seconds
+from kvloom.recipe import resolve
+from kvloom_lab.models import random_llama
 from kvloom_lab.planner import machine_measurement
-from kvloom_lab.planner.cache_bytes import CacheBytes
-from kvloom_lab.planner.decode_step import step_work
 from kvloom_lab.planner.model import ModelFacts, read_model
-from kvloom_lab.workload import filled_caches
-from kvloom_lab.workload.shapes import ModelShape
+from kvloom_lab.planner.step import CacheBytes, step_work
+from kvloom_lab.workload.layers import ModelShape, filled_cache
 
 OUT = Path(__file__).parent / "out" / "plan.json"
 RECIPES = ("full", "kivi-4", "kivi", "h2o", "snapkv", "quest")
@@ -71,7 +69,7 @@ def measured(model: object, name: str, context: int, batch: int) -> dict:
     """Return the bytes of a cache and the milliseconds of a decode step on it."""
     shape = replace(SHAPE, batch=batch)
     with torch.no_grad():
-        cache = filled_caches.filled_cache(model, resolve(name), shape, context)
+        cache = filled_cache(model, resolve(name), shape, context)
         nbytes = cache.nbytes
         ids = torch.ones(batch, 1, dtype=torch.long)
         times = []

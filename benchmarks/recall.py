@@ -29,17 +29,16 @@ from torch import Tensor
 
 import record
 from kvloom import Cache
-from kvloom.cache.layer import LayerCache
+from kvloom.cache import LayerCache
 from kvloom.cache.step import Queries, StepInputs
-from kvloom.hf.compat import geometry
-from kvloom.hf.observe import ObservedStep, observe
+from kvloom.hf import ObservedStep, geometry, observe_steps
+from kvloom.hf import read_tokens as forward
 from kvloom.recall import Index, Pages
-from kvloom.recipe.resolve import resolve
+from kvloom.recipe import resolve
 from kvloom_lab.eval import Settings, load, prepare
-from kvloom_lab.eval.comparison.needles import count_correct, haystacks
+from kvloom_lab.eval.compare import count_correct, haystacks
 from kvloom_lab.papers.recalling import PAPER, PAPER_OPTIONS, recall_rates
-from kvloom_lab.workload.crew import run_alone
-from kvloom_lab.workload.forward import forward
+from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 from recall_speed import decode, prefill
 
@@ -73,7 +72,7 @@ def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:
     """Prefill a context once; return a function from a recipe to its cache of that context."""
     looks: dict[int, ObservedStep] = {}
     exact = Cache(model, "full")
-    observe(exact, lambda look: looks.__setitem__(look.layer, look))
+    observe_steps(exact, lambda look: looks.__setitem__(look.layer, look))
     forward(model, ids, exact)
 
     def cache_of(recipe: str) -> Cache:

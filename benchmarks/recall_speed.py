@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvloom.cache.layer import LayerCache
+from kvloom.cache import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.recall.clusters import ClusterFinder
-from kvloom.recipe.resolve import resolve
+from kvloom.recipe import resolve
 
 
 def prefill() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from kvloom_lab.report.machine import cpu_name, versions
+from kvloom_lab.workload.machine import cpu_name, versions
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import record
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe, resolve
 from kvloom_lab.analyse import error
 from kvloom_lab.eval import Row, Settings, compare, environment, load, plot, prepare
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
@@ -73,10 +72,10 @@ def main() -> None:
     errors_by_recipe = error.measure(model, ids, [*steps, *widths])
     means = {name: error.mean(errors) for name, errors in errors_by_recipe.items()}
 
-    climbed = compare(model, tokenizer, steps, task)
+    climbed = compare(model, steps, task)
     show(climbed, means)
     print("perplexity against bits:")
-    wide = compare(model, tokenizer, widths, task)
+    wide = compare(model, widths, task)
     show(wide, means)
     about = environment(model, "reference", task, 0, "CPython's library")
     plot(wide, about, record.results() / "skvq.png")

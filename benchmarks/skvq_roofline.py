@@ -15,12 +15,11 @@ import torch
 from transformers import LlamaConfig
 
 import record
-from kvloom.recipe.resolve import resolve
-from kvloom_lab.planner.cache_bytes import CacheBytes
-from kvloom_lab.planner.decode_step import step_work
+from kvloom.recipe import resolve
 from kvloom_lab.planner.hardware import Hardware
 from kvloom_lab.planner.model import read_model
-from kvloom_lab.planner.ranges import Range
+from kvloom_lab.planner.step import CacheBytes, step_work
+from kvloom_lab.planner.units import Range
 
 BANDWIDTH = 2039e9
 TOKENS = {"32k": 32_000, "128k": 128_000, "200k": 200_000}

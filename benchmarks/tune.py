@@ -21,14 +21,12 @@ from pathlib import Path
 
 import record
 from evaluation import Evaluation, recipe_of
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
-from kvloom_lab.eval.share import at_share
+from kvloom.recipe import Recipe, resolve
+from kvloom_lab.eval.evaluate import at_share
 from kvloom_lab.eval.summary import Figures
 from kvloom_lab.models import load
 from kvloom_lab.tuner import tune
-from kvloom_lab.workload.corpus import calibration_text
-from kvloom_lab.workload.text import library_text
+from kvloom_lab.workload.text import calibration_text, library_text
 
 BOUNDS = 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3
 CONTEXT = 2048

@@ -25,7 +25,7 @@ LEVELS = [
     {"calibrate"},
 ]
 MOST_LEVELS = 7
-LEVEL = {"errors": -1, "progress": -1, "state": -1} | {
+LEVEL = {"errors": -1, "progress": -1, "lazy": -1, "state": -1} | {
     part: i for i, parts in enumerate(LEVELS) for part in parts
 }
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE)

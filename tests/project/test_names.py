@@ -11,7 +11,6 @@ import kvloom_lab
 
 SOURCES = [Path(one.__file__).parent for one in (kvloom, kvloom_lab)]
 SHARED = {
-    "Row",  # public: of kvloom_lab.bench, kvloom_lab.eval and kvloom_lab.planner
     "Settings",  # public: of kvloom.calibrate, kvloom_lab.eval and kvloom_lab.tuner
     "Scratch",  # each CPU kernel has its own workspace
 }

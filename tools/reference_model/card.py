@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from kvloom_lab.models.reference import WEIGHTS
+from kvloom_lab.models import WEIGHTS
 
 CARD = """\
 # The reference model of kvloom
@@ -121,12 +121,12 @@ def card(
     note: str,
 ) -> str:
     """Return the card's text."""
-    from kvloom_lab.models.reference import reference_tokenizer
-    from kvloom_lab.workload import corpus
+    from kvloom_lab.models import reference_tokenizer
+    from kvloom_lab.workload.text import HELD_OUT_PERCENT, held_out_documents
 
     from . import data, tasks
 
-    characters = sum(len(d.text) for d in corpus.held_out_documents())
+    characters = sum(len(d.text) for d in held_out_documents())
     tokens = len(tasks.held_out_encoder(reference_tokenizer()).text_ids)
     parameters = config.get("rope_parameters") or config
     return CARD.format(
@@ -134,7 +134,7 @@ def card(
         theta=parameters["rope_theta"],
         parameters=found["parameters"],
         python=f"CPython {found['python']}",
-        held_out=corpus.HELD_OUT_PERCENT,
+        held_out=HELD_OUT_PERCENT,
         task_share=f"{1 - data.MIX['text']:.0%}".replace("%", " %"),
         command=command,
         note=note and textwrap.fill(note, 98) + "\n\n",

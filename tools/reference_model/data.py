@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvloom_lab.workload import corpus
-from kvloom_lab.workload.facts import WORDS, Encoder, Fact, hide
+from kvloom_lab.eval.needles import WORDS, Encoder, Fact, hide
+from kvloom_lab.workload.text import train_documents
 
 from .tasks import copy_fact, needle_fact, pair_fact, variable_facts
 
@@ -29,7 +29,7 @@ def training_encoder(tokenizer: Any) -> Encoder:
     """Return an encoder over the training text, with EOS between documents and more key words."""
     prose: list[str] = []
     code: list[str] = []
-    for document in corpus.train_documents():
+    for document in train_documents():
         (prose if document.name.startswith("topic/") else code).append(document.text)
     texts = prose * PROSE_REPEATS + code
     np.random.default_rng(0).shuffle(texts)

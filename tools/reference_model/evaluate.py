@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom_lab.models.reference import WEIGHTS
+from kvloom_lab.models import WEIGHTS
 
 from . import tasks
 

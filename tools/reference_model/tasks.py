@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvloom_lab.workload import corpus
-from kvloom_lab.workload.facts import Encoder, Fact, hide
+from kvloom_lab.eval.needles import Encoder, Fact, hide
+from kvloom_lab.workload.text import held_out_documents
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Example:
 @lru_cache(maxsize=4)
 def held_out_encoder(tokenizer: Any) -> Encoder:
     """Return the encoder over held-out text that evaluation uses; cached for each tokenizer."""
-    text = [tokenizer.encode(d.text, add_special_tokens=False) for d in corpus.held_out_documents()]
+    text = [tokenizer.encode(d.text, add_special_tokens=False) for d in held_out_documents()]
     return Encoder(tokenizer, np.concatenate([np.asarray(t, dtype=np.int64) for t in text]))
 
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvloom_lab.workload import corpus
-from kvloom_lab.workload.facts import WORDS
+from kvloom_lab.eval.needles import WORDS
+from kvloom_lab.workload.text import train_documents
 
 from . import attention, data, tasks
 from .tokenizer import train_tokenizer
@@ -250,7 +250,7 @@ def load_or_train_tokenizer(folder: Path) -> Any:
 
     if not folder.exists():
         phrases = " magic number Question List value of key set" + "".join(f" {w}" for w in WORDS)
-        texts = [d.text for d in corpus.train_documents()] + [phrases + "\n"] * 3000
+        texts = [d.text for d in train_documents()] + [phrases + "\n"] * 3000
         train_tokenizer(texts).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 

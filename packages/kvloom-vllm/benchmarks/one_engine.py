@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvloom_lab.report.machine import cpu_name
+from kvloom_lab.workload.machine import cpu_name
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -119,7 +119,7 @@ def folder(model: str) -> str:
 
         return str(smollm2.folder())
     if model == "reference":
-        from kvloom_lab.models.reference import WEIGHTS
+        from kvloom_lab.models import WEIGHTS
 
         return str(WEIGHTS)
     return model

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from kvloom_lab.models.reference import WEIGHTS, reference_tokenizer
+from kvloom_lab.models import WEIGHTS, reference_tokenizer
 from kvloom_lab.workload.text import library_text, tokenize
 
 import memory

@@ -11,7 +11,7 @@ from typing import Any
 
 import kvloom_lab
 import torch
-from kvloom_lab.models.reference import WEIGHTS
+from kvloom_lab.models import WEIGHTS
 
 import kvloom
 from kvloom_vllm.rule import paged

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvloom_lab.models.reference import WEIGHTS
+from kvloom_lab.models import WEIGHTS
 
 import engines
 import kvloom

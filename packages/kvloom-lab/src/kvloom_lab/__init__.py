@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .models.reference import reference_model, reference_tokenizer
+    from .models import reference_model, reference_tokenizer
     from .planner import auto, plan
     from .tuner import tune
 
 _MODULES = {
     "auto": "planner",
     "plan": "planner",
-    "reference_model": "models.reference",
-    "reference_tokenizer": "models.reference",
+    "reference_model": "models",
+    "reference_tokenizer": "models",
     "tune": "tuner",
 }
 __all__ = ["auto", "plan", "reference_model", "reference_tokenizer", "tune"]

@@ -12,12 +12,12 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from kvloom.hf import read_tokens as forward
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
-from kvloom_lab.analyse import attention, attention_figures
-from kvloom_lab.analyse.attention_figures import EDGES, GRID, THRESHOLD
+from kvloom_lab.analyse import attention as attention_module
+from kvloom_lab.analyse.attention import EDGES, GRID, THRESHOLD, mass_curve, measure, weight_blocks
 from kvloom_lab.cli.app import app
-from kvloom_lab.workload.forward import forward
 
 CONTEXT, NEW = 40, 6
 SIZE = {
@@ -88,7 +88,7 @@ def measured(request, model, ids):
         extra = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16, "sliding_window": 4096}
         config = Gemma2Config(**SIZE, **extra, layer_types=["full_attention"] * 2)
         model = Gemma2ForCausalLM(config).eval()
-    found = attention.measure(model, ids, context=CONTEXT, recipe="h2o:tokens=16")
+    found = measure(model, ids, context=CONTEXT, recipe="h2o:tokens=16")
     return found, looks(model, ids, "h2o:tokens=16")
 
 
@@ -128,7 +128,7 @@ def test_cdf_rises_from_0_to_1_and_bends_down(measured):
 
 
 def test_cdf_by_hand():
-    curve = attention_figures.mass_curve(torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]))
+    curve = mass_curve(torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]))
     assert curve[[0, 25, 50, 75, 100]] == pytest.approx([0, 0.7, 0.85, 0.95, 1])
     assert curve[10] == pytest.approx((0.16 + 0.4) / 2)  # between tokens, on a straight line
 
@@ -164,32 +164,32 @@ def test_scores_before_and_after_are_softmaxes_over_all_and_over_the_held(measur
 
 
 def test_with_nothing_dropped_nothing_changes(model, ids):
-    for layer in attention.measure(model, ids, context=CONTEXT, recipe="kivi:group=16"):
+    for layer in measure(model, ids, context=CONTEXT, recipe="kivi:group=16"):
         assert layer.kept == pytest.approx(1)
         assert layer.before == layer.after
         assert layer.held_tokens == CONTEXT
 
 
 def test_blocks_of_rows_change_nothing(model, ids, monkeypatch):
-    whole = attention.measure(model, ids, context=CONTEXT)
-    monkeypatch.setattr(attention_figures, "_BLOCK_NUMEL", 4 * CONTEXT * 7)  # seven rows a block
-    for a, b in zip(whole, attention.measure(model, ids, context=CONTEXT), strict=True):
+    whole = measure(model, ids, context=CONTEXT)
+    monkeypatch.setattr(attention_module, "_BLOCK_NUMEL", 4 * CONTEXT * 7)  # seven rows a block
+    for a, b in zip(whole, measure(model, ids, context=CONTEXT), strict=True):
         assert a.sparsity == b.sparsity
         assert a.cdf == pytest.approx(b.cdf)
         assert a.variance == pytest.approx(b.variance)
 
 
 def test_no_block_holds_more_than_its_share(monkeypatch):
-    monkeypatch.setattr(attention_figures, "_BLOCK_NUMEL", 1000)
+    monkeypatch.setattr(attention_module, "_BLOCK_NUMEL", 1000)
     q, k = torch.randn(4, 64, 8), torch.randn(2, 64, 8)
-    shapes = [w.shape for w in attention_figures.weight_blocks(q, k, 1.0, None)]
+    shapes = [w.shape for w in weight_blocks(q, k, 1.0, None)]
     assert max(math.prod(shape) for shape in shapes) <= 1000
     assert sum(shape[1] for shape in shapes) == 64
 
 
 def test_the_model_is_left_as_it_was_and_progress_adds_up(ids):
     fresh, units = LlamaForCausalLM(LlamaConfig(**SIZE)).eval(), []
-    attention.measure(fresh, ids, context=CONTEXT, progress=lambda what, n: units.append(n))
+    measure(fresh, ids, context=CONTEXT, progress=lambda what, n: units.append(n))
     assert getattr(fresh, "_kvloom", None) is None
     assert sum(units) == NEW + 1
 

@@ -15,8 +15,9 @@ from backends import by_reference
 from kvloom.calibrate.recorder import record
 from kvloom.errors import IncompatibleRecipe
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.analyse import error, table
+from kvloom_lab.analyse import error
 from kvloom_lab.eval import load
+from kvloom_lab.show.tables import error_table
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 pytestmark = by_reference  # none of this depends on kernels
@@ -116,7 +117,7 @@ def test_table_and_json():
     from rich.console import Console
 
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(table.error(found, {"model": "tiny"}))
+    console.print(error_table(found, {"model": "tiny"}))
     text = console.export_text()
     assert "mine" in text
     assert f"{row['output']:.2%}" in text

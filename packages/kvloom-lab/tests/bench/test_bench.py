@@ -13,12 +13,17 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from for_each import for_each
-from kvloom.cache.layer import LayerCache
+from kvloom.cache import LayerCache, fill, read_nbytes
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.bench import LayerShape, Row, rows, timing, transformers_caches
+from kvloom_lab.bench import LayerShape, TimedRow, transformers_caches
+from kvloom_lab.bench import candidates as candidates_module
+from kvloom_lab.bench import timing as timing_module
+from kvloom_lab.bench.timing import WARM_UP, Candidate, Times, make_rows, time_candidates
 from kvloom_lab.cli.app import app
-from kvloom_lab.workload import bandwidth, clock, filled_caches
+from kvloom_lab.workload import clock
+from kvloom_lab.workload import layers as layers_module
+from kvloom_lab.workload.layers import empty_layers, random_qkv
 
 LAYER = ["--heads", "4/2", "--head-dim", "32", "--repeats", "2"]
 MODEL = [
@@ -29,8 +34,8 @@ SMALL = LayerShape(4, 2, 32)
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    quick = bandwidth.read_bandwidth_gb_s(0.0, 1 << 20)
-    monkeypatch.setattr(bandwidth, "read_bandwidth_gb_s", lambda: quick)
+    quick = clock.read_bandwidth_gb_s(0.0, 1 << 20)
+    monkeypatch.setattr(clock, "read_bandwidth_gb_s", lambda: quick)
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ def test_decode_prints_a_table_and_writes_files(tmp_path):
     assert data["limits"]["read_gb_s"] > 0
     assert {row["context"] for row in data["rows"]} == {96, 200}
     for row in data["rows"]:
-        assert set(row) == {field.name for field in fields(Row)}
+        assert set(row) == {field.name for field in fields(TimedRow)}
         if row["problem"] is None:
             assert row["ms"] >= row["least_ms"] > 0
             assert row["ratios"]["DynamicCache"] > 0
@@ -91,7 +96,7 @@ def test_decode_counts_bytes():
     assert data["environment"]["threads"] == 1
     assert found["SDPA bf16", 512]["kv_bytes"] == 512 * token
     assert found["SDPA fp32", 512]["kv_bytes"] == 2 * 512 * token
-    steps = timing.WARM_UP + 2
+    steps = WARM_UP + 2
     assert found["DynamicCache", 512]["kv_bytes"] == (512 + steps) * token
     assert found["kivi", 512]["kv_bytes"] < 0.6 * 512 * token
     quest = found["quest:tokens=96", 512]
@@ -174,7 +179,7 @@ def test_generate_runs_whole_steps(tmp_path):
     )  # fmt: skip
     assert data["environment"]["shape"] == "2 layers, hidden 64, 4q/2kv x 32"
     exact = found["DynamicCache", 128]
-    steps, token = timing.WARM_UP + 2, 2 * 2 * 2 * 32 * 2
+    steps, token = WARM_UP + 2, 2 * 2 * 2 * 32 * 2
     assert exact["kv_bytes"] == (128 + steps) * token
     assert found["h2o", 128]["kv_bytes"] < 0.8 * exact["kv_bytes"]
     assert found["full", 128]["read_bytes"] > found["full", 128]["kv_bytes"]  # weights
@@ -189,7 +194,7 @@ def test_peers_write_the_same_rows():
     common = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(common)
     made = common.row(Namespace(shape="x"), "one", 8, [2.0, 4.0, 3.0], 10, 5, {"other": [6.0]})
-    assert set(made) == {field.name for field in fields(Row)}
+    assert set(made) == {field.name for field in fields(TimedRow)}
     assert (made["ms"], made["least_ms"], made["ratios"]) == (3.0, 2.0, {"other": 2.0})
 
 
@@ -197,7 +202,7 @@ def test_peers_write_the_same_rows():
 
 
 def test_finished_contexts_stay_after_an_interrupt(monkeypatch, tmp_path):
-    whole, out = timing.time_candidates, tmp_path / "out.json"
+    whole, out = time_candidates, tmp_path / "out.json"
 
     def interrupted(candidates, *rest):
         if len(timed) == 1:
@@ -206,7 +211,7 @@ def test_finished_contexts_stay_after_an_interrupt(monkeypatch, tmp_path):
         return whole(candidates, *rest)
 
     timed = []
-    monkeypatch.setattr(timing, "time_candidates", interrupted)
+    monkeypatch.setattr(timing_module, "time_candidates", interrupted)
     found = run("decode", *LAYER, "--context", "64,96,128", "--recipes", "rtn", "--json", out,
                 "--plot", tmp_path / "out.png")  # fmt: skip
     assert found.exit_code == 130
@@ -220,14 +225,14 @@ def test_finished_contexts_stay_after_an_interrupt(monkeypatch, tmp_path):
 
 
 def test_a_context_without_memory_leaves_those_before_it(monkeypatch):
-    whole = filled_caches.random_qkv
+    whole = layers_module.random_qkv
 
     def random_qkv(shape, tokens, *rest):
         if tokens == 96:
             raise MemoryError
         return whole(shape, tokens, *rest)
 
-    monkeypatch.setattr(filled_caches, "random_qkv", random_qkv)
+    monkeypatch.setattr(candidates_module, "random_qkv", random_qkv)
     found = run("decode", *LAYER, "--context", "64,96", "--recipes", "rtn")
     assert found.exit_code == 2
     assert "64 tokens" in found.stdout
@@ -268,16 +273,16 @@ def test_candidates_alternate_and_compiling_is_not_timed(monkeypatch):
         compiled[0] += 100.0
 
     candidates = [
-        timing.Candidate("slow", slow, lambda: happened.append("before")),
-        timing.Candidate("other", lambda: happened.append("other")),
-        timing.Candidate("absent", problem="not here"),
+        Candidate("slow", slow, lambda: happened.append("before")),
+        Candidate("other", lambda: happened.append("other")),
+        Candidate("absent", problem="not here"),
     ]
-    times = timing.time_candidates(candidates, repeats=2, warm_up=1)
+    times = time_candidates(candidates, repeats=2, warm_up=1)
     assert happened == ["before", "slow", "other"] * 3
     assert len(times["slow"].ms) == 2
     assert max(times["slow"].ms) < 0  # a call took less than was compiled in it
-    found = rows.make_rows(candidates, {**times, "slow": timing.Times([4.0, 1.0, 2.0]),
-                                        "other": timing.Times([1.0])},
+    found = make_rows(candidates, {**times, "slow": Times([4.0, 1.0, 2.0]),
+                                        "other": Times([1.0])},
                            ["other", "absent"], shape="x", context=1, batch=1)  # fmt: skip
     assert (found[0].ms, found[0].least_ms, found[0].ratios) == (2.0, 1.0, {"other": 0.5})
     assert (found[2].ms, found[2].problem) == (None, "not here")
@@ -293,10 +298,10 @@ def test_filled_is_as_after_a_prompt(name):
     q = torch.randn(1, 4, 300, 32).bfloat16()
     recipe = resolve(name)
     filled, prompted = (
-        filled_caches.empty_layers(recipe, SMALL)[0],
-        filled_caches.empty_layers(recipe, SMALL)[0],
+        empty_layers(recipe, SMALL)[0],
+        empty_layers(recipe, SMALL)[0],
     )
-    filled_caches.fill(filled, q[:, :, -8:], k, v)
+    fill(filled, q[:, :, -8:], k, v)
     prompted.attend(q, k, v, scale=32**-0.5)
     assert (filled.seen, filled.nbytes) == (prompted.seen, prompted.nbytes)
     new = [x[:, :, :1] for x in (q, k, v)]
@@ -307,14 +312,14 @@ def test_filled_is_as_after_a_prompt(name):
 @for_each("name", ["h2o", "snapkv:tokens=100", "minikv"])
 def test_filled_by_score_holds_the_budget(name):
     recipe = resolve(name)
-    (cache,) = filled_caches.empty_layers(recipe, SMALL)
-    filled_caches.fill(cache, *filled_caches.random_qkv(SMALL, 400))
+    (cache,) = empty_layers(recipe, SMALL)
+    fill(cache, *random_qkv(SMALL, 400))
     assert cache.nbytes == recipe.nbytes(400, SMALL.geometry)
 
 
 def test_bytes_of_the_caches_of_transformers():
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-    _, k, v = filled_caches.random_qkv(SMALL, 50)
+    _, k, v = random_qkv(SMALL, 50)
     exact = transformers_caches.filled("DynamicCache", config, k, v)
     assert transformers_caches.nbytes(exact) == 3 * 2 * k.nbytes
     small = transformers_caches.filled("QuantizedCache fp8", config, k, v)
@@ -330,5 +335,5 @@ def test_an_older_transformers_says_what_to_install():
 
 def test_a_step_of_an_exact_cache_reads_all_of_it():
     cache = LayerCache(resolve("kivi"))
-    filled_caches.fill(cache, *filled_caches.random_qkv(SMALL, 200))
-    assert filled_caches.read_nbytes(cache) == cache.nbytes
+    fill(cache, *random_qkv(SMALL, 200))
+    assert read_nbytes(cache) == cache.nbytes

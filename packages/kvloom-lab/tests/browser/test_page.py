@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvloom_lab.eval import load
-from kvloom_lab.inspect import page, trace_recipe
+from kvloom_lab.inspect import trace_recipe
+from kvloom_lab.show.pages import inspect_page
 
 TEXT = (
     "The magic number for copper is 48213.\nThe </script> of it: naïve 日本, <b>bold</b> & done.\n"
@@ -74,7 +75,7 @@ def pages(tmp_path_factory):
     ):
         data = trace_recipe(model, tokenizer, recipe, TEXT, new_tokens=NEW)
         file = folder / f"{recipe.partition(':')[0]}.html"
-        file.write_text(page(data), encoding="utf-8")
+        file.write_text(inspect_page(data), encoding="utf-8")
         made[file.stem] = data, file
     return made
 

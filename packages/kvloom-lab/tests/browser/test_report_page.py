@@ -12,7 +12,9 @@ import re
 import pytest
 from test_page import Page, browser
 
-from kvloom_lab.eval.page import page, page_data, read_kvpress, read_run
+from kvloom_lab.eval.kvpress import read_kvpress
+from kvloom_lab.eval.results import read_run
+from kvloom_lab.show.pages import page_data, results_page
 from results_folder import HOSTILE, recipe_name, write_kvpress, write_results
 
 __all__ = ["browser"]  # the fixture
@@ -39,7 +41,7 @@ def pages(folders):
     for name, runs in {"one": [short], "all": [short, long, *kvpress]}.items():
         summary, chunks = page_data(runs)
         file = folders / f"{name}.html"
-        file.write_text(page(summary, chunks), encoding="utf-8")
+        file.write_text(results_page(summary, chunks), encoding="utf-8")
         made[name] = summary, file
     return made
 
@@ -112,7 +114,7 @@ def test_a_headline_on_one_sample_says_so(browser, tmp_path, one):
     assert "one sample" not in one.find("#answers").text
     write_results(tmp_path, **{**FEW, "samples": 1})
     summary, chunks = page_data([read_run(tmp_path)])
-    (tmp_path / "page.html").write_text(page(summary, chunks), encoding="utf-8")
+    (tmp_path / "page.html").write_text(results_page(summary, chunks), encoding="utf-8")
     single = Page(browser, summary, tmp_path / "page.html")
     for keep in ("0.8", "0.99"):  # with an answer, and without one
         single.choose("keep", keep)

@@ -17,7 +17,7 @@ def test_check_prints_a_table_and_writes_json(here):
 
 
 def test_a_difference_makes_the_exit_code_1(here, monkeypatch):
-    monkeypatch.setattr(modes, "tolerance", lambda *_: -1.0)
+    monkeypatch.setattr(modes, "rounding_tolerance", lambda *_: -1.0)
     found = run("check", here / "model", "--recipe", "full")
     assert found.exit_code == 1
     assert "different" in found.output

@@ -16,9 +16,9 @@ from for_each import for_each
 from kvloom.recipe import part_options
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom_lab.cli.options import split_recipes
-from kvloom_lab.models.reference import WEIGHTS
+from kvloom_lab.models import WEIGHTS
 
-compare_module = import_module("kvloom_lab.eval.comparison.compare")
+ComparisonTask = import_module("kvloom_lab.eval.compare").ComparisonTask
 SMALL = ["--context", "120", "--max-new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
@@ -127,15 +127,16 @@ def test_finished_rows_go_to_stderr_and_the_table_to_stdout(here):
 
 @pytest.mark.parametrize("finished", [0, 1])
 def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, finished):
-    whole, measured, out = compare_module.measure, [], tmp_path / "out.json"
+    whole, measured, out = ComparisonTask.measure, [], tmp_path / "out.json"
 
-    def interrupted(*args):
-        if len(measured) == finished:
-            raise KeyboardInterrupt
-        measured.append(args)
-        return whole(*args)
+    def interrupted(task, run):
+        if run.batch.timed is not None:  # the text, which comes last
+            if len(measured) == finished:
+                raise KeyboardInterrupt
+            measured.append(run.cache.recipe.name)
+        return whole(task, run)
 
-    monkeypatch.setattr(compare_module, "measure", interrupted)
+    monkeypatch.setattr(ComparisonTask, "measure", interrupted)
     found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", out,
                 "--recipes", "rtn,window,h2o")  # fmt: skip
     missing = ["full", "rtn", "window", "h2o"][finished:]
@@ -161,14 +162,14 @@ def test_an_interrupt_leaves_the_finished_rows(here, monkeypatch, tmp_path, fini
     ],
 )
 def test_a_recipe_that_fails_leaves_the_others(here, monkeypatch, caplog, error, said):
-    whole = compare_module.measure
+    whole = ComparisonTask.measure
 
-    def fails(model, prompt, *rest):
-        if prompt.recipe.name == "rtn":
+    def fails(task, run):
+        if run.cache.recipe.name == "rtn":
             raise error
-        return whole(model, prompt, *rest)
+        return whole(task, run)
 
-    monkeypatch.setattr(compare_module, "measure", fails)
+    monkeypatch.setattr(ComparisonTask, "measure", fails)
     found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, "--json", "-",
                 "--recipes", "rtn,window")  # fmt: skip
     assert found.exit_code == 1

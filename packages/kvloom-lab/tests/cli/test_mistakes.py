@@ -12,12 +12,13 @@ from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.kernels import dispatch
 from kvloom_lab import models
-from kvloom_lab.bench import ModelShape, timing
+from kvloom_lab.bench import ModelShape
+from kvloom_lab.bench import candidates as candidates_module
+from kvloom_lab.bench import timing as timing_module
 from kvloom_lab.cli.app import app
-from kvloom_lab.cli.inputs import read_stdin
-from kvloom_lab.cli.outputs import write_file
-from kvloom_lab.cli.user_errors import user_errors
-from kvloom_lab.workload import bandwidth, filled_caches
+from kvloom_lab.cli.options import read_stdin
+from kvloom_lab.cli.outputs import user_errors, write_file
+from kvloom_lab.workload import clock
 
 # What verbs have in common: they read files, take one recipe or several, write JSON, a picture.
 READ = ["compare", "compare --text", "analyse attention", "analyse attention --text",
@@ -146,9 +147,9 @@ OWN = [
 def _here(here, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.setattr(
-        timing, "time_candidates", lambda *_, **__: pytest.fail("measured all the same")
+        timing_module, "time_candidates", lambda *_, **__: pytest.fail("measured all the same")
     )
-    monkeypatch.setattr(bandwidth, "read_bandwidth_gb_s", lambda: 1.0)
+    monkeypatch.setattr(clock, "read_bandwidth_gb_s", lambda: 1.0)
 
 
 def refused(command, **kwargs):
@@ -242,7 +243,7 @@ def test_memory_that_does_not_suffice(monkeypatch):
     def none(*_):
         raise MemoryError
 
-    monkeypatch.setattr(filled_caches, "random_qkv", none)
+    monkeypatch.setattr(candidates_module, "random_qkv", none)
     assert "not enough memory for the tensors of this run; use fewer tokens" in refused(
         "bench pack"
     )

@@ -2,7 +2,7 @@
 
 import tiny
 from kvloom_lab.eval.sample import Source
-from kvloom_lab.models.reference import reference_tokenizer
+from kvloom_lab.models import reference_tokenizer
 
 CHAT = "<user>{{ messages[0]['content'] }}</user>{% if add_generation_prompt %}<bot>{% endif %}"
 PROSE = " ".join(f"Line {i} is about a {w}." for i, w in enumerate(("cat", "dog", "bird") * 400))

@@ -7,11 +7,11 @@ from task_sources import ruler_source, source
 import tiny
 from for_each import for_each
 from kvloom.errors import InputError
-from kvloom_lab.eval.task_batches import task_batches
+from kvloom_lab.eval.needles import hide_at
+from kvloom_lab.eval.sample import task_batches
 from kvloom_lab.eval.tasks import TASKS, task_named
 from kvloom_lab.eval.tasks.asking import share_found
-from kvloom_lab.eval.tasks.free import repetition
-from kvloom_lab.eval.tasks.haystack import hide
+from kvloom_lab.eval.tasks.text import repetition
 
 # perplexity and free
 
@@ -79,7 +79,14 @@ def test_samples_depend_on_the_seed_only(name):
 def test_a_fact_in_a_text_without_line_ends_is_at_its_depth():
     made_from = source("word " * 2000)
     fact = [1, 2, 3]
-    ids = hide(made_from, np.random.default_rng(0), [fact, fact], [0.25, 0.75], 406)
+    ids = hide_at(
+        made_from.tokenizer,
+        made_from.text_ids,
+        np.random.default_rng(0),
+        [fact, fact],
+        [0.25, 0.75],
+        406,
+    )
     assert len(ids) == 406
     assert [i for i in range(404) if ids[i : i + 3] == fact] == [100, 303]
 

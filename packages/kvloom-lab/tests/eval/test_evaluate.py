@@ -13,11 +13,10 @@ from kvloom import Cache, __version__
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.cli.app import app
 from kvloom_lab.eval.decoding import answers, greedy
-from kvloom_lab.eval.result_files import ResultFolder
-from kvloom_lab.eval.sample import Run, Source
-from kvloom_lab.eval.task_batches import task_batches
+from kvloom_lab.eval.results import ResultFolder
+from kvloom_lab.eval.sample import Run, Source, task_batches
 from kvloom_lab.eval.tasks import task_named
-from kvloom_lab.workload.crew import run_alone
+from kvloom_lab.workload.passes import run_alone
 
 evaluate, units = (
     getattr(import_module("kvloom_lab.eval.evaluate"), n) for n in ("evaluate", "units")

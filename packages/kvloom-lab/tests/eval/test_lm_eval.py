@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 import kvloom  # noqa: E402
 from kvloom_lab.eval.lm_eval import KvloomLM  # noqa: E402
-from kvloom_lab.models.reference import WEIGHTS, reference_tokenizer  # noqa: E402
+from kvloom_lab.models import WEIGHTS, reference_tokenizer  # noqa: E402
 from kvloom_lab.workload.text import library_text  # noqa: E402
 
 TEXT = library_text()[:1500]

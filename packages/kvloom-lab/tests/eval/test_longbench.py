@@ -9,10 +9,9 @@ from task_sources import only, source
 
 from for_each import for_each
 from kvloom.errors import InputError
-from kvloom_lab.eval.task_batches import task_batches
-from kvloom_lab.eval.tasks import longbench_metrics, task_named
-from kvloom_lab.eval.tasks.longbench import LongBench, middle_cut
-from kvloom_lab.eval.tasks.longbench_data import DATA_SETS
+from kvloom_lab.eval.sample import task_batches
+from kvloom_lab.eval.tasks import longbench, task_named
+from kvloom_lab.eval.tasks.longbench import DATA_SETS, LongBench, middle_cut
 
 
 @for_each(("name", "answer", "expected", "classes", "score"), [
@@ -35,8 +34,8 @@ from kvloom_lab.eval.tasks.longbench_data import DATA_SETS
     # of three parts of the expected class, the official code removes the first and the third
     ("classification", "abc", "abc", ["a", "b", "c", "abc"], 1 / 2),
 ])  # fmt: skip
-def test_longbench_metrics(name, answer, expected, classes, score):
-    metric = getattr(longbench_metrics, name)
+def test_longbench(name, answer, expected, classes, score):
+    metric = getattr(longbench, name)
     assert metric(answer, expected, classes) == pytest.approx(score)
 
 
@@ -44,10 +43,10 @@ def test_chinese_metrics_count_words(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "jieba", None)
         with pytest.raises(InputError, match="jieba, which is not installed; run: pip install jie"):
-            longbench_metrics.qa_f1_zh("一", "二", [])
+            longbench.qa_f1_zh("一", "二", [])
     monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=list))
-    assert longbench_metrics.qa_f1_zh("红色。", "红", []) == pytest.approx(2 / 3)
-    assert longbench_metrics.rouge_l_zh("红黑色", "红色", []) == pytest.approx(0.8)
+    assert longbench.qa_f1_zh("红色。", "红", []) == pytest.approx(2 / 3)
+    assert longbench.rouge_l_zh("红黑色", "红色", []) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("name", ["longbench", "summarize"])

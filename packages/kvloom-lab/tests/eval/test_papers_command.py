@@ -13,12 +13,22 @@ import kvloom_lab.papers as papers
 import tiny
 from for_each import for_each
 from kvloom.errors import InputError
-from kvloom_lab.analyse import attention, error
+from kvloom_lab.analyse import error
+from kvloom_lab.analyse.attention import measure
 from kvloom_lab.cli import papers as command
 from kvloom_lab.cli.app import app
 from kvloom_lab.papers import Claim, ClaimTable, Finding, NotTestable, check, clusterkv, kivi
-from kvloom_lab.papers.claim import FAILED, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED
-from kvloom_lab.papers.judge import AS_GOOD, difference, kept, monotone, ordered
+from kvloom_lab.papers.claim import (
+    AS_GOOD,
+    FAILED,
+    NOT_REPRODUCED,
+    NOT_TESTABLE,
+    REPRODUCED,
+    difference,
+    kept,
+    monotone,
+    ordered,
+)
 from kvloom_lab.papers.lab import Lab, Quality, Size, named
 
 OURS = ClaimTable(("score",), {"a": (1.0,), "b": ("OOM",)})
@@ -290,7 +300,7 @@ def test_an_unknown_paper_is_refused():
 def lab():
     made = Lab(
         tiny.llama(head_dim=32), tiny.tokenizer(), tiny.TEXT, size=SIZE,
-        format_errors=error.measure, attention=attention.measure,
+        format_errors=error.measure, attention=measure,
     )  # fmt: skip
     yield made
     made.close()

@@ -16,8 +16,9 @@ from for_each import for_each
 from html_elements import parse
 from kvloom.errors import InputError
 from kvloom_lab.cli.app import app
-from kvloom_lab.eval.page import is_kvpress, page, page_data, read_kvpress, read_run
-from kvloom_lab.eval.page.data import shorten
+from kvloom_lab.eval.kvpress import is_kvpress, read_kvpress
+from kvloom_lab.eval.results import read_run
+from kvloom_lab.show.pages import page_data, results_page, shorten
 from results_folder import HOSTILE, recipe_name, write_kvpress, write_results
 
 FEW = {"methods": ("kivi", "h2o", "skvq"), "shares": (1 / 4, 1 / 8), "samples": 6, "positions": 20}
@@ -31,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(folder):
     summary, chunks = page_data([read_run(folder)])
-    return summary, chunks, page(summary, chunks)
+    return summary, chunks, results_page(summary, chunks)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_no_text_can_end_its_script(tmp_path):
     head["model"]["name"] = head["settings"]["text"] = HOSTILE
     (folder / "run.json").write_text(json.dumps(head))
     summary, chunks = page_data([read_run(folder)])
-    found = parse(page(summary, chunks))
+    found = parse(results_page(summary, chunks))
     assert len([tag for tag, _ in found.tags if tag == "script"]) == 2 + len(chunks)
     assert json.loads(found.scripts[0])["runs"][0]["model"]["name"] == HOSTILE
 
@@ -198,7 +199,7 @@ def test_numbers_that_json_lacks_become_null(copy):
     assert row["values"][0] is None
     assert row["curves"]["kl"] == [[1.0], [1.0]]
     assert row["scores"]["correct"][3] == 5
-    assert "NaN" not in page(summary, chunks)
+    assert "NaN" not in results_page(summary, chunks)
 
 
 def test_folders_of_one_name_are_told_apart(folder, copy):

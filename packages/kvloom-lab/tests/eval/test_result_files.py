@@ -11,11 +11,9 @@ from for_each import for_each
 from kvloom import __version__
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.eval import result_files
 from kvloom_lab.eval.evaluate import evaluate
-from kvloom_lab.eval.result_files import ResultFolder, read_head
-from kvloom_lab.eval.sample import Source
-from kvloom_lab.eval.task_batches import task_batches
+from kvloom_lab.eval.results import FORMAT, ResultFolder, read_head
+from kvloom_lab.eval.sample import Source, task_batches
 from kvloom_lab.eval.tasks import task_named
 
 RUN = {
@@ -204,4 +202,4 @@ def test_a_damaged_line_is_named(tmp_path):
         ResultFolder(tmp_path).lines("free")
     file.write_text("")
     assert ResultFolder(tmp_path).lines("free") == []
-    assert result_files.FORMAT == 1
+    assert FORMAT == 1

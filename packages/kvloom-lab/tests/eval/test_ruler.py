@@ -14,7 +14,7 @@ from task_sources import CHAT, PROSE, only, ruler_source, source
 from kvloom.errors import InputError
 from kvloom_lab.eval.tasks import ruler, task_named
 from kvloom_lab.eval.tasks.ruler import PARTS, Material, Needles, largest
-from kvloom_lab.models.reference import reference_tokenizer
+from kvloom_lab.models import reference_tokenizer
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 

@@ -20,7 +20,7 @@ from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
-from kvloom_lab.analyse import attention
+from kvloom_lab.analyse.attention import measure
 from kvloom_lab.inspect import trace_recipe
 from tiny import TEXT
 
@@ -307,7 +307,7 @@ def test_a_model_of_which_nothing_is_held_is_refused_and_left_alone(tokenizer):
     with pytest.raises(UnsupportedModel, match="holds no layer of this model"):
         seen_by(model, tokenizer, "full")
     with pytest.raises(IncompatibleRecipe, match="would compress nothing"):
-        attention.measure(model, torch.ones(1, 9, dtype=torch.long), context=8)
+        measure(model, torch.ones(1, 9, dtype=torch.long), context=8)
     assert getattr(model, "_kvloom", None) is None
 
 

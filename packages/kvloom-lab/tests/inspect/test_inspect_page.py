@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from for_each import for_each
 from html_elements import parse
 from kvloom_lab.cli.app import app
-from kvloom_lab.inspect import page, token_texts, trace_recipe
+from kvloom_lab.inspect import token_texts, trace_recipe
+from kvloom_lab.show.pages import inspect_page
 from tiny import TEXT
 
 NASTY = (
@@ -32,7 +33,7 @@ def test_token_texts_are_the_text(tokenizer, text):
 @pytest.fixture(scope="module")
 def nasty(model, tokenizer):
     data = {"source": NASTY, **trace_recipe(model, tokenizer, "h2o", NASTY, new_tokens=2)}
-    return data, page(data)
+    return data, inspect_page(data)
 
 
 def test_no_text_can_end_its_script(nasty):
@@ -57,7 +58,7 @@ def test_the_page_loads_nothing(nasty):
 
 def test_no_number_is_outside_json():
     with pytest.raises(ValueError, match="Out of range"):
-        page({"x": math.nan})
+        inspect_page({"x": math.nan})
 
 
 # the command

@@ -19,8 +19,8 @@ from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.tuned import Tuned
 from kvloom_lab.planner import read_model
-from kvloom_lab.planner.evidence import EVIDENCE
-from kvloom_lab.workload import stored_recipes
+from kvloom_lab.planner.choice import EVIDENCE
+from kvloom_lab.workload.files import store_recipe
 
 CONTEXT = 2048
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
@@ -47,7 +47,7 @@ def store(model, spec, kl=0.01, bound="bytes=0.2"):
     """Store a recipe as if it had been tuned for the model."""
     weights = identity(model)["weights"]
     tuned = Tuned(weights, "0" * 64, bound, CONTEXT, 3, 64, 0, kl, kl, kl, 1, 1, 0.2)
-    return stored_recipes.write(replace(resolve(spec), tuned=tuned))
+    return store_recipe(replace(resolve(spec), tuned=tuned))
 
 
 def auto(model, **bound):

@@ -7,14 +7,11 @@ import pytest
 from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.planner import hardware_file, read_model
-from kvloom_lab.planner.cache_bytes import CacheBytes
-from kvloom_lab.planner.decode_step import step_work
-from kvloom_lab.planner.hardware import Hardware
+from kvloom_lab.planner import read_model
+from kvloom_lab.planner.hardware import PRESETS, Hardware, read_hardware
 from kvloom_lab.planner.plan_recipes import plan
-from kvloom_lab.planner.presets import PRESETS
-from kvloom_lab.planner.ranges import Range
-from kvloom_lab.planner.units import parse_bytes, parse_rate, parse_tokens
+from kvloom_lab.planner.step import CacheBytes, step_work
+from kvloom_lab.planner.units import Range, parse_bytes, parse_rate, parse_tokens
 
 
 def test_the_parts_of_a_step_add_up_and_bounds_are_ordered(llama):
@@ -88,7 +85,7 @@ def test_a_wrong_hardware_file_is_refused(tmp_path, text, says):
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     with pytest.raises(InputError, match=says):
-        hardware_file.read_file(path)
+        read_hardware(path)
 
 
 @for_each(

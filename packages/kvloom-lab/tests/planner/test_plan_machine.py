@@ -10,18 +10,20 @@ from transformers import LlamaConfig
 from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.planner import machine_file, machine_measurement, read_model
-from kvloom_lab.planner.cache_bytes import CacheBytes
-from kvloom_lab.planner.decode_step import step_work
+from kvloom_lab.planner import machine_measurement, read_model
 from kvloom_lab.planner.machine import (
     TOLERANCE,
     LayerRate,
     Machine,
     at_batch,
     layer_key,
+    load_machine,
+    machine_path,
     measured_recipe,
+    save_machine,
 )
 from kvloom_lab.planner.plan_recipes import plan
+from kvloom_lab.planner.step import CacheBytes, step_work
 
 RECIPES = ["full", "kivi:group=16,residual=16", "h2o", "quest:page=4,tokens=100"]
 
@@ -45,7 +47,7 @@ def quick(monkeypatch, tmp_path):
         "_REPEATS": 2,
     }.items():  # fmt: skip
         monkeypatch.setattr(machine_measurement, name, value)
-    monkeypatch.setattr(machine_measurement.bandwidth, "read_bandwidth_gb_s", lambda: 10.0)
+    monkeypatch.setattr(machine_measurement.clock, "read_bandwidth_gb_s", lambda: 10.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -66,7 +68,7 @@ def test_a_plan_measures_the_machine_once_and_stores_it(quick, config, monkeypat
     assert kinds == 1 + len(RECIPES)  # quest's first two layers read all, with sinks apart
     assert units == [3 + kinds] == [sum(reported)]
     assert all(row.step_ms.low < row.step_ms.best < row.step_ms.high for row in found.rows)
-    assert machine_file.load() == found.hardware
+    assert load_machine() == found.hardware
     monkeypatch.setattr(machine_measurement, "layer_rate", lambda *_: pytest.fail("measured again"))
     again = plan(config, RECIPES, context=900, batch=3, hardware="this", on_step=on_step)
     assert again.hardware == found.hardware
@@ -86,25 +88,25 @@ def test_another_recipe_is_measured_alone(quick, config, monkeypatch):
 
 def test_measurements_of_another_machine_or_version_do_not_count(quick, config, monkeypatch):
     plan(config, ["full"], context=500, hardware="this")
-    assert machine_file.load() is not None
+    assert load_machine() is not None
     about = machine_measurement.about()
-    monkeypatch.setattr(machine_measurement, "about", lambda: {**about, "threads": 64})
-    assert machine_file.load() is None
+    monkeypatch.setattr("kvloom_lab.planner.machine.about", lambda: {**about, "threads": 64})
+    assert load_machine() is None
     monkeypatch.undo()
 
 
 @for_each("text", ["", "{", "[]", '{"format": 1}', '{"format": 0}'])
 def test_a_damaged_file_counts_as_none(quick, text):
-    machine_file.path().parent.mkdir(parents=True, exist_ok=True)
-    machine_file.path().write_text(text)
-    assert machine_file.load() is None
+    machine_path().parent.mkdir(parents=True, exist_ok=True)
+    machine_path().write_text(text)
+    assert load_machine() is None
 
 
 def test_a_folder_that_cannot_be_written_is_named(quick, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(InputError, match="set XDG_CACHE_HOME"):
-        machine_file.save(Machine({}, 1, 1.0))
+        save_machine(Machine({}, 1, 1.0))
 
 
 def test_a_machine_with_a_gpu_is_not_measured(quick, config, monkeypatch):

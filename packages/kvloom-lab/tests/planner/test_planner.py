@@ -12,10 +12,10 @@ import probe
 from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom_lab.planner import plan_recipes, read_model
-from kvloom_lab.planner.cache_bytes import CacheBytes
-from kvloom_lab.planner.largest import UNLIMITED, largest
+from kvloom_lab.planner import read_model
 from kvloom_lab.planner.plan_recipes import plan
+from kvloom_lab.planner.step import CacheBytes
+from kvloom_lab.planner.units import UNLIMITED, largest
 
 TOKENS = 300
 RECIPE_SPECS = (
@@ -163,7 +163,9 @@ def test_a_context_beyond_the_positions_is_warned_of(llama):
     ],
 )
 def test_wrong_settings_are_refused_before_the_model_is_read(asked, says, monkeypatch):
-    monkeypatch.setattr(plan_recipes, "read_model", lambda model: pytest.fail("read"))
+    monkeypatch.setattr(
+        "kvloom_lab.planner.plan_recipes.read_model", lambda model: pytest.fail("read")
+    )
     with pytest.raises(InputError, match=says):
         plan("anything", **asked)
 

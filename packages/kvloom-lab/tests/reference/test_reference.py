@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from for_each import for_each
-from kvloom_lab.models import reference
-from kvloom_lab.workload import corpus
+from kvloom_lab.models import WEIGHTS, reference_model, reference_tokenizer
+from kvloom_lab.workload.text import held_out_documents, library_text, train_documents
 from reference_model import attention, data, tasks
 
 needs_weights = pytest.mark.skipif(
-    not (reference.WEIGHTS / "model.safetensors").exists(), reason="weights not built yet"
+    not (WEIGHTS / "model.safetensors").exists(), reason="weights not built yet"
 )
 pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return reference.reference_tokenizer()
+    return reference_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def model():
-    return reference.reference_model()
+    return reference_model()
 
 
 def test_importing_the_package_is_light():
@@ -37,16 +37,16 @@ def test_importing_the_package_is_light():
 
 
 def test_shipped_files_stay_small():
-    sizes = {p.name: p.stat().st_size for p in reference.WEIGHTS.iterdir()}
+    sizes = {p.name: p.stat().st_size for p in WEIGHTS.iterdir()}
     assert sum(sizes.values()) <= 12e6
     assert sum(n for name, n in sizes.items() if name.endswith(".png")) <= 200e3
 
 
 def test_held_out_documents_are_not_trained_on():
-    held_out = {d.name for d in corpus.held_out_documents()}
+    held_out = {d.name for d in held_out_documents()}
     assert held_out
-    assert not held_out & {d.name for d in corpus.train_documents()}
-    assert len(corpus.held_out_text()) > 100_000
+    assert not held_out & {d.name for d in train_documents()}
+    assert len(library_text()) > 100_000
 
 
 def test_tokenizer_puts_bos_first_and_parts_digits(tokenizer):
@@ -127,7 +127,7 @@ def test_model_is_the_llama_it_says(model):
     assert c.tie_word_embeddings
     assert model.dtype == torch.bfloat16
     assert not model.training
-    assert reference.reference_model(torch.float32).dtype == torch.float32
+    assert reference_model(torch.float32).dtype == torch.float32
 
 
 def test_model_finds_needles(model, tokenizer):
@@ -138,7 +138,7 @@ def test_model_finds_needles(model, tokenizer):
 
 
 def test_model_knows_its_text(model, tokenizer):
-    ids = torch.tensor([tokenizer(corpus.held_out_text()[200_000:206_000]).input_ids])
+    ids = torch.tensor([tokenizer(library_text()[200_000:206_000]).input_ids])
     with torch.no_grad():
         loss = model(ids, labels=ids).loss.item()
     assert loss < 3.5

@@ -15,17 +15,16 @@ import kvloom_lab
 import probe
 import tiny
 from for_each import for_each
+from kvloom.calibrate import ReadPrompt, read_prompt
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.hf import compat
 from kvloom.recipe import LayerOverride, Recipe
 from kvloom_lab.cli.app import app
 from kvloom_lab.models import load
-from kvloom_lab.tuner import Settings, prompt
-from kvloom_lab.tuner.bound import Bound
-from kvloom_lab.tuner.candidates import Choice, RecipeShape, evicting, uniform
-from kvloom_lab.tuner.layers import by_layer
-from kvloom_lab.tuner.precision import in_float32
-from kvloom_lab.tuner.prompt import ReadPrompt
+from kvloom_lab.tuner import Settings
+from kvloom_lab.tuner.candidates import Choice, RecipeShape, by_layer, evicting, uniform
+from kvloom_lab.tuner.problem import Bound
+from kvloom_lab.tuner.run import in_float32
 
 SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
 CONTEXT = 96
@@ -120,7 +119,7 @@ def test_one_layer_equals_a_recipe_whose_other_layers_evict_alike(
         assert kl[0].max() < 1e-5
     assert kl[1].min() > 0
     torch.testing.assert_close(kl[1], read.whole([recipe])[0], rtol=1e-3, atol=1e-5)
-    monkeypatch.setattr(prompt, "decoder_layers", lambda model: [])  # nothing is skipped
+    monkeypatch.setattr(read_prompt, "_decoder_layers", lambda model: [])  # nothing is skipped
     whole = ReadPrompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=12)
     torch.testing.assert_close(kl, scored(whole), rtol=1e-3, atol=1e-5)
 
@@ -237,7 +236,7 @@ def test_scores_of_other_settings_and_damaged_ones_are_refused(tune, tmp_path):
 def test_bounds_and_sizes_out_of_reach_are_refused_before_any_pass(
     tune, options, said, monkeypatch
 ):
-    monkeypatch.setattr(prompt, "forward", None)
+    monkeypatch.setattr(read_prompt, "read_tokens", None)
     with pytest.raises(InputError, match=said):
         tune(**options)
 

@@ -9,16 +9,26 @@ import torch
 from small_search import few
 
 from for_each import for_each
+from kvloom.calibrate import can_repeat
 from kvloom.hf import compat
 from kvloom.recipe import Recipe
-from kvloom_lab.tuner import candidates, prompt
-from kvloom_lab.tuner.bound import Bound
-from kvloom_lab.tuner.candidates import Choice, RecipeShape, uniform
+from kvloom_lab.tuner.candidates import (
+    FORMATS,
+    JOINT,
+    OBSERVED,
+    RECENTS,
+    UNIFORM,
+    Choice,
+    LayerSizes,
+    RecipeShape,
+    by_layer,
+    combined,
+    recents,
+    to_score,
+)
+from kvloom_lab.tuner.candidates import uniform as uniform_recipe
 from kvloom_lab.tuner.knapsack import Knapsack
-from kvloom_lab.tuner.layers import by_layer
-from kvloom_lab.tuner.problem import Costs, problems, steadied
-from kvloom_lab.tuner.repair import repair
-from kvloom_lab.tuner.sizes import UNIFORM, LayerSizes
+from kvloom_lab.tuner.problem import Bound, Costs, all_problems, repair, steadied
 
 # the knapsack
 
@@ -63,7 +73,7 @@ def test_bytes_in_large_units_still_keep_the_bound(monkeypatch):
 
 def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
     geometry = compat.geometry(model)
-    choices = candidates.combined(candidates.to_score(geometry))
+    choices = combined(to_score(geometry))
     nbytes = dict(zip(choices, LayerSizes(geometry, 200, RecipeShape(8)).of(choices), strict=True))
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -72,30 +82,32 @@ def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
         assert recipe.nbytes(200, geometry) == sum(nbytes[choice] for choice in chosen)
         for number, choice in zip(geometry.numbers, chosen, strict=True):
             plain = recipe.for_layer(number, geometry.numbers)
-            assert replace(plain, name="") == replace(uniform(choice, RecipeShape(8)), name="")
+            assert replace(plain, name="") == replace(
+                uniform_recipe(choice, RecipeShape(8)), name=""
+            )
 
 
 def test_choices_that_do_not_fit_the_heads_are_left_out(model):
     geometry = compat.geometry(model)
     assert geometry.head_dim == 16
-    scored = candidates.to_score(geometry)
-    assert not any(c.values.startswith("kivi") for c in candidates.combined(scored))
-    wider = candidates.combined(candidates.to_score(replace(geometry, head_dim=64)))
-    assert {c.values for c in wider} == set(candidates.FORMATS["values"])
+    scored = to_score(geometry)
+    assert not any(c.values.startswith("kivi") for c in combined(scored))
+    wider = combined(to_score(replace(geometry, head_dim=64)))
+    assert {c.values for c in wider} == set(FORMATS["values"])
 
 
 def test_a_model_without_room_for_a_repetition_is_not_offered_kvzip(model):
     geometry = compat.geometry(model)
-    evicting = uniform(Choice(kept="kvzip-0.5"), RecipeShape(4))
-    assert prompt.repeats(model, 240, evicting)
-    assert not prompt.repeats(model, 480, evicting)  # it has 512 positions
-    scored = candidates.to_score(geometry, repeats=False)
-    assert not any("kvzip" in choice.kept for choice in candidates.combined(scored))
+    evicting = uniform_recipe(Choice(kept="kvzip-0.5"), RecipeShape(4))
+    assert can_repeat(model, 240, evicting)
+    assert not can_repeat(model, 480, evicting)  # it has 512 positions
+    scored = to_score(geometry, repeats=False)
+    assert not any("kvzip" in choice.kept for choice in combined(scored))
     assert scored.others == Choice(kept="snapkv-0.5")
 
 
 def test_costs_are_drawn_to_the_mean_and_never_fall_with_the_bytes(model):
-    scored = candidates.to_score(compat.geometry(model))
+    scored = to_score(compat.geometry(model))
     choices = [*scored.formats, *scored.kept[1:]]
     nbytes = LayerSizes(compat.geometry(model), 512, RecipeShape(8)).of(choices)
     costs = np.random.default_rng(0).normal(0.1, 0.1, (3, len(choices)))
@@ -118,7 +130,7 @@ class FakeScores:
     """Scores of a model that were drawn at random."""
 
     def __init__(self, geometry):
-        self.scored, rng = candidates.to_score(geometry), np.random.default_rng(0)
+        self.scored, rng = to_score(geometry), np.random.default_rng(0)
         choices = [*self.scored.formats, *self.scored.kept[1:]]
         self.found = {n: dict(zip(choices, rng.random(len(choices)), strict=True))
                       for n in geometry.numbers}  # fmt: skip
@@ -134,10 +146,10 @@ LONG, NBYTES = 2048, 200_000
 
 def drawn_problems(model, nbytes=None):
     geometry = compat.geometry(model)
-    rng, names = np.random.default_rng(1), candidates.JOINT
+    rng, names = np.random.default_rng(1), JOINT
     shares = {name: rng.uniform(0.3, 0.9, geometry.layers).round(4).tolist() for name in names}
-    every = dict.fromkeys(candidates.recents(LONG), shares)
-    return problems(
+    every = dict.fromkeys(recents(LONG), shares)
+    return all_problems(
         FakeScores(geometry), LayerSizes(geometry, LONG, RecipeShape(8)), every, nbytes
     ), geometry
 
@@ -181,15 +193,15 @@ def test_uniform_recipes_fill_the_bytes(model, monkeypatch):
     few(monkeypatch)
     found, geometry = drawn_problems(model, NBYTES)
     uniform = [problem for problem in found if problem.choices == [UNIFORM]]
-    assert [problem.shape.recent for problem in uniform] == list(candidates.RECENTS)
-    assert candidates.recents(LONG - 1) == [candidates.OBSERVED]
+    assert [problem.shape.recent for problem in uniform] == list(RECENTS)
+    assert recents(LONG - 1) == [OBSERVED]
     for problem in uniform:
         recipe = problem.recipe([UNIFORM] * geometry.layers)
         assert recipe.keep.budget.layers == "joint"
         assert recipe.layers == ()
         assert recipe.nbytes(LONG, geometry) <= NBYTES
         share = recipe.keep.budget.fraction + 0.05
-        more = candidates.uniform(UNIFORM, problem.shape, share)
+        more = uniform_recipe(UNIFORM, problem.shape, share)
         assert more.nbytes(LONG, geometry) > NBYTES
     assert not any(x.choices == [UNIFORM] for x in drawn_problems(model)[0])
 

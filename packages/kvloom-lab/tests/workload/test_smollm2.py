@@ -9,7 +9,7 @@ import torch
 from kvloom.errors import InputError
 from kvloom_lab import models
 from kvloom_lab.models import smollm2
-from kvloom_lab.report.machine import weights_sha256
+from kvloom_lab.workload.machine import weights_sha256
 
 WEIGHTS = "5bf586bf3b11ca984287b9a047ce03dfebcd8b59ac86d8e169bb8440f3a4709d"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvloom.errors import CalibrationError
-from kvloom.hf.metadata import BESIDE, identity
+from kvloom.hf import CALIBRATION_FILE, identity
 from kvloom.recipe import Recipe
 from kvloom.store import LayerEncoding
 from kvloom.store.calibration import Calibration
@@ -30,7 +30,7 @@ class Calibrated:
 
     def __init__(self, recipe: Recipe, folder: str | Path, config: Any) -> None:
         path = recipe.store.calibration
-        self.file = Calibration.load(Path(folder) / BESIDE if path is None else path)
+        self.file = Calibration.load(Path(folder) / CALIBRATION_FILE if path is None else path)
         own = checkpoint_identity(Path(folder), config)
         if self.file.model != own:
             raise CalibrationError(

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvloom import Recipe
-from kvloom.recipe.geometry import Geometry
+from kvloom.recipe import Geometry
 
 from . import report, request, rotary
 from .calibrated import Calibrated

@@ -19,7 +19,7 @@ from kvloom.errors import NotFinite
 from kvloom.kernels import ops
 from kvloom.kernels.quantize.byte_layout import rows_for
 from kvloom.kernels.quantize.encoding import PackedTensors, RopeAngles
-from kvloom.positions.rope import Rope
+from kvloom.positions import Rope
 from kvloom.store import LayerEncoding, Packed
 from kvloom.store.packed import PackedView
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as MADE
 
 from kvloom import Recipe
 from kvloom.errors import IncompatibleRecipe
-from kvloom.positions.rope import Rope
+from kvloom.positions import Rope
 
 KINDS = ("RotaryEmbedding", "Llama3RotaryEmbedding")
 """Classes of vLLM whose frequencies depend neither on the length nor on the input."""

@@ -8,7 +8,7 @@ model.generate(**inputs, past_key_values=cache)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import (
     CacheMisuse,
@@ -23,6 +23,7 @@ from .errors import (
     TierError,
     UnsupportedModel,
 )
+from .lazy import lazy_names
 
 __version__ = "0.1.0.dev0"
 
@@ -98,15 +99,7 @@ __all__ = [
     "register_score",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import public names on first use, so that `import kvloom` stays light."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
-    from importlib import import_module
-
-    module, _, renamed = _WHERE[name].partition(":")
-    return getattr(import_module(f".{module}", __name__), renamed or name)
+__getattr__ = lazy_names(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,20 @@ All derive from `KvloomError`, and from the built-in error that a caller would e
 
 from __future__ import annotations
 
+__all__ = [
+    "CacheMisuse",
+    "CalibrationError",
+    "IncompatibleRecipe",
+    "InputError",
+    "KvloomError",
+    "NoKernel",
+    "NotFinite",
+    "RecipeError",
+    "SavedCacheError",
+    "TierError",
+    "UnsupportedModel",
+]
+
 
 class KvloomError(Exception):
     """Any error that kvloom raises."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+__all__ = ["Progress", "TotalProgress"]
+
 Progress = Callable[[str, int], None]
 """Called with the current work, and the units of work finished since the last call."""
 TotalProgress = Callable[[str, int, int], None]

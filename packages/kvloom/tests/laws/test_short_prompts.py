@@ -7,12 +7,12 @@ import torch
 
 from backends import by_reference
 from for_each import for_each
+from kvloom.cache import fill
 from kvloom.keep.policy import FLOOR_TOKENS
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.recipe.spec import Recipe
-from kvloom_lab.workload.filled_caches import empty_layers, fill, random_qkv
-from kvloom_lab.workload.shapes import LayerShape
+from kvloom_lab.workload.layers import LayerShape, empty_layers, random_qkv
 
 pytestmark = [pytest.mark.floor, by_reference]
 

@@ -17,14 +17,14 @@ import naive_recipes as rules
 import probe
 from backends import by_reference
 from for_each import for_each
+from kvloom.cache import fill
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
 from kvloom.hf.observe import observe
 from kvloom.hf.repetition import Repetition
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.workload.filled_caches import empty_layers, fill, random_qkv
-from kvloom_lab.workload.shapes import LayerShape
+from kvloom_lab.workload.layers import LayerShape, empty_layers, random_qkv
 from pairwise import some_slow
 
 PROMPT = 61

@@ -14,9 +14,9 @@ import probe
 from backends import by_reference
 from for_each import for_each
 from kvloom.errors import CacheMisuse
+from kvloom.hf import read_tokens as forward
 from kvloom.hf.together import Together, can_step_together
-from kvloom_lab.workload.crew import Ask, run_alone, run_together
-from kvloom_lab.workload.forward import forward
+from kvloom_lab.workload.passes import ForwardRequest, run_alone, run_batch
 from near import assert_near
 
 pytestmark = by_reference
@@ -102,13 +102,13 @@ def test_measurements_give_what_each_gives_alone(name):
 
     def measure(i, form):
         cache = kvloom.Cache(model, form)
-        logits = [(yield Ask(first, cache, every=True))[0]]
+        logits = [(yield ForwardRequest(first, cache, every=True))[0]]
         for k in range(4 + i):
-            logits.append((yield Ask(first[:, k : k + 1 + k % 2], cache)))
+            logits.append((yield ForwardRequest(first[:, k : k + 1 + k % 2], cache)))
         return torch.cat(logits)
 
     with torch.inference_mode():
-        found = run_together(model, [measure(i, form) for i, form in enumerate(forms)])
+        found = run_batch(model, [measure(i, form) for i, form in enumerate(forms)])
         for i, form in enumerate(forms):
             assert_near(found[i], run_alone(model, measure(i, form)), 1e-5)
 
@@ -119,26 +119,26 @@ def test_a_measurement_that_fails_does_not_stop_the_others():
 
     def good():
         cache = kvloom.Cache(model, "full")
-        yield Ask(first, cache)
-        return (yield Ask(first[:, :1], cache)).shape
+        yield ForwardRequest(first, cache)
+        return (yield ForwardRequest(first[:, :1], cache)).shape
 
     def broken(caught):
         cache = kvloom.Cache(model, "full")
-        yield Ask(first, cache)
+        yield ForwardRequest(first, cache)
         probe.layers(cache)[0].unusable = "a test broke it"
         try:
-            return (yield Ask(first[:, :1], cache))
+            return (yield ForwardRequest(first[:, :1], cache))
         except CacheMisuse as error:
             caught.append(error)
             raise
 
     def wrong():
-        yield Ask(first, kvloom.Cache(model, "full"))
+        yield ForwardRequest(first, kvloom.Cache(model, "full"))
         raise ValueError("a mistake of its own")
 
     caught = []
     with torch.inference_mode():
-        shape, one, other = run_together(model, [good(), broken(caught), wrong()])
+        shape, one, other = run_batch(model, [good(), broken(caught), wrong()])
     assert shape == (1, 199)
     assert caught == [one]
     assert isinstance(other, ValueError)

@@ -10,7 +10,7 @@ from backends import by_reference
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe
 from kvloom.kernels.score import reference as ref
-from kvloom_lab.analyse.attention_figures import weight_blocks
+from kvloom_lab.analyse.attention import weight_blocks
 
 pytestmark = by_reference  # none of this depends on kernels
 

@@ -4,5 +4,5 @@
     layers = attention.measure(model, ids, context=1024, recipe="h2o")      # ids int64 [1, tokens]
 
 `attention`, `error` and `distribution` measure one question each and convert the result to plain
-data; `table` and `plot` show it.
+data; `show` draws it.
 """

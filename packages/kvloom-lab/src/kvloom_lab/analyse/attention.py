@@ -15,11 +15,14 @@ are those of the plain model; the steps after it attend to the recipe's cache. T
   receives, averaged over the queries after the prompt, for every query head. Before: the softmax
   runs over all tokens. After: over the tokens in the cache, with the same logits, so the shares of
   evicted tokens go to the others. Keys are exact in both; quantization is not measured here.
+
+An attention matrix is computed in blocks of rows: memory grows with the number of tokens, not with
+its square.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,28 +31,80 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.cache.layer import LayerCache
-from kvloom.cache.reading import marked
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.cache import Cache
-from kvloom.hf.observe import ObservedStep, observe
-from kvloom.hf.routed import RoutedLayer
-from kvloom.hf.shard import needs_whole
-from kvloom.kernels import ops
+from kvloom import Cache
+from kvloom.cache import LayerCache, layer_contents
+from kvloom.hf import ObservedStep, attachment_restored, observe_steps, read_tokens, supported_model
 from kvloom.progress import Progress
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Recipe
 
-from ..workload.forward import forward
-from .attention_figures import (
-    EDGES,
-    GRID,
-    THRESHOLD,
-    count_negligible,
-    mass_curve,
-    mass_variance,
-    score_histogram,
-    weight_blocks,
-)
+THRESHOLD = 0.01
+"""A weight is negligible below this share of the largest weight of its row."""
+GRID = [i / 100 for i in range(101)]
+"""Fractions of the tokens at which `mass_curve` is evaluated."""
+EDGES = [i / 4 - 8 for i in range(33)]
+"""Edges of the bins of scores, as powers of ten; the outermost bins include all scores outside."""
+
+# Numbers in one block of attention weights: about this many (16 MiB in fp32), or one row.
+_BLOCK_NUMEL = 1 << 22
+
+
+def weight_blocks(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None, bias: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Yield causal attention weights of q [Hq, T, D] over k [Hk, T, D] in blocks of rows.
+
+    bias: fp32 [Hq, T], added to the logits. A block is fp32 [Hq, rows, N], where N is the number of
+    keys that its last row attends to; the weight of a later key is 0.
+    """
+    hq, t, d = q.shape
+    hk = k.shape[0]
+    keys = k.float().transpose(-1, -2)
+    size = max(1, _BLOCK_NUMEL // (hq * t))
+    for lo in range(0, t, size):
+        hi = min(t, lo + size)
+        rows = q[:, lo:hi].float().reshape(hk, -1, d)
+        logits = (rows @ keys[..., :hi]).mul_(scale).view(hq, hi - lo, hi)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if bias is not None:
+            logits += bias[:, None, :hi]
+        future = torch.ones(hi - lo, hi, dtype=torch.bool, device=q.device).triu_(lo + 1)
+        yield logits.masked_fill_(future, -torch.inf).softmax(dim=-1)
+
+
+def count_negligible(weights: Tensor) -> int:
+    """Return how many weights of a block [Hq, rows, N] are below `THRESHOLD` of their row's max.
+
+    Keys after a row's own token are not counted.
+    """
+    heads, rows, _ = weights.shape
+    below = (weights < THRESHOLD * weights.amax(dim=-1, keepdim=True)).sum().item()
+    return int(below) - heads * rows * (rows - 1) // 2
+
+
+def mass_curve(mass: Tensor) -> np.ndarray:
+    """Return the share of attention mass [heads, N] on the best tokens, the mean over heads.
+
+    The result has one value for each fraction of the tokens in `GRID`.
+    """
+    best = mass.double().sort(dim=-1, descending=True).values.cumsum(dim=-1).cpu().numpy()
+    fractions = np.arange(1 + best.shape[1]) / best.shape[1]
+    return np.mean([np.interp(GRID, fractions, [0.0, *(b / b[-1])]) for b in best], axis=0)
+
+
+def mass_variance(mass: Tensor, groups: int) -> float:
+    """Return the variance over tokens of mass [Hq, N] summed over each group's heads; the mean."""
+    return mass.view(groups, -1, mass.shape[-1]).sum(dim=1).var(dim=-1).mean().item()
+
+
+def score_histogram(scores: Tensor, counted: Tensor) -> list[float]:
+    """Return the share of scores [Hq, N] in each bin of `EDGES`.
+
+    counted: bool [Hq, N], the scores to count; shares are of all scores.
+    """
+    exponents = scores[counted].double().clamp_min(1e-300).log10().clamp(EDGES[0], EDGES[-1])
+    counts, _ = np.histogram(exponents.cpu().numpy(), bins=EDGES)
+    return (counts / scores.numel()).tolist()
 
 
 @dataclass(frozen=True)
@@ -94,17 +149,16 @@ def measure(
     compresses; the model is left as it was. progress: called with units that sum to
     tokens - context + 1. Raises what `Cache` and `watch` raise.
     """
-    needs_whole(model, "an analysis")
+    supported_model(model, whole="an analysis")
     on_step = progress or (lambda what, units: None)
     text = ids.to(model.device)
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, recipe)
-        numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, RoutedLayer)]
-        layers = [_LayerObserver(number) for number in numbers]
-        observe(cache, lambda look: layers[look.layer].before_attention(look))
+        layers = [_LayerObserver(number) for number in cache.geometry.numbers]
+        observe_steps(cache, lambda look: layers[look.layer].before_attention(look))
         for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             on_step("reading the prompt" if lo == 0 else "decoding", 0)
-            forward(model, text[:, lo:hi], cache)
+            read_tokens(model, text[:, lo:hi], cache)
             for layer, routed in zip(layers, cache.routed, strict=True):
                 layer.after_step(routed.cache)
             on_step("decoding", 1)
@@ -138,11 +192,9 @@ class _LayerObserver:
         if look.cache.seen == 0:
             self._prompt(q, k, look)
             return
-        weights = ops.column_mass(
-            look.q, look.keys, look.scale, softcap=look.softcap, bias=look.bias
-        )[0]
-        own = self.cached.new_ones(len(self.cached), 1)
-        self.cached = torch.cat([self.cached, own], dim=1)
+        weights = look.mass()[0]
+        new_token = self.cached.new_ones(len(self.cached), 1)
+        self.cached = torch.cat([self.cached, new_token], dim=1)
         in_cache = weights * self.cached.repeat_interleave(len(q) // len(k), dim=0)
         share = in_cache.sum(dim=-1, keepdim=True)
         prompt = self.mass.shape[1]
@@ -153,11 +205,10 @@ class _LayerObserver:
 
     def after_step(self, cache: LayerCache) -> None:
         """Record which tokens are in the cache after a step."""
-        index = cache.logical()[0]
         self.cached_before = self.cached
-        self.cached = marked(index, cache.seen)
+        self.cached = layer_contents(cache).kept.to(self.mass.device)
         if self.queries == 0:
-            self.cached_tokens = round(self.cached.sum().item() / len(index))
+            self.cached_tokens = round(self.cached.sum().item() / len(self.cached))
 
     def figures(self) -> LayerAttention:
         """Return the figures of the layer."""

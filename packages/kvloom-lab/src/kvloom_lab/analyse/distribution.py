@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.calibrate.recorder import AttentionInputs, compressible_layers, record
+from kvloom.calibrate import AttentionInputs, record
 from kvloom.errors import UnsupportedModel
-from kvloom.hf import compat, rotary
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.metadata import load_layer_metadata
-from kvloom.hf.shard import needs_whole
-from kvloom.recipe.spec import Recipe
-from kvloom.store import LayerMetadata
+from kvloom.hf import (
+    attachment_restored,
+    geometry,
+    load_layer_metadata,
+    model_rope,
+    supported_model,
+)
+from kvloom.recipe import Recipe
+from kvloom.store import LayerMetadata, calibrated_groups
 
 KINDS = {"keys": "keys", "raw_keys": "keys before RoPE", "values": "values"}
 
@@ -92,12 +95,11 @@ def measure(
     `IncompatibleRecipe` without a calibration, `UnsupportedModel` for a layer that kvloom does not
     compress.
     """
-    compat.refuse_unsupported(model)
-    needs_whole(model, "an analysis")
-    recipe.check(compat.geometry(model))
+    shape = geometry(supported_model(model, whole="an analysis"))
+    recipe.check(shape)
     distributions: list[Distribution] = []
     with attachment_restored(model):
-        available = compressible_layers(model)
+        available = list(shape.numbers)
         chosen = available if numbers is None else list(numbers)
         if not set(chosen) <= set(available):
             raise UnsupportedModel(
@@ -106,7 +108,7 @@ def measure(
             )
         metadata = dict(zip(available, load_layer_metadata(model, recipe), strict=True))
         try:
-            rope = rotary.rope(model)
+            rope = model_rope(model)
         except UnsupportedModel:
             rope = None
 
@@ -151,10 +153,9 @@ def to_data(distributions: Sequence[Distribution], environment: dict[str, Any]) 
 def _calibrated_groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:
     """Return the calibrated group of each channel of all heads; None without calibration."""
     of_keys = "raw_keys" if recipe.store.pre_rope else "keys"
-    channels = {of_keys: layer.keys, "values": layer.values}.get(kind)
-    if channels is None or channels.group_of is None:
-        return None
-    return channels.group_of.flatten().cpu()
+    sides = {of_keys: "keys", "values": "values"}
+    groups = calibrated_groups(layer, sides[kind]) if kind in sides else None
+    return None if groups is None else groups.flatten().cpu()
 
 
 def _group_size(recipe: Recipe) -> int:

@@ -22,16 +22,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.calibrate.recorder import AttentionInputs, compressible_layers, record
-from kvloom.calibrate.sampled_attention import AttentionSample, ExactAttention
-from kvloom.hf import compat
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.metadata import load_layer_metadata
-from kvloom.hf.shard import needs_whole
+from kvloom.calibrate import AttentionInputs, AttentionSample, ExactAttention, record
+from kvloom.hf import attachment_restored, geometry, load_layer_metadata, supported_model
 from kvloom.progress import Progress
-from kvloom.recipe.spec import Recipe
-from kvloom.store import Format, LayerEncoding, LayerMetadata, Packed
-from kvloom.store.packed import PackedTokens
+from kvloom.recipe import Recipe
+from kvloom.store import LayerMetadata, round_trip
 
 
 @dataclass(frozen=True)
@@ -60,14 +55,13 @@ def measure(
     ids: int64 [M, T], contexts. queries: sampled queries of a context. progress: called with one
     unit a context. The model is left as it was. Raises `IncompatibleRecipe`.
     """
-    compat.refuse_unsupported(model)
-    needs_whole(model, "an analysis")
+    shape = geometry(supported_model(model, whole="an analysis"))
     for recipe in recipes:
-        recipe.check(compat.geometry(model))
+        recipe.check(shape)
     metadata = {recipe.name: load_layer_metadata(model, recipe) for recipe in recipes}
     squares: dict[tuple[str, int], Tensor] = {}
     with attachment_restored(model):
-        index = {number: i for i, number in enumerate(compressible_layers(model))}
+        index = {number: i for i, number in enumerate(shape.numbers)}
 
         def add(number: int, inputs: AttentionInputs) -> None:
             exact = ExactAttention(AttentionSample.of(inputs, queries))
@@ -93,7 +87,9 @@ def mean(errors: dict[int, LayerError]) -> LayerError:
     return LayerError(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
 
 
-def to_data(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]) -> dict[str, Any]:
+def to_data(
+    errors_by_recipe: dict[str, dict[int, LayerError]], environment: dict[str, Any]
+) -> dict[str, Any]:
     """Return plain data: of each recipe its name, the mean over layers, and every layer."""
     rows = [
         {
@@ -101,40 +97,17 @@ def to_data(found: dict[str, dict[int, LayerError]], environment: dict[str, Any]
             **asdict(mean(errors)),
             "layers": [{"layer": number, **asdict(e)} for number, e in sorted(errors.items())],
         }
-        for name, errors in found.items()
+        for name, errors in errors_by_recipe.items()
     ]
     return {"environment": environment, "rows": rows}
-
-
-def quantized(
-    x: Tensor, fmt: Format | None, calibrated: LayerEncoding | None, layer: LayerMetadata
-) -> Tensor:
-    """Return x [B, Hk, N, D] after quantization to a format, in the dtype of x.
-
-    The tokens after the last full group, or tile, stay exact. None: no format.
-    """
-    if fmt is None:
-        return x
-    if not isinstance(fmt, Packed):
-        whole = x.shape[2] // fmt.unit * fmt.unit
-        again = fmt.unpack(fmt.pack(x[:, :, :whole]), x.dtype)
-        return torch.cat([again, x[:, :, whole:]], dim=2)
-    whole = x.shape[2] // fmt.tokens_per_scale * fmt.tokens_per_scale
-    if not whole:
-        return x
-    at = torch.arange(whole).view(1, 1, -1)
-    tokens = PackedTokens(fmt, calibrated, layer.rope)
-    tokens.append(x[:, :, :whole], at=at)
-    return torch.cat([tokens.view(at=at).tensor(), x[:, :, whole:]], dim=2)
 
 
 def _squares(
     exact: ExactAttention, inputs: AttentionInputs, recipe: Recipe, layer: LayerMetadata
 ) -> Tensor:
     """Return squared norms [5, 2] of error and exact tensor, in the order of `LayerError`."""
-    keys, values = recipe.store.keys, recipe.store.values
-    k = quantized(inputs.k, keys, layer.keys, layer).float().cpu()
-    v = quantized(inputs.v, values, layer.values, layer).float().cpu()
+    k = round_trip(inputs.k, recipe.store, "keys", layer).float().cpu()
+    v = round_trip(inputs.v, recipe.store, "values", layer).float().cpu()
     weights = exact.weights_with_keys(k - exact.k)
     out = exact.out
     pairs = (

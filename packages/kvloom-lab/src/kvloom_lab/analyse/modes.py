@@ -20,12 +20,17 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvloom import Cache
 from kvloom.errors import KvloomError
-from kvloom.hf import compat
-from kvloom.hf.cache import Cache
-from kvloom.hf.self_check import batch, difference, generate, tolerance, trial
-from kvloom.kernels import dispatch
-from kvloom.recipe.spec import Recipe
+from kvloom.hf import (
+    generate_sample,
+    logits_difference,
+    rounding_tolerance,
+    routed_trial,
+    sample_batch,
+)
+from kvloom.kernels import operations_run, use_backend
+from kvloom.recipe import Recipe
 
 _PACKED = 384  # tokens of a prompt of which every named recipe packs or drops some
 EQUAL, DIFFERENT, REFUSED, PLAIN_FAILS = "equal", "different", "refused", "plain fails"
@@ -84,7 +89,7 @@ def check_modes(
 
 
 def _padded(model: PreTrainedModel, **options: Any) -> Any:
-    return generate(model, batch(model), **options)
+    return generate_sample(model, sample_batch(model), **options)
 
 
 def _beams(model: PreTrainedModel) -> Any:
@@ -95,7 +100,7 @@ def _beams(model: PreTrainedModel) -> Any:
 
 def _right_padded(model: PreTrainedModel) -> Any:
     """Logits of the real tokens of a direct call."""
-    sample = batch(model)
+    sample = sample_batch(model)
     sample["attention_mask"] = sample["attention_mask"].flip(1)
     with torch.no_grad():
         logits = model(**sample, use_cache=True).logits
@@ -109,18 +114,18 @@ def _sampled(model: PreTrainedModel) -> Any:
 
 
 def _embedded(model: PreTrainedModel) -> Any:
-    sample = batch(model)
+    sample = sample_batch(model)
     embeds = model.get_input_embeddings()(sample.pop("input_ids"))
-    return generate(model, {**sample, "inputs_embeds": embeds})
+    return generate_sample(model, {**sample, "inputs_embeds": embeds})
 
 
 def _second_turn(model: PreTrainedModel, through: Callable[[Any], Any] = lambda x: x) -> Any:
     """A second prompt behind the tokens of a first answer; `through` changes the cache between."""
-    sample = {name: x[:1] for name, x in batch(model).items()}
-    first = generate(model, sample)
+    sample = {name: x[:1] for name, x in sample_batch(model).items()}
+    first = generate_sample(model, sample)
     ids = torch.cat([first.sequences, sample["input_ids"][:, :5]], dim=1)
     turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return generate(model, turn, past_key_values=through(first.past_key_values))
+    return generate_sample(model, turn, past_key_values=through(first.past_key_values))
 
 
 def _saved_turn(model: PreTrainedModel) -> Any:
@@ -134,7 +139,9 @@ def _saved_turn(model: PreTrainedModel) -> Any:
 
 
 def _one_row(model: PreTrainedModel, **options: Any) -> Any:
-    return generate(model, {name: x[:1] for name, x in batch(model).items()}, **options)
+    return generate_sample(
+        model, {name: x[:1] for name, x in sample_batch(model).items()}, **options
+    )
 
 
 MODES: dict[str, Callable[[PreTrainedModel], Any]] = {
@@ -147,7 +154,7 @@ MODES: dict[str, Callable[[PreTrainedModel], Any]] = {
     "prompt lookup": partial(_one_row, prompt_lookup_num_tokens=3),
     "embeddings": _embedded,
     "transformers' dynamic cache": lambda model: _padded(
-        model, past_key_values=DynamicCache(config=compat.decoder_config(model))
+        model, past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True))
     ),
     "transformers' static cache": partial(_padded, cache_implementation="static"),
 }
@@ -155,22 +162,22 @@ MODES: dict[str, Callable[[PreTrainedModel], Any]] = {
 
 
 def _plain(model: PreTrainedModel, run: Callable[[PreTrainedModel], Any]) -> Any:
-    with trial(model, None):
+    with routed_trial(model, None):
         return run(model)
 
 
 def _routed(model: PreTrainedModel, run: Callable[[PreTrainedModel], Any]) -> Any:
-    with trial(model, partial(Cache, check=False)):
+    with routed_trial(model, partial(Cache, check=False)):
         return run(model)
 
 
 def _limit(model: PreTrainedModel) -> float:
     """Return the difference that rounding explains; infinity if the plain model does not run."""
-    sample = batch(model)
+    sample = sample_batch(model)
     try:
-        with trial(model, None):
-            plain = generate(model, sample)
-        return tolerance(model, sample, plain)
+        with routed_trial(model, None):
+            plain = generate_sample(model, sample)
+        return rounding_tolerance(model, sample, plain)
     except Exception:  # each mode says so
         return math.inf
 
@@ -179,19 +186,25 @@ def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
     """Compare the kernels that a recipe uses with the reference, by two prompts and some steps."""
 
     def run(backend: str) -> Any:
-        with dispatch.use(backend):
+        with use_backend(backend):
             cache = Cache(model, recipe, check=False)
-            return generate(model, batch(model, _PACKED), past_key_values=cache)
+            return generate_sample(model, sample_batch(model, _PACKED), past_key_values=cache)
 
-    dispatch.ran.clear()
-    found = _compare(limit, f"kernels of {recipe.name}", partial(run, "ref"), partial(run, "auto"))
-    ran = sorted({f"{op} ({backend})" for op, backend, _ in dispatch.ran if backend != "ref"})
-    note = found.note or (", ".join(ran) if ran else "no kernel covers it; the reference runs it")
-    return ModeCheck(**{**asdict(found), "note": note})
+    before = operations_run()
+    comparison = _compare(
+        limit, f"kernels of {recipe.name}", partial(run, "ref"), partial(run, "auto")
+    )
+    ran = sorted(
+        {f"{op} ({backend})" for op, backend, _ in operations_run() - before if backend != "ref"}
+    )
+    note = comparison.note or (
+        ", ".join(ran) if ran else "no kernel covers it; the reference runs it"
+    )
+    return ModeCheck(**{**asdict(comparison), "note": note})
 
 
 def _compare(
-    limit: float, mode: str, expected: Callable[[], Any], found: Callable[[], Any]
+    limit: float, mode: str, expected: Callable[[], Any], routed: Callable[[], Any]
 ) -> ModeCheck:
     begin = time.perf_counter()
     try:
@@ -202,10 +215,10 @@ def _compare(
         note = str(error) if known else f"{type(error).__name__}: {error}"
         return ModeCheck(mode, result, None, None, time.perf_counter() - begin, note)
     try:
-        got = found()
+        got = routed()
     except KvloomError as error:
         return ModeCheck(mode, REFUSED, None, None, time.perf_counter() - begin, str(error))
-    off, tokens = difference(want, got), None
+    off, tokens = logits_difference(want, got), None
     if want.sequences is not None:
         tokens = float((want.sequences == got.sequences).float().mean())
     result = EQUAL if off <= limit else DIFFERENT

@@ -7,18 +7,20 @@ rounds that are not counted.
 from __future__ import annotations
 
 import signal
+import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 
-from kvloom.kernels import dispatch
+from kvloom.kernels import operations_run
 
-from ..report.errors import logged_line
 from ..workload import clock
+from ..workload.errors import logged_line
 
 WARM_UP = 3
 """Rounds that are not counted."""
@@ -143,12 +145,77 @@ def _time(candidate: Candidate) -> tuple[float, set[str]]:
     assert candidate.call is not None
     if candidate.prepare is not None:
         candidate.prepare()
-    before = dispatch.ran.copy()
+    before = operations_run()
     begin = clock.seconds()
     candidate.call()
     ms = 1e3 * (clock.seconds() - begin)
     return ms, {
         f"{operation}: {reason}"
-        for (operation, backend, reason), n in dispatch.ran.items()
-        if backend == "ref" and n > before[operation, backend, reason]
+        for operation, backend, reason in operations_run() - before
+        if backend == "ref"
     }
+
+
+@dataclass
+class TimedRow:
+    """One candidate at one context.
+
+    Attributes:
+        name: Of the candidate.
+        shape: Of the tensors, or the model.
+        context: Tokens.
+        batch: Rows.
+        ms: Median of a call.
+        least_ms: The fastest call.
+        kv_bytes: Keys and values in the cache, with metadata and spare room.
+        read_bytes: The least that a call must read.
+        gb_s: `read_bytes` over `ms`.
+        ratios: How many times faster than each baseline this candidate is.
+        fell: Operations of kvloom that fell back to plain torch, with the reason.
+        problem: Why there are no figures.
+    """
+
+    name: str
+    shape: str
+    context: int
+    batch: int
+    ms: float | None = None
+    least_ms: float | None = None
+    kv_bytes: int | None = None
+    read_bytes: int | None = None
+    gb_s: float | None = None
+    ratios: dict[str, float] = field(default_factory=dict)
+    fell: list[str] = field(default_factory=list)
+    problem: str | None = None
+
+
+def make_rows(
+    candidates: Sequence[Candidate],
+    times: dict[str, Times],
+    baselines: Sequence[str],
+    *,
+    shape: str,
+    context: int,
+    batch: int,
+) -> list[TimedRow]:
+    """Return one row a candidate. baselines: candidates that ratios are to, if they have times."""
+    median = {name: statistics.median(t.ms) for name, t in times.items() if t.ms}
+    rows = []
+    for candidate in candidates:
+        row = TimedRow(candidate.name, shape, context, batch, problem=candidate.problem)
+        if candidate.name in median:
+            row.ms, row.least_ms = median[candidate.name], min(times[candidate.name].ms)
+            row.kv_bytes, row.read_bytes = candidate.kv_bytes(), candidate.read_bytes()
+            if row.read_bytes is not None:
+                row.gb_s = row.read_bytes / row.ms / 1e6
+            row.ratios = {name: median[name] / row.ms for name in baselines if name in median}
+            row.fell = sorted(times[candidate.name].fallbacks)
+        rows.append(row)
+    return rows
+
+
+def bench_data(
+    rows: Sequence[TimedRow], environment: dict[str, Any], limits: dict[str, Any]
+) -> dict[str, Any]:
+    """Return plain data. limits: `read_gb_s`."""
+    return {"environment": environment, "limits": limits, "rows": [asdict(row) for row in rows]}

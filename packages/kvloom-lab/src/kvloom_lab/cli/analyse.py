@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -10,16 +10,27 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import ChosenModel, ChosenText, conditions
-from .options import RECIPE_HELP, RECIPES_HELP, Dtype, Files, Json, Model, Text, parse_recipes
-from .outputs import check_outputs, show_results
+from .options import (
+    RECIPE_HELP,
+    RECIPES_HELP,
+    ChosenModel,
+    ChosenText,
+    Dtype,
+    Files,
+    Json,
+    Model,
+    Text,
+    conditions,
+    parse_recipes,
+)
+from .outputs import check_outputs, show_results, user_errors
 from .progress import show_progress
-from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .progress import ProgressDisplay
+
 
 app = typer.Typer(no_args_is_help=True, help="Analyse a model on a text, as the papers do.")
 
@@ -57,14 +68,14 @@ def attention(
     As in Keyformer's figures 3a, 3b and 4 and MiniKV's figure 7.
     """
     with user_errors():
-        from kvloom.recipe.resolve import resolve
+        from kvloom.recipe import resolve
 
-        from ..analyse.attention import measure
+        from ..analyse.attention import measure, to_data
 
         resolve(recipe)  # a wrong name is refused before anything is loaded
         inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
         _run(
-            "attention", inputs, json, plot,
+            "attention", to_data, inputs, json, plot,
             lambda loaded, ids, progress: measure(
                 loaded, ids, context=context, recipe=recipe,
                 progress=progress.counter(max_new_tokens + 1),
@@ -95,12 +106,12 @@ def error(
     Every token is quantized, without recent windows or sinks: formats are compared, not recipes.
     """
     with user_errors():
-        from ..analyse.error import measure
+        from ..analyse.error import measure, to_data
 
         chosen = parse_recipes(recipes)
         inputs = _Inputs(files, text, model, dtype, recipes, context, seed)
         _run(
-            "error", inputs, json, None,
+            "error", to_data, inputs, json, None,
             lambda loaded, ids, progress: measure(
                 loaded, ids, chosen, progress=progress.counter(contexts)
             ),
@@ -135,9 +146,9 @@ def distribution(
     As in KIVI's figure 2 and SKVQ's figure 2. Without a calibrated recipe, there are no groups.
     """
     with user_errors():
-        from kvloom.recipe.resolve import resolve
+        from kvloom.recipe import resolve
 
-        from ..analyse.distribution import measure
+        from ..analyse.distribution import measure, to_data
 
         chosen = resolve(recipe)
         try:
@@ -146,7 +157,7 @@ def distribution(
             raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
         inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
         _run(
-            "distribution", inputs, json, plot,
+            "distribution", to_data, inputs, json, plot,
             lambda loaded, ids, progress: measure(loaded, ids, chosen, numbers),
         )  # fmt: skip
 
@@ -165,19 +176,21 @@ class _Inputs(NamedTuple):
 
 def _run(
     name: str,
+    to_data: Callable[[Any, dict[str, Any]], dict[str, Any]],
     inputs: _Inputs,
     json: str | None,
     plot: Path | None,
     measure: Callable[[Any, Any, ProgressDisplay], Any],
     **sizes: int,
 ) -> None:
-    """Measure a text, and show the result. name: of a module in `kvloom_lab.analyse`, and of
-    functions in its `table` and `plot`.
+    """Measure a text, and show the result. name: of its table and plot in `show`. to_data: of the
+    same analysis.
 
     sizes: new_tokens or contexts, which results contain, too. A text that is too short is refused
     before the weights of the model are loaded.
     """
     from ..models import check_positions
+    from ..show import plots, tables
     from ..workload.text import cut_rows, leading_ids, tokenize
 
     check_outputs(json, plot=plot)
@@ -197,7 +210,42 @@ def _run(
         loaded, model, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed, **sizes
     )
     if plot:
-        getattr(import_module("kvloom_lab.analyse.plot"), name)(result, environment, plot)
-    data = import_module(f"kvloom_lab.analyse.{name}").to_data(result, environment)
-    table = getattr(import_module("kvloom_lab.analyse.table"), name)(result, environment)
+        getattr(plots, f"{name}_plot")(result, environment, plot)
+    data = to_data(result, environment)
+    table = getattr(tables, f"{name}_table")(result, environment)
     show_results(data, json, table)
+
+
+def check(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help='Hub id or folder of a model, or "smollm2".')
+    ] = "reference",
+    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "near-lossless",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Compare `full` with the plain model on random tokens, and a recipe's kernels with torch.
+
+    Exits with 1 if a mode differs.
+    """
+    with user_errors():
+        from kvloom.hf import geometry, supported_model
+        from kvloom.recipe import resolve
+
+        from ..analyse.modes import DIFFERENT, check_modes
+        from ..show.tables import modes_table
+        from ..workload.machine import machine
+
+        chosen = resolve(recipe)
+        check_outputs(json)
+        known = ChosenModel(model, dtype)
+        with show_progress() as progress:
+            loaded = known.load(progress)
+            chosen.check(geometry(supported_model(loaded)))
+            checks = list(check_modes(loaded, chosen, progress))
+        data = {
+            "model": known.name, "class": type(loaded).__name__, **machine(loaded),
+            "modes": [check.data() for check in checks],
+        }  # fmt: skip
+        show_results(data, json, modes_table(f"{type(loaded).__name__}, {loaded.dtype}", checks))
+    sys.exit(any(check.result == DIFFERENT for check in checks))

@@ -15,7 +15,6 @@ from . import (
     analyse,
     bench,
     calibrate,
-    check,
     compare,
     eval,
     generate,
@@ -23,9 +22,8 @@ from . import (
     papers,
     plan,
     recipes,
-    report,
     tune,
-)  # fmt: skip
+)
 
 app = typer.Typer(
     name="kvloom",
@@ -36,7 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("calibrate")(calibrate.command)
-app.command("check")(check.command)
+app.command("check")(analyse.check)
 app.command("compare")(compare.command)
 app.command("eval")(eval.command)
 app.command("generate")(generate.command)
@@ -44,7 +42,7 @@ app.command("inspect")(inspect.command)
 app.command("papers")(papers.command)
 app.command("plan")(plan.command)
 app.command("recipes")(recipes.command)
-app.command("report")(report.command)
+app.command("report")(eval.report)
 app.command("tune")(tune.command)
 app.add_typer(analyse.app, name="analyse")
 app.add_typer(bench.app, name="bench")

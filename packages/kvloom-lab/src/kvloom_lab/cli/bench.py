@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +9,9 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import silence_transformers
-from .options import RECIPES_HELP, Json, parse_numbers, parse_recipes
-from .outputs import check_outputs, show_results
-from .partial_results import collect_rows, finish
+from .options import RECIPES_HELP, Json, parse_numbers, parse_recipes, silence_transformers
+from .outputs import check_outputs, collect_rows, finish, show_results, user_errors
 from .progress import show_progress
-from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,14 +75,14 @@ def decode(
     """
     with user_errors():
         from ..bench import LayerShape
-        from ..bench import decode as benchmark
+        from ..bench.candidates import DECODE_BASELINES, DECODE_PEERS, decode_candidates
 
         shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
-        peers, limit_s = _parse_baselines(baselines, benchmark.PEERS)
+        peers, limit_s = _parse_baselines(baselines, DECODE_PEERS)
         _run(
             "decode", shape, context, recipes, threads, repeats, json, plot,
-            lambda names, tokens: benchmark.candidates(shape, names, tokens, peers, limit_s),
-            benchmark.BASELINES,
+            lambda names, tokens: decode_candidates(shape, names, tokens, peers, limit_s),
+            DECODE_BASELINES,
             "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
             "a step has to read, over its time.",
         )  # fmt: skip
@@ -110,13 +106,13 @@ def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, ca
     ) -> None:
         with user_errors():
             from ..bench import LayerShape
+            from ..bench.candidates import PROMPT_COMMANDS
 
-            benchmark = import_module(f"kvloom_lab.bench.{name}")
+            candidates, baselines = PROMPT_COMMANDS[name]
             shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
             _run(
                 name, shape, context, recipes, threads, repeats, json, plot,
-                lambda names, tokens: benchmark.candidates(shape, names, tokens),
-                benchmark.BASELINES, caption,
+                lambda names, tokens: candidates(shape, names, tokens), baselines, caption,
             )  # fmt: skip
 
 
@@ -166,24 +162,24 @@ def generate(
     """
     with user_errors():
         from ..bench import ModelShape
-        from ..bench import generate as benchmark
-        from ..models.random_llama import random_llama
+        from ..bench.candidates import GENERATE_BASELINES, GENERATE_PEERS, generate_candidates
+        from ..models import random_llama
 
         shape = ModelShape(
             *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
             intermediate, vocabulary,
         )  # fmt: skip
-        peers, limit_s = _parse_baselines(baselines, benchmark.PEERS)
+        peers, limit_s = _parse_baselines(baselines, GENERATE_PEERS)
         model: Any = None
 
         def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
             nonlocal model
             model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
-            return benchmark.candidates(model, shape, names, tokens, peers, limit_s)
+            return generate_candidates(model, shape, names, tokens, peers, limit_s)
 
         _run(
             "generate", shape, context, recipes, threads, repeats, json, plot,
-            candidates, benchmark.BASELINES,
+            candidates, GENERATE_BASELINES,
             "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
             "weights, keys and values that a step has to read, over its time.",
         )  # fmt: skip
@@ -208,12 +204,14 @@ def _run(
     """
     import torch
 
-    from kvloom.kernels.dispatch import compile_seconds
+    from kvloom.kernels import compile_seconds
 
-    from ..bench import plot as plots
-    from ..bench import rows, table, timing, transformers_caches
-    from ..report.machine import machine
-    from ..workload import bandwidth
+    from ..bench import transformers_caches
+    from ..bench.timing import TimedRow, bench_data, make_rows, rounds, time_candidates
+    from ..show.plots import bench_plot
+    from ..show.tables import bench_line, bench_table
+    from ..workload import clock
+    from ..workload.machine import machine
 
     contexts = parse_numbers(context, int, "--context")
     names = list(dict.fromkeys(recipe.name for recipe in parse_recipes(recipes)))
@@ -222,20 +220,20 @@ def _run(
     if threads is not None:
         torch.set_num_threads(threads)
     compiled_before = compile_seconds()
-    limits = {"read_gb_s": bandwidth.read_bandwidth_gb_s()}
+    limits = {"read_gb_s": clock.read_bandwidth_gb_s()}
     with show_progress() as progress:
-        on_step = progress.counter(len(contexts) * timing.rounds(repeats))
+        on_step = progress.counter(len(contexts) * rounds(repeats))
 
-        def measure() -> Iterator[rows.Row]:
+        def measure() -> Iterator[TimedRow]:
             for tokens in contexts:
                 on_step(f"filling caches with {tokens:,} tokens", 0)
                 measured = candidates(names, tokens)
-                times = timing.time_candidates(measured, repeats, on_step)
-                yield from rows.make_rows(
+                times = time_candidates(measured, repeats, on_step)
+                yield from make_rows(
                     measured, times, baselines, shape=str(shape), context=tokens, batch=shape.batch
                 )
 
-        measured_rows, early_end = collect_rows(measure(), table.line, progress)
+        measured_rows, early_end = collect_rows(measure(), bench_line, progress)
     environment = {
         **machine(torch.empty(0, dtype=shape.dtype)),
         "verb": name,
@@ -249,11 +247,11 @@ def _run(
     if missing:
         environment["missing"] = missing
     if plot and measured_rows:
-        plots.plot(measured_rows, environment, plot)
+        bench_plot(measured_rows, environment, plot)
     if measured_rows:
         shares = name in ("prefill", "pack")
-        shown = table.table(measured_rows, environment, limits, caption, shares)
-        show_results(rows.to_data(measured_rows, environment, limits), json, shown)
+        shown = bench_table(measured_rows, environment, limits, caption, shares)
+        show_results(bench_data(measured_rows, environment, limits), json, shown)
     failed = [
         r.name for r in measured_rows if r.problem and r.name not in transformers_caches.INSTALL
     ]
@@ -289,7 +287,7 @@ def _parse_heads(option: str) -> tuple[int, int]:
 
 def _parse_dtype(option: str) -> torch.dtype:
     """Read "bfloat16", "float16" or "float32"."""
-    from ..workload.shapes import DTYPES
+    from ..workload.layers import DTYPES
 
     if option not in DTYPES:
         raise InputError(f"--dtype {option!r} is unknown; use one of {', '.join(DTYPES)}")

@@ -9,11 +9,9 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import silence_transformers
-from .options import Dtype, Text, parse_recipes
-from .outputs import check_outputs
+from .options import Dtype, Text, parse_recipes, silence_transformers
+from .outputs import check_outputs, user_errors
 from .progress import show_progress
-from .user_errors import user_errors
 
 DEFAULT_RECIPES = "skvq,skvq-k2v1.5,rptq,smoothquant"
 
@@ -38,8 +36,7 @@ def command(
         from kvloom.calibrate import Settings, calibrate, cut_contexts
 
         from ..models import load
-        from ..workload.corpus import calibration_text
-        from ..workload.text import leading_ids, read_files, tokenize
+        from ..workload.text import calibration_text, leading_ids, read_files, tokenize
 
         chosen = parse_recipes(recipes)
         plain = [r.name for r in chosen if not any(store.calibrated for store in r.stores)]

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from .inputs import ChosenModel, ChosenText
 from .options import (
     RECIPES_HELP,
+    ChosenModel,
+    ChosenText,
     Dtype,
     Files,
     Json,
@@ -18,11 +19,9 @@ from .options import (
     parse_budget,
     parse_recipes,
     with_budget,
-)  # fmt: skip
-from .outputs import check_outputs, show_results
-from .partial_results import collect_rows, finish
+)
+from .outputs import check_outputs, collect_rows, finish, show_results, user_errors
 from .progress import show_progress
-from .user_errors import user_errors
 
 
 def command(
@@ -84,8 +83,9 @@ def command(
         from kvloom.recipe import RECIPES, part_options
 
         from .. import eval as evaluation
-        from ..eval.comparison.table import line, table
-        from ..eval.comparison.task import DEFAULT_CONTEXT
+        from ..eval.compare import DEFAULT_CONTEXT
+        from ..show.plots import comparison_plot
+        from ..show.tables import comparison_line, comparison_table
 
         named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
         chosen = parse_recipes(",".join(named) if recipes is None else recipes)
@@ -103,8 +103,8 @@ def command(
             environment = evaluation.environment(loaded, known.name, task, seed, source.name)
             on_step = progress.counter(task.units * len(chosen))
             rows, early_end = collect_rows(
-                evaluation.iter_rows(loaded, known.tokenizer, chosen, task, on_step),
-                lambda row: line(row, environment),
+                evaluation.iter_rows(loaded, chosen, task, on_step),
+                lambda row: comparison_line(row, environment),
                 progress,
             )
         missing = [recipe.name for recipe in chosen[len(rows) :]]
@@ -114,8 +114,10 @@ def command(
             environment["budget"] = share
             environment["without_budget"] = [r.name for r in chosen if not r.budgeted]
         if plot and rows:
-            evaluation.plot(rows, environment, plot)
+            comparison_plot(rows, environment, plot)
         if rows:
-            show_results(evaluation.to_data(rows, environment), json, table(rows, environment))
+            show_results(
+                evaluation.to_data(rows, environment), json, comparison_table(rows, environment)
+            )
         failed = [r.recipe for r in rows if r.failed or (r.problem and recipes is not None)]
         finish(early_end, missing, failed)

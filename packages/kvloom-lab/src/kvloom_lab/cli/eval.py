@@ -9,9 +9,10 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import ChosenModel, ChosenText
 from .options import (
     RECIPES_HELP,
+    ChosenModel,
+    ChosenText,
     Dtype,
     Model,
     Text,
@@ -19,14 +20,14 @@ from .options import (
     parse_numbers,
     parse_recipes,
     with_budget,
-)  # fmt: skip
-from .outputs import print_rich
+)
+from .outputs import check_outputs, print_rich, user_errors, write_file
 from .progress import show_progress
-from .user_errors import user_errors
 
 if TYPE_CHECKING:
-    from kvloom.recipe.geometry import Geometry
-    from kvloom.recipe.spec import Recipe
+    from kvloom.recipe import Geometry, Recipe
+
+    from ..eval.results import RunResults
 
 
 def command(
@@ -99,16 +100,15 @@ def command(
     the same command again to resume. kvloom report DIR shows the results.
     """
     with user_errors():
-        from kvloom.hf import compat
+        from kvloom.hf import geometry as model_geometry
 
         from ..eval.evaluate import evaluate, units
-        from ..eval.result_files import ResultFolder
-        from ..eval.results_table import results_table
-        from ..eval.sample import Source
-        from ..eval.task_batches import task_batches
+        from ..eval.results import ResultFolder
+        from ..eval.sample import Source, task_batches
         from ..eval.tasks import task_named
         from ..models import max_positions
-        from ..report.machine import machine, model_facts
+        from ..show.tables import results_table
+        from ..workload.machine import machine, model_facts
 
         chosen_tasks = [task_named(name) for name in tasks]
         if ask not in ("after", "inside"):
@@ -127,7 +127,7 @@ def command(
         batches = task_batches(chosen_tasks, source, max_positions(known.config))
         with show_progress() as progress:
             loaded = known.load(progress)
-            geometry = compat.geometry(loaded)
+            geometry = model_geometry(loaded)
             measured = _with_bytes(chosen, shares, budget, lengths, geometry)
             settings = {
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
@@ -162,8 +162,7 @@ def _with_bytes(
     geometry: Geometry,
 ) -> list[Recipe]:
     """Return `full` and the recipes, each once for every share, with distinct names."""
-    from ..eval.passes import with_full
-    from ..eval.share import at_share
+    from ..eval.evaluate import at_share, with_full
 
     if shares and len(lengths) > 1:
         raise InputError(
@@ -179,3 +178,50 @@ def _with_bytes(
         if names.count(name) > 1:
             raise InputError(f"two different recipes have the name {name!r}; rename one of them")
     return measured
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR",
+            help="Folders that kvloom eval wrote, or folders of results of kvpress.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Show results of kvloom eval: one HTML page that needs no network and no other file.
+
+    The page shows which recipe keeps quality at which bytes, with 95% intervals; retrieval by
+    length and depth; divergence by position; speed beside quality; and every sample's prompt,
+    answer and reference, with two recipes compared token by token. Of several folders, the reader
+    chooses those to see. Results of kvpress count tokens instead of bytes; the page marks them.
+    """
+    with user_errors():
+        check_outputs(out)
+        runs = [run for folder in folders for run in _read(folder)]
+        from ..show.pages import page_data, results_page
+
+        write_file(out, results_page(*page_data(runs)))
+        samples = sum(len(lines) for run in runs for lines in run.lines.values())
+        recipes = len({figures.recipe for run in runs for figures in run.figures})
+        typer.echo(
+            f"{len(runs)} run{'s' if len(runs) > 1 else ''}, {recipes} recipes, {samples:,} "
+            f"results of samples; wrote {out} ({out.stat().st_size / 1000:,.0f} kB)"
+        )
+
+
+def _read(folder: Path) -> list[RunResults]:
+    """Return the runs in a folder."""
+    from ..eval.kvpress import is_kvpress, read_kvpress
+    from ..eval.results import read_run
+
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no folder {str(folder)!r}; give a folder that 'kvloom eval --out' wrote"
+        )
+    if not (folder / "run.json").exists() and is_kvpress(folder):
+        return read_kvpress(folder)
+    return [read_run(folder)]

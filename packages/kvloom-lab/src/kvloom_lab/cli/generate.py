@@ -9,14 +9,13 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import ChosenModel, check_utf8, read_stdin
-from .options import RECIPE_HELP, Dtype, Model
+from .options import RECIPE_HELP, ChosenModel, Dtype, Model, check_utf8, read_stdin
+from .outputs import user_errors
 from .progress import show_progress
-from .user_errors import user_errors
 
 if TYPE_CHECKING:
-    from kvloom.hf.cache import Cache
-    from kvloom.recipe.spec import Recipe
+    from kvloom import Cache
+    from kvloom.recipe import Recipe
 
 
 def command(
@@ -40,8 +39,8 @@ def command(
 ) -> None:
     """Generate text on a compressed cache; figures of the cache are printed on stderr."""
     with user_errors():
-        from kvloom.hf.cache import Cache
-        from kvloom.recipe.resolve import resolve
+        from kvloom import Cache
+        from kvloom.recipe import resolve
 
         from ..models import check_positions
 
@@ -116,7 +115,7 @@ def _generate(
 
 
 def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
-    from kvloom.kernels.dispatch import compile_seconds
+    from kvloom.kernels import compile_seconds
 
     new = len(times) - 1
     parts = [f"{cache.recipe.name}: {prompt_tokens} + {new} tokens", *_sizes(cache)]
@@ -129,13 +128,14 @@ def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
 
 def _sizes(cache: Cache) -> list[str]:
     """Return the cache's size, and how much smaller it is than full or why it is not smaller."""
+    from kvloom.cache import holds_packed
+
     nbytes, full, recipe = cache.nbytes, cache.full_nbytes, cache.recipe
     sizes = [f"{nbytes / 2**20:.2f} MiB in the cache"]
     if not cache.routed:
         return [*sizes, "no layer compressed: sliding windows limit all of them already"]
     begin = first_packed_at(recipe)
-    tokens = [layer.cache.state.storage for layer in cache.routed]
-    if begin is not None and not any(getattr(held, "packed", False) for held in tokens):
+    if begin is not None and not any(holds_packed(layer.cache) for layer in cache.routed):
         unit = "kept tokens" if recipe.keep is not None else "tokens"
         return [*sizes, f"nothing packed yet: {recipe.name} starts to pack at {begin} {unit}"]
     if full < 1.05 * nbytes:

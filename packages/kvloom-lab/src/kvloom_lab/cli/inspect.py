@@ -11,11 +11,18 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import ChosenModel, check_utf8, printable_name, read_stdin, text_name
-from .options import RECIPE_HELP, Dtype, Model
-from .outputs import check_outputs, write_file
+from .options import (
+    RECIPE_HELP,
+    ChosenModel,
+    Dtype,
+    Model,
+    check_utf8,
+    printable_name,
+    read_stdin,
+    text_name,
+)
+from .outputs import check_outputs, user_errors, write_file
 from .progress import show_progress
-from .user_errors import user_errors
 
 
 def command(
@@ -52,10 +59,10 @@ def command(
     or pages.
     """
     with user_errors():
-        from kvloom.recipe.resolve import resolve
+        from kvloom.recipe import resolve
 
-        from ..inspect import page, trace_recipe
-        from ..inspect.token_text import prompt_ids
+        from ..inspect import prompt_ids, trace_recipe
+        from ..show.pages import inspect_page
 
         chosen = resolve(recipe)  # a wrong name is refused before anything is loaded
         check_outputs(out, json)
@@ -69,7 +76,7 @@ def command(
                 new_tokens=max_new_tokens, progress=progress.counter(max_new_tokens + 1),
             )  # fmt: skip
         data = {"model": known.name, "source": source, **trace}
-        write_file(out, page(data))
+        write_file(out, inspect_page(data))
         if json == "-":
             typer.echo(js.dumps(data, ensure_ascii=False))
         elif json:

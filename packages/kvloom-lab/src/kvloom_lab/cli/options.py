@@ -1,7 +1,8 @@
-"""Arguments and options that several commands share, and how recipes are read from one."""
+"""Options that several commands share, and what they read: recipes, models, texts, stdin."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,10 @@ import typer
 from kvloom.errors import InputError, RecipeError
 
 if TYPE_CHECKING:
-    from kvloom.recipe.spec import Recipe
+    from kvloom.recipe import Recipe
+
+    from .progress import ProgressDisplay
+
 
 Text = Annotated[
     list[Path] | None,
@@ -44,7 +48,7 @@ RECIPES_HELP = 'Recipe names with options, or recipe files: "kivi:bits=4,rtn,min
 
 def parse_recipes(option: str) -> list[Recipe]:
     """Return the recipes of an option `--recipes`; raises `RecipeError` or `InputError`."""
-    from kvloom.recipe.resolve import RECIPES, resolve
+    from kvloom.recipe import RECIPES, resolve
 
     specs = split_recipes(option)
     if not specs:
@@ -80,15 +84,15 @@ def with_budget(recipes: list[Recipe], share: int | float | None, context: int) 
 def parse_numbers(option: str, kind: type, name: str) -> list[Any]:
     """Return the numbers of a list such as "1024,2048"; each must be positive."""
     try:
-        found = list(dict.fromkeys(kind(part) for part in option.split(",")))
+        numbers = list(dict.fromkeys(kind(part) for part in option.split(",")))
     except ValueError:
-        found = []
-    if not found or min(found) <= 0 or (kind is float and max(found) > 1):
+        numbers = []
+    if not numbers or min(numbers) <= 0 or (kind is float and max(numbers) > 1):
         what = "shares between 0 and 1; give some such as 0.25,0.125"
         if kind is int:
             what = "whole numbers above 0; give some such as 1024,2048"
         raise InputError(f"{name} {option!r} is not a list of {what}")
-    return found
+    return numbers
 
 
 def parse_budget(option: str) -> int | float:
@@ -99,3 +103,83 @@ def parse_budget(option: str) -> int | float:
         raise InputError(
             f"--budget {option!r} is neither whole tokens (512) nor a fraction (0.25)"
         ) from None
+
+
+def silence_transformers() -> None:
+    """Let transformers log errors only: its progress bars and advice would mix with ours."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+class ChosenModel:
+    """The model of `--model` and `--dtype`: its config and tokenizer at first, later its weights.
+
+    A wrong model is refused at once. name: in results, its hub id or the name of its folder.
+    """
+
+    def __init__(self, option: str, dtype: str) -> None:
+        from ..models import load_config_and_tokenizer
+
+        silence_transformers()
+        self.option, self.dtype = option, dtype
+        self.name = Path(option).name if Path(option).is_dir() else option
+        self.config, self.tokenizer = load_config_and_tokenizer(option, dtype)
+
+    def load(self, progress: ProgressDisplay) -> Any:
+        """Load the weights and report it as progress, because it may take minutes."""
+        from .. import models
+
+        progress(f"loading {self.name}")
+        return models.load_model(self.option, self.dtype)
+
+
+class ChosenText:
+    """The text of files given as arguments and by `--text`; without any, CPython's library.
+
+    name: of the text in results.
+    """
+
+    def __init__(self, files: list[Path] | None, text: list[Path] | None) -> None:
+        from ..workload.text import library_text, read_files
+
+        paths = [*(files or ()), *(text or ())]
+        self.name = text_name(paths) if paths else "CPython's library"
+        self.content = read_files(paths) if paths else library_text()
+
+
+def conditions(loaded: Any, model: ChosenModel, text: str, **more: Any) -> dict[str, Any]:
+    """Return the environment of results: versions, hardware, names of model and text, and more."""
+    from ..workload.machine import machine
+
+    return {**machine(loaded), "model": model.name, "text": text, **more}
+
+
+def text_name(files: list[Path]) -> str:
+    """Return the name of a text in results."""
+    return ", ".join(map(printable_name, files))
+
+
+def printable_name(path: Path) -> str:
+    """Return a file's name; characters that cannot be written as UTF-8 become question marks."""
+    return path.name.encode("utf-8", "replace").decode("utf-8")
+
+
+def read_stdin() -> str:
+    """Return the text that is piped in or typed; raises `InputError` if it is not UTF-8."""
+    if sys.stdin.isatty():
+        typer.echo("reading text from stdin; press Ctrl-D to end it", err=True)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError("stdin is not UTF-8 text; convert it first") from error
+
+
+def check_utf8(what: str, text: str) -> str:
+    """Return the text of an argument; raises `InputError` if its bytes are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # Python decodes invalid bytes to surrogates
+        raise InputError(f"{what} is not UTF-8 text; convert it first") from error
+    return text

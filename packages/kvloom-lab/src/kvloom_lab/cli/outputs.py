@@ -1,16 +1,20 @@
-"""What commands write: tables to stdout, JSON, plots and pages to files."""
+"""What commands write, and how they end: results, rows of an interrupted run, the user's errors."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
 from kvloom.errors import InputError
+
+from .progress import ProgressDisplay
 
 
 def check_outputs(*paths: str | Path | None, plot: Path | None = None) -> None:
@@ -18,7 +22,7 @@ def check_outputs(*paths: str | Path | None, plot: Path | None = None) -> None:
 
     paths: files; None and "-" are always valid. plot: a picture, which needs matplotlib.
     """
-    from ..report.plots import check_plot
+    from ..show.plots import check_plot
 
     if plot:
         check_plot(plot)
@@ -61,3 +65,65 @@ def print_rich(content: Any) -> None:
     from rich.console import Console
 
     Console(width=output_width()).print(content)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Print an error of the user as one sentence on stderr and exit with status 2.
+
+    A defect of the program keeps its traceback.
+    """
+    from ..workload.errors import user_message
+
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        typer.echo(f"kvloom: {message}", err=True)
+        raise typer.Exit(2) from None
+
+
+Row = TypeVar("Row")
+EarlyEnd = BaseException | None
+"""The Ctrl-C or the error that ended a measurement early; None if it was completed."""
+
+
+def collect_rows(
+    rows: Iterable[Row], line: Callable[[Row], str], progress: ProgressDisplay
+) -> tuple[list[Row], EarlyEnd]:
+    """Print a line for each row as it is measured; return the rows, and what ended them early.
+
+    Raises an error that comes before the first row.
+    """
+    rows_so_far: list[Row] = []
+    try:
+        for row in rows:
+            rows_so_far.append(row)
+            progress.line(line(row))
+    except KeyboardInterrupt as error:
+        return rows_so_far, error
+    except Exception as error:
+        if not rows_so_far:
+            raise
+        return rows_so_far, error
+    return rows_so_far, None
+
+
+def finish(early_end: EarlyEnd, missing: Sequence[str], failed: Sequence[str]) -> None:
+    """End a command after its rows are shown.
+
+    missing: what was not measured because of the early end. failed: recipes without figures. Exits
+    with status 130 after Ctrl-C, and with 1 if a recipe failed; raises the error of an early end.
+    """
+    if isinstance(early_end, KeyboardInterrupt):
+        typer.echo(f"kvloom: interrupted; not measured: {', '.join(missing)}", err=True)
+        raise typer.Exit(130)
+    if early_end is not None:
+        raise early_end
+    if failed:
+        typer.echo(f"kvloom: no figures for {', '.join(failed)}; see above", err=True)
+        raise typer.Exit(1)

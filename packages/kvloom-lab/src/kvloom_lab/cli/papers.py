@@ -9,12 +9,9 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import ChosenModel, ChosenText, conditions
-from .options import Dtype, Json, Model, Text
-from .outputs import check_outputs, print_rich, show_results
-from .partial_results import EarlyEnd, finish
+from .options import ChosenModel, ChosenText, Dtype, Json, Model, Text, conditions
+from .outputs import EarlyEnd, check_outputs, finish, print_rich, show_results, user_errors
 from .progress import show_progress
-from .user_errors import user_errors
 
 if TYPE_CHECKING:
     from kvloom.progress import Progress
@@ -40,8 +37,10 @@ def command(
     A claim is reproduced, not reproduced (with the cause), or not testable here (with the reason).
     """
     with user_errors():
-        from ..analyse import attention, error
-        from ..papers import DEFAULT, PAPERS, QUICK, Lab, table
+        from ..analyse import error
+        from ..analyse.attention import measure
+        from ..papers import DEFAULT, PAPERS, QUICK, Lab
+        from ..show.tables import verdict_block, verdict_data, verdict_line, verdict_summary
 
         if paper not in PAPERS:
             raise InputError(f"there is no paper {paper!r}; choose from {', '.join(PAPERS)}")
@@ -56,7 +55,7 @@ def command(
             lab = Lab(
                 loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
                 is_reference=model == "reference",
-                format_errors=error.measure, attention=attention.measure,
+                format_errors=error.measure, attention=measure,
             )  # fmt: skip
             if json != "-":
                 with progress.hidden():
@@ -67,9 +66,9 @@ def command(
                     verdicts.append(_check(claim, lab, count))
                     with progress.hidden():
                         if json == "-":
-                            typer.echo(table.line(verdicts[-1]), err=True)
+                            typer.echo(verdict_line(verdicts[-1]), err=True)
                         else:
-                            print_rich(table.block(verdicts[-1], chosen.name))
+                            print_rich(verdict_block(verdicts[-1], chosen.name))
             except KeyboardInterrupt as interrupt:
                 early_end = interrupt
             finally:
@@ -80,7 +79,7 @@ def command(
         missing = [claim.name for claim in claims[len(verdicts) :]]
         if missing:
             environment["missing"] = missing
-        show_results(table.to_data(paper, verdicts, environment), json, table.summary(verdicts))
+        show_results(verdict_data(paper, verdicts, environment), json, verdict_summary(verdicts))
         finish(early_end, missing, [v.claim.name for v in verdicts if v.status == "failed"])
 
 

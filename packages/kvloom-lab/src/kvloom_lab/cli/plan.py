@@ -8,12 +8,9 @@ from typing import Annotated
 
 import typer
 
-from .inputs import silence_transformers
-from .options import RECIPES_HELP, Json, parse_recipes
-from .outputs import check_outputs, show_results
-from .partial_results import finish
+from .options import RECIPES_HELP, Json, parse_recipes, silence_transformers
+from .outputs import check_outputs, finish, show_results, user_errors
 from .progress import ProgressDisplay, show_progress
-from .user_errors import user_errors
 
 
 def command(
@@ -71,8 +68,8 @@ def command(
         check_outputs(json, plot=plot)
         from ..planner import plan
         from ..planner.plan_recipes import RECIPES
-        from ..planner.plot import plot as write_plot
-        from ..planner.table import table
+        from ..show.plots import plan_plot
+        from ..show.tables import plan_table
 
         silence_transformers()
         with show_progress() as progress:
@@ -82,8 +79,8 @@ def command(
                 hardware=hardware, target=rate, on_step=_measuring(progress),
             )  # fmt: skip
         if plot:
-            write_plot(planned, plot)
-        show_results(planned.to_dict(), json, table(planned))
+            plan_plot(planned, plot)
+        show_results(planned.to_dict(), json, plan_table(planned))
         failed = [row.recipe for row in planned.rows if row.problem] if recipes else []
         if rate is not None and not failed and not any(row.reaches for row in planned.rows):
             raise typer.Exit(1)

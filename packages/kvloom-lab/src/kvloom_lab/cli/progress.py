@@ -94,7 +94,7 @@ class ProgressDisplay:
         Its arguments are the current work ("" for the same as before), and that number of units.
         The first call reports the units that an earlier run finished.
         """
-        from ..workload import clock  # stands still while kernels are compiled
+        from ..workload import clock
 
         what, done = "", 0.0
         self._estimate = estimate = Estimate(total, clock.seconds)

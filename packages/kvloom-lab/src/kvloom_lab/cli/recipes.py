@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .outputs import output_width, print_rich
-from .user_errors import user_errors
+from .outputs import output_width, print_rich, user_errors
 
 
 def command(
@@ -29,7 +28,7 @@ def command(
     give the file's name wherever a recipe is expected.
     """
     with user_errors():
-        from kvloom.recipe.resolve import RECIPES
+        from kvloom.recipe import RECIPES
 
         if name is not None:
             recipe = describe(name)
@@ -62,27 +61,29 @@ def describe(spec: str) -> dict[str, Any]:
 
 
 def _summary(name: str) -> dict[str, Any]:
-    from kvloom.recipe.resolve import options, summary
+    from kvloom.recipe import options, summary
 
     return {"name": name, "summary": summary(name), "options": options(name)}
 
 
-def _options_text(found: dict[str, Any]) -> str:
-    return ", ".join(f"{k}={v}" for k, v in found["options"].items())
+def _options_text(recipe: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in recipe["options"].items())
 
 
-def _page(found: dict[str, Any]) -> str:
-    defaults = _options_text(found) or "none"
-    options = f"options and their defaults: {defaults}" if found["docs"] else ""
-    head = f"{found['name']}: {found['summary']}"
-    choices = [_choice(kind, own) for kind, own in found.get("choices", {}).items()]
+def _page(recipe: dict[str, Any]) -> str:
+    defaults = _options_text(recipe) or "none"
+    options = f"options and their defaults: {defaults}" if recipe["docs"] else ""
+    head = f"{recipe['name']}: {recipe['summary']}"
+    choices = [
+        _choice(kind, choice_options) for kind, choice_options in recipe.get("choices", {}).items()
+    ]
     listed = "\n".join(["choices and their options:", *choices]) if choices else ""
-    parts = [head, options, found["docs"], listed, "as TOML:", found["toml"].rstrip()]
+    parts = [head, options, recipe["docs"], listed, "as TOML:", recipe["toml"].rstrip()]
     return "\n\n".join(part for part in parts if part)
 
 
-def _choice(kind: str, own: dict[str, Any]) -> str:
-    spelled = ", ".join(k if v is None else f"{k}={v}" for k, v in own.items())
+def _choice(kind: str, choice_options: dict[str, Any]) -> str:
+    spelled = ", ".join(k if v is None else f"{k}={v}" for k, v in choice_options.items())
     return f"  {kind}: {spelled}" if spelled else f"  {kind}"
 
 

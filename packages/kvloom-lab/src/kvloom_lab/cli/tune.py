@@ -9,11 +9,9 @@ import typer
 
 from kvloom.errors import InputError
 
-from .inputs import ChosenModel, conditions, text_name
-from .options import Dtype, Json
-from .outputs import check_outputs, show_results, write_file
+from .options import ChosenModel, Dtype, Json, conditions, text_name
+from .outputs import check_outputs, show_results, user_errors, write_file
 from .progress import show_progress
-from .user_errors import user_errors
 
 
 def command(
@@ -49,9 +47,9 @@ def command(
     by the same command. Scores are in kvloom's cache folder.
     """
     with user_errors():
+        from ..show.plots import tuning_plot
+        from ..show.tables import tuning_data, tuning_table
         from ..tuner import tune
-        from ..tuner.plot import plot as draw
-        from ..tuner.table import table, to_data
         from ..workload.text import read_files
 
         kl = None if quality is None else _quality(quality)
@@ -68,14 +66,14 @@ def command(
         if out is not None:
             write_file(out, tuning.recipe.to_toml())
         if plot is not None:
-            draw(tuning, chosen.name, plot)
+            tuning_plot(tuning, chosen.name, plot)
         environment = conditions(loaded, chosen, text_name(text))
-        show_results(to_data(tuning, environment), json, table(tuning, chosen.name))
+        show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
 
 
 def _check_bound(share: float | None, kl: float | None) -> None:
     """Raise `InputError` for a bound that is none, before the model is loaded."""
-    from ..tuner.bound import Bound
+    from ..tuner.problem import Bound
 
     Bound(share, kl, 0)
 

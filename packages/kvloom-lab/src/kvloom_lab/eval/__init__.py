@@ -3,21 +3,27 @@
     from kvloom_lab.eval import Settings, compare, load, prepare
     model, tokenizer = load()                          # the reference model; or load("org/model")
     task = prepare(model, tokenizer, text, Settings(context=1024))
-    rows = compare(model, tokenizer, ["full", "kivi:bits=4"], task)
+    rows = compare(model, ["full", "kivi:bits=4"], task)
 
-`comparison` does this. `evaluate` measures recipes on the tasks in `tasks`, for `kvloom eval`;
-`page` shows its results, and `papers` tests claims by it. Both measure by `passes`. Nothing here
-knows how a cache works.
+`evaluate` measures recipes on tasks: those in `tasks`, for `kvloom eval`, and that of `compare`.
+`results` and `kvpress` read results, `summary` computes figures of them. Nothing here knows how a
+cache works.
 """
 
 from __future__ import annotations
 
 from ..models import load
-from .comparison.compare import compare, iter_rows
-from .comparison.plot import plot
-from .comparison.rows import Row, environment, to_data
-from .comparison.task import ComparisonTask, Settings, prepare
-from .passes import with_full
+from .compare import (
+    ComparisonTask,
+    Row,
+    Settings,
+    compare,
+    environment,
+    iter_rows,
+    prepare,
+    to_data,
+)
+from .evaluate import with_full
 
 __all__ = [
     "ComparisonTask",
@@ -27,7 +33,6 @@ __all__ = [
     "environment",
     "iter_rows",
     "load",
-    "plot",
     "prepare",
     "to_data",
     "with_full",

@@ -1,6 +1,6 @@
 """Steps on a cache that has read a context: scored, free-running, and answers to questions.
 
-The generators ask for forward passes, which `workload.crew` runs for several recipes at once.
+The generators request forward passes, which `workload.passes` runs for several recipes at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf.cache import Cache
+from kvloom import Cache
+from kvloom.hf import read_tokens
 
 from ..workload import clock
-from ..workload.crew import Ask, Work
-from ..workload.forward import forward
+from ..workload.passes import ForwardRequest, Measurement
 from .sample import Run
 
 WARM_UP_STEPS = 2  # before steps that are timed
@@ -31,16 +31,18 @@ class Decoded(NamedTuple):
     greedy: Tensor
 
 
-def decode(cache: Cache, first: Tensor, steps: int, given: Tensor | None = None) -> Work[Decoded]:
-    """Run `steps` steps from tokens first [B]; then feed `given` [B, steps], or the likeliest."""
+def decode(
+    cache: Cache, first: Tensor, steps: int, fed: Tensor | None = None
+) -> Measurement[Decoded]:
+    """Run `steps` steps from tokens first [B]; then feed `fed` [B, steps], or the likeliest."""
     each, greedy = [], []
     new = first[:, None]
     for i in range(steps):
-        logits = yield Ask(new, cache)  # [B, V]
+        logits = yield ForwardRequest(new, cache)  # [B, V]
         best = logits.argmax(-1)
         each.append(torch.log_softmax(logits.float(), dim=-1).cpu())
         greedy.append(best)
-        new = (best if given is None else given[:, i])[:, None]
+        new = (best if fed is None else fed[:, i])[:, None]
     return Decoded(torch.stack(each, dim=1), torch.stack(greedy, dim=1).cpu())
 
 
@@ -49,22 +51,22 @@ def decode_seconds(model: PreTrainedModel, cache: Cache, ids: Tensor) -> float:
 
     ids: the tokens of the steps, int64 [B, WARM_UP_STEPS + N]; the first ones are not timed.
     """
-    own = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     timed = ids.shape[1] - WARM_UP_STEPS
     for new in ids[:, :WARM_UP_STEPS].split(1, dim=1):
-        forward(model, new, own)
+        read_tokens(model, new, copied)
     begin = clock.seconds(model.device)
     for new in ids[:, WARM_UP_STEPS:].split(1, dim=1):
-        forward(model, new, own)
+        read_tokens(model, new, copied)
     return (clock.seconds(model.device) - begin) / timed
 
 
-def exact_logp(cache: Cache, ids: Tensor) -> Work[Tensor]:
+def exact_logp(cache: Cache, ids: Tensor) -> Measurement[Tensor]:
     """Append ids [B, N] to an exact cache; return log-probabilities fp32 [B, N, V] after each.
 
     All ids are one step: an exact cache attends to them as if they came one by one.
     """
-    logits = yield Ask(ids, cache, every=True)
+    logits = yield ForwardRequest(ids, cache, every=True)
     return torch.log_softmax(logits.float(), dim=-1).cpu()
 
 
@@ -76,7 +78,7 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 
 def answers(
     run: Run[None], questions: Sequence[list[int]], tokens: Sequence[int]
-) -> Work[list[list[int]]]:
+) -> Measurement[list[list[int]]]:
     """Return the ids of an answer to each question, on a copy of a cache that read one context.
 
     questions: their ids. tokens: how many to generate for each. An answer ends before the model's
@@ -90,7 +92,7 @@ def answers(
         most = max(tokens[i] for i in together)
         rows = yield from greedy(repeated(run.cache, len(together)), ids, most, stop)
         for i, row in zip(together, rows.tolist(), strict=True):
-            end = next((at for at, token in enumerate(row) if token in stop), len(row))
+            end = next((n for n, token in enumerate(row) if token in stop), len(row))
             generated[i] = row[: min(end, tokens[i])]
     return [generated[i] for i in range(len(questions))]
 
@@ -100,16 +102,16 @@ def equal_lengths(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for _, same in groupby(order, key=lengths.__getitem__):
         group = list(same)
-        for at in range(0, len(group), batch):
-            yield group[at : at + batch]
+        for begin in range(0, len(group), batch):
+            yield group[begin : begin + batch]
 
 
 def repeated(cache: Cache, rows: int) -> Cache:
     """Return a copy of a cache, which holds one row, with this row `rows` times."""
-    own = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     if rows > 1:
-        own.batch_repeat_interleave(rows)
-    return own
+        copied.batch_repeat_interleave(rows)
+    return copied
 
 
 def stop_ids(model: PreTrainedModel) -> list[int]:
@@ -118,24 +120,24 @@ def stop_ids(model: PreTrainedModel) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def greedy(cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()) -> Work[Tensor]:
+def greedy(cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()) -> Measurement[Tensor]:
     """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens.
 
     Ends early when every row has a token of `stop`; the last token is not appended.
     """
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
-    logits, found = (yield from read_question(cache, ids)), []
+    logits, tokens_so_far = (yield from read_question(cache, ids)), []
     while True:
         ids = logits.argmax(-1, keepdim=True)
-        found.append(ids)
+        tokens_so_far.append(ids)
         ended |= torch.isin(ids[:, 0], stopping)
-        if len(found) == tokens or (stop and ended.all()):
-            return torch.cat(found, dim=1).cpu()
-        logits = yield Ask(ids, cache)
+        if len(tokens_so_far) == tokens or (stop and ended.all()):
+            return torch.cat(tokens_so_far, dim=1).cpu()
+        logits = yield ForwardRequest(ids, cache)
 
 
-def read_question(cache: Cache, ids: Tensor) -> Work[Tensor]:
+def read_question(cache: Cache, ids: Tensor) -> Measurement[Tensor]:
     """Append ids [B, Q] to a cache that read a context; return the logits of the last one, [B, V].
 
     A recipe with recall reads them one by one: a step of several tokens would read the whole cache,
@@ -143,6 +145,6 @@ def read_question(cache: Cache, ids: Tensor) -> Work[Tensor]:
     """
     if cache.recipe.recalls:
         for column in ids.split(1, dim=1)[:-1]:
-            yield Ask(column, cache)
+            yield ForwardRequest(column, cache)
         ids = ids[:, -1:]
-    return (yield Ask(ids, cache))
+    return (yield ForwardRequest(ids, cache))

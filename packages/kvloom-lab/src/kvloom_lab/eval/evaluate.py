@@ -1,36 +1,145 @@
-"""Run tasks for many recipes: one forward pass compresses a context for a group of them.
+"""The evaluator: run tasks for many recipes; `kvloom eval`, `compare` and `papers` measure by it.
 
-Finished samples are written at once; a run that is repeated measures what is missing. `full` is
-measured first on every batch, because the others are compared with it.
+One forward pass compresses a context for a group of recipes. `full` is measured first on every
+batch, because the others are compared with it. Decides which figures every recipe gets: bytes,
+seconds, and the tokens that recall moves.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic
 
 import torch
 from transformers import PreTrainedModel
 
-from kvloom.errors import InputError
-from kvloom.hf import compat
-from kvloom.hf.attach import attachment_restored
+from kvloom.errors import InputError, RecipeError
+from kvloom.hf import attachment_restored, supported_model
 from kvloom.progress import Progress
-from kvloom.recipe.spec import Recipe
+from kvloom.recall import Traffic
+from kvloom.recipe import Geometry, Recipe, resolve
 
-from ..report.errors import logged_line
-from ..workload.crew import Work
-from ..workload.prefill import Prefilled
+from ..workload.errors import logged_line
+from ..workload.passes import BATCH, Measurement, Prefilled, groups, prefill, run_alone, run_batch
 from .decoding import decode_seconds
-from .passes import measure_all, with_full
-from .result_files import ResultFolder
-from .sample import Batch, Exact, Run, Sample, Source, Task
-from .task_batches import TaskBatches
+from .results import ResultFolder
+from .sample import Batch, Exact, Outcome, Run, Sample, Source, Task, TaskBatches
 
-TIMED_STEPS = 8  # with those that warm up
+TIMED_STEPS = 8  # of the first batch of a task, with those that warm up
+
+
+@dataclass
+class Measured(Generic[Exact]):
+    """What a recipe did on a batch. Bytes and seconds are those of the whole batch.
+
+    exact: what others are compared with, if the recipe is `full`. kv_bytes, exact_bytes: after the
+    samples, of this cache and of an exact one. decode_s: seconds of a decode step; None: not timed.
+    bits_per_value, tokens_read, traffic: of `Cache`; None where no layer is compressed, or without
+    recall.
+    """
+
+    outcomes: list[Outcome]
+    exact: Exact
+    kv_bytes: int
+    exact_bytes: int
+    prefill_s: float
+    decode_s: float | None
+    bits_per_value: float | None
+    tokens_read: float | None
+    traffic: Traffic
+
+
+Count = Callable[[Recipe, str, int], None]
+"""Called with a recipe, its current work, and the units finished since the last call."""
+
+
+@torch.inference_mode()
+def measure_batch(
+    model: PreTrainedModel,
+    source: Source,
+    task: Task[Exact],
+    batch: Batch,
+    recipes: Sequence[Recipe],
+    count: Count,
+) -> Iterator[tuple[Recipe, Measured[Exact] | Exception]]:
+    """Yield what each recipe did on a batch, or the error that it raised.
+
+    recipes: without repetitions, `full` first; an error of `full` is raised. As many recipes share
+    a pass as fit into memory.
+    """
+    exact: Exact | None = None
+    for group in groups(model, recipes, *batch.ids.shape):
+        count(group[0], "reading the context", 0)
+        prompts = _fill(model, group, batch)
+        if exact is None:
+            first = run_alone(
+                model, _measure(model, source, task, batch, prompts.pop(0), None, count)
+            )
+            exact = first.exact
+            yield group[0], first
+        while prompts:
+            together = prompts[:BATCH]
+            del prompts[:BATCH]
+            measurements = [
+                _measure(model, source, task, batch, prompt, exact, count) for prompt in together
+            ]
+            results = run_batch(model, measurements)
+            for prompt, result in zip(together, results, strict=True):
+                yield prompt.recipe, result
+
+
+def _fill(model: PreTrainedModel, group: Sequence[Recipe], batch: Batch) -> list[Prefilled]:
+    """Fill the caches of a group with a prompt; an error of the forward pass fails all of them."""
+    try:
+        return prefill(model, group, batch.ids.to(model.device))[1]
+    except Exception as error:
+        if resolve("full") in group:
+            raise
+        return [Prefilled(recipe, error=error) for recipe in group]
+
+
+def _measure(
+    model: PreTrainedModel,
+    source: Source,
+    task: Task[Exact],
+    batch: Batch,
+    prompt: Prefilled,
+    exact: Exact | None,
+    count: Count,
+) -> Measurement[Measured[Exact]]:
+    """Measure one recipe, and drop its cache. First, a copy decodes some tokens and is timed."""
+    if prompt.error is not None:
+        raise prompt.error
+    recipe = prompt.recipe
+    cache, prompt.cache = prompt.cache, None
+    assert cache is not None
+    count(recipe, "decoding", 0)
+    decode_s = None
+    if batch.timed is not None:
+        timed = batch.timed.to(model.device)
+        decode_seconds(model, cache, timed)  # kernels may be compiled on the way
+        decode_s = decode_seconds(model, cache, timed)
+    before = cache.traffic
+    run = Run(model, source, cache, batch, exact, lambda what, units: count(recipe, what, units))
+    outcomes, own_exact = yield from task.measure(run)
+    return Measured(
+        outcomes,
+        own_exact,
+        cache.nbytes,
+        cache.full_nbytes,
+        prompt.seconds,
+        decode_s,
+        cache.bits_per_value if cache.routed else None,
+        cache.tokens_read if cache.routed and recipe.recall is not None else None,
+        Traffic(*(b - a for a, b in zip(before, cache.traffic, strict=True))),
+    )
+
+
+# a run whose results are in a folder
 
 
 def evaluate(
@@ -41,53 +150,62 @@ def evaluate(
     folder: ResultFolder,
     progress: Progress | None = None,
 ) -> None:
-    """Measure every recipe on every sample that the folder lacks.
+    """Measure every recipe on every sample that the folder lacks; write finished ones at once.
 
     tasks: what to measure. recipes: each with another name. progress: called with the current work
     and the finished (sample, recipe) pairs since the last call, first with those that the folder
     has. The model is left as it was. A recipe that fails on a batch gets lines with the reason; the
     others continue. Raises `InputError` if the folder has another text for a sample.
     """
-    compat.refuse_unsupported(model)
-    report = progress or (lambda what, units: None)
+    supported_model(model)
+    on_step = progress or (lambda what, units: None)
     written = _written(tasks, folder)
-    done = {
-        task.name: {(line["sample"], line["recipe"]) for line in folder.lines(task.name)}
+    finished = {
+        (task.name, line["sample"], line["recipe"])
         for task, _ in tasks
+        for line in folder.lines(task.name)
     }
+
+    def missing(task: Task[Any], batch: Batch) -> list[Recipe]:
+        """Return the recipes that lack a sample of the batch."""
+        names = [sample.name for sample in batch.samples]
+        return [r for r in recipes if any((task.name, n, r.name) not in finished for n in names)]
+
     missing_units = sum(
-        len(batch.samples) * len(_missing(recipes, batch, done[task.name]))
+        len(batch.samples) * len(missing(task, batch))
         for task, batches in tasks
         for batch in batches
     )
-    report("", units(tasks, recipes) - missing_units)
+    on_step("", units(tasks, recipes) - missing_units)
     with attachment_restored(model):
-        for task, batches in tasks:
-            finished = done[task.name]
-            for batch in batches:
-                prompts = [
-                    _prompt(task, s) for s in batch.samples if (task.name, s.name) not in written
-                ]
-                folder.append("prompts", prompts)
-                missing = _missing(recipes, batch, finished)
-                if not missing:
-                    continue
-                measurement = _BatchMeasurement(
-                    model, source, task, batch, batch is batches[0], report
-                )
-                for recipe, lines in measurement.lines(missing):
-                    if recipe in missing:
-                        new = [x for x in lines if (x["sample"], recipe.name) not in finished]
-                        folder.append(task.name, new)
-                        report("", len(batch.samples))
+        for task, batch, first in (
+            (task, batch, batch is batches[0]) for task, batches in tasks for batch in batches
+        ):
+            folder.append(
+                "prompts",
+                [_prompt(task, s) for s in batch.samples if (task.name, s.name) not in written],
+            )
+            wanted = missing(task, batch)
+            if not wanted:
+                continue
+            if first:  # a decode step of each recipe is timed
+                timed = torch.zeros(len(batch.ids), TIMED_STEPS, dtype=torch.long)
+                batch = replace(batch, timed=timed)
+            where = f"{task.name} {batch.samples[0].name}"
 
+            def count(recipe: Recipe, what: str, _: int, where: str = where) -> None:
+                on_step(f"{where}: {recipe.name}, {what}", 0)
 
-def _missing(
-    recipes: Sequence[Recipe], batch: Batch, finished: set[tuple[str, str]]
-) -> list[Recipe]:
-    """Return the recipes that lack a sample of the batch; finished: pairs of sample and recipe."""
-    names = [sample.name for sample in batch.samples]
-    return [r for r in recipes if any((name, r.name) not in finished for name in names)]
+            for recipe, measured in measure_batch(
+                model, source, task, batch, with_full(wanted), count
+            ):
+                if recipe in wanted:
+                    lines = _lines(task, batch, recipe, measured)
+                    new = [
+                        x for x in lines if (task.name, x["sample"], recipe.name) not in finished
+                    ]
+                    folder.append(task.name, new)
+                    on_step("", len(batch.samples))
 
 
 def units(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:
@@ -95,112 +213,94 @@ def units(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:
     return len(recipes) * sum(len(b.samples) for _, batches in tasks for b in batches)
 
 
-@dataclass
-class _Measured(Generic[Exact]):
-    """The fields of one recipe's lines, and what others are compared with."""
-
-    fields: list[dict[str, Any]]
-    compared: Exact
-
-
-@dataclass
-class _BatchMeasurement(Generic[Exact]):
-    """The measurement of recipes on a batch of a task.
-
-    timed: whether a decode step of each recipe is timed, alone.
-    """
-
-    model: PreTrainedModel
-    source: Source
-    task: Task[Exact]
-    batch: Batch
-    timed: bool
-    report: Progress
-
-    def lines(self, recipes: Sequence[Recipe]) -> Iterator[tuple[Recipe, list[dict[str, Any]]]]:
-        """Yield the lines of `full`, then those of each other recipe."""
-        for recipe, found in measure_all(
-            self.model, with_full(recipes), [self.batch.ids], self._measure, self._on_pass
-        ):
-            if isinstance(found, Exception):
-                problem = {"problem": logged_line(found, f"recipe {recipe.name!r}")}
-                yield recipe, self._lines(recipe, [problem] * len(self.batch.samples))
-            else:
-                (measured,) = found  # of the one prompt
-                yield recipe, self._lines(recipe, measured.fields)
-
-    def _on_pass(self, number: int, recipes: Sequence[Recipe]) -> None:
-        self.report(f"{self._where}: reading the context", 0)
-
-    def _lines(self, recipe: Recipe, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the line of each sample; found: the fields that were measured."""
-        return [
-            {"task": self.task.name, "sample": s.name, "recipe": recipe.name, **fields}
-            for s, fields in zip(self.batch.samples, found, strict=True)
-        ]
-
-    @property
-    def _where(self) -> str:
-        return f"{self.task.name} {self.batch.samples[0].name}"
-
-    def _measure(
-        self, number: int, prompt: Prefilled, full: _Measured[Exact] | None
-    ) -> Work[_Measured[Exact]]:
-        """Measure one recipe. Bytes and seconds are those of one context."""
-        model, contexts, cache = self.model, len(self.batch.ids), prompt.cache
-        assert cache is not None
-        self.report(f"{self._where}: {prompt.recipe.name}", 0)
-        seconds = {"prefill": prompt.seconds / contexts}
-        if self.timed:
-            new = torch.zeros(contexts, TIMED_STEPS, dtype=torch.long, device=model.device)
-            seconds |= {"decode": decode_seconds(model, cache, new) / contexts, "steps": 1}
-        exact = None if full is None else full.compared
-        run = Run(model, self.source, cache, self.batch, exact)
-        outcomes, compared = yield from self.task.measure(run)
-        sizes = {
-            "kv_bytes": cache.nbytes // contexts,
-            "exact_bytes": cache.full_nbytes // contexts,
-        }
+def _lines(
+    task: Task[Any], batch: Batch, recipe: Recipe, measured: Measured[Any] | Exception
+) -> list[dict[str, Any]]:
+    """Return the line of each sample. Bytes and seconds are those of one context."""
+    contexts = len(batch.ids)
+    if isinstance(measured, Exception):
+        problem = {"problem": logged_line(measured, f"recipe {recipe.name!r}")}
+        fields: list[dict[str, Any]] = [problem] * len(batch.samples)
+    else:
+        seconds: dict[str, float] = {"prefill": measured.prefill_s / contexts}
+        if measured.decode_s is not None:
+            seconds |= {"decode": measured.decode_s / contexts, "steps": 1}
         fields = [
             {
                 "scores": {name: _finite(x) for name, x in outcome.scores.items()},
-                **sizes,
+                "kv_bytes": measured.kv_bytes // contexts,
+                "exact_bytes": measured.exact_bytes // contexts,
                 "answer": outcome.answer,
                 "tokens": outcome.tokens,
                 "curves": {k: [_finite(x, 5) for x in xs] for k, xs in outcome.curves.items()},
                 "seconds": seconds,
             }
-            for outcome in outcomes
+            for outcome in measured.outcomes
         ]
-        return _Measured(fields, compared)
+    return [
+        {"task": task.name, "sample": sample.name, "recipe": recipe.name, **values}
+        for sample, values in zip(batch.samples, fields, strict=True)
+    ]
 
 
 def _written(tasks: TaskBatches, folder: ResultFolder) -> set[tuple[str, str]]:
     """Return the task and name of the samples in the folder; each must be the same as ours."""
-    found = {(line["task"], line["sample"]): line for line in folder.lines("prompts")}
+    lines = {(line["task"], line["sample"]): line for line in folder.lines("prompts")}
     for task, batches in tasks:
         for sample in (s for batch in batches for s in batch.samples):
-            before = found.get((task.name, sample.name))
+            before = lines.get((task.name, sample.name))
             if before is not None and before != json.loads(json.dumps(_prompt(task, sample))):
                 raise InputError(
                     f"{str(folder.path)!r} has another text for the sample {sample.name} of "
                     f"{task.name}; give the same --text and --data, or another --out"
                 )
-    return set(found)
+    return set(lines)
 
 
 def _prompt(task: Task[Any], sample: Sample) -> dict[str, Any]:
-    return {
-        "task": task.name,
-        "sample": sample.name,
-        "context": sample.context,
-        "question": sample.question,
-        "reference": sample.reference,
-        **sample.fields,
-    }
+    texts = {"context": sample.context, "question": sample.question, "reference": sample.reference}
+    return {"task": task.name, "sample": sample.name, **texts, **sample.fields}
 
 
 def _finite(value: float, digits: int | None = None) -> float | None:
     if not math.isfinite(value):
         return None
     return value if digits is None else float(f"{value:.{digits}g}")
+
+
+# recipes
+
+
+def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:
+    """Return the recipes, resolved and without repetitions, with `full` first."""
+    return list(dict.fromkeys(resolve(recipe) for recipe in ("full", *recipes)))
+
+
+def at_share(recipe: Recipe, share: float, tokens: int, geometry: Geometry) -> Recipe:
+    """Return the recipe with the largest budget whose bytes are at most this share.
+
+    tokens: of the context that is compressed. share: 0 to 1, of the bytes of an exact cache after
+    it. A recipe whose budget does not change its bytes (none, or recall's) is returned as it is.
+    The name says the share. Raises `RecipeError` if no budget is small enough.
+    """
+    if recipe.keep is None or recipe.recall is not None:
+        return recipe
+    most = share * tokens * geometry.token_nbytes()
+    fits, low, high = 0, 1, tokens
+    while low <= high:
+        middle = (low + high) // 2
+        try:
+            size = recipe.with_budget(middle).nbytes(tokens, geometry)
+        except RecipeError:  # too small for the recipe's window, say
+            low = middle + 1
+            continue
+        if size <= most:
+            fits, low = middle, middle + 1
+        else:
+            high = middle - 1
+    if not fits:
+        raise RecipeError(
+            f"{recipe.name} has no budget that takes {share:.3g} of the exact cache after {tokens} "
+            "tokens; use a larger share, or a longer context"
+        )
+    return replace(recipe.with_budget(fits), name=f"{recipe.name} at {share:.3g}")

@@ -23,11 +23,10 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from kvloom.hf.attach import attach
-from kvloom.hf.cache import Cache
+from kvloom import Cache, attach
+from kvloom.hf import read_tokens
 
 from ..models import located
-from ..workload.forward import forward
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 
@@ -66,10 +65,10 @@ class KvloomLM(HFLM):
                 cache = Cache(self.model, self.recipe)
                 ids = torch.tensor([ids_of_context], device=self.device)
                 if ids.shape[1] > 1:
-                    forward(self.model, ids[:, :-1], cache)
+                    read_tokens(self.model, ids[:, :-1], cache)
                 for i in numbers:
-                    own = cache if i == numbers[-1] else copy.deepcopy(cache)
-                    scored[i] = self._scored(own, ids[:, -1:], requests[i][2])
+                    copied = cache if i == numbers[-1] else copy.deepcopy(cache)
+                    scored[i] = self._scored(copied, ids[:, -1:], requests[i][2])
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], scored[i])
         return [scored[i] for i in range(len(requests))]
 
@@ -80,7 +79,7 @@ class KvloomLM(HFLM):
         """
         total, is_greedy = 0.0, True
         for token in ids:
-            logp = torch.log_softmax(forward(self.model, new, cache).float(), dim=-1)[0]
+            logp = torch.log_softmax(read_tokens(self.model, new, cache).float(), dim=-1)[0]
             total += logp[token].item()
             is_greedy &= int(logp.argmax()) == token
             new = torch.tensor([[token]], device=self.device)

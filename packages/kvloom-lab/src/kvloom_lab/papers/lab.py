@@ -19,23 +19,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvloom.errors import InputError
-from kvloom.hf import compat
+from kvloom.hf import geometry
 from kvloom.progress import Progress
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, resolve
 
-from ..eval.comparison.task import QUESTION_POSITIONS
-from ..eval.evaluate import evaluate, units
-from ..eval.passes import with_full
-from ..eval.result_files import ResultFolder
+from ..eval.compare import QUESTION_POSITIONS
+from ..eval.evaluate import evaluate, units, with_full
+from ..eval.results import ResultFolder
 from ..eval.sample import Source, Task
-from ..eval.tasks.niah import Niah
-from ..eval.tasks.perplexity import Perplexity
+from ..eval.tasks.needles import Niah
+from ..eval.tasks.text import Perplexity
 from ..models import max_positions
 from ..workload.text import cut_rows
-from .claim import NotTestable
 from .recalling import hit_rate, recall_rates
+
+
+class NotTestable(Exception):
+    """Raised by a test whose result on this model would say nothing about the claim."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Lab:
     @property
     def geometry(self) -> Geometry:
         """The shape of the model's cache."""
-        return compat.geometry(self.model)
+        return geometry(self.model)
 
     def quality(
         self,
@@ -165,12 +165,12 @@ class Lab:
         self, recipes: Sequence[Recipe | str], variant: str, context: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return which questions were answered correctly, 0 or 1 [questions], by recipe name."""
-        found = self._measure(
+        lines_by_recipe = self._measure(
             Niah([variant]), recipes, context or self.context, self.size.needles, 10, 1
         )
         return {
             name: np.array([line["scores"]["correct"] for line in lines])
-            for name, lines in found.items()
+            for name, lines in lines_by_recipe.items()
         }
 
     def errors(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
@@ -184,9 +184,9 @@ class Lab:
 
     def _mean_errors(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
         assert self.format_errors is not None
-        found = self.format_errors(self.model, self.texts(2, self.context), recipes)
+        errors_by_recipe = self.format_errors(self.model, self.texts(2, self.context), recipes)
         means: dict[str, dict[str, float]] = {}
-        for name, layers in found.items():
+        for name, layers in errors_by_recipe.items():
             by: dict[str, list[float]] = defaultdict(list)
             for errors in layers.values():
                 for key, value in vars(errors).items():
@@ -207,8 +207,8 @@ class Lab:
         context = self.long_context
         if context not in self._recall:
             ids = self.texts(1, context + self.size.steps)
-            found = recall_rates(self.model, ids, context, self.counter(self.size.steps))
-            self._recall[context] = {name: x.rates["each"] for name, x in found.items()}
+            recalled = recall_rates(self.model, ids, context, self.counter(self.size.steps))
+            self._recall[context] = {name: x.rates["each"] for name, x in recalled.items()}
         return self._recall[context]
 
     def hits(self, recipe: str) -> float:

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.cache import Cache
-from kvloom.hf.observe import ObservedStep, observe
+from kvloom import Cache
+from kvloom.hf import ObservedStep, attachment_restored, observe_steps, read_tokens
 from kvloom.progress import Progress
 from kvloom.recall import Clusters, Index, Pages, TopK
 
 from ..workload import clock
-from ..workload.forward import forward
 
 SINKS, FULL_LAYERS = 16, 2
 PAPER = Clusters(size=80, block_clusters=4, iterations=20)
@@ -102,12 +100,12 @@ def recall_rates(
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, "full")
         full_layers = FULL_LAYERS if len(cache.routed) > FULL_LAYERS else 0
-        observe(cache, on_step)
+        observe_steps(cache, on_step)
         progress("recall rates: reading the context", 0)
-        forward(model, text[:, :context].to(model.device), cache)
+        read_tokens(model, text[:, :context].to(model.device), cache)
         for i in range(context, text.shape[1]):
             progress("recall rates: decoding", 0)
-            forward(model, text[:, i : i + 1].to(model.device), cache)
+            read_tokens(model, text[:, i : i + 1].to(model.device), cache)
             progress("", 1)
     return {
         name: Recalled(
@@ -130,10 +128,10 @@ def hit_rate(model: PreTrainedModel, recipe: str, text: Tensor, context: int) ->
     """
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, recipe)
-        forward(model, text[:, :context].to(model.device), cache)
+        read_tokens(model, text[:, :context].to(model.device), cache)
         before = cache.traffic
         for i in range(context, text.shape[1]):
-            forward(model, text[:, i : i + 1].to(model.device), cache)
+            read_tokens(model, text[:, i : i + 1].to(model.device), cache)
         hits, misses = cache.traffic.hits - before.hits, cache.traffic.misses - before.misses
     return hits / (hits + misses)
 

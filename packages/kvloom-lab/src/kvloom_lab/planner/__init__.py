@@ -4,12 +4,9 @@
     print(plan)
 
 `model` reads a config and builds the model without weights, `weights` counts the bytes of weights,
-`cache_bytes` those of the cache, `activations` those of a prompt. `largest` answers inverse
-questions. `decode_step` states what a decode step reads and computes. `hardware` and `presets`
-estimate its time from data sheets, `machine` and `machine_measurement` from measurements of this
-machine, which `machine_file` keeps. `recipe_figures` combines them for a recipe, and `plan_recipes`
-for a list of them; `result`, `table` and `plot` show it. `choice` chooses a recipe within a bound,
-by plans, tuned recipes and `evidence`.
+and `step` those of the cache and what a decode step reads. `hardware` estimates its time from data
+sheets, `machine` from measurements of this machine, which `machine_measurement` makes.
+`plan_recipes` combines them, and `result` is the plan. `choice` chooses a recipe within a bound.
 """
 
 from __future__ import annotations
@@ -18,6 +15,6 @@ from .choice import AutoChoice, auto
 from .hardware import Hardware
 from .model import read_model
 from .plan_recipes import plan
-from .result import Plan, Row
+from .result import Plan, PlanRow
 
-__all__ = ["AutoChoice", "Hardware", "Plan", "Row", "auto", "plan", "read_model"]
+__all__ = ["AutoChoice", "Hardware", "Plan", "PlanRow", "auto", "plan", "read_model"]

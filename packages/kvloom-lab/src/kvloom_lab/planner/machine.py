@@ -9,18 +9,21 @@ for each operation.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvloom.errors import RecipeError
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.spec import Recipe
+from kvloom.errors import InputError, RecipeError
+from kvloom.recipe import Geometry, Recipe
 
-from .decode_step import LayerWork, StepTime, StepWork
-from .ranges import Range
+from ..workload.files import cache_folder, write_whole
+from ..workload.machine import versions
+from .step import LayerWork, StepTime, StepWork
+from .units import Range
 
 TOLERANCE = 0.2
 """The bounds of a time: the mark that docs/guides/plan.md checks, not a measured interval."""
@@ -61,7 +64,7 @@ class Machine:
 
     def step(self, work: StepWork) -> StepTime:
         """Return the seconds of a decode step; everything it needs must have been measured."""
-        dtype = short_name(work.geometry.dtype)
+        dtype = dtype_name(work.geometry.dtype)
         curve = self.linear[dtype]
         per_step, per_layer = self.overhead[dtype]
         reading = work.weights.scaled(at_batch(curve, 1))
@@ -110,7 +113,12 @@ class Machine:
         )
 
 
-def short_name(dtype: torch.dtype) -> str:
+def about() -> dict[str, object]:
+    """Return what measurements depend on: processor, threads, versions, kernels."""
+    return {**versions(), "kernels": os.environ.get("KVLOOM_KERNELS", "auto")}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
     """Return "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -143,7 +151,7 @@ def measured_recipe(recipe: Recipe, tokens: int) -> Recipe:
 
 def layer_key(layer: LayerWork, g: Geometry) -> str:
     """Return what a layer's speed depends on, as text: recipe without its budget, heads, dtype."""
-    shape = f"{g.q_heads}/{g.kv_heads}x{g.head_dim} {short_name(g.dtype)}"
+    shape = f"{g.q_heads}/{g.kv_heads}x{g.head_dim} {dtype_name(g.dtype)}"
     if layer.kind is None:
         return f"{shape} {{}}"
     data = layer.kind.recipe.to_dict()
@@ -162,10 +170,42 @@ def _exact(recipe: Recipe) -> bool:
 
 def unmeasured(machine: Machine, works: Iterable[StepWork], g: Geometry) -> dict[str, LayerWork]:
     """Return the kinds of layers without a rate, by key."""
-    found = {layer_key(layer, g): layer for work in works for layer in work.layers}
-    return {key: layer for key, layer in found.items() if key not in machine.layers}
+    layers = {layer_key(layer, g): layer for work in works for layer in work.layers}
+    return {key: layer for key, layer in layers.items() if key not in machine.layers}
 
 
 def _within(low: float, best: float, high: float) -> Range:
     """Return a range widened by the tolerance."""
     return Range(low * (1 - TOLERANCE), best, high * (1 + TOLERANCE))
+
+
+_FILE_FORMAT = 1
+
+
+def machine_path() -> Path:
+    """Return the file with the measurements."""
+    return cache_folder() / "hardware.json"
+
+
+def load_machine() -> Machine | None:
+    """Return what was measured of this machine before; None if nothing fits."""
+    try:
+        data = json.loads(machine_path().read_text(encoding="utf-8"))
+        if data["format"] == _FILE_FORMAT and data["about"] == about():
+            return Machine.from_dict(data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        pass
+    return None
+
+
+def save_machine(machine: Machine) -> None:
+    """Write the measurements, completely or not at all. Raises `InputError`."""
+    data = {"format": _FILE_FORMAT, **machine.to_dict()}
+    target = machine_path()
+    try:
+        write_whole(target, json.dumps(data, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"measurements cannot be written to {target}: {error.strerror}; set XDG_CACHE_HOME to "
+            "a folder that can be written"
+        ) from error

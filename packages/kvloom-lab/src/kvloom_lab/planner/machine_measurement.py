@@ -20,21 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvloom import Cache
+from kvloom.cache import fill, read_nbytes
 from kvloom.errors import InputError
-from kvloom.hf.cache import Cache
 from kvloom.progress import Progress
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, resolve
 
-from ..models.random_llama import random_llama
-from ..report.machine import versions
-from ..workload import bandwidth, clock, filled_caches
-from ..workload.prefill import available_bytes
-from ..workload.shapes import LayerShape, ModelShape
-from .decode_step import LayerWork, StepWork
-from .machine import LayerRate, Machine, measured_recipe, short_name, unmeasured
-from .presets import PRESETS
+from ..models import random_llama
+from ..workload import clock
+from ..workload.layers import LayerShape, ModelShape, empty_layers, random_qkv
+from ..workload.passes import available_bytes
+from .hardware import PRESETS
+from .machine import LayerRate, Machine, about, dtype_name, measured_recipe, unmeasured
+from .step import LayerWork, StepWork
 
 _BATCHES = (1, 2, 4, 8, 16)  # of products with weights
 _POINTS = ((512, 1), (512, 4), (8192, 1), (8192, 4))  # tokens and rows of a layer's step
@@ -56,16 +54,11 @@ _SMALL_LAYERS = 2, 10
 _SMALL_TOKENS = 64
 
 
-def about() -> dict[str, object]:
-    """Return what measurements depend on: processor, threads, versions, kernels."""
-    return {**versions(), "kernels": os.environ.get("KVLOOM_KERNELS", "auto")}
-
-
 def units(machine: Machine | None, works: Sequence[StepWork], g: Geometry) -> int:
     """Return how many units `complete` reports to `on_step`."""
     base = machine or Machine({}, 0, 0.0)
     kinds = len(_kinds(base, works, g))
-    return (machine is None) + 2 * (short_name(g.dtype) not in base.linear) + kinds
+    return (machine is None) + 2 * (dtype_name(g.dtype) not in base.linear) + kinds
 
 
 def complete(
@@ -85,9 +78,9 @@ def complete(
         if machine is None:
             on_step("reading memory", 0)
             memory = total_memory()
-            machine = Machine(about(), memory, 1e9 * bandwidth.read_bandwidth_gb_s())
+            machine = Machine(about(), memory, 1e9 * clock.read_bandwidth_gb_s())
             on_step("", 1)
-        dtype = short_name(g.dtype)
+        dtype = dtype_name(g.dtype)
         if dtype not in machine.linear:
             on_step(f"products with weights in {dtype}", 0)
             machine = replace(machine, linear={**machine.linear, dtype: linear_curve(g.dtype)})
@@ -118,12 +111,12 @@ def linear_curve(dtype: torch.dtype) -> dict[int, float]:
     layer = [torch.randn(size).to(dtype) for size in _MATRICES]
     layers = max(1, _WEIGHTS // sum(x.nbytes for x in layer))
     matrices = [*layer, *(x.clone() for _ in range(layers - 1) for x in layer)]
-    found = {}
+    seconds_per_byte = {}
     for batch in _BATCHES:
         inputs = {n: torch.randn(batch, 1, n).to(dtype) for _, n in _MATRICES}
         seconds = _median(partial(_multiply, inputs, matrices), _SECONDS)
-        found[batch] = seconds / sum(x.nbytes for x in matrices)
-    return found
+        seconds_per_byte[batch] = seconds / sum(x.nbytes for x in matrices)
+    return seconds_per_byte
 
 
 def model_overhead(dtype: torch.dtype) -> tuple[float, float]:
@@ -209,9 +202,9 @@ def _layer_seconds(recipe: Recipe, shape: LayerShape, tokens: int) -> tuple[floa
 
     Layers with equal content take turns, so that none stays in the processor's caches.
     """
-    (first,) = filled_caches.empty_layers(recipe, shape)
-    q, k, v = filled_caches.random_qkv(shape, tokens)
-    filled_caches.fill(first, q, k, v)
+    (first,) = empty_layers(recipe, shape)
+    q, k, v = random_qkv(shape, tokens)
+    fill(first, q, k, v)
     count = min(_MOST_LAYERS, max(2, -(-_CACHES // max(1, first.nbytes))))
     layers = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
@@ -223,7 +216,7 @@ def _layer_seconds(recipe: Recipe, shape: LayerShape, tokens: int) -> tuple[floa
 
     seconds = _median(step, _SECONDS) / count
     first.attend(q, k, v, scale=shape.head_dim**-0.5)
-    return seconds, filled_caches.read_nbytes(first)
+    return seconds, read_nbytes(first)
 
 
 def _kinds(machine: Machine, works: Sequence[StepWork], g: Geometry) -> dict[str, Recipe]:

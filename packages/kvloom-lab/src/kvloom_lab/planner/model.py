@@ -1,28 +1,107 @@
 """What the planner knows of a model: its layers, weights, positions and activations.
 
 Everything comes from the config. The model is built on torch's meta device, which allocates no
-weights, so it is the model's own code that decides what there is to count. Decides which models
-are refused: those of which kvloom cannot count everything.
+weights, so it is the model's own code that decides what there is to count. The activations of a
+prompt are the tensors that are alive at once in the model's own forward pass there; attention is
+replaced by a function that returns an output of the right shape. Decides which models are refused:
+those of which kvloom cannot count everything.
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from kvloom.errors import InputError, UnsupportedModel
-from kvloom.hf import compat
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.layers import listed
+from kvloom.hf import geometry, has_adapter, stock_layers, supported_model
+from kvloom.recipe import Geometry
 
-from ..models import REFERENCE, located, max_positions
-from ..models.reference import WEIGHTS
-from .activations import working_bytes
+from ..models import REFERENCE, WEIGHTS, located, max_positions
 from .weights import Weights, count_weights
+
+_NAME = "kvloom_planner"
+_TOKENS = 256  # activations are proportional to the tokens
+
+
+def working_bytes(model: PreTrainedModel) -> int | None:
+    """Return the bytes per prompt token; None where the model's attention has its own code.
+
+    model: on the meta device. Logits count for the last position only, where the model can leave
+    out the others, as in `generate()`.
+    """
+    if has_adapter(model):
+        return None
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(_NAME)
+        return _trace(model)
+    except Exception:  # an operation that needs values, which the meta device does not have
+        return None
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _trace(model: PreTrainedModel) -> int:
+    row = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"input_ids": row, "use_cache": False}
+    optional = {"position_ids": row, "attention_mask": row, "logits_to_keep": 1}
+    accepted = inspect.signature(type(model).forward).parameters
+    inputs |= {name: value for name, value in optional.items() if name in accepted}
+    live = _Live([*model.parameters(), *model.buffers()])
+    with live, torch.no_grad():
+        model(**inputs)
+    return -(-live.most // _TOKENS)
+
+
+def _attention(module: Any, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Return an output [B, T, Hq, D] that depends on nothing."""
+    return torch.empty_like(q).transpose(1, 2).contiguous(), None
+
+
+class _Live(TorchDispatchMode):
+    """Adds up the storages that operations make, while they live. most: the largest sum."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        super().__init__()
+        self.sizes = {x.untyped_storage()._cdata: 0 for x in weights}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = fn(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._add(x.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
 
 
 @dataclass(frozen=True)
@@ -58,15 +137,13 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
     stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
     built = _build(config, name)
-    compat.refuse_unsupported(built)
-    text = compat.decoder_config(built)
-    stock = compat.stock_layers(text)
+    stock = stock_layers(supported_model(built))
     _refuse_other_layers(built, [kind for kind, _ in stock])
-    windows = tuple(layer.sliding_window for kind, layer in stock if kind == compat.SLIDING)
+    windows = tuple(window for _, window in stock if window is not None)
     return ModelFacts(
         name,
         type(built).__name__,
-        compat.geometry(built),
+        geometry(built),
         windows,
         count_weights(built),
         working_bytes(built),
@@ -123,10 +200,10 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
 
 def _refuse_other_layers(model: Any, kinds: list[str]) -> None:
     """Raise `UnsupportedModel` for layers with another state than keys and values."""
-    others = sorted({kind for kind in kinds if kind not in (compat.FULL, compat.SLIDING)})
+    others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
     if others:
         numbers = [i for i, kind in enumerate(kinds) if kind in others]
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be planned: layers {listed(numbers)} have a state that "
+            f"{type(model).__name__} cannot be planned: layers {numbers} have a state that "
             f"kvloom cannot count ({', '.join(others)}), such as that of linear attention"
         )

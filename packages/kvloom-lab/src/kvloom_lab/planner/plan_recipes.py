@@ -1,33 +1,215 @@
 """`plan`: bytes, limits and speed of recipes on a model, before anything runs.
 
-Decides the order of its steps and the settings that it refuses; other modules have the numbers.
+Decides the order of its steps, the settings that it refuses, and what a reader is warned of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from kvloom.errors import InputError
+from kvloom.errors import IncompatibleRecipe, InputError, RecipeError
 from kvloom.progress import Progress
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Recipe
+from kvloom.recipe import Geometry, Recipe, resolve
 
-from . import machine_file, machine_measurement
-from .cache_bytes import CacheBytes
-from .decode_step import StepWork, step_work
-from .hardware import Hardware
-from .hardware_file import read_file
-from .machine import Machine
+from . import machine_measurement
+from .hardware import PRESETS, Hardware, read_hardware
+from .machine import Machine, load_machine, save_machine
 from .model import ModelFacts, read_model
-from .plan_warnings import plan_warnings
-from .presets import PRESETS
-from .recipe_figures import CONTEXT, RecipePlanner, fitting_cache
-from .result import Plan
-from .units import show_bytes
+from .result import Plan, PlanRow, Point
+from .step import CacheBytes, StepWork, step_work
+from .units import Range, largest, show_bytes, show_rate
+
+CONTEXT = 32768
+
+
+def fitting_cache(recipe: Recipe, facts: ModelFacts, context: int) -> CacheBytes | str:
+    """Return the bytes of a recipe's cache, or why the recipe does not fit."""
+    try:
+        recipe.check(facts.geometry)
+        cache = CacheBytes(recipe, facts)
+        cache.nbytes(context, 1)
+    except (IncompatibleRecipe, RecipeError) as error:
+        return str(error)
+    return cache
+
+
+@dataclass(frozen=True)
+class RecipePlanner:
+    """Plans one recipe after another for a model, a context and a batch."""
+
+    facts: ModelFacts
+    context: int
+    batch: int
+    memory: int | None
+    hardware: Hardware | Machine | None
+    target: float | None
+
+    def row(self, recipe: Recipe, cache: CacheBytes | str) -> PlanRow:
+        """Return the figures of a recipe; cache: what `fitting_cache` returns."""
+        if isinstance(cache, str):
+            return PlanRow(recipe.name, problem=cache)
+        row = PlanRow(
+            recipe.name,
+            kv_bytes=cache.nbytes(self.context, self.batch),
+            peak_bytes=self.peak(cache, self.context, self.batch),
+        )
+        if self.memory is not None:
+            row = self.with_limits(row, cache)
+        if self.hardware is not None:
+            row = self.with_times(row, cache, self.hardware)
+        return replace(row, curve=tuple(self.curve(cache, timed=row.step_ms is not None)))
+
+    def with_limits(self, row: PlanRow, cache: CacheBytes) -> PlanRow:
+        """Return the row with what fits into memory."""
+        return replace(
+            row,
+            fits=self.fits(cache, self.context, self.batch),
+            longest_context=largest(
+                lambda n: self.fits(cache, n, self.batch), beyond=cache.sawtooth
+            ),
+            largest_batch=largest(lambda b: self.fits(cache, self.context, b)),
+            fits_in_chunks=self.fits_in_chunks(cache, self.context),
+            longest_in_chunks=largest(
+                lambda n: self.fits_in_chunks(cache, n), beyond=cache.sawtooth
+            ),
+        )
+
+    def with_times(self, row: PlanRow, cache: CacheBytes, hardware: Hardware | Machine) -> PlanRow:
+        """Return the row with the times of a step, or with the reason why they are missing."""
+        work = step_work(self.facts, cache, self.context, self.batch)
+        no_times = hardware.problem(work)
+        if no_times is not None:
+            return replace(row, no_times=no_times)
+        time = hardware.step(work)
+        row = replace(
+            row,
+            step_ms=time.total.scaled(1e3),
+            tokens_s=time.total.over(self.batch),
+            parts_ms={
+                name: 1e3 * getattr(time, name).best
+                for name in ("weights", "kv", "arithmetic", "overhead")
+            },
+            limit=time.limit,
+        )
+        if self.target is None:
+            return row
+        return replace(
+            row,
+            longest_at_target=largest(lambda n: self.on_target(cache, n), beyond=cache.sawtooth),
+            reaches=self.on_target(cache, self.context),
+        )
+
+    def curve(self, cache: CacheBytes, timed: bool) -> Iterator[Point]:
+        """Yield points up to the planned context, and at least up to 32,768 tokens."""
+        tokens = 1024
+        while tokens < 2 * max(self.context, CONTEXT):
+            try:
+                nbytes = cache.nbytes(tokens, self.batch)
+                rates = self.rates(cache, tokens) if timed else None
+            except RecipeError:  # a budget that is too small for a layer at this context
+                return
+            yield Point(tokens, nbytes, rates)
+            tokens *= 2
+
+    def rates(self, cache: CacheBytes, tokens: int) -> Range:
+        """Return tokens per second of all rows together."""
+        assert self.hardware is not None
+        work = step_work(self.facts, cache, tokens, self.batch)
+        return self.hardware.step(work).total.over(self.batch)
+
+    def peak(self, cache: CacheBytes, tokens: int, batch: int) -> int | None:
+        """Return the largest bytes during the prompt; None if activations are not known."""
+        working = self.facts.working
+        if working is None:
+            return None
+        prefill = cache.prefill_nbytes(tokens, batch)
+        return self.facts.weights.nbytes + prefill + batch * tokens * working
+
+    def fits(self, cache: CacheBytes, tokens: int, batch: int) -> bool:
+        """Return whether memory suffices for a prompt in one step."""
+        assert self.memory is not None
+        try:
+            peak = self.peak(cache, tokens, batch)
+            if peak is None:
+                peak = self.facts.weights.nbytes + cache.nbytes(tokens, batch)
+        except RecipeError:  # a budget that this context leaves nothing of
+            return False
+        return peak <= self.memory
+
+    def fits_in_chunks(self, cache: CacheBytes, tokens: int) -> bool:
+        """Return whether memory holds weights and cache: a prompt that is read in small chunks."""
+        assert self.memory is not None
+        try:
+            nbytes = cache.nbytes(tokens, self.batch)
+        except RecipeError:
+            return False
+        return self.facts.weights.nbytes + nbytes <= self.memory
+
+    def on_target(self, cache: CacheBytes, tokens: int) -> bool:
+        """Return whether a context decodes at the target speed, in memory that holds it."""
+        assert self.target is not None
+        if self.memory is not None and not self.fits_in_chunks(cache, tokens):
+            return False
+        try:
+            return self.rates(cache, tokens).best >= self.target
+        except RecipeError:
+            return False
+
+
+def plan_warnings(planner: RecipePlanner, rows: Sequence[PlanRow]) -> list[str]:
+    """Return what a reader of the rows has to know."""
+    facts, warnings = planner.facts, []
+    if facts.positions is not None and planner.context > facts.positions:
+        warnings.append(
+            f"The context of {planner.context:,} tokens exceeds the {facts.positions:,} positions "
+            f"of {facts.name}; it was not trained for more."
+        )
+    beyond = [
+        row.recipe for row in rows
+        if facts.positions and (row.longest_in_chunks or 0) > facts.positions
+    ]  # fmt: skip
+    if beyond and planner.context <= (facts.positions or 0):
+        warnings.append(
+            f"Memory suffices for longer contexts than the {facts.positions:,} positions of "
+            f"{facts.name}; it was not trained for them."
+        )
+    if not facts.dtype_stated:
+        warnings.append(f"The config of {facts.name} states no dtype; float32 is counted.")
+    if facts.weights.quantized == "mxfp4":
+        warnings.append(
+            "transformers expands mxfp4 weights to bfloat16 where it has no kernels for them, as "
+            "on a CPU by default: 16 bits a number instead of 4.25."
+        )
+    if facts.working is None:
+        warnings.append(
+            f"The activations of a prompt cannot be traced for {facts.architecture}: limits count "
+            "weights and cache alone."
+        )
+    for reason in dict.fromkeys(row.no_times for row in rows if row.no_times):
+        names = ", ".join(row.recipe for row in rows if row.no_times == reason)
+        warnings.append(f"No times for {names}: {reason}.")
+    if planner.target is not None:
+        warnings += _target_warnings(planner, rows)
+    return warnings
+
+
+def _target_warnings(planner: RecipePlanner, rows: Sequence[PlanRow]) -> list[str]:
+    timed = [row for row in rows if row.tokens_s]
+    if not timed or any(row.reaches for row in timed):
+        return []
+    fitting = [row for row in timed if row.fits_in_chunks is not False] or timed
+    nearest = max(fitting, key=lambda row: row.tokens_s.best if row.tokens_s else 0.0)
+    assert nearest.tokens_s is not None
+    rate = show_rate(nearest.tokens_s.best)
+    return [
+        f"No recipe reaches {planner.target:g} tok/s at {planner.context:,} tokens and batch "
+        f"{planner.batch}; the nearest is {nearest.recipe} with {rate}."
+    ]
+
 
 THIS = "this"
 RECIPES = (
@@ -57,8 +239,8 @@ def plan(
         context: Tokens (default: 32,768, or the model's positions if they are fewer).
         batch: Rows.
         memory: Bytes (default: the hardware's).
-        hardware: A name in `planner.presets.PRESETS` such as "h100", "this" (measures this machine,
-            and stores the result), a TOML file, or a `Hardware`.
+        hardware: A name in `planner.hardware.PRESETS` such as "h100", "this" (measures this
+            machine, and stores the result), a TOML file, or a `Hardware`.
         target: Tokens per second of the whole batch.
         on_step: Called with the number of units to measure; returns the function to report them to.
 
@@ -106,12 +288,12 @@ def _this_machine(
     geometry: Geometry, works: Sequence[StepWork], on_step: Callable[[int], Progress] | None
 ) -> Machine:
     """Return this machine with the rates that these steps need; measure and store new ones."""
-    machine = machine_file.load()
+    machine = load_machine()
     units = machine_measurement.units(machine, works, geometry)
     if machine is None or units:
         report = on_step(units) if on_step else (lambda what, done: None)
         machine = machine_measurement.complete(machine, works, geometry, report)
-        machine_file.save(machine)
+        save_machine(machine)
     return machine
 
 
@@ -122,7 +304,7 @@ def _hardware(hardware: str | Path | Hardware) -> Hardware:
     if str(hardware) in PRESETS:
         return PRESETS[str(hardware)]
     if Path(hardware).is_file():
-        return read_file(Path(hardware))
+        return read_hardware(Path(hardware))
     raise InputError(
         f"hardware {str(hardware)!r} is unknown; use {', '.join(PRESETS)}, {THIS}, or the path of "
         "a hardware file"

@@ -8,8 +8,7 @@ from typing import Any
 from .hardware import Hardware
 from .machine import Machine
 from .model import ModelFacts
-from .ranges import Range
-from .units import show_bytes, show_rate
+from .units import Range, show_bytes, show_rate
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """The plan of one recipe. None: not known, or not asked for.
 
     Attributes:
@@ -86,7 +85,7 @@ class Plan:
     memory: int | None
     hardware: Hardware | Machine | None
     target: float | None
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -118,7 +117,7 @@ class Plan:
         }
 
 
-def _line(row: Row) -> str:
+def _line(row: PlanRow) -> str:
     """Return a row in one line."""
     if row.problem:
         return f"{row.recipe}: {row.problem}"

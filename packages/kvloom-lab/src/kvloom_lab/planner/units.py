@@ -1,10 +1,79 @@
-"""How the planner reads and writes sizes: "24GiB", "128k", "20tok/s"."""
+"""Numbers of a plan: an estimate with its bounds, inverse questions, and sizes such as "24GiB"."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvloom.errors import InputError
+
+
+@dataclass(frozen=True)
+class Range:
+    """A best estimate between a low and a high bound."""
+
+    low: float
+    best: float
+    high: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Range:
+        """Return a range without width."""
+        return cls(value, value, value)
+
+    def __add__(self, other: Range) -> Range:
+        """Return the sum: of the bounds, and of the best estimates."""
+        return Range(self.low + other.low, self.best + other.best, self.high + other.high)
+
+    def scaled(self, factor: float) -> Range:
+        """Return it multiplied by a factor above 0."""
+        return Range(self.low * factor, self.best * factor, self.high * factor)
+
+    def above(self, other: Range) -> Range:
+        """Return by how much it exceeds the other, 0 or more; `other + result` covers both."""
+        return Range(
+            max(0.0, self.low - other.low),
+            max(0.0, self.best - other.best),
+            max(0.0, self.high - other.high),
+        )
+
+    def over(self, amount: float) -> Range:
+        """Return amount / range: rates from times, with the bounds in ascending order."""
+        return Range(amount / self.high, amount / self.best, amount / self.low)
+
+
+UNLIMITED = 1 << 40
+"""The largest number that is tried: of tokens, or of rows."""
+
+
+def largest(fits: Callable[[int], bool], beyond: int = 0) -> int:
+    """Return the largest number up to `UNLIMITED` that fits; 0 if none does.
+
+    beyond: how far to search after a number that does not fit, where a larger one may fit again.
+    """
+    most = UNLIMITED
+    if fits(most):
+        return most
+    power = 1 << (most.bit_length() - 1)
+    while power and not fits(power):
+        power >>= 1
+    if not power:
+        return 0
+    low, high = power, min(2 * power, most)  # low fits; high does not, or is `most`
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    result, tried = low, low
+    while tried < min(result + beyond, most):
+        tried += 1
+        if fits(tried):
+            result = tried
+    return result
+
 
 _BYTES = {
     "": 1, "b": 1,
@@ -17,33 +86,33 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z/]*)")
 
 def parse_bytes(option: str) -> int:
     """Read "24GiB" (2**30 bytes each), "80GB" (10**9 bytes each), or a number of bytes."""
-    found = _split(option)
-    if found is None or found[1] not in _BYTES or found[0] * _BYTES[found[1]] < 1:
+    size = _split(option)
+    if size is None or size[1] not in _BYTES or size[0] * _BYTES[size[1]] < 1:
         raise InputError(
             f"memory {option!r} is not a size; give a number with a unit, such as 24GiB or 80GB"
         )
-    return int(found[0] * _BYTES[found[1]])
+    return int(size[0] * _BYTES[size[1]])
 
 
 def parse_tokens(option: str) -> int:
     """Read "131072", "128k" (1,024 tokens each) or "1M" (1,048,576 tokens each)."""
-    found = _split(option)
-    if found is None or found[1] not in _TOKENS or found[0] * _TOKENS[found[1]] < 1:
+    size = _split(option)
+    if size is None or size[1] not in _TOKENS or size[0] * _TOKENS[size[1]] < 1:
         raise InputError(
             f"context {option!r} is not a number of tokens, 1 or more; give one such as 8192 or "
             "128k"
         )
-    return int(found[0] * _TOKENS[found[1]])
+    return int(size[0] * _TOKENS[size[1]])
 
 
 def parse_rate(option: str) -> float:
     """Read "20tok/s" or "20": tokens per second."""
-    found = _split(option)
-    if found is None or found[1] not in ("", "tok/s", "tokens/s") or found[0] <= 0:
+    rate = _split(option)
+    if rate is None or rate[1] not in ("", "tok/s", "tokens/s") or rate[0] <= 0:
         raise InputError(
             f"target {option!r} is not a speed above 0; give tokens per second, such as 20tok/s"
         )
-    return found[0]
+    return rate[0]
 
 
 def show_bytes(nbytes: int) -> str:
@@ -60,5 +129,5 @@ def show_rate(tokens_s: float) -> str:
 
 def _split(option: str) -> tuple[float, str] | None:
     """Return the number and the unit in lower case; None if it is neither."""
-    found = _NUMBER.fullmatch(option.strip().lower().replace(",", ""))
-    return None if found is None else (float(found[1]), found[2])
+    match = _NUMBER.fullmatch(option.strip().lower().replace(",", ""))
+    return None if match is None else (float(match[1]), match[2])

@@ -1,12 +1,11 @@
 """Tune a recipe for a model: formats and budgets of each layer, chosen by measured divergence.
 
-`candidates` lists what a layer can be, `prompt` measures it, `scores` stores the figures,
-`knapsack` chooses, `repair` measures whole recipes, and `run` does all of it.
+`candidates` lists what a layer can be, `scores` stores how much each choice costs, `knapsack` and
+`problem` choose and measure whole recipes, and `run` does all of it.
 """
 
 from __future__ import annotations
 
-from .run import Tuning, tune
-from .settings import Settings
+from .run import Settings, Tuning, tune
 
 __all__ = ["Settings", "Tuning", "tune"]

@@ -1,18 +1,22 @@
 """What a layer can be: a format of its keys, a format of its values, and the tokens that it keeps.
 
 The three are scored separately, and any three combine to a choice for a layer. Decides which
-formats and which kept tokens there are.
+formats and kept tokens there are, the recipe of layers with different choices, and its bytes.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvloom.keep import Budget, Keep, Observation, Reconstruction, Scorer
-from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe import Geometry, LayerOverride, Protect, Recipe
 from kvloom.store import Format, Packed, Store
 
 SINKS = 4  # first tokens that always stay: they cost little, and most models attend to them
@@ -127,8 +131,8 @@ def to_score(geometry: Geometry, repeats: bool = True) -> Scored:
 def combined(scored: Scored) -> list[Choice]:
     """Return all that a layer can be."""
     every = itertools.starmap(Choice, itertools.product(*FORMATS.values(), KEPT))
-    one = {*scored.formats, *scored.kept}
-    return [choice for choice in every if one.issuperset(choice.changes)]
+    scored_choices = {*scored.formats, *scored.kept}
+    return [choice for choice in every if scored_choices.issuperset(choice.changes)]
 
 
 def recents(context: int) -> list[int]:
@@ -181,3 +185,68 @@ def evicting(choice: Choice, shape: RecipeShape) -> Recipe:
     assert recipe.keep is not None
     budget = replace(recipe.keep.budget, heads=None)
     return replace(recipe, keep=replace(recipe.keep, budget=budget))
+
+
+def by_layer(
+    choices: Sequence[Choice],
+    numbers: Sequence[int],
+    shape: RecipeShape,
+    shares: Sequence[float | None] | None = None,
+) -> Recipe:
+    """Return the recipe with these choices of the layers `numbers`, in order.
+
+    shares: what each layer keeps of a prompt; None: what its choice says. The most frequent layer
+    is the recipe's own; neighbours that are alike share an override.
+    """
+    kinds = list(zip(choices, shares or [None] * len(choices), strict=True))
+    common = Counter(kinds).most_common(1)[0][0]
+    common_recipe = uniform(common[0], shape, common[1])
+    overrides = []
+    for kind, run in groupby(zip(kinds, numbers, strict=True), key=lambda pair: pair[0]):
+        layer_parts = parts(kind[0], shape, kind[1])
+        changed = {
+            name: part for name, part in layer_parts.items() if part != getattr(common_recipe, name)
+        }
+        if not changed:
+            continue
+        run_numbers = [number for _, number in run]
+        where = (
+            f"{run_numbers[0]}-{run_numbers[-1]}" if len(run_numbers) > 1 else f"{run_numbers[0]}"
+        )
+        overrides.append(LayerOverride(where, **changed))
+    return replace(common_recipe, layers=tuple(overrides), name="tuned")
+
+
+UNIFORM = Choice("rotated-4", "turbo-4", next(iter(JOINT)))
+"""What all layers have where they are the same, as in `small`; its share fills the bytes."""
+FINENESS = 10_000  # a share is a whole number of these parts of the prompt
+
+
+class LayerSizes(NamedTuple):
+    """What bytes depend on besides a layer's choice: the model, a prompt's tokens, the shape."""
+
+    geometry: Geometry
+    context: int
+    shape: RecipeShape
+
+    def of(self, choices: Sequence[Choice], share: float | None = None) -> np.ndarray:
+        """Return the bytes of one layer with each choice, int64 [choices].
+
+        share: what the layer keeps; None: what the choice says.
+        """
+        single_layer = replace(self.geometry, layers=1, layer_numbers=None)
+        sizes = [uniform(x, self.shape, share).nbytes(self.context, single_layer) for x in choices]
+        return np.array(sizes, np.int64)
+
+    def uniform(self, shares: Sequence[float]) -> int:
+        """Return the bytes of all layers with `UNIFORM`; shares: what each layer keeps."""
+        return sum(int(self.of([UNIFORM], share)[0]) for share in shares)
+
+    def filling(self, nbytes: int) -> float:
+        """Return the largest share with which uniform layers fit into `nbytes`; 0 if none does."""
+        low, high = 0, FINENESS
+        while low < high:
+            middle = (low + high + 1) // 2
+            size = self.uniform([middle / FINENESS]) * self.geometry.layers
+            low, high = (middle, high) if size <= nbytes else (low, middle - 1)
+        return low / FINENESS

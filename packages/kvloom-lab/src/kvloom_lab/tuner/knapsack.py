@@ -59,8 +59,8 @@ class Knapsack:
         """Fill the table for all numbers of bytes up to `room` more than the fewest."""
         least = self.nbytes.min(axis=1)
         extra = [self.nbytes[i, items] - least[i] for i, items in enumerate(self.useful)]
-        unit = max(math.gcd(*(int(x) for one in extra for x in one)), -(-room // cells), 1)
-        skips = [[-(-int(x) // unit) for x in one] for one in extra]
+        unit = max(math.gcd(*(int(x) for sizes in extra for x in sizes)), -(-room // cells), 1)
+        skips = [[-(-int(x) // unit) for x in sizes] for sizes in extra]
         best, taken = np.zeros(room // unit + 1), []
         for i, items in enumerate(self.useful):
             lowest, choice = np.full(len(best), np.inf), np.zeros(len(best), np.int16)
@@ -76,12 +76,12 @@ class Knapsack:
 
     def _traced(self, table: _Table, cell: int) -> list[int]:
         """Return the items that lead to a cell of the last layer."""
-        found = []
+        items = []
         for i in reversed(range(len(table.taken))):
             place = int(table.taken[i][cell])
-            found.append(self.useful[i][place])
+            items.append(self.useful[i][place])
             cell -= table.skips[i][place]
-        return found[::-1]
+        return items[::-1]
 
 
 class _Table(NamedTuple):
@@ -99,8 +99,8 @@ class _Table(NamedTuple):
 
 def _undominated(nbytes: np.ndarray, costs: np.ndarray) -> list[int]:
     """Return the items than which no other is both cheaper and as small, by bytes."""
-    found: list[int] = []
+    items: list[int] = []
     for item in np.lexsort((costs, nbytes)):
-        if not found or costs[item] < costs[found[-1]]:
-            found.append(int(item))
-    return found
+        if not items or costs[item] < costs[items[-1]]:
+            items.append(int(item))
+    return items

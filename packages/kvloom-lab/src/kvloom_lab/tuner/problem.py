@@ -1,25 +1,89 @@
-"""The choice of all layers as a knapsack: their bytes, and costs that add up.
+"""Which layers get which choices: the bound, the choice as a knapsack, and whole recipes measured.
 
-Decides which problems there are. Some choose a share of the prompt for each layer alone. Some begin
-with a share that all layers keep together: a layer keeps what it would win where the heads of all
-layers compete for such a budget, or for one of the two next larger ones. Some have one uniform
-recipe.
+The scores of layers are measured one layer at a time and added. Some problems choose a share of the
+prompt for each layer alone. Some begin with a share that all layers keep together: a layer keeps
+what it would win where the heads of all layers compete for such a budget, or for one of the two
+next larger ones. Some have one uniform recipe. Together, layers may cost more or less than their
+sum, so whole recipes are measured, and correct the predicted costs of keys, values and kept tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from kvloom.recipe.spec import Recipe
+from kvloom.errors import InputError
+from kvloom.recipe import Recipe
 
-from .candidates import EXACT, KEPT, SCORED_GROUP, Choice, combined
+from .candidates import EXACT, KEPT, SCORED_GROUP, UNIFORM, Choice, LayerSizes, by_layer, combined
 from .knapsack import Knapsack
-from .layers import by_layer
 from .scores import Scores
-from .sizes import UNIFORM, LayerSizes
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A share of the exact cache's bytes, or a mean divergence `kl` in nats; one of the two.
+
+    exact_nbytes: of the exact cache.
+    """
+
+    share: float | None
+    kl: float | None
+    exact_nbytes: int
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.kl is None):
+            raise InputError("give either bytes, such as 0.2, or kl, such as 0.01")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise InputError(f"bytes={self.share:g} must be above 0 and at most 1: a share")
+        if self.kl is not None and not self.kl > 0:
+            raise InputError(f"kl={self.kl:g} must be above 0: a mean divergence in nats")
+
+    def __str__(self) -> str:
+        return f"kl={self.kl:g}" if self.share is None else f"bytes={self.share:g}"
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes, where bytes are bounded."""
+        assert self.share is not None
+        return int(self.share * self.exact_nbytes)
+
+    def check(self, fewest: int) -> None:
+        """Raise `InputError` if even the smallest recipe, of `fewest` bytes, is too large."""
+        if self.share is not None and self.nbytes < fewest:
+            smallest = math.ceil(1e4 * fewest / self.exact_nbytes) / 1e4
+            raise InputError(
+                f"no recipe takes {self.share:.4g} of the exact cache's bytes at this context; "
+                f"the nearest bound is bytes={smallest:.4f}"
+            )
+
+    def solve(self, knapsack: Knapsack, margin: float = 1.0) -> list[int] | None:
+        """Return one item a layer; margin: a factor of the bound on `kl`.
+
+        None where no items are within the bound.
+        """
+        if self.kl is None:
+            return knapsack.within(self.nbytes)
+        return knapsack.reaching(self.kl * margin)
+
+    def wasted_by(self, knapsack: Knapsack) -> bool:
+        """Return whether even the largest items leave bytes unused."""
+        return self.share is not None and knapsack.most < self.nbytes
+
+    def met_by(self, recipe: MeasuredRecipe) -> bool:
+        """Return whether a measured recipe is within the bound."""
+        return recipe.nbytes <= self.nbytes if self.kl is None else recipe.mean <= self.kl
+
+    def rank(self, recipe: MeasuredRecipe) -> tuple[bool, float]:
+        """Return a key that sorts measured recipes, the best first."""
+        met = self.met_by(recipe)
+        return not met, recipe.nbytes if met and self.kl is not None else recipe.mean
+
 
 Weights = tuple[float, float, float]
 """By how much the scores of keys, values and kept tokens count."""
@@ -35,12 +99,12 @@ def steadied(costs: np.ndarray, choices: Sequence[Choice], nbytes: np.ndarray) -
     in the layer and of the mean of all layers: few tokens are measured, and the knapsack would
     choose the luckiest of many figures. Fewer bytes of the same kind never cost less.
     """
-    found = (costs + costs.mean(axis=0)) / 2
+    steady = (costs + costs.mean(axis=0)) / 2
     for kind in range(len(Choice._fields)):
         rest = [i for i, x in enumerate(choices) if Choice()[kind] != x[kind] or x == Choice()]
         order = sorted(rest, key=lambda i: -nbytes[i])
-        found[:, order] = np.maximum.accumulate(found[:, order], axis=1)
-    return found.clip(min=0)
+        steady[:, order] = np.maximum.accumulate(steady[:, order], axis=1)
+    return steady.clip(min=0)
 
 
 Shares = Mapping[str, Sequence[float]]
@@ -127,7 +191,7 @@ class Problem:
         return [self.choices.index(choice) for choice in choices]
 
 
-def problems(
+def all_problems(
     scores: Scores, sizes: LayerSizes, shares: Mapping[int, Shares], nbytes: int | None = None
 ) -> list[Problem]:
     """Return the problems of a model.
@@ -148,18 +212,107 @@ def problems(
     low, high = NEAR_BOUND
     results = []
     for recent, shares_by_name in shares.items():
-        own = sizes._replace(shape=sizes.shape._replace(recent=recent))
-        results += [Problem(alone, steady, own, {}), Problem(alone, costs, own, {})]
+        layer_sizes = sizes._replace(shape=sizes.shape._replace(recent=recent))
+        results += [Problem(alone, steady, layer_sizes, {}), Problem(alone, costs, layer_sizes, {})]
         names = list(shares_by_name)
         for i, name in enumerate(names):
-            if nbytes is None or low < own.uniform(shares_by_name[name]) / nbytes < high:
+            if nbytes is None or low < layer_sizes.uniform(shares_by_name[name]) / nbytes < high:
                 levels = {x: shares_by_name[x] for x in names[i : i + JOINT_SHARES]}
                 together = [Choice(*sides, level) for sides in formats for level in levels]
-                results.append(Problem(together, costs, own, levels))
+                results.append(Problem(together, costs, layer_sizes, levels))
         if names and nbytes is not None and (UNIFORM.keys, UNIFORM.values) in formats:
-            joint = own._replace(shape=own.shape._replace(layers="joint"))
+            joint = layer_sizes._replace(shape=layer_sizes.shape._replace(layers="joint"))
             share = joint.filling(nbytes)
             if share:
                 same = {UNIFORM.kept: [share] * sizes.geometry.layers}
                 results.append(Problem([UNIFORM], costs, joint, same))
     return results
+
+
+ROUNDS = 2  # of one more recipe each
+MOST_ROUNDS = 8  # where none has met a bound on quality yet
+TIGHTER = 0.7  # the factor of the bound in each round where no recipe has met it
+TRUST = 0.1  # in the sum of the scores, against a measured recipe
+WEIGHTS = 0.1, 10  # the least and the largest weight of a part of the costs
+
+
+@dataclass
+class MeasuredRecipe:
+    """A whole recipe: the choices that solve a problem, and its divergences fp32 [T]."""
+
+    problem: Problem
+    choices: tuple[Choice, ...]
+    kl: Tensor
+
+    @property
+    def mean(self) -> float:
+        """The mean divergence."""
+        return self.kl.mean().item()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.problem.recipe(self.choices)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes after a prompt."""
+        return self.problem.size(self.choices)
+
+    @property
+    def predicted(self) -> np.ndarray:
+        """What keys, values and kept tokens of each layer cost by the scores, [layers, 3]."""
+        return self.problem.costs(self.choices)
+
+
+Measure = Callable[[Sequence[Recipe]], Iterable[Tensor]]
+"""Returns the divergences of whole recipes."""
+
+
+def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[MeasuredRecipe]:
+    """Return recipes that were measured, the best one within the bound first.
+
+    Raises `InputError` where no measured recipe is within the bound, as rounding may prevent.
+    """
+    measured: dict[Recipe, MeasuredRecipe] = {}
+
+    def add(unsolved: Sequence[Problem], weights: Weights, margin: float = 1.0) -> None:
+        solved = {}
+        for problem in unsolved:
+            knapsack = problem.knapsack(weights)
+            items = bound.solve(knapsack, margin)
+            if items is not None and not (problem.open and bound.wasted_by(knapsack)):
+                choices = tuple(problem.choices[i] for i in items)
+                solved[problem.recipe(choices)] = problem, choices
+        new = [recipe for recipe in solved if recipe not in measured]
+        for recipe, kl in zip(new, measure(new), strict=True):
+            measured[recipe] = MeasuredRecipe(*solved[recipe], kl)
+
+    add(problems, PLAIN)
+    margin = 1.0
+    for number in range(MOST_ROUNDS):
+        best = min((x for x in measured.values() if x.problem.open), key=bound.rank)
+        within = bound.met_by(best)
+        if within and number >= ROUNDS:
+            break
+        margin = margin if within or number < ROUNDS else margin * TIGHTER
+        before = len(measured)
+        add([best.problem], _fitted(list(measured.values())), margin)
+        if within and len(measured) == before:
+            break
+    best, *others = sorted(measured.values(), key=bound.rank)
+    if not bound.met_by(best):
+        raise InputError(
+            f"no recipe that was measured is within {bound}; the nearest has kl={best.mean:.4g}: "
+            "allow that much"
+        )
+    return [best, *others]
+
+
+def _fitted(measured: Sequence[MeasuredRecipe]) -> Weights:
+    """Return the weights that explain the measured recipes best, in relative terms."""
+    rows = np.array([recipe.predicted.sum(axis=0) / max(recipe.mean, 1e-9) for recipe in measured])
+    prior = TRUST**0.5 * np.eye(3)
+    a, b = np.vstack([rows, prior]), np.concatenate([np.ones(len(rows)), prior.sum(axis=1)])
+    keys, values, kept = np.linalg.lstsq(a, b, rcond=None)[0].clip(*WEIGHTS)
+    return float(keys), float(values), float(kept)

@@ -1,9 +1,13 @@
-"""Tune a recipe for a model: score its layers, solve, measure what was found, correct it."""
+"""Tune a recipe for a model: score its layers, solve, measure the best recipes, correct the costs.
+
+Layers are scored in float32: in bfloat16, rounding alone hides what one layer's format costs.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +17,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvloom.hf import compat
-from kvloom.hf.attach import attachment_restored
-from kvloom.hf.cache import Cache
-from kvloom.hf.metadata import identity
-from kvloom.hf.shard import needs_whole
+from kvloom import Cache
+from kvloom.calibrate import LayerContext, ReadPrompt, can_repeat
+from kvloom.hf import attachment_restored, geometry, identity, read_tokens, supported_model
 from kvloom.progress import TotalProgress
-from kvloom.recipe.spec import Recipe
-from kvloom.recipe.tuned import Tuned
+from kvloom.recipe import Recipe, Tuned
 
 from ..models import check_positions
-from ..workload import stored_recipes
-from ..workload.forward import forward
+from ..workload.files import store_recipe
 from ..workload.text import cut_rows, leading_ids, tokenize
-from .bound import Bound
 from .candidates import (
     JOINT,
+    OBSERVED,
     OTHERS,
     SCORED_GROUP,
     Choice,
+    LayerSizes,
     RecipeShape,
     combined,
     evicting,
@@ -39,13 +40,62 @@ from .candidates import (
     to_score,
     uniform,
 )
-from .precision import in_float32
-from .problem import Problem, problems
-from .prompt import Base, ReadPrompt, repeats
-from .repair import Measured, repair
+from .problem import Bound, MeasuredRecipe, Problem, all_problems, repair
 from .scores import Scores
-from .settings import Settings
-from .sizes import LayerSizes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    The distributions that are compared with those of the exact cache are of text that follows the
+    prompt, and of passages that repeat the prompt from places drawn at random. Text that continues
+    a prompt needs few of its facts, so evicting tokens costs almost nothing there; a passage that
+    repeats the prompt needs them all.
+
+    Attributes:
+        context: Tokens of a prompt, which are compressed.
+        texts: How many prompts.
+        tokens: Tokens that follow the prompt in the text.
+        passages: How many passages.
+        passage: Tokens of each.
+        window: The newest tokens of a layer that stay exact.
+        seed: Draws the places.
+    """
+
+    context: int = 2048
+    texts: int = 3
+    tokens: int = 64
+    passages: int = 2
+    passage: int = 32
+    window: int = 16
+    seed: int = 0
+
+    @property
+    def measured(self) -> int:
+        """The tokens behind a prompt."""
+        return self.tokens + self.passages * self.passage
+
+
+_HALF = torch.float16, torch.bfloat16
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model have its weights in float32, beside its own ones, which it has again afterwards.
+
+    Weights that are not in half precision, such as quantized ones, stay as they are.
+    """
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in _HALF]
+    half_tensors = [x.data for x in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, data in zip(tensors, half_tensors, strict=True):
+            tensor.data = data
+
 
 FRONT = 24  # bounds at which the front is solved
 
@@ -112,12 +162,11 @@ def tune(
     """
     settings = replace(settings or Settings(), context=context)
     with attachment_restored(model), torch.inference_mode():
-        compat.refuse_unsupported(model)
-        needs_whole(model, "tuning")
-        sizes = LayerSizes(compat.geometry(model), context, RecipeShape(settings.window))
+        supported_model(model, whole="tuning")
+        sizes = LayerSizes(geometry(model), context, RecipeShape(settings.window))
         bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
         repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
-        scored = to_score(sizes.geometry, repeats(model, context, repeating))
+        scored = to_score(sizes.geometry, can_repeat(model, context, repeating))
         bound.check(int(sizes.of(combined(scored)).min()) * sizes.geometry.layers)
         check_positions(model, context, settings.measured)
         ids = tokenize(tokenizer, text)
@@ -147,7 +196,7 @@ def tune(
             share=_rounded(nbytes / bound.exact_nbytes),
         )
         recipe = replace(best.recipe, tuned=tuned)
-        stored_recipes.write(recipe)
+        store_recipe(recipe)
         numbers, predicted = sizes.geometry.numbers, best.predicted.sum(axis=1).tolist()
         return Tuning(
             recipe=recipe,
@@ -161,7 +210,7 @@ def tune(
 
 def _search(
     prompts: _Prompts, scores: Scores, sizes: LayerSizes, bound: Bound, on_step: TotalProgress
-) -> tuple[Measured, Problem]:
+) -> tuple[MeasuredRecipe, Problem]:
     """Score the layers; return the best recipe that was measured, and the first problem."""
     score(prompts, scores, sizes.geometry.numbers, on_step)
     competes = scores.scored.others.kept == OTHERS[0]
@@ -174,14 +223,14 @@ def _search(
         on_step(f"measuring {len(recipes)} recipes", len(scores.lines), len(scores.lines))
         return prompts.whole(recipes) if recipes else []
 
-    every = problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
+    every = all_problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
     return repair(every, bound, measure)[0], every[0]
 
 
 def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int:
     """Return the bytes of a recipe's cache that holds a prompt, ids [1, T]."""
     cache = Cache(model, recipe)
-    forward(model, ids, cache)
+    read_tokens(model, ids, cache)
     return sum(layer.cache.nbytes for layer in cache.routed)
 
 
@@ -195,7 +244,7 @@ def score(
     kept = [uniform(choice, shape) for choice in scored.kept]
     others = evicting(scored.others, shape)
     layers_of_texts = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
-    evicted: dict[int, Base] = {}
+    evicted: dict[int, LayerContext] = {}
     for done, (text, number) in enumerate(layers_of_texts):
         if (text, number) not in scores:
             on_step(f"scoring layer {number} on text {text + 1}", done, len(layers_of_texts))
@@ -217,7 +266,7 @@ def joint_shares(prompts: _Prompts, shape: RecipeShape) -> dict[str, list[float]
     joint = shape._replace(layers="joint")
     recipes = [uniform(Choice(kept=name), joint) for name in JOINT]
     texts = range(len(prompts.rows))
-    kept = np.mean([[prompts[text].kept(one) for one in recipes] for text in texts], axis=0)
+    kept = np.mean([[prompts[text].kept(recipe) for recipe in recipes] for text in texts], axis=0)
     return dict(zip(JOINT, kept.round(4).tolist(), strict=True))
 
 
@@ -237,7 +286,7 @@ class _Prompts:
             )
             repeated = [ids[:, begin : begin + s.passage] for begin in begins]
             after = torch.cat([after, *repeated], dim=1)
-            self.read[text] = ReadPrompt(self.model, ids, after, s.window)
+            self.read[text] = ReadPrompt(self.model, ids, after, s.window, OBSERVED)
         return self.read[text]
 
     def whole(self, recipes: Sequence[Recipe]) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvloom.errors import InputError
 
-from ..models.smollm2 import cache_folder
-from ..workload.json_lines import append_lines, finished_lines
+from ..workload.files import append_lines, cache_folder, finished_lines
 from .candidates import Choice, Scored
 
 FORMAT = 2
@@ -60,14 +59,14 @@ class Scores:
     def __contains__(self, place: tuple[int, int]) -> bool:
         return place in self.lines
 
-    def add(self, text: int, layer: int, found: dict[str, Tensor]) -> None:
+    def add(self, text: int, layer: int, divergences: dict[str, Tensor]) -> None:
         """Note and write the divergences fp32 [choices, T] of a layer (the model's number).
 
-        found: of the choices `formats` and `kept`.
+        divergences: of the choices `formats` and `kept`.
         """
         rows = {
             group: [[float(f"{x:.4g}") for x in row] for row in kl.tolist()]
-            for group, kl in found.items()
+            for group, kl in divergences.items()
         }
         named = {group: dict(zip(self.names[group], kl, strict=True)) for group, kl in rows.items()}
         line = {"text": text, "layer": layer, **named}
@@ -79,12 +78,12 @@ class Scores:
 
         An exact layer among others that evict has a divergence, too, so some costs are negative.
         """
-        found: dict[Choice, float] = {}
+        costs: dict[Choice, float] = {}
         for group, choices in self.choices.items():
             lines = [x for (_, number), x in self.lines.items() if number == layer]
             means = torch.cat([torch.tensor(x[group]) for x in lines], dim=1).mean(dim=1)
-            found |= dict(zip(choices, (means - means[0]).tolist(), strict=True))
-        return found
+            costs |= dict(zip(choices, (means - means[0]).tolist(), strict=True))
+        return costs
 
     @property
     def _file(self) -> Path:

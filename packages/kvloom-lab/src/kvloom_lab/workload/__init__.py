@@ -1,1 +1,1 @@
-"""The inputs of commands: models, texts, one timed forward pass, caches filled without a prompt."""
+"""What measurements need: texts, shared forward passes, filled caches, files, the machine."""

@@ -1,11 +1,17 @@
 """Real text as rows of token ids: from files, or from the library that ships with CPython.
 
-Decides which text is read and where rows start in it. Knows nothing of caches.
+Decides which text is read, where rows start in it, and which documents of the library are held out
+from training: its sources and the help topics of `pydoc`. Nothing is downloaded. Some distributions
+package the library's `test` folder separately; without it, there is less text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +30,6 @@ def read_files(paths: Iterable[str | Path]) -> str:
     Raises `InputError` for a file that is missing, empty or not UTF-8.
     """
     return "\n\n".join(_read(Path(path)) for path in paths)
-
-
-def library_text() -> str:
-    """Return the documents of CPython's library that the reference model was not trained on."""
-    from . import corpus
-
-    return corpus.held_out_text()
 
 
 def tokenize(tokenizer: Any, text: str) -> np.ndarray:
@@ -89,3 +88,71 @@ def _read(path: Path) -> str:
     if not text.strip():
         raise InputError(f"{str(path)!r} is empty; give a file with text")
     return text
+
+
+HELD_OUT_PERCENT = 3
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+MAX_FILE_BYTES = 400_000  # longer files are tables of data
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file or help topic. name: the same on every machine; text: its content."""
+
+    name: str
+    text: str
+
+
+def documents() -> Iterator[Document]:
+    """Yield every document in a fixed order: help topics first, then the sources by path."""
+    yield from _topics()
+    yield from _sources(Path(sysconfig.get_path("stdlib")))
+
+
+def is_held_out(name: str) -> bool:
+    """Return whether a document is held out from training, by a hash of its name."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+@lru_cache(maxsize=1)
+def held_out_documents() -> tuple[Document, ...]:
+    """Return the documents that the reference model was not trained on."""
+    return tuple(d for d in documents() if is_held_out(d.name))
+
+
+def train_documents() -> Iterator[Document]:
+    """Yield the documents that the reference model was trained on."""
+    return (d for d in documents() if not is_held_out(d.name))
+
+
+def library_text() -> str:
+    """Return the documents of CPython's library that the reference model was not trained on."""
+    return "\n\n".join(d.text for d in held_out_documents())
+
+
+def calibration_text() -> str:
+    """Return every 15th training document as one text (about 2 MB)."""
+    return "\n\n".join(d.text for i, d in enumerate(train_documents()) if i % 15 == 0)
+
+
+def _topics() -> Iterator[Document]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # a CPython built without its documentation
+        return
+    for name in sorted(topics):
+        yield Document(f"topic/{name}", topics[name].strip("\n") + "\n")
+
+
+def _sources(root: Path) -> Iterator[Document]:
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if SKIPPED_FOLDERS.intersection(name.parts) or path.stat().st_size > MAX_FILE_BYTES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # deliberately broken test files
+            continue
+        if text.strip() and "\0" not in text:
+            yield Document(name.as_posix(), text)

@@ -38,4 +38,4 @@ def task(model, tokenizer):
 @pytest.fixture(scope="module")
 def rows(model, tokenizer, task):
     specs = ["kivi:group=32,residual=32", "window:tokens=24", "kivi:group=64", "full"]
-    return work.compare(model, tokenizer, specs, task)
+    return work.compare(model, specs, task)

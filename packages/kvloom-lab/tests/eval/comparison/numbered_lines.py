@@ -1,6 +1,6 @@
 """A text of numbered lines, which a tokenizer of 600 tokens covers."""
 
-from kvloom_lab.workload import facts as tasks
+from kvloom_lab.eval.needles import WORDS
 
-WORDS = " ".join(tasks.WORDS)
-TEXT = "".join(f"line {i}: {tasks.WORDS[i * 7 % 90]} is at {i * 7919}.\n" for i in range(600))
+WORDS = " ".join(WORDS)
+TEXT = "".join(f"line {i}: {WORDS[i * 7 % 90]} is at {i * 7919}.\n" for i in range(600))

@@ -18,15 +18,18 @@ from transformers import (
 
 import kvloom
 from kvloom.errors import InputError
+from kvloom.hf import read_tokens as forward
 from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
-from kvloom_lab.eval import decoding, passes, with_full
-from kvloom_lab.eval.comparison import measure, needles
-from kvloom_lab.workload import clock, crew, prefill, text
-from kvloom_lab.workload.forward import forward
+from kvloom_lab.eval import decoding, with_full
+from kvloom_lab.eval.compare import ASK, TIMED_STEPS, Haystack, count_correct, haystacks
+from kvloom_lab.workload import clock, passes
+from kvloom_lab.workload.passes import run_alone
+from kvloom_lab.workload.text import tokenize
 from pairwise import some_slow
 
-compare_module = import_module("kvloom_lab.eval.comparison.compare")
+compare_module = import_module("kvloom_lab.eval.compare")
+evaluate_module = import_module("kvloom_lab.eval.evaluate")
 
 
 def test_full_is_plain_transformers(model, tokenizer, task, rows):
@@ -88,37 +91,35 @@ def test_the_model_is_left_as_it_was(model, rows):
 
 def test_progress_adds_up(model, tokenizer, task):
     done = []
-    work.compare(model, tokenizer, [], task, lambda what, units: done.append((what, units)))
+    work.compare(model, [], task, lambda what, units: done.append((what, units)))
     assert sum(units for _, units in done) == task.units
     assert all(what.startswith("full: ") for what, _ in done)
 
 
 def test_progress_adds_up_when_recipes_fail(model, tokenizer, task, monkeypatch):
     """One recipe does not fit, one fails as it stores a prompt, one as it decodes."""
-    whole = measure.measure
+    whole = compare_module.ComparisonTask.measure
 
-    def fails(model, prompt, *rest):
-        if prompt.recipe.name == "random":
+    def fails(task, run):
+        if run.cache.recipe.name == "random":
             raise KeyError
-        return whole(model, prompt, *rest)
+        return whole(task, run)
 
-    monkeypatch.setattr(compare_module, "measure", fails)
+    monkeypatch.setattr(compare_module.ComparisonTask, "measure", fails)
     specs = ["kivi:group=64", "pyramidkv:fraction=0.02,window=1", "random", "rtn"]
     done = []
-    rows = work.compare(
-        model, tokenizer, specs, task, lambda what, units: done.append((what, units))
-    )
+    rows = work.compare(model, specs, task, lambda what, units: done.append((what, units)))
     assert [row.problem is None for row in rows] == [True, False, False, False, True]
     assert sum(units for _, units in done) == 5 * task.units
     whats = {what for what, _ in done}
-    assert {"5 recipes: reading context 1 of 2", "rtn: decoding", "random: no figures"} <= whats
+    assert {"full: reading the context", "rtn: decoding", "random: no figures"} <= whats
 
 
 def test_nan_in_the_model_is_reported(tokenizer, model, task):
     broken = LlamaForCausalLM(model.config).eval()
     torch.nn.init.constant_(broken.model.layers[1].self_attn.k_proj.weight, math.nan)
     with pytest.raises(kvloom.errors.NotFinite, match="layer 1: NaN"):
-        work.compare(broken, tokenizer, ["kivi"], task)
+        work.compare(broken, ["kivi"], task)
 
 
 # one forward pass for many recipes
@@ -132,9 +133,7 @@ def alone(model, tokenizer, recipe, task):
     logits = [forward(model, task.text[:, i : i + 1], cache) for i in span]
     losses = [F.cross_entropy(x, task.text[:, i + 1]) for x, i in zip(logits, span, strict=True)]
     correct = [
-        crew.run_alone(
-            model, needles.count_correct(model, tokenizer, recipe, hay, len(task.text), task.ask)
-        )
+        run_alone(model, count_correct(model, tokenizer, recipe, hay, len(task.text), task.ask))
         for hay in task.haystacks
     ]
     greedy = torch.stack(logits, 1).argmax(-1)
@@ -146,12 +145,12 @@ def alone(model, tokenizer, recipe, task):
     )  # fmt: skip
 
 
-@some_slow("ask", needles.ASK, "after")
+@some_slow("ask", ASK, "after")
 def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
     specs = ["kivi:residual=32", "rtn", "h2o:tokens=40", "snapkv:tokens=40", "streaming:tokens=40",
              "minikv", "quest:tokens=48,page=4,recent=8", "clusterkv", "turbo"]  # fmt: skip
     task = replace(task, ask=ask)
-    rows = work.compare(model, tokenizer, specs, task)
+    rows = work.compare(model, specs, task)
     with torch.inference_mode():
         want = [alone(model, tokenizer, resolve(spec), task) for spec in ("full", *specs)]
     for row, (greedy, *figures) in zip(rows, want, strict=True):
@@ -165,8 +164,8 @@ def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
 def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, monkeypatch):
     """With little memory, every recipe has a group of its own; `full` is measured once."""
     specs = ["kivi:residual=32", "h2o:tokens=40", "snapkv:tokens=40"]
-    together = work.compare(model, tokenizer, specs, task)
-    whole, alive, found_passes = passes.prefill, weakref.WeakSet(), []
+    together = work.compare(model, specs, task)
+    whole, alive, found_passes = evaluate_module.prefill, weakref.WeakSet(), []
 
     def counting(model, recipes, ids):
         found_passes.append(([recipe.name for recipe in recipes], len(alive)))
@@ -174,12 +173,12 @@ def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, m
         alive.update(x.cache for x in found)
         return logits, found
 
-    monkeypatch.setattr(passes, "prefill", counting)
-    monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
-    apart = work.compare(model, tokenizer, specs, task)
-    assert len(task.prompts) == 2
+    monkeypatch.setattr(evaluate_module, "prefill", counting)
+    monkeypatch.setattr(passes, "available_bytes", lambda device: 1)
+    apart = work.compare(model, specs, task)
+    assert len(task.batches()) == 2
     groups = [["full"], *([spec] for spec in specs)]
-    assert found_passes == [(group, 0) for group in groups for _ in task.prompts]
+    assert found_passes == [(group, 0) for _ in task.batches() for group in groups]
     for one, other in zip(apart, together, strict=True):
         assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)  # rounding alone
         rest = {"prefill_s": 0, "decode_tokens_s": 0, "perplexity": 0}
@@ -189,18 +188,18 @@ def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, m
 def test_a_failed_forward_pass_leaves_the_rows_of_other_groups(
     model, tokenizer, task, monkeypatch, caplog
 ):
-    whole = passes.prefill
+    whole = evaluate_module.prefill
 
     def fails(model, recipes, ids):
         if "rtn" in [recipe.name for recipe in recipes]:
             raise KeyError("a bug")
         return whole(model, recipes, ids)
 
-    monkeypatch.setattr(passes, "prefill", fails)
+    monkeypatch.setattr(evaluate_module, "prefill", fails)
     with pytest.raises(KeyError):  # that of `full` too
-        work.compare(model, tokenizer, ["rtn", "window"], task)
-    monkeypatch.setattr(prefill, "available_bytes", lambda device: 1)
-    full, rtn, window = work.compare(model, tokenizer, ["rtn", "window"], task)
+        work.compare(model, ["rtn", "window"], task)
+    monkeypatch.setattr(passes, "available_bytes", lambda device: 1)
+    full, rtn, window = work.compare(model, ["rtn", "window"], task)
     assert (rtn.problem, rtn.failed) == ("KeyError: 'a bug'", True)
     assert full.problem is window.problem is None
     assert "recipe 'rtn' failed" in caplog.text
@@ -208,9 +207,7 @@ def test_a_failed_forward_pass_leaves_the_rows_of_other_groups(
 
 
 def test_a_recipe_that_cannot_store_the_prompt_leaves_the_others(model, tokenizer, task):
-    bad, good = work.compare(model, tokenizer, ["pyramidkv:fraction=0.02,window=1", "rtn"], task)[
-        1:
-    ]
+    bad, good = work.compare(model, ["pyramidkv:fraction=0.02,window=1", "rtn"], task)[1:]
     assert bad.failed
     assert "without a heavy hitter; use a larger budget" in bad.problem
     assert good.problem is None
@@ -219,9 +216,9 @@ def test_a_recipe_that_cannot_store_the_prompt_leaves_the_others(model, tokenize
 def test_warm_up_steps_of_decoding_are_not_timed(model, tokenizer, task, monkeypatch):
     ticks = count()
     monkeypatch.setattr(clock, "seconds", lambda device: next(ticks))
-    full, kivi = work.compare(model, tokenizer, ["kivi:residual=32"], task)
+    full, kivi = work.compare(model, ["kivi:residual=32"], task)
     # all timed steps are one tick; so is storing in each of 2 layers, beside a pass of 1 + 2 ticks
-    timed = measure.TIMED_STEPS - decoding.WARM_UP_STEPS
+    timed = TIMED_STEPS - decoding.WARM_UP_STEPS
     assert full.decode_tokens_s == kivi.decode_tokens_s == task.text.shape[0] * timed
     assert (full.prefill_s, kivi.prefill_s) == (3, 5)
 
@@ -230,8 +227,8 @@ def test_warm_up_steps_of_decoding_are_not_timed(model, tokenizer, task, monkeyp
 
 
 def test_decoding_ends_when_every_answer_is_right_or_wrong(model, tokenizer, monkeypatch):
-    ids = text.tokenize(tokenizer, TEXT)
-    (hay,) = needles.haystacks(tokenizer, ids, [1], context=300, questions=1)
+    ids = tokenize(tokenizer, TEXT)
+    (hay,) = haystacks(tokenizer, ids, [1], context=300, questions=1)
     question = hay.questions[0]
     with torch.inference_mode():
         cache = kvloom.Cache(model, "full")
@@ -246,15 +243,13 @@ def test_decoding_ends_when_every_answer_is_right_or_wrong(model, tokenizer, mon
             steps.append(args)
             return forward(*args)
 
-        monkeypatch.setattr(needles, "forward", counted)
-        monkeypatch.setattr(crew, "forward", counted)
+        monkeypatch.setattr(compare_module, "read_tokens", counted)
+        monkeypatch.setattr(passes, "read_tokens", counted)
         for answer, most in ((whole, 9), ("~" + whole, 3), (whole[:-1] + "~", 9)):
             steps.clear()
-            one = needles.Haystack(
-                hay.context_ids, [replace(question, answer=answer, answer_tokens=9)]
-            )
-            work = needles.count_correct(model, tokenizer, resolve("full"), one, 1)
-            correct = crew.run_alone(model, work)
+            one = Haystack(hay.context_ids, [replace(question, answer=answer, answer_tokens=9)])
+            work = count_correct(model, tokenizer, resolve("full"), one, 1)
+            correct = run_alone(model, work)
             assert correct == (answer == whole)
             assert 1 < len(steps) <= 1 + most  # the context, then token by token
     kvloom.detach(model)

@@ -10,8 +10,8 @@ from for_each import for_each
 from kvloom.errors import InputError
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Row
-from kvloom_lab.eval.comparison.table import table
-from kvloom_lab.report.plots import line_style
+from kvloom_lab.show.plots import comparison_plot, line_style
+from kvloom_lab.show.tables import comparison_table
 
 
 def test_json_has_the_promised_fields(model, task, rows):
@@ -32,14 +32,14 @@ def test_json_has_the_promised_fields(model, task, rows):
 def test_tokens_read_per_step_are_shown_for_recipes_with_recall(model, tokenizer, task, rows):
     assert all(row.tokens_read is None for row in rows)
     spec = "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1"
-    recalled = work.compare(model, tokenizer, [spec], task)
+    recalled = work.compare(model, [spec], task)
     layers, seen = model.config.num_hidden_layers, 240
     found = recalled[1].tokens_read * layers - seen  # all layers but the first recall
     assert 48 <= found / (layers - 1) <= 48 + 3 + 1  # an unfinished page, and the step's token
     environment = work.environment(model, "tiny", task, seed=5, text="lines")
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(table(recalled, environment))
+        console.print(comparison_table(recalled, environment))
     shown = " ".join(captured.get().split())
     assert f"tokens read per step and layer: {spec} {recalled[1].tokens_read:,.0f}" in shown
     assert recalled[1].moved_bytes is None
@@ -48,7 +48,7 @@ def test_tokens_read_per_step_are_shown_for_recipes_with_recall(model, tokenizer
 
 def test_bytes_copied_per_step_are_shown_for_recipes_with_a_tier(model, tokenizer, task):
     spec = "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1,tier=host"
-    row = work.compare(model, tokenizer, [spec], task)[1]
+    row = work.compare(model, [spec], task)[1]
     config, rows = model.config, task.text.shape[0]
     chosen = 48 - 4 - 8  # tokens a step, of each row and head of the layers behind the first
     heads = rows * config.num_key_value_heads * (config.num_hidden_layers - 1)
@@ -58,7 +58,7 @@ def test_bytes_copied_per_step_are_shown_for_recipes_with_a_tier(model, tokenize
     environment = work.environment(model, "tiny", task, seed=5, text="lines")
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(table([row], environment))
+        console.print(comparison_table([row], environment))
     shown = " ".join(captured.get().split())
     assert (
         f"copied from a tier per step, all rows: {spec} {row.moved_bytes / 2**20:,.2f} MiB" in shown
@@ -74,7 +74,7 @@ def test_table_is_readable_at_100_columns(model, task, rows):
     environment = work.environment(model, "tiny", task, seed=0, text="lines")
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(table(rows, environment))
+        console.print(comparison_table(rows, environment))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= 100
     assert "kivi:group=32,residual=32" in shown  # not folded
@@ -89,7 +89,7 @@ def test_a_table_of_any_width_shows_every_figure(model, task, width):
     environment = work.environment(model, "tiny", task, seed=0, text="lines")
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(table([row], environment))
+        console.print(comparison_table([row], environment))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= width
     assert "…" not in shown
@@ -102,13 +102,13 @@ def test_a_table_of_any_width_shows_every_figure(model, task, width):
 def test_plot_writes_a_picture(model, task, rows, tmp_path):
     environment = work.environment(model, "tiny", task, seed=0)
     for name in ("a.png", "b.svg"):
-        work.plot(rows, environment, tmp_path / name)
+        comparison_plot(rows, environment, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
     svg = (tmp_path / "b.svg").read_text()
     assert "window:tokens=24" in svg
     assert "kivi:group=64 " not in svg
     with pytest.raises(InputError, match=r"must end in one of \.png"):
-        work.plot(rows, environment, tmp_path / "c.txt")
+        comparison_plot(rows, environment, tmp_path / "c.txt")
 
 
 def test_no_two_of_sixty_recipes_look_the_same():

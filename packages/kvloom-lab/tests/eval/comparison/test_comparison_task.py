@@ -17,13 +17,13 @@ from for_each import for_each
 from kvloom.errors import InputError
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Settings
-from kvloom_lab.eval.comparison.table import table
-from kvloom_lab.workload import text
+from kvloom_lab.show.tables import comparison_table
+from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 
 def test_rows_come_from_parts_of_the_text_and_begin_with_the_opening(tokenizer):
     ids = np.arange(1000)
-    rows = text.cut_rows(ids, [7], batch=3, tokens=101, seed=0)
+    rows = cut_rows(ids, [7], batch=3, tokens=101, seed=0)
     assert rows.shape == (3, 101)
     assert rows[:, 0].tolist() == [7, 7, 7]
     begins = rows[:, 1].tolist()
@@ -31,17 +31,17 @@ def test_rows_come_from_parts_of_the_text_and_begin_with_the_opening(tokenizer):
     assert all(
         row[1:].tolist() == list(range(b, b + 100)) for row, b in zip(rows, begins, strict=True)
     )
-    assert not torch.equal(rows, text.cut_rows(ids, [7], batch=3, tokens=101, seed=1))
-    short = text.cut_rows(np.arange(120), [], batch=3, tokens=100, seed=0)
+    assert not torch.equal(rows, cut_rows(ids, [7], batch=3, tokens=101, seed=1))
+    short = cut_rows(np.arange(120), [], batch=3, tokens=100, seed=0)
     assert short[0, 0] < short[-1, 0]
     with pytest.raises(InputError, match="the text has 99 tokens"):
-        text.cut_rows(np.arange(99), [], batch=1, tokens=100, seed=0)
+        cut_rows(np.arange(99), [], batch=1, tokens=100, seed=0)
 
 
 def test_long_text_is_tokenized_whole(tokenizer):
-    ids = text.tokenize(tokenizer, TEXT * 3)
+    ids = tokenize(tokenizer, TEXT * 3)
     assert tokenizer.decode(ids) == TEXT * 3
-    assert text.leading_ids(tokenizer) == [tokenizer.bos_token_id]
+    assert leading_ids(tokenizer) == [tokenizer.bos_token_id]
 
 
 def test_the_context_fits_the_models_positions(tokenizer):
@@ -49,7 +49,7 @@ def test_the_context_fits_the_models_positions(tokenizer):
     small = GPT2LMHeadModel(config).eval()
     task = work.prepare(small, tokenizer, TEXT, Settings(new_tokens=60, batch=1, questions=4))
     assert task.context == 512 - 64
-    assert work.compare(small, tokenizer, ["kivi:residual=32"], task)[1].problem is None
+    assert work.compare(small, ["kivi:residual=32"], task)[1].problem is None
     with pytest.raises(InputError, match="use a context of 448 or less"):
         work.prepare(small, tokenizer, TEXT, Settings(context=500, new_tokens=60))
 
@@ -66,7 +66,7 @@ def test_sliding_layers_count_in_memory_and_not_in_bits(tokenizer):
     for config in (mixed, MistralConfig(**common)):
         model = AutoModelForCausalLM.from_config(config).eval()
         task = work.prepare(model, tokenizer, TEXT, settings)
-        full, rtn = work.compare(model, tokenizer, ["rtn"], task)
+        full, rtn = work.compare(model, ["rtn"], task)
         if config is mixed:
             stock = 2 * 63 * 32 * 4
             values = 2 * 182 * 32
@@ -78,7 +78,7 @@ def test_sliding_layers_count_in_memory_and_not_in_bits(tokenizer):
             assert "no layer of the model stores the keys and values of all tokens" in rtn.problem
         console = Console(width=100)
         with console.capture() as captured:
-            console.print(table([full, rtn], work.environment(model, "m", task, 0)))
+            console.print(comparison_table([full, rtn], work.environment(model, "m", task, 0)))
         assert "rtn" in captured.get()
 
 
@@ -90,4 +90,4 @@ def test_settings_out_of_range(wrong):
 
 
 def test_library_text_is_there():
-    assert len(text.library_text()) > 100_000
+    assert len(library_text()) > 100_000

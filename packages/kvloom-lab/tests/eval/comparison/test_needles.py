@@ -14,9 +14,18 @@ from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Settings
-from kvloom_lab.eval.comparison import needles
-from kvloom_lab.workload import crew, text
-from kvloom_lab.workload import facts as tasks
+from kvloom_lab.eval.compare import (
+    ASK,
+    Haystack,
+    Question,
+    _needle,
+    _undecided,
+    count_correct,
+    haystacks,
+)
+from kvloom_lab.eval.needles import Encoder
+from kvloom_lab.workload.passes import run_alone
+from kvloom_lab.workload.text import tokenize
 from reference_model.tasks import needle_fact
 from reference_model.tokenizer import train_tokenizer
 
@@ -26,16 +35,16 @@ from reference_model.tokenizer import train_tokenizer
     [("", True), ("12", True), ("123", False), ("1234", False), ("13", False), ("13\ufffd", True)],
 )
 def test_an_answer_is_decided_by_its_first_wrong_character(said, undecided):
-    assert needles._undecided(said, "123") == undecided
+    assert _undecided(said, "123") == undecided
 
 
 def test_needle_sentences_are_those_of_training():
     """With a token for every digit, a fact and its question are id for id those of `tasks`."""
     pieces = ["\n The magic number for is Question: 1 2. \n"] * 5
     tokenizer = train_tokenizer([TEXT, WORDS, *pieces], 900)
-    encode = tasks.Encoder(tokenizer, text.tokenize(tokenizer, TEXT))
+    encode = Encoder(tokenizer, tokenize(tokenizer, TEXT))
     want = needle_fact(encode, "amber", encode(*"9234567"))
-    fact, question = needles._needle(tokenizer, "amber", "9234567")
+    fact, question = _needle(tokenizer, "amber", "9234567")
     assert (fact.ids, question.ids) == (want.ids, want.question_ids)
     assert question.answer_tokens == 7
 
@@ -68,8 +77,8 @@ def bpe(pre_tokenizer, decoder, normalizer=None):
 def test_needles_of_other_tokenizers_read_as_text(other):
     """Digits may share tokens and spaces may stick to them: the answer still reads as digits."""
     tokenizer = other()
-    ids = text.tokenize(tokenizer, TEXT)
-    (hay,) = needles.haystacks(tokenizer, ids, [], context=400, questions=4, seed=3)
+    ids = tokenize(tokenizer, TEXT)
+    (hay,) = haystacks(tokenizer, ids, [], context=400, questions=4, seed=3)
     assert len(hay.context_ids) == 400
     said = tokenizer.decode(hay.context_ids)
     for q in hay.questions:
@@ -86,11 +95,11 @@ def test_needles_of_other_tokenizers_read_as_text(other):
         assert len(whole) == len(q.ids) + q.answer_tokens
 
 
-@pytest.mark.parametrize("ask", needles.ASK)
+@pytest.mark.parametrize("ask", ASK)
 def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
     """Questions of different lengths, side by side, after the context or as its end."""
-    ids = text.tokenize(tokenizer, TEXT)
-    (hay,) = needles.haystacks(tokenizer, ids, [1], context=300, questions=6)
+    ids = tokenize(tokenizer, TEXT)
+    (hay,) = haystacks(tokenizer, ids, [1], context=300, questions=6)
     asked = []
     for i, q in enumerate(hay.questions):
         longer = q.ids[: len(q.ids) - i % 2]
@@ -101,11 +110,11 @@ def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
         )  # fmt: skip
         said = tokenizer.decode(out[0, prompt.shape[1] :]).lstrip()
         answer = said if i != 2 else "not " + said
-        asked.append(needles.Question(longer, answer, 5))
-    hay = needles.Haystack(hay.context_ids, asked)
+        asked.append(Question(longer, answer, 5))
+    hay = Haystack(hay.context_ids, asked)
     with torch.inference_mode():
-        work = needles.count_correct(model, tokenizer, resolve("full"), hay, 2, ask)
-        assert crew.run_alone(model, work) == 5
+        work = count_correct(model, tokenizer, resolve("full"), hay, 2, ask)
+        assert run_alone(model, work) == 5
     kvloom.detach(model)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import UnsupportedModel
+from ..kernels import ops
 from ..store.buffer import Buffer
 from .routed import RoutedCache, RoutedLayer
 
@@ -34,6 +35,11 @@ class ObservedStep(NamedTuple):
     scale: float
     softcap: float | None
     bias: Tensor | None
+
+    def mass(self) -> Tensor:
+        """Return the attention of the step's queries to each token, summed, fp32 [B, Hq, N]."""
+        q, keys, scale = self.q, self.keys, self.scale
+        return ops.column_mass(q, keys, scale, softcap=self.softcap, bias=self.bias)
 
 
 class ObservedLayer(RoutedLayer):

@@ -266,6 +266,14 @@ def compile_seconds() -> float:
     return 0.0 if runtime is None else sum(runtime.seconds.values())
 
 
+def operations_run() -> Counter[tuple[str, str, str]]:
+    """Return how often this process ran (operation, backend, why no kernel), up to now.
+
+    The backend of the reference in torch is "ref"; subtract two results to see one step.
+    """
+    return ran.copy()
+
+
 def _valid(backend: str) -> str:
     if backend not in (*CHOICES, "gpu"):
         load_plugins()

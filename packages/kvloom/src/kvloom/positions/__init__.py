@@ -1,1 +1,5 @@
 """Positional encodings of keys: rotary embedding and ALiBi."""
+
+from .rope import Rope
+
+__all__ = ["Rope"]

@@ -4,6 +4,7 @@ from .geometry import Geometry
 from .layers import UNCHANGED
 from .named import RECIPES, register_recipe
 from .resolve import options, part_options, resolve, summary
+from .size import predicted_layer_nbytes
 from .spec import LayerOverride, Protect, Recipe
 from .text import is_file
 from .tuned import Tuned
@@ -19,6 +20,7 @@ __all__ = [
     "is_file",
     "options",
     "part_options",
+    "predicted_layer_nbytes",
     "register_recipe",
     "resolve",
     "summary",

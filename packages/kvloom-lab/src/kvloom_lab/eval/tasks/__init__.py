@@ -8,13 +8,11 @@ from typing import Any
 from kvloom.errors import InputError
 
 from ..sample import Task
-from .free import Free
 from .longbench import LongBench
-from .multiturn import Multiturn
-from .niah import Niah
-from .perplexity import Perplexity
+from .needles import Multiturn, Niah
 from .ruler import Ruler
 from .summarize import Summarize
+from .text import Free, Perplexity
 
 TASKS: dict[str, Callable[[], Task[Any]]] = {
     "perplexity": Perplexity,

@@ -1,13 +1,53 @@
-"""Prompts that ask: what is compressed, what follows it, and how the answers are scored."""
+"""Tasks that ask: what is compressed, the question behind it, and how the answers are scored.
+
+Decides the ids around a text and a question about it, for chat models and for others, and how the
+JSON lines of a user are read.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ...workload.crew import Work
+import numpy as np
+
+from kvloom.errors import InputError
+
+from ...workload.files import Fields, Record, read_records
+from ...workload.passes import Measurement
 from ..decoding import answers
 from ..sample import Batch, Outcome, Run, Sample, Source
-from .chat import Frame, encode
+
+_MARK = "<<kvloom>>"
+
+
+class Frame(NamedTuple):
+    """Ids before the text; text between the user's words and the answer's prefix."""
+
+    before: list[int]
+    after: str
+
+
+def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Frame:
+    """Return the chat template's parts around a user's message, or plain ones without a template.
+
+    first: special ids before a plain text. chat: True requires a template and raises `InputError`
+    without one; None uses one if there is one.
+    """
+    has = getattr(tokenizer, "chat_template", None) is not None
+    if chat and not has:
+        raise InputError(
+            "the tokenizer has no chat template, and this task is for instruction-tuned models; "
+            "use such a model, or the tasks perplexity, free, niah, ruler and multiturn"
+        )
+    if not has or chat is False:
+        return Frame(list(first), "")
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = whole.split(_MARK)
+    return Frame(tokenizer.encode(before, add_special_tokens=False) if before else [], after)
 
 
 @dataclass(frozen=True)
@@ -45,7 +85,7 @@ def prompt(source: Source, before: list[int], question: list[int]) -> Prompt:
 
 def prompt_in(source: Source, around: Frame, tail: str, prefix: str = "") -> Prompt:
     """Return a prompt in a chat template; prefix: the first words of the answer."""
-    tail_ids = encode(source.tokenizer, tail + around.after + prefix)
+    tail_ids = source.encode(tail + around.after + prefix)
     return prompt(source, around.before, tail_ids)
 
 
@@ -58,12 +98,12 @@ class QuestionTask:
         """Score an answer by the share of expected strings in it, whatever their case."""
         return {"correct": share_found(text, sample.data.expected)}
 
-    def measure(self, run: Run[None]) -> Work[tuple[list[Outcome], None]]:
+    def measure(self, run: Run[None]) -> Measurement[tuple[list[Outcome], None]]:
         """Answer the questions about one context."""
         asked = [sample.data for sample in run.batch.samples]
-        found = yield from answers(run, [a.ids for a in asked], [a.tokens for a in asked])
+        ids = yield from answers(run, [a.ids for a in asked], [a.tokens for a in asked])
         outcomes = []
-        for sample, answer in zip(run.batch.samples, found, strict=True):
+        for sample, answer in zip(run.batch.samples, ids, strict=True):
             text = run.source.decode(answer)
             outcomes.append(Outcome(self.score(text, sample), text, run.source.pieces(answer)))
         return outcomes, None
@@ -77,3 +117,29 @@ def share_found(answer: str, expected: list[str]) -> float:
     """Return which share of the expected strings the answer contains, whatever their case."""
     low = answer.lower()
     return sum(text.lower() in low for text in expected) / len(expected)
+
+
+def data_records(path: str, fields: Fields) -> list[Record]:
+    """Return the records of a file, or of the .jsonl files of a folder in the order of their names.
+
+    fields: required ones, with their types. Raises `InputError` for a file that cannot be read or
+    is empty, and for a damaged line, which it names.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise InputError(f"there is no file or folder {path!r}; --data takes JSON lines")
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    records = [
+        record for file in files for record in read_records(file, fields, "correct the line")
+    ]
+    if not records:
+        raise InputError(f"{path!r} has no JSON lines; give a .jsonl file, or a folder of such")
+    return records
+
+
+def drawn(records: list[Record], samples: int, seed: int) -> list[Record]:
+    """Return `samples` records drawn at random, in their order, or all if there are not more."""
+    if len(records) <= samples:
+        return records
+    picks = np.random.default_rng([seed, len(records)]).choice(len(records), samples, replace=False)
+    return [records[i] for i in sorted(picks)]

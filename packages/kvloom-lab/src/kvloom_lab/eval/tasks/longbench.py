@@ -5,26 +5,178 @@ and code data sets are prompted without a chat template, all others need one. Th
 compresses the whole prompt, as ask="inside" does; otherwise the question follows what is
 compressed. Parts are names of data sets; LongBench-E's files count as the data set that they are
 from.
+
+Metrics are 0 to 1, as the official code computes them. ROUGE-L comes from the package rouge-score,
+on the words of both texts; the official code uses the package rouge, which counts repeated words
+once, so that its figures differ slightly. Metrics of Chinese answers need the package jieba.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.resources import files
+from typing import Any, NamedTuple
 
 import torch
 
 from kvloom.errors import InputError
 
-from ...workload.json_lines import Fields, Record
+from ...workload.files import Fields, Record
 from ..sample import Batch, Sample, Source
-from .asking import Asked, QuestionTask
-from .chat import encode, frame
-from .longbench_data import DATA_SETS, FIRST_LINE, PLAIN
-from .longbench_metrics import PARAGRAPH, retrieval
-from .user_data import chosen, data_records
+from .asking import Asked, QuestionTask, data_records, drawn, frame
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Metric = Callable[[str, str, Sequence[str]], float]
+"""Takes an answer, an expected answer and all classes."""
+
+PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")
+CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［"
+    "＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔"
+    "〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…"
+    "‧﹏."
+)
+
+
+def package(name: str, install: str = "pip install 'kvloom-lab'") -> Any:
+    """Return an optional package; raises `InputError` with the command that installs it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise InputError(
+            f"this task needs the package {name.partition('.')[0].replace('_', '-')}, which is not "
+            f"installed; run: {install}"
+        ) from error
+
+
+def qa_f1(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return the F1 score of the words, without articles, punctuation and case."""
+    return _f1(_normal(answer).split(), _normal(expected).split())
+
+
+def qa_f1_zh(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return the F1 score of Chinese words, without punctuation and case."""
+    remove = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
+
+    def words(text: str) -> list[str]:
+        bare_words = ("".join(w.lower().translate(remove).split()) for w in _chinese_words(text))
+        return [word for word in bare_words if word]
+
+    return _f1(words(answer), words(expected))
+
+
+def rouge_l(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return the F measure of ROUGE-L on words; a full stop separates words too."""
+    scorer = package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=_Words())
+    return scorer.score(expected, answer)["rougeL"].fmeasure
+
+
+def rouge_l_zh(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return ROUGE-L of Chinese words."""
+    return rouge_l(" ".join(_chinese_words(answer)), " ".join(_chinese_words(expected)), classes)
+
+
+def classification(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return 1 / the number of classes in the answer if the expected one is among them.
+
+    A class that is part of the expected one does not count. As in the official code, the class
+    after one that was removed is not examined.
+    """
+    named = [name for name in classes if name in answer]
+    for name in named:  # the list shrinks meanwhile, see above
+        if name in expected and name != expected:
+            named.remove(name)
+    return 1 / len(named) if expected in named else 0.0
+
+
+def count(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return which share of the numbers in the answer is the expected one."""
+    numbers = re.findall(r"\d+", answer)
+    return numbers.count(expected) / len(numbers) if numbers else 0.0
+
+
+def retrieval(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return which share of the numbers in the answer is that of the expected paragraph."""
+    return count(answer, PARAGRAPH.findall(expected)[0], classes)
+
+
+def code_similarity(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """Return the edit similarity of the answer's first line without comments, in percent steps."""
+    lines = answer.lstrip("\n").split("\n")
+    code = (line for line in lines if not any(mark in line for mark in ("`", "#", "//")))
+    return round(package("rapidfuzz").fuzz.ratio(next(code, ""), expected)) / 100
+
+
+class _Words:
+    """Splits at spaces and full stops, as the package rouge does."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return text.replace(".", " ").split()
+
+
+def _chinese_words(text: str) -> list[str]:
+    return package("jieba", "pip install jieba").lcut(text)
+
+
+def _normal(text: str) -> str:
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def _f1(answer: Sequence[str], expected: Sequence[str]) -> float:
+    same = sum((Counter(answer) & Counter(expected)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(answer), same / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+METRICS: dict[str, Metric] = {
+    metric.__name__: metric
+    for metric in (
+        qa_f1,
+        qa_f1_zh,
+        rouge_l,
+        rouge_l_zh,
+        classification,
+        count,
+        retrieval,
+        code_similarity,
+    )
+}
 FIELDS: Fields = {"input": str, "context": str, "answers": list, "dataset": str, "_id": str}
+
+
+PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
+"""Few-shot and code data sets: no chat template goes around their prompts."""
+FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+"""Data sets of which only the first line of an answer counts."""
+
+
+class DataSet(NamedTuple):
+    """A prompt with {context} and {input}, the most tokens of an answer, and its metric."""
+
+    prompt: str
+    tokens: int
+    metric: Metric
+
+
+DATA_SETS = {
+    name: DataSet(data["prompt"], data["tokens"], METRICS[data["metric"]])
+    for name, data in tomllib.loads(
+        (files(__package__) / "longbench.toml").read_text("utf-8")
+    ).items()
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +219,7 @@ class LongBench(QuestionTask):
             _batch(source, length, f"{stem}/{length}/{record.value['_id']}", dataset, record)
             for length in source.lengths
             for (stem, dataset), records in groups.items()
-            for record in chosen(records, source.samples, source.seed)
+            for record in drawn(records, source.samples, source.seed)
         ]
 
     def score(self, text: str, sample: Sample) -> dict[str, float]:
@@ -100,15 +252,15 @@ def _batch(source: Source, length: int, name: str, dataset: str, record: Record)
     head, tail = template.split("{context}")
     text = head + record.value["context"]
     tail = tail.replace("{input}", record.value["input"])
-    end = encode(source.tokenizer, around.after)
+    end = source.encode(around.after)
     if source.ask == "inside":
         room = length + 1 - len(around.before) - len(end)
-        whole = [*around.before, *middle_cut(encode(source.tokenizer, text + tail), room), *end]
+        whole = [*around.before, *middle_cut(source.encode(text + tail), room), *end]
         ids, question = whole[:-1], whole[-1:]
     else:
         room = length - len(around.before)
-        ids = [*around.before, *middle_cut(encode(source.tokenizer, text), room)]
-        question = encode(source.tokenizer, tail + around.after)
+        ids = [*around.before, *middle_cut(source.encode(text), room)]
+        question = source.encode(tail + around.after)
     answers = record.value["answers"]
     sample = Sample(
         name,

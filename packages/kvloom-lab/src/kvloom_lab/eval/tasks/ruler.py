@@ -8,7 +8,7 @@ official ones. The two question-answering tasks need data sets and are left out.
 What differs from the official generator: the essays are not shipped, so that the haystack is the
 evaluation's text, from a word drawn at random; its sentences end at a full stop, question or
 exclamation mark, or after `SENTENCE` words. Instead of the lists of the package wonderwords, keys
-are two words of `reference.tasks.WORDS`, and cwe counts words of the text. The question is asked
+are two words of `eval.needles.WORDS`, and cwe counts words of the text. The question is asked
 after the context is compressed, or, with ask="inside", as the official code asks it. A context has
 at most the tokens of --context, and one more unit of its haystack would not fit. The worked
 examples of vt and cwe are in the same user message as the question.
@@ -29,11 +29,9 @@ import torch
 
 from kvloom.errors import InputError
 
-from ...workload.facts import WORDS
-from ..questions import draw_number
+from ..needles import WORDS, draw_number
 from ..sample import Batch, Sample, Source
-from .asking import Asked, QuestionTask, prompt_in
-from .chat import encode, frame
+from .asking import Asked, QuestionTask, frame, prompt_in
 
 NIAH = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I "
@@ -141,7 +139,7 @@ def _batch(material: Material, name: str, number: int) -> Batch:
         """Return a prompt and the ids that are compressed; None if they are too many."""
         task_text = part.make(np.random.default_rng(seed), units, material)
         prompt = prompt_in(source, around, task_text.question, task_text.prefix)
-        text = encode(source.tokenizer, task_text.text)
+        text = source.encode(task_text.text)
         return task_text, prompt.context(text) if len(text) <= prompt.room(length) else None
 
     units = largest(lambda units: made(units)[1] is not None, part.least)
@@ -273,8 +271,7 @@ def vt(rng: np.random.Generator, units: int, material: Material) -> Made:
         return worked(tracked(np.random.default_rng(seed), units, 3)) + "\n"
 
     seed = int(rng.integers(2**32))
-    tokenizer = material.source.tokenizer
-    most = largest(lambda n: len(encode(tokenizer, example(n))) <= EXAMPLE_TOKENS, HOPS + 1)
+    most = largest(lambda n: len(material.source.encode(example(n))) <= EXAMPLE_TOKENS, HOPS + 1)
     made = tracked(rng, units, 5)
     return made._replace(text=f"{example(most)}\n{made.text}")
 

@@ -12,10 +12,8 @@ import torch
 from kvloom.errors import InputError
 
 from ..sample import Batch, Sample, Source
-from .asking import Asked, QuestionTask, prompt_in
-from .chat import encode, frame
-from .longbench_metrics import package
-from .user_data import chosen, data_records
+from .asking import Asked, QuestionTask, data_records, drawn, frame, prompt_in
+from .longbench import package
 
 HEAD = (
     "Below is an instruction that describes a task, paired with an input that provides further "
@@ -42,14 +40,14 @@ class Summarize(QuestionTask):
         batches = []
         for length in source.lengths:
             room = prompt.room(length)
-            if room <= len(encode(source.tokenizer, HEAD)):
+            if room <= len(source.encode(HEAD)):
                 raise InputError(
                     f"summarize: a context of {length} tokens has no room for a text; use a longer "
                     "--context"
                 )
-            for record in chosen(records, source.samples, source.seed):
+            for record in drawn(records, source.samples, source.seed):
                 text, summary = record.value["text"], record.value["summary"]
-                ids = prompt.context(encode(source.tokenizer, HEAD + text)[:room])
+                ids = prompt.context(source.encode(HEAD + text)[:room])
                 sample = Sample(
                     f"{length}/{record.file.stem}/line {record.line}",
                     source.decode(ids),
@@ -64,5 +62,5 @@ class Summarize(QuestionTask):
     def score(self, text: str, sample: Sample) -> dict[str, float]:
         """Return the F measures of a summary."""
         scorer = package("rouge_score.rouge_scorer").RougeScorer(ROUGE, use_stemmer=True)
-        found = scorer.score(sample.reference, text)
-        return {name: found[name].fmeasure for name in ROUGE}
+        scores = scorer.score(sample.reference, text)
+        return {name: scores[name].fmeasure for name in ROUGE}

@@ -1,0 +1,168 @@
+"""The folder of results of `kvloom eval`: finished samples are kept, and a later run resumes.
+
+`ResultFolder` writes it and `read_run` reads all of it. docs/reference/result-files.md describes
+the files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvloom.errors import InputError
+
+from ..workload.files import append_lines, finished_lines, read_records, write_whole
+from .summary import Figures, summarize
+
+FORMAT = 1
+
+
+class ResultFolder:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls, path: str | Path, run: dict[str, Any]) -> ResultFolder:
+        """Create a folder for a run, or continue one with the same model and settings.
+
+        run: the content of run.json. Raises `InputError` if the folder belongs to another run, and
+        names the first difference.
+        """
+        folder = cls(Path(path))
+        file = folder.path / "run.json"
+        if file.exists():
+            before = read_head(folder.path)
+            for part, names in (("environment", ["kvloom"]), ("model", None), ("settings", None)):
+                ours = json.loads(json.dumps(run[part]))
+                theirs = before.get(part, {})
+                for name in names or ours:
+                    if theirs.get(name) != ours.get(name):
+                        raise InputError(
+                            f"{str(path)!r} holds results with {part} {name} "
+                            f"{theirs.get(name)!r}, and this run has {ours.get(name)!r}; give "
+                            "another --out, or the same options"
+                        )
+            return folder
+        try:
+            head = {"format": FORMAT, **run}
+            write_whole(file, json.dumps(head, indent=2, ensure_ascii=False))
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {str(path)!r}: {error.strerror}; give another folder"
+            ) from error
+        return folder
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Return the finished lines of `name`.jsonl; remove a damaged last line."""
+        return [record.value for record in finished_lines(self.path / f"{name}.jsonl")]
+
+    def append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        """Add lines to `name`.jsonl; raises `InputError` if the disk is full."""
+        append_lines(self.path / f"{name}.jsonl", lines, "the finished samples")
+
+
+def read_head(path: Path) -> dict[str, Any]:
+    """Return run.json of a folder; raises `InputError` for none, or another format."""
+    file = path / "run.json"
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"{str(path)!r} has no run.json, and no metrics.json of kvpress; give a folder that "
+            "'kvloom eval --out' wrote"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{str(file)!r} cannot be read ({error}); give a folder that 'kvloom eval --out' wrote"
+        ) from error
+    version = run.get("format") if isinstance(run, dict) else None
+    if version != FORMAT:
+        raise InputError(
+            f"{str(file)!r} has format {version}, and this kvloom reads {FORMAT}; run kvloom "
+            "eval again into another folder"
+        )
+    return run
+
+
+_NUMBERS = ("kv_bytes", "exact_bytes")
+REMEDY = "remove the line and run 'kvloom eval' again, which measures the sample again"
+
+
+@dataclass
+class RunResults:
+    """The results of one folder.
+
+    counts: what shares count, "bytes" or "tokens". prompts: task → sample → its line.
+    lines: task → (sample, recipe) → its line. figures: of each task and recipe.
+    """
+
+    name: str
+    counts: str
+    model: dict[str, Any]
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    prompts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    lines: dict[str, dict[tuple[str, str], dict[str, Any]]] = field(default_factory=dict)
+    figures: list[Figures] = field(default_factory=list)
+
+
+def read_run(folder: Path) -> RunResults:
+    """Return the results in a folder of `kvloom eval`.
+
+    Raises `InputError` for a folder without run.json, another format, a damaged line, or if no
+    sample has scores.
+    """
+    head = read_head(folder)
+    run = RunResults(
+        folder.resolve().name, "bytes", head.get("model", {}), head.get("environment", {}),
+        head.get("settings", {}),
+    )  # fmt: skip
+    prompts = folder / "prompts.jsonl"
+    if not prompts.is_file():
+        raise InputError(
+            f"{str(folder)!r} has no prompts.jsonl; give a folder that 'kvloom eval --out' wrote"
+        )
+    for record in read_records(prompts, {"task": str, "sample": str, "context": str}, REMEDY):
+        prompt = record.value
+        run.prompts.setdefault(prompt["task"], {})[prompt["sample"]] = prompt
+    for path in sorted(folder.glob("*.jsonl")):
+        if path.name != prompts.name:
+            _read_task(path, run)
+    run.figures = summarize(line for lines in run.lines.values() for line in lines.values())
+    if not any(figures.samples for figures in run.figures):
+        problem = next((figures.problem for figures in run.figures if figures.problem), None)
+        reason = f" (the first problem: {problem})" if problem else ""
+        raise InputError(
+            f"{str(folder)!r} has no finished sample{reason}; run 'kvloom eval' again with the "
+            "same --out, it continues"
+        )
+    return run
+
+
+def _read_task(path: Path, run: RunResults) -> None:
+    """Add the lines of one task's file; tokens that repeat share one string."""
+    for record in read_records(path, {"task": str, "sample": str, "recipe": str}, REMEDY):
+        line = record.value
+        if line["sample"] not in run.prompts.get(line["task"], {}):
+            raise record.problem(f"has the sample {line['sample']!r}, not in prompts.jsonl")
+        if not line.get("problem"):
+            if not isinstance(line.get("scores"), dict):
+                raise record.problem("has neither scores nor a problem")
+            for name in _NUMBERS:
+                if not isinstance(line.get(name), int | float):
+                    raise record.problem(f"needs a number in {name!r}")
+            for name, value in line["scores"].items():
+                if not isinstance(value, int | float | None):
+                    raise record.problem(f"needs a number as the score {name!r}")
+            line["tokens"] = [sys.intern(str(token)) for token in line.get("tokens") or ()]
+            line["curves"] = {
+                name: array("f", [float("nan") if x is None else x for x in curve])
+                for name, curve in (line.get("curves") or {}).items()
+            }
+        run.lines.setdefault(line["task"], {})[line["sample"], line["recipe"]] = line

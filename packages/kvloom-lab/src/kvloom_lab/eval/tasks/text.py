@@ -1,0 +1,148 @@
+"""Tasks on a text: how well it is predicted after a context, and free-running generation.
+
+`perplexity` decodes the continuation token by token, so that every prediction reads the compressed
+cache. In `free`, errors accumulate, because each token depends on those before it. Divergence is
+measured along the recipe's own text: the exact cache reads what the recipe wrote, and the two
+distributions of each next token are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom import Cache
+
+from ...workload.passes import Measurement
+from ...workload.text import cut_rows
+from ..decoding import decode, divergence, exact_logp
+from ..sample import Batch, Outcome, Run, Sample, Source
+
+CHUNK = 64  # tokens between two readings by the exact cache
+GRAM = 4
+
+
+class Perplexity:
+    """Perplexity, KL divergence and agreement on a continuation of `new_tokens` tokens."""
+
+    name, data = "perplexity", ""
+
+    def batches(self, source: Source) -> list[Batch]:
+        """Return rows of text; the part behind the context is the continuation."""
+        return text_batches(source)
+
+    def measure(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
+        """Score each continuation; returns the log-probabilities for the others."""
+        rows = torch.stack([sample.data for sample in run.batch.samples]).to(run.model.device)
+        count = rows.shape[1] - 1
+        decoded = yield from decode(run.cache, rows[:, 0], count, fed=rows[:, 1:])
+        exact = decoded.logp if run.exact is None else run.exact
+        nll = -decoded.logp.gather(2, rows[:, 1:, None].cpu())[..., 0]  # [B, N]
+        kl = divergence(exact, decoded.logp)
+        same = decoded.greedy == exact.argmax(-1)
+        outcomes = [
+            Outcome(
+                scores={
+                    "nll": nll[i].mean().item(),
+                    "kl_mean": kl[i].mean().item(),
+                    "kl_median": kl[i].median().item(),
+                    "kl_p999": kl[i].quantile(0.999).item(),
+                    "agreement": same[i].float().mean().item(),
+                },
+                tokens=run.source.pieces(decoded.greedy[i]),
+                curves={"kl": kl[i].tolist(), "nll": nll[i].tolist()},
+            )
+            for i in range(len(rows))
+        ]
+        return outcomes, exact
+
+    def positions(self, batch: Batch) -> int:
+        """Return the positions of the continuation; its last token takes none."""
+        return len(batch.samples[0].data) - 1
+
+
+def text_batches(source: Source) -> list[Batch]:
+    """Return rows of text of each length, in batches; a sample's data are its ids after that."""
+    batches = []
+    for length in source.lengths:
+        tokens = length + source.new_tokens + 1
+        rows = cut_rows(source.text_ids, source.first, source.samples, tokens, source.seed)
+        for begin in range(0, len(rows), source.batch):
+            part = rows[begin : begin + source.batch]
+            samples = [
+                Sample(
+                    f"{length}/{begin + i}",
+                    source.decode(row[:length]),
+                    reference=source.decode(row[length + 1 :]),
+                    fields={"length": length},
+                    data=row[length:],
+                )
+                for i, row in enumerate(part)
+            ]
+            batches.append(Batch(part[:, :length], samples))
+    return batches
+
+
+class ExactText(NamedTuple):
+    """The exact cache after the context, and what it generated [B, N]."""
+
+    cache: Cache
+    tokens: Tensor
+
+
+class Free:
+    """Tokens until the first difference from `full`, divergence by position, and repetition."""
+
+    name, data = "free", ""
+
+    def batches(self, source: Source) -> list[Batch]:
+        """Return rows of text; only the first token after the context is given."""
+        return text_batches(source)
+
+    def measure(self, run: Run[ExactText]) -> Measurement[tuple[list[Outcome], ExactText]]:
+        """Generate greedily, and compare with the exact cache."""
+        model, n = run.model, run.source.new_tokens
+        before = copy.deepcopy(run.cache) if run.exact is None else run.exact.cache
+        reader = None if run.exact is None else copy.deepcopy(before)
+        new = torch.stack([sample.data[0] for sample in run.batch.samples]).to(model.device)
+        tokens, kl = [], []
+        for begin in range(0, n, CHUNK):
+            decoded = yield from decode(run.cache, new, min(CHUNK, n - begin))
+            if reader is not None:
+                fed = torch.cat([new.cpu()[:, None], decoded.greedy[:, :-1]], dim=1)
+                exact_log_probs = yield from exact_logp(reader, fed.to(model.device))
+                kl.append(divergence(exact_log_probs, decoded.logp))
+            tokens.append(decoded.greedy)
+            new = decoded.greedy[:, -1].to(model.device)
+        written = torch.cat(tokens, dim=1)
+        exact = ExactText(before, written) if run.exact is None else run.exact
+        curve = torch.cat(kl, dim=1) if kl else torch.zeros(written.shape)
+        outcomes = []
+        for i, row in enumerate(written):
+            different = (row != exact.tokens[i]).nonzero()
+            outcomes.append(
+                Outcome(
+                    scores={
+                        "diverged_at": float(different[0]) if len(different) else float(n),
+                        "kl_mean": curve[i].mean().item(),
+                        "repetition": repetition(row.tolist()),
+                    },
+                    answer=run.source.decode(row),
+                    tokens=run.source.pieces(row),
+                    curves={"kl": curve[i].tolist()},
+                )
+            )
+        return outcomes, exact
+
+    def positions(self, batch: Batch) -> int:
+        """Return the positions of the generated text; its last token takes none."""
+        return len(batch.samples[0].data) - 1
+
+
+def repetition(tokens: list[int]) -> float:
+    """Return the share of n-grams of `GRAM` tokens that occurred before."""
+    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

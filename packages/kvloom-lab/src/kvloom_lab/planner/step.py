@@ -1,0 +1,202 @@
+"""Bytes of a recipe's cache, and what a decode step reads and computes.
+
+`CacheBytes.nbytes` is `Recipe.nbytes` and what transformers stores in layers with a sliding window.
+It evaluates each kind of layer once, because inverse questions try many contexts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvloom.recipe import Geometry, Recipe, predicted_layer_nbytes
+
+from .model import ModelFacts
+from .units import Range
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that need equal bytes: their plain recipe, and (rank, count) in a shared budget."""
+
+    recipe: Recipe
+    rank: int
+    count: int
+    layers: int
+
+    def nbytes(self, tokens: int, geometry: Geometry) -> int:
+        """Return the bytes of one layer and row after a prompt of `tokens` tokens."""
+        return predicted_layer_nbytes(self.recipe, tokens, geometry, self.rank, self.count)
+
+    def read(self, tokens: int, geometry: Geometry) -> tuple[int, int]:
+        """Return the bytes and the tokens of one layer and row that a decode step reads."""
+        nbytes, recipe = self.nbytes(tokens, geometry), self.recipe
+        kept = self.kept_tokens(tokens)
+        recall = recipe.recall
+        if recall is None or kept <= recall.tokens:
+            return nbytes, kept
+        index = recall.index.nbytes(recall.index.due(0, kept), geometry.head_dim,
+                                    geometry.dtype.itemsize) * geometry.kv_heads  # fmt: skip
+        chosen = round((nbytes - index) * recall.tokens / kept)
+        if recall.index.reads_keys:
+            chosen += (nbytes - index) // 2
+        return index + chosen, recall.tokens
+
+    def kept_tokens(self, tokens: int) -> int:
+        """Return the tokens that a layer keeps of a prompt."""
+        keep = self.recipe.keep
+        if keep is None or not keep.drops(tokens) or tokens <= self.recipe.start:
+            return tokens
+        if keep.by_age:
+            return min(tokens, self.recipe.budget_tokens(tokens))
+        return min(tokens, keep.rooms(tokens, self.count)[self.rank])
+
+    @property
+    def waits(self) -> bool:
+        """Whether the whole prompt stays exact until all layers have scored it."""
+        keep = self.recipe.keep
+        return keep is not None and keep.waits
+
+
+class CacheBytes:
+    """The bytes of a recipe's cache on a model."""
+
+    def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
+        numbers = model.geometry.numbers
+        kinds: Counter[tuple[Recipe, int, int]] = Counter()
+        for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True):
+            plain = recipe.for_layer(number, numbers)
+            rank, count = budget_rank if _unequal(plain) else (0, 1)
+            kinds[plain, rank, count] += 1
+        self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
+        self.geometry, self.windows = model.geometry, Counter(model.windows)
+        self.exact = model.geometry.layer_token_nbytes()
+
+    @property
+    def sawtooth(self) -> int:
+        """How many tokens later the cache may be smaller: packing a block of tokens frees bytes.
+
+        A block that waits is up to 16 times as large as a packed one.
+        """
+        formats = [fmt for kind in self.kinds for fmt in kind.recipe.store.sides.values() if fmt]
+        return 16 * max((max(getattr(fmt, "residual", 1), fmt.unit or 1) for fmt in formats),
+                        default=0)  # fmt: skip
+
+    def nbytes(self, tokens: int, batch: int) -> int:
+        """Return the bytes of all layers that hold a context of `tokens` tokens."""
+        ours = sum(kind.layers * kind.nbytes(tokens, self.geometry) for kind in self.kinds)
+        sliding = sum(n * min(tokens, window) for window, n in self.windows.items())
+        return batch * (ours + sliding * self.exact)
+
+    def prefill_nbytes(self, tokens: int, batch: int) -> int:
+        """Return the largest number of bytes that all layers hold in the step of a prompt.
+
+        A sliding layer of transformers holds the whole prompt until the next step, and layers that
+        wait for each other's scores hold it exact.
+        """
+        total = self.windows.total() * tokens * self.exact
+        for kind in self.kinds:
+            nbytes = kind.nbytes(tokens, self.geometry)
+            total += kind.layers * (max(nbytes, tokens * self.exact) if kind.waits else nbytes)
+        return batch * total
+
+
+def _unequal(recipe: Recipe) -> bool:
+    """Return whether a budget gives the layers that share it different numbers of tokens."""
+    if recipe.keep is None or recipe.keep.by_age:
+        return False
+    return recipe.keep.budget.layers not in ("uniform", "joint", "variance", "inverse-variance")
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a decode step does in one kind of layers.
+
+    kind: None for layers with a sliding window, which transformers caches. nbytes: read by one
+    layer, whole batch. flops: of one layer's attention, whole batch.
+    """
+
+    kind: LayerKind | None
+    layers: int
+    nbytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a decode step does: bytes of weights it reads, operations with them, and layers."""
+
+    geometry: Geometry
+    batch: int
+    quantized: str | None
+    weights: Range
+    weight_flops: float
+    layers: tuple[LayerWork, ...]
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of all layers' caches that the step reads."""
+        return sum(layer.layers * layer.nbytes for layer in self.layers)
+
+    @property
+    def attention_flops(self) -> int:
+        """Floating-point operations of attention in all layers."""
+        return sum(layer.layers * layer.flops for layer in self.layers)
+
+    @property
+    def layer_count(self) -> int:
+        """The number of all layers."""
+        return sum(layer.layers for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a decode step. The parts add up to the whole.
+
+    weights: reading weights. kv: reading the cache. arithmetic: what computing takes beyond the
+    time of reading. overhead: what Python and the launches of kernels take beyond all that.
+    """
+
+    weights: Range
+    kv: Range
+    arithmetic: Range
+    overhead: Range
+
+    @property
+    def total(self) -> Range:
+        """Seconds of the whole step."""
+        return self.weights + self.kv + self.arithmetic + self.overhead
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest."""
+        parts = {
+            "weights": self.weights,
+            "KV reads": self.kv,
+            "arithmetic": self.arithmetic,
+            "overhead": self.overhead,
+        }
+        return max(parts, key=lambda name: parts[name].best)
+
+
+def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) -> StepWork:
+    """Return what a decode step does after `context` tokens in each of `batch` rows."""
+    g, layers = model.geometry, []
+    per_token = 4 * g.q_heads * g.head_dim  # a product with keys, and one with values
+    for kind in cache.kinds:
+        nbytes, tokens = kind.read(context, g)
+        layers.append(LayerWork(kind, kind.layers, batch * nbytes, batch * tokens * per_token))
+    for window, count in cache.windows.items():
+        tokens = min(context, window)
+        layers.append(
+            LayerWork(None, count, batch * tokens * cache.exact, batch * tokens * per_token)
+        )
+    weights = model.weights
+    return StepWork(
+        g,
+        batch,
+        weights.quantized,
+        weights.read_nbytes(batch),
+        weights.flops(batch),
+        tuple(layers),
+    )

@@ -1,1 +1,0 @@
-"""How results are shown: tables, plots, error messages, and the machine they were measured on."""

@@ -1,0 +1,594 @@
+"""The tables of all commands, which stay readable at any terminal width; rich can print them.
+
+Decides the layout of a table that is wider than the terminal: the columns are split into blocks,
+printed one below the other, each with the row names as its first column. No figure is cut off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..analyse.attention import LayerAttention
+    from ..analyse.distribution import Distribution
+    from ..analyse.error import LayerError
+    from ..analyse.modes import ModeCheck
+    from ..bench.timing import TimedRow
+    from ..eval.compare import Row
+    from ..eval.summary import Figures, Interval
+    from ..papers.claim import ClaimTable, Verdict
+    from ..planner.result import Plan, PlanRow
+    from ..tuner.run import Tuning
+
+_NAME_WIDTH = 24  # characters of a row name that are kept on one line
+
+
+class FigureTable:
+    """A table of figures that rich can print."""
+
+    def __init__(self, title: str, first: str, columns: Sequence[str], *, numbers: bool = False):
+        """Create an empty table.
+
+        first: heading of the row names. numbers: whether the row names are numbers, which are
+        right-aligned.
+        """
+        self.title, self.first, self.columns, self.numbers = title, first, columns, numbers
+        self.rows: list[tuple[Text, tuple[str, ...]] | None] = []
+
+    def add(self, name: str, *cells: str) -> None:
+        """Add a row; columns without a cell stay empty."""
+        self.rows.append((Text(name), cells))
+
+    def section(self, heading: str) -> None:
+        """Start a new section of rows under a heading."""
+        self.rows += [None, (Text(heading, "bold"), ())]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
+        """Yield the title and the fewest blocks that fit the width."""
+        yield Text(self.title, "italic")
+        block: list[int] = []
+        width = options.max_width
+        longest = max((cell_len(str(row[0])) for row in self.rows if row), default=0)
+        # Long names are wrapped before the columns are split into more blocks.
+        names = min(longest, _NAME_WIDTH, width // 3)
+        unlimited = options.update(max_width=10_000)
+        for column in range(len(self.columns)):
+            candidate = self._table([*block, column], names, names)
+            if block and Measurement.get(console, unlimited, candidate).maximum > width:
+                yield self._table(block, names)
+                block = []
+            block.append(column)
+        yield self._table(block, names)
+
+    def _table(self, block: list[int], min_width: int, max_width: int | None = None) -> Table:
+        """Return the columns of a block as a table; min_width, max_width: of the row names."""
+        table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        justify: JustifyMethod = "right" if self.numbers else "left"
+        table.add_column(
+            self.first, justify=justify, overflow="fold", min_width=min_width, max_width=max_width
+        )
+        no_wrap = len(block) > 1  # a single column that is too wide wraps its lines
+        for column in block:
+            table.add_column(
+                self.columns[column], justify="right", overflow="fold", no_wrap=no_wrap,
+                vertical="bottom",
+            )  # fmt: skip
+        for row in self.rows:
+            if row is None:
+                table.add_section()
+            else:
+                name, cells = row
+                table.add_row(name, *(cells[i] if i < len(cells) else "" for i in block))
+        return table
+
+
+def results_table(lines: Iterable[Mapping[str, Any]]) -> Group:
+    """Return a table for each task; rich can print it. lines: of `TASK.jsonl`."""
+    from ..eval.summary import summarize
+
+    by_task: dict[str, list[Figures]] = {}
+    for figures in summarize(lines):
+        by_task.setdefault(figures.task, []).append(figures)
+    parts: list[Any] = []
+    for task, rows in by_task.items():
+        names = list(dict.fromkeys(name for row in rows for name in row.scores))
+        columns = ["share of\nbytes", *(name.replace("_", "\n") for name in names), "samples"]
+        table = FigureTable(task, "recipe", columns)
+        for row in rows:
+            if row.scores:
+                cells = [_score_cell(row.scores.get(name)) for name in names]
+                table.add(row.recipe, f"{row.share:.1%}", *cells, str(row.samples))
+        parts.append(table)
+        parts += [
+            Text(f"{row.recipe}: {row.problem} ({row.problems} samples)", "yellow")
+            for row in rows
+            if row.problem
+        ]
+    parts.append(Text("Means; the 95% intervals are on the page of kvloom report.", "dim"))
+    return Group(*parts)
+
+
+def _score_cell(interval: Interval | None) -> str:
+    return "–" if interval is None else f"{interval.mean:.4g}"
+
+
+_COMPARISON_COLUMNS = (
+    "bits per\nvalue", "KV\nMiB", "times\nsmaller", "prefill\ns", "decode\ntok/s", "perplexity",
+    "agrees", "needles\ncorrect",
+)  # fmt: skip
+
+
+def comparison_table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
+    """Return a table of the rows with a caption on how they were measured; rich can print it."""
+    e = environment
+    title = f"{e['model']} ({e['dtype']}), {_device_text(e)}"
+    built = FigureTable(title, "recipe", _COMPARISON_COLUMNS)
+    for row in rows:
+        built.add(row.recipe, *_comparison_cells(row, e["questions"]))
+    problems = [Text(_comparison_problem(r), "yellow") for r in rows if r.problem]
+    reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
+    recalled = [Text("tokens read per step and layer: " + ", ".join(reads))] if reads else []
+    moved = [
+        f"{r.recipe} {r.moved_bytes / 2**20:,.2f} MiB "
+        f"({r.ready:.0%} of its tokens were on the device)"
+        for r in rows
+        if r.moved_bytes is not None and r.ready is not None
+    ]
+    if moved:
+        recalled.append(Text("copied from a tier per step, all rows: " + ", ".join(moved)))
+    budget = [Text(_budget(e), "dim")] if "budget" in e else []
+    missing = [Text(f"not measured: {', '.join(e['missing'])}", "yellow")] if "missing" in e else []
+    return Group(
+        built, *recalled, *problems, *missing, *budget, Text(_comparison_caption(e), "dim")
+    )
+
+
+def comparison_line(row: Row, environment: dict[str, Any]) -> str:
+    """Return the figures of a row in one line."""
+    if row.problem is not None:
+        return _comparison_problem(row)
+    bits, _, smaller, prefill, speed, perplexity, agrees, needles = _comparison_cells(
+        row, environment["questions"]
+    )
+    return (
+        f"{row.recipe}: {bits} bits per value, {smaller} smaller, prefill {prefill} s, "
+        f"{speed} tok/s, perplexity {perplexity}, agrees {agrees}"
+        + (f", needles {needles}" if row.needle is not None else "")
+    )
+
+
+def _comparison_problem(row: Row) -> str:
+    return f"{row.recipe} {'failed' if row.failed else 'cannot run'}: {row.problem}"
+
+
+def _comparison_cells(row: Row, questions: int) -> list[str]:
+    if row.problem is not None:
+        return ["–"] * len(_COMPARISON_COLUMNS)
+    assert row.kv_bytes is not None
+    needles = "–" if row.needle is None else f"{round(row.needle * questions)}/{questions}"
+    return [
+        "–" if row.bits_per_value is None else f"{row.bits_per_value:.2f}",
+        f"{row.kv_bytes / 2**20:,.2f}",
+        f"{row.times_smaller:.1f}x",
+        f"{row.prefill_s:.2f}",
+        f"{row.decode_tokens_s:,.1f}",
+        f"{row.perplexity:,.3f}" if (row.perplexity or 0) < 1000 else f"{row.perplexity:,.0f}",
+        f"{row.agreement:.1%}",
+        needles,
+    ]
+
+
+def _comparison_caption(e: dict[str, Any]) -> str:
+    rows = "1 row" if e["batch"] == 1 else f"{e['batch']} rows"
+    return (
+        f"{rows} of {e['context']:,} tokens of {e['text'] or 'text'}, then {e['new_tokens']} "
+        "tokens one by one. bits, MiB: at the end, with exact windows, metadata and spare room; "
+        "tok/s: all rows together; agrees: the likeliest next token is that of full."
+    )
+
+
+def _budget(e: dict[str, Any]) -> str:
+    budget, without = e["budget"], e["without_budget"]
+    tokens = f"{budget:,} tokens" if isinstance(budget, int) else f"{budget:.4g} of the context"
+    return (
+        f"budget: {tokens}, to keep, or to read per step for recipes with recall; "
+        f"without a budget: {', '.join(without)}."
+    )
+
+
+def _device_text(e: dict[str, Any]) -> str:
+    threads = "1 thread" if e["threads"] == 1 else f"{e['threads']} threads"
+    return e["gpu"] or f"{e['cpu']}, {threads}"
+
+
+def bench_table(
+    rows: Sequence[TimedRow],
+    environment: dict[str, Any],
+    limits: dict[str, Any],
+    caption: str,
+    shares: bool = False,
+) -> Group:
+    """Return a table of the rows, by context; rich can print it.
+
+    shares: show the share of a baseline's time that a row takes, instead of how many times faster
+    the row is.
+    """
+    e, bandwidth = environment, limits["read_gb_s"]
+    baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
+    threads = "1 thread" if e["threads"] == 1 else f"{e['threads']} threads"
+    title = f"{e['shape']}, {e['dtype']}, batch {e['batch']}; {e['cpu']}, {threads}"
+    speeds = any(row.gb_s is not None for row in rows)
+    names = ["ms", *(_heading(name, shares) for name in baselines), "KV\nMiB"]
+    built = FigureTable(title, "", names + ["GB/s", "of the\nlimit"] * speeds)
+    for context in dict.fromkeys(row.context for row in rows):
+        built.section(f"{context:,} tokens")
+        for row in (row for row in rows if row.context == context):
+            mark = "*" if row.fell else ""
+            built.add(row.name + mark, *_bench_cells(row, baselines, shares, speeds, bandwidth))
+    notes = [Text(f"{r.name}: {r.problem}", "yellow") for r in _once(rows) if r.problem]
+    fallbacks = [f"* {r.name}: plain torch runs {'; '.join(r.fell)}" for r in _once(rows) if r.fell]
+    notes += [Text(fallback, "yellow") for fallback in fallbacks]
+    compiled = f" Compiling kernels took {e['compile_s']:.1f} s, not timed."
+    limit = f" The machine reads at most {bandwidth:.1f} GB/s." if speeds else ""
+    if "missing" in e:
+        notes.append(Text(f"not measured: {', '.join(e['missing'])}", "yellow"))
+    return Group(built, *notes, Text(caption + limit + compiled * (e["compile_s"] >= 0.05), "dim"))
+
+
+def bench_line(row: TimedRow) -> str:
+    """Return the time of a row and its bytes in one line."""
+    name = f"{row.context:,} tokens, {row.name}: "
+    if row.ms is None:
+        return name + (row.problem or "no times")
+    size = "" if row.kv_bytes is None else f", {row.kv_bytes / 2**20:,.1f} MiB"
+    return f"{name}{row.ms:,.2f} ms{size}"
+
+
+def _bench_cells(
+    row: TimedRow, baselines: Sequence[str], shares: bool, speeds: bool, bandwidth: float
+) -> list[str]:
+    if row.ms is None:
+        return ["–"]
+    ratios = (
+        "–" if name not in row.ratios else _ratio(row.ratios[name], shares) for name in baselines
+    )
+    size = "–" if row.kv_bytes is None else f"{row.kv_bytes / 2**20:,.1f}"
+    cells = [f"{row.ms:,.2f}", *ratios, size]
+    if speeds:
+        cells += (
+            ["–", "–"] if row.gb_s is None else [f"{row.gb_s:.1f}", f"{row.gb_s / bandwidth:.0%}"]
+        )
+    return cells
+
+
+def _once(rows: Sequence[TimedRow]) -> list[TimedRow]:
+    """Return the last row of each name."""
+    return list({row.name: row for row in rows}.values())
+
+
+def _ratio(ratio: float, share: bool) -> str:
+    return f"{1 / ratio:.1%}" if share else f"{ratio:.2f}x"
+
+
+def _heading(name: str, shares: bool) -> str:
+    """Return the heading of a baseline's column, with a long name on two lines."""
+    head, _, rest = name.rpartition(" ")
+    name = f"{head}\n{rest}" if head else name
+    return f"it /\n{name}" if shares else f"{name}\n/ it"
+
+
+def plan_table(plan: Plan) -> Group:
+    """Return a table of the recipes, and notes that explain it; rich can print it."""
+    unit, name = _unit(plan)
+    columns = [f"KV,\n{name}", f"peak,\n{name}"]
+    if plan.memory is not None:
+        columns += ["fits", "longest\ncontext", "longest,\nchunked", "largest\nbatch"]
+    timed = any(row.step_ms for row in plan.rows)
+    if timed:
+        columns += ["tok/s", "tok/s,\nlow to high", "limited\nby"]
+    if plan.target is not None:
+        columns.append(f"longest at\n{plan.target:g} tok/s")
+    built = FigureTable(_title(plan), "", columns)
+    for heading, rows in _sections(plan):
+        if heading:
+            built.section(heading)
+        for row in rows:
+            built.add(row.recipe, *_plan_cells(plan, row, timed, unit))
+    problems = [f"{row.recipe}: {row.problem}" for row in plan.rows if row.problem]
+    notes = [Text(text, "yellow") for text in (*problems, *plan.warnings)]
+    return Group(built, *notes, Text(" ".join(_plan_caption(plan, timed)), "dim"))
+
+
+def _title(plan: Plan) -> str:
+    from ..planner.units import show_bytes
+
+    m = plan.model
+    weights = f"{show_bytes(m.weights.nbytes)} of {m.weights.quantized or ''} weights"
+    text = (
+        f"{m.name} ({m.architecture}, {m.layers} layers, {weights.replace('  ', ' ')}), "
+        f"{plan.context:,} tokens of context, batch {plan.batch}"
+    )
+    if plan.hardware is not None:
+        text += f"; {plan.hardware.describe()}"
+    if plan.memory is not None and (plan.hardware is None or plan.memory != plan.hardware.memory):
+        text += f"; {show_bytes(plan.memory)} of memory"
+    return text
+
+
+def _unit(plan: Plan) -> tuple[int, str]:
+    """Return the bytes and the name of the unit of all sizes in the table."""
+    most = max((row.peak_bytes or row.kv_bytes or 0 for row in plan.rows), default=0)
+    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+
+
+def _sections(plan: Plan) -> list[tuple[str, Sequence[PlanRow]]]:
+    """Return rows by heading: those that reach the target first."""
+    if plan.target is None:
+        return [("", plan.rows)]
+    reaching = [row for row in plan.rows if row.reaches]
+    others = [row for row in plan.rows if not row.reaches]
+    sections = [
+        (f"reach {plan.target:g} tok/s", reaching),
+        (f"do not reach {plan.target:g}, or do not fit", others),
+    ]
+    return [(heading, rows) for heading, rows in sections if rows]
+
+
+def _plan_cells(plan: Plan, row: PlanRow, timed: bool, unit: int) -> list[str]:
+    from ..planner.units import show_rate
+
+    if row.problem or row.kv_bytes is None:
+        return ["–"]
+    peak = "–" if row.peak_bytes is None else f"{row.peak_bytes / unit:,.2f}"
+    cells = [f"{row.kv_bytes / unit:,.2f}", peak]
+    if plan.memory is not None:
+        cells.append("yes" if row.fits else "chunked" if row.fits_in_chunks else "no")
+        cells += map(_count_text, (row.longest_context, row.longest_in_chunks, row.largest_batch))
+    if timed and row.step_ms and row.tokens_s:
+        rates = row.tokens_s
+        cells += [
+            show_rate(rates.best),
+            f"{show_rate(rates.low)} to {show_rate(rates.high)}",
+            row.limit or "",
+        ]
+    elif timed:
+        cells += ["–"] * 3
+    if plan.target is not None:
+        cells.append(_count_text(row.longest_at_target))
+    return cells
+
+
+def _count_text(number: int | None) -> str:
+    from ..planner.units import UNLIMITED
+
+    if number is None:
+        return "–"
+    return "no limit" if number >= UNLIMITED else f"{number:,}" if number else "none"
+
+
+def _plan_caption(plan: Plan, timed: bool) -> list[str]:
+    """Return sentences that explain the columns."""
+    from ..planner.hardware import PRESETS
+
+    sentences = [
+        "KV: the cache with all its metadata, exact. Peak: weights, cache and activations while a "
+        "prompt is read in one step."
+    ]
+    if plan.memory is not None:
+        sentences.append(
+            "Fits: the peak is within the memory; chunked: only weights and cache are, so read the "
+            f"prompt in small chunks. Longest context: at batch {plan.batch}. Largest batch: at "
+            f"{plan.context:,} tokens."
+        )
+    if timed and plan.hardware is not None:
+        sentences.append(
+            "Tok/s: in decoding, all rows together. Limited by: what takes most of a step "
+            "(reading weights, reading the KV cache, arithmetic, or the overhead of Python)."
+        )
+        sentences += plan.hardware.notes()
+    elif plan.hardware is None:
+        sentences.append(f"Times need --hardware: {', '.join(PRESETS)}, this, or a file.")
+    return sentences
+
+
+def tuning_table(tuning: Tuning, name: str) -> FigureTable:
+    """Return the layers as rows; neighbours with the same choice share a row. name: the model's."""
+    t = tuning.tuned
+    title = (
+        f"{name}, {t.bound}: {t.share:.1%} of the bytes, KL {t.kl:.4g} (99%: {t.kl_p99:.4g}; "
+        f"predicted {t.predicted_kl:.4g}), context {t.context:,}"
+    )
+    rows = FigureTable(title, "layers", ["keys", "values", "kept", "KL"])
+    for choice, run in groupby(tuning.choices, key=tuning.choices.__getitem__):
+        numbers = list(run)
+        first, last = numbers[0], numbers[-1]
+        cost = sum(tuning.predicted[number] for number in numbers)
+        where = f"{first}" if first == last else f"{first}-{last}"
+        rows.add(where, *choice, f"{cost:.2g}")
+    return rows
+
+
+def tuning_data(tuning: Tuning, environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures as plain data; the fields are those of docs/reference/json.md."""
+    layers = [
+        {"layer": n, **choice._asdict(), "kl": tuning.predicted[n]}
+        for n, choice in tuning.choices.items()
+    ]
+    uniform = [{"recipe": name, "share": x, "kl": kl} for name, x, kl in tuning.uniform]
+    return {
+        "environment": environment,
+        "recipe": tuning.recipe.to_dict(),
+        "layers": layers,
+        "front": [{"share": share, "kl": kl} for share, kl in tuning.front],
+        "uniform": uniform,
+    }
+
+
+_ATTENTION_COLUMNS = (
+    "sparsity", "90% of mass\nin tokens", "variance\nof mass", "tokens\nin cache", "mass\nkept",
+)  # fmt: skip
+
+
+def attention_table(layers: Sequence[LayerAttention], environment: dict[str, Any]) -> Group:
+    """Return a table of the layers."""
+    from ..analyse.attention import THRESHOLD
+
+    e = environment
+    title = f"{e['model']} ({e['dtype']}), {e['recipe']}"
+    rows = FigureTable(title, "layer", _ATTENTION_COLUMNS, numbers=True)
+    for x in layers:
+        rows.add(
+            str(x.number), f"{x.sparsity:.1%}", f"{x.most:.1%}", f"{x.variance:.4g}",
+            f"{x.held_tokens:,}", f"{x.kept:.1%}",
+        )  # fmt: skip
+    caption = (
+        f"{e['context']:,} tokens of {e['text']} as a prompt, then {e['new_tokens']} one by one. "
+        f"sparsity: weights below {THRESHOLD:.0%} of the largest of their query; variance: of the "
+        "attention that a token receives from the prompt; tokens in cache: of a head, after the "
+        "prompt; mass kept: share of the later queries' attention on tokens in the cache."
+    )
+    return Group(rows, Text(caption, "dim"))
+
+
+def error_table(
+    errors_by_recipe: dict[str, dict[int, LayerError]], environment: dict[str, Any]
+) -> Group:
+    """Return the mean errors of each recipe, and its output error in every layer."""
+    from ..analyse.error import NAMES, mean
+
+    columns = [*(name.replace("_", "\n") for name in NAMES), "output by layer"]
+    rows = FigureTable(str(environment.get("model", "")), "recipe", columns)
+    for recipe, errors in errors_by_recipe.items():
+        average = mean(errors)
+        cells = [f"{getattr(average, name):.2%}" for name in NAMES]
+        by_layer = " ".join(f"{errors[number].output:.0%}" for number in sorted(errors))
+        rows.add(recipe, *cells, by_layer)
+    caption = (
+        "|x - x'| / |x| with every token quantized, without recent window and sinks; weights: of "
+        "attention; output values: with exact weights; output: with keys and values quantized."
+    )
+    return Group(rows, Text(caption, "dim"))
+
+
+def distribution_table(distributions: Sequence[Distribution], environment: dict[str, Any]) -> Group:
+    """Return a table of layers, each with keys and values."""
+    from ..analyse.distribution import KINDS
+
+    e = environment
+    columns = ("largest over\nmedian channel", "spread in\nplain groups", "in calibrated\ngroups")
+    rows = FigureTable(f"{e['model']} ({e['dtype']}), {e['recipe']}", "layer", columns)
+    for d in distributions:
+        after = "" if d.after is None else f"{d.after:.2f}"
+        rows.add(f"{d.layer} {KINDS[d.kind]}", f"{d.outliers:.1f}x", f"{d.before:.2f}", after)
+    channels = distributions[0].group if distributions else 0
+    caption = (
+        f"{e['context']:,} tokens of {e['text']}. spread: mean range of a group in a token, over "
+        f"the mean magnitude; groups have {channels} channels on average."
+    )
+    return Group(rows, Text(caption, "dim"))
+
+
+def modes_table(title: str, checks: Sequence[ModeCheck]) -> Group:
+    """Return a table of the checks of modes."""
+    rows = FigureTable(title, "mode", ("result", "difference", "tokens\nequal", "seconds"))
+    for x in checks:
+        off = "" if x.difference is None else f"{x.difference:.1e}"
+        tokens = "" if x.tokens is None else f"{x.tokens:.0%}"
+        rows.add(x.mode, x.result, off, tokens, f"{x.seconds:.1f}")
+    notes = [f"{x.mode}: {x.note}" for x in checks if x.note]
+    caption = (
+        "difference: the largest of a step's logits, relative to their spread; `full` against the "
+        "plain model, and kernels against torch."
+    )
+    return Group(rows, *(Text(note) for note in notes), Text(caption, "dim"))
+
+
+def verdict_block(verdict: Verdict, model: str) -> Group:
+    """Return a claim, the paper's figures beside ours, and the verdict; rich can print it."""
+    from ..papers.claim import STYLES
+
+    claim = verdict.claim
+    heading = Text.assemble((f"{claim.name}: ", "bold"), claim.text)
+    parts: list[Any] = [heading, Text(claim.where, "dim")]
+    if claim.paper is not None:
+        parts.append(_claim_table("the paper", claim.paper))
+    if verdict.ours is not None:
+        parts.append(_claim_table(model, verdict.ours))
+    if claim.rule and verdict.ours is not None:
+        parts.append(Text(f"rule: {claim.rule}", "dim"))
+    if verdict.evidence:
+        parts.append(Text(f"measured: {verdict.evidence}"))
+    parts.append(Text(f"{verdict.status}{_because(verdict)}", STYLES[verdict.status]))
+    return Group(*parts, Text())
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """Return a verdict in one line."""
+    return f"{verdict.claim.name}: {verdict.status}{_because(verdict)}"
+
+
+def verdict_summary(verdicts: Sequence[Verdict]) -> str:
+    """Return how many claims have each status."""
+    from ..papers.claim import STYLES
+
+    counts = Counter(verdict.status for verdict in verdicts)
+    return ", ".join(f"{counts[status]} {status}" for status in STYLES if counts[status])
+
+
+def verdict_data(
+    paper: str, verdicts: Sequence[Verdict], environment: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the verdicts as plain data."""
+    claims = [
+        {
+            "name": v.claim.name,
+            "claim": v.claim.text,
+            "where": v.claim.where,
+            "rule": v.claim.rule,
+            "status": v.status,
+            "paper": _claim_data(v.claim.paper),
+            "ours": _claim_data(v.ours),
+            "evidence": v.evidence,
+            "reason": v.explanation,
+        }
+        for v in verdicts
+    ]
+    return {"environment": environment, "paper": paper, "claims": claims}
+
+
+def _because(verdict: Verdict) -> str:
+    return f": {verdict.explanation}" if verdict.explanation else ""
+
+
+def _claim_table(title: str, figures: ClaimTable) -> FigureTable:
+    built = FigureTable(title, "", tuple(figures.columns))
+    for name, cells in figures.rows.items():
+        built.add(name, *(_claim_cell(x) for x in cells))
+    return built
+
+
+def _claim_cell(value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 0.001 or value == 0 else f"{value:.2g}"
+
+
+def _claim_data(figures: ClaimTable | None) -> dict[str, Any] | None:
+    if figures is None:
+        return None
+    return {
+        "columns": list(figures.columns),
+        "rows": {name: list(cells) for name, cells in figures.rows.items()},
+    }

@@ -1,0 +1,125 @@
+"""What measurements need of a layer's cache: fill it without attention, and see what it holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layer import LayerCache
+from .reading import marked
+from .segment import Segment
+from .step import Queries, StepInputs
+
+
+class LayerContents(NamedTuple):
+    """What a layer holds of the first row of a batch, of `seen` tokens and Hk heads.
+
+    Attributes:
+        kept: Whether a token is in the cache, bool [Hk, seen].
+        packed: By "keys" and "values", whether it is packed, bool [Hk, seen].
+        selectable: With recall, whether the next step may leave it out, bool [Hk, seen].
+        indexed: With recall, whether it is in the index, bool [Hk, seen].
+        parts: With recall, the number of its cluster or page, int64 [Hk, seen]; -1: none.
+        recalled: The tokens that the last step recalled, bool [Hk, seen]; None: it read all. Needs
+            `LayerCache.observe`.
+        scores: Indices int64 and scores fp32, both [Hk, N], of the last eviction's candidates;
+            needs `LayerCache.observe`. The same object until the next eviction.
+        budget_tokens: The tokens that each head may keep; None where nothing is evicted.
+        sums_scores: Whether the layer evicts by scores.
+    """
+
+    kept: Tensor
+    packed: dict[str, Tensor]
+    selectable: Tensor
+    indexed: Tensor
+    parts: Tensor
+    recalled: Tensor | None
+    scores: tuple[Tensor, Tensor] | None
+    budget_tokens: int | None
+    sums_scores: bool
+
+
+def layer_contents(layer: LayerCache) -> LayerContents:
+    """Return what a layer holds after a step, on the CPU.
+
+    Raises `CacheMisuse` if the layer did not record which tokens it kept: call its `observe` before
+    the first prompt.
+    """
+    state, seen = layer.state, layer.seen
+    index = layer.logical()[0].cpu()
+    kept = marked(index, seen)
+    none = torch.zeros_like(kept)
+    begin = 0 if state.sinks is None else state.sinks.count
+    body, evictor, trace = index[:, begin:], state.evictor, state.trace
+    selectable, indexed, recalled = none, none, None
+    parts = torch.full(kept.shape, -1)
+    if state.retriever is not None:
+        prefix, tokens = layer.recipe.pinned_prefix, state.retriever.finder.tokens
+        if tokens:
+            selectable = marked(body[:, : prefix + tokens], seen)
+            inside = body[:, prefix : prefix + tokens]
+            indexed, numbers = marked(inside, seen), state.retriever.finder.parts()
+            if numbers is not None:
+                parts.scatter_(1, inside, numbers[0].cpu())
+        if trace is not None and trace.recalled is not None:
+            slots = trace.recalled[0].reshape(len(kept), -1).cpu()
+            recalled = marked(body.gather(1, slots), seen)
+    return LayerContents(
+        kept,
+        {side: _packed(layer, side, index, begin) for side in ("keys", "values")},
+        selectable,
+        indexed,
+        parts,
+        recalled,
+        None if trace is None else trace.scored,
+        None if evictor is None else evictor.budget_tokens,
+        evictor is not None and not evictor.keep.by_age,
+    )
+
+
+def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
+    """Return which tokens of one side are packed; `begin`: the first column of the segment."""
+    tokens, evictor = layer.state.storage, layer.state.evictor
+    packed = [index[:, :0]]
+    if isinstance(tokens, Segment):
+        stored = getattr(tokens, side)
+        offloaded = 0 if stored.packed is None else tokens.offloaded
+        packed.append(index[:, begin : begin + offloaded + stored.packed_count])
+        if stored.packed is not None and evictor is not None and evictor.ragged is not None:
+            packed.append(index[:, begin + len(tokens) :])  # all packed at once
+    return marked(torch.cat(packed, dim=1), layer.seen)
+
+
+def holds_packed(layer: LayerCache) -> bool:
+    """Return whether a layer has packed any token."""
+    return bool(getattr(layer.state.storage, "packed", False))
+
+
+def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store a prompt in an empty layer without computing its attention.
+
+    Args:
+        layer: The layer.
+        q: The last queries of the prompt [B, Hq, T, D], from which scores are computed. A rule that
+            needs a repetition of the prompt scores them as if they repeated all of it.
+        k: Keys [B, Hk, N, D].
+        v: Values [B, Hk, N, D].
+    """
+    queries, tokens = Queries(q, k.shape[3] ** -0.5), k.shape[2]
+    layer.prefill(StepInputs(queries, k, v))
+    if layer.state.scores_repetition:
+        first = tokens - q.shape[2]
+        layer.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
+        layer.end_repetition()
+    layer.end_step()
+
+
+def read_nbytes(layer: LayerCache) -> int:
+    """Return the bytes that the last step read: the whole cache, or the index and its selection."""
+    retriever = layer.state.retriever
+    if retriever is None or not layer.seen:
+        return layer.nbytes
+    index = retriever.finder.nbytes
+    return index + round((layer.nbytes - index) * layer.state.read / layer.seen)

@@ -1,0 +1,332 @@
+"""A prompt that a model has read exactly, and passes of its continuation over candidate recipes.
+
+A pass is one batch with another candidate in each row. Decides what the layers beside the
+candidates hold in a pass. How a layer stores the prompt changes no activation in front of it, so
+the layers in front are not computed again; a model whose layers cannot be found is computed from
+the start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..cache.layer import LayerCache
+from ..cache.part import Part, attend_parts
+from ..cache.score_evictor import ScoreEvictor
+from ..cache.step import StepInputs
+from ..errors import CacheMisuse
+from ..hf import attention, compat
+from ..hf.access import read_tokens
+from ..hf.cache import Cache
+from ..hf.repetition import of_prompt
+from ..hf.routed import RoutedCache, RoutedLayer, lasting
+from ..recipe.spec import Recipe
+
+
+class LayerContext(NamedTuple):
+    """What the layers beside a scored one hold.
+
+    tokens: by the model's number of each compressed layer. outputs: of all layers, for the
+    continuation: tensors [1, T, hidden] or tuples.
+    """
+
+    tokens: dict[int, _Tokens]
+    outputs: list[Any]
+
+
+class ReadPrompt:
+    """A prompt in exact form, and its continuation: the divergence of candidate recipes from it.
+
+    Args:
+        model: A supported model.
+        ids: The prompt, int64 [1, N].
+        continuation: int64 [1, T].
+        step: Tokens of the continuation that one step of a whole recipe appends, so that tokens
+            leave the recent window as they do when they come one by one.
+        queries: The last queries of the prompt that recipes may score it by.
+
+    Attributes:
+        exact: What all layers hold with an exact cache.
+        logp: The exact log-probabilities after each token of the continuation, fp32 [T, V].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        continuation: Tensor,
+        step: int,
+        queries: int = 32,
+    ) -> None:
+        self.model, self.ids, self.continuation, self.step = model, ids, continuation, step
+        self.repeated: dict[int, ScoreEvictor] = {}
+        """By layer, the scores of a repetition of this prompt, once they are needed."""
+        cache = Cache(model, Recipe())
+        self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
+        self.layers = cache.layers  # after the prompt: a `_Reader`, or a layer of transformers
+        for i in self.numbers:
+            self.layers[i] = _Reader(self.layers[i].cache, queries)
+        read_tokens(model, ids, cache)
+        self.modules = _decoder_layers(model)
+        own = {i: self.layers[i].inputs for i in self.numbers}
+        self.exact, logits = self._base({i: _Tokens(x.k, x.v, None) for i, x in own.items()})
+        self.logp = torch.log_softmax(logits[0].float(), dim=-1)
+
+    def evicted(self, recipe: Recipe) -> LayerContext:
+        """Return what all layers hold where an exact store has evicted tokens after the prompt."""
+        cache, tokens = Cache(self.model, recipe), {}
+        for number in self.numbers:
+            segment = self._filled(number, cache).state.segment
+            keys, values = segment.exact_keys(), segment.exact_values()
+            index = segment.logical(0, keys.shape[2], keys.device)
+            tokens[number] = _Tokens(keys, values, index)
+        return self._base(tokens)[0]
+
+    def one_layer(self, number: int, recipes: Sequence[Recipe], base: LayerContext) -> Tensor:
+        """Return KL(exact || candidate) in nats, fp32 [candidates, T].
+
+        number: the model's number of the layer that has these recipes. base: of all other layers.
+        """
+        cache = self._rows(len(recipes), base)
+        members = [self._filled(number, Cache(self.model, recipe)) for recipe in recipes]
+        cache.layers[number] = _Candidates(members)
+        ids = self.continuation.expand(len(recipes), -1)
+        with _skipped(self.modules[:number], base.outputs, len(recipes)):
+            return kl_divergence(self.logp, read_tokens(self.model, ids, cache, every=True))
+
+    def whole(self, recipes: Sequence[Recipe]) -> Tensor:
+        """Return KL(exact || recipe) of recipes of the whole model, fp32 [recipes, T]."""
+        caches = [Cache(self.model, x) for x in recipes]
+        together = self._rows(len(recipes), self.exact)
+        for number in self.numbers:
+            together.layers[number] = _Candidates([self._filled(number, x) for x in caches])
+        ids = self.continuation.expand(len(recipes), -1)
+        found = [
+            kl_divergence(exact, read_tokens(self.model, new, together, every=True))
+            for exact, new in zip(
+                self.logp.split(self.step), ids.split(self.step, dim=1), strict=True
+            )
+        ]
+        return torch.cat(found, dim=1)
+
+    def kept(self, recipe: Recipe) -> list[float]:
+        """Return the share of the prompt that each layer keeps, averaged over its heads."""
+        cache = Cache(self.model, recipe)
+        members = [self._filled(number, cache) for number in self.numbers]
+        return [1 - member.state.dropped / member.seen for member in members]
+
+    def _filled(self, number: int, cache: Cache) -> LayerCache:
+        """Return one layer of a cache, with the prompt."""
+        member = self._stored(number, cache)
+        if member.state.scores_repetition:
+            if not self.repeated:
+                self._repeat(member.recipe)
+            member.state.score_evictor.take_repetition(self.repeated[number])
+            lasting(member.end_repetition)()
+        member.end_step()
+        return member
+
+    def _stored(self, number: int, cache: Cache) -> LayerCache:
+        """Store the prompt in one layer of a cache, and return it."""
+        member = cache.layers[number].cache
+        lasting(member.prefill)(self.layers[number].inputs)
+        return member
+
+    def _repeat(self, recipe: Recipe) -> None:
+        """Let the model repeat the prompt; note each layer's scores, as `recipe` takes them."""
+        cache = Cache(self.model, Recipe(keep=recipe.keep, protect=recipe.protect))
+        repetition = of_prompt(self.model, cache, (), {"input_ids": self.ids})
+        assert repetition is not None
+        members = {number: self._stored(number, cache) for number in self.numbers}
+        with attention.routed(self.model._kvloom.configs):
+            repetition.score()
+        self.repeated |= {number: member.state.score_evictor for number, member in members.items()}
+
+    def _base(self, tokens: dict[int, _Tokens]) -> tuple[LayerContext, Tensor]:
+        """Return the base of these tokens, and the logits of the continuation [1, T, V]."""
+        cache = self._rows(1, LayerContext(tokens, []))
+        with _outputs_recorded(self.modules) as outputs:
+            logits = read_tokens(self.model, self.continuation, cache, every=True)
+        return LayerContext(tokens, outputs), logits
+
+    def _rows(self, rows: int, base: LayerContext) -> _Batch:
+        """Return a cache of `rows` rows, all with the tokens of `base`."""
+        layers: list[Any] = []
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, _Reader):
+                layers.append(_Shared(layer.cache, base.tokens[number]))
+            else:
+                layers.append(copy.deepcopy(layer))
+                layers[-1].batch_repeat_interleave(rows)
+        return _Batch(layers, self.fingerprint)
+
+
+def can_repeat(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:
+    """Return whether a model has the positions to repeat a prompt, where a recipe needs it."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    try:
+        of_prompt(model, Cache(model, recipe), (), {"input_ids": ids})
+    except CacheMisuse:
+        return False
+    return True
+
+
+def kl_divergence(logp: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(exact || other) of the next tokens in nats, fp32 [rows, T].
+
+    logp: fp32 [T, V], log-probabilities of the exact cache. logits: [rows, T, V].
+    """
+    exact = logp.exp()
+    rows = [(exact * (logp - torch.log_softmax(x.float(), dim=-1))).sum(-1) for x in logits]
+    return torch.stack(rows).clamp(min=0)
+
+
+class _Batch(RoutedCache):
+    """The layers of one pass; some hold one row for all rows of the batch."""
+
+    def check_batch(self, rows: int) -> None:
+        """Accept any batch size: a prompt makes batches that fit."""
+
+
+class _Tokens(NamedTuple):
+    """Exact keys and values [1, Hk, M, D] of a layer.
+
+    indices: logical, int64 [1, Hk or 1, M]; None: 0 to M.
+    """
+
+    k: Tensor
+    v: Tensor
+    indices: Tensor | None
+
+
+class _Reader(RoutedLayer):
+    """A layer that reads a prompt exactly and keeps what it attended with."""
+
+    inputs: StepInputs  # with the last queries alone
+
+    def __init__(self, cache: LayerCache, queries: int) -> None:
+        super().__init__(cache)
+        self.queries = queries
+
+    def attend(self, given: StepInputs) -> Tensor:
+        """Attend causally within the prompt."""
+        self.awaits_attention = False
+        queries = given.queries
+        last = queries._replace(q=queries.q[:, :, -self.queries :].clone(), visible=None)
+        self.inputs = given._replace(queries=last)
+        self.cache.state.seen = given.tokens
+        return _attend(given)
+
+
+class _Shared(RoutedLayer):
+    """A layer whose rows attend to the same exact tokens; it stores nothing."""
+
+    def __init__(self, cache: LayerCache, tokens: _Tokens) -> None:
+        super().__init__(cache)
+        self.tokens = tokens
+
+    def attend(self, given: StepInputs) -> Tensor:
+        """Attend to the shared tokens, and causally to the new ones of each row."""
+        self.awaits_attention = False
+        rows, k = len(given.k), given.k
+        keys = torch.cat([self.tokens.k.expand(rows, -1, -1, -1), k], dim=2)
+        values = torch.cat([self.tokens.v.expand(rows, -1, -1, -1), given.v], dim=2)
+        index = self.tokens.indices
+        if index is not None:
+            new = torch.arange(self.cache.seen, self.cache.seen + k.shape[2], device=k.device)
+            index = torch.cat([index, new.expand(*index.shape[:2], -1)], dim=2)
+        return _attend(given._replace(k=keys, v=values), index)
+
+
+class _Candidates(RoutedLayer):
+    """A layer whose rows each have a cache of their own."""
+
+    def __init__(self, members: Sequence[LayerCache]) -> None:
+        super().__init__(members[0])
+        self.members = members
+
+    def attend(self, given: StepInputs) -> Tensor:
+        """Attend in each cache with its row of the batch."""
+        self.awaits_attention = False
+        queries = given.queries._replace(visible=None)
+        new = zip(self.members, queries.q.split(1), given.k.split(1), given.v.split(1), strict=True)
+        rows = [
+            lasting(member.run)(StepInputs(queries._replace(q=q), k, v)) for member, q, k, v in new
+        ]
+        for member in self.members:
+            member.end_step()
+        return torch.cat(rows)
+
+
+def _attend(given: StepInputs, index: Tensor | None = None) -> Tensor:
+    """Attend the T queries, the last of N tokens, causally to k, v [B, Hk, N, D].
+
+    index: logical indices [1, Hk or 1, N]; None: 0 to N.
+    """
+    queries, k, v = given
+    q, bias = queries.q, None
+    if queries.alibi is not None:
+        if index is None:
+            index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
+        bias = queries.alibi.bias(index)
+    part = Part(k, v, None, own=q.shape[2], bias=bias)
+    out, _ = attend_parts(q, [part], queries.scale, queries.softcap)
+    return out
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of a model's layers, in order; none if they are not one list."""
+    count = compat.decoder_config(model).num_hidden_layers
+    lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == count]
+    return list(lists[0]) if len(lists) == 1 else []
+
+
+@contextmanager
+def _outputs_recorded(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """Yield a list to which each of these layers adds its output, a tensor or a tuple."""
+    found: list[Any] = []
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda _, given, output: found.append(output))
+            hooks.callback(hook.remove)
+        yield found
+
+
+@contextmanager
+def _skipped(layers: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
+    """Let these layers return their outputs for one row, `rows` times, without computing."""
+    with ExitStack() as restored:
+        for layer, output in zip(layers, outputs, strict=False):
+            restored.callback(_restore, layer, vars(layer).get("forward"))
+            layer.forward = _FixedOutput(_repeated(output, rows))
+        yield
+
+
+class _FixedOutput:
+    """A forward whose output is known."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.output
+
+
+def _repeated(output: Any, rows: int) -> Any:
+    if isinstance(output, tuple):
+        return (_repeated(output[0], rows), *output[1:])
+    return output.expand(rows, *output.shape[1:])
+
+
+def _restore(layer: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del layer.forward
+    else:
+        layer.forward = forward

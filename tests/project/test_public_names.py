@@ -1,0 +1,80 @@
+"""The laboratory and the plug-in for vLLM use documented names of the library, and no others."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType
+
+ROOT = Path(__file__).parents[2]
+ROOMS = (
+    "cache", "calibrate", "errors", "hf", "keep", "kernels", "positions", "progress", "recall",
+    "recipe", "store",
+)  # fmt: skip
+FOLDERS = [ROOT / "packages" / name / "src" for name in ("kvloom-lab", "kvloom-vllm")]
+PAGES = ROOT / "docs" / "reference" / "api"
+# What the plug-in for vLLM imports and the library does not document yet.
+PLUGIN_EXCEPTIONS = {
+    "kvloom.kernels.ops",
+    "kvloom.kernels.attend.kv_view.KVView",
+    "kvloom.kernels.attend.pages.PageTable",
+    "kvloom.kernels.attend.reference.State",
+    "kvloom.kernels.attend.reference.merge",
+    "kvloom.kernels.plan.OpPlan",
+    "kvloom.kernels.quantize.byte_layout.rows_for",
+    "kvloom.kernels.quantize.encoding.PackedTensors",
+    "kvloom.kernels.quantize.encoding.RopeAngles",
+    "kvloom.recipe.layers.listed",
+    "kvloom.store.calibration.Calibration",
+    "kvloom.store.packed.PackedView",
+}
+
+
+def imported_names(folder: Path) -> set[tuple[str, str]]:
+    """Return (module of kvloom, name) of all imports in a folder's files."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [(node.module or "", alias.name) for alias in node.names]
+            else:
+                continue
+            found |= {(module, name) for module, name in names if module.split(".")[0] == "kvloom"}
+    return found
+
+
+def is_public(module: str, name: str) -> bool:
+    """Return whether a name is in `__all__` of kvloom or of a package directly below it."""
+    if (module, name) in (("kvloom", ""), ("kvloom", "__version__")):
+        return True
+    _package, _, room = module.partition(".")
+    return (not room or room in ROOMS) and name in import_module(module).__all__
+
+
+def test_the_laboratory_imports_public_names_only():
+    names = imported_names(FOLDERS[0])
+    assert len(names) > 50
+    assert [".".join(x) for x in sorted(names) if not is_public(*x)] == []
+
+
+def test_the_plug_in_imports_public_names_and_the_listed_exceptions():
+    names = imported_names(FOLDERS[1])
+    assert {".".join(x) for x in names if not is_public(*x)} == PLUGIN_EXCEPTIONS
+
+
+def test_public_names_in_use_have_a_docstring_and_are_in_the_reference():
+    pages = "\n".join(page.read_text() for page in PAGES.glob("*.md"))
+    root = set(import_module("kvloom").__all__)
+    names = {x for folder in FOLDERS for x in imported_names(folder) if all(x) and is_public(*x)}
+    missing = []
+    for module, name in sorted(names - {("kvloom", "__version__")}):
+        thing = getattr(import_module(module), name)
+        assert not isinstance(thing, type | FunctionType) or inspect.getdoc(thing), name
+        shown = f"kvloom.{name}" if name in root else f"{module}.{name}"
+        if module != "kvloom.errors" and f"::: {shown}\n" not in f"{pages}\n":
+            missing.append(shown)
+    assert missing == []

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.attend.regions import Region
 from .evictor import AgeEvictor, Phase
 from .joint import decide
 from .layer_state import LayerState
-from .part import Part, RaggedPart
 from .reading import exact_tokens
 from .score_evictor import Decision, StepEvictor
 from .segment import Segment
@@ -25,15 +25,13 @@ KV = tuple[Tensor, Tensor]
 """New keys and values [B, Hk, T, D] that are not stored yet."""
 
 
-def commit(
-    state: LayerState, queries: Queries, new: KV | None, parts: Sequence[Part | RaggedPart]
-) -> None:
+def commit(state: LayerState, queries: Queries, new: KV | None, regions: Sequence[Region]) -> None:
     """Finish a step: store its tokens, then score, evict, pack and index what is due.
 
     A first prompt that a layer scores by itself is scored before it is stored.
 
     queries: of the step. new: its keys and values [B, Hk, T, D] if they are not stored yet (None:
-    they were stored before attention). parts: the tokens that the step attended to.
+    they were stored before attention). regions: those that the step attended to.
     """
     evictor = state.evictor
     exact = state.seen <= state.recipe.start  # the whole context stays exact
@@ -54,10 +52,8 @@ def commit(
     if state.recording or exact:
         _add_uncommitted(state, queries, new)
     elif isinstance(state.storage, SlotStorage):
-        part = parts[0]
-        assert isinstance(part, Part)
         assert isinstance(evictor, StepEvictor)
-        _vote(state, queries, evictor.score_slots(state.storage, queries, part))
+        _vote(state, queries, evictor.score_slots(state.storage, queries, regions[0]))
     elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
         _add_uncommitted(state, queries, new)
         settle(state, state.uncommitted.queries, None)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from .attention import attend_to, joined
 from .checks import check_range, checked, out_of_range
 from .commit import commit
 from .layer_state import LayerState
-from .part import attend_parts, joined
-from .reading import step_parts
+from .reading import step_regions
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
 from .step import Queries, StepInputs
@@ -32,13 +32,13 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
     """
     step = checked(state, inputs)
     stored = _append(state, step)
-    parts = step_parts(state, step, stored)
+    regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
-    read = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
-    out, products = attend_parts(
-        queries.q, parts, queries.scale, queries.softcap, scores_step and state.seen > 0,
-        state.plans, read,
+    read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
+    out, products = attend_to(
+        queries.q, regions, queries.scale, queries.softcap, scores_step and state.seen > 0,
+        state.plan,
     )  # fmt: skip
     state.seen += step.k.shape[2]
     state.read = read
@@ -46,7 +46,7 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
         q, scale, visible, softcap, alibi, ids, _ = queries
         q = q.detach() if q.requires_grad else q
         queries = Queries(q, scale, visible, softcap, alibi, ids, products)
-    commit(state, queries, None if stored else (step.k.detach(), step.v.detach()), parts)
+    commit(state, queries, None if stored else (step.k.detach(), step.v.detach()), regions)
     return out
 
 
@@ -71,8 +71,8 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int]) -> 
     repetition scores these.
     """
     step = checked(state, inputs)
-    parts = joined(step_parts(state, step, stored=False))
-    out, _ = attend_parts(step.queries.q, parts, step.queries.scale, step.queries.softcap)
+    regions = joined(step_regions(state, step, stored=False))
+    out, _ = attend_to(step.queries.q, regions, step.queries.scale, step.queries.softcap)
     if state.scores_repetition:
         state.prompt_evictor.note_repetition(state.segment, step, repeated)
     return out

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..keep import head_budgets, protect_sinks
-from ..kernels.attend.ragged import Spans
+from ..kernels.attend.regions import Region, Spans
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import KVSide
-from .part import RaggedPart
 
 
 class RaggedChoice(NamedTuple):
@@ -140,8 +139,8 @@ class RaggedTokens(Stateful):
         self.spans = _spans(choice.counts)
         self.index = slots.int() if index else None
 
-    def parts(self, visible: Tensor | None) -> list[RaggedPart]:
-        """Return the tokens as a part; an empty list before they are stored.
+    def regions(self, visible: Tensor | None) -> list[Region]:
+        """Return the tokens as a region; an empty list before they are stored.
 
         visible: bool [B, 1, seen] by logical index, False for padding.
         """
@@ -151,7 +150,7 @@ class RaggedTokens(Stateful):
         if visible is not None:
             index = self.logical()
             mask = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
-        return [RaggedPart(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
+        return [Region(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
 
     def logical(self) -> Tensor:
         """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 import naive
-from kvloom.kernels.attend.cpu import decode as cpu
-from kvloom.kernels.attend.cpu import gathered
-from kvloom.kernels.attend.pages import PageTable
+from kvloom.kernels.attend.cpu import attend as cpu
+from kvloom.kernels.attend.regions import KVView, PageTable, Region, Slots
 from kvloom.positions.rope import Rope
 from kvloom.store import LayerEncoding, Packed
 from kvloom.store.packed import PackedTokens
@@ -100,18 +99,53 @@ def kv_view(fmt, packed_end, n, b, hk, d, dtype, seed):
     """A view of n tokens of which about `packed_end` are packed, and all of them in fp32."""
     x = draw((b, hk, n, d), seed, dtype)
     if fmt is None:
-        return cpu.KVView(None, x), x.float()
+        return KVView(None, x), x.float()
     packed_end = min(packed_end, n)
     packed_end -= packed_end % fmt.tokens_per_scale
     if not packed_end:
-        return cpu.KVView(None, x, fmt.encoding), x.float()
+        return KVView(None, x, fmt.encoding), x.float()
     held = PackedTokens(fmt, known(fmt, hk, d), rope(fmt, d))
     at = torch.tensor([0, -3, 70_000])[:b, None, None]  # where the rows begin
     for lo, hi in itertools.pairwise(sorted({0, packed_end // 2 // 128 * 128, packed_end})):
         held.append(x[:, :, lo:hi], at=at + torch.arange(lo, hi))
     view = held.view(at=at if fmt.pre_rope else None)
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
-    return cpu.KVView(view, x[:, :, packed_end:], fmt.encoding), exact
+    return KVView(view, x[:, :, packed_end:], fmt.encoding), exact
+
+
+def region(keys, values, t=1, *, causal=False, visible=None, softcap=None, bias=None):
+    """All tokens of two views, of which the last t are the step's, if it is causal."""
+    return Region(keys, values, None, visible, bias, t if causal else 0)
+
+
+def chosen(keys, values, slots, begin, lead=None, *, visible=None, softcap=None, bias=None):
+    """Exact tokens, those at slots and all from `begin` on; masks in this order."""
+    first = 0 if lead is None else lead[0].shape[2]
+    masks = [None if x is None else x[..., first:] for x in (visible, bias)]
+    regions = [Region(keys, values, Slots(slots, begin), *masks)]
+    if lead is not None:
+        before = {"visible": visible, "bias": bias}
+        before = {name: None if x is None else x[..., :first] for name, x in before.items()}
+        regions.insert(0, Region.exact(*lead, **before))
+    return regions
+
+
+def attend(q, keys, values, scale, by=cpu.attend, **options):
+    """Attention to all tokens of two views, by the kernel."""
+    regions = [region(keys, values, q.shape[2], **options)]
+    return by(q, regions, scale, softcap=options.get("softcap"))
+
+
+def attend_chosen(q, keys, values, slots, begin, scale, first=None, by=cpu.attend, **options):
+    """Attention to chosen tokens of two views, by the kernel."""
+    regions = chosen(keys, values, slots, begin, first, **options)
+    return by(q, regions, scale, softcap=options.get("softcap"))
+
+
+def problems(tokens, like, keys=None, values=None, where=None, by=cpu.problems):
+    """Why no kernel attends so many queries to tokens like these, in two encodings."""
+    q = like.new_empty(*like.shape[:2], tokens, like.shape[3])
+    return by(q, [Region(KVView(None, like, keys), KVView(None, like, values), where)])
 
 
 def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
@@ -120,8 +154,9 @@ def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     q = draw((b, hq, t, d), seed, dtype)
     keys, k = kv_view(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
     values, v = kv_view(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
-    assert not cpu.problems(t, keys.tail, keys.encoding, values.encoding)
-    got = cpu.attend(q, keys, values, 0.125, **options)
+    regions, softcap = [region(keys, values, t, **options)], options.get("softcap")
+    assert not cpu.problems(q, regions)
+    got = cpu.attend(q, regions, 0.125, softcap=softcap)
     options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
     assert got.out.dtype == got.lse.dtype == FP32
@@ -158,8 +193,9 @@ def chosen_agree(
     lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None
     g = torch.Generator().manual_seed(seed)
     slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]
-    assert not gathered.problems(1, keys.tail, keys.encoding, values.encoding)
-    got = gathered.attend(q, keys, values, slots, begin, 0.125, first=lead, **options)
+    regions = chosen(keys, values, slots, begin, lead, **options)
+    assert not cpu.problems(q, regions)
+    got = cpu.attend(q, regions, 0.125, softcap=options.get("softcap"))
     listed = []
     for x, before in ((k, 0), (v, 1)):
         each = x.repeat_interleave(h // hk, dim=1)

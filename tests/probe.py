@@ -17,7 +17,7 @@ from kvloom.cache.retriever import Retriever
 from kvloom.cache.segment import Segment
 from kvloom.cache.sinks import Sinks
 from kvloom.cache.slot_storage import SlotStorage, Storage
-from kvloom.cache.trace import Trace
+from kvloom.cache.step import Trace
 from kvloom.recall.offload import OffloadStore
 from kvloom.store.kv_side import KVSide
 

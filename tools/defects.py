@@ -198,8 +198,8 @@ DEFECTS = [
     ),
     _defect(
         "recall", "recall/offload.py",
-        "replaced = (at >= lo) & (at < lo + m)",
-        "replaced = at >= lo",
+        "replaced = (places >= lo) & (places < lo + m)",
+        "replaced = places >= lo",
         "tokens that a newer step has read are copied again",
         "packages/kvloom/tests/laws/test_tiers.py",
     ),
@@ -248,8 +248,8 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/verification.py",
-        "min(given.tokens, max(0, self.certain - state.seen))",
-        "min(given.tokens, self.certain)",
+        "min(step.tokens, max(0, self.certain - state.seen))",
+        "min(step.tokens, self.certain)",
         "later drafts attend at once, and not as without speculation",
         "packages/kvloom/tests/laws/test_crop.py",
     ),

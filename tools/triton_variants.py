@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import triton_runtime
-from kvloom.kernels.attend.kv_view import KVView
-from kvloom.kernels.attend.pages import PageTable
+from kvloom.kernels.attend.regions import KVView, PageTable
 from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel
 from kvloom.kernels.quantize.byte_layout import PACK_BLOCK, rows_for
 from kvloom.kernels.quantize.encoding import Encoding, LayerEncoding, PackedTensors
@@ -87,14 +86,14 @@ def _attend(
     """One variant: query heads, t queries, ends of the packed prefixes of keys and values."""
     q = torch.empty(_B, heads, t, d, dtype=dtype, device="meta")
     k, v = (_strand(fmt, d, dtype, end) for fmt, end in zip((keys, values), ends, strict=True))
-    masks = decode._Masks(None, None)
+    masks = decode.Masks(None, None)
     if options:
-        masks = decode._masks(
+        masks = decode.masks_of(
             torch.empty(_B, 1, _N, dtype=torch.bool, device="meta"),
             torch.empty(_B, heads, _N, device="meta"),
         )
     slots = torch.empty(_B, _HK, 512, dtype=torch.int64, device="meta") if chosen else None
-    call = decode._call(
+    call = decode.call(
         q, k, v, 1.0, t > 1, 5.0 if options else None, masks, slots, 0, 512 if chosen else _N
     )
     parts = {"acc_ptr": call.q.float(), "ml_ptr": call.q.float()}

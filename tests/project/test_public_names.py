@@ -18,8 +18,10 @@ PAGES = ROOT / "docs" / "reference" / "api"
 # What the plug-in for vLLM imports and the library does not document yet.
 PLUGIN_EXCEPTIONS = {
     "kvloom.kernels.ops",
-    "kvloom.kernels.attend.kv_view.KVView",
-    "kvloom.kernels.attend.pages.PageTable",
+    "kvloom.kernels.attend.regions.KVView",
+    "kvloom.kernels.attend.regions.PageTable",
+    "kvloom.kernels.attend.regions.Paged",
+    "kvloom.kernels.attend.regions.Region",
     "kvloom.kernels.attend.reference.State",
     "kvloom.kernels.attend.reference.merge",
     "kvloom.kernels.plan.OpPlan",

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import ops
-from kvloom.kernels.attend.kv_view import KVView
-from kvloom.kernels.attend.pages import PageTable
 from kvloom.kernels.attend.reference import State, merge
+from kvloom.kernels.attend.regions import KVView, Paged, PageTable, Region
 from kvloom.kernels.plan import OpPlan
 from kvloom.store.packed import PackedView
 
@@ -37,7 +36,7 @@ class PagedAttention:
         self.sinks = layout.plan.sinks
         self.exact_first = pages.sinks.unbind(1) if self.sinks else None
         self.nothing = tail.new_empty(1, layout.heads, 0, layout.head_dim)
-        self.plan = OpPlan(ops.attend_pages)
+        self.plan = OpPlan(ops.attend)
         tails = tail.split(layout.head_dim, dim=-1)
         self.views = [
             KVView(pages.whole(side), x, layer and layer.encoding)
@@ -52,7 +51,10 @@ class PagedAttention:
         table: of the rows, by the layer's own tails. Returns fp32 [R, Hq, D].
         """
         queries = q.unsqueeze(2)
-        attend = self.plan.bind(queries, *self.views, table)
+        new = k.unsqueeze(2), v.unsqueeze(2)
+        where = Paged(table, self.exact_first, new)
+        regions = [Region(*self.views, where)]
+        attend = self.plan.bind(queries, regions)
         if attend is None or step.fills:  # a row may read what another one packs
             self.tail[table.tails, :, step.inside] = torch.cat([k, v], dim=-1)
         if step.fills:
@@ -60,17 +62,15 @@ class PagedAttention:
             self.pages.write(step.filled, *tails.chunk(2, dim=-1), step.filled_numbers)
         if attend is None:
             return self._one_by_one(step, table.tails, queries)
-        new = k.unsqueeze(2), v.unsqueeze(2)
-        state = attend(queries, *self.views, table, self.scale, sinks=self.exact_first, new=new)
-        return state.out[:, :, 0]
+        return attend(queries, regions, self.scale).out[:, :, 0]
 
     def _one_by_one(self, step: Decode, blocks: Tensor, q: Tensor) -> Tensor:
         """Attend q [R, Hq, 1, D] to pages that no kernel reads by a table: fp32 [R, Hq, D]."""
         rows = step.apart
         exact = self.tail[blocks, :, : rows.longest]
         exact.masked_fill_(~rows.seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
-        views = (KVView(None, x) for x in exact.split(self.head_dim, dim=-1))
-        own = ops.attend(q, *views, self.scale, visible=rows.seen.unsqueeze(1))
+        k, v = exact.split(self.head_dim, dim=-1)
+        own = ops.attend(q, [Region.exact(k, v, visible=rows.seen.unsqueeze(1))], self.scale)
         if not len(rows.pages):
             return own.out[:, :, 0]
         states = [(own, torch.arange(len(q)))]
@@ -93,12 +93,12 @@ class PagedAttention:
                 views.append(KVView(stored, none, stored.layer.encoding))
             else:
                 views.append(KVView(None, stored))
-        return ops.attend(q, *views, self.scale, visible=visible)
+        return ops.attend(q, [Region(*views, visible=visible)], self.scale)
 
     def _sinks(self, q: Tensor, blocks: Tensor) -> State:
         """Attend q [n, Hq, T, D] to the sinks of each row's first page, int64 [n]."""
         k, v = self.pages.sinks[blocks].unbind(1)
-        return ops.attend(q, KVView(None, k), KVView(None, v), self.scale)
+        return ops.attend(q, [Region.exact(k, v)], self.scale)
 
     # --- many tokens of one request
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-from kvloom.kernels.attend.pages import PageTable
+from kvloom.kernels.attend.regions import PageTable
 
 
 @dataclass

@@ -154,11 +154,11 @@ def test_kernels_that_two_processes_compiled_do_not_share_a_step(tmp_path):
 def attends(dtype: str) -> bool:
     """Whether compiled attention to exact tokens of a dtype is that of the reference."""
     from kvloom.kernels.attend import reference
-    from kvloom.kernels.attend.cpu import decode
-    from kvloom.kernels.attend.kv_view import KVView
+    from kvloom.kernels.attend.cpu import attend
+    from kvloom.kernels.attend.regions import Region
 
     q, k, v = (torch.randn(1, 2, n, 32).to(getattr(torch, dtype)) for n in (1, 300, 300))
-    got = decode.attend(q, KVView(None, k), KVView(None, v), 0.1)
+    got = attend.attend(q, [Region.exact(k, v)], 0.1)
     want = reference.attend(q.float(), k.float(), v.float(), 0.1)
     return torch.allclose(got.out, want.out, rtol=0, atol=1e-5)
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from for_each import for_each
-from kv_views import agrees, channel, draw, hidden, kv_view, mapped, token
+from kv_views import agrees, attend, channel, draw, hidden, kv_view, mapped, problems, token
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend.cpu import decode as cpu
+from kvloom.kernels.attend.regions import KVView
 from kvloom.store import Encoding
 from kvloom.store.packed import PackedTokens
 from pairwise import some_slow
@@ -111,7 +111,7 @@ def test_memory_layout_does_not_matter():
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
     for a, b, c in (turned, apart):
-        got = cpu.attend(a, cpu.KVView(None, b), cpu.KVView(None, c), 0.1)
+        got = attend(a, KVView(None, b), KVView(None, c), 0.1)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
@@ -128,14 +128,14 @@ def test_codes_that_do_not_lie_in_order_are_read_in_order():
         parts = {name: flipped(getattr(view, name)) for name in ("codes", "scale", "zero")}
         return held._replace(packed=view._replace(**parts))
 
-    got = cpu.attend(q, odd(keys), odd(values), 0.1)
+    got = attend(q, odd(keys), odd(values), 0.1)
     torch.testing.assert_close(got, ref.attend(q, k, v, 0.1), rtol=0, atol=2e-6)
 
 
 def test_huge_logits_neither_overflow_nor_lose_the_winner():
     q, k, v = (draw((2, 4, n, 32), i) for i, n in enumerate((1, 300, 300)))
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
-    got = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.5)
+    got = attend(q, KVView(None, k), KVView(None, v), 0.5)
     want = ref.attend(q, k, v, 0.5)
     assert want.lse.abs().max() > 1e4
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
@@ -145,10 +145,10 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 def test_hidden_tokens_may_hold_anything_finite():
     q, k, v = (draw((2, 4, n, 32), i).contiguous() for i, n in enumerate((1, 300, 300)))
     visible = hidden(2, 1, 300)
-    want = cpu.attend(q, cpu.KVView(None, k), cpu.KVView(None, v), 0.1, visible=visible)
+    want = attend(q, KVView(None, k), KVView(None, v), 0.1, visible=visible)
     at = ~visible[..., None]
-    sides = (cpu.KVView(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
-    got = cpu.attend(q, *sides, 0.1, visible=visible)
+    sides = (KVView(None, x.masked_fill(at, y)) for x, y in ((k, 3e38), (v, -3e38)))
+    got = attend(q, *sides, 0.1, visible=visible)
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
 
@@ -161,26 +161,24 @@ def test_a_constant_group_and_subnormal_scales_come_back(meta):
     x[:, :, 32:, ::2] = 1e-6  # a scale that fp16 holds as a subnormal number
     view = PackedTokens(channel(2, 32, meta))
     view.append(x)
-    keys = cpu.KVView(view.view(), x[:, :, :0], view.fmt.encoding)
+    keys = KVView(view.view(), x[:, :, :0], view.fmt.encoding)
     q = draw((1, 1, 1, 32), 3)
     v = draw((1, 1, 64, 32), 4)
-    got = cpu.attend(q, keys, cpu.KVView(None, v), 1.0)
+    got = attend(q, keys, KVView(None, v), 1.0)
     want = ref.attend(q, keys.tensor(), v, 1.0)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
 
 def test_what_is_not_covered_is_said():
     like = torch.zeros(1, 1, 4, 128)
-    assert cpu.problems(1, like, *(fmt.encoding for fmt in KIVI[:2])) == []
-    said = cpu.problems(
-        9, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, token(2, 32).encoding
-    )
+    assert problems(1, like, *(fmt.encoding for fmt in KIVI[:2])) == []
+    said = problems(9, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, token(2, 32).encoding)
     assert len(said) == 4
     assert "head_dim=40" in said[0]
     assert "float64" in said[1]
     assert said[2] == "values: group=32 is not a multiple of 16 that divides 40"
     assert said[3] == "more than 8 queries a step"
-    assert cpu.problems(1, like.to("meta")) == ["the tensors are on meta"]
+    assert problems(1, like.to("meta")) == ["the tensors are on meta"]
 
 
 @for_each(
@@ -199,7 +197,7 @@ def test_what_is_not_covered_is_said():
     ],
 )
 def test_a_format_it_does_not_know_is_left_to_the_reference(fmt, problem):
-    assert cpu.problems(1, torch.zeros(1, 17, 4, 128), fmt.encoding) == [f"keys: {problem}"]
+    assert problems(1, torch.zeros(1, 17, 4, 128), fmt.encoding) == [f"keys: {problem}"]
 
 
 def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():
@@ -208,5 +206,5 @@ def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference
         by: int = 0
 
     like = torch.zeros(1, 1, 4, 128)
-    assert cpu.problems(1, like, Turned(2, "token", 32)) == []
-    assert cpu.problems(1, like, Turned(2, "token", 32, by=1)) == ["keys: by=1 is not supported"]
+    assert problems(1, like, Turned(2, "token", 32)) == []
+    assert problems(1, like, Turned(2, "token", 32, by=1)) == ["keys: by=1 is not supported"]

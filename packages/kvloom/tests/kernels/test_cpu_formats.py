@@ -135,4 +135,4 @@ def test_a_layer_with_padding_sinks_and_keys_before_rope_attends_as_by_the_refer
                 )
         found[backend] = torch.cat(outs[1:], dim=2)
     torch.testing.assert_close(found["auto"], found["ref"], rtol=0, atol=2e-6)
-    assert dispatch.ran["attend", "cpu", ""] == 2 * 2  # sinks, and what is behind them
+    assert dispatch.ran["attend", "cpu", ""] == 2  # sinks, and what is behind them, at once

@@ -16,11 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from kv_views import FP32, TOL, channel, chosen_agree, draw, mapped, token
+from kv_views import (
+    FP32,
+    TOL,
+    attend_chosen,
+    channel,
+    chosen,
+    chosen_agree,
+    draw,
+    mapped,
+    problems,
+    token,
+)  # fmt: skip
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend.cpu import gathered
-from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.regions import KVView, Slots
 from kvloom.store import Encoding
 from pairwise import some_slow
 
@@ -32,6 +42,7 @@ FORMS = {  # keys, values, dtype of exact tokens
     "3 and 1.5 bit": (token(3, 16, "bf16"), channel(1.5, 32, "fp8"), FP16),
 }
 D = 32
+SLOTS = Slots(torch.zeros(1, 1, 1, dtype=torch.long), 1)
 HEADS = [(4, 2, 2), (4, 2, 4), (2, 2, 2)]  # Hq, Hk, heads that choose
 FOUR_ROWS = [pytest.param(x, marks=pytest.mark.slow) for x in ((3, 1, 1), (8, 2, 2))]
 
@@ -99,13 +110,13 @@ def test_memory_layout_does_not_matter():
     q, k, v = (draw((2, 4, n, D), i) for i, n in enumerate((1, 200, 200)))
     slots = torch.rand(2, 150, 4).argsort(dim=1)[:, :50].transpose(1, 2)
     lead = draw((2, 4, 5, D), 3), draw((2, 4, 5, D), 4)
-    want = ref.attend_gathered(q, KVView(None, k), KVView(None, v), slots, 180, 0.1, first=lead)
+    want = attend_chosen(
+        q, KVView(None, k), KVView(None, v), slots, 180, 0.1, first=lead, by=ref.attend_regions
+    )
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, *lead)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v, *lead)]
     for a, b, c, *more in (turned, apart):
-        got = gathered.attend(
-            a, KVView(None, b), KVView(None, c), slots, 180, 0.1, first=tuple(more)
-        )
+        got = attend_chosen(a, KVView(None, b), KVView(None, c), slots, 180, 0.1, first=tuple(more))
         torch.testing.assert_close(got, want, rtol=0, atol=TOL)
 
 
@@ -114,7 +125,7 @@ def test_the_reference_is_attention_over_the_listed_tokens():
     for h, begin in itertools.product((2, 4), (90, 70)):
         slots = torch.rand(2, h, 70).argsort(dim=-1)[..., :20]
         sides = KVView(None, k), KVView(None, v)
-        got = ref.attend_gathered(q, *sides, slots, begin, 0.1)
+        got = attend_chosen(q, *sides, slots, begin, 0.1, by=ref.attend_regions)
         for row, head in ((0, 0), (1, 3)):
             at = [*slots[row, head * h // 4].tolist(), *range(begin, 90)]
             one = [x[row : row + 1, head // 2 : head // 2 + 1, at] for x in (k, v)]
@@ -127,16 +138,16 @@ def test_the_reference_is_attention_over_the_listed_tokens():
 def test_nothing_chosen_is_the_identity():
     q, k = draw((1, 2, 1, D), 0), draw((1, 2, 10, D), 1)
     none = torch.empty(1, 2, 0, dtype=torch.long)
-    got = gathered.attend(q, KVView(None, k), KVView(None, k), none, 10, 1.0)
+    got = attend_chosen(q, KVView(None, k), KVView(None, k), none, 10, 1.0)
     assert (got.out == 0).all()
     assert (got.lse == -torch.inf).all()
 
 
 def test_what_is_not_covered_is_said():
     like = torch.zeros(1, 1, 4, D)
-    said = gathered.problems(2, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, None)
+    said = problems(2, torch.zeros(1, 1, 4, 40, dtype=torch.float64), where=SLOTS)
     assert [s.split()[0] for s in said] == ["head_dim=40", "keys", "2"]
-    assert gathered.problems(1, like.to("meta")) == ["the tensors are on meta"]
+    assert problems(1, like.to("meta"), where=SLOTS) == ["the tensors are on meta"]
     for fmt, problem in (
         (token(2, 64), "group=64 is not a multiple of 16 that divides 32"),
         (mapped(8, 0, rotation="group"), "8 bit have more levels than registers hold"),
@@ -145,7 +156,7 @@ def test_what_is_not_covered_is_said():
             "it does not read keys before RoPE that were divided or rotated",
         ),
     ):
-        assert gathered.problems(1, like, fmt.encoding) == [f"keys: {problem}"]
+        assert problems(1, like, fmt.encoding, where=SLOTS) == [f"keys: {problem}"]
 
 
 def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference():
@@ -155,19 +166,19 @@ def test_a_format_with_a_field_the_kernel_does_not_know_is_left_to_the_reference
 
     fmt = Rotated(2, "token", 32, rotate=True)
     like = torch.zeros(1, 1, 4, D)
-    assert gathered.problems(1, like, fmt) == ["keys: rotate=True is not supported"]
+    assert problems(1, like, fmt, where=SLOTS) == ["keys: rotate=True is not supported"]
 
 
 def test_who_ran_is_counted():
     q, k = draw((1, 2, 1, D), 0), draw((1, 2, 10, D), 1)
     slots = torch.tensor([[[0, 3], [5, 2]]])
-    args = (q, KVView(None, k), KVView(None, k), slots, 8, 1.0)
+    regions = chosen(KVView(None, k), KVView(None, k), slots, 8)
     dispatch.ran.clear()
     with dispatch.use("auto"):
-        assert ops.attend_gathered.bind(*args).run is not None
-        assert ops.attend_gathered.bind(q.requires_grad_(), *args[1:]).run is None
+        assert ops.attend.bind(q, regions).run is not None
+        assert ops.attend.bind(q.requires_grad_(), regions).run is None
     with dispatch.use("ref"):
-        assert ops.attend_gathered.bind(*args).run is None
+        assert ops.attend.bind(q, regions).run is None
     backends = [(backend, why) for operation, backend, why in dispatch.ran]
     assert backends == [
         ("cpu", ""),

@@ -6,8 +6,8 @@ import torch
 from for_each import for_each
 from kv_views import page_table
 from kvloom.kernels import dispatch, ops
-from kvloom.kernels.attend.kv_view import KVView
-from kvloom.kernels.attend.pages import attend_pages
+from kvloom.kernels.attend.reference import attend_regions
+from kvloom.kernels.attend.regions import KVView, Paged, Region
 from kvloom.positions.rope import Rope
 from kvloom.recipe import resolve
 from kvloom.store.packed import PackedTokens
@@ -51,11 +51,11 @@ def test_pages(recipe, dtype, sinks):
         new = torch.randn(5, 2, HEADS, 1, D, generator=generator).to(dtype)
         options["new"] = new.unbind(1)
     copies = [view._replace(exact=view.exact.clone()) for view in (keys, values)]
-    before = dispatch.ran["attend_pages", "cpu", ""]
+    before = dispatch.ran["attend", "cpu", ""]
     with dispatch.use("auto"):
-        found = ops.attend_pages(q, keys, values, where, 0.125, **options)
-    assert dispatch.ran["attend_pages", "cpu", ""] == before + 1
-    want = attend_pages(q, *copies, where, 0.125, **options)
+        found = ops.attend(q, [Region(keys, values, Paged(where, **options))], 0.125)
+    assert dispatch.ran["attend", "cpu", ""] == before + 1
+    want = attend_regions(q, [Region(*copies, Paged(where, **options))], 0.125)
     bound = 5e-6 if dtype == torch.float32 else 2e-2  # the reference rounds unpacked tokens
     torch.testing.assert_close(found.out, want.out, atol=bound, rtol=bound)
     torch.testing.assert_close(found.lse, want.lse, atol=bound, rtol=bound)
@@ -73,4 +73,4 @@ def test_what_the_kernel_does_not_read(recipe, page, why):
     q = torch.randn(1, 6, 1, D, generator=generator)
     where = page_table(page, [7], BLOCKS)
     with dispatch.use("auto"):
-        assert why in ops.attend_pages.choose(q, keys, values, where, 0.125).why
+        assert why in ops.attend.choose(q, [Region(keys, values, Paged(where))]).why

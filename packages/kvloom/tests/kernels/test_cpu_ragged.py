@@ -7,8 +7,8 @@ import torch
 import naive
 from kv_views import FP32, TOL, balanced, channel, token
 from kvloom.kernels import dispatch, ops
-from kvloom.kernels.attend.kv_view import KVView
-from kvloom.kernels.attend.ragged import Spans, attend_ragged
+from kvloom.kernels.attend.reference import attend_regions
+from kvloom.kernels.attend.regions import KVView, Region, Spans
 from kvloom.recipe import resolve
 from kvloom.store import Packed
 from kvloom.store.packed import PackedTokens
@@ -49,6 +49,14 @@ def spans(counts):
     return Spans(torch.stack([first, counts], dim=-1), int(counts.max()))
 
 
+def behind_nothing(keys, values, where, visible=None):
+    """The tokens of spans as a region behind one without tokens, in the same encodings."""
+    none = torch.empty(len(where.bounds), HEADS, 0, D, dtype=keys.exact.dtype)
+    views = (KVView(None, none, view.encoding) for view in (keys, values))
+    hidden = None if visible is None else visible[..., :0]
+    return [Region(*views, visible=hidden), Region(keys, values, where, visible)]
+
+
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("queries", [1, 5])
@@ -65,15 +73,16 @@ def test_every_head_reads_its_own_tokens(form, counts, queries, threads):
     q = torch.randn(batch, hq, queries, D, generator=g)
     visible = torch.rand(batch, HEADS, where.longest, generator=g) > 0.3
     for options in ({}, {"softcap": 2.0}, {"visible": visible}):
-        before, old = dispatch.ran["attend_ragged", "cpu", ""], torch.get_num_threads()
+        regions = behind_nothing(keys, values, where, options.get("visible"))
+        before, old = dispatch.ran["attend", "cpu", ""], torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             with dispatch.use("auto"):
-                found = ops.attend_ragged(q, keys, values, where, 0.125, **options)
+                found = ops.attend(q, regions, 0.125, softcap=options.get("softcap"))
         finally:
             torch.set_num_threads(old)
-        assert dispatch.ran["attend_ragged", "cpu", ""] == before + 1
-        want = attend_ragged(q, keys, values, where, 0.125, **options)
+        assert dispatch.ran["attend", "cpu", ""] == before + 1
+        want = attend_regions(q, regions, 0.125, softcap=options.get("softcap"))
         bound = 2e-2 if values.packed is not None and dtype != FP32 else 5e-6
         bound = 2e-2 if keys.packed is not None and dtype != FP32 else bound
         torch.testing.assert_close(want.out, found.out, atol=bound, rtol=bound)
@@ -113,4 +122,4 @@ def test_what_the_kernel_does_not_read(recipe, why):
     keys, values = (KVView(None, tail, fmt and fmt.encoding) for fmt in (store.keys, store.values))
     q = torch.randn(1, 4, 1, D)
     with dispatch.use("auto"):
-        assert why in ops.attend_ragged.choose(q, keys, values, spans([0, 0]), 0.125).why
+        assert why in ops.attend.choose(q, behind_nothing(keys, values, spans([0, 0]))).why

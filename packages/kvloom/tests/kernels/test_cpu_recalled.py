@@ -41,7 +41,7 @@ COMPOSED = {  # store, keep, sinks and window
     "rotated": (ROTATED, None, Protect(0, 5)),
     "keys by channel before RoPE, of what a keep left": (BEFORE_ROPE, THIN, Protect(4)),
 }
-OPERATIONS = {"attend_gathered", "kmeans", "page_bounds", "page_scores", "cluster_scores"}
+OPERATIONS = {"attend", "kmeans", "page_bounds", "page_scores", "cluster_scores"}
 OPERATIONS |= {"select_clusters", "select_pages"}
 
 
@@ -88,6 +88,6 @@ def test_recall_composes_with_any_store(name, pads):
         with dispatch.use(backend):
             fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], visible if any(pads) else None)
         outs.append(fed[:, :, PROMPT:])
-        ran = {who for operation, who, _ in dispatch.ran if operation == "attend_gathered"}
+        ran = {who for operation, who, _ in dispatch.ran if operation == "attend"}
         assert ran == {"cpu" if backend == "auto" else "ref"}
     torch.testing.assert_close(*outs, rtol=0, atol=4e-6)

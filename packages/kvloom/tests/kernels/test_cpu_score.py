@@ -20,8 +20,8 @@ from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops
-from kvloom.kernels.attend.cpu import decode as attend_cpu
-from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.cpu import attend as attend_cpu
+from kvloom.kernels.attend.regions import Region
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import KINDS, Noise
@@ -183,10 +183,8 @@ def test_a_step_leaves_its_products_and_they_give_its_mass(hq, hk, t, n):
     q, k = drawn(2, hq, hk, t, n, 32, seed=n)
     given = masks(2, hk, t, n)
     given["bias"] = given["bias"].expand(-1, hq, -1)
-    products = attend_cpu.attend(
-        q, KVView(None, k), KVView(None, k), 0.3, causal=True, visible=given["visible"],
-        bias=given["bias"], softcap=4.0, products=True,
-    ).products  # fmt: skip
+    region = Region.exact(k, k, visible=given["visible"], bias=given["bias"], own=t)
+    products = attend_cpu.attend(q, [region], 0.3, softcap=4.0, products=True).products
     wide = k.repeat_interleave(hq // hk, dim=1)
     torch.testing.assert_close(products[..., :n], 0.3 * q @ wide.mT, rtol=1e-5, atol=1e-5)
     given |= {"softcap": 4.0, "tau": 1.4}

@@ -13,7 +13,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.attend.triton import decode as triton_decode
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe.resolve import resolve
@@ -37,7 +37,7 @@ def drawn(hq=4, hk=2, t=1, n=40, d=32):
 
 
 def views(q, k, v):
-    return q, KVView(None, k), KVView(None, v)
+    return q, [Region.exact(k, v)]
 
 
 def attend(q, k, v, **options):
@@ -92,13 +92,13 @@ def test_the_environment_and_a_block_choose(monkeypatch):
 
 def test_an_operation_is_bound_once_per_case_and_again_when_the_case_changes():
     q, k, v = drawn()
-    views = KVView(None, k), KVView(None, v)
+    views = [[Region.exact(k, v)]]
     first = ops.attend.bind(q, *views)
     assert ops.attend.bind(q, *views) is first
-    longer = KVView(None, k.repeat(1, 1, 2, 1)), KVView(None, v.repeat(1, 1, 2, 1))
+    longer = [[Region.exact(k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))]]
     assert ops.attend.bind(q, *longer) is first, "more tokens are the same case"
     assert ops.attend.bind(q.repeat(1, 2, 1, 1), *views) is not first
-    half = KVView(None, k.half()), KVView(None, v.half())
+    half = [[Region.exact(k.half(), v.half())]]
     assert ops.attend.bind(q, *half) is not first
     with dispatch.use("ref"):
         assert ops.attend.bind(q, *views).backend == "ref"
@@ -112,7 +112,7 @@ def test_a_kernel_that_fails_to_load_leaves_the_case_to_the_reference_visibly(mo
     monkeypatch.setattr(ops.attend, "backends", broken)
     monkeypatch.setattr(ops.attend, "bindings", {})
     q, k, v = drawn()
-    views = KVView(None, k), KVView(None, v)
+    views = [[Region.exact(k, v)]]
     with pytest.warns(UserWarning, match="no compiler; the reference runs it"):
         got = ops.attend(q, *views, 0.2)
     assert torch.equal(got.out, ref.attend(q, k, v, 0.2).out)
@@ -132,7 +132,7 @@ def test_a_backend_refuses_a_scheme_and_a_format_that_it_does_not_know_by_name()
     bound = ops.pack.bind(x, layer)
     assert (bound.backend, bound.why) == ("ref", "Lattice is not supported")
     view = KVView(None, x, Lattice())
-    bound = ops.attend.bind(x, view, KVView(None, x))
+    bound = ops.attend.bind(x, [Region(view, KVView(None, x))])
     assert (bound.backend, bound.why) == ("ref", "keys: Lattice is not supported")
     assert triton_pack.problems(layer, x.device, x.dtype)[0] == "Lattice is not supported"
     found = triton_decode.problems(1, x, None, Lattice())
@@ -147,10 +147,10 @@ def doubled(monkeypatch):
         monkeypatch.setattr(op, "backends", dict(op.backends))
         monkeypatch.setattr(op, "bindings", {})
 
-    def run(q, keys, values, scale, **options):
+    def run(q, regions, scale, **options):
         return ref.State(torch.full_like(q, 2.0), q[..., 0])
 
-    def problems(q, keys, values, *_, **__):
+    def problems(q, regions, *_, **__):
         return [] if q.shape[1] == 1 else [f"{q.shape[1]} query heads are more than one"]
 
     return dispatch.Backend(run, problems, lambda *_, **__: None, "one query head")

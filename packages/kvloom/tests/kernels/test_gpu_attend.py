@@ -8,18 +8,22 @@ fp32 and fp16.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
 import interpreter
+import kv_views
 import steps
+from kv_views import attend, attend_chosen
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend.kv_view import KVView
-from kvloom.kernels.attend.triton import decode as gpu
+from kvloom.kernels.attend.regions import KVView, Region
+from kvloom.kernels.attend.triton import attend as gpu
+from kvloom.kernels.attend.triton import decode
 from kvloom.recipe.resolve import resolve
 from kvloom.store import LayerEncoding, Packed
 from kvloom.store.packed import PackedTokens
@@ -124,6 +128,9 @@ def kv_view(fmt, packed_end, n, d, dtype, known, seed):
     return KVView(view, x[:, :, packed_end:], fmt.encoding), exact
 
 
+problems = functools.partial(kv_views.problems, by=gpu.problems)
+
+
 def both(form, n, packed_end, seed=0):
     kfmt, vfmt, d, dtype, known = form
     keys, k = kv_view(kfmt, packed_end[0], n, d, dtype, known, seed + 1)
@@ -141,8 +148,8 @@ def agrees(form, hq, t, n, packed_end, **options):
     """The kernel's state is the reference's over the unpacked tokens, in fp32."""
     q = draw((B, hq, t, form[2]), 0, form[3])
     keys, values, k, v = both(form, n, packed_end)
-    assert gpu.problems(t, keys.tail, keys.encoding, values.encoding) == []
-    got = gpu.attend(q, keys, values, 0.125, **options)
+    assert problems(t, keys.tail, keys.encoding, values.encoding) == []
+    got = attend(q, keys, values, 0.125, by=gpu.attend, **options)
     close(got, ref.attend(q.float(), k, v, 0.125, **options), form[3])
 
 
@@ -191,7 +198,7 @@ def test_masks_softcap_and_bias(form):
 @needs_interpreter
 def test_one_program_or_many_give_the_same(monkeypatch):
     for processors in (2, 40):
-        monkeypatch.setattr(gpu, "processors", lambda device, n=processors: n)
+        monkeypatch.setattr(decode, "processors", lambda device, n=processors: n)
         agrees(FORMS["kivi"], 2, 1, 400, (352, 330), visible=hidden(B, 1, 400))
 
 
@@ -202,14 +209,14 @@ def test_memory_layout_does_not_matter():
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
     for a, b, c in (turned, apart):
-        close(gpu.attend(a, KVView(None, b), KVView(None, c), 0.1), want)
+        close(gpu.attend(a, [Region.exact(b, c)], 0.1), want)
 
 
 @needs_interpreter
 def test_huge_logits_neither_overflow_nor_lose_the_winner():
     q, k, v = (draw((2, 4, n, 64), i) for i, n in enumerate((1, 300, 300)))
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
-    got = gpu.attend(q, KVView(None, k), KVView(None, v), 0.5)
+    got = gpu.attend(q, [Region.exact(k, v)], 0.5)
     want = ref.attend(q, k, v, 0.5)
     assert want.lse.abs().max() > 1e4
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
@@ -233,10 +240,12 @@ def test_chosen_tokens(form, each):
     slots, begin, total = slots[..., :m], 80, 5 + m + n - 80
     bias = torch.randn(1, hq, total, generator=torch.Generator().manual_seed(4))
     for options in ({}, {"visible": hidden(B, heads, total), "bias": bias, "first": first}):
-        got = gpu.attend_gathered(q, keys, values, slots, begin, 0.125, **options)
+        got = attend_chosen(q, keys, values, slots, begin, 0.125, by=gpu.attend, **options)
         options["first"] = [x.float() for x in options.get("first", ())] or None
         exact = KVView(None, k), KVView(None, v)
-        want = ref.attend_gathered(q.float(), *exact, slots, begin, 0.125, **options)
+        want = attend_chosen(
+            q.float(), *exact, slots, begin, 0.125, by=ref.attend_regions, **options
+        )
         close(got, want, form[3])
 
 
@@ -272,7 +281,7 @@ def test_a_cache_attends_alike_by_these_kernels_and_by_the_reference(name):
 
 @needs_interpreter
 def test_bf16_is_refused_by_the_interpreter():
-    said = gpu.problems(1, torch.zeros(1, 1, 4, 64, dtype=BF16))
+    said = problems(1, torch.zeros(1, 1, 4, 64, dtype=BF16))
     assert said == ["Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there"]
 
 
@@ -281,16 +290,16 @@ def test_what_is_not_covered_is_said(monkeypatch):
     pytest.importorskip("triton")
     like = torch.zeros(1, 1, 4, 64)
     pre_rope = Packed(2, "token", 32, pre_rope=True)
-    assert gpu.problems(1, like, channel(2).encoding, token(1.5, 0, "fp8").encoding) == []
-    assert gpu.problems(1, like, pre_rope.encoding) == ["keys: pre_rope=True is not supported"]
-    assert gpu.problems(1, like, None, token(2, 128).encoding) == [
+    assert problems(1, like, channel(2).encoding, token(1.5, 0, "fp8").encoding) == []
+    assert problems(1, like, pre_rope.encoding) == ["keys: pre_rope=True is not supported"]
+    assert problems(1, like, None, token(2, 128).encoding) == [
         "values: group=128 does not divide head_dim=64"
     ]
-    assert gpu.problems(9, torch.zeros(1, 1, 4, 8)) == [
+    assert problems(9, torch.zeros(1, 1, 4, 8)) == [
         "head_dim=8 is not from 16 to 128 in torch.float32",
         "more than 8 queries a step",
     ]
-    assert "float64" in gpu.problems(1, like.double())[0]
+    assert "float64" in problems(1, like.double())[0]
 
 
 def test_without_a_gpu_the_setting_gpu_is_an_error_that_names_the_remedy(monkeypatch):
@@ -300,7 +309,7 @@ def test_without_a_gpu_the_setting_gpu_is_an_error_that_names_the_remedy(monkeyp
         dispatch.use("gpu"),
         pytest.raises(ValueError, match=r"tensors are on cpu.*set TRITON_INTERPRET=1"),
     ):
-        ops.attend(x, KVView(None, x), KVView(None, x), 1.0)
+        ops.attend(x, [Region.exact(x, x)], 1.0)
 
 
 def test_cuda_tensors_without_triton_are_left_to_the_reference_and_it_says_so(monkeypatch):

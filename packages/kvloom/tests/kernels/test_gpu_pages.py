@@ -12,8 +12,8 @@ import torch
 import interpreter
 from kv_views import page_table
 from kvloom.kernels import dispatch, ops
-from kvloom.kernels.attend.kv_view import KVView
-from kvloom.kernels.attend.pages import attend_pages
+from kvloom.kernels.attend.reference import attend_regions
+from kvloom.kernels.attend.regions import KVView, Paged, Region
 from kvloom.kernels.attend.triton import paged
 from kvloom.recipe import resolve
 from kvloom.store import LayerEncoding
@@ -62,14 +62,13 @@ def agrees(keys, values, page, tokens, dtype, *, heads=6, sinks=0):
         KVView(view.packed._replace(dtype=FP32), view.tail.float(), view.encoding)
         for view in (keys, values)
     ]
-    want = attend_pages(
-        q.float(), *full, where, 0.125, new=[x.float() for x in new],
-        **{name: [x.float() for x in pair] for name, pair in options.items()},
-    )  # fmt: skip
-    before = dispatch.ran["attend_pages", "gpu", ""]
+    exact = {name: [x.float() for x in pair] for name, pair in options.items()}
+    pages = Paged(where, new=[x.float() for x in new], **exact)
+    want = attend_regions(q.float(), [Region(*full, pages)], 0.125)
+    before = dispatch.ran["attend", "gpu", ""]
     with dispatch.use("gpu"):
-        found = ops.attend_pages(q, keys, values, where, 0.125, new=new, **options)
-    assert dispatch.ran["attend_pages", "gpu", ""] == before + 1
+        found = ops.attend(q, [Region(keys, values, Paged(where, new=new, **options))], 0.125)
+    assert dispatch.ran["attend", "gpu", ""] == before + 1
     torch.testing.assert_close(found.out, want.out, rtol=0, atol=TOL[dtype])
     torch.testing.assert_close(found.lse, want.lse, rtol=TOL[dtype], atol=TOL[dtype])
     for view, other in zip((keys, values), full, strict=True):
@@ -134,10 +133,8 @@ def test_rows_without_a_full_page(tokens):
 def test_what_the_kernel_does_not_read():
     store, like = resolve("kivi").store, torch.empty(1, HEADS, 64, D)
     formats = {"keys": store.keys.encoding, "values": store.values.encoding}
-    assert "2 queries" in " ".join(paged.problems(2, like, page=64, **formats))
-    exact = paged.problems(1, like, page=64, **{**formats, "values": None})
+    assert "2 queries" in " ".join(paged.problems(2, like, **formats))
+    exact = paged.problems(1, like, **{**formats, "values": None})
     assert "values: pages of exact tokens" in " ".join(exact)
     before_rope = resolve("skvq").store.keys.encoding
-    assert "pre_rope" in " ".join(
-        paged.problems(1, like, page=64, **{**formats, "keys": before_rope})
-    )
+    assert "pre_rope" in " ".join(paged.problems(1, like, **{**formats, "keys": before_rope}))

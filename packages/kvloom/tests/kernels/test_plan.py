@@ -10,7 +10,7 @@ import torch
 
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
-from kvloom.kernels.attend.kv_view import KVView
+from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.plan import OpPlan
 from kvloom.store import Packed
 from kvloom.store.kv_side import KVSide
@@ -25,6 +25,10 @@ def _auto():
     with dispatch.use("auto"):
         dispatch.ran.clear()
         yield
+
+
+def one(keys, values, own=0):
+    return [Region(keys, values, own=own)]
 
 
 def bindings(monkeypatch, op=ops.attend):
@@ -72,7 +76,7 @@ def test_a_plan_is_bound_once_while_tokens_are_packed_and_storage_grows(monkeypa
     for _ in range(70):
         grow(sides)
         q, (keys, values) = torch.randn(1, 4, 1, 32), (side.kv_view() for side in sides)
-        close(attend(q, keys, values, 0.2, causal=True), q, keys, values, causal=True)
+        close(attend(q, one(keys, values, q.shape[2]), 0.2), q, keys, values, causal=True)
     assert len(made) == 1
     assert ran("attend") == {("cpu", ""): 70}
 
@@ -81,9 +85,9 @@ def test_a_prefix_that_was_replaced_at_the_same_length_is_read_anew(monkeypatch)
     made, attend, q = bindings(monkeypatch), OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     for _ in range(3):
         keys, values = (side.kv_view() for side in packed())
-        close(attend(q, keys, values, 0.2), q, keys, values)
+        close(attend(q, one(keys, values), 0.2), q, keys, values)
         rows = keys._replace(packed=keys.packed._replace(scale=keys.packed.scale * 2))
-        close(attend(q, rows, values, 0.2), q, rows, values)
+        close(attend(q, one(rows, values), 0.2), q, rows, values)
     assert len(made) == 1
 
 
@@ -92,7 +96,7 @@ def test_outgrown_storage_is_not_kept_alive():
 
     attend, sides = OpPlan(ops.attend), packed()
     keys, values = (side.kv_view() for side in sides)
-    attend(torch.randn(1, 4, 1, 32), keys, values, 0.2)
+    attend(torch.randn(1, 4, 1, 32), one(keys, values), 0.2)
     storage = [weakref.ref(x) for x in (keys.packed.codes, values.packed.codes, keys.tail)]
     del keys, values, sides
     assert [x() for x in storage] == [None] * 3
@@ -101,9 +105,9 @@ def test_outgrown_storage_is_not_kept_alive():
 def test_what_a_step_returned_is_not_changed_by_the_next():
     attend, (keys, values) = OpPlan(ops.attend), (side.kv_view() for side in packed())
     q = torch.randn(2, 1, 4, 1, 32)
-    first = attend(q[0], keys, values, 0.2, products=True)
+    first = attend(q[0], one(keys, values), 0.2, products=True)
     kept = [x.clone() for x in first]
-    attend(q[1], keys, values, 0.2, products=True)
+    attend(q[1], one(keys, values), 0.2, products=True)
     for x, y in zip(kept, first, strict=True):
         assert torch.equal(x, y)
 
@@ -132,7 +136,7 @@ def test_another_case_is_bound_anew_and_the_first_one_again(monkeypatch, what):
     made, attend, q = bindings(monkeypatch), OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     first = q, *(side.kv_view() for side in packed())
     for case in (first, changed(*first)[what], first):
-        close(attend(*case, 0.2), *case)
+        close(attend(case[0], one(*case[1:]), 0.2), *case)
     assert len(made) == 3
 
 
@@ -142,21 +146,21 @@ def test_batch_and_threads_are_not_part_of_a_case(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         q, k, v = (torch.randn(batch, h, n, 32) for h, n in ((4, 1), (2, 3000), (2, 3000)))
         keys, values = KVView(None, k), KVView(None, v)
-        close(attend(q, keys, values, 0.2), q, keys, values)
+        close(attend(q, one(keys, values), 0.2), q, keys, values)
     assert len(made) == 1
 
 
 def test_the_setting_and_a_gradient_bind_the_reference_and_say_why():
     attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     keys, values = (side.kv_view() for side in packed())
-    attend(q, keys, values, 0.2)
+    attend(q, one(keys, values), 0.2)
     assert attend.bound.backend == "cpu"
     with dispatch.use("ref"):
-        assert attend.bind(q, keys, values) is None
-        close(attend(q, keys, values, 0.2), q, keys, values)
+        assert attend.bind(q, one(keys, values)) is None
+        close(attend(q, one(keys, values), 0.2), q, keys, values)
     assert attend.bound.backend == "ref"
-    assert attend.bind(q, keys, values) is not None
-    assert attend.bind(q.clone().requires_grad_(), keys, values) is None
+    assert attend.bind(q, one(keys, values)) is not None
+    assert attend.bind(q.clone().requires_grad_(), one(keys, values)) is None
     assert attend.bound.why == "q requires a gradient; call under torch.no_grad()"
     assert ran("attend") == {
         ("cpu", ""): 2,
@@ -172,19 +176,19 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
     broken = {"cpu": ops.attend.backends["cpu"]._replace(plan=plan)}
     attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     keys, values = (side.kv_view() for side in packed())
-    attend(q, keys, values, 0.2)
+    attend(q, one(keys, values), 0.2)
     with monkeypatch.context() as patched:
         patched.setattr(ops.attend, "backends", broken)
         patched.setattr(ops.attend, "bindings", {})
         other = q.repeat(1, 2, 1, 1)
         with pytest.warns(UserWarning, match="attend: .* no room; the reference runs it"):
-            got = attend(other, keys, values, 0.2)
+            got = attend(other, one(keys, values), 0.2)
         close(got, other, keys, values)
-        attend(other, keys, values, 0.2)  # warns once
+        attend(other, one(keys, values), 0.2)  # warns once
         assert attend.bound.backend == "ref"
         assert attend.bound.why == "its cpu kernel failed to load: MemoryError: no room"
         assert dispatch.ran["attend", "ref", attend.bound.why] == 2
-    close(attend(q, keys, values, 0.2), q, keys, values)
+    close(attend(q, one(keys, values), 0.2), q, keys, values)
     assert attend.bound.backend == "cpu"
 
 
@@ -192,12 +196,12 @@ def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference
 def test_a_copy_is_a_plan_of_its_own(again):
     attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     keys, values = (side.kv_view() for side in packed())
-    attend(q, keys, values, 0.2)
+    attend(q, one(keys, values), 0.2)
     twin = again(attend)
     assert twin.op is ops.attend
     assert twin.bound is None
-    close(twin(q, keys, values, 0.2), q, keys, values)
-    close(attend(q, keys, values, 0.2), q, keys, values)
+    close(twin(q, one(keys, values), 0.2), q, keys, values)
+    close(attend(q, one(keys, values), 0.2), q, keys, values)
 
 
 def test_an_operation_whose_backend_keeps_nothing_has_plans_too():

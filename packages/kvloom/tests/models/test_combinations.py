@@ -181,13 +181,13 @@ def test_the_check_sees_a_wrong_token(model, spoil, form):
 
 
 def test_the_check_sees_a_token_that_is_not_read(model, monkeypatch):
-    real = cycle.step_parts
+    real = cycle.step_regions
 
     def one_less(*args):
-        part = real(*args)[0]
-        visible = torch.ones(2, 1, part.tokens, dtype=torch.bool)
+        region = real(*args)[0]
+        visible = torch.ones(2, 1, region.tokens, dtype=torch.bool)
         visible[..., 20] = False
-        return [part._replace(visible=visible)]
+        return [region._replace(visible=visible)]
 
-    monkeypatch.setattr(cycle, "step_parts", one_less)
+    monkeypatch.setattr(cycle, "step_regions", one_less)
     assert run(model, made("mass", "-", "-", 0)).attention > 1e-5

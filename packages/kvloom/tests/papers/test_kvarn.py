@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from bound_encodings import bound, round_trip
+from kv_views import problems
 from kvloom.errors import RecipeError
-from kvloom.kernels.attend.cpu import decode, gathered
+from kvloom.kernels.attend.regions import Slots
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.balanced import LEAST, MOST, deviations
 from kvloom.kernels.quantize.rotated import rotate
@@ -169,8 +170,10 @@ def test_what_does_not_fit_is_refused_by_name():
 
 def test_what_kernels_do_not_read_is_refused_by_name():
     like, store = torch.zeros(1, 2, TILE, 64), resolve("kvarn").store
-    assert not decode.problems(1, like, store.keys.encoding, store.values.encoding)
-    (problem,) = gathered.problems(1, like, None, store.values.encoding)
+    assert not problems(1, like, store.keys.encoding, store.values.encoding)
+    (problem,) = problems(
+        1, like, None, store.values.encoding, where=Slots(torch.zeros(1, 1, 1), 1)
+    )
     assert problem == "values: balance=128 is not read token by token"
-    (problem,) = decode.problems(1, like, store.values.encoding, None)
+    (problem,) = problems(1, like, store.values.encoding, None)
     assert problem == "keys: it reads balanced tiles per channel, not per token"

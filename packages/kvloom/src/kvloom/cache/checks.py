@@ -14,9 +14,9 @@ from .layer_state import LayerState
 from .step import StepInputs
 
 
-def checked(state: LayerState, given: StepInputs) -> StepInputs:
+def checked(state: LayerState, step: StepInputs) -> StepInputs:
     """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
-    queries, k, v = given
+    queries, k, v = step
     traits = (*k.shape, k.dtype, k.device)
     if traits != state.traits or v.shape != k.shape or v.dtype != k.dtype:
         check_shapes(state.name, state.like, k, v)
@@ -32,14 +32,14 @@ def checked(state: LayerState, given: StepInputs) -> StepInputs:
     if visible is not None:
         padding = ~visible[:, :, state.seen :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-        given = StepInputs(queries, k, v)
+        step = StepInputs(queries, k, v)
     if alibi is not None:
         keep = state.recipe.keep
         if keep is not None and keep.positions != "original":
             position = alibi.position - state.dropped  # models that round depend on it
             closed_up = replace(alibi, position=position, closed_up=True)
-            given = given._replace(queries=queries._replace(alibi=closed_up))
-    return given
+            step = step._replace(queries=queries._replace(alibi=closed_up))
+    return step
 
 
 def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
@@ -63,10 +63,10 @@ def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
 
 def out_of_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> NotFinite:
     """Return the error that names numbers which the store cannot hold."""
-    at = 1 if within((k,), max_abs[:1]) else 0
-    what, x = (("keys", k), ("values", v))[at]
+    side = 1 if within((k,), max_abs[:1]) else 0
+    what, x = (("keys", k), ("values", v))[side]
     if torch.isfinite(x).all():
-        return NotFinite(f'{name}: |x| > {max_abs[at]:g} in {what}; use meta="bf16"')
+        return NotFinite(f'{name}: |x| > {max_abs[side]:g} in {what}; use meta="bf16"')
     return NotFinite(f"{name}: NaN or infinity in {what}; check the model")
 
 

@@ -11,52 +11,49 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from .evictor import Phase
+from ..kernels.attend.regions import Region
+from .evictor import AgeEvictor, Phase
 from .joint import decide
 from .layer_state import LayerState
-from .part import Part, RaggedPart
 from .reading import exact_tokens
 from .score_evictor import Decision, StepEvictor
 from .segment import Segment
 from .slot_storage import SlotStorage
-from .step import Queries
-from .uncommitted import Uncommitted
+from .step import Queries, Uncommitted
 
 KV = tuple[Tensor, Tensor]
 """New keys and values [B, Hk, T, D] that are not stored yet."""
 
 
-def commit(
-    state: LayerState, queries: Queries, new: KV | None, parts: Sequence[Part | RaggedPart]
-) -> None:
+def commit(state: LayerState, queries: Queries, new: KV | None, regions: Sequence[Region]) -> None:
     """Finish a step: store its tokens, then score, evict, pack and index what is due.
 
     A first prompt that a layer scores by itself is scored before it is stored.
 
     queries: of the step. new: its keys and values [B, Hk, T, D] if they are not stored yet (None:
-    they were stored before attention). parts: the tokens that the step attended to.
+    they were stored before attention). regions: those that the step attended to.
     """
     evictor = state.evictor
-    if evictor is not None and evictor.phase in (Phase.REPEATING, Phase.DECIDING):
-        raise CacheMisuse(
-            f"{state.name}: the prompt waits for the scores of its repetition; run the layer by "
-            "its model, which repeats the prompt"
-        )
+    exact = state.seen <= state.recipe.start  # the whole context stays exact
+    if evictor is not None and evictor.phase is not Phase.EVICTING:
+        if evictor.phase is Phase.EMPTY:
+            if not exact:
+                evictor.begin(state.seen)
+        elif evictor.phase is not Phase.DONE:
+            raise CacheMisuse(
+                f"{state.name}: the prompt waits for the scores of its repetition; run the layer "
+                "by its model, which repeats the prompt"
+            )
     if state.like is None:
         assert new is not None
         state.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])
-    exact = state.seen <= state.recipe.start  # the whole context stays exact
-    if evictor is not None and evictor.phase is Phase.EMPTY and not exact:
-        evictor.begin(state.seen)
     if state.retriever is not None:
         state.retriever.visible = queries.visible
     if state.recording or exact:
         _add_uncommitted(state, queries, new)
     elif isinstance(state.storage, SlotStorage):
-        part = parts[0]
-        assert isinstance(part, Part)
         assert isinstance(evictor, StepEvictor)
-        _vote(state, queries, evictor.score_slots(state.storage, queries, part))
+        _vote(state, queries, evictor.score_slots(state.storage, queries, regions[0]))
     elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
         _add_uncommitted(state, queries, new)
         settle(state, state.uncommitted.queries, None)
@@ -183,7 +180,7 @@ def _store(
         if k.shape[2]:
             segment.extend(k, v, _surplus(state, segment, k.shape[2]), queries.visible)
     else:
-        if state.evictor is not None and (drop := _surplus(state, segment, 0)):
+        if drop := _surplus(state, segment, 0):
             segment.drop_front(drop)
         segment.pack(queries.visible, prompt)
         if prompt:
@@ -197,7 +194,7 @@ def _store(
 def _surplus(state: LayerState, segment: Segment, new: int) -> int:
     """Return how many tokens of a segment are too old to stay once it has `new` more."""
     evictor = state.evictor
-    return 0 if evictor is None else evictor.surplus(len(segment) + new)
+    return evictor.surplus(len(segment) + new) if isinstance(evictor, AgeEvictor) else 0
 
 
 def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> None:

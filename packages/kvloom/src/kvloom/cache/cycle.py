@@ -11,66 +11,68 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from .attention import attend_to, joined
 from .checks import check_range, checked, out_of_range
 from .commit import commit
 from .layer_state import LayerState
-from .part import attend_parts, joined
-from .reading import step_parts
+from .reading import step_regions
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
-from .step import StepInputs
+from .step import Queries, StepInputs
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
 # are contiguous. More would make the tail of a packed store large for a moment.
 _SHORT = 64
 
 
-def attend(state: LayerState, given: StepInputs) -> Tensor:
+def attend(state: LayerState, inputs: StepInputs) -> Tensor:
     """Run one step of a layer; returns [B, Hq, T, D] in the dtype of the queries.
 
     Raises `CacheMisuse` or `NotFinite`; the caller then undoes the step.
     """
-    step = checked(state, given)
+    step = checked(state, inputs)
     stored = _append(state, step)
-    parts = step_parts(state, step, stored)
+    regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
-    read = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
-    out, products = attend_parts(
-        queries.q, parts, queries.scale, queries.softcap, scores_step and state.seen > 0,
-        state.plans, read,
+    read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
+    out, products = attend_to(
+        queries.q, regions, queries.scale, queries.softcap, scores_step and state.seen > 0,
+        state.plan,
     )  # fmt: skip
     state.seen += step.k.shape[2]
     state.read = read
     if products is not None or queries.q.requires_grad:
-        queries = queries._replace(q=queries.q.detach(), products=products)
-    commit(state, queries, None if stored else (step.k.detach(), step.v.detach()), parts)
+        q, scale, visible, softcap, alibi, ids, _ = queries
+        q = q.detach() if q.requires_grad else q
+        queries = Queries(q, scale, visible, softcap, alibi, ids, products)
+    commit(state, queries, None if stored else (step.k.detach(), step.v.detach()), regions)
     return out
 
 
-def prefill(state: LayerState, given: StepInputs) -> None:
+def prefill(state: LayerState, inputs: StepInputs) -> None:
     """Store a first prompt as `attend` does, without its attention.
 
-    given.queries: T or fewer, the last ones, for recipes that score the prompt.
+    inputs.queries: T or fewer, the last ones, for recipes that score the prompt.
     """
     if state.seen:
         raise CacheMisuse(f"{state.name}: prefill is for the first prompt; use attend")
-    step = checked(state, given)
+    step = checked(state, inputs)
     check_range(state.name, state.max_abs, step.k, step.v)
     state.seen = state.read = step.tokens
     queries = step.queries._replace(q=step.queries.q.detach())
     commit(state, queries, (step.k.detach(), step.v.detach()), [])
 
 
-def repeat(state: LayerState, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
+def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int]) -> Tensor:
     """Attend as `attend` does, but store nothing: the step ends with a repetition of the prompt.
 
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
     repetition scores these.
     """
-    step = checked(state, given)
-    parts = joined(step_parts(state, step, stored=False))
-    out, _ = attend_parts(step.queries.q, parts, step.queries.scale, step.queries.softcap)
+    step = checked(state, inputs)
+    regions = joined(step_regions(state, step, stored=False))
+    out, _ = attend_to(step.queries.q, regions, step.queries.scale, step.queries.softcap)
     if state.scores_repetition:
         state.prompt_evictor.note_repetition(state.segment, step, repeated)
     return out

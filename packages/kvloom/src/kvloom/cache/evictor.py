@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
 from ..state import Stateful
-from .part import Part
 from .ragged import RaggedTokens
 from .slot_storage import Storage
 
@@ -79,16 +79,12 @@ class Evictor(Stateful):
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         raise NotImplementedError
 
-    def surplus(self, tokens: int) -> int:
-        """Return how many of the segment's `tokens` tokens are too old to stay."""
-        return 0
-
-    def renumbered(self, parts: list[Part], storage: Storage, newest: int) -> list[Part]:
+    def renumbered(self, regions: list[Region], storage: Storage, newest: int) -> list[Region]:
         """Return the parts of a step, with keys at new positions if every step needs them.
 
         storage: of the parts. newest: the logical index of the step's newest token.
         """
-        return parts
+        return regions
 
 
 class AgeEvictor(Evictor):

@@ -18,9 +18,7 @@ from ..state import Mutable, Undo
 from ..store import LayerMetadata
 from . import checks, commit, cycle, reading
 from .layer_state import LayerState
-from .step import Queries, StepInputs
-from .trace import Trace
-from .uncommitted import Uncommitted
+from .step import Queries, StepInputs, Trace, Uncommitted
 from .verification import Verification
 
 
@@ -121,7 +119,7 @@ class LayerCache:
         visible = None if visible is None else visible[:, None]
         return self.run(StepInputs(Queries(q, scale, visible, softcap, alibi, ids), k, v))
 
-    def run(self, given: StepInputs) -> Tensor:
+    def run(self, step: StepInputs) -> Tensor:
         """Attend to all stored tokens and to the new ones, and store these.
 
         Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
@@ -130,34 +128,34 @@ class LayerCache:
         self._begin_step()
         try:
             if self.state.recording and self.verification.applies(self.state):
-                return self.verification.attend(self.state, given, self.mutable)
+                return self.verification.attend(self.state, step, self.mutable)
             if self.verification.steps:
                 self.verification.end()
-            return cycle.attend(self.state, given)
+            return cycle.attend(self.state, step)
         except BaseException as error:
             self._fail(error)
             raise
 
-    def prefill(self, given: StepInputs) -> None:
+    def prefill(self, step: StepInputs) -> None:
         """Store a first prompt as `run` does, without its attention.
 
-        given.queries: the last queries of the prompt, T or fewer, for recipes that score it. Raises
+        step.queries: the last queries of the prompt, T or fewer, for recipes that score it. Raises
         as `run` does; the layer is then as it was before the call.
         """
         self._begin_step()
         try:
-            cycle.prefill(self.state, given)
+            cycle.prefill(self.state, step)
         except BaseException as error:
             self._fail(error)
             raise
 
-    def repeat(self, given: StepInputs, repeated: tuple[int, int]) -> Tensor:
+    def repeat(self, step: StepInputs, repeated: tuple[int, int]) -> Tensor:
         """Attend as `run` does, but store nothing: the step ends with a repetition of the prompt.
 
         repeated: (first, end) of the prompt's tokens that are repeated, which the step scores. Call
         it after the prompt, and `end_repetition` after the last repetition.
         """
-        return cycle.repeat(self.state, given, repeated)
+        return cycle.repeat(self.state, step, repeated)
 
     def end_repetition(self) -> None:
         """Evict by the scores that `repeat` collected, then pack and index."""

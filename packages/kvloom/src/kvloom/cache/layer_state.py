@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels import ops
+from ..kernels.plan import OpPlan
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import KVSide, LayerMetadata
 from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
-from .part import AttendPlans
 from .retriever import Retriever
 from .score_evictor import STRATEGIES, PromptEvictor, ScoreEvictor
 from .segment import Segment
 from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
-from .step import Queries
-from .trace import Trace
-from .uncommitted import Uncommitted
+from .step import Queries, Trace, Uncommitted
 
 VERSION = 5
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
@@ -68,7 +67,7 @@ class LayerState(Stateful):
         self.together: Sequence[LayerState] = ()
         self.recording = False  # a crop may remove the tokens of each step
         self.trace: Trace | None = None
-        self.plans = (AttendPlans(), AttendPlans())  # of the first two parts of a step
+        self.plan = OpPlan(ops.attend)
         self.reset()
 
     def reset(self) -> None:

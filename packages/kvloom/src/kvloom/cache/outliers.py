@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..keep import Outliers, choose
+from ..kernels.attend.regions import Region
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..state import Stateful
-from .part import Part
 from .scoring import StepScorer
 from .segment import Segment
 from .sinks import Sinks
@@ -58,9 +58,9 @@ class OutlierTokens(Stateful):
         self.tokens.append(gather(k, slots), gather(v, slots))
         self.tokens.index, self.tokens.kept = slots.int(), slots.shape[-1]
 
-    def parts(self, visible: Tensor | None, alibi: Alibi | None) -> list[Part]:
-        """Return the exact copies as parts; none before the rule has run."""
-        return [] if self.tokens.index is None else self.tokens.parts(visible, 0, alibi)
+    def regions(self, visible: Tensor | None, alibi: Alibi | None) -> list[Region]:
+        """Return the exact copies; none before the rule has run."""
+        return [] if self.tokens.index is None else [self.tokens.region(visible, 0, alibi)]
 
     def hide(self, visible: Tensor | None, seen: int) -> Tensor | None:
         """Return a mask bool [B, 1 or Hk, seen]: `visible` without tokens with exact copies."""

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..keep import head_budgets, protect_sinks
-from ..kernels.attend.ragged import Spans
+from ..kernels.attend.regions import Region, Spans
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import KVSide
-from .part import RaggedPart
 
 
 class RaggedChoice(NamedTuple):
@@ -133,15 +132,15 @@ class RaggedTokens(Stateful):
         """
         if choice.contested is None:
             return
-        rows, _, slots = at = choice.contested.nonzero(as_tuple=True)
+        rows, _, slots = places = choice.contested.nonzero(as_tuple=True)
         nonpadding = None if visible is None else visible[rows, 0, slots][None, None]
-        self.keys.fill(k[at][None, None], nonpadding)
-        self.values.fill(v[at][None, None], nonpadding)
+        self.keys.fill(k[places][None, None], nonpadding)
+        self.values.fill(v[places][None, None], nonpadding)
         self.spans = _spans(choice.counts)
         self.index = slots.int() if index else None
 
-    def parts(self, visible: Tensor | None) -> list[RaggedPart]:
-        """Return the tokens as a part; an empty list before they are stored.
+    def regions(self, visible: Tensor | None) -> list[Region]:
+        """Return the tokens as a region; an empty list before they are stored.
 
         visible: bool [B, 1, seen] by logical index, False for padding.
         """
@@ -151,7 +150,7 @@ class RaggedTokens(Stateful):
         if visible is not None:
             index = self.logical()
             mask = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
-        return [RaggedPart(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
+        return [Region(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
 
     def logical(self) -> Tensor:
         """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""
@@ -159,8 +158,8 @@ class RaggedTokens(Stateful):
         assert self.index is not None
         first, count = self.spans.bounds.split(1, dim=-1)  # [B, Hk, 1] each
         step = torch.arange(self.spans.longest, device=first.device)
-        at = (first + step).clamp_max(len(self.index) - 1)
-        return self.index.long()[at].masked_fill_(step >= count, -1)
+        places = (first + step).clamp_max(len(self.index) - 1)
+        return self.index.long()[places].masked_fill_(step >= count, -1)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn, which selects, repeats or reorders batch rows, to the rows."""
@@ -205,6 +204,6 @@ def _spans(counts: Tensor) -> Spans:
 
 def _ranges(first: Tensor, count: Tensor) -> Tensor:
     """Return the numbers first[i] to first[i] + count[i] for each i, one after the other."""
-    own = torch.arange(len(first), device=first.device).repeat_interleave(count)
+    span = torch.arange(len(first), device=first.device).repeat_interleave(count)
     before = count.cumsum(dim=0) - count
-    return torch.arange(len(own), device=first.device) - before[own] + first[own]
+    return torch.arange(len(span), device=first.device) - before[span] + first[span]

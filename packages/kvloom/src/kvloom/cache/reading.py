@@ -1,6 +1,6 @@
-"""Which parts a step attends to, and which tokens a layer stores.
+"""Which regions a step attends to, and which tokens a layer stores.
 
-Decides the order of the parts: outliers, sinks, the other tokens (all or those recalled), the
+Decides the order of the regions: outliers, sinks, the other tokens (all or those recalled), the
 step's own tokens where they are not stored yet, and those of which heads have different numbers.
 """
 
@@ -10,61 +10,59 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
-from .gathered_part import prepend_sinks
 from .layer_state import LayerState
-from .part import Part, RaggedPart
 from .slot_storage import SlotStorage
 from .step import Queries, StepInputs
 
 
-def step_parts(state: LayerState, step: StepInputs, stored: bool) -> list[Part | RaggedPart]:
-    """Return the parts that a step attends to: stored or recalled tokens, and its own.
+def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Region]:
+    """Return the regions that a step attends to: stored or recalled tokens, and its own.
 
     stored: whether the layer has stored the step's own tokens already.
     """
     queries, k, v = step
     t, past = k.shape[2], state.seen
-    parts: list[Part | RaggedPart] = []
+    regions: list[Region] = []
     if past:
-        parts += _past_parts(state, queries, t if stored else 0)
+        regions += _past_regions(state, queries, t if stored else 0)
     if not stored:
         bias = None
         if queries.alibi is not None:
             index = torch.arange(past, past + t, device=k.device)
             bias = queries.alibi.bias(index.expand(1, 1, -1))
         visible = None if queries.visible is None else queries.visible[:, :, past:]
-        parts.append(Part(k, v, visible, own=t, bias=bias))
+        regions.append(Region.exact(k, v, visible=visible, bias=bias, own=t))
     if state.evictor is not None and state.evictor.ragged is not None:
-        parts += state.evictor.ragged.parts(queries.visible)
-    return parts
+        regions += state.evictor.ragged.regions(queries.visible)
+    return regions
 
 
-def _past_parts(state: LayerState, queries: Queries, present: int) -> list[Part]:
+def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Region]:
     """Return the stored tokens that a step reads; the last `present` of them are its own."""
-    visible, alibi, storage, parts = queries.visible, queries.alibi, state.storage, []
+    visible, alibi, storage, regions = queries.visible, queries.alibi, state.storage, []
     evictor, seen = state.evictor, state.seen
     if state.outliers is not None:
-        parts = state.outliers.parts(visible, alibi)
+        regions = state.outliers.regions(visible, alibi)
         visible = state.outliers.hide(visible, seen + present)
     if state.sinks is not None:
-        sinks = state.sinks.part(seen, visible, alibi, storage.first)
+        sinks = state.sinks.region(seen, visible, alibi, storage.first)
         if state.rope is not None:
             by = state.sinks.behind(storage.first)
-            sinks = sinks._replace(keys=state.rope.rotate(sinks.exact_keys, by))
-        parts.append(sinks)
+            keys = state.rope.rotate(sinks.keys.tail, by)
+            sinks = sinks._replace(keys=KVView(None, keys))
+        regions.append(sinks)
         visible = state.sinks.hide(visible)
-    if parts and not len(storage):
-        return parts
+    if regions and not len(storage):
+        return regions
     if state.retriever is not None:
         read = state.retriever.read(state.segment, queries, visible, alibi, present, state.trace)
-        if len(parts) == len(read) == 1 and read[0].selection is not None:
-            return [prepend_sinks(parts[0], read[0])]
-        return [*parts, *read]
-    parts += storage.parts(visible, present, alibi)
+        return [*regions, *read]
+    regions.append(storage.region(visible, present, alibi))
     if evictor is None:
-        return parts
-    return evictor.renumbered(parts, storage, seen + present - 1)
+        return regions
+    return evictor.renumbered(regions, storage, seen + present - 1)
 
 
 def exact_tokens(state: LayerState) -> tuple[Tensor, Tensor]:

@@ -13,18 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.select import reference
+from ..kernels.attend.regions import Region, Slots
 from ..positions.alibi import Alibi
 from ..recall import Finder, OffloadStore, SideStream
 from ..recipe.spec import Recipe
 from ..state import Stateful
-from ..store import KVSide, Packed
-from ..store.packed import PackedView
-from .gathered_part import gather_part
-from .part import Part
+from ..store import Packed
 from .segment import Segment
-from .step import Queries
-from .trace import Trace
+from .step import Queries, Trace
 
 # A step that reads a whole tier copies this many tokens at a time.
 _READ_AT_ONCE = 8192
@@ -64,7 +60,7 @@ class Retriever(Stateful):
         alibi: Alibi | None,
         present: int,
         trace: Trace | None,
-    ) -> list[Part]:
+    ) -> list[Region]:
         """Return the tokens of a segment that a step reads, with its own `present` tokens.
 
         visible: bool [B, 1, seen tokens] by logical index, False for padding and sinks.
@@ -73,29 +69,27 @@ class Retriever(Stateful):
         if trace is not None:
             trace.recalled = None
         if queries.tokens > 1 or room >= indexed:
-            offloaded = self._offloaded_parts(segment, visible, alibi)
-            return [*offloaded, *segment.parts(visible, present, alibi)]
+            offloaded = self._offloaded_regions(segment, visible, alibi)
+            return [*offloaded, segment.region(visible, present, alibi)]
         slots = self._find(segment, queries.q, room - room % self.recall.index.unit)
         end = self.recipe.pinned_prefix + indexed
         if trace is not None:
             trace.recalled = slots
-        masks: tuple[Tensor | None, ...] = (None, None)
+        masks: tuple[Tensor | None, Tensor | None] = (None, None)
         if visible is not None:
-            recalled = _at(segment.mask(visible, 0, end), slots)
-            masks = recalled, segment.mask(visible, end, len(segment))
-        bias: tuple[Tensor | None, ...] = (None, None)
+            masks = (
+                _at(segment.mask(visible, 0, end), slots),
+                segment.mask(visible, end, len(segment)),
+            )
+        bias: tuple[Tensor | None, Tensor | None] = (None, None)
         if alibi is not None:
-            recalled = alibi.bias(_at(segment.logical(0, end, slots.device), slots))
-            bias = recalled, segment.bias(alibi, end, len(segment))
-        rest = partial(segment.parts, visible, present, alibi, begin=end)
+            at_slots = _at(segment.logical(0, end, slots.device), slots)
+            bias = alibi.bias(at_slots), segment.bias(alibi, end, len(segment))
         if self.store is not None:
-            return [Part(*self.store.read(slots), masks[0], bias=bias[0]), *rest()]
-        gather = partial(_gather_both, segment, end, slots)
-        if not (segment.keys.fused and segment.values.fused):
-            return [Part(*gather(), masks[0], bias=bias[0]), *rest()]
-        gaps = segment.index is not None
-        views = segment.keys.kv_view(segment.positions, gaps), segment.values.kv_view()
-        return [gather_part(views, slots, end, masks, bias, rest, gather)]
+            recalled = Region.exact(*self.store.read(slots), visible=masks[0], bias=bias[0])
+            return [recalled, segment.region(visible, present, alibi, begin=end)]
+        mask = _joined_mask(slots, masks, len(segment) - end)
+        return [Region(*segment.views(), Slots(slots, end), mask, _joined_bias(bias), present)]
 
     def grow(self, segment: Segment, visible: Tensor | None, like: Tensor) -> None:
         """Index the tokens that are due, and offload them where the recipe has a tier.
@@ -138,11 +132,11 @@ class Retriever(Stateful):
 
     def learn(self, queries: Queries, keys: Tensor) -> None:
         """Show the index the first prompt: its last queries, and its exact keys [B, Hk, N, D]."""
-        nonpadding, own = queries.visible, queries.visible_queries
-        if nonpadding is None or own is None:
+        nonpadding, nonpadding_queries = queries.visible, queries.visible_queries
+        if nonpadding is None or nonpadding_queries is None:
             nonpadding = keys.new_ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool)
-            own = nonpadding[..., -queries.tokens :]
-        self.finder.learn(queries.q, keys, nonpadding, own)
+            nonpadding_queries = nonpadding[..., -queries.tokens :]
+        self.finder.learn(queries.q, keys, nonpadding, nonpadding_queries)
 
     def _emptied(self) -> Finder:
         finder = self.recall.index.finder()
@@ -159,13 +153,13 @@ class Retriever(Stateful):
         always = torch.arange(pinned, device=slots.device).expand(*slots.shape[:2], -1)
         return torch.cat([always, slots + pinned], dim=-1)
 
-    def _offloaded_parts(
+    def _offloaded_regions(
         self, segment: Segment, visible: Tensor | None, alibi: Alibi | None
-    ) -> list[Part]:
-        """Return all offloaded tokens as parts of at most `_READ_AT_ONCE` tokens."""
-        parts: list[Part] = []
+    ) -> list[Region]:
+        """Return all offloaded tokens as regions of at most `_READ_AT_ONCE` tokens."""
+        regions: list[Region] = []
         if self.store is None:
-            return parts
+            return regions
         step = max(1, _READ_AT_ONCE // self.store.unit) * self.store.unit
         for lo in range(0, self.store.tokens, step):
             hi = min(lo + step, self.store.tokens)
@@ -175,25 +169,36 @@ class Retriever(Stateful):
                 for side, block in zip(sides, self.store.raw(lo, hi), strict=True)
             )
             bias = None if alibi is None else segment.bias(alibi, lo, hi)
-            parts.append(Part(keys, values, segment.mask(visible, lo, hi), bias=bias))
-        return parts
+            regions.append(Region(keys, values, None, segment.mask(visible, lo, hi), bias))
+        return regions
 
 
-def _gather_both(segment: Segment, end: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, H, M, D] at slots among the first `end` tokens."""
-    return _gather(segment.keys, end, slots, segment), _gather(segment.values, end, slots, segment)
+def _joined_mask(
+    slots: Tensor, masks: tuple[Tensor | None, Tensor | None], rest: int
+) -> Tensor | None:
+    """Join masks of the tokens at slots int64 [B, H, M], and of the `rest`: bool [B, H, M + rest].
+
+    masks: bool [B, 1 or Hk or H, n].
+    """
+    if masks == (None, None):
+        return None
+    b, h, m = slots.shape
+    parts = [
+        slots.new_ones(b, h, n, dtype=torch.bool)
+        if mask is None
+        else mask.repeat_interleave(h // mask.shape[1], dim=1)
+        for mask, n in zip(masks, (m, rest), strict=True)
+    ]
+    return torch.cat(parts, dim=2)
 
 
-def _gather(side: KVSide, end: int, slots: Tensor, segment: Segment) -> Tensor:
-    x = side.view(0, end, segment.positions)
-    if isinstance(x, Tensor):
-        return reference.gather(x, slots)
-    if not isinstance(x, PackedView) or not x.layer.encoding.plain:
-        return reference.gather(x.tensor(), slots)  # unpacks all tokens to gather some
-    how = x.layer.encoding
-    return reference.gather_packed(
-        x.codes, x.scale, x.zero, how.bits, how.axis, x.layer.group, slots, x.dtype
-    )
+def _joined_bias(bias: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    """Return one bias fp32 [B or 1, Hq, tokens]; None if there is none."""
+    first, rest = bias
+    if first is None or rest is None:
+        return None
+    rows = max(first.shape[0], rest.shape[0])
+    return torch.cat([x.expand(rows, -1, -1) for x in (first, rest)], dim=2)
 
 
 def _at(x: Tensor | None, slots: Tensor) -> Tensor:

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from ..keep import budgets, choose, sinks_first
+from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from ..positions.renumber import renumber, renumber_once
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from .evictor import Evictor, Phase
-from .part import Part
 from .ragged import RaggedChoice, RaggedTokens
 from .scoring import RepetitionScores, RunningScores, StepScorer
 from .segment import Segment
 from .slot_storage import SlotStorage, Storage
-from .step import Queries, StepInputs
-from .trace import Trace
+from .step import Queries, StepInputs, Trace
 
 
 class Decision(NamedTuple):
@@ -345,14 +344,14 @@ class LimitEvictor(ScoreEvictor):
         """Whether the scores need the attention mass of decode steps."""
         return self.keep.scorer.weighs
 
-    def renumbered(self, parts: list[Part], storage: Storage, newest: int) -> list[Part]:
-        """Return the parts of a step, with keys at new positions: see the base class."""
-        if self.rope is None or not parts:
-            return parts
-        (part,) = parts  # an exact store has one
-        keys = part.exact_keys
+    def renumbered(self, regions: list[Region], storage: Storage, newest: int) -> list[Region]:
+        """Return the regions of a step, with keys at new positions: see the base class."""
+        if self.rope is None or not regions:
+            return regions
+        (region,) = regions  # an exact store has one
+        keys = region.keys.tail
         keys = self._step_keys(keys, storage.step_index(keys.device), newest)
-        return [part._replace(keys=keys)]
+        return [region._replace(keys=KVView(None, keys))]
 
     def _step_keys(self, keys: Tensor, index: Tensor, newest: int) -> Tensor:
         """Return stored keys, rotated to new positions where the recipe renumbers them."""
@@ -376,11 +375,11 @@ class StepEvictor(LimitEvictor):
         self.scores.clear()
         return slots
 
-    def score_slots(self, slots: SlotStorage, queries: Queries, part: Part) -> Tensor:
-        """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read as `part`."""
-        assert isinstance(part.values, Tensor)
+    def score_slots(self, slots: SlotStorage, queries: Queries, region: Region) -> Tensor:
+        """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read."""
+        keys, values = region.keys.tail, region.values.tail
         return self.scorer.score(
-            queries, part.exact_keys, part.values, part.visible, slots.index, slots.seen, part.bias
+            queries, keys, values, region.visible, slots.index, slots.seen, region.bias
         )
 
     def evict_from_slots(

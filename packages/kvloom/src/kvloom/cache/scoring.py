@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..keep import Scorer, Step, checked, protect_sinks
+from ..keep import Scorer, Step, built_in, checked, protect_sinks
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope
 from ..state import Stateful
@@ -40,6 +40,7 @@ class StepScorer(Stateful):
     ) -> None:
         self.scorer, self.group, self.seed, self.head = scorer, group, seed, head
         self.rope = rope
+        self.built_in = built_in(scorer)  # then its scores need no check
         self.steps = 0  # the prompt included
 
     def score(
@@ -65,7 +66,7 @@ class StepScorer(Stateful):
             seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
             head=self.head, ids=queries.ids,
         )  # fmt: skip
-        return checked(self.scorer, step)
+        return self.scorer(step) if self.built_in else checked(self.scorer, step)
 
 
 class RunningScores(Buffer):
@@ -138,10 +139,10 @@ class RepetitionScores(Stateful):
         queries, (lo, hi) = step.queries, repeated
         b, hk, prompt, _ = segment.exact_keys().shape
         device, t = step.k.device, step.tokens
-        at, mask = self._slots(prompt, lo, hi, queries.visible, device)
-        slots = at.expand(b, hk, -1)
-        own = torch.arange(prompt, prompt + t, device=device)
-        index = torch.cat([at, own.expand(*at.shape[:2], -1)], dim=2)
+        stored, mask = self._slots(prompt, lo, hi, queries.visible, device)
+        slots = stored.expand(b, hk, -1)
+        new = torch.arange(prompt, prompt + t, device=device)
+        index = torch.cat([stored, new.expand(*stored.shape[:2], -1)], dim=2)
         k = torch.cat([gather(segment.exact_keys(), slots), step.k], dim=2)
         v = torch.cat([gather(segment.exact_values(), slots), step.v], dim=2)
         if mask is not None and queries.visible is not None:
@@ -150,8 +151,8 @@ class RepetitionScores(Stateful):
         scores = scorer.score(queries, k, v, mask, index, prompt + t, bias)
         if self.scores is None:
             self.scores = scores.new_zeros(b, hk, prompt)
-        begin = at.shape[2] - (hi - lo)
-        self.scores[:, :, lo:hi] = scores[:, :, begin : at.shape[2]]
+        begin = stored.shape[2] - (hi - lo)
+        self.scores[:, :, lo:hi] = scores[:, :, begin : stored.shape[2]]
 
     def _slots(
         self, prompt: int, lo: int, hi: int, visible: Tensor | None, device: torch.device

@@ -7,24 +7,19 @@ included. Visibility, causality and positions follow from it. Independent of rec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.append.reference import within
+from ..kernels.attend.regions import KVView, Region, Slots
 from ..kernels.plan import OpPlan
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..state import Stateful
 from ..store import KVSide
 from ..store.kv_side import Block
-from .part import Part
-
-# The reference unpacks this many tokens at a time, which bounds the exact copy that a step makes.
-_UNPACK = 8192
 
 
 class Segment(Stateful):
@@ -184,44 +179,28 @@ class Segment(Stateful):
         self.keys.tail.trim()
         self.values.tail.trim()
 
-    def parts(
+    def region(
         self, visible: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
-    ) -> list[Part]:
-        """Return the tokens from `begin` on, without offloaded ones; one part if a kernel can.
+    ) -> Region:
+        """Return the tokens from `begin` on, without offloaded ones.
 
         The last `present` tokens are the step's. visible: bool [B, 1, seen tokens] by logical
         index.
         """
-        offloaded = self.offloaded
-        gaps = self.index is not None and self.keys.needs_positions
-        fused = self.keys.fused and self.values.fused
-        if not present or begin > offloaded or gaps or not fused:
-            return self._pieces(visible, present, alibi, max(begin, offloaded))
-        mask = None if visible is None else self.mask(visible)
-        bias = None if alibi is None else self.bias(alibi, offloaded, len(self))
-        if self.keys.packed is None and self.values.packed is None:
-            return [Part(self.keys.tail.view(), self.values.tail.view(), mask, present, bias)]
-        keys, values = self.keys.kv_view(self.positions), self.values.kv_view()
-        pieces = partial(self._pieces, visible, present, alibi, offloaded)
-        return [Part(keys, values, mask, present, bias, pieces=pieces)]
+        lo, n = max(begin, self.offloaded), len(self)
+        mask = None if visible is None else self.mask(visible, lo, n)
+        bias = None if alibi is None else self.bias(alibi, lo, n)
+        keys, values = self.views()
+        where = None
+        if lo > self.offloaded:
+            none = torch.empty(*keys.exact.shape[:2], 0, dtype=torch.long, device=keys.exact.device)
+            where = Slots(none, lo - self.offloaded)
+        return Region(keys, values, where, mask, bias, present)
 
-    def _pieces(
-        self, visible: Tensor | None, present: int, alibi: Alibi | None, begin: int
-    ) -> list[Part]:
-        """Return the tokens of `parts`, cut where packing ends and into pieces of `_UNPACK`."""
-        n, offloaded = len(self), self.offloaded
-        sides = (self.keys, self.values)
-        packed = range(0, max(side.packed_count for side in sides), _UNPACK)
-        ends = {offloaded + end for end in (*packed, *(s.packed_count for s in sides))} | {n}
-        cuts = [begin, *sorted(end for end in ends if end > begin)]
-        pieces = []
-        for lo, hi in pairwise(cuts):
-            keys = self.keys.view(lo - offloaded, hi - offloaded, self.positions)
-            values = self.values.view(lo - offloaded, hi - offloaded)
-            bias = None if alibi is None else self.bias(alibi, lo, hi)
-            mask = self.mask(visible, lo, hi)
-            pieces.append(Part(keys, values, mask, present if hi == n else 0, bias))
-        return pieces
+    def views(self) -> tuple[KVView, KVView]:
+        """Return keys and values as they are stored, without offloaded tokens."""
+        gaps = self.index is not None
+        return self.keys.kv_view(self.positions, gaps), self.values.kv_view()
 
     def mask(
         self, visible: Tensor | None, lo: int | None = None, hi: int | None = None
@@ -270,8 +249,8 @@ class Segment(Stateful):
         like = self.start if self.index is None else self.index
         device = torch.device("cpu") if like is None else like.device
         assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
-        at = self.logical(lo, hi, device)
-        return at if self.start is None else at - self.start[:, None, None]
+        index = self.logical(lo, hi, device)
+        return index if self.start is None else index - self.start[:, None, None]
 
     def _find_start(self, visible: Tensor | None) -> None:
         """Find the logical index of each row's first token, once, if packing needs positions."""

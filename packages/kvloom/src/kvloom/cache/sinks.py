@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.attend.regions import Region
 from ..positions.alibi import Alibi
 from ..state import Stateful
-from .part import Part
 
 
 class Sinks(Stateful):
@@ -64,14 +64,14 @@ class Sinks(Stateful):
             return False
         return seen >= self.count + (int(self.start.max()) if self.padded else 0)
 
-    def part(
+    def region(
         self,
         seen: int,
         visible: Tensor | None = None,
         alibi: Alibi | None = None,
         first: int = 0,
-    ) -> Part:
-        """Return the sinks among the first `seen` tokens as a part.
+    ) -> Region:
+        """Return the sinks among the first `seen` tokens.
 
         visible: bool [B, 1, seen or more] by logical index, False for padding. first: the logical
         index at which the segment begins.
@@ -84,12 +84,13 @@ class Sinks(Stateful):
             index = index + self.behind(first) if alibi.closed_up else index
             bias = alibi.bias(index.clamp(max=seen - 1))
         if visible is None and not self.padded and seen >= self.count:
-            return Part(self.keys, self.values, None, bias=bias)
+            return Region.exact(self.keys, self.values, bias=bias)
         index = self._index()
         seen_sinks = index < seen
         if visible is not None:
             seen_sinks &= visible[:, 0].gather(1, index.clamp(max=visible.shape[-1] - 1))
-        return Part(self.keys, self.values, seen_sinks[:, None, :], bias=bias)
+        mask = seen_sinks[:, None, :]
+        return Region.exact(self.keys, self.values, visible=mask, bias=bias)
 
     def behind(self, first: int) -> Tensor:
         """Return how many tokens are evicted between sinks and a segment that begins at `first`.

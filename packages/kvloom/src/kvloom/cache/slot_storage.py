@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.append.reference import WriteTarget
+from ..kernels.attend.regions import Region
 from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..state import Stateful
-from .part import Part
 from .segment import Segment
 
 
@@ -75,10 +75,10 @@ class SlotStorage(Stateful):
         self.seen += 1
         return True
 
-    def parts(
+    def region(
         self, visible: Tensor | None, present: int = 1, alibi: Alibi | None = None
-    ) -> list[Part]:
-        """Return all slots as one part; visible: bool [B, 1, seen tokens] by logical index.
+    ) -> Region:
+        """Return all slots; visible: bool [B, 1, seen tokens] by logical index.
 
         present: tokens of the step itself: 1, which is in the slot that was free.
         """
@@ -88,7 +88,8 @@ class SlotStorage(Stateful):
             if alibi.closed_up:  # no slot is free while a step attends
                 index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
             bias = alibi.bias(index)
-        return [Part(self.keys, self.values, self.mask(visible), own=present, bias=bias)]
+        mask = self.mask(visible)
+        return Region.exact(self.keys, self.values, visible=mask, bias=bias, own=present)
 
     def mask(self, visible: Tensor | None) -> Tensor | None:
         """Return the mask by slot, bool [B, Hk, C]."""

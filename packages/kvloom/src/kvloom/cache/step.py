@@ -1,20 +1,21 @@
-"""One step of one layer: its queries, and its new keys and values.
+"""One step of one layer: what the model gives it, what of it waits, and what the layer decided.
 
 Decides nothing. A model gives a layer `StepInputs`. The keys and values are stored within the step;
-the `Queries` may wait longer, in a draft or for the scores of other layers. A score is called with
-the queries and with all tokens that they attended to: `keep.Step`.
+the `Queries` may wait longer: in a draft (`Uncommitted`), or for the scores of other layers. A
+score is called with the queries and with all tokens that they attended to: `keep.Step`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..positions.alibi import Alibi
+from ..state import Stateful
 
 
 class Queries(NamedTuple):
@@ -112,3 +113,48 @@ class StepInputs(NamedTuple):
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
         """Apply fn to the tensors, along the batch dimension."""
         return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v))
+
+
+class Uncommitted(Stateful):
+    """The newest tokens of a layer whose commit waits: for a crop, or for the recipe's `start`.
+
+    Until then, the layer drops, packs and indexes nothing. tokens: how many they are. queries:
+    theirs, where a part will score with them once it is certain which tokens stay (else none).
+    """
+
+    tensors = ("q", "ids")
+    uncounted = ("visible",)
+    counters = ("tokens", "scale", "softcap")
+    fixed = True  # a step replaces this object
+    q: Tensor
+    scale: float
+    visible: Tensor | None
+    softcap: float | None
+    alibi: Alibi | None  # not saved: the next step brings its own
+    ids: Tensor | None
+
+    def __init__(self, tokens: int, queries: Queries) -> None:
+        self.tokens = tokens
+        self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids, _ = queries
+
+    @property
+    def queries(self) -> Queries:
+        """The queries of these tokens."""
+        return Queries(self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor, along the batch dimension."""
+        super().map(fn)
+        self.alibi = None if self.alibi is None else self.alibi.map(fn)
+
+
+@dataclass
+class Trace:
+    """Decisions of the last step.
+
+    scored: logical indices int64 and scores fp32, both [B, Hk, N], of the evictor's candidates.
+    recalled: slots int64 [B, H, M] of the segment that the retriever chose; None: it read all.
+    """
+
+    scored: tuple[Tensor, Tensor] | None = None
+    recalled: Tensor | None = None

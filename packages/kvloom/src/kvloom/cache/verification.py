@@ -63,21 +63,19 @@ class Verification:
             return False
         return not (state.recipe.store.exact and evictor is None and state.retriever is None)
 
-    def attend(
-        self, state: LayerState, given: StepInputs, mutable: Callable[[], Mutable]
-    ) -> Tensor:
+    def attend(self, state: LayerState, step: StepInputs, mutable: Callable[[], Mutable]) -> Tensor:
         """Attend as usual to the tokens that are certain, then token by token; [B, Hq, T, D].
 
         mutable: returns the objects that a step changes.
         """
-        sure = min(given.tokens, max(0, self.certain - state.seen))
+        sure = min(step.tokens, max(0, self.certain - state.seen))
         outs = []
         state.recording = False
         if sure:
             self.end()
-            outs.append(attend(state, given.slice(0, sure)))
-        if sure < given.tokens:
-            draft = given.slice(sure, given.tokens)
+            outs.append(attend(state, step.slice(0, sure)))
+        if sure < step.tokens:
+            draft = step.slice(sure, step.tokens)
             if self.before is None:
                 self.before = Undo(mutable())
             self.steps = (*self.steps, draft)
@@ -114,11 +112,11 @@ class Verification:
 def _oldest(steps: tuple[StepInputs, ...], tokens: int) -> Iterator[StepInputs]:
     """Yield the oldest `tokens` tokens, one by one."""
     for step in steps:
-        for one in step.one_by_one():
+        for token in step.one_by_one():
             if tokens == 0:
                 return
             tokens -= 1
-            yield one
+            yield token
 
 
 def _attend_each(state: LayerState, steps: Iterator[StepInputs]) -> list[Tensor]:

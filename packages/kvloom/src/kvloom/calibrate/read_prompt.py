@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..cache.attention import attend_to
 from ..cache.layer import LayerCache
-from ..cache.part import Part, attend_parts
 from ..cache.score_evictor import ScoreEvictor
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
@@ -27,6 +27,7 @@ from ..hf.access import read_tokens
 from ..hf.cache import Cache
 from ..hf.repetition import of_prompt
 from ..hf.routed import RoutedCache, RoutedLayer, lasting
+from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
 
 
@@ -276,8 +277,8 @@ def _attend(given: StepInputs, index: Tensor | None = None) -> Tensor:
         if index is None:
             index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
         bias = queries.alibi.bias(index)
-    part = Part(k, v, None, own=q.shape[2], bias=bias)
-    out, _ = attend_parts(q, [part], queries.scale, queries.softcap)
+    region = Region.exact(k, v, own=q.shape[2], bias=bias)
+    out, _ = attend_to(q, [region], queries.scale, queries.softcap)
     return out
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..cache.attention import attend_to
 from ..cache.checks import check_range, check_shapes
 from ..cache.layer import LayerCache
-from ..cache.part import Part, attend_parts
 from ..cache.step import StepInputs
 from ..hf.cache import Cache
 from ..hf.routed import RoutedLayer
+from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
 
 
@@ -57,7 +58,7 @@ class RecordingLayer(LayerCache):
         if alibi is not None:
             bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
         self.observer(self.number, AttentionInputs(q, k, v, scale, softcap, bias))
-        out, _ = attend_parts(q, [Part(k, v, None, own=t, bias=bias)], scale, softcap)
+        out, _ = attend_to(q, [Region.exact(k, v, own=t, bias=bias)], scale, softcap)
         return out
 
 

@@ -1,15 +1,22 @@
 """Which tokens stay."""
 
 from .expected import Expected
-from .key_norm import KeyNorm
 from .outliers import Outliers
 from .policy import POSITIONS, Budget, Keep
 from .reconstruction import Reconstruction
-from .registered import SCORERS, checked, register_score
+from .registered import SCORERS, built_in, checked, register_score
 from .scorer import Scorer, Step
-from .scorers import Dilated, Mass, Noisy, Observation, Random, Recent
+from .scorers import (
+    Dilated,
+    KeyNorm,
+    Mass,
+    Noisy,
+    Observation,
+    Random,
+    Recent,
+    ValueAware,
+)
 from .select import choose, protect_sinks, sinks_first
-from .value_aware import ValueAware
 
 __all__ = [
     "POSITIONS",
@@ -29,6 +36,7 @@ __all__ = [
     "Scorer",
     "Step",
     "ValueAware",
+    "built_in",
     "checked",
     "choose",
     "protect_sinks",

@@ -11,11 +11,18 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..registry import Registry
 from .expected import Expected
-from .key_norm import KeyNorm
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
-from .scorers import Dilated, Mass, Noisy, Observation, Random, Recent
-from .value_aware import ValueAware
+from .scorers import (
+    Dilated,
+    KeyNorm,
+    Mass,
+    Noisy,
+    Observation,
+    Random,
+    Recent,
+    ValueAware,
+)
 
 S = TypeVar("S", bound="Scorer")
 
@@ -69,12 +76,13 @@ def checked(scorer: Rule, step: Step) -> Tensor:
         )
     if scores.device != step.k.device:
         raise _refused(scorer, f"returned scores on {scores.device}; return {step.k.device}")
-    if not _built_in(scorer) and bool(scores.isnan().any()):
+    if not built_in(scorer) and bool(scores.isnan().any()):
         raise _refused(scorer, "returned NaN; return numbers, or infinity")
     return scores
 
 
-def _built_in(scorer: Rule) -> bool:
+def built_in(scorer: Rule) -> bool:
+    """Return whether a score is kvloom's own."""
     kind = getattr(scorer, "kind", "")
     return SCORERS.is_builtin(kind) and type(scorer) is SCORERS[kind]
 

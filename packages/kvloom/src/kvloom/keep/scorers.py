@@ -1,4 +1,4 @@
-"""Scorers by age and by attention: they give tokens that should stay a high score.
+"""Scorers by age, attention and length: they give tokens that should stay a high score.
 
 A scorer is a frozen dataclass with a `kind`; it is called with a `Step` and returns the scores.
 Decides nothing about how many tokens stay.
@@ -7,7 +7,7 @@ Decides nothing about how many tokens stay.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -174,3 +174,42 @@ class Random(Scorer):
         b, hk, n = step.k.shape[:3]
         drawn = step.noise("gumbel", fixed=True).block(hk, 1, 0, 1, n)
         return drawn[:, :, 0, 0].expand(b, hk, n)
+
+
+@dataclass(frozen=True)
+class KeyNorm(Scorer):
+    """The negative length of the key (arXiv:2406.11430): short keys receive more attention."""
+
+    kind: ClassVar[str] = "key-norm"
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
+        return -step.k.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class ValueAware(Scorer):
+    """The score of `base` times the L1 norm of the value (VATP, arXiv:2406.12335, equation 4).
+
+    Attributes:
+        base: A score that sums up attention, such as `Mass` or `Observation`.
+    """
+
+    base: Scorer = field(default_factory=Mass)
+    kind: ClassVar[str] = "value-aware"
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, Scorer) or not self.base.weighs:
+            raise RecipeError(
+                f"base={self.base!r} of a value-aware score must be a score of attention, such as "
+                "mass or observation"
+            )
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]."""
+        return self.base(step) * step.v.float().norm(p=1, dim=-1)
+
+    def join(self, former: Tensor, new: Tensor) -> Tensor:
+        """As `base` joins: a value's norm does not change, so it is a factor of both."""
+        return self.base.join(former, new)

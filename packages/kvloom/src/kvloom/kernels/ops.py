@@ -7,7 +7,7 @@ Decides nothing about how a backend is chosen: see `dispatch`. Imports neither N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,18 +16,10 @@ from torch import Tensor
 from . import dispatch
 from .append import reference as append_reference
 from .append.cpu import append as append_cpu
-from .attend import pages as attend_pages_reference
-from .attend import ragged as attend_ragged_reference
 from .attend import reference as attend_reference
-from .attend.cpu import decode as attend_cpu
-from .attend.cpu import gathered as gathered_cpu
-from .attend.cpu import paged as paged_cpu
-from .attend.cpu import ragged as ragged_cpu
-from .attend.kv_view import KVView
-from .attend.pages import PageTable
-from .attend.ragged import Spans
-from .attend.triton import decode as attend_triton
-from .attend.triton import paged as paged_triton
+from .attend.cpu import attend as attend_cpu
+from .attend.regions import Paged, Region, Slots
+from .attend.triton import attend as attend_triton
 from .declare import only, rows_op, scores_op
 from .dispatch import Backend, Op
 from .quantize import reference as quantize_reference
@@ -72,171 +64,71 @@ append = Op(
 
 
 def _attend_case(
-    q: Tensor, keys: KVView, values: KVView, *_: Any, **__: Any
+    q: Tensor, regions: Sequence[Region], *_: Any, **__: Any
 ) -> tuple[Tensor, Hashable]:
-    like, packed = keys.exact, keys.packed
-    rotation = None
-    if packed is not None and packed.rope is not None:
-        rotation = packed.rope.inv_freq.shape[0], packed.rope.interleaved
+    like = regions[0].keys.exact
     _b, heads, tokens, d = q.shape
     few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
-    return like, (
-        heads, few, d, like.shape[1], like.dtype, keys.encoding, values.encoding, packed is None,
-        rotation, gradient,
+    kinds = tuple(map(_region_case, regions))
+    return like, (heads, few, d, like.dtype, kinds, gradient)
+
+
+def _region_case(region: Region) -> Hashable:
+    keys, values, where = region.keys, region.values, region.where
+    packed = keys.packed
+    how: Hashable = None
+    rotation: Hashable = None
+    if packed is not None and packed.rope is not None:
+        rope, per_token = packed.rope, packed.at is not None and packed.at.shape[2] > 1
+        rotation = rope.inv_freq.shape[0], rope.interleaved, per_token
+    if isinstance(where, Slots):
+        how = where.slots.shape[1]
+    elif isinstance(where, Paged):
+        how = "pages", where.table.page
+    elif where is not None:
+        how = "spans", where.bounds.shape[1]
+    return (
+        keys.exact.shape[1], keys.encoding, values.encoding, packed is None,
+        values.packed is None, rotation, how, region.own > 0,
     )  # fmt: skip
 
 
-def _gathered_case(
-    q: Tensor, keys: KVView, values: KVView, slots: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, Hashable]:
-    like, rest = _attend_case(q, keys, values)
-    return like, (rest, slots.shape[1])
+def _attend_problems(module: Any) -> Any:
+    """Return `Backend.problems` of an attention module, which asks `problems` of the module."""
 
-
-def _nothing(*_: Any) -> tuple[Any, ...]:
-    return ()
-
-
-def _attend_problems(module: Any, extra: Callable[..., tuple[Any, ...]] = _nothing) -> Any:
-    """Return `Backend.problems` of an attention module, which asks `problems` of the module.
-
-    extra: takes the operation's arguments behind values, and returns those that the module's
-    function takes behind the formats.
-    """
-
-    def problems(q: Tensor, keys: KVView, values: KVView, *rest: Any, **__: Any) -> list[str]:
-        formats = keys.encoding, values.encoding
-        reasons: list[str] = module.problems(q.shape[2], keys.exact, *formats, *extra(*rest))
+    def problems(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> list[str]:
+        reasons: list[str] = module.problems(q, regions)
         return reasons or (_GRADIENT if dispatch.differentiated(q) else [])
 
     return problems
 
 
-def _attend_cpu(
-    module: Any,
-    layer: Callable[..., Any],
-    coverage: str,
-    extra: Callable[..., tuple[Any, ...]] = _nothing,
-) -> Backend:
-    """Return the CPU backend of an attention module.
-
-    layer: the class that plans a layer's steps; making one compiles its kernel. extra: as in
-    `_attend_problems`.
-    """
-    prepare = only(layer)
-    return Backend(module.attend, _attend_problems(module, extra), prepare, coverage, prepare)
-
-
-_ATTEND_GPU = (
-    "1 to 8 queries a step; head_dim 16 to 256, in fp32 to 128; exact tokens in fp32, fp16, bf16; "
-    "packed at 1, 1.5, 2, 3, 4, 8 bit per channel or per token, any transform, no "
-    "boost, no balanced tiles, not before RoPE, "
-    "metadata fp32, fp16, bf16, fp8; padding, softcap, bias, causal; chosen tokens"
-)
-
 attend = Op(
     "attend",
-    attend_reference.attend_views,
+    attend_reference.attend_regions,
     _attend_case,
-    cpu=_attend_cpu(
-        attend_cpu,
-        attend_cpu.Decode,
-        "1 to 8 queries a step; head_dim a multiple of 16 up to 512; exact tokens in fp32, fp16, "
-        "bf16; packed in any format of the store but rotated 8 bit, keys before RoPE that are "
-        "divided, rotated or boosted, a boost of 8, balanced keys per token, balanced values per "
-        "channel, and more than 128 groups a token; padding, softcap, bias, causal",
+    cpu=Backend(
+        attend_cpu.attend,
+        _attend_problems(attend_cpu),
+        only(attend_cpu.Attend),
+        "1 to 8 queries a step, one for chosen tokens and for pages; head_dim a multiple of 16 up "
+        "to 512; exact tokens in fp32, fp16, bf16; packed in any encoding but rotated 8 bit, keys "
+        "before RoPE that are divided, rotated or boosted, a boost of 8, balanced keys per token, "
+        "balanced values per channel, and more than 128 groups a token; chosen tokens without "
+        "boost and balanced tiles; spans of heads after RoPE, each head by itself; pages of whole "
+        "128 tokens, both sides packed and not at 1.5 bit; padding, softcap, bias, causal",
+        only(attend_cpu.Attend),
     ),
     gpu=Backend(
         attend_triton.attend,
         _attend_problems(attend_triton),
         only(attend_triton.kernels),
-        _ATTEND_GPU,
+        "1 to 8 queries a step, one for chosen tokens and for pages; head_dim 16 to 256, in fp32 "
+        "to 128; exact tokens in fp32, fp16, bf16; packed in any encoding but boosted, balanced "
+        "and before RoPE; pages with both sides packed; padding, softcap, bias, causal",
     ),
 )
-
-attend_gathered = Op(
-    "attend_gathered",
-    attend_reference.attend_gathered,
-    _gathered_case,
-    cpu=_attend_cpu(
-        gathered_cpu,
-        gathered_cpu.Gathered,
-        "one query a step; otherwise as `attend` but no boost and no balanced tiles, and keys "
-        "before RoPE at positions with gaps",
-    ),
-    gpu=Backend(
-        attend_triton.attend_gathered,
-        _attend_problems(attend_triton),
-        only(attend_triton.kernels),
-        _ATTEND_GPU,
-    ),
-)
-
-
-def _paged_case(
-    q: Tensor, keys: KVView, values: KVView, table: PageTable, *_: Any, **__: Any
-) -> tuple[Tensor, Hashable]:
-    like, rest = _attend_case(q, keys, values)
-    return like, (rest, table.page)
-
-
-def _page(table: PageTable, *_: Any) -> tuple[int]:
-    return (table.page,)
-
-
-attend_pages = Op(
-    "attend_pages",
-    attend_pages_reference.attend_pages,
-    _paged_case,
-    cpu=_attend_cpu(
-        paged_cpu,
-        paged_cpu.Paged,
-        "one query a row; pages of whole 128 tokens, both sides packed and not at 1.5 bit; "
-        "otherwise as `attend`, without padding, softcap and bias",
-        _page,
-    ),
-    gpu=Backend(
-        paged_triton.attend,
-        _attend_problems(paged_triton, _page),
-        lambda *_, **__: paged_triton.kernel(),
-        "one query a row; pages of any number of tokens, both sides packed; otherwise as `attend`, "
-        "without padding, softcap and bias",
-    ),
-)
-
-
-def _ragged_case(
-    q: Tensor, keys: KVView, values: KVView, spans: Spans, *_: Any, **__: Any
-) -> tuple[Tensor, Hashable]:
-    like, rest = _attend_case(q, keys, values)
-    return like, (rest, spans.bounds.shape[1])
-
-
-attend_ragged = Op(
-    "attend_ragged",
-    attend_ragged_reference.attend_ragged,
-    _ragged_case,
-    cpu=_attend_cpu(
-        ragged_cpu,
-        ragged_cpu.Ragged,
-        "1 to 8 queries a step; exact tokens, or packed after RoPE, per channel or per token, "
-        "rotated or without a transform; otherwise as `attend`, without bias",
-    ),
-)
-
-
-def count_fallback(q: Tensor, keys: Any, values: Any) -> None:
-    """Count in `dispatch.ran` that the reference attends to a part, which no kernel can read.
-
-    keys, values: formats of the part's packed tokens, None if all are exact.
-    """
-    name, why = dispatch.candidate(q)
-    problems = {"cpu": attend_cpu.problems, "gpu": attend_triton.problems}.get(name)
-    if not why and problems is not None:
-        why = problems(q.shape[2], q, keys, values)
-    why = why or ["the packed tokens are in several pieces"]
-    dispatch.ran["attend", "ref", "; ".join(why)] += 1
 
 
 # --- quantize -------------------------------------------------------------------------------------
@@ -357,8 +249,7 @@ select_pages = scores_op(select_reference.select_pages, select_cpu.select_pages,
 OPS: dict[str, Op[..., Any]] = {
     op.name: op
     for op in (
-        append, attend, attend_gathered, attend_pages, attend_ragged, pack, unpack, column_mass,
-        step_mass, lowest, kmeans, page_bounds, cluster_scores, page_scores, select_clusters,
-        select_pages,
+        append, attend, pack, unpack, column_mass, step_mass, lowest, kmeans, page_bounds,
+        cluster_scores, page_scores, select_clusters, select_pages,
     )
 }  # fmt: skip

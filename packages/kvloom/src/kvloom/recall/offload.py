@@ -49,18 +49,18 @@ class OffloadBuffer(Stateful):
             for rows, width in zip(self.rows, self.widths, strict=True)
         ]
 
-    def fetch(self, at: Tensor, dtype: torch.dtype) -> Tensor:
+    def fetch(self, addresses: Tensor, dtype: torch.dtype) -> Tensor:
         """Return tokens [n, D] at addresses int64 [n]: block * unit + token."""
         flat = [
             rows.view().view(-1, width) for rows, width in zip(self.rows, self.widths, strict=True)
         ]
         if self.encoding is None:
-            return flat[0].index_select(0, at)
+            return flat[0].index_select(0, addresses)
         how = self.encoding
         codes, scale, zero = (x[None, None] for x in flat)
         scale, zero = scale.view(META[how.meta]), zero.view(META[how.meta])
         group = how.group or self.widths[0]
-        slots = at[None, None]
+        slots = addresses[None, None]
         return gather_packed(codes, scale, zero, how.bits, how.axis, group, slots, dtype)[0, 0]
 
 
@@ -135,11 +135,11 @@ class OffloadStore(Stateful):
         b, h, _, d = self.like.shape
         blocks = torch.arange(lo // self.unit, hi // self.unit) * self.unit
         row, head = torch.arange(b)[:, None, None], torch.arange(h)[:, None]
-        at = self._addresses(blocks.expand(b, h, -1), row, head) // self.unit
+        numbers = self._addresses(blocks.expand(b, h, -1), row, head) // self.unit
         result: list[Block] = []
         nbytes = 0
         for buffer in self.buffers:
-            got = [x.to(self.like.device, non_blocking=True) for x in buffer.get(at)]
+            got = [x.to(self.like.device, non_blocking=True) for x in buffer.get(numbers)]
             nbytes += sum(x.nbytes for x in got)
             joint = len(self.buffers) == 1
             halves = (x.contiguous() for x in got[0].split(d, dim=-1))
@@ -157,9 +157,9 @@ class OffloadStore(Stateful):
             x = self._fetch(slots, torch.ones_like(slots, dtype=torch.bool)).view(b, h, m, -1)
             self._count(0, slots.numel(), x.nbytes)
             return x[..., :d], x[..., d:]
-        at = self.resident_index.gather(2, slots).long()
-        x = gather(self.resident, at.clamp_min(0))
-        missed = at < 0
+        places = self.resident_index.gather(2, slots).long()
+        x = gather(self.resident, places.clamp_min(0))
+        missed = places < 0
         misses, nbytes = int(missed.sum()), 0
         if misses:
             fetched = self._fetch(slots, missed)
@@ -249,8 +249,8 @@ class OffloadStore(Stateful):
         assert self.like is not None
         per = slots.shape[1] // self.like.shape[1]  # heads that choose for each key/value head
         row, head, _ = which.nonzero().to("cpu").unbind(1)
-        at = self._addresses(slots[which].to("cpu"), row, head // per)
-        fetched = [buffer.fetch(at, self.like.dtype) for buffer in self.buffers]
+        addresses = self._addresses(slots[which].to("cpu"), row, head // per)
+        fetched = [buffer.fetch(addresses, self.like.dtype) for buffer in self.buffers]
         x = fetched[0] if len(fetched) == 1 else torch.cat(fetched, dim=-1)
         if x.device == self.like.device:
             return x
@@ -280,9 +280,9 @@ class OffloadStore(Stateful):
         lo = room * m
         if len(self.read_slots) == self.tier.steps:
             old = self.read_slots[room].long()
-            at = self.resident_index.gather(2, old)
-            replaced = (at >= lo) & (at < lo + m)  # a later step read the others too
-            self.resident_index.scatter_(2, old, at.masked_fill(replaced, -1))
+            places = self.resident_index.gather(2, old)
+            replaced = (places >= lo) & (places < lo + m)  # a later step read the others too
+            self.resident_index.scatter_(2, old, places.masked_fill(replaced, -1))
             self.read_slots[room] = slots.int()
         else:
             self.read_slots.append(slots.int())

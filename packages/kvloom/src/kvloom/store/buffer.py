@@ -53,39 +53,39 @@ class Buffer(Stateful):
 
     def view(self, most: int | None = None) -> Tensor:
         """Return the live tokens [B, Hk, N, D], the `most` oldest or all of them; a view."""
-        own = self.allocation
-        assert own is not None, "an empty buffer has no shape yet"
+        allocation = self.allocation
+        assert allocation is not None, "an empty buffer has no shape yet"
         count = self.count if most is None else min(self.count, most)
-        return own.data[:, :, own.start : own.start + count]
+        return allocation.data[:, :, allocation.start : allocation.start + count]
 
     @property
     def storage(self) -> Tensor:
         """The tensor from the oldest live token on, spare room included; a view."""
-        own = self.allocation
-        assert own is not None, "an empty buffer has no shape yet"
-        return own.data[:, :, own.start :] if own.start else own.data
+        allocation = self.allocation
+        assert allocation is not None, "an empty buffer has no shape yet"
+        return allocation.data[:, :, allocation.start :] if allocation.start else allocation.data
 
     def append(self, x: Tensor) -> None:
         """Add x [B, Hk, T, D] behind the live tokens."""
-        data, at = self.room(x)
+        data, slot = self.room(x)
         t = x.shape[2]
-        data[:, :, at : at + t] = x
+        data[:, :, slot : slot + t] = x
         self.count += t
 
     def room(self, x: Tensor) -> WriteTarget:
         """Make room for x [B, Hk, T, D] behind the live tokens; raise `count` to make it live."""
-        own, t = self.allocation, x.shape[2]
-        if own is None or own.start + self.count + t > own.data.shape[2]:
-            own = self._grown(t, x)
-        return WriteTarget(own.data, own.start + self.count)
+        allocation, t = self.allocation, x.shape[2]
+        if allocation is None or allocation.start + self.count + t > allocation.data.shape[2]:
+            allocation = self._grown(t, x)
+        return WriteTarget(allocation.data, allocation.start + self.count)
 
     def spare_room(self, t: int) -> WriteTarget | None:
         """Return the room for t tokens behind the live ones; None if they do not fit."""
-        own = self.allocation
-        if own is None:
+        allocation = self.allocation
+        if allocation is None:
             return None
-        stop = own.start + self.count
-        return WriteTarget(own.data, stop) if stop + t <= own.data.shape[2] else None
+        stop = allocation.start + self.count
+        return WriteTarget(allocation.data, stop) if stop + t <= allocation.data.shape[2] else None
 
     def replace(self, x: Tensor) -> None:
         """Replace all tokens by a copy of x [B, Hk, N, D], without spare room."""
@@ -94,9 +94,9 @@ class Buffer(Stateful):
 
     def drop_front(self, n: int) -> None:
         """Drop the n oldest tokens; release memory once most of it is unused."""
-        own = self.allocation
-        assert own is not None
-        self.allocation = Allocation(own.data, own.start + n)
+        allocation = self.allocation
+        assert allocation is not None
+        self.allocation = Allocation(allocation.data, allocation.start + n)
         self.count -= n
         self._shrink()
 
@@ -116,19 +116,19 @@ class Buffer(Stateful):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace the storage by fn(storage), fn acting on the batch dimension."""
-        own = self.allocation
-        if own is not None:
-            self.allocation = Allocation(fn(own.data).contiguous(), own.start)
+        allocation = self.allocation
+        if allocation is not None:
+            self.allocation = Allocation(fn(allocation.data).contiguous(), allocation.start)
 
     def state(self) -> dict[str, Any] | None:
         """Return the live tokens, their start and the capacity: a loaded buffer grows alike.
 
         None: the buffer never had a token.
         """
-        own = self.allocation
-        if own is None:
+        allocation = self.allocation
+        if allocation is None:
             return None
-        return {"live": self.view(), "start": own.start, "room": own.data.shape[2]}
+        return {"live": self.view(), "start": allocation.start, "room": allocation.data.shape[2]}
 
     def load_state(self, state: Any, like: Tensor | None) -> None:
         """Load a state that `state` returned."""
@@ -142,23 +142,23 @@ class Buffer(Stateful):
 
     def _grown(self, t: int, like: Tensor) -> Allocation:
         """Return the allocation with room for t more tokens; like: [B, Hk, any, D]."""
-        own = self.allocation
-        if own is None:
+        allocation = self.allocation
+        if allocation is None:
             b, h, _, *rest = like.shape
-            own = self.allocation = Allocation(like.new_empty(b, h, t, *rest))
+            allocation = self.allocation = Allocation(like.new_empty(b, h, t, *rest))
         else:
-            self._make_room(own, t)
-        return own
+            self._make_room(allocation, t)
+        return allocation
 
-    def _make_room(self, own: Allocation, t: int) -> None:
+    def _make_room(self, allocation: Allocation, t: int) -> None:
         need = self.count + t
         capacity = grown_capacity(need, self.tight)
         if need <= self.most:
             capacity = min(capacity, self.most)
-        b, h, room, *rest = own.data.shape
-        grown = own.data.new_empty(b, h, max(capacity, room), *rest)
+        b, h, room, *rest = allocation.data.shape
+        grown = allocation.data.new_empty(b, h, max(capacity, room), *rest)
         grown[:, :, : self.count] = self.view()
-        own.data, own.start = grown, 0
+        allocation.data, allocation.start = grown, 0
 
     def _shrink(self) -> None:
         assert self.allocation is not None

@@ -27,6 +27,19 @@ class FormatView(NamedTuple):
     hi: int
     dtype: torch.dtype
 
+    @property
+    def rope(self) -> None:
+        """None: such a format packs keys after RoPE."""
+
+    def cut(self, lo: int, hi: int) -> FormatView:
+        """Return tokens lo to hi of these."""
+        unit, lo, hi = self.fmt.unit, self.lo + lo, self.lo + hi
+        held = self.lo // unit  # units before these
+        whole, begin, end = -(-self.hi // unit) - held, lo // unit - held, -(-hi // unit) - held
+        rows = [x.shape[2] // whole for x in self.tensors]
+        parts = (x[:, :, begin * n : end * n] for x, n in zip(self.tensors, rows, strict=True))
+        return self._replace(tensors=tuple(parts), lo=lo, hi=hi)
+
     def tensor(self) -> Tensor:
         """Return the tokens [B, Hk, hi - lo, D] in the model's dtype."""
         skip = self.lo % self.fmt.unit

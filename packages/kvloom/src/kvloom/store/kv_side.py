@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.attend.kv_view import KVView
+from ..kernels.attend.regions import KVView
 from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
 from ..state import Stateful
@@ -56,8 +56,6 @@ class KVSide(Stateful):
         elif fmt is not None:
             self.packed = FormatTokens(fmt)
         self.recent = recent
-        self.fused = not isinstance(self.packed, FormatTokens)
-        """Whether kernels read the tokens as they are stored; other formats are unpacked first."""
         self.needs_positions = self.packed is not None and self.packed.rope is not None
         """Whether packing depends on the tokens' positions."""
         self.tail = Buffer(most=recent + blocks if blocks else 0)
@@ -137,19 +135,20 @@ class KVSide(Stateful):
             assert not isinstance(block, Tensor)
             self.packed.restore(block, n)
 
-    def view_offloaded(self, block: Block, n: int) -> Tensor | PackedView:
-        """Return n offloaded tokens as `view` returns the others."""
+    def view_offloaded(self, block: Block, n: int) -> KVView:
+        """Return n offloaded tokens as `kv_view` returns the others."""
         if isinstance(block, Tensor):
-            return block
+            return KVView(None, block)
         assert isinstance(self.packed, PackedTokens)
-        return self.packed.wrap(block, 0, n)
+        assert self.tail.allocation is not None
+        none = self.tail.allocation.data[:, :, :0]
+        return KVView(self.packed.wrap(block, 0, n), none, self.packed.fmt.encoding)
 
     def kv_view(self, at: Positions | None = None, gaps: bool = False) -> KVView:
         """Return all tokens, packed and exact, as one view that kernels read.
 
         at: as in `extend`. gaps: whether positions are not consecutive.
         """
-        assert not isinstance(self.packed, FormatTokens), "no kernel reads other formats"
         exact, tail = self.tail.allocation, self.tail.count
         assert exact is not None, "no tokens yet"
         if self.packed is None:
@@ -158,7 +157,9 @@ class KVSide(Stateful):
         if at and count and self.needs_positions:
             positions = at(0, count if gaps else 1)
         packed = self.packed.view(at=positions) if count else None
-        return KVView(packed, exact.data, self.packed.fmt.encoding, exact.start, tail)
+        fmt = self.packed.fmt
+        encoding = fmt.encoding if isinstance(fmt, Packed) else fmt
+        return KVView(packed, exact.data, encoding, exact.start, tail)
 
     def fill(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
         """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact.

@@ -40,6 +40,13 @@ class PackedView(NamedTuple):
     at: Tensor | None = None  # positions of these keys, int64 [B or 1, Hk or 1, hi - lo], or that
     # of the first key, where positions are consecutive, [B or 1, 1, 1]
 
+    def cut(self, lo: int, hi: int) -> PackedView:
+        """Return tokens lo to hi of these."""
+        at = self.at
+        if at is not None:
+            at = at + lo if at.shape[2] == 1 and self.hi - self.lo != 1 else at[:, :, lo:hi]
+        return self._replace(lo=self.lo + lo, hi=self.lo + hi, at=at)
+
     def tensor(self) -> Tensor:
         """Return the unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
         at, angles = self.at, None

@@ -92,7 +92,7 @@ def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvloom.cache.cycle.attend_parts", out_of_memory)
+        patch.setattr("kvloom.cache.cycle.attend_to", out_of_memory)
         with pytest.raises(MemoryError):
             attend(cache, *draw(1, t))
     assert_same_state(state(cache), state(same))

@@ -1,4 +1,4 @@
-"""Segment and Sinks: pieces that cover every token once, and each row's first tokens."""
+"""Segment and Sinks: regions that cover every token once, and each row's first tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvloom.cache.segment import Segment
 from kvloom.cache.sinks import Sinks
 from kvloom.kernels.attend import reference as ref
 from kvloom.store import KVSide, Packed
+from kvloom.store.packed import PackedView
 
 KEYS = (Packed(2, "channel", 16, residual=32), 0)
 VALUES = (Packed(3, "token", 16), 10)
@@ -40,39 +41,20 @@ def tokens(side: KVSide) -> torch.Tensor:
     return torch.cat([*parts, *([side.tail.view()] if len(side.tail) else [])], dim=2)
 
 
-def length(x) -> int:
-    return x.shape[2] if isinstance(x, torch.Tensor) else x.hi - x.lo
-
-
-@pytest.mark.sample("values")
-@every_pair
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 101])
-def test_pieces_cover_every_token_once_and_in_one_form(keys, values, n):
-    body, _, _ = segment(keys, values, n)
-    visible = torch.rand(2, 1, n) > 0.5
-    pieces = body.parts(visible, present=0)
-    assert [length(p.keys) for p in pieces] == [length(p.values) for p in pieces]
-    assert sum(length(p.keys) for p in pieces) == n
-    assert all(length(p.keys) for p in pieces)
-    assert len(pieces) <= 3
-    assert torch.equal(torch.cat([p.visible for p in pieces], dim=2), visible)
-    assert all(p.own == 0 for p in pieces)
-
-
 @every_pair
 @given(st.integers(1, 90), st.integers(1, 20))
-def test_attending_to_the_pieces_is_attending_to_the_tokens(keys, values, n, t):
+def test_attending_to_the_region_is_attending_to_the_tokens(keys, values, n, t):
     body, _, _ = segment(keys, values, n)
     q = torch.randn(2, 4, t, 32)
     body.append(*torch.randn(2, 2, 2, t, 32))
     visible = torch.rand(2, 1, n + t) > 0.3
     for see in (None, visible):
-        pieces = body.parts(see, present=t)
-        assert [p.own for p in pieces] == [0] * (len(pieces) - 1) + [t]
-        got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
+        region = body.region(see, present=t)
+        assert (region.tokens, region.own) == (n + t, t)
+        got = ref.attend_regions(q, [region], 0.2)
         whole = (tokens(body.keys), tokens(body.values))
         want = ref.attend(q, *whole, 0.2, causal=True, visible=see)
-        torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
+        torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
 
 
 @pytest.mark.sample("values")
@@ -82,13 +64,18 @@ def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, mon
     body, _, _ = segment(keys, values, 101)
     q, visible = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 101) > 0.3
     whole = (tokens(body.keys), tokens(body.values))
-    monkeypatch.setattr("kvloom.cache.segment._UNPACK", stretch)
-    pieces = body.parts(visible, present=0)
-    assert sum(length(p.keys) for p in pieces) == 101
-    assert all(length(p.keys) <= stretch for p in pieces[:-1] if not torch.is_tensor(p.keys))
-    got = ref.merge([p.attend(q, 0.2, None) for p in pieces])
+    monkeypatch.setattr(ref, "_UNPACK", stretch)
+    cut, unpacked = PackedView.cut, []
+    monkeypatch.setattr(PackedView, "cut", lambda *x: unpacked.append(x[2] - x[1]) or cut(*x))
+    got = ref.attend_regions(q, [body.region(visible, present=0)], 0.2)
+    assert all(n <= stretch for n in unpacked)
     want = ref.attend(q, *whole, 0.2, visible=visible)
-    torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
+    torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
+    for begin in (1, 33, 64):
+        got = ref.attend_regions(q, [body.region(visible, 0, begin=begin)], 0.2)
+        later = [x[:, :, begin:] for x in whole]
+        want = ref.attend(q, *later, 0.2, visible=visible[..., begin:])
+        torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
 
 
 @every_pair
@@ -108,8 +95,8 @@ def test_dropping_moves_the_first_logical_index():
     assert torch.equal(body.keys.tail.view(), k[:, :, 5:17])
     assert torch.equal(body.values.tail.view(), v[:, :, 5:17])
     visible = torch.arange(17)[None, None].expand(2, 1, 17) % 2 == 0
-    (piece,) = body.parts(visible, present=0)
-    assert torch.equal(piece.visible, visible[:, :, 5:])  # by logical index, not by slot
+    region = body.region(visible, present=0)
+    assert torch.equal(region.visible, visible[:, :, 5:])  # by logical index, not by slot
 
 
 @every_pair
@@ -143,8 +130,9 @@ def test_sinks_without_padding_are_the_first_tokens(sizes):
         skipped += sinks.extend(x[:, :, seen : seen + t], -x[:, :, seen : seen + t], seen, None)
         seen += t
         assert sinks.full(seen) == (seen >= 4)
-        piece = sinks.part(seen)
-        shown = piece.keys if piece.visible is None else piece.keys[:, :, piece.visible[0, 0]]
+        region = sinks.region(seen)
+        keys = region.keys.tail
+        shown = keys if region.visible is None else keys[:, :, region.visible[0, 0]]
         assert torch.equal(shown, x[:, :, : min(4, seen)])
     assert skipped == 4
     assert torch.equal(sinks.values, -x[:, :, :4])
@@ -161,10 +149,10 @@ def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):
         part = x[:, :, seen : seen + t]
         assert sinks.extend(part, -part, seen, see) == min(t, max(0, 4 - seen))
         seen += t
-        piece, hidden = sinks.part(seen), sinks.hide(see)
+        region, hidden = sinks.region(seen), sinks.hide(see)
         for row, pad in enumerate(pads):
             have = [i for i in range(pad, pad + 4) if i < seen]
-            shown = piece.keys[row, 0][piece.visible[row, 0]][:, 0]
+            shown = region.keys.tail[row, 0][region.visible[row, 0]][:, 0]
             assert shown.tolist() == [100 * row + i for i in have]
             # and the body shows every other real token, so that each is seen once
             rest = [i for i in range(max(pad, 4), seen) if i not in have]
@@ -208,9 +196,9 @@ def test_every_logical_index_is_in_one_place():
                 body.append(part[:, :, skip:], part[:, :, skip:])
             seen += t
         see = sinks.hide(visible)
-        pieces = [sinks.part(seen), *body.parts(see, 0)]
         shown = []
-        for p in pieces:
-            keys = p.keys if p.visible is None else p.keys[:, :, p.visible[0, 0]]
+        for region in (sinks.region(seen), body.region(see, 0)):
+            keys = region.keys.tail
+            keys = keys if region.visible is None else keys[:, :, region.visible[0, 0]]
             shown += keys[0, 0, :, 0].tolist()
         assert shown == list(range(pad, 9))

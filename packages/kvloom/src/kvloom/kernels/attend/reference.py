@@ -9,32 +9,182 @@ grouped-query attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..select.reference import gather
-from .kv_view import KVView
+from ..select.reference import gather, gather_packed
+from .regions import KVView, Paged, Region, Slots, Spans
 
 # Logits of one block of query rows hold at most this many numbers (64 MiB in fp32).
 _BLOCK_NUMEL = 1 << 24
-
-
-First = tuple[Tensor, Tensor]
-"""Exact keys and values [B, Hk, S, D] that are read before chosen ones."""
+# Tokens that are unpacked at once.
+_UNPACK = 8192
 
 
 class State(NamedTuple):
-    """Attention over one part: out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T].
+    """Attention over one set of tokens: out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T].
 
-    products: scale * q @ k, where a kernel returns it (see `attend_views`).
+    products: scale * q @ k, where a kernel returns it (see `attend_regions`).
     """
 
     out: Tensor
     lse: Tensor
     products: Tensor | None = None
+
+
+def attend_regions(
+    q: Tensor,
+    regions: Sequence[Region],
+    scale: float,
+    *,
+    softcap: float | None = None,
+    products: bool = False,
+) -> State:
+    """Attend q [B, Hq, T, D] to the tokens of all regions.
+
+    softcap: as for `attend`. products: a kernel that reads one region without an addressing may
+    also return scale * q @ k, fp32 [B, Hq, T, N padded to whole vectors of 16], for
+    `score.reference.step_mass`; the reference returns None for it.
+    """
+    return merge([_region(q, region, scale, softcap) for region in regions])
+
+
+def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> State:
+    keys, values, where, visible, bias, own = region
+    if isinstance(where, Slots):
+        return _slots(q, region, where, scale, softcap)
+    if isinstance(where, Spans):
+        return _spans(q, region, where, scale, softcap)
+    if isinstance(where, Paged):
+        return _pages(q, keys, values, where, scale)
+    return _stretch(q, keys, values, 0, scale, softcap, visible, bias, own)
+
+
+def _stretch(
+    q: Tensor,
+    keys: KVView,
+    values: KVView,
+    begin: int,
+    scale: float,
+    softcap: float | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    own: int,
+) -> State:
+    """Attend to all tokens from `begin` on, unpacking `_UNPACK` at a time."""
+    n = keys.tokens
+    ends = {*range(begin + _UNPACK, max(keys.prefix, values.prefix), _UNPACK), n}
+    ends |= {view.prefix for view in (keys, values) if begin < view.prefix < n}
+    cuts = [begin, *sorted(end for end in ends if end <= n - own or end == n)]
+    states = []
+    for lo, hi in pairwise(cuts):
+        some = slice(lo - begin, hi - begin)
+        states.append(
+            attend(
+                q, keys.tensor(lo, hi), values.tensor(lo, hi), scale,
+                causal=own > 0 and hi == n,
+                visible=None if visible is None else visible[..., some],
+                softcap=softcap,
+                bias=None if bias is None else bias[..., some],
+            )
+        )  # fmt: skip
+    return merge(states) if states else attend(q, keys.tail, values.tail, scale)
+
+
+def _slots(q: Tensor, region: Region, where: Slots, scale: float, softcap: float | None) -> State:
+    """Attend q [B, Hq, 1, D] to tokens at slots, and to all from `begin` on."""
+    count, states = where.slots.shape[2], []
+    hk = region.keys.exact.shape[1]
+    parts = [None if x is None else x.split([count, x.shape[-1] - count], dim=-1)
+             for x in (region.visible, region.bias)]  # fmt: skip
+    (seen, seen_rest), (bias, bias_rest) = (part or (None, None) for part in parts)
+    if count:
+        k, v = (_gathered(view, where) for view in (region.keys, region.values))
+        states.append(attend(q, k, v, scale, visible=seen, softcap=softcap, bias=bias))
+    if seen_rest is not None and seen_rest.shape[1] not in (1, hk):
+        r = seen_rest.shape[1] // hk
+        k, v = (
+            view.tensor(where.begin).repeat_interleave(r, dim=1)
+            for view in (region.keys, region.values)
+        )
+        states.append(attend(q, k, v, scale, visible=seen_rest, softcap=softcap, bias=bias_rest))
+    else:
+        states.append(
+            _stretch(
+                q, region.keys, region.values, where.begin, scale, softcap, seen_rest, bias_rest, 0
+            )
+        )
+    return merge(states)
+
+
+def _gathered(view: KVView, where: Slots) -> Tensor:
+    """Return the tokens at slots: [B, H, M, D]."""
+    packed, slots = view.packed, where.slots
+    if packed is None:
+        return gather(view.tail, slots)
+    layer = getattr(packed, "layer", None)
+    if layer is None or not layer.encoding.plain or where.begin > packed.hi:
+        return gather(view.tensor(), slots)  # unpacks all tokens to gather some
+    how = layer.encoding
+    return gather_packed(
+        packed.codes, packed.scale, packed.zero, how.bits, how.axis, layer.group, slots,
+        packed.dtype,
+    )  # fmt: skip
+
+
+def _spans(q: Tensor, region: Region, where: Spans, scale: float, softcap: float | None) -> State:
+    """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens."""
+    b, hq, t, d = q.shape
+    heads = where.bounds.shape[1]
+    rows = q.reshape(b * heads, hq // heads, t, d)
+    visible, states = region.visible, []
+    for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
+        k, v = (view.tensor(first, first + count) for view in (region.keys, region.values))
+        see = None if visible is None else visible.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
+        states.append(attend(rows[i : i + 1], k, v, scale, visible=see, softcap=softcap))
+    out, lse = (torch.cat(x).view(b, hq, t, -1) for x in list(zip(*states, strict=True))[:2])
+    return State(out, lse.squeeze(-1))
+
+
+def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> State:
+    """Attend q [B, Hq, 1, D], each row to its own pages."""
+    table, rows = where.table, []
+    for i, (packed, tokens) in enumerate(
+        zip(table.packed.tolist(), table.tokens.tolist(), strict=True)
+    ):
+        sides = []
+        for view, first, last in zip(
+            (keys, values), where.sinks or (None, None), where.new or (None, None), strict=True
+        ):
+            if last is not None:
+                view.tail[table.tails[i], :, tokens - packed - 1] = last[i, :, 0]
+            x = _tokens_of_row(view, where, i, packed, tokens)
+            if first is not None and packed:
+                x[0, :, : first.shape[2]] = first[table.blocks[i, 0]]
+            sides.append(x)
+        rows.append(attend(q[i : i + 1], sides[0], sides[1], scale))
+    return State(torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows]))
+
+
+def _tokens_of_row(view: KVView, where: Paged, row: int, packed: int, tokens: int) -> Tensor:
+    """Return a copy of one row's tokens, unpacked: [1, H, tokens, D]."""
+    table, pages = where.table, view.packed
+    exact = view.tail[table.tails[row], :, : tokens - packed][None]
+    if not packed or pages is None:
+        return exact.clone()
+    blocks = table.blocks[row, : packed // table.page]
+    begin = table.page * torch.arange(len(blocks), device=blocks.device)
+    chosen: Any = pages._replace(  # type: ignore[union-attr]
+        codes=pages.codes[blocks], scale=pages.scale[blocks], zero=pages.zero[blocks],
+        at=None if pages.rope is None else begin[:, None, None],
+    )  # fmt: skip
+    old = chosen.tensor().transpose(0, 1).flatten(1, 2)[None]
+    return torch.cat([old, exact], dim=2)
 
 
 def attend(
@@ -78,52 +228,6 @@ def attend(
         o, s = _softmax(logits, values)
         out[:, :, :, lo:hi], lse[:, :, :, lo:hi] = o, s
     return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
-
-
-def attend_views(
-    q: Tensor,
-    keys: KVView,
-    values: KVView,
-    scale: float,
-    *,
-    products: bool = False,
-    **options: Any,
-) -> State:
-    """Attend q [B, Hq, T, D] to all tokens of two views, unpacked; options as in `attend`.
-
-    products: a kernel may also return scale * q @ k, fp32 [B, Hq, T, N padded to whole vectors of
-    16], for `score.reference.step_mass`; the reference returns None for it.
-    """
-    return attend(q, keys.tensor(), values.tensor(), scale, **options)
-
-
-def attend_gathered(
-    q: Tensor,
-    keys: KVView,
-    values: KVView,
-    slots: Tensor,
-    begin: int,
-    scale: float,
-    *,
-    first: First | None = None,
-    **options: Any,
-) -> State:
-    """Attend q [B, Hq, 1, D] to `first`, to the tokens at slots and to all tokens from `begin` on.
-
-    slots: int64 [B, H, M] of the views' tokens, H a multiple of Hk that divides Hq: heads of a
-    group may have chosen alone. visible: bool [B, 1 or H, S + M + rest], in the order named. bias:
-    fp32 [B or 1, Hq, S + M + rest]. The rest is as in `attend`.
-    """
-
-    def read(view: KVView, lead: Tensor | None) -> Tensor:
-        x = view.tensor()
-        r = slots.shape[1] // x.shape[1]
-        parts = [gather(x, slots), x[:, :, begin:].repeat_interleave(r, dim=1)]
-        before = [] if lead is None else [lead.repeat_interleave(r, dim=1)]
-        return torch.cat([*before, *parts], dim=2)
-
-    k, v = (read(*both) for both in zip((keys, values), first or (None, None), strict=True))
-    return attend(q, k, v, scale, **options)
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

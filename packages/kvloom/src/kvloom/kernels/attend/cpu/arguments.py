@@ -16,7 +16,7 @@ from torch import Tensor
 from ....positions.rope import Rope
 from ...arguments import MATRIX, TOKENS, Arguments, Block, Storage, address, strides
 from ...quantize.rotated import levels, matrix
-from ..kv_view import KVView, PackedPrefix
+from ..regions import KVView, PackedPrefix
 from .rope_tables import tables
 
 ABSENT = (0, 0, 0)  # a `MATRIX` that is not given
@@ -42,7 +42,10 @@ _STEP: dict[str, Any] = {  # what both kernels take
     "heads": int,  # heads that see the same tokens: of keys and values, or those that choose
     "rows": int,  # query rows per such head
     "queries": int,
-    "tokens": int,  # tokens read in all
+    "tokens": int,  # tokens read of keys and values
+    "first_tokens": int,  # exact tokens that are read before them
+    "first_keys": TOKENS,  # [B, Hk, first_tokens, D]
+    "first_values": TOKENS,
     "causal": int,
     "splits": int,  # tasks per head
     "scale": float,
@@ -81,16 +84,18 @@ PAGED = Arguments(  # as GATHERED, not behind `_STEP`
     **_STEP,
 )
 
-RAGGED = Arguments(spans=int, **_STEP)  # int64 [B, heads, 2], each head's first token and number
+SPANS = Arguments(  # as GATHERED, not behind `_STEP`: the tokens of spans, behind the others
+    spans=int,  # int64 [B, heads, 2], each head's first token and number
+    span_keys=SIDE,
+    span_values=SIDE,
+    **_STEP,
+)
 
 GATHERED = Arguments(  # not behind `_STEP`: Numba would take its record for one of DECODE's
     share=int,  # heads that choose per key/value head
-    first_tokens=int,  # tokens of `first`
     slots_count=int,
     begin=int,  # all tokens from this one on are read, behind the chosen ones
     slots=MATRIX,  # int64 [B, heads, slots_count]
-    first_keys=TOKENS,
-    first_values=TOKENS,
     **_STEP,
 )
 

@@ -35,7 +35,7 @@ def step_problems(
     tokens: int,
     like: Tensor,
     formats: tuple[Any, Any],
-    refuse: Callable[[Any], list[str]] = lambda fmt: [],
+    refuse: Callable[[Any], list[str]] | None = None,
 ) -> list[str]:
     """Return why no kernel attends `tokens` queries, of `most`, to tokens in these formats.
 
@@ -43,7 +43,7 @@ def step_problems(
     a kernel does not read a format that others do.
     """
     reasons = list(problems(like.shape[3], like.shape[1], like.dtype, *formats))
-    if not reasons:
+    if not reasons and refuse is not None:
         sides = zip(("keys", "values"), formats, strict=True)
         reasons = [f"{side}: {problem}" for side, fmt in sides for problem in refuse(fmt)]
     if not like.is_cpu:
@@ -93,6 +93,33 @@ def _of_encoding(how: Encoding, d: int, heads: int) -> list[str]:
     return reasons
 
 
+def by_token(how: Encoding | None) -> list[str]:
+    """Return why an encoding is not read token by token."""
+    sizes = {} if how is None else {"boost": how.boost, "balance": how.balance}
+    return [f"{name}={size} is not read token by token" for name, size in sizes.items() if size]
+
+
+def by_span(how: Encoding | None) -> list[str]:
+    """Return why an encoding is not read where heads have different numbers of tokens."""
+    if how is None:
+        return []
+    reasons = []
+    if how.pre_rope:
+        reasons.append("it does not read keys before RoPE by spans")
+    if how.regroups:
+        reasons.append("channels of a layer's heads that are grouped or scaled together")
+    return reasons
+
+
+def by_page(how: Encoding | None) -> list[str]:
+    """Return why an encoding is not read in pages."""
+    if how is None:
+        return ["pages of exact tokens are not read by the table"]
+    if how.bits == 1.5:
+        return ["at 1.5 bit, tokens share bytes across the tiles of a page"]
+    return []
+
+
 def across(how: Encoding, d: int, heads: int) -> int:
     """Return how many scales of a token a head reads, in an encoding per token."""
     return how.groups(heads if how.span == "layer" else 1, d)
@@ -117,13 +144,14 @@ def kernel(
     gathered: bool,
     *formats: Any,
     page: int = 0,
-    ragged: bool = False,
+    lead: bool = False,
+    spans: bool = False,
 ) -> tuple[Any, int]:
     """Return the kernel for a case and the tokens of its tiles; compiles it on first use.
 
     rope: rotary channels of keys packed before RoPE, and whether pairs are interleaved. gathered:
-    return the kernel that reads chosen tokens. page: of pages of so many tokens. ragged: heads have
-    different numbers of tokens.
+    return the kernel that reads chosen tokens. page: of pages of so many tokens. lead, spans: which
+    regions stand before and behind.
     """
     with dispatch.loading():
         from . import decode_kernel, gathered_kernel
@@ -142,7 +170,8 @@ def kernel(
         0 if formats[0] is None else formats[0].boost,
         each(lambda fmt: fmt.balance > 0, False),
         page,
-        ragged,
+        lead,
+        spans,
     )
     if gathered:
         return gathered_kernel.kernel(variant), gathered_kernel.TILE

@@ -1,11 +1,12 @@
 """Decode attention over a packed prefix and an exact tail in one pass, compiled per format.
 
-Decides the order of steps. A task is a (batch row, key/value head, range of tokens). It walks its
-range in tiles: scores of all query rows of the group, a running softmax, then values, both straight
-from the codes. Keys and values each have a packed prefix and an exact tail, which need not end
-together. The last task of a head merges the states of all. Steps are `kernel_step` functions;
-`score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend` of the unpacked
-tokens; tolerance: 2e-6 absolute in fp32.
+Decides the order of steps. A task is a (batch row, key/value head, range of tiles). It walks its
+range tile by tile: scores of all query rows of the group, a running softmax, then values, both
+straight from the codes. Keys and values each have a packed prefix and an exact tail, which need not
+end together. Exact tokens of their own may stand before them, and behind them tokens of which heads
+have different numbers. The last task of a head merges the states of all. Steps are `kernel_step`
+functions; `score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend` of the
+unpacked tokens; tolerance: 2e-6 absolute in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...cpu_runtime import Kernel, at, count, kernel_step, load_int, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import SIZE, store_one
 from . import lookup
-from .arguments import DECODE, PAGED, RAGGED
+from .arguments import DECODE, PAGED, SPANS
 from .dequant import TABLE
 from .head_view import head_view, moved, with_packed
 from .lookup import scatter_table
@@ -54,7 +55,7 @@ def kernel(variant: Variant) -> Any:
     d, w, apart, sets = variant.d, variant.w, variant.apart[0], 1 + variant.apart[1]
     (per_row, fixed), split_scratch = _scratch(variant)
     attend_range = _range(variant)
-    layout = (PAGED if variant.page else RAGGED if variant.ragged else DECODE).dtype
+    layout = (PAGED if variant.page else SPANS if variant.spans else DECODE).dtype
     finished = 8 + layout.itemsize  # counters of each head's finished tasks
 
     def attend(job):  # type: ignore[no-untyped-def]
@@ -107,34 +108,80 @@ def _scratch(variant: Variant) -> tuple[tuple[int, int], Any]:
 
 
 def _range(variant: Variant) -> Any:
-    """Make the step that attends to a range of a head's tokens."""
-    tile, page, ragged, rope = variant.tile, variant.page, variant.ragged, variant.keys.rope_dims
+    """Make the step that attends to a range of a head's tiles."""
+    tile, page, rope, token_bytes = (
+        variant.tile, variant.page, variant.keys.rope_dims, variant.d * SIZE[variant.exact]
+    )  # fmt: skip
+    lead, spans = variant.lead, variant.spans
     find_keys, find_values = _find(variant, 0), _find(variant, 1)
+    span_of_keys, span_of_values = _span(variant, 0), _span(variant, 1)
     page_of_keys, page_of_values = _page(variant, 0), _page(variant, 1)
-    attend_tile, token_bytes = _tile(variant), variant.d * SIZE[variant.exact]
+    attend_first, attend_tile = _first(variant), _tile(variant)
 
     @kernel_step
     def attend(a, head, part, padded, mem):  # type: ignore[no-untyped-def]
-        """Attend to range number `part` of a head's tokens; padded: rows of queries."""
-        b, h, n, place = head // a.heads, head % a.heads, a.tokens, 0
+        """Attend to range number `part` of a head's tiles; padded: rows of queries."""
+        b, h, n, place, first, more = head // a.heads, head % a.heads, a.tokens, 0, 0, 0
         if page:
             n, place = load_int(a.lengths, b), a.table + b * a.table_row
-        elif ragged:
-            n = load_int(a.spans, 2 * head + 1)
-        keys = first_keys = find_keys(a, a.keys, head, n, mem.key_groups)
-        values = first_values = find_values(a, a.values, head, n, mem.value_groups)
+        if lead:
+            first = a.first_tokens
+        if spans:
+            more = load_int(a.spans, 2 * head + 1)
+        keys = first_keys = find_keys(a, a.keys, b, h, mem.key_groups)
+        values = first_values = find_values(a, a.values, b, h, mem.value_groups)
         position = load_int(at(a.positions, b, 0), 0) if rope else 0
-        tiles = -(-n // tile)
-        first, last = part * tiles // a.splits * tile, (part + 1) * tiles // a.splits * tile
-        if page and a.new_keys.address and first < n <= last:
+        before, tiles = -(-first // tile), -(-n // tile)
+        behind = before + tiles
+        every = behind + -(-more // tile)
+        begin, end = part * every // a.splits, (part + 1) * every // a.splits
+        if page and a.new_keys.address and begin * tile < n <= end * tile:
             past = n - 1 - keys.packed
             keep_token(a.new_keys, keys.tail + past * keys.tail_row, b, h, token_bytes)
             keep_token(a.new_values, values.tail + past * values.tail_row, b, h, token_bytes)
-        for lo in range(first, min(n, last), tile):
+        if lead:
+            for i in range(begin, min(end, before)):
+                attend_first(a, b, h, i * tile, min(tile, first - i * tile), padded, mem)
+        for i in range(max(begin, before), min(end, behind)):
+            lo = (i - before) * tile
             if page and lo < keys.packed:
                 keys = page_of_keys(first_keys, a.keys, place, lo // page)
                 values = page_of_values(first_values, a.values, place, lo // page)
-            attend_tile(a, keys, values, b, h, lo, min(tile, n - lo), position, place, padded, mem)
+            attend_tile(
+                a, keys, values, b, h, lo, min(tile, n - lo), first + lo, n - lo, position, place,
+                padded, mem,
+            )  # fmt: skip
+        if spans and end > behind:
+            keys = span_of_keys(a.span_keys, a.spans, head, more, mem.key_groups)
+            values = span_of_values(a.span_values, a.spans, head, more, mem.value_groups)
+            for i in range(max(begin, behind), end):
+                lo = (i - behind) * tile
+                attend_tile(
+                    a, keys, values, b, h, lo, min(tile, more - lo), first + n + lo, 2 * tile,
+                    0, 0, padded, mem,
+                )  # fmt: skip
+
+    return attend
+
+
+def _first(variant: Variant) -> Any:
+    """Make the step that attends to a tile of the exact tokens before the others."""
+    d, w, s_row, sets = variant.d, variant.w, variant.logits_row, 1 + variant.apart[1]
+    score_tail, sum_tail, tile = score_exact(variant), sum_exact(variant), variant.tile
+
+    @kernel_step
+    def attend(a, b, h, lo, n, padded, mem):  # type: ignore[no-untyped-def]
+        """Attend to n of these tokens from number lo on."""
+        keys = at(a.first_keys, b, h) + lo * a.first_keys.row
+        values = at(a.first_values, b, h) + lo * a.first_values.row
+        for m0 in range(0, padded, w):
+            skip = 4 * m0 * d
+            score_tail(mem.queries + skip, keys, a.first_keys.row, 0, n, mem)
+            weigh(
+                a, b, h, lo, n, 2 * tile, m0, w, mem.logits, s_row, mem.tops, mem.sums,
+                4 * padded * d, sets, d,
+            )  # fmt: skip
+            sum_tail(values, a.first_values.row, 0, n, mem.sums + skip, mem)
 
     return attend
 
@@ -148,8 +195,11 @@ def _tile(variant: Variant) -> Any:
     sum_values, sum_tail = sum_packed(variant), sum_exact(variant)
 
     @kernel_step
-    def attend(a, keys, values, b, h, lo, n, position, place, padded, mem):  # type: ignore[no-untyped-def]
-        """Attend to n tokens from number lo on; place: of the row's pages in the table."""
+    def attend(a, keys, values, b, h, lo, n, at_token, ahead, position, place, padded, mem):  # type: ignore[no-untyped-def]
+        """Attend to n tokens from number lo on.
+
+        at_token, ahead: as for `weigh`. place: of the row's pages in the table.
+        """
         keys_packed = min(max(keys.packed - lo, 0), n)
         values_packed = min(max(values.packed - lo, 0), n)
         sinks, first_page = 0, 0
@@ -168,8 +218,8 @@ def _tile(variant: Variant) -> Any:
                 base = at(a.sink_keys, first_page, h) + lo * a.sink_keys.row
                 score_tail(q, base, a.sink_keys.row, 0, sinks, mem)
             weigh(
-                a, b, h, lo, n, m0, w, mem.logits, s_row, mem.tops, mem.sums, 4 * padded * d, sets,
-                d,
+                a, b, h, at_token, n, ahead, m0, w, mem.logits, s_row, mem.tops, mem.sums,
+                4 * padded * d, sets, d,
             )  # fmt: skip
             if page:
                 if sinks > 0:
@@ -189,27 +239,40 @@ def _tile(variant: Variant) -> Any:
 
 def _find(variant: Variant, side: int) -> Any:
     """Make the step that finds a head's keys (0) or values (1)."""
-    form, d, page, ragged = variant.form(side), variant.d, variant.page, variant.ragged
-    (per_block, height), per_row = form.spec.per_block, form.per_row
+    form, d, page = variant.form(side), variant.d, variant.page
     in_groups, by_table, spec = form.in_groups, form.spec.by == TABLE, form.spec.as_int
 
     @kernel_step
-    def find(a, its, head, n, groups):  # type: ignore[no-untyped-def]
-        """Return the view of a head's n tokens; its: of keys or values, groups: memory for them."""
-        b, h = head // a.heads, head % a.heads
+    def find(a, its, b, h, groups):  # type: ignore[no-untyped-def]
+        """Return the view of a head; its: of keys or values, groups: memory for them."""
         if page:  # of block 0; pages are found tile by tile
             view = head_view(its, 0, h, in_groups)
             view = moved(view, 0, 0, 0, load_int(a.tails, b) * its.tail.batch)
             view = with_packed(view, load_int(a.packed, b), view.table)
-        elif ragged:  # as if nothing lay before the head's first token
-            ahead = load_int(a.spans, 2 * head)
-            view = head_view(its, 0, 0, in_groups)
-            meta = ahead // per_row * view.meta_row
-            rows = ahead // per_block * height
-            view = moved(view, rows * view.row, meta, meta, ahead * view.tail_row)
-            view = with_packed(view, min(view.packed, n), view.table)
         else:
             view = head_view(its, b, h, in_groups)
+        if by_table and view.packed > 0:
+            scatter_table(view.table, groups, d, spec)
+            view = with_packed(view, view.packed, groups)
+        return view
+
+    return find
+
+
+def _span(variant: Variant, side: int) -> Any:
+    """Make the step that finds a head's keys (0) or values (1) in a span."""
+    form, d = variant.form(side), variant.d
+    (per_block, height), per_row = form.spec.per_block, form.per_row
+    in_groups, by_table, spec = form.in_groups, form.spec.by == TABLE, form.spec.as_int
+
+    @kernel_step
+    def find(its, spans, head, n, groups):  # type: ignore[no-untyped-def]
+        """Return the view of a head's n tokens, as if nothing lay before the first of them."""
+        ahead = load_int(spans, 2 * head)
+        view = head_view(its, 0, 0, in_groups)
+        meta, rows = ahead // per_row * view.meta_row, ahead // per_block * height
+        view = moved(view, rows * view.row, meta, meta, ahead * view.tail_row)
+        view = with_packed(view, min(view.packed, n), view.table)
         if by_table and view.packed > 0:
             scatter_table(view.table, groups, d, spec)
             view = with_packed(view, view.packed, groups)

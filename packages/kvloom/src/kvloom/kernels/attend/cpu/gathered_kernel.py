@@ -5,7 +5,7 @@ those at given slots of a view, and all of the view from a token on. A task is a
 that chooses, range of the list). It walks in tiles of `TILE` tokens: `BLOCK` tokens at a time are
 written side by side in fp32, unpacked if need be, to scratch memory that stays in the core's
 nearest cache, and are multiplied there with all query rows of the head; a running softmax stands
-between scores and values. Reference: `reference.attend_gathered`; tolerance: 2e-6 absolute in fp32.
+between scores and values. Reference: `reference.attend_regions`; tolerance: 2e-6 absolute in fp32.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def kernel(variant: Variant) -> Any:
                 n = min(TILE, a.tokens - lo)
                 score_tile(a, views, lo, n, padded, mem)
                 weigh(
-                    a, b, g, lo, n, 0, padded, mem.logits, S_ROW, mem.tops, mem.sums,
-                    4 * padded * d, sets, d,
+                    a, b, g, lo, n, a.tokens - lo, 0, padded, mem.logits, S_ROW, mem.tops,
+                    mem.sums, 4 * padded * d, sets, d,
                 )  # fmt: skip
                 sum_tile(a, views, lo, n, padded, mem)
             finish_task(a, job + finished, task, mem.sums, mem.tops, padded, sets, d)

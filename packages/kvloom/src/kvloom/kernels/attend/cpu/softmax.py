@@ -67,15 +67,17 @@ def add_rotated(x, rotation, d, out):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, sets, d):  # type: ignore[no-untyped-def]
+def weigh(a, b, h, at_token, nt, ahead, first_row, count, s, s_row, tops, acc, set_bytes, sets, d):  # type: ignore[no-untyped-def]
     """Turn logits of a tile into weights, and rescale earlier sums to the new maxima.
 
-    a: the kernel's arguments. s: logits of `count` rows, from number first_row of head h on; nt
-    tokens from number lo. Logits are written to the caller's first, if it wants them. tops: each
+    a: the kernel's arguments. s: logits of `count` rows, from number first_row of head h on, to nt
+    tokens; the first has number at_token in masks and logits. ahead: tokens from it to the last of
+    the step, which queries do not see beyond themselves. Logits are written to the caller's first,
+    if it wants them. tops: each
     row's maximum, with its sum of weights 64 bytes behind. acc: the sums of all rows, of the first
     set; those of the other follow after set_bytes.
     """
-    rows, t, n = a.rows, a.queries, a.tokens
+    rows, t = a.rows, a.queries
     for i in range(count):
         m, row = first_row + i, s + i * s_row
         if m >= rows:
@@ -84,16 +86,16 @@ def weigh(a, b, h, lo, nt, first_row, count, s, s_row, tops, acc, set_bytes, set
             continue
         bound = nt
         if a.causal:
-            bound = min(nt, max(0, n - t + m % t + 1 - lo))
+            bound = min(nt, max(0, ahead - t + m % t + 1))
         if a.logits != 0:
-            to = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * lo
+            to = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * at_token
             for j in range(0, nt, 16):
                 store(to + 4 * j, load(row + 4 * j))
         bias, visible = 0, 0
         if a.bias.address != 0:
-            bias = at(a.bias, b, (h * rows + m) // t) + 4 * lo
+            bias = at(a.bias, b, (h * rows + m) // t) + 4 * at_token
         if a.visible.address != 0:
-            visible = at(a.visible, b, h) + lo
+            visible = at(a.visible, b, h) + at_token
         top = tops + 128 * m
         best = load_one(top, 0)
         new, weight_sum = soften(row, nt, bound, np.float32(a.softcap), bias, visible, best)

@@ -29,7 +29,8 @@ class Variant(NamedTuple):
     balance: tuple[bool, bool] = (False, False)  # a span is a tile with factors of tokens (keys),
     # of channels (values)
     page: int = 0  # tokens of a page, 0: each batch row's packed tokens lie together
-    ragged: bool = False  # the tokens of all heads lie one after the other, each head's by its span
+    lead: bool = False  # exact tokens stand before the others
+    spans: bool = False  # tokens of which heads have different numbers stand behind them
 
     @property
     def tile(self) -> int:

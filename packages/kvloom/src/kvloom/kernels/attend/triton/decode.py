@@ -1,7 +1,7 @@
 """Decode attention on CUDA tensors: which cases the Triton kernels cover, and their calls.
 
-A step of few queries attends to a packed prefix and an exact tail in one pass, or to chosen tokens
-where they are stored; `decode_kernel` does it. A call reads nothing back from the device: its grid
+A call attends to a packed prefix and an exact tail in one pass, or to chosen tokens where they are
+stored; `decode_kernel` does it. A call reads nothing back from the device: its grid
 follows from shapes and from the number of packed tokens, which the host knows. Importing this does
 not import Triton; the first call does.
 """
@@ -17,21 +17,9 @@ from torch import Tensor
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...quantize.encoding import unknown_fields
-from .. import reference as ref
-from ..kv_view import KVView
-from ..reference import State
+from ..regions import KVView
 from .arguments import Options
-from .launch import (
-    Launch,
-    SideArguments,
-    kernels,
-    nothing,
-    processors,
-    rotated,
-    run,
-    side_arguments,
-    tile_shapes,
-)
+from .launch import Launch, SideArguments, processors, rotated, side_arguments, tile_shapes
 
 KEYS, VALUES = 1, 2  # the side that is packed, where only one is
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
@@ -76,103 +64,30 @@ def _of_format(fmt: Any, d: int) -> list[str]:
     return found
 
 
-def attend(
-    q: Tensor,
-    keys: KVView,
-    values: KVView,
-    scale: float,
-    *,
-    causal: bool = False,
-    visible: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    products: bool = False,
-) -> State:
-    """Attend q [B, Hq, T, D] as `reference.attend_views` does; returns no products."""
-    n = keys.tokens
-    causal = causal and q.shape[2] > 1  # a single query is the last token and sees all
-    if not n or not q.shape[0]:
-        return nothing(q)
-    masks = _masks(visible, bias)
-    call = _call(q, keys, values, scale, causal, softcap, masks, None, 0, n)
-    return run(call, kernels()._split)
-
-
-def attend_gathered(
-    q: Tensor,
-    keys: KVView,
-    values: KVView,
-    slots: Tensor,
-    begin: int,
-    scale: float,
-    *,
-    first: ref.First | None = None,
-    visible: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-) -> State:
-    """Attend q [B, Hq, T, D] as `reference.attend_gathered` does, to chosen tokens where they lie.
-
-    Only cases without `problems`. The tokens at slots are all packed or all exact, on either side.
-    """
-    parts = [
-        _Part(keys, values, slots, 0, slots.shape[2]),
-        _Part(keys, values, None, begin, keys.tokens),
-    ]
-    if first is not None:
-        first_keys, first_values = (KVView(None, x) for x in first)
-        parts.insert(0, _Part(first_keys, first_values, None, 0, first_keys.tokens))
-    states, column = [], 0
-    for part in parts:
-        tokens = part.end - part.begin
-        if tokens > 0 and q.shape[0]:
-            columns = slice(column, column + tokens)
-            masks = _masks(
-                None if visible is None else visible[..., columns],
-                None if bias is None else bias[..., columns],
-            )
-            call = _call(
-                q, part.keys, part.values, scale, False, softcap, masks, part.slots, part.begin,
-                part.end,
-            )  # fmt: skip
-            states.append(run(call, kernels()._split))
-            column += tokens
-    return ref.merge(states) if states else nothing(q)
-
-
-class _Part(NamedTuple):
-    """Tokens that one call reads: of two views, from begin to end; of the slots if there are."""
-
-    keys: KVView
-    values: KVView
-    slots: Tensor | None
-    begin: int
-    end: int
-
-
-class _Masks(NamedTuple):
+class Masks(NamedTuple):
     """Padding uint8 [B, 1 or H, N] and bias fp32 [B or 1, Hq, N], tokens side by side."""
 
     visible: Tensor | None
     bias: Tensor | None
 
 
-def _masks(visible: Tensor | None, bias: Tensor | None) -> _Masks:
+def masks_of(visible: Tensor | None, bias: Tensor | None) -> Masks:
+    """Return masks as kernels read them."""
     if visible is not None:
         visible = contiguous_rows(visible).view(torch.uint8)
     if bias is not None:
         bias = contiguous_rows(bias.float())
-    return _Masks(visible, bias)
+    return Masks(visible, bias)
 
 
-def _call(
+def call(
     q: Tensor,
     keys: KVView,
     values: KVView,
     scale: float,
     causal: bool,
     softcap: float | None,
-    masks: _Masks,
+    masks: Masks,
     slots: Tensor | None,
     begin: int,
     n: int,

@@ -15,8 +15,8 @@ from torch import Tensor
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...quantize.rotated import levels, rotate
-from ..kv_view import KVView
 from ..reference import State
+from ..regions import KVView
 from .arguments import Form, Side
 
 _LEVELS, _AFFINE = 1, 2  # how codes of rotated channels become numbers

@@ -14,17 +14,15 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ..kv_view import KVView
-from ..pages import PageTable
-from ..reference import First, State
+from ..regions import First, KVView, PageTable
 from . import decode
 from .arguments import ExactRows, Options
-from .launch import Launch, nothing, processors, rotated, run, side_arguments, tile_shapes
+from .launch import Launch, processors, rotated, side_arguments, tile_shapes
 
 MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 
 
-def problems(tokens: int, like: Tensor, keys: Any, values: Any, page: int) -> list[str]:
+def problems(tokens: int, like: Tensor, keys: Any, values: Any) -> list[str]:
     """Return why no kernel reads pages in these formats, of any number of tokens.
 
     like: exact keys [blocks, H, page, D]. keys, values: formats of packed tokens, or None.
@@ -44,26 +42,6 @@ def kernel() -> Any:
     from . import paged_kernel
 
     return paged_kernel._split_pages
-
-
-def attend(
-    q: Tensor,
-    keys: KVView,
-    values: KVView,
-    table: PageTable,
-    scale: float,
-    *,
-    sinks: First | None = None,
-    new: First | None = None,
-) -> State:
-    """Attend q [B, Hq, 1, D] as `pages.attend_pages` does."""
-    if not q.shape[0]:
-        return nothing(q)
-    if new is not None:
-        at = table.tokens - table.packed - 1
-        for view, x in zip((keys, values), new, strict=True):
-            view.tail[table.tails, :, at] = x[:, :, 0].to(view.tail.dtype)
-    return run(arguments(q, keys, values, table, scale, sinks), kernel())
 
 
 def arguments(

@@ -3,8 +3,8 @@
 A program of `_split_pages` owns a range of the pages of one row and key/value head, or its exact
 tokens: those of the page that is not full, and the exact first tokens. It reads where the pages of
 its row are, and how many, from the table on the device: the grid follows from the longest row.
-`decode_kernel` has the tiles of a page and merges the splits. Reference: `pages.attend_pages`;
-tolerance: see `tests/kernels/test_gpu_pages.py`.
+`decode_kernel` has the tiles of a page and merges the splits. Reference:
+`reference.attend_regions`; tolerance: see `tests/kernels/test_gpu_pages.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,193 @@
+"""The tokens that a step attends to: regions of stored tokens, and how each is addressed.
+
+Decides the form of this description only; when tokens are packed is decided in `store`, and which
+are read in `cache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...positions.rope import Rope
+from ..quantize.encoding import Encoding, LayerEncoding
+
+First = tuple[Tensor, Tensor]
+"""Exact keys and values [B, Hk, S, D]."""
+
+
+class PackedPrefix(Protocol):
+    """Packed tokens lo to hi of a layer's keys or values; `store.PackedView` is one.
+
+    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D] or [B, Hk, N, D/G], by map
+    [B, 1, N, groups]. rope: set if keys are packed before RoPE; at: their positions, int64
+    [B or 1, 1, hi], or [B or 1, 1, 1], that of the first token if the others follow it.
+    """
+
+    @property
+    def codes(self) -> Tensor: ...  # noqa: D102
+    @property
+    def scale(self) -> Tensor: ...  # noqa: D102
+    @property
+    def zero(self) -> Tensor: ...  # noqa: D102
+    @property
+    def hi(self) -> int: ...  # noqa: D102
+    @property
+    def layer(self) -> LayerEncoding: ...  # noqa: D102
+    @property
+    def rope(self) -> Rope | None: ...  # noqa: D102
+    @property
+    def at(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    def cut(self, lo: int, hi: int) -> PackedPrefix:
+        """Tokens lo to hi of these."""
+
+    def tensor(self) -> Tensor:
+        """The tokens, unpacked: [B, Hk, N, D]."""
+
+
+class KVView(NamedTuple):
+    """Keys or values: an encoded prefix, and the exact tokens behind it.
+
+    packed is None while no token is packed; encoding is None if none ever will be, and a format of
+    another distribution where its own code packs. exact: [B, Hk, any, D], of which the `length`
+    tokens from `first` on follow the prefix (None: all).
+    """
+
+    packed: PackedPrefix | Any | None
+    exact: Tensor
+    encoding: Encoding | Any | None = None
+    first: int = 0
+    length: int | None = None
+
+    @property
+    def tail(self) -> Tensor:
+        """The exact tokens behind the prefix, [B, Hk, N, D]."""
+        if self.length is None:
+            return self.exact
+        return self.exact[:, :, self.first : self.first + self.length]
+
+    @property
+    def prefix(self) -> int:
+        """Packed tokens."""
+        return 0 if self.packed is None else self.packed.hi
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both."""
+        exact = self.exact.shape[2] if self.length is None else self.length
+        return exact if self.packed is None else exact + self.packed.hi
+
+    def tensor(self, lo: int = 0, hi: int | None = None) -> Tensor:
+        """Tokens lo to hi [B, Hk, N, D], unpacked."""
+        hi = self.tokens if hi is None else hi
+        if self.packed is None:
+            return self.tail[:, :, lo:hi]
+        end, parts = self.packed.hi, []
+        if lo < end:
+            parts.append(self.packed.cut(lo, min(hi, end)).tensor())
+        if hi > end or not parts:
+            parts.append(self.tail[:, :, max(0, lo - end) : hi - end])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+class Slots(NamedTuple):
+    """Which tokens are read: those at slots int64 [B, H, M], then all from `begin` on.
+
+    H is a multiple of Hk that divides Hq: heads of a group may have chosen alone.
+    """
+
+    slots: Tensor
+    begin: int
+
+
+class Spans(NamedTuple):
+    """The tokens of all heads lie one after the other, without padding, in views [1, 1, M, D].
+
+    bounds: int64 [B, Hk, 2], each head's first token, and how many it has. longest: the most tokens
+    of a head.
+    """
+
+    bounds: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """Where the tokens of each batch row are; the layers of a step may share it.
+
+    An engine with paged memory gives each request a list of blocks. A full page is packed in its
+    block; the exact tokens of a page that is not full are in a block of their own.
+
+    blocks: int64 [B, width], of its packed pages in order. packed: int64 [B], tokens in these,
+    whole pages. tokens: int64 [B], packed and exact ones. tails: int64 [B], the block of its exact
+    tokens. page: tokens of a page. longest: the most tokens of a row.
+    """
+
+    blocks: Tensor
+    packed: Tensor
+    tokens: Tensor
+    tails: Tensor
+    page: int
+    longest: int
+
+    @cached_property
+    def contiguous(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors, contiguous, as kernels read them by address."""
+        return (
+            self.blocks.contiguous(), self.packed.contiguous(), self.tokens.contiguous(),
+            self.tails.contiguous(),
+        )  # fmt: skip
+
+
+class Paged(NamedTuple):
+    """Each batch row has its own pages, of views of all blocks: [blocks, H, page, D].
+
+    sinks: exact keys and values [blocks, H, S, D], S up to `page`: a row reads those of its first
+    packed page in place of the page's first S tokens. new: keys and values [B, H, 1, D] of the last
+    token of each row, which are stored in its tail before it attends. Keys before RoPE are rotated
+    to their places in the row.
+    """
+
+    table: PageTable
+    sinks: First | None = None
+    new: First | None = None
+
+
+class Region(NamedTuple):
+    """Stored tokens of a layer that a step attends to.
+
+    where: which of them are read, and where they are; None: all of the views, [B, Hk, N, D]. The
+    last `own` tokens are those of the step itself (0: all are in the past of all queries). visible:
+    bool [B, 1 or heads, tokens read], False hides a token: of each key/value head, or of each head
+    that chose. bias: fp32 [B or 1, Hq, tokens read], added to the logits (ALiBi).
+    """
+
+    keys: KVView
+    values: KVView
+    where: Slots | Spans | Paged | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    own: int = 0
+
+    @classmethod
+    def exact(cls, k: Tensor, v: Tensor, **options: Any) -> Region:
+        """Return exact tokens k, v [B, Hk, N, D] as a region."""
+        return cls(KVView(None, k), KVView(None, v), **options)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a step reads of each row and head, on average."""
+        stored, where = self.keys.tokens, self.where
+        if where is None:
+            return stored
+        if isinstance(where, Slots):
+            return where.slots.shape[2] + stored - where.begin
+        if isinstance(where, Spans):
+            return stored / (where.bounds.numel() // 2)
+        return float(where.table.tokens.float().mean())

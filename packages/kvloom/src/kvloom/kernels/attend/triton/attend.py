@@ -1,0 +1,85 @@
+"""Decode attention on CUDA tensors: which cases the Triton kernels cover, and their calls.
+
+Each region takes a call, chosen tokens and the tokens behind them one each; the states are merged.
+Importing this does not import Triton; the first call does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..reference import State, merge
+from ..regions import KVView, Paged, Region, Slots, Spans
+from . import decode, paged
+from .launch import kernels, nothing, run
+
+__all__ = ["attend", "kernels", "problems"]
+
+
+def problems(q: Tensor, regions: Sequence[Region]) -> list[str]:
+    """Return why no kernel attends q [B, Hq, T, D] to these regions; empty if one does."""
+    reasons: list[str] = []
+    for region in regions:
+        given = q.shape[2], region.keys.exact, region.keys.encoding, region.values.encoding
+        if isinstance(region.where, Spans):
+            more = ["it does not read heads with different numbers of tokens"]
+        elif isinstance(region.where, Paged):
+            more = paged.problems(*given)
+        else:
+            more = decode.problems(*given)
+        reasons += [reason for reason in more if reason not in reasons]
+    return reasons
+
+
+def attend(
+    q: Tensor,
+    regions: Sequence[Region],
+    scale: float,
+    *,
+    softcap: float | None = None,
+    products: bool = False,
+) -> State:
+    """Attend as `reference.attend_regions` does; returns no products."""
+    states: list[State] = []
+    for region in regions if q.shape[0] else ():
+        if isinstance(region.where, Paged):
+            states.append(_pages(q, region.keys, region.values, region.where, scale))
+        else:
+            states += _region(q, region, scale, softcap)
+    return merge(states) if states else nothing(q)
+
+
+def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> list[State]:
+    """Attend to chosen tokens, all packed or all exact on either side, and to the rest."""
+    keys, values, where = region[:3]
+    chosen = where.slots if isinstance(where, Slots) else None
+    begin = where.begin if isinstance(where, Slots) else 0
+    stretches = [(chosen, 0, 0 if chosen is None else chosen.shape[2]), (None, begin, keys.tokens)]
+    states, column = [], 0
+    for slots, lo, hi in stretches:
+        if hi > lo:
+            columns = slice(column, column + hi - lo)
+            visible, bias = (
+                None if x is None else x[..., columns] for x in (region.visible, region.bias)
+            )
+            causal = region.own > 1  # a single query is the last token and sees all
+            call = decode.call(
+                q, keys, values, scale, causal, softcap, decode.masks_of(visible, bias), slots,
+                lo, hi,
+            )  # fmt: skip
+            states.append(run(call, kernels()._split))
+            column += hi - lo
+    return states
+
+
+def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> State:
+    """Attend q [B, Hq, 1, D], each row to its own pages."""
+    table, at = where.table, where.table.tokens - where.table.packed - 1
+    if where.new is not None:
+        for view, x in zip((keys, values), where.new, strict=True):
+            view.tail[table.tails, :, at] = x[:, :, 0].to(view.tail.dtype)
+    call: Any = paged.arguments(q, keys, values, table, scale, where.sinks)
+    return run(call, paged.kernel())

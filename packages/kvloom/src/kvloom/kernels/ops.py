@@ -18,7 +18,7 @@ from .append import reference as append_reference
 from .append.cpu import append as append_cpu
 from .attend import reference as attend_reference
 from .attend.cpu import attend as attend_cpu
-from .attend.regions import Paged, Region, Slots
+from .attend.regions import Region
 from .attend.triton import attend as attend_triton
 from .declare import only, rows_op, scores_op
 from .dispatch import Backend, Op
@@ -70,27 +70,23 @@ def _attend_case(
     _b, heads, tokens, d = q.shape
     few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
-    kinds = tuple(map(_region_case, regions))
-    return like, (heads, few, d, like.dtype, kinds, gradient)
+    if len(regions) == 1:
+        return like, (heads, few, d, like.dtype, gradient, _region_case(regions[0]))
+    return like, (heads, few, d, like.dtype, gradient, *map(_region_case, regions))
 
 
 def _region_case(region: Region) -> Hashable:
-    keys, values, where = region.keys, region.values, region.where
-    packed = keys.packed
-    how: Hashable = None
-    rotation: Hashable = None
+    keys, values, where, _visible, _bias, own = region
+    packed, like = keys.packed, keys.exact
+    rotation = how = None
     if packed is not None and packed.rope is not None:
         rope, per_token = packed.rope, packed.at is not None and packed.at.shape[2] > 1
         rotation = rope.inv_freq.shape[0], rope.interleaved, per_token
-    if isinstance(where, Slots):
-        how = where.slots.shape[1]
-    elif isinstance(where, Paged):
-        how = "pages", where.table.page
-    elif where is not None:
-        how = "spans", where.bounds.shape[1]
+    if where is not None:
+        how = where.kind
     return (
-        keys.exact.shape[1], keys.encoding, values.encoding, packed is None,
-        values.packed is None, rotation, how, region.own > 0,
+        like.shape[1], keys.encoding, values.encoding, packed is None, values.packed is None,
+        rotation, how, own > 0,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ are read in `cache`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -105,6 +106,11 @@ class Slots(NamedTuple):
     slots: Tensor
     begin: int
 
+    @property
+    def kind(self) -> Hashable:
+        """What a kernel is bound to."""
+        return self.slots.shape[1]
+
 
 class Spans(NamedTuple):
     """The tokens of all heads lie one after the other, without padding, in views [1, 1, M, D].
@@ -115,6 +121,11 @@ class Spans(NamedTuple):
 
     bounds: Tensor
     longest: int
+
+    @property
+    def kind(self) -> Hashable:
+        """What a kernel is bound to."""
+        return "spans", self.bounds.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +169,11 @@ class Paged(NamedTuple):
     sinks: First | None = None
     new: First | None = None
 
+    @property
+    def kind(self) -> Hashable:
+        """What a kernel is bound to."""
+        return "pages", self.table.page
+
 
 class Region(NamedTuple):
     """Stored tokens of a layer that a step attends to.
@@ -184,7 +200,7 @@ class Region(NamedTuple):
     def tokens(self) -> float:
         """Tokens that a step reads of each row and head, on average."""
         stored, where = self.keys.tokens, self.where
-        if where is None:
+        if where is None:  # most often
             return stored
         if isinstance(where, Slots):
             return where.slots.shape[2] + stored - where.begin

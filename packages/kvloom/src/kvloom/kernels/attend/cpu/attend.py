@@ -10,12 +10,12 @@ making an `Attend` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...arguments import TOKENS, Arguments, contiguous_rows, padded, strides
+from ...arguments import TOKENS, contiguous_rows, padded, strides
 from ...dispatch import once
 from ...quantize.encoding import LayerEncoding
 from ..reference import State, merge
@@ -47,21 +47,9 @@ _NO_TOKENS = (0,) * TOKENS.numbers
 _NO_LEAD = {"first_tokens": 0, "first_keys": _NO_TOKENS, "first_values": _NO_TOKENS}
 
 
-class Pass(NamedTuple):
-    """The regions that one run of a kernel reads."""
-
-    main: Region
-    lead: Region | None = None  # exact tokens before it
-    spans: Region | None = None  # tokens of which heads have different numbers, behind it
-
-    @property
-    def regions(self) -> list[Region]:
-        """All of them, in the order in which they are read."""
-        return [x for x in (self.lead, self.main, self.spans) if x is not None]
-
-
 Numbers = tuple[int, int | None, int | None]
-"""The numbers of the regions of a `Pass`."""
+"""Regions that one run of a kernel reads, by number: the main one; exact tokens before it; and
+tokens behind it of which heads have different numbers."""
 
 
 def passes(regions: Sequence[Region]) -> list[Numbers]:
@@ -108,23 +96,13 @@ def _joins(main: Region, spans: Region) -> bool:
     return main.where is None and same == (spans.keys.encoding, spans.values.encoding)
 
 
-def _pass(regions: Sequence[Region], numbers: Numbers) -> Pass:
-    main, lead, spans = numbers
-    return Pass(
-        regions[main],
-        None if lead is None else regions[lead],
-        None if spans is None else regions[spans],
-    )
-
-
 def problems(q: Tensor, regions: Sequence[Region]) -> list[str]:
     """Return why no kernel attends q [B, Hq, T, D] to these regions; empty if one does."""
     reasons: list[str] = []
     for numbers in passes(regions):
-        each = _pass(regions, numbers)
-        for region in each.regions:
+        for region in (regions[i] for i in numbers if i is not None):
             reasons += [x for x in _problems(q.shape[2], region) if x not in reasons]
-        if isinstance(each.main.where, Spans):
+        if isinstance(regions[numbers[0]].where, Spans):
             reasons.append("spans have no region of the same encodings before them")
     return reasons
 
@@ -155,8 +133,7 @@ class Attend:
     """Attention of one layer: keeps what does not change between its steps."""
 
     def __init__(self, q: Tensor, regions: Sequence[Region]) -> None:
-        self._passes = passes(regions)
-        self._kernels = [_PassAttention(q, _pass(regions, each)) for each in self._passes]
+        self._passes = [_PassAttention(q, regions, numbers) for numbers in passes(regions)]
 
     def __call__(
         self,
@@ -168,11 +145,9 @@ class Attend:
         products: bool = False,
     ) -> State:
         """Attend as `reference.attend_regions` does; packed tokens are not rounded."""
-        states = [
-            kernel.run(q, _pass(regions, numbers), scale, softcap, products)
-            for kernel, numbers in zip(self._kernels, self._passes, strict=True)
-        ]
-        return states[0] if len(states) == 1 else merge(states)
+        if len(self._passes) == 1:
+            return self._passes[0].run(q, regions, scale, softcap, products)
+        return merge([each.run(q, regions, scale, softcap, False) for each in self._passes])
 
 
 attend = once(Attend)
@@ -185,20 +160,26 @@ class _PassAttention:
     is made from; batch, tokens and options may differ at every step.
     """
 
-    def __init__(self, q: Tensor, each: Pass) -> None:
-        main, where = each.main, each.main.where
+    def __init__(self, q: Tensor, regions: Sequence[Region], numbers: Numbers) -> None:
+        self.main, self.lead, self.spans = numbers
+        self.alone = self.lead is None and self.spans is None
+        main = regions[self.main]
+        where = main.where
+        self.slots, self.pages = isinstance(where, Slots), isinstance(where, Paged)
         _, hq, t, d = q.shape
         self.kv_heads = main.keys.exact.shape[1]
         self.heads = where.slots.shape[1] if isinstance(where, Slots) else self.kv_heads
         self.rows = hq // self.heads * t
-        self.layout = _layout(each)
+        self.layout = (
+            GATHERED if self.slots else PAGED if self.pages else SPANS if self.spans else DECODE
+        )
         rope, key_encoding = rope_of(main.keys)
         self.kernel, self.tile = coverage.kernel(
-            d, self.kv_heads, self.rows, main.keys.exact.dtype, rope, self.layout is GATHERED,
-            key_encoding, main.values.encoding,
+            d, self.kv_heads, self.rows, main.keys.exact.dtype, rope, self.slots, key_encoding,
+            main.values.encoding,
             page=where.table.page if isinstance(where, Paged) else 0,
-            lead=each.lead is not None and self.layout is not GATHERED,
-            spans=each.spans is not None,
+            lead=self.lead is not None and not self.slots,
+            spans=self.spans is not None,
         )  # fmt: skip
         self.keys, self.values = SidePacker(), SidePacker()
         self.span_keys, self.span_values = SidePacker(), SidePacker()
@@ -212,82 +193,111 @@ class _PassAttention:
     def run(
         self,
         q: Tensor,
-        each: Pass,
+        regions: Sequence[Region],
         scale: float,
-        softcap: float | None = None,
-        products: bool = False,
+        softcap: float | None,
+        products: bool,
     ) -> State:
-        """Attend q [B, Hq, T, D] to the regions of a pass."""
-        main, lead, where = each.main, each.lead, each.main.where
-        keys, values = main.keys, main.values
+        """Attend q [B, Hq, T, D] to the regions of this pass."""
+        keys, values, where, visible, bias, own = regions[self.main]
         b, hq, t, d = q.shape
         queries = q.float().contiguous()
         out, lse = torch.empty_like(queries), queries.new_empty(b, hq, t)
-        first = 0 if lead is None else lead.keys.tokens
-        n = keys.tokens
-        numbers: dict[str, Any] = {}
+        longest = n = keys.tokens
+        more: dict[str, Any] = _NO_LEAD
         alive: tuple[Any, ...] = ()
-        if isinstance(where, Slots):
-            slots = contiguous_rows(where.slots)
-            n = first + slots.shape[2] + n - where.begin
-            numbers = {
-                "share": self.heads // self.kv_heads, "slots_count": slots.shape[2],
-                "begin": where.begin, "slots": strides(slots, 2),
-            }  # fmt: skip
-            alive = (slots,)
-        elif isinstance(where, Paged):
-            n = where.table.longest
-            numbers, alive = _pages(where, keys.tail.dtype)
-        longest = n if isinstance(where, Slots) else first + n
-        if each.spans is not None:
-            spans = each.spans
-            assert isinstance(spans.where, Spans)
-            bounds = spans.where.bounds.contiguous()
-            longest += spans.where.longest
-            alive = (bounds,)
-            numbers = {
-                "spans": bounds.data_ptr(), "span_keys": self.span_keys.pack(spans.keys),
-                "span_values": self.span_values.pack(spans.values),
-            }  # fmt: skip
+        if where is not None or not self.alone:
+            n, longest, more, alive = self._more(regions)
         if not longest or not b:
             return State(out.zero_(), lse.fill_(-torch.inf))
-        lead_numbers = _NO_LEAD
-        if lead is not None:
-            k, v = (contiguous_rows(x.tail) for x in (lead.keys, lead.values))
-            alive = (*alive, k, v)
-            lead_numbers = {
-                "first_tokens": first, "first_keys": strides(k, 3), "first_values": strides(v, 3),
-            }  # fmt: skip
         packed_queries, query_rotation = queries, 0
-        sums, value_rotation = out, 0
         if self.own_queries:
-            packed_queries, query_rotation = _packed_queries(queries, _layer(each, 0))
-        layer = _layer(each, 1) if self.sets == 2 else None
+            layer = self._layer(regions, 0)
+            if layer is not None:
+                packed_queries, query_rotation = _packed_queries(queries, layer)
+        sums, value_rotation, layer = out, 0, None
         if self.sets == 2:
+            layer = self._layer(regions, 1)
             sums, value_rotation = self._sums(queries, layer)
-        masks, _masks_alive = self._masks(queries, each)
-        rope, _rope_alive = _NO_ROPE
+        masks, masks_alive = _NO_MASKS
+        if visible is not None or bias is not None or not self.alone:
+            masks, masks_alive = self._masks(queries, regions)
+        rope, rope_alive = _NO_ROPE
         if keys.packed is not None and keys.packed.rope is not None:
-            consecutive = n if self.layout is PAGED else keys.packed.hi
-            rope, _rope_alive = positions(keys.packed, keys.packed.rope, d, consecutive)
+            consecutive = n if self.pages else keys.packed.hi
+            rope, rope_alive = positions(keys.packed, keys.packed.rope, d, consecutive)
         logits, width = None, -(-n // 16) * 16
-        if products and where is None and lead is None and each.spans is None:
+        if products and where is None and self.alone:
             logits = queries.new_empty(b, hq, t, width)
         threads, splits = self._tasks(queries, longest)
         job = self.layout.pack(
-            batch=b, heads=self.heads, rows=self.rows, queries=t, tokens=n,
-            causal=main.own > 1, splits=splits, scale=scale, softcap=softcap or 0.0,
+            batch=b, heads=self.heads, rows=self.rows, queries=t, tokens=n, causal=own > 1,
+            splits=splits, scale=scale, softcap=softcap or 0.0,
             q=queries.data_ptr(), q_packed=packed_queries.data_ptr(),
             query_rotation=query_rotation, out=sums.data_ptr(), value_rotation=value_rotation,
             rotated_out=out.data_ptr(), lse=lse.data_ptr(), states=self.states.data_ptr(),
             keys=self.keys.pack(keys), values=self.values.pack(values),
             logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width,
-            **masks, **rope, **lead_numbers, **numbers,
+            **masks, **rope, **more,
         )  # fmt: skip
         self.kernel.run(job, b * self.heads, threads)
+        del alive, masks_alive, rope_alive  # until here, the kernel reads them by address
         if self.sets == 2 and not value_rotation:
             out = _merged(sums, layer).reshape(q.shape)
         return State(out, lse, logits)
+
+    def _more(self, regions: Sequence[Region]) -> tuple[int, int, dict[str, Any], tuple[Any, ...]]:
+        """Return what regions beside dense tokens add to the arguments.
+
+        Returns the tokens of the main region, those that are read in all, arguments, and what must
+        outlive the run.
+        """
+        main = regions[self.main]
+        where, n, first = main.where, main.keys.tokens, 0
+        more, alive = dict(_NO_LEAD), []
+        if self.lead is not None:
+            lead = regions[self.lead]
+            k, v = contiguous_rows(lead.keys.tail), contiguous_rows(lead.values.tail)
+            first = k.shape[2]
+            more = {
+                "first_tokens": first, "first_keys": strides(k, 3), "first_values": strides(v, 3),
+            }  # fmt: skip
+            alive += [k, v]
+        longest = first + n
+        if isinstance(where, Slots):
+            slots = contiguous_rows(where.slots)
+            longest = n = first + slots.shape[2] + n - where.begin
+            more |= {
+                "share": self.heads // self.kv_heads, "slots_count": slots.shape[2],
+                "begin": where.begin, "slots": strides(slots, 2),
+            }  # fmt: skip
+            alive.append(slots)
+        elif isinstance(where, Paged):
+            longest = n = where.table.longest
+            arguments, tensors = _pages(where, main.keys.tail.dtype)
+            more |= arguments
+            alive += tensors
+        if self.spans is not None:
+            spans = regions[self.spans]
+            assert isinstance(spans.where, Spans)
+            bounds = spans.where.bounds.contiguous()
+            longest += spans.where.longest
+            more |= {
+                "spans": bounds.data_ptr(), "span_keys": self.span_keys.pack(spans.keys),
+                "span_values": self.span_values.pack(spans.values),
+            }  # fmt: skip
+            alive.append(bounds)
+        return n, longest, more, tuple(alive)
+
+    def _layer(self, regions: Sequence[Region], side: int) -> LayerEncoding | None:
+        """Return the encoding of packed keys (0) or values (1); None if none is packed."""
+        for number in (self.main, self.spans):
+            if number is not None:
+                packed = regions[number][side].packed  # type: ignore[union-attr]
+                if packed is not None:
+                    layer: LayerEncoding = packed.layer
+                    return layer
+        return None
 
     def _tasks(self, queries: Tensor, n: int) -> tuple[int, int]:
         """Return the threads and the tasks per head for n tokens; make room for their states."""
@@ -310,20 +320,20 @@ class _PassAttention:
         group = 0 if layer is None else layer.rotated
         return sums, rotation(group, d, back=True).data_ptr() if group else 0
 
-    def _masks(self, queries: Tensor, each: Pass) -> KeptArguments:
+    def _masks(self, queries: Tensor, regions: Sequence[Region]) -> KeptArguments:
         """Return the arguments of the mask and of the bias of all regions."""
-        regions = each.regions
-        if all(x.visible is None and x.bias is None for x in regions):
+        numbers = (self.lead, self.main, self.spans)
+        read = [regions[i] for i in numbers if i is not None]
+        if all(x.visible is None and x.bias is None for x in read):
             return _NO_MASKS
         b, hq, _t, _d = queries.shape
         visible = bias = None
-        if any(x.visible is not None for x in regions):
-            parts = [_visible(x, b, self.heads, queries.device) for x in regions]
+        if any(x.visible is not None for x in read):
+            parts = [_visible(x, b, self.heads, queries.device) for x in read]
             visible = padded(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
-            visible = visible.expand(b, self.heads, -1)
-        if any(x.bias is not None for x in regions):
-            biases = [x.bias.float().expand(b, hq, -1) for x in regions if x.bias is not None]
-            assert len(biases) == len(regions)
+        biases = [x.bias.float().expand(b, hq, -1) for x in read if x.bias is not None]
+        if biases:
+            assert len(biases) == len(read)
             bias = padded(biases[0] if len(biases) == 1 else torch.cat(biases, dim=2))
         return {"visible": strides(visible, 2), "bias": strides(bias, 2)}, (visible, bias)
 
@@ -337,16 +347,6 @@ def _visible(region: Region, b: int, heads: int, device: torch.device) -> Tensor
     if mask.shape[1] not in (1, heads):  # of key/value heads that share a choice
         mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
     return mask.expand(b, heads, -1)
-
-
-def _layout(each: Pass) -> Arguments:
-    """Return the arguments of the kernel that reads a pass."""
-    where = each.main.where
-    if isinstance(where, Slots):
-        return GATHERED
-    if isinstance(where, Paged):
-        return PAGED
-    return DECODE if each.spans is None else SPANS
 
 
 def _pages(where: Paged, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -367,20 +367,8 @@ def _pages(where: Paged, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Any,
     return numbers, (*exact, where.table)
 
 
-def _layer(each: Pass, side: int) -> LayerEncoding | None:
-    """Return the encoding of packed keys (0) or values (1); None if none is packed."""
-    for region in (each.main, each.spans):
-        view = None if region is None else region.values if side else region.keys
-        if view is not None and view.packed is not None:
-            layer: LayerEncoding = view.packed.layer
-            return layer
-    return None
-
-
-def _packed_queries(queries: Tensor, layer: LayerEncoding | None) -> tuple[Tensor, int]:
+def _packed_queries(queries: Tensor, layer: LayerEncoding) -> tuple[Tensor, int]:
     """Return queries in the space of packed keys, or the rotation that the kernel applies."""
-    if layer is None:
-        return queries, 0
     if layer.rotated:
         return queries, rotation(layer.rotated, queries.shape[3]).data_ptr()
     return queries if layer.divisor is None else multiplied(queries, layer.divisor), 0

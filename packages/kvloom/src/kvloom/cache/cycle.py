@@ -79,7 +79,7 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int]) -> 
 
 
 def _append(state: LayerState, step: StepInputs) -> bool:
-    """Store a short step's tokens before attention, which then reads all tokens in one part.
+    """Store a short step's tokens before attention, which then reads all tokens in one region.
 
     Returns whether they were stored. Attention reads a long step's tokens as they are given.
     Raises `NotFinite`.

@@ -80,9 +80,9 @@ class Evictor(Stateful):
         raise NotImplementedError
 
     def renumbered(self, regions: list[Region], storage: Storage, newest: int) -> list[Region]:
-        """Return the parts of a step, with keys at new positions if every step needs them.
+        """Return the regions of a step, with keys at new positions if every step needs them.
 
-        storage: of the parts. newest: the logical index of the step's newest token.
+        storage: of the regions. newest: the logical index of the step's newest token.
         """
         return regions
 

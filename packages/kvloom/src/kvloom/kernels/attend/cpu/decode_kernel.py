@@ -51,7 +51,7 @@ class Scratch(NamedTuple):
 
 @cache
 def kernel(variant: Variant) -> Any:
-    """Compile the kernel of a variant; see `decode.attend` for the call."""
+    """Compile the kernel of a variant; see `attend.Attend` for the call."""
     d, w, apart, sets = variant.d, variant.w, variant.apart[0], 1 + variant.apart[1]
     (per_row, fixed), split_scratch = _scratch(variant)
     attend_range = _range(variant)

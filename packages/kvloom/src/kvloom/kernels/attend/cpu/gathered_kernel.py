@@ -60,7 +60,7 @@ class List(NamedTuple):
 
 @cache
 def kernel(variant: Variant) -> Any:
-    """Compile the kernel of a variant; see `gathered.attend` for the call."""
+    """Compile the kernel of a variant; see `attend.Attend` for the call."""
     d, w, apart, sets = variant.d, variant.w, variant.apart[0], 1 + variant.apart[1]
     k_first, v_first = (
         SIZE[meta] * (spec.by == MAP)

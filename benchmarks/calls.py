@@ -23,6 +23,7 @@ import torch
 import kvloom
 import kvloom_lab
 import record
+from kvloom.cache import fill
 from kvloom.kernels import cpu_runtime
 
 PACKAGE = str(Path(kvloom.__file__).parent)
@@ -38,7 +39,8 @@ class Steps:
         self.shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.dtype = dtype
         self.layers = [layer.cache for layer in kvloom.Cache(model, recipe).routed]
-        self.run(prompt)
+        for layer in self.layers:
+            fill(layer, *self.inputs(prompt))
 
     def inputs(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, kv_heads, d = self.shape

@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_clock import Bench
 from kvloom.kernels import ops
 from kvloom.kernels.attend import reference as attend_ref
+from kvloom.kernels.attend.regions import Region
 from kvloom.kernels.quantize import reference as quant_ref
 from kvloom.kernels.quantize.encoding import META, PackedTensors
 from kvloom.kernels.quantize.triton import pack as quant_gpu
@@ -218,11 +219,12 @@ def _step(
         exact.append(
             torch.cat([p if isinstance(p, Tensor) else p.tensor() for p in parts], 2).cpu().float()
         )
-    keys, values = (lane.kv_view() for lane in lanes)
-    why = ops.attend.bind(q, keys, values).why
+    own = t if t > 1 else 0
+    regions = [Region(*(lane.kv_view() for lane in lanes), visible=visible, own=own)]
+    why = ops.attend.bind(q, regions).why
     if why:
         raise RuntimeError(f"left to the reference: {why}")
-    state = ops.attend(q, keys, values, d**-0.5, causal=t > 1, visible=visible)
+    state = ops.attend(q, regions, d**-0.5)
     want = attend_ref.attend(
         q.cpu().float(), *exact, d**-0.5, causal=t > 1, visible=visible.cpu()
     )  # fmt: skip

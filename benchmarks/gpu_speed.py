@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpu_clock import Bench
 from kvloom.kernels import ops
+from kvloom.kernels.attend.regions import Region
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.kernels.select import reference as select_ref
@@ -71,11 +72,11 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
             lane = KVSide(fmt, recent)
             lane.extend(x, 0)
             lanes.append(lane)
-        keys, values = (lane.kv_view() for lane in lanes)
-        if ops.attend.bind(q, keys, values).run is None:
+        regions = [Region(*(lane.kv_view() for lane in lanes))]
+        if ops.attend.bind(q, regions).run is None:
             bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
             continue
-        ms = bench.ms(lambda a=keys, b=values: ops.attend(q, a, b, d**-0.5))
+        ms = bench.ms(lambda a=regions: ops.attend(q, a, d**-0.5))
         nbytes = sum(lane.nbytes for lane in lanes)
         bench.row(
             f"{tokens} x {batch}: {recipe}",

@@ -145,3 +145,20 @@ def test_text_that_is_no_toml_is_refused():
 def test_a_kind_alone_is_its_defaults():
     table = {"recall": {"index": "pages", "tokens": 500}}
     assert Recipe.from_dict(table) == Recipe(recall=Recall(Pages(), 500))
+
+
+@for_each(
+    ("transform", "fields"),
+    [
+        (
+            'span = "layer"\nreorder = true\nclip = "group"',
+            {"span": "layer", "reorder": True, "clip": "group"},
+        ),
+        ("rotate = true", {"rotation": "group"}),
+        ("hadamard = true", {"rotation": "head"}),
+        ("smooth = true\nrotate = false", {"smooth": True}),
+    ],
+)  # fmt: skip
+def test_a_table_of_transforms_still_loads(transform, fields):
+    text = f'[store.keys]\nbits = 2\naxis = "token"\n\n[store.keys.transform]\n{transform}\n'
+    assert Recipe.from_toml(text).store.keys == Packed(2, "token", **fields)
